@@ -2,7 +2,8 @@
 
 Usage: python .ci/code_size.py
 
-Docstrings, comments and blank lines do not count. The exit code is 1 if a package is larger than its budget.
+Docstrings, comments and blank lines do not count. The exit code is 1 if a package is larger than
+its budget.
 """
 
 import ast
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-NOT_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 class Size(NamedTuple):
@@ -35,14 +43,20 @@ def size_of(text: str) -> Size:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring_lines |= _docstring_lines(node.body)
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in NOT_CODE]
+    tokens = [
+        token
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NOT_CODE
+    ]
     tokens = [token for token in tokens if token.start[0] not in docstring_lines]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
     return Size(len(lines), len(tokens))
 
 
 def _docstring_lines(body: list[ast.stmt]) -> set[int]:
-    """Return the lines of the strings that stand alone in a body, as docstrings of it or of the names in it."""
+    """Return the lines of the strings that stand alone in a body, as docstrings of it or of the
+    names in it.
+    """
     strings = [
         statement
         for statement in body
@@ -50,7 +64,11 @@ def _docstring_lines(body: list[ast.stmt]) -> set[int]:
         and isinstance(statement.value, ast.Constant)
         and isinstance(statement.value.value, str)
     ]
-    return {line for string in strings for line in range(string.lineno, (string.end_lineno or string.lineno) + 1)}
+    return {
+        line
+        for string in strings
+        for line in range(string.lineno, (string.end_lineno or string.lineno) + 1)
+    }
 
 
 def sizes_of_packages(folder: Path) -> dict[str, Size]:
@@ -73,7 +91,10 @@ def budgets_of(text: str) -> dict[str, int]:
 
 def main() -> int:
     """Print the table, and return the exit code."""
-    sizes, budgets = sizes_of_packages(ROOT / "shardopt"), budgets_of((ROOT / "CONTRIBUTING.md").read_text())
+    sizes, budgets = (
+        sizes_of_packages(ROOT / "shardopt"),
+        budgets_of((ROOT / "CONTRIBUTING.md").read_text()),
+    )
     print(f"{'package':18} {'lines':>7} {'tokens':>8} {'budget':>7}")
     for package, size in sizes.items():
         print(f"{package:18} {size.lines:7,} {size.tokens:8,} {budgets.get(package, 0):7,}")
@@ -82,7 +103,8 @@ def main() -> int:
     too_large = [package for package, size in sizes.items() if size.lines > budgets.get(package, 0)]
     if too_large:
         print(
-            f"over budget: {', '.join(too_large)}. Make the code smaller, or raise the budget and say why in the commit."
+            f"over budget: {', '.join(too_large)}. Make the code smaller, or raise the budget and"
+            " say why in the commit."
         )
     return int(bool(too_large))
 

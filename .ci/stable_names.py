@@ -1,10 +1,11 @@
-"""Write the signatures of the stable names, as they are now, into stable_names.txt next to this file.
+"""Write the signatures of the stable names, as they are now, into stable_names.txt next to this
+file.
 
 Usage: python .ci/stable_names.py [--check]
 
-The file has the signatures of the last release. `--check` writes nothing. It prints the names that differ, and the exit
-code is 1 if the part "Unreleased" of CHANGELOG.md does not name each of them. To make a name stable, add it to the file
-as a line, then run this script.
+The file has the signatures of the last release. `--check` writes nothing. It prints the names that
+differ, and the exit code is 1 if the part "Unreleased" of CHANGELOG.md does not name each of them.
+To make a name stable, add it to the file as a line, then run this script.
 """
 
 import inspect
@@ -36,12 +37,16 @@ def changed(text: str) -> list[str]:
     written = dict(re.findall(r"^(so\.[\w.]+)(.*)$", text, re.MULTILINE))
     written = {name.removeprefix("so."): call for name, call in written.items()}
     current = signatures(names_of(text))
-    return sorted(name for name in written.keys() | current.keys() if written.get(name) != current.get(name))
+    return sorted(
+        name for name in written.keys() | current.keys() if written.get(name) != current.get(name)
+    )
 
 
 def unreleased(changelog: str) -> str:
     """Return the part of a changelog that describes the next release."""
-    return re.split(r"^## ", changelog.partition("## Unreleased\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    return re.split(
+        r"^## ", changelog.partition("## Unreleased\n")[2], maxsplit=1, flags=re.MULTILINE
+    )[0]
 
 
 def untold(text: str, changelog: str) -> list[str]:
@@ -86,10 +91,14 @@ def _members(owner: type) -> Iterator[tuple[str, str]]:
 
 
 def _call(function: Any, *, bound: bool = False) -> str:
-    """Return the parameters of a function as they are written in a call, with defaults and without types."""
+    """Return the parameters of a function as they are written in a call, with defaults and without
+    types.
+    """
     parameters = list(inspect.signature(function).parameters.values())[bound:]
     plain = [
-        parameter.replace(annotation=inspect.Parameter.empty, default=_Default.of(parameter.default))
+        parameter.replace(
+            annotation=inspect.Parameter.empty, default=_Default.of(parameter.default)
+        )
         for parameter in parameters
     ]
     return str(inspect.Signature(plain))
@@ -120,7 +129,9 @@ def main(arguments: list[str]) -> int:
         print(f"changed since the last release: {', '.join(changed(text)) or 'none'}")
         print(f"not in CHANGELOG.md: {', '.join(names) or 'none'}")
         return int(bool(names))
-    FILE.write_text("".join(f"so.{name}{call}\n" for name, call in signatures(names_of(text)).items()))
+    FILE.write_text(
+        "".join(f"so.{name}{call}\n" for name, call in signatures(names_of(text)).items())
+    )
     return 0
 
 

@@ -1,10 +1,13 @@
-"""Memory and traffic of fine-tuning Llama 3 with adapters, compiled for TPUs and GPUs that are not here.
+"""Memory and traffic of fine-tuning Llama 3 with adapters, compiled for TPUs and GPUs that are not
+here.
 
     python benchmarks/adapters_pod.py [--only WORDS] [--libtpu FOLDER] [--no-cudnn]
 
-Each row is one `so.aot`: a step of fsdp with AdamW over all weights of the blocks (rank 16), or over all parameters. A row that does
-not fit into the memory of a chip says so. It needs libtpu (pip install 'shardopt[tpu]') for TPUs, and jax's CUDA plugin for GPUs;
-it needs no device. For GPUs cuDNN must be installed, or `--no-cudnn` compiles attention by plain XLA. Each result is kept in results/adapters_pod.json as soon as it is there.
+Each row is one `so.aot`: a step of fsdp with AdamW over all weights of the blocks (rank 16), or
+over all parameters. A row that does not fit into the memory of a chip says so. It needs libtpu (pip
+install 'shardopt[tpu]') for TPUs, and jax's CUDA plugin for GPUs; it needs no device. For GPUs
+cuDNN must be installed, or `--no-cudnn` compiles attention by plain XLA. Each result is kept in
+results/adapters_pod.json as soon as it is there.
 """
 
 import argparse
@@ -45,7 +48,9 @@ def compiled(model_name, topology, length, rows, base):
     shape = dataclasses.replace(find_model(model_name), length=length, dtype=jnp.bfloat16)
     model = transformer.model(shape, remat="full", chunk=512, logits_dtype=jnp.bfloat16)
     dtype = jnp.float32 if base is None else jnp.bfloat16
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shape.abstract_params())
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shape.abstract_params()
+    )
     options = {}
     if base is not None:
         matrices = [
@@ -69,7 +74,12 @@ def compiled(model_name, topology, length, rows, base):
     try:
         report = so.aot(
             lambda mesh: so.fsdp(
-                optax.adamw(1e-4), mesh, model, gather_dtype=jnp.bfloat16, view="per_device", **options
+                optax.adamw(1e-4),
+                mesh,
+                model,
+                gather_dtype=jnp.bfloat16,
+                view="per_device",
+                **options,
             ),
             params,
             transformer.abstract_batch(shape, rows * devices),

@@ -2,8 +2,8 @@
 
     python benchmarks/any_loss.py
 
-Each loss is written as for one device. Eight simulated devices, 64 rows. The rows of the table are the relative error of the gradient,
-next to one device:
+Each loss is written as for one device. Eight simulated devices, 64 rows. The rows of the table are
+the relative error of the gradient, next to one device:
 
 - the mean of the devices' gradients: `jax.lax.pmean` in a `shard_map`, as in data-parallel loops;
 - the mean over micro-batches of one device, as in gradient accumulation;
@@ -46,7 +46,10 @@ def mean_over_rows(params, batch):
 
 
 def contrastive(params, batch):
-    x, y = (z / jnp.linalg.norm(z, axis=-1, keepdims=True) for z in (forward(params, batch["x"]), batch["y"]))
+    x, y = (
+        z / jnp.linalg.norm(z, axis=-1, keepdims=True)
+        for z in (forward(params, batch["x"]), batch["y"])
+    )
     return jnp.mean(jax.nn.logsumexp(4 * x @ y.T, axis=1) - 4 * jnp.sum(x * y, axis=1))
 
 
@@ -88,14 +91,18 @@ def of_devices(loss_fn):
         varying = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
         return jax.lax.pmean(jax.grad(loss_fn)(varying, batch), "data")
 
-    mapped = jax.shard_map(local, mesh=so.make_mesh(data=8), in_specs=(P(), P("data")), out_specs=P())
+    mapped = jax.shard_map(
+        local, mesh=so.make_mesh(data=8), in_specs=(P(), P("data")), out_specs=P()
+    )
     return jax.jit(mapped)(PARAMS, BATCH)
 
 
 def of_micro_batches(loss_fn):
     """Return the mean of the gradients of eight micro-batches on one device."""
     parts = jax.tree.map(lambda x: x.reshape(8, 8, *x.shape[1:]), BATCH)
-    return jax.tree.map(lambda g: g.mean(0), jax.jit(jax.vmap(jax.grad(loss_fn), (None, 0)))(PARAMS, parts))
+    return jax.tree.map(
+        lambda g: g.mean(0), jax.jit(jax.vmap(jax.grad(loss_fn), (None, 0)))(PARAMS, parts)
+    )
 
 
 def of_shardopt(loss_fn):

@@ -1,13 +1,16 @@
-"""What a strategy costs beside plain jit + NamedSharding: seconds of a step and of its compiling, and what was compiled.
+"""What a strategy costs beside plain jit + NamedSharding: seconds of a step and of its compiling,
+and what was compiled.
 
-Run: python benchmarks/beside_jit.py [--rounds 30] [--models mlp haiku flax contrastive] [--sizes small large] [--counts]
+Run: python benchmarks/beside_jit.py [--rounds 30] [--models mlp haiku flax contrastive] [--sizes
+small large] [--counts]
 
-Control: `jax.jit` of value_and_grad, optax and the gradient's norm, parameters replicated (for ddp) or placed as so.fsdp
-places them (for fsdp), rows over data: the partitioner does the rest. Test: `so.ddp` and `so.fsdp`, in both views; for a
-contrastive loss, which mixes rows, in the view that `view="auto"` takes. Same
-parameters, numpy batches, optimizer (AdamW) and outputs, interleaved in one run. Claim: a step takes at most 1.03 of
-the control's time, compiling at most 1.3. `--counts` prints flops, bytes and instructions of the programs, which do
-not depend on what else the machine does, and times nothing but the compiler.
+Control: `jax.jit` of value_and_grad, optax and the gradient's norm, parameters replicated (for ddp)
+or placed as so.fsdp places them (for fsdp), rows over data: the partitioner does the rest. Test:
+`so.ddp` and `so.fsdp`, in both views; for a contrastive loss, which mixes rows, in the view that
+`view="auto"` takes. Same parameters, numpy batches, optimizer (AdamW) and outputs, interleaved in
+one run. Claim: a step takes at most 1.03 of the control's time, compiling at most 1.3. `--counts`
+prints flops, bytes and instructions of the programs, which do not depend on what else the machine
+does, and times nothing but the compiler.
 """
 
 import argparse
@@ -31,7 +34,10 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 
 TX = optax.adamw(1e-3)
-SIZES = {"small": {"width": 64, "layers": 2, "length": 32}, "large": {"width": 256, "layers": 4, "length": 64}}
+SIZES = {
+    "small": {"width": 64, "layers": 2, "length": 32},
+    "large": {"width": 256, "layers": 4, "length": 64},
+}
 BATCH, VOCABULARY = 32, 256
 COMPILINGS = 5
 
@@ -39,7 +45,10 @@ COMPILINGS = 5
 def mlp(width, layers, length):
     """Rows of vectors through square layers."""
     draw = np.random.default_rng(0)
-    params = [(draw.normal(size=(width, width)) / width**0.5).astype(np.float32) for _ in range(2 * layers)]
+    params = [
+        (draw.normal(size=(width, width)) / width**0.5).astype(np.float32)
+        for _ in range(2 * layers)
+    ]
 
     def loss_fn(params, batch):
         x = batch["x"]
@@ -48,12 +57,17 @@ def mlp(width, layers, length):
         return jnp.mean((x - batch["y"]) ** 2)
 
     rows = BATCH * length // 4
-    batches = [{name: draw.normal(size=(rows, width)).astype(np.float32) for name in "xy"} for _ in range(4)]
+    batches = [
+        {name: draw.normal(size=(rows, width)).astype(np.float32) for name in "xy"}
+        for _ in range(4)
+    ]
     return params, loss_fn, batches
 
 
 def contrastive(width, layers, length):
-    """Rows through square layers, each against all others: `view="auto"` runs it on the whole batch."""
+    """Rows through square layers, each against all others: `view="auto"` runs it on the whole
+    batch.
+    """
     params, _, batches = mlp(width, layers, length)
 
     def loss_fn(params, batch):
@@ -68,10 +82,14 @@ def contrastive(width, layers, length):
 def _tokens(apply, length):
     def loss_fn(params, batch):
         logits = apply(params, batch["tokens"][:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["tokens"][:, 1:]
+        ).mean()
 
     draw = np.random.default_rng(0)
-    return loss_fn, [{"tokens": draw.integers(0, VOCABULARY, (BATCH, length + 1), np.int32)} for _ in range(4)]
+    return loss_fn, [
+        {"tokens": draw.integers(0, VOCABULARY, (BATCH, length + 1), np.int32)} for _ in range(4)
+    ]
 
 
 def haiku(width, layers, length):
@@ -82,12 +100,16 @@ def haiku(width, layers, length):
         mask = jnp.tril(jnp.ones((1, 1, tokens.shape[1], tokens.shape[1])))
         for _ in range(layers):
             y, draw = hk.LayerNorm(-1, True, True)(x), hk.initializers.VarianceScaling(1.0)
-            x = x + hk.MultiHeadAttention(4, width // 4, w_init=draw, model_size=width)(y, y, y, mask)
+            x = x + hk.MultiHeadAttention(4, width // 4, w_init=draw, model_size=width)(
+                y, y, y, mask
+            )
             x = x + hk.nets.MLP([4 * width, width])(hk.LayerNorm(-1, True, True)(x))
         return hk.Linear(VOCABULARY)(x)
 
     net = hk.without_apply_rng(hk.transform(forward))
-    return jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, length), jnp.int32)), *_tokens(net.apply, length)
+    return jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, length), jnp.int32)), *_tokens(
+        net.apply, length
+    )
 
 
 def flax(width, layers, length):
@@ -103,7 +125,9 @@ def flax(width, layers, length):
             return linen.Dense(VOCABULARY)(x)
 
     net = Transformer()
-    return jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, length), jnp.int32)), *_tokens(net.apply, length)
+    return jax.jit(net.init)(jax.random.key(0), jnp.zeros((1, length), jnp.int32)), *_tokens(
+        net.apply, length
+    )
 
 
 MODELS = {"mlp": mlp, "haiku": haiku, "flax": flax, "contrastive": contrastive}
@@ -113,7 +137,9 @@ VIEWS = {"contrastive": ("auto",)}
 
 def plain(mesh, loss_fn, params, specs):
     """Return the jitted step of plain jax, and its first state."""
-    on = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    on = jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
     params = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=on)(params)
     like = jax.eval_shape(TX.init, params)
     on_state = optax.tree_utils.tree_map_params(
@@ -125,7 +151,10 @@ def plain(mesh, loss_fn, params, specs):
         params, opt_state = state
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, opt_state = TX.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        return (optax.apply_updates(params, updates), opt_state), {
+            "loss": loss,
+            "grad_norm": optax.tree.norm(grads),
+        }
 
     rows, everywhere = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
     shardings = (on, on_state)
@@ -139,7 +168,9 @@ def plain(mesh, loss_fn, params, specs):
 
 
 def contenders(mesh, model, views):
-    """Return name -> (step with .lower, state, place): the controls, and the strategies in these views."""
+    """Return name -> (step with .lower, state, place): the controls, and the strategies in these
+    views.
+    """
     params, loss_fn, _ = model
     made = {}
     for name, strategy in (("ddp", so.ddp), ("fsdp", so.fsdp)):
@@ -151,7 +182,10 @@ def contenders(mesh, model, views):
 
 
 def compiling(step, state, batch):
-    """Return seconds to trace, to compile and of the processor, and both programs; nothing traced before is known."""
+    """Return seconds to trace, to compile and of the processor, and both programs.
+
+    Nothing traced before is known.
+    """
     jax.clear_caches()
     started = time.perf_counter(), time.process_time()
     lowered = step.lower(state, batch)
@@ -176,7 +210,9 @@ def counts(lowered, compiled):
         "fusions": len(re.findall(r" fusion\(", text)),
         "copies": len(re.findall(r" copy\(", text)),
         "collectives": len(
-            re.findall(r" (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)\(", text)
+            re.findall(
+                r" (?:all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)\(", text
+            )
         ),
         "stablehlo lines": lowered.as_text().count("\n"),
     }
@@ -208,9 +244,13 @@ def compare(name, size, rounds, only_counts):
     for who, row in results.items():
         mine, base = seconds[who], seconds[f"{who.split()[0]} jit"]
         row |= {part: statistics.median(one[part] for one in mine) for part in mine[0]}
-        spent = [[one["trace seconds"] + one["compile seconds"] for one in of] for of in (mine, base)]
+        spent = [
+            [one["trace seconds"] + one["compile seconds"] for one in of] for of in (mine, base)
+        ]
         row["compile ratio"] = median_ratio(*spent)
-        row["cpu ratio"] = median_ratio(*[[one["cpu seconds"] for one in of] for of in (mine, base)])
+        row["cpu ratio"] = median_ratio(
+            *[[one["cpu seconds"] for one in of] for of in (mine, base)]
+        )
         shown = "  ".join(f"{key} {value:,.3g}" for key, value in row.items())
         print(f"{name} {size} {who:16} {shown}", flush=True)
     return results
@@ -229,11 +269,15 @@ def turns(step, state, place, batches):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--counts", action="store_true", help="compile and count only; writes no file")
+    parser.add_argument(
+        "--counts", action="store_true", help="compile and count only; writes no file"
+    )
     asked = parser.parse_args()
     results = {
         f"{name} {size}": compare(name, size, asked.rounds, asked.counts)
@@ -241,7 +285,9 @@ def main():
         for name in asked.models
     }
     if not asked.counts:  # some models get a file of their own
-        named = __file__ if asked.models == list(MODELS) else f"beside_jit_{'_'.join(asked.models)}.py"
+        named = (
+            __file__ if asked.models == list(MODELS) else f"beside_jit_{'_'.join(asked.models)}.py"
+        )
         print("wrote", write_json(named, results))
 
 

@@ -1,18 +1,23 @@
-"""shardopt's step beside MaxText's: both compiled by the real TPU compiler for the same chips, model and batch, without a TPU.
+"""shardopt's step beside MaxText's: both compiled by the real TPU compiler for the same chips,
+model and batch, without a TPU.
 
-    python benchmarks/beside_maxtext.py [WORDS ...] --maxtext PYTHON [--only shardopt] [--programs FOLDER]
+    python benchmarks/beside_maxtext.py [WORDS ...] --maxtext PYTHON [--only shardopt] [--programs
+    FOLDER]
 
-PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs jax and libtpu of the
-same versions. fsdp, bfloat16 products, logits and gathers, fp32 masters, AdamW with clipping at 1; MaxText by its own
-`train_compile`, with splash attention, collectives on the SparseCore where there is one, and its plain `llama3-*` models,
-whose rotary positions are those of shardopt.
+PYTHON is that of an environment of its own with `pip install 'maxtext[tpu]==0.2.5'`; this one needs
+jax and libtpu of the same versions. fsdp, bfloat16 products, logits and gathers, fp32 masters,
+AdamW with clipping at 1; MaxText by its own `train_compile`, with splash attention, collectives on
+the SparseCore where there is one, and its plain `llama3-*` models, whose rotary positions are those
+of shardopt.
 
-Each side chooses from the same list, `CHOICES`: beginning with its defaults, one field after the other takes the fastest
-value whose program fits into the chip's memory. Every program that was tried is in results/beside_maxtext.json, as soon as
-it is there, with the commit that compiled it. Programs are read by `so.planning.step_seconds`: cycles as XLA estimates them,
-collectives over published links, and Pallas kernels by their flops at the chip's peak ("stated") or by their final schedules
-("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read` reads those
-there again and compiles none. WORDS choose rows by parts of their names; without, those of the table are done.
+Each side chooses from the same list, `CHOICES`: beginning with its defaults, one field after the
+other takes the fastest value whose program fits into the chip's memory. Every program that was
+tried is in results/beside_maxtext.json, as soon as it is there, with the commit that compiled it.
+Programs are read by `so.planning.step_seconds`: cycles as XLA estimates them, collectives over
+published links, and Pallas kernels by their flops at the chip's peak ("stated") or by their final
+schedules ("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read`
+reads those there again and compiles none. WORDS choose rows by parts of their names; without, those
+of the table are done.
 """
 
 import argparse
@@ -33,9 +38,17 @@ from typing import Any, Literal, NamedTuple
 from common import commit, write_json
 
 RESULTS = Path(__file__).parent / "results" / "beside_maxtext.json"
-SPARSE_CORE = ("all_gather", "reduce_scatter", "all_reduce", "3d_all_gather", "2d_all_gather", "nd_reduce_scatter")
+SPARSE_CORE = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "3d_all_gather",
+    "2d_all_gather",
+    "nd_reduce_scatter",
+)
 CONTENDERS = ("shardopt", "maxtext")
-COLLECTIVE_MATMUL = "xla_jf_spmd_threshold_for_windowed_einsum_mib"  # libtpu's default stays where it is chosen
+# libtpu's default stays where it is chosen
+COLLECTIVE_MATMUL = "xla_jf_spmd_threshold_for_windowed_einsum_mib"
 
 
 class Row(NamedTuple):
@@ -53,7 +66,11 @@ class Row(NamedTuple):
         """Return it in words."""
         sizes = f"{self.model} {self.topology} {self.length} x {self.rows}"
         tensor = f" tensor={self.tensor}" if self.tensor > 1 else ""
-        return sizes + tensor + (f" micro_batches={self.micro_batches}" if self.micro_batches > 1 else "")
+        return (
+            sizes
+            + tensor
+            + (f" micro_batches={self.micro_batches}" if self.micro_batches > 1 else "")
+        )
 
     @property
     def splits_a_dim(self) -> bool:
@@ -86,7 +103,9 @@ class Remat(NamedTuple):
 
 REMAT = {
     "full": Remat("full", ["remat_policy=full"], ""),
-    "attention": Remat("save:attention", ["remat_policy=custom", "context=device"], "keeps attention"),
+    "attention": Remat(
+        "save:attention", ["remat_policy=custom", "context=device"], "keeps attention"
+    ),
     "projections": Remat(
         "save:qkv,attention,attention_out",
         ["remat_policy=save_dot_with_context_except_mlp"],
@@ -104,13 +123,16 @@ class Choice(NamedTuple):
     """What each side may choose.
 
     Attributes:
-      remat: recompute every block; keep what attention mixes and its logarithms; also the products of attention; or all products.
+      remat: recompute every block; keep what attention mixes and its logarithms; also the products
+        of attention; or all products.
       tiles: parts of a row, or of the batch with MaxText, whose logits are held at a time.
-      block: queries and keys of a tile of attention. With 1024 MaxText takes jax's fused backward kernel. shardopt has 512,
-        with up to four heads at a time.
-      fused: gate and up as one product, and queries, keys and values as one. shardopt always has the first.
+      block: queries and keys of a tile of attention. With 1024 MaxText takes jax's fused backward
+        kernel. shardopt has 512, with up to four heads at a time.
+      fused: gate and up as one product, and queries, keys and values as one. shardopt always has
+        the first.
       vmem: MiB of a core's memory that one operation may use.
-      collective_matmul: whether XLA sends what tensor shards in pieces, between pieces of a product.
+      collective_matmul: whether XLA sends what tensor shards in pieces, between pieces of a
+        product.
     """
 
     remat: Literal["full", "attention", "projections", "products"] = "full"
@@ -124,7 +146,9 @@ class Choice(NamedTuple):
     def of(cls, text: str) -> "Choice":
         """Read a choice such as "attention,1,1024,True,48,True"."""
         remat, tiles, block, fused, vmem, collective_matmul = text.split(",")
-        return cls(remat, int(tiles), int(block), fused == "True", int(vmem), collective_matmul == "True")
+        return cls(
+            remat, int(tiles), int(block), fused == "True", int(vmem), collective_matmul == "True"
+        )
 
     @property
     def xla_options(self) -> dict[str, int]:
@@ -145,8 +169,12 @@ class Choice(NamedTuple):
 
 
 def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
-    """Return the other values of each field of `Choice` in the order in which they are tried; shardopt has no other blocks."""
-    vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (48, 120)}[row.chip]  # a core of v5p has 64 MiB, others have 128
+    """Return the other values of each field of `Choice` in the order in which they are tried.
+
+    Shardopt has no other blocks.
+    """
+    # a core of v5p has 64 MiB, others have 128
+    vmem = {"v5p": (60,), "v5e": (96, 120), "v6e": (48, 120)}[row.chip]
     common: dict[str, tuple[Any, ...]] = {"remat": tuple(REMAT)[1:], "tiles": (4,), "vmem": vmem}
     if row.tensor > 1:
         common["collective_matmul"] = (who == "shardopt",)
@@ -154,8 +182,11 @@ def choices(who: str, row: Row) -> dict[str, tuple[Any, ...]]:
 
 
 def search(who: str, row: Row, run: Callable[[Choice], dict[str, Any]]) -> None:
-    """Run the defaults, then the other values of one field after the other, each with the best so far."""
-    # the limit of VMEM is that of so.compiler_options for both, and shardopt begins with its other options too
+    """Run the defaults, then the other values of one field after the other, each with the best so
+    far.
+    """
+    # the limit of VMEM is that of so.compiler_options for both, and shardopt begins with its other
+    # options too
     best = Choice(
         fused=who == "shardopt",
         vmem=96 if row.chip == "v6e" else 48,
@@ -213,7 +244,9 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
                 rules=RULES if row.tensor > 1 else (),
                 micro_batches=row.micro_batches,
                 compiler_options={
-                    name: value for name, value in so.compiler_options(mesh).items() if name != COLLECTIVE_MATMUL
+                    name: value
+                    for name, value in so.compiler_options(mesh).items()
+                    if name != COLLECTIVE_MATMUL
                 }
                 | choice.xla_options,
             ),
@@ -224,7 +257,11 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
         )
     except ValueError as error:  # it does not fit
         return {"error": str(error).splitlines()[0]}, ""
-    facts = {"compile_seconds": report.compile_seconds, "memory": report.memory._asdict(), "mesh": report.mesh_shape}
+    facts = {
+        "compile_seconds": report.compile_seconds,
+        "memory": report.memory._asdict(),
+        "mesh": report.mesh_shape,
+    }
     return facts | {"libtpu": importlib.metadata.version("libtpu")}, report.text
 
 
@@ -245,10 +282,18 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
     logits_dtype = jnp.bfloat16  # as MaxText's: logits_dot_in_fp32=false
     if row.model.startswith("llama3"):
         shape = dataclasses.replace(find_model(row.model), length=row.length)
-        options = {"chunk": chunk, "logits_dtype": logits_dtype, "sequence_parallel": row.tensor > 1}
+        options = {
+            "chunk": chunk,
+            "logits_dtype": logits_dtype,
+            "sequence_parallel": row.tensor > 1,
+        }
         return transformer.model(shape, remat=remat, **options), shape.abstract_params()
     config_of = functools.partial(
-        decoder.DecoderConfig, dtype=jnp.bfloat16, logits_dtype=logits_dtype, loss_chunk=chunk, fused="kv"
+        decoder.DecoderConfig,
+        dtype=jnp.bfloat16,
+        logits_dtype=logits_dtype,
+        loss_chunk=chunk,
+        fused="kv",
     )
     if row.model == "qwen3-8b":  # huggingface.co/Qwen/Qwen3-8B, config.json
         config = config_of(
@@ -263,7 +308,8 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
             qk_norm="head",
         )
     else:
-        assert row.model == "gemma2-2b"  # huggingface.co/google/gemma-2-2b, config.json; the vocabulary is MaxText's
+        # huggingface.co/google/gemma-2-2b, config.json; the vocabulary is MaxText's
+        assert row.model == "gemma2-2b"
         config = config_of(
             vocab_size=256_128,
             dim=2304,
@@ -282,7 +328,9 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
             logits_softcap=30.0,
             embedding_scale=2304**0.5,
         )
-    return decoder.model(config, remat=remat), jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    return decoder.model(config, remat=remat), jax.eval_shape(
+        lambda: decoder.init(config, jax.random.key(0))
+    )
 
 
 def compile_maxtext(
@@ -311,13 +359,17 @@ def compile_maxtext(
         f"fused_qkv={choice.fused}",
         *[f"{name}={choice.block}" for name in BLOCKS if choice.block != 512],
         f"sa_use_fused_bwd_kernel={choice.block != 512}",
-        f"compile_xla_flags={' '.join([f'--{name}={value}' for name, value in choice.xla_options.items()] + flags)}",
+        (
+            f"compile_xla_flags={' '.join([f'--{name}={value}' for name, value in choice.xla_options.items()] + flags)}"
+        ),
         *more,
     ]
     with tempfile.TemporaryDirectory() as folder:
         child = [python, __file__, "--child", folder, *words]
         env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        done = subprocess.run(child, env=env, cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            child, env=env, cwd=folder, capture_output=True, text=True, check=False
+        )
         facts_path, program = Path(folder) / "facts.json", Path(folder) / "program.hlo.gz"
         if not facts_path.exists():
             lines = (done.stdout + done.stderr).splitlines()
@@ -326,7 +378,9 @@ def compile_maxtext(
         return facts, gzip.decompress(program.read_bytes()).decode() if program.exists() else ""
 
 
-BLOCKS = tuple(f"sa_block_{side}" for side in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"))
+BLOCKS = tuple(
+    f"sa_block_{side}" for side in ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
+)
 
 
 def maxtext_child(folder: Path, words: list[str]) -> None:
@@ -355,7 +409,9 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
         "log_config=false",
     ]
 
-    def jit_and_compile(func, args, kwargs, mesh, in_shardings, out_shardings, static, donate, config, rules):
+    def jit_and_compile(
+        func, args, kwargs, mesh, in_shardings, out_shardings, static, donate, config, rules
+    ):
         with jax.set_mesh(mesh), rules:
             jitted = jax.jit(
                 func,
@@ -438,14 +494,19 @@ def compared(programs: dict[str, Any]) -> dict[str, Any]:
     ours, theirs = (programs.get(who, {}) for who in CONTENDERS)
     if "seconds" not in ours or "seconds" not in theirs:
         return {}
-    ratios = {"ratio": ours["seconds"] / theirs["seconds"], "memory_ratio": peak(ours) / peak(theirs)}
+    ratios = {
+        "ratio": ours["seconds"] / theirs["seconds"],
+        "memory_ratio": peak(ours) / peak(theirs),
+    }
     if "scheduled" in ours and "scheduled" in theirs:
         ratios["scheduled_ratio"] = ours["scheduled"] / theirs["scheduled"]
     return ratios
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return a line a row: milliseconds by stated and by scheduled kernels, GB and choice of each contender, and the claim."""
+    """Return a line a row: milliseconds by stated and by scheduled kernels, GB and choice of each
+    contender, and the claim.
+    """
     lines = [
         "| row | "
         + " | ".join(f"{name}: ms (exposed), ms scheduled, GB | choice" for name in CONTENDERS)
@@ -466,9 +527,14 @@ def table(results: dict[str, Any]) -> str:
                 cells += [program.get("error", "")[:60], ""]
         ours = programs.get("shardopt", {})
         ratios = [
-            f"{programs[key]:.3f}" if key in programs else "" for key in ("ratio", "scheduled_ratio", "memory_ratio")
+            f"{programs[key]:.3f}" if key in programs else ""
+            for key in ("ratio", "scheduled_ratio", "memory_ratio")
         ]
-        lines.append("| " + " | ".join([*cells, *ratios, ours.get("libtpu", "0.0.52"), ours.get("commit", "")]) + " |")
+        lines.append(
+            "| "
+            + " | ".join([*cells, *ratios, ours.get("libtpu", "0.0.52"), ours.get("commit", "")])
+            + " |"
+        )
     return "\n".join(lines)
 
 
@@ -506,7 +572,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.spines["left"].set_color("#d1d5db")
     figure.legend(frameon=False, loc="outside upper center", ncols=4, fontsize=8)
-    axes.set_xlabel("step over the longest of its row, by XLA's own estimates", fontsize=8, color=grey)
+    axes.set_xlabel(
+        "step over the longest of its row, by XLA's own estimates", fontsize=8, color=grey
+    )
     figure.savefig(path)
 
 
@@ -516,20 +584,36 @@ def main() -> None:
         maxtext_child(Path(sys.argv[2]), sys.argv[3:])
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="parts of the names of rows, among " + "; ".join(r.name for r in MORE))
-    parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
-    parser.add_argument("--only", action="append", choices=CONTENDERS, help="compile only this; may be given again")
     parser.add_argument(
-        "--choice", action="append", help="compile this alone, as remat,tiles,block,fused,vmem; may be repeated"
+        "words",
+        nargs="*",
+        help="parts of the names of rows, among " + "; ".join(r.name for r in MORE),
     )
-    parser.add_argument("--read", action="store_true", help="read the stored programs again, and compile none")
-    parser.add_argument("--programs", type=Path, default=Path(tempfile.gettempdir()) / "beside_maxtext")
+    parser.add_argument("--maxtext", help="the Python of an environment with MaxText")
+    parser.add_argument(
+        "--only", action="append", choices=CONTENDERS, help="compile only this; may be given again"
+    )
+    parser.add_argument(
+        "--choice",
+        action="append",
+        help="compile this alone, as remat,tiles,block,fused,vmem; may be repeated",
+    )
+    parser.add_argument(
+        "--read", action="store_true", help="read the stored programs again, and compile none"
+    )
+    parser.add_argument(
+        "--programs", type=Path, default=Path(tempfile.gettempdir()) / "beside_maxtext"
+    )
     options = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     options.programs.mkdir(exist_ok=True)
     every, words = (*TABLE, *MORE), options.words
     named = [row for row in every if row.name == " ".join(words)]
-    for row in named or [row for row in every if all(word in row.name for word in words)] if words else TABLE:
+    for row in (
+        named or [row for row in every if all(word in row.name for word in words)]
+        if words
+        else TABLE
+    ):
         for who in options.only or CONTENDERS:
             if options.read:
                 for path in sorted(options.programs.glob(f"{stem(row, who)} *.json")):
@@ -560,7 +644,9 @@ def tried(row: Row, who: str, choice: Choice, options: argparse.Namespace) -> di
     path = options.programs / f"{stem(row, who)} {'-'.join(map(str, choice))}.json"
     if not path.exists():
         facts, text = (
-            compile_shardopt(row, choice) if who == "shardopt" else compile_maxtext(row, options.maxtext, choice)
+            compile_shardopt(row, choice)
+            if who == "shardopt"
+            else compile_maxtext(row, options.maxtext, choice)
         )
         path.with_suffix(".hlo.gz").write_bytes(gzip.compress(text.encode(), 1))
         path.write_text(json.dumps(facts | {"choice": choice._asdict(), "commit": commit()}))
@@ -578,11 +664,16 @@ def store(row: Row, who: str, choice: Choice, program: dict[str, Any]) -> dict[s
     """Add a program to the results: the best that was tried, and a line for each."""
     results = stored()  # others may have written
     programs = results.get(row.name, {})
-    line = {"seconds": program.get("seconds"), "bytes": peak(program) if "memory" in program else None}
+    line = {
+        "seconds": program.get("seconds"),
+        "bytes": peak(program) if "memory" in program else None,
+    }
     lines = programs.get("tried", {}).get(who, {}) | {str(choice): line}
     old = programs.get(who, {})
     better = (
-        "choice" not in old or Choice(**old["choice"]) == choice or program.get("seconds", math.inf) < old["seconds"]
+        "choice" not in old
+        or Choice(**old["choice"]) == choice
+        or program.get("seconds", math.inf) < old["seconds"]
     )
     if fits(program, row) and better:
         programs[who] = program
@@ -591,8 +682,8 @@ def store(row: Row, who: str, choice: Choice, program: dict[str, Any]) -> dict[s
     results = {one.name: results[one.name] for one in (*TABLE, *MORE) if one.name in results}
     write_json(__file__, results, RESULTS)
     said = (
-        f"{program['seconds'] * 1e3:.1f} ms, {program['exposed'] * 1e3:.1f} of it exposed, {peak(program) / 1e9:.2f} GB, "
-        f"compiled in {program['compile_seconds']:.0f} s"
+        f"{program['seconds'] * 1e3:.1f} ms, {program['exposed'] * 1e3:.1f} of it exposed,"
+        f" {peak(program) / 1e9:.2f} GB, compiled in {program['compile_seconds']:.0f} s"
         if "seconds" in program
         else str(program.get("error"))
     )

@@ -22,25 +22,35 @@ def fake_devices(count: int) -> None:
 
 
 def one_core() -> None:
-    """Keep this process on one core, so that seconds count the work of all fake devices; call before jax starts threads.
+    """Keep this process on one core, so that seconds count the work of all fake devices.
 
-    Several cores finish sooner what is spread over devices evenly: they would charge a schedule for who waits for whom.
+    Call before jax starts threads.
+
+    Several cores finish sooner what is spread over devices evenly: they would charge a schedule for
+    who waits for whom.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise SystemExit("this benchmark counts work by the seconds of one core, which it can ask for on Linux only")
+        raise SystemExit(
+            "this benchmark counts work by the seconds of one core, which it can ask for on Linux"
+            " only"
+        )
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 
 
 def keep_memory() -> None:
     """Let the C library keep what is freed, as accelerators do; call before jax starts threads.
 
-    XLA:CPU asks for all temporary memory of a step anew, and a step of megabytes spends up to a quarter of its seconds on
-    fresh pages, more or fewer of them as the kernel has it. Memory is measured apart.
+    XLA:CPU asks for all temporary memory of a step anew, and a step of megabytes spends up to a
+    quarter of its seconds on fresh pages, more or fewer of them as the kernel has it. Memory is
+    measured apart.
     """
     trim_threshold, most_mmaps, most_arenas = -1, -4, -8  # of <malloc.h>
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
-        raise SystemExit("this benchmark counts work without that of fresh memory, which it can ask for on Linux only")
+        raise SystemExit(
+            "this benchmark counts work without that of fresh memory, which it can ask for on Linux"
+            " only"
+        )
     for option, value in ((trim_threshold, 2**31 - 1), (most_mmaps, 0), (most_arenas, 1)):
         libc.mallopt(option, value)
 
@@ -54,8 +64,9 @@ def interleave(
 ) -> dict[str, list[float]]:
     """Time each contender once a round, in an order that turns every round; seconds a call.
 
-    Both see the same noise, so ratios within a round mean something where absolute times do not. With
-    `time.process_time` as clock, seconds are those that cores worked for this process, whatever else runs on them.
+    Both see the same noise, so ratios within a round mean something where absolute times do not.
+    With `time.process_time` as clock, seconds are those that cores worked for this process,
+    whatever else runs on them.
     """
     import jax
 
@@ -81,7 +92,9 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def write_json(script: str, results: Any, path: Path | None = None) -> Path:
-    """Write results, with when, where and with what they were measured, beside the script or to a path."""
+    """Write results, with when, where and with what they were measured, beside the script or to a
+    path.
+    """
     import jax
 
     packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "libtpu")
@@ -90,15 +103,21 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
         "benchmark": Path(script).stem,
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
-        "command": " ".join([ran.parent.name if ran.stem == "__main__" else ran.name, *sys.argv[1:]]),
+        "command": " ".join(
+            [ran.parent.name if ran.stem == "__main__" else ran.name, *sys.argv[1:]]
+        ),
         "hardware": {
             "machine": platform.machine(),
             "cpu": cpu_name(),
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "cores": (
+                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+            ),
             "devices": [str(jax.devices()[0].device_kind), jax.device_count()],
         },
-        "versions": {"python": platform.python_version()}
-        | {name: version for name in packages if (version := _version(name)) is not None},
+        "versions": (
+            {"python": platform.python_version()}
+            | {name: version for name in packages if (version := _version(name)) is not None}
+        ),
         "results": results,
     }
     path = path or Path(script).parent / "results" / f"{Path(script).stem}.json"
@@ -108,7 +127,10 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
 
 
 def commit() -> str | None:
-    """Return the commit of this tree, with "changed" if the code differs from it; None outside a git checkout."""
+    """Return the commit of this tree, with "changed" if the code differs from it.
+
+    None outside a git checkout.
+    """
 
     def git(*words: str) -> str:
         run = ["git", "-C", str(Path(__file__).parents[1]), *words]
@@ -132,5 +154,6 @@ def cpu_name() -> str:
     """Return the name of the CPU's model."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
     )

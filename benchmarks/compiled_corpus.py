@@ -1,6 +1,8 @@
-"""The compiled programs that are proved: every row of `same_programs`, and transformers with positions and experts split.
+"""The compiled programs that are proved: every row of `same_programs`, and transformers with
+positions and experts split.
 
-A program is the text that XLA was given, the text that it compiled, and where the arguments and results live.
+A program is the text that XLA was given, the text that it compiled, and where the arguments and
+results live.
 """
 
 import json
@@ -35,11 +37,15 @@ ON_CHIPS = (
     "gpt",
     "moe",
 )
-"""The rows that are compiled for chips: how their names begin. cuDNN refuses the heads of four numbers of the last two."""
+"""The rows that are compiled for chips: how their names begin. cuDNN refuses the heads of four
+numbers of the last two.
+"""
 ON_PLATFORM = {"cpu": "", "h100": ON_CHIPS[:-2]}
 SHAPE = {"vocab_size": 32, "dim": 16, "num_layers": 2, "num_heads": 4}
 GPT = gpt.GPTConfig(**SHAPE, max_length=16)
-MOE = moe.MoEConfig(**SHAPE, num_kv_heads=2, num_experts=4, hidden=8, shared_hidden=4, balance_rate=0.01)
+MOE = moe.MoEConfig(
+    **SHAPE, num_kv_heads=2, num_experts=4, hidden=8, shared_hidden=4, balance_rate=0.01
+)
 
 
 class Program(NamedTuple):
@@ -78,9 +84,15 @@ def transformer_rows() -> Iterator[Row]:
         "gpt": gpt_problem,
         "gpt remat": gpt_problem._replace(loss_fn=gpt.model(GPT, remat="full")),
         "gpt untied": Problem(
-            gpt.model(untied), jax.eval_shape(lambda key: gpt.init(untied, key), jax.random.key(0)), tokens
+            gpt.model(untied),
+            jax.eval_shape(lambda key: gpt.init(untied, key), jax.random.key(0)),
+            tokens,
         ),
-        "moe": Problem(moe.model(MOE), jax.eval_shape(lambda key: moe.init(MOE, key), jax.random.key(0)), tokens),
+        "moe": Problem(
+            moe.model(MOE),
+            jax.eval_shape(lambda key: moe.init(MOE, key), jax.random.key(0)),
+            tokens,
+        ),
     }
     numbers = so.optimizers.muon_dimension_numbers(gpt.matrices)
     muon = lambda: optax.contrib.muon(0.01, muon_weight_dimension_numbers=numbers)
@@ -93,27 +105,71 @@ def transformer_rows() -> Iterator[Row]:
         ("gpt", "zero2", {"data": 4, "tensor": 2}, {"rules": gpt.rules, "micro_batches": 2}),
         ("gpt", "fsdp", {"data": 4, "tensor": 2}, {"rules": gpt.rules}),
         ("gpt remat", "fsdp", {"data": 2, "tensor": 4}, {"rules": gpt.rules}),
-        ("gpt", "fsdp", {"replica": 2, "data": 2, "tensor": 2}, {"rules": gpt.rules, "gather_dtype": jnp.bfloat16}),
+        (
+            "gpt",
+            "fsdp",
+            {"replica": 2, "data": 2, "tensor": 2},
+            {"rules": gpt.rules, "gather_dtype": jnp.bfloat16},
+        ),
         ("gpt", "fsdp", {"data": 2, "context": 4}, {}),
-        ("gpt", "zero1", {"data": 2, "context": 2, "tensor": 2}, {"rules": gpt.rules, "micro_batches": 2}),
+        (
+            "gpt",
+            "zero1",
+            {"data": 2, "context": 2, "tensor": 2},
+            {"rules": gpt.rules, "micro_batches": 2},
+        ),
         ("gpt untied", "zero1", {"data": 4}, {"view": "global"}),
-        ("gpt untied", "ddp", {"data": 4, "tensor": 2}, {"rules": gpt.rules, "view": "global", "micro_batches": 2}),
+        (
+            "gpt untied",
+            "ddp",
+            {"data": 4, "tensor": 2},
+            {"rules": gpt.rules, "view": "global", "micro_batches": 2},
+        ),
         ("gpt", "fsdp", {"data": 8}, {"tx": muon, "opt_state_layout": "matrices"}),
-        ("gpt", "zero1", {"data": 4, "tensor": 2}, {"tx": muon, "rules": gpt.rules, "opt_state_layout": "matrices"}),
+        (
+            "gpt",
+            "zero1",
+            {"data": 4, "tensor": 2},
+            {"tx": muon, "rules": gpt.rules, "opt_state_layout": "matrices"},
+        ),
         ("gpt", "fsdp", {"data": 4}, {"tx": soap, "opt_state_layout": "matrices"}),
-        ("gpt", "hybrid", {"data": 2, "pipeline": 2, "tensor": 2}, {"rules": gpt.rules, "micro_batches": 4}),
-        ("gpt", "hybrid", {"data": 4, "pipeline": 2}, {"micro_batches": 4, "schedule": so.schedules.zero_bubble}),
+        (
+            "gpt",
+            "hybrid",
+            {"data": 2, "pipeline": 2, "tensor": 2},
+            {"rules": gpt.rules, "micro_batches": 4},
+        ),
+        (
+            "gpt",
+            "hybrid",
+            {"data": 4, "pipeline": 2},
+            {"micro_batches": 4, "schedule": so.schedules.zero_bubble},
+        ),
         ("moe", "fsdp", {"data": 2, "expert": 4}, expert_leaves),
         ("moe", "ddp", {"data": 4, "expert": 2}, expert_leaves | {"micro_batches": 2}),
-        ("moe", "zero1", {"data": 2, "expert": 2, "tensor": 2}, expert_leaves | {"rules": moe.rules}),
-        ("moe", "hybrid", {"data": 2, "pipeline": 2, "expert": 2}, expert_leaves | {"micro_batches": 2}),
+        (
+            "moe",
+            "zero1",
+            {"data": 2, "expert": 2, "tensor": 2},
+            expert_leaves | {"rules": moe.rules},
+        ),
+        (
+            "moe",
+            "hybrid",
+            {"data": 2, "pipeline": 2, "expert": 2},
+            expert_leaves | {"micro_batches": 2},
+        ),
     ]
     for model, name, sizes, options in rows:
         options = {"tx": lambda: sp.OPTIMIZERS["adamw"], **options}
         words = [key for key in options if key not in ("tx", "rules", "expert_leaves", "frozen")]
         mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items())
         tx = options.pop("tx")
-        label = f"{model} {name}{' soap' if tx is soap else ' muon' if tx is muon else ''}{', ' * bool(words)}{' '.join(words)}, {mesh}"
+        label = (
+            f"{model}"
+            f" {name}{' soap' if tx is soap else ' muon' if tx is muon else ''}{', ' * bool(words)}{' '.join(words)},"
+            f" {mesh}"
+        )
 
         def make(name=name, sizes=sizes, options=options, tx=tx, problem=problems[model]):
             return sp.STRATEGIES[name](tx(), mesh_of(sizes), problem.loss_fn, **options)
@@ -126,7 +182,11 @@ def programs(platform: str = "cpu", only: str = "", store: Path | None = None) -
     for row in corpus_rows():
         if only not in row.name or not row.name.startswith(ON_PLATFORM.get(platform, ON_CHIPS)):
             continue
-        stored = [] if store is None else sorted((store / platform).glob(f"{_file_name(row.name)}__*.json"))
+        stored = (
+            []
+            if store is None
+            else sorted((store / platform).glob(f"{_file_name(row.name)}__*.json"))
+        )
         if stored:
             yield from (Program(**json.loads(path.read_text())) for path in stored)
             continue
@@ -158,10 +218,19 @@ def compiled_programs(row: Row, platform: str = "cpu") -> Iterator[tuple[Program
         compiled = program.compile()
         try:
             compiled.as_text()
-        except jax.errors.JaxRuntimeError as error:  # jaxlib cannot read some instructions of libtpu
-            print(f"compiled_corpus: no text of {row.name} for {platform}: {str(error).splitlines()[0][:200]}")
+        except jax.errors.JaxRuntimeError as error:
+            # jaxlib cannot read some instructions of libtpu
+            print(
+                f"compiled_corpus: no text of {row.name} for {platform}:"
+                f" {str(error).splitlines()[0][:200]}"
+            )
             continue
-        yield program_of(f"{row.name}: {label}", compiled, dict(opt.mesh.shape), lowered_text(program)), compiled
+        yield (
+            program_of(
+                f"{row.name}: {label}", compiled, dict(opt.mesh.shape), lowered_text(program)
+            ),
+            compiled,
+        )
 
 
 def program_of(name: str, compiled: Any, mesh: dict[str, int], lowered: str) -> Program:
@@ -169,7 +238,9 @@ def program_of(name: str, compiled: Any, mesh: dict[str, int], lowered: str) -> 
     text = full_text(compiled)
     ranks = [len(read_shape(line.shape).dims) for line in Interpreter(parse(text)).parameters]
     inputs = _texts(ranks, compiled.input_shardings)  # without the arguments that jax drops
-    outputs = _texts([leaf.ndim for leaf in jax.tree.leaves(compiled.out_info)], compiled.output_shardings)
+    outputs = _texts(
+        [leaf.ndim for leaf in jax.tree.leaves(compiled.out_info)], compiled.output_shardings
+    )
     return Program(name, text, inputs, outputs, mesh, lowered)
 
 

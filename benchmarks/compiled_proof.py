@@ -2,12 +2,14 @@
 
 Run: python benchmarks/compiled_proof.py --platform cpu v5p v6e  # with a new jaxlib or libtpu
      python benchmarks/compiled_proof.py --mutants 12 --json benchmarks/results/compiled_proof.json
-     python benchmarks/compiled_proof.py --platform --models llama3-8b@v5p:4x4x4 llama3.1-405b@v5p:8x8x8
+     python benchmarks/compiled_proof.py --platform --models llama3-8b@v5p:4x4x4
+     llama3.1-405b@v5p:8x8x8
 
-Each program is compiled for eight devices, nothing runs on a chip. Every program should be "proved", or at least "agrees".
-With `--mutants`, so many mutants of each program are interpreted in numpy, and those that compute something else are given
-to the proof. It should call each of them "wrong", and none of them "proved". `--every 5` takes each fifth program.
-`--store` keeps compiled programs in a folder for the next run.
+Each program is compiled for eight devices, nothing runs on a chip. Every program should be
+"proved", or at least "agrees". With `--mutants`, so many mutants of each program are interpreted in
+numpy, and those that compute something else are given to the proof. It should call each of them
+"wrong", and none of them "proved". `--every 5` takes each fifth program. `--store` keeps compiled
+programs in a folder for the next run.
 """
 
 import argparse
@@ -37,8 +39,12 @@ SHOWN = 40
 def main() -> None:
     """Prove the programs of some platforms."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--platform", nargs="*", default=["cpu"], choices=list(compiled_corpus.TOPOLOGIES))
-    parser.add_argument("--models", nargs="*", default=[], help="steps of open models, such as llama3-8b@v5p:4x4x4")
+    parser.add_argument(
+        "--platform", nargs="*", default=["cpu"], choices=list(compiled_corpus.TOPOLOGIES)
+    )
+    parser.add_argument(
+        "--models", nargs="*", default=[], help="steps of open models, such as llama3-8b@v5p:4x4x4"
+    )
     parser.add_argument("--only", default="", help="a part of the names of the rows")
     parser.add_argument("--mutants", type=int, default=0, help="how many mutants of each program")
     parser.add_argument("--every", type=int, default=1, help="take each of so many programs")
@@ -66,7 +72,9 @@ def main() -> None:
 
 
 def of_model(name: str) -> dict[str, Any]:
-    """Return the verdict on the training step of a model with fsdp, and the CPU seconds of its proof."""
+    """Return the verdict on the training step of a model with fsdp, and the CPU seconds of its
+    proof.
+    """
     model, _, topology = name.partition("@")
     report = compile_model(AuditOptions(model=model, topology=topology))
     start = time.process_time()
@@ -85,8 +93,18 @@ def of_model(name: str) -> dict[str, Any]:
 
 def of_platform(corpus: list[Program], count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the counts of verdicts on programs and on their mutants after each program."""
-    result: dict[str, Any] = {"programs": dict.fromkeys(VERDICTS, 0), "instructions": 0, "not_compared": []}
-    result |= {"unknown_instructions": 0, "seconds": 0.0, "not_interpreted": [], "not_proved": [], "missed": []}
+    result: dict[str, Any] = {
+        "programs": dict.fromkeys(VERDICTS, 0),
+        "instructions": 0,
+        "not_compared": [],
+    }
+    result |= {
+        "unknown_instructions": 0,
+        "seconds": 0.0,
+        "not_interpreted": [],
+        "not_proved": [],
+        "missed": [],
+    }
     result["not_found"] = []
     kinds: dict[str, Counter[str]] = defaultdict(Counter)
     opcodes: Counter[str] = Counter()
@@ -136,7 +154,10 @@ def with_mutants(
             continue
         verdict, proof = verdict_of(program, mutant.text, reference)
         kinds[mutant.kind][verdict] += 1
-        about = f"{program.name}: {mutant.kind}, {mutant.instruction}, change {change:.1e}, seed {seed}, {verdict}"
+        about = (
+            f"{program.name}: {mutant.kind}, {mutant.instruction}, change {change:.1e}, seed"
+            f" {seed}, {verdict}"
+        )
         if verdict in ("proved", "derived"):
             result["missed"].append(about)
         elif verdict != "wrong":
@@ -155,7 +176,13 @@ def is_near(hlo: str, instruction: str) -> bool:
 def verdict_of(program: Program, text: str, reference: Reference) -> tuple[str, Proof | None]:
     """Return the verdict on a text with the program's shardings; "errors" if the proof raises."""
     try:
-        proof = prove(text, inputs=program.inputs, outputs=program.outputs, mesh=program.mesh, lowered=reference)
+        proof = prove(
+            text,
+            inputs=program.inputs,
+            outputs=program.outputs,
+            mesh=program.mesh,
+            lowered=reference,
+        )
     except Exception as error:
         print(f"compiled_proof: {program.name}: {type(error).__name__}: {error}")
         return "errors", None
@@ -171,26 +198,43 @@ def reason_of(proof: Proof | None) -> str:
     if not proof.unknown:
         return proof.not_compared[:200]
     first = proof.unknown[0]
-    return f"{len(proof.unknown)} instructions, first {first.instruction} ({first.opcode}): {first.reason}"[:200]
+    return f"{len(proof.unknown)} instructions, first {first.instruction} ({first.opcode}): {first.reason}"[
+        :200
+    ]
 
 
 def summary(result: dict[str, Any]) -> str:
     """Return the counts as text, with the mutants as docs/notes/compiled_proof.md has them."""
     share = result["unknown_instructions"] / max(result["instructions"], 1)
     lines = [
-        f"{result['programs']} in {result['seconds']} s of CPU; {share:.2%} of {result['instructions']} instructions unknown"
+        f"{result['programs']} in {result['seconds']} s of CPU; {share:.2%} of"
+        f" {result['instructions']} instructions unknown"
     ]
     lines += ["  " + line for line in result["not_proved"][:SHOWN]]
     lines += ["  not compared: " + line for line in result["not_compared"][:SHOWN]]
     if result["mutants"]:
-        columns = ("wrong", "near", "with groups", "agrees", "unknown", "errors", "derived", "proved", "equivalent")
+        columns = (
+            "wrong",
+            "near",
+            "with groups",
+            "agrees",
+            "unknown",
+            "errors",
+            "derived",
+            "proved",
+            "equivalent",
+        )
         lines += [
             f"| mutation | {' | '.join(columns)} |",
             "|---|" + "---:|" * len(columns),
         ]
-        rows = {**result["mutants"], "all": dict(sum((Counter(row) for row in result["mutants"].values()), Counter()))}
+        rows = {
+            **result["mutants"],
+            "all": dict(sum((Counter(row) for row in result["mutants"].values()), Counter())),
+        }
         lines += [
-            f"| {kind} | {' | '.join(str(row.get(column, 0)) for column in columns)} |" for kind, row in rows.items()
+            f"| {kind} | {' | '.join(str(row.get(column, 0)) for column in columns)} |"
+            for kind, row in rows.items()
         ]
         lines += ["  missed: " + line for line in result["missed"][:SHOWN]]
         lines += ["  not found: " + line for line in result["not_found"][:SHOWN]]

@@ -1,26 +1,30 @@
-"""What is lost in learning by sending less: held-out loss of compressed gradients and of replicas that train apart.
+"""What is lost in learning by sending less: held-out loss of compressed gradients and of replicas
+that train apart.
 
-Run: python benchmarks/convergence.py [--steps 6000] [--seeds 3], with --tune for the table of learning rates, or with
---only NAME... to run some again beside what the JSON has of the others (runs are deterministic, and a seed of the control
-is run again to see that they are).
+Run: python benchmarks/convergence.py [--steps 6000] [--seeds 3], with --tune for the table of
+learning rates, or with --only NAME... to run some again beside what the JSON has of the others
+(runs are deterministic, and a seed of the control is run again to see that they are).
 
-Control: `so.ddp` with exact gradients. Test: `so.ddp` with each reducer, with error feedback and without it, and four
-replicas under `so.diloco`, `so.local_sgd` and streaming `so.diloco`, H = 50. All are the same GPT on four fake devices,
-with the same first parameters, the same batches (so the same tokens) and the same optimizer: AdamW, a learning rate
-that warms up over a tenth of the steps and falls as a cosine. Gradients are not clipped: what is clipped after
-compression is lost to error feedback, which believes it sent. Reducers that send less than int8 begin with exact means
-for a tenth of the steps (`so.reducers.warm_up`), as their authors do; a run without is beside them. What may differ is the peak of the learning rate:
-RATES holds those that `--tune` finds, by the same grid for all, the control too, on a seed of its own. The momentum of
-DiLoCo's outer optimizer, OUTER, is tuned likewise; its authors' 0.9 looks back over more rounds than there are time for.
-Text: the bundled corpus, Python's standard library. Loss: nats a byte on held-out files. Replicas that train apart are
-judged by their shared parameters.
+Control: `so.ddp` with exact gradients. Test: `so.ddp` with each reducer, with error feedback and
+without it, and four replicas under `so.diloco`, `so.local_sgd` and streaming `so.diloco`, H = 50.
+All are the same GPT on four fake devices, with the same first parameters, the same batches (so the
+same tokens) and the same optimizer: AdamW, a learning rate that warms up over a tenth of the steps
+and falls as a cosine. Gradients are not clipped: what is clipped after compression is lost to error
+feedback, which believes it sent. Reducers that send less than int8 begin with exact means for a
+tenth of the steps (`so.reducers.warm_up`), as their authors do; a run without is beside them. What
+may differ is the peak of the learning rate: RATES holds those that `--tune` finds, by the same grid
+for all, the control too, on a seed of its own. The momentum of DiLoCo's outer optimizer, OUTER, is
+tuned likewise; its authors' 0.9 looks back over more rounds than there are time for. Text: the
+bundled corpus, Python's standard library. Loss: nats a byte on held-out files. Replicas that train
+apart are judged by their shared parameters.
 
-A model so small is near the best it can do after so many steps. Before that, whatever delays gradients shows: what
-top_k(0.01) keeps waits for some 100 steps, and a run of 1,000 steps is that far behind.
+A model so small is near the best it can do after so many steps. Before that, whatever delays
+gradients shows: what top_k(0.01) keeps waits for some 100 steps, and a run of 1,000 steps is that
+far behind.
 
-Claims: mean over seeds of loss / loss of the control with the same seed: every reducer with error feedback at most 1.02,
-DiLoCo at most 1.03. Bytes are read off the compiled programs, those of a step after the warm-up; those of replicas are
-spread over H steps.
+Claims: mean over seeds of loss / loss of the control with the same seed: every reducer with error
+feedback at most 1.02, DiLoCo at most 1.03. Bytes are read off the compiled programs, those of a
+step after the warm-up; those of replicas are spread over H steps.
 """
 
 import argparse
@@ -66,11 +70,15 @@ class Text:
     def batches(self, seed: int) -> list[Any]:
         """Return the batches of a seed."""
         if seed not in self.drawn:
-            self.drawn[seed] = list(itertools.islice(data.batches(self.windows, BATCH, seed=seed), self.steps))
+            self.drawn[seed] = list(
+                itertools.islice(data.batches(self.windows, BATCH, seed=seed), self.steps)
+            )
         return self.drawn[seed]
 
     def unigram_entropy(self) -> float:
-        """Held-out loss of the best guess that sees nothing but how often each byte occurs in training."""
+        """Held-out loss of the best guess that sees nothing but how often each byte occurs in
+        training.
+        """
         batches = self.batches(0)
         counts = 1 + sum(np.bincount(batch["tokens"].ravel(), minlength=256) for batch in batches)
         shares = np.log(counts / counts.sum())
@@ -78,15 +86,24 @@ class Text:
 
 
 def train(opt: so.ShardedOptimizer, text: Text, seed: int) -> dict[str, Any]:
-    """Return the curve of held-out loss, on a quarter of the batches, and the loss at the end, on all of them."""
-    state, curve, start = opt.init(lambda rng: gpt.init(CONFIG, rng), jax.random.key(seed)), [], time.perf_counter()
+    """Return the curve of held-out loss, on a quarter of the batches, and the loss at the end, on
+    all of them.
+    """
+    state, curve, start = (
+        opt.init(lambda rng: gpt.init(CONFIG, rng), jax.random.key(seed)),
+        [],
+        time.perf_counter(),
+    )
 
     def loss(count):
-        return float(np.mean([float(opt.evaluate(state, batch)["loss"]) for batch in text.held_out[:count]]))
+        return float(
+            np.mean([float(opt.evaluate(state, batch)["loss"]) for batch in text.held_out[:count]])
+        )
 
     for step, batch in enumerate(text.batches(seed), 1):
         state, metrics = opt.step(state, batch)
-        jax.block_until_ready(metrics)  # queues of programs with collectives deadlock on fake devices
+        # queues of programs with collectives deadlock on fake devices
+        jax.block_until_ready(metrics)
         if step % EVERY == 0:
             curve.append([step, loss(HELD_OUT // 4)])
     return {"loss": loss(HELD_OUT), "curve": curve, "seconds": time.perf_counter() - start}
@@ -102,13 +119,21 @@ def bytes_per_step(opt: so.ShardedOptimizer, batch: Any) -> float:
 
     if (fragments := getattr(opt.config, "fragments", None)) is None:
         return sent(0)
-    # In the second H steps: a fragment is due after every H / fragments steps, and sent in the next step if delayed.
-    due = [H + (f + 1) * H // fragments - (0 if opt.config.local_updates.delay else 1) for f in range(fragments)]
+    # In the second H steps: a fragment is due after every H / fragments steps, and sent in the next
+    # step if delayed.
+    due = [
+        H + (f + 1) * H // fragments - (0 if opt.config.local_updates.delay else 1)
+        for f in range(fragments)
+    ]
     return sum(map(sent, due)) / H + sent(0) * (H - fragments) / H
 
 
 def tune(text: Text, steps: int, names: list[str], grid: list[float]) -> None:
-    table = Table("", *map(str, grid), title=f"Held-out loss by peak learning rate, {steps} steps, seed {TUNING_SEED}")
+    table = Table(
+        "",
+        *map(str, grid),
+        title=f"Held-out loss by peak learning rate, {steps} steps, seed {TUNING_SEED}",
+    )
     for name in names:
         make = contenders(steps)[name].make
         losses = [train(make(optimizer(rate, steps)), text, TUNING_SEED)["loss"] for rate in grid]
@@ -135,24 +160,34 @@ def take_core(cores: Any) -> None:
         os.sched_setaffinity(0, {cores.get()})
 
 
-def compare(text: Text, steps: int, seeds: int, names: list[str], known: dict[str, Any]) -> dict[str, Any]:
-    """Run these contenders, and return them among those that are known, in the order of `contenders`."""
+def compare(
+    text: Text, steps: int, seeds: int, names: list[str], known: dict[str, Any]
+) -> dict[str, Any]:
+    """Run these contenders, and return them among those that are known, in the order of
+    `contenders`.
+    """
     results = dict(known)
     context, all_of_them = multiprocessing.get_context("spawn"), contenders(steps)
-    cores, available = context.Queue(), sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+    cores, available = (
+        context.Queue(),
+        sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0],
+    )
     for core in available:
         cores.put(core)
     with ProcessPoolExecutor(len(available), context, take_core, (cores,)) as pool:
         again = pool.submit(one_run, CONTROL, steps, 0) if known else None
         runs_of = {
             name: [
-                pool.submit(one_run, name, steps, seed) for seed in range(min(seeds, all_of_them[name].seeds or seeds))
+                pool.submit(one_run, name, steps, seed)
+                for seed in range(min(seeds, all_of_them[name].seeds or seeds))
             ]
             for name in names
         }
         for name in names:
             contender, runs = all_of_them[name], [run.result() for run in runs_of[name]]
-            control = results[CONTROL]["losses"] if CONTROL in results else [run["loss"] for run in runs]
+            control = (
+                results[CONTROL]["losses"] if CONTROL in results else [run["loss"] for run in runs]
+            )
             ratios = [run["loss"] / exact for run, exact in zip(runs, control, strict=False)]
             ratio, limit, rate = float(np.mean(ratios)), contender.limit, RATES.get(name, RATE)
             results[name] = {
@@ -162,46 +197,82 @@ def compare(text: Text, steps: int, seeds: int, names: list[str], known: dict[st
                 "ratio": ratio,
                 "limit": limit,
                 "holds": None if limit is None else ratio <= limit,
-                "bytes_per_step": bytes_per_step(contenders(0)[name].make(optimizer(rate, steps)), text.held_out[0]),
+                "bytes_per_step": bytes_per_step(
+                    contenders(0)[name].make(optimizer(rate, steps)), text.held_out[0]
+                ),
                 "curves": [run["curve"] for run in runs],
                 "seconds": sum(run["seconds"] for run in runs),
             }
             print(f"{name:30} {np.mean(results[name]['losses']):.4f}  {ratio:.4f}", flush=True)
         if again is not None and (loss := again.result()["loss"]) != results[CONTROL]["losses"][0]:
             raise SystemExit(
-                f"the control ends at {loss}, not at {results[CONTROL]['losses'][0]} as in the JSON: run all"
+                f"the control ends at {loss}, not at {results[CONTROL]['losses'][0]} as in the"
+                " JSON: run all"
             )
     return {name: results[name] for name in all_of_them if name in results}
 
 
 def show(results: dict[str, Any], title: str) -> None:
-    table = Table("", "peak rate", "loss", "of exact ddp", "from", "to", "claim", "bytes of ddp", title=title)
+    table = Table(
+        "", "peak rate", "loss", "of exact ddp", "from", "to", "claim", "bytes of ddp", title=title
+    )
     ddp = results[CONTROL]["bytes_per_step"]
     for name, row in results.items():
-        claim = "" if row["limit"] is None else f"<= {row['limit']:.2f} {'holds' if row['holds'] else 'MISSED'}"
+        claim = (
+            ""
+            if row["limit"] is None
+            else f"<= {row['limit']:.2f} {'holds' if row['holds'] else 'MISSED'}"
+        )
         numbers = [f"{x:.4f}" for x in (row["ratio"], min(row["ratios"]), max(row["ratios"]))]
         share = f"{row['bytes_per_step'] / ddp:.4f}"
-        table.add_row(name, f"{row['learning_rate']:g}", f"{np.mean(row['losses']):.4f}", *numbers, claim, share)
+        table.add_row(
+            name,
+            f"{row['learning_rate']:g}",
+            f"{np.mean(row['losses']):.4f}",
+            *numbers,
+            claim,
+            share,
+        )
     CONSOLE.print(table)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tune", nargs="*", metavar="NAME", help="only show losses by learning rate, of all or these")
-    parser.add_argument("--grid", nargs="*", type=float, default=GRID, help="peaks of the learning rate to tune over")
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="run these, take the others from the JSON")
+    parser.add_argument(
+        "--tune",
+        nargs="*",
+        metavar="NAME",
+        help="only show losses by learning rate, of all or these",
+    )
+    parser.add_argument(
+        "--grid",
+        nargs="*",
+        type=float,
+        default=GRID,
+        help="peaks of the learning rate to tune over",
+    )
+    parser.add_argument(
+        "--only", nargs="*", metavar="NAME", help="run these, take the others from the JSON"
+    )
     given = parser.parse_args()
     if given.steps % H:
-        parser.error(f"--steps must be a multiple of H = {H}: replicas are judged by what they last agreed on")
+        parser.error(
+            f"--steps must be a multiple of H = {H}: replicas are judged by what they last"
+            " agreed on"
+        )
     text = Text(given.steps)
     if given.tune is not None:
         tune(text, given.steps, given.tune or list(contenders(given.steps)), given.grid)
         return
     names, known = list(contenders(given.steps)), {}
     if given.only:
-        before = json.loads((Path(__file__).parent / "results" / "convergence.json").read_text())["results"]
+        before = json.loads((Path(__file__).parent / "results" / "convergence.json").read_text())[
+            "results"
+        ]
         if unknown := set(given.only) - set(names):
             parser.error(f"unknown {sorted(unknown)}; there are {names}")
         if (before["steps"], before["seeds"]) != (given.steps, given.seeds):
@@ -210,13 +281,22 @@ def main():
     results = compare(text, given.steps, given.seeds, names, known)
     entropy = text.unigram_entropy()
     tokens = given.steps * BATCH * LENGTH
-    title = f"{gpt.num_parameters(CONFIG):,} parameters, {tokens:,} tokens, {given.seeds} seeds; unigrams {entropy:.3f}"
+    title = (
+        f"{gpt.num_parameters(CONFIG):,} parameters, {tokens:,} tokens, {given.seeds} seeds;"
+        f" unigrams {entropy:.3f}"
+    )
     show(results, title)
     from convergence_plot import draw
 
     path = write_json(
         __file__,
-        {"steps": given.steps, "tokens": tokens, "seeds": given.seeds, "unigrams": entropy, "contenders": results},
+        {
+            "steps": given.steps,
+            "tokens": tokens,
+            "seeds": given.seeds,
+            "unigrams": entropy,
+            "contenders": results,
+        },
     )
     draw(json.loads(path.read_text())["results"], Path(path).with_suffix(".png"))
     print("wrote", path, "and its picture")

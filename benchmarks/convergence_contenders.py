@@ -1,4 +1,6 @@
-"""Who takes part in `convergence.py`: the model, each way to train it, and the optimizer that all of them have."""
+"""Who takes part in `convergence.py`: the model, each way to train it, and the optimizer that all
+of them have.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +23,10 @@ Make = Callable[[optax.GradientTransformation], so.ShardedOptimizer]
 
 
 class Contender(NamedTuple):
-    """A way to train; `limit` is what it may lose, None where nothing is claimed; `seeds` is how many at most."""
+    """A way to train.
+
+    `limit` is what it may lose, None where nothing is claimed; `seeds` is how many at most.
+    """
 
     make: Make
     limit: float | None = None
@@ -29,8 +34,15 @@ class Contender(NamedTuple):
 
 
 def contenders(steps: int) -> dict[str, Contender]:
-    """Return all ways to train for so many steps; for 0, as they are when no reducer warms up any more."""
-    model, plain, apart = gpt.model(CONFIG), so.make_mesh(data=DEVICES), so.make_mesh(replica=DEVICES, data=1)
+    """Return all ways to train for so many steps.
+
+    For 0, as they are when no reducer warms up any more.
+    """
+    model, plain, apart = (
+        gpt.model(CONFIG),
+        so.make_mesh(data=DEVICES),
+        so.make_mesh(replica=DEVICES, data=1),
+    )
     feedback = so.reducers.error_feedback
 
     def compressed(reducer):
@@ -40,7 +52,10 @@ def contenders(steps: int) -> dict[str, Contender]:
         return lambda tx: combine(so.ddp(tx, apart, model), sync_every=H, **how)
 
     found = {CONTROL: Contender(lambda tx: so.ddp(tx, plain, model))}
-    for name, reducer in {"bf16": so.reducers.exact(jnp.bfloat16), "int8": so.reducers.int8()}.items():
+    for name, reducer in {
+        "bf16": so.reducers.exact(jnp.bfloat16),
+        "int8": so.reducers.int8(),
+    }.items():
         found[f"{name}, error feedback"] = Contender(compressed(feedback(reducer)), 1.02)
         found[f"{name}, none"] = Contender(compressed(reducer), seeds=1)
     warmed = {
@@ -55,11 +70,15 @@ def contenders(steps: int) -> dict[str, Contender]:
         found[f"{name}, no warm-up"] = Contender(compressed(feedback(reducer)), seeds=1)
     found["DiLoCo"] = Contender(replicas(so.diloco, outer=OUTER), 1.03)
     found["DiLoCo (momentum 0.9)"] = Contender(replicas(so.diloco), seeds=1)
-    found["Streaming DiLoCo"] = Contender(replicas(so.diloco, outer=OUTER, fragments=2, delay=5, mix=0.5))
+    found["Streaming DiLoCo"] = Contender(
+        replicas(so.diloco, outer=OUTER, fragments=2, delay=5, mix=0.5)
+    )
     found["Local SGD"] = Contender(replicas(so.local_sgd))
     return found
 
 
 def optimizer(peak: float, steps: int) -> optax.GradientTransformation:
     """Return AdamW, the same for all but its peak."""
-    return optax.adamw(optax.warmup_cosine_decay_schedule(0.1 * peak, peak, steps // 10, steps, 0.01 * peak))
+    return optax.adamw(
+        optax.warmup_cosine_decay_schedule(0.1 * peak, peak, steps // 10, steps, 0.01 * peak)
+    )

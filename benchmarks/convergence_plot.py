@@ -1,4 +1,5 @@
-"""The curves of `convergence.py` as a picture: what is lost to exact ddp, by reducer and by replicas that train apart.
+"""The curves of `convergence.py` as a picture: what is lost to exact ddp, by reducer and by
+replicas that train apart.
 
 Run: python benchmarks/convergence_plot.py, which draws benchmarks/results/convergence.json again.
 """
@@ -23,7 +24,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     rows = dict(results["contenders"])
     control = rows.pop("ddp, exact")
-    rows = {name: row for name, row in rows.items() if not name.endswith((", no warm-up", "(momentum 0.9)"))}
+    rows = {
+        name: row
+        for name, row in rows.items()
+        if not name.endswith((", no warm-up", "(momentum 0.9)"))
+    }
     tokens = results["tokens"] / results["steps"] / 1e6
 
     def plot(axes, name, row, **style):
@@ -37,9 +42,22 @@ def draw(results: dict[str, Any], path: Path) -> None:
         if reducer:
             colour, dashed = _COLOURS[compressed.index(reducer)], feedback == "none"
             label = None if dashed else f"{reducer}, {row['ratio']:.3f}"
-            plot(left, label, row, color=colour, linestyle=":" if dashed else "-", linewidth=1.2 if dashed else 1.6)
+            plot(
+                left,
+                label,
+                row,
+                color=colour,
+                linestyle=":" if dashed else "-",
+                linewidth=1.2 if dashed else 1.6,
+            )
         else:
-            plot(right, f"{name}, {row['ratio']:.3f}", row, color=_COLOURS[len(right.lines)], linewidth=1.6)
+            plot(
+                right,
+                f"{name}, {row['ratio']:.3f}",
+                row,
+                color=_COLOURS[len(right.lines)],
+                linewidth=1.6,
+            )
     for axes in (left, right):
         plot(axes, "ddp, exact", control, color="black", linewidth=1.6)
         axes.set_xlabel("million tokens", color=_GREY)
@@ -52,10 +70,15 @@ def draw(results: dict[str, Any], path: Path) -> None:
     low, high = left.get_ylim()
     left.set_ylim(top=high + 0.4 * (high - low))  # room for the legends
     left.set_ylabel("held-out loss (nats a byte)", color=_GREY)
-    left.set_title("compressed gradients: with error feedback, dotted without", fontsize=10, loc="left")
+    left.set_title(
+        "compressed gradients: with error feedback, dotted without", fontsize=10, loc="left"
+    )
     right.set_title("four replicas apart, H = 50", fontsize=10, loc="left")
     seeds = "1 seed" if results["seeds"] == 1 else f"mean of {results['seeds']} seeds"
-    numbers = f"Numbers: loss at the end / that of exact ddp, {seeds}. Unigrams alone reach {results['unigrams']:.2f}."
+    numbers = (
+        f"Numbers: loss at the end / that of exact ddp, {seeds}. Unigrams alone reach"
+        f" {results['unigrams']:.2f}."
+    )
     figure.suptitle(numbers, fontsize=9, color=_GREY)
     figure.savefig(path)
 

@@ -1,10 +1,12 @@
-"""The position in packed data survives a change of hosts: train with four processes, continue with two, then with three.
+"""The position in packed data survives a change of hosts: train with four processes, continue with
+two, then with three.
 
     python benchmarks/data_position.py
 
-Documents of unequal length are packed into rows, from a mixture of two sources. Each run stops after some steps, and the next
-has another number of processes. The script counts how often each document was trained on: exactly once. It starts
-`shardopt launch`, with processes of this machine in place of hosts.
+Documents of unequal length are packed into rows, from a mixture of two sources. Each run stops
+after some steps, and the next has another number of processes. The script counts how often each
+document was trained on: exactly once. It starts `shardopt launch`, with processes of this machine
+in place of hosts.
 """
 
 import json
@@ -21,7 +23,10 @@ RUNS = ((4, 10), (2, 20), (3, 30))
 
 
 def packed():
-    """Return an iterator of batches: two shuffled sources, mixed and packed. A document is its own number, repeated."""
+    """Return an iterator of batches: two shuffled sources, mixed and packed.
+
+    A document is its own number, repeated.
+    """
     import grain
     import numpy as np
 
@@ -36,7 +41,11 @@ def packed():
 def numbers_in(batch) -> list[int]:
     """Return the documents that end in the rows of a batch, once for each piece."""
     tokens, segments = batch["tokens"], batch["segment_ids"]
-    return [int(row[ids == i][0]) for row, ids in zip(tokens, segments, strict=True) for i in range(1, ids.max() + 1)]
+    return [
+        int(row[ids == i][0])
+        for row, ids in zip(tokens, segments, strict=True)
+        for i in range(1, ids.max() + 1)
+    ]
 
 
 def job(folder: str, steps: int) -> None:
@@ -75,15 +84,21 @@ def job(folder: str, steps: int) -> None:
             self.stream.set_state(state)
 
     opt = so.fsdp(optax.sgd(0.1), so.make_mesh(), loss_fn)
-    start = so.DeferredInit(lambda rng: {"w": jax.random.normal(rng, (DOCUMENTS,))}, jax.random.key(0))
+    start = so.DeferredInit(
+        lambda rng: {"w": jax.random.normal(rng, (DOCUMENTS,))}, jax.random.key(0)
+    )
     with so.Checkpoints(f"{folder}/checkpoints", every=5, keep=2) as checkpoints:
         so.fit(opt, start, Recorded(), num_steps=steps, checkpoints=checkpoints, progress=False)
     if jax.process_index() == 0:
-        Path(folder, f"seen-{steps}.json").write_text(json.dumps({"processes": jax.process_count(), "steps": seen}))
+        Path(folder, f"seen-{steps}.json").write_text(
+            json.dumps({"processes": jax.process_count(), "steps": seen})
+        )
 
 
 def run() -> dict:
-    """Return, for each run, its processes, steps and documents, and how many documents were seen twice or skipped."""
+    """Return, for each run, its processes, steps and documents, and how many documents were seen
+    twice or skipped.
+    """
     import subprocess
 
     with tempfile.TemporaryDirectory() as folder:
@@ -104,7 +119,11 @@ def run() -> dict:
             record = json.loads(Path(folder, f"seen-{steps}.json").read_text())
             documents = [number for step in record["steps"] for number in step]
             results["runs"].append(
-                {"processes": record["processes"], "steps": len(record["steps"]), "documents": len(documents)}
+                {
+                    "processes": record["processes"],
+                    "steps": len(record["steps"]),
+                    "documents": len(documents),
+                }
             )
             seen += documents
     stream = packed()

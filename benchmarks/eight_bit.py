@@ -1,9 +1,10 @@
-"""What 8-bit moments cost in learning: held-out loss of AdamW with `so.transforms.eight_bit` over that in fp32.
+"""What 8-bit moments cost in learning: held-out loss of AdamW with `so.transforms.eight_bit` over
+that in fp32.
 
 Run: python benchmarks/eight_bit.py [--steps 6000] [--seeds 3]
 
-A byte-level GPT on one device, the same first parameters, batches and schedule for both. Moments of all leaves of two or more dims
-are rounded; norms stay in fp32.
+A byte-level GPT on one device, the same first parameters, batches and schedule for both. Moments of
+all leaves of two or more dims are rounded; norms stay in fp32.
 
 Claim: mean over seeds of loss / loss in fp32 at most 1.01.
 """
@@ -32,7 +33,9 @@ def optimizers(steps: int) -> dict[str, optax.GradientTransformation]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--seeds", type=int, default=3)
     given = parser.parse_args()
@@ -45,7 +48,12 @@ def main():
         rows[name] |= {"ratios": ratios, "ratio": float(np.mean(ratios))}
         print(f"{name:8} {np.mean(rows[name]['loss']):.4f}  {rows[name]['ratio']:.4f}", flush=True)
     size = gpt.num_parameters(CONFIG)
-    results: dict[str, Any] = {"steps": given.steps, "learning_rate": RATE, "parameters": size, "limit": LIMIT}
+    results: dict[str, Any] = {
+        "steps": given.steps,
+        "learning_rate": RATE,
+        "parameters": size,
+        "limit": LIMIT,
+    }
     results |= {"holds": rows["8 bits"]["ratio"] <= LIMIT, "runs": rows}
     print(write_json(__file__, results))
 

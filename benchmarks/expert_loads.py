@@ -1,12 +1,14 @@
-"""What uneven experts cost on an expert axis, and whether copies of hot ones would pay: loads of training, played through.
+"""What uneven experts cost on an expert axis, and whether copies of hot ones would pay: loads of
+training, played through.
 
 Run: python benchmarks/expert_loads.py [--steps 500]
 
-Decoders of two blocks, 8 experts of which a byte goes through 2, and 32 of which it goes through 4, learn the bundled corpus, 2,048
-bytes a step, balanced by biases, by the loss over the batch, or not at all. The loads of each step and block are played through by
-`so.planning.imbalance` on 8 devices: an expert or four on each, without copies and with room for one more on each, which holds the
-hottest of the step before. Slowdown: the busiest device over the mean, averaged over blocks and the second half of the steps; chance
-is that of choices by dice.
+Decoders of two blocks, 8 experts of which a byte goes through 2, and 32 of which it goes through 4,
+learn the bundled corpus, 2,048 bytes a step, balanced by biases, by the loss over the batch, or not
+at all. The loads of each step and block are played through by `so.planning.imbalance` on 8 devices:
+an expert or four on each, without copies and with room for one more on each, which holds the
+hottest of the step before. Slowdown: the busiest device over the mean, averaged over blocks and the
+second half of the steps; chance is that of choices by dice.
 """
 
 import argparse
@@ -53,8 +55,17 @@ def main() -> None:
     batches = list(itertools.islice(data.batches(windows, BATCH, seed=0), options.steps))
     results = {}
     for shape, (experts, top_k, hidden) in SHAPES.items():
-        sizes = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_experts": experts, "top_k": top_k, "hidden": hidden}
-        chance = expected_imbalance(BATCH * LENGTH, num_experts=experts, top_k=top_k, devices=DEVICES)
+        sizes = {
+            "dim": 32,
+            "num_layers": 2,
+            "num_heads": 2,
+            "num_experts": experts,
+            "top_k": top_k,
+            "hidden": hidden,
+        }
+        chance = expected_imbalance(
+            BATCH * LENGTH, num_experts=experts, top_k=top_k, devices=DEVICES
+        )
         for balance, how in BALANCES.items():
             loads = loads_of(moe.MoEConfig(**sizes, **how), batches)
             late = loads[options.steps // 2 :]

@@ -1,13 +1,17 @@
-"""What experts give at equal flops, and what keeps their loads equal: held-out loss and imbalance over training.
+"""What experts give at equal flops, and what keeps their loads equal: held-out loss and imbalance
+over training.
 
 Run: python benchmarks/experts.py [--steps 1000] [--seeds 3]
 
-Control: a decoder with one mlp of 3 D hidden units in each block. Test: 8 experts of half as many, 2 of which each byte goes
-through, so that active parameters and flops are the same but for the router, balanced by biases of a sigmoid router (rate
-BIAS_RATE; those of a softmax lag behind its scores), by the loss over the batch (factor LOSS_RATE), or not at all. All have the same attention, batches, optimizer and learning rate: AdamW, warmed up
-over a tenth of the steps, then a cosine; what may differ is nothing else. Text: the bundled corpus, Python's standard
-library. Loss: nats a byte on held-out files, without the term for balance. Imbalance: the load of the busiest expert over the
-mean, averaged over blocks and the last quarter of the steps; 1 is balanced, 4 is all on two of eight.
+Control: a decoder with one mlp of 3 D hidden units in each block. Test: 8 experts of half as many,
+2 of which each byte goes through, so that active parameters and flops are the same but for the
+router, balanced by biases of a sigmoid router (rate BIAS_RATE; those of a softmax lag behind its
+scores), by the loss over the batch (factor LOSS_RATE), or not at all. All have the same attention,
+batches, optimizer and learning rate: AdamW, warmed up over a tenth of the steps, then a cosine;
+what may differ is nothing else. Text: the bundled corpus, Python's standard library. Loss: nats a
+byte on held-out files, without the term for balance. Imbalance: the load of the busiest expert over
+the mean, averaged over blocks and the last quarter of the steps; 1 is balanced, 4 is all on two of
+eight.
 
 Claims: with biases the loss is below the control's for every seed, and the imbalance at most 1.5.
 """
@@ -36,26 +40,41 @@ CONTENDERS = {
     "experts, biases": moe.MoEConfig(
         **SHAPE, hidden=3 * DIM // 2, score="sigmoid", balance="bias", balance_rate=BIAS_RATE
     ),
-    "experts, loss": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance="loss", balance_rate=LOSS_RATE),
+    "experts, loss": moe.MoEConfig(
+        **SHAPE, hidden=3 * DIM // 2, balance="loss", balance_rate=LOSS_RATE
+    ),
     "experts, nothing": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance=None),
 }
 
 
-def train(opt: so.ShardedOptimizer, config: moe.MoEConfig, batches: list, held_out: list, seed: int) -> dict[str, Any]:
+def train(
+    opt: so.ShardedOptimizer, config: moe.MoEConfig, batches: list, held_out: list, seed: int
+) -> dict[str, Any]:
     """Return the curves of held-out loss and of imbalance, and both at the end."""
-    state, losses, imbalance = opt.init(lambda rng: moe.init(config, rng), jax.random.key(seed)), [], []
+    state, losses, imbalance = (
+        opt.init(lambda rng: moe.init(config, rng), jax.random.key(seed)),
+        [],
+        [],
+    )
     start = time.perf_counter()
     for step, batch in enumerate(batches, 1):
         state, metrics = opt.step(state, batch)
         imbalance.append(metrics["load_imbalance"])
         if step % EVERY == 0:
-            losses.append([step, float(np.mean([opt.evaluate(state, one)["cross_entropy"] for one in held_out]))])
+            losses.append(
+                [
+                    step,
+                    float(np.mean([opt.evaluate(state, one)["cross_entropy"] for one in held_out])),
+                ]
+            )
     imbalance = [float(one) for one in imbalance][1:]  # each is that of the step before
     return {
         "loss": losses[-1][1],
         "imbalance": float(np.mean(imbalance[-len(batches) // 4 :])),
         "losses": losses,
-        "imbalances": [round(float(np.mean(some)), 3) for some in np.array_split(imbalance, len(batches) // 10)],
+        "imbalances": [
+            round(float(np.mean(some)), 3) for some in np.array_split(imbalance, len(batches) // 10)
+        ],
         "seconds": time.perf_counter() - start,
     }
 
@@ -69,7 +88,8 @@ def main() -> None:
     windows, rest = data.split(data.open_corpus(), LENGTH)
     held_out = list(data.spread_batches(rest, BATCH, HELD_OUT))
     drawn = [
-        list(itertools.islice(data.batches(windows, BATCH, seed=seed), options.steps)) for seed in range(options.seeds)
+        list(itertools.islice(data.batches(windows, BATCH, seed=seed), options.steps))
+        for seed in range(options.seeds)
     ]
     warmup = options.steps // 10
     rate = optax.warmup_cosine_decay_schedule(RATE / warmup, RATE, warmup, options.steps, RATE / 10)
@@ -84,16 +104,22 @@ def main() -> None:
         }
         results[name] = sizes | {"runs": runs}
         shown = ", ".join(f"{run['loss']:.3f} (imbalance {run['imbalance']:.2f})" for run in runs)
-        print(f"{name:18} {sizes['active']:,} of {sizes['parameters']:,} parameters active: {shown}", flush=True)
+        print(
+            f"{name:18} {sizes['active']:,} of {sizes['parameters']:,} parameters active: {shown}",
+            flush=True,
+        )
     biased = results["experts, biases"]["runs"]
     claims = {
         "loss below the control's for every seed": all(
-            run["loss"] < control["loss"] for run, control in zip(biased, results["dense"]["runs"], strict=True)
+            run["loss"] < control["loss"]
+            for run, control in zip(biased, results["dense"]["runs"], strict=True)
         ),
         "imbalance with biases at most 1.5": all(run["imbalance"] <= 1.5 for run in biased),
     }
     path = write_json(
-        __file__, {"steps": options.steps, "claims": claims, "contenders": results}, options.out / "experts.json"
+        __file__,
+        {"steps": options.steps, "claims": claims, "contenders": results},
+        options.out / "experts.json",
     )
     plot(results, path.with_suffix(".png"))
     print(claims, path)
@@ -107,14 +133,20 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for colour, (name, found) in zip(("black", "tab:blue", "tab:orange", "tab:red"), results.items(), strict=True):
+    for colour, (name, found) in zip(
+        ("black", "tab:blue", "tab:orange", "tab:red"), results.items(), strict=True
+    ):
         for i, run in enumerate(found["runs"]):
             label = name if i == 0 else None
             left.plot(*zip(*run["losses"], strict=True), color=colour, label=label)
             if name != "dense":
                 steps = 10 * np.arange(1, len(run["imbalances"]) + 1)
                 right.plot(steps, run["imbalances"], color=colour, label=label)
-    left.set(xlabel="step", ylabel="held-out nats a byte", title="8 experts, 2 active, beside an mlp of the same flops")
+    left.set(
+        xlabel="step",
+        ylabel="held-out nats a byte",
+        title="8 experts, 2 active, beside an mlp of the same flops",
+    )
     right.set(xlabel="step", ylabel="busiest expert / mean", title="imbalance of loads")
     left.legend(frameon=False)
     right.legend(frameon=False)

@@ -1,18 +1,23 @@
-"""Mixtures of experts by the real TPU compiler, without a TPU: memory, bytes sent and flops beside what is stated.
+"""Mixtures of experts by the real TPU compiler, without a TPU: memory, bytes sent and flops beside
+what is stated.
 
     python benchmarks/experts_pod.py [again] [WORDS ...] [--maxtext PYTHON]
 
-Mixtral 8x7B on 64 chips, its experts sharded by fsdp alone and over an expert axis, and DeepSeek-V3's blocks on 4096: a row of 4096
-tokens on each chip, fp32 masters, AdamW with clipping at 1, bfloat16 products, gathers and reduce-scatters, every block recomputed.
-`again` predicts again what has been compiled. With PYTHON (see beside_maxtext.py) MaxText compiles Mixtral beside: the same model,
-tokens and optimizer, its own mixture (`sparse_matmul`, megablox), dropless. WORDS choose rows by parts of their names. A program takes
-minutes to compile, and is kept in results/experts_pod.json as soon as it is there. "left_to_xla" there are the same steps before
-strategies kept XLA from casting all blocks before its loops, and from scattering the gradients of the head last.
+Mixtral 8x7B on 64 chips, its experts sharded by fsdp alone and over an expert axis, and
+DeepSeek-V3's blocks on 4096: a row of 4096 tokens on each chip, fp32 masters, AdamW with clipping
+at 1, bfloat16 products, gathers and reduce-scatters, every block recomputed. `again` predicts again
+what has been compiled. With PYTHON (see beside_maxtext.py) MaxText compiles Mixtral beside: the
+same model, tokens and optimizer, its own mixture (`sparse_matmul`, megablox), dropless. WORDS
+choose rows by parts of their names. A program takes minutes to compile, and is kept in
+results/experts_pod.json as soon as it is there. "left_to_xla" there are the same steps before
+strategies kept XLA from casting all blocks before its loops, and from scattering the gradients of
+the head last.
 
-Flops: of a chip and step. Dense products are counted in the compiled text, each kernel of experts as the rows that come where loads
-are equal (its grid has as many tiles as there are such rows, which the program reads when it runs; tiles that two experts share are
-`tile_overlap`), splash by its tiles. Stated are those of `so.planning`: of the experts that a token goes through, remat included,
-attention as splash computes it; active are the same with attention as it is defined.
+Flops: of a chip and step. Dense products are counted in the compiled text, each kernel of experts
+as the rows that come where loads are equal (its grid has as many tiles as there are such rows,
+which the program reads when it runs; tiles that two experts share are `tile_overlap`), splash by
+its tiles. Stated are those of `so.planning`: of the experts that a token goes through, remat
+included, attention as splash computes it; active are the same with attention as it is defined.
 """
 
 import argparse
@@ -59,7 +64,8 @@ TABLE = (
     Row("mixtral-8x7b", "v6e:8x8"),
     Row("mixtral-8x7b", "v6e:8x8", 8),
     Row("mixtral-8x7b", "v6e:8x8", precision="int8"),
-    Row("deepseek-v3", "v5p:16x16x16", 64, 8),  # 512 divides a dim of each of its weights, 4096 of few
+    # 512 divides a dim of each of its weights, 4096 of few
+    Row("deepseek-v3", "v5p:16x16x16", 64, 8),
 )
 
 
@@ -77,14 +83,27 @@ def config_of(row: Row):
     from shardopt.models import moe
 
     shape = shape_of(row)
-    sizes = {name: getattr(shape, name) for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_experts")}
-    sizes |= {"hidden": shape.hidden, "top_k": shape.top_k, "chunk": shape.expert_chunk, "dtype": jnp.bfloat16}
+    sizes = {
+        name: getattr(shape, name)
+        for name in ("vocab_size", "dim", "num_layers", "num_heads", "num_experts")
+    }
+    sizes |= {
+        "hidden": shape.hidden,
+        "top_k": shape.top_k,
+        "chunk": shape.expert_chunk,
+        "dtype": jnp.bfloat16,
+    }
     sizes |= {"precision": row.precision}
     if shape.latent is None:
         return moe.MoEConfig(**sizes, num_kv_heads=shape.kv_heads, balance=None)
     query, key, rope = shape.latent
     latent = moe.Latent(query=query, key=key, nope=shape.width, rope=rope, value=shape.width)
-    router = {"score": "sigmoid", "groups": (8, 4), "scale": 2.5, "shared_hidden": shape.shared_experts * shape.hidden}
+    router = {
+        "score": "sigmoid",
+        "groups": (8, 4),
+        "scale": 2.5,
+        "shared_hidden": shape.shared_experts * shape.hidden,
+    }
     return moe.MoEConfig(**sizes, **router, latent=latent, balance="bias")
 
 
@@ -92,7 +111,10 @@ def optimizer():
     """Return AdamW as in beside_maxtext.py."""
     import optax
 
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(3e-5, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1),
+    )
 
 
 def compile_row(row: Row) -> dict[str, Any]:
@@ -140,7 +162,9 @@ def compile_row(row: Row) -> dict[str, Any]:
 
 
 def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
-    """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and the most they could be."""
+    """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and
+    the most they could be.
+    """
     from shardopt.hlo._hlo_text import operands, parse
     from shardopt.hlo._walk import callees, trip_count
     from shardopt.planning._attention_kernels import kernel_flops
@@ -156,7 +180,8 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
                 stem = re.sub(r"[.\d]+$", "", line.name)
                 inputs = [shapes[one] for one in operands(line) if one in shapes]
                 most = kernel_flops(line, inputs)
-                # megablox and ragged_dot, whose names jax and XLA choose, and shardopt's kernels of experts
+                # megablox and ragged_dot, whose names jax and XLA choose, and shardopt's kernels of
+                # experts
                 of_experts = most and not re.match("splash|int8_(forward|gradient)", stem)
                 each = 2.0 * tokens * shape.top_k * shape.dim * shape.hidden if of_experts else most
                 one = found.setdefault(stem, {"calls": 0, "flops": 0.0, "most": 0.0})
@@ -182,10 +207,15 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
 
     chips = row.beside.chips
     half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
-    layout = Layout(row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half)
+    layout = Layout(
+        row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half
+    )
     work, chip = shape_of(row).workload(), parse_topology(row.topology)[0]
     rounded = roundings(config_of(row).decoder)  # the planner's transformer has other names
-    rounded = {path.removeprefix("attention/").replace("/", "_"): rounding for path, rounding in rounded.items()}
+    rounded = {
+        path.removeprefix("attention/").replace("/", "_"): rounding
+        for path, rounding in rounded.items()
+    }
     work = work._replace(rounded=rounded)
     told = predict(work, layout, hardware=chip, batch_size=chips, tx=optimizer())
     arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
@@ -195,7 +225,8 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     active, shape = step_flops(work, layout, batch_size=chips), shape_of(row)
     attention = 4 * work.num_blocks * work.attention.flops  # forwards twice and backwards
     tokens = row.expert * min(LENGTH, shape.expert_chunk or LENGTH)
-    tile = 256 if row.precision else 128 if row.topology.startswith("v5p") else 512  # of ragged_dot and of megablox
+    # of ragged_dot and of megablox
+    tile = 256 if row.precision else 128 if row.topology.startswith("v5p") else 512
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "devices": row.expert}
     return {
         "arguments_ratio": arguments / facts["memory"]["arguments"],
@@ -208,14 +239,19 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
         "tile_overlap": tile_overlap(tokens, **sizes, tile=tile),
         "predicted_seconds": told.time._asdict() | {"total": told.time.total},
         "stated": {
-            f"{one.kind} of {one.what} over {' x '.join((one.axis, *one.also))}": one.wire_bytes(told.mesh)
+            f"{one.kind} of {one.what} over {' x '.join((one.axis, *one.also))}": one.wire_bytes(
+                told.mesh
+            )
             for one in told.transfers
         },
     }
 
 
 def sent(report, row: Row) -> dict[str, dict[str, float]]:
-    """Return calls and bytes that a chip sends, by kind and axes; of ragged exchanges those of as many rows from all chips."""
+    """Return calls and bytes that a chip sends, by kind and axes.
+
+    Of ragged exchanges those of as many rows from all chips.
+    """
     shape, found = shape_of(row), {}
     rows = min(LENGTH, shape.expert_chunk or LENGTH) * shape.top_k
     for one in report.collectives:
@@ -224,7 +260,9 @@ def sent(report, row: Row) -> dict[str, dict[str, float]]:
         if one.kind == "ragged-all-to-all":
             room = int(re.search(r"\[(\d+)", one.shapes[0])[1])
             bytes_sent = bytes_sent * rows / room
-        into = found.setdefault(f"{one.kind} over {' x '.join(axes)}", {"calls": 0, "wire_bytes": 0.0})
+        into = found.setdefault(
+            f"{one.kind} over {' x '.join(axes)}", {"calls": 0, "wire_bytes": 0.0}
+        )
         into["calls"] += one.calls
         into["wire_bytes"] += bytes_sent * one.calls
     return found
@@ -249,7 +287,11 @@ def main() -> None:
                 continue
             found["shardopt"] = compile_row(row) | {"commit": commit()}
         if options.maxtext and "mixtral" in row.name and ("maxtext" not in found or options.anew):
-            more = [f"ici_expert_parallelism={row.expert}", "allow_split_physical_axes=true"] if row.expert > 1 else []
+            more = (
+                [f"ici_expert_parallelism={row.expert}", "allow_split_physical_axes=true"]
+                if row.expert > 1
+                else []
+            )
             facts, text = compile_maxtext(row.beside, options.maxtext, more=more)
             found["maxtext"] = facts | (read(text, facts["mesh"], row.beside) if text else {})
         found["shardopt"] |= compared(row, found["shardopt"])
@@ -261,8 +303,13 @@ def main() -> None:
 
 def cells(name: str, one: dict[str, Any]) -> list[str]:
     """Return the line of the table in docs/notes/experts.md."""
-    summed = lambda kinds: sum(to["wire_bytes"] for key, to in one["sent"].items() if key.startswith(kinds))
-    gathered, exchanged = summed(("all-gather", "reduce-scatter", "all-reduce")), summed("ragged-all-to-all")
+    summed = lambda kinds: sum(
+        to["wire_bytes"] for key, to in one["sent"].items() if key.startswith(kinds)
+    )
+    gathered, exchanged = (
+        summed(("all-gather", "reduce-scatter", "all-reduce")),
+        summed("ragged-all-to-all"),
+    )
     stated = sum(sent for key, sent in one["stated"].items() if "all-to-all" not in key)
     tokens = one["stated"].get("all-to-all of tokens over expert", 0.0)
     return [
@@ -282,13 +329,17 @@ def told(name: str, found: dict[str, Any]) -> str:
     """Return a row in words."""
     one = found["shardopt"]
     lines = [
-        f"{name}: {peak(one) / 1e9:.2f} GB (formula {one['memory_ratio']:.3f}, arguments {one['arguments_ratio']:.4f}), "
-        f"{one['flops'] / 1e12:.1f} Tflop ({one['flops_ratio']:.3f} of stated), {one['seconds']:.3f} s, "
-        f"{one['exposed']:.3f} exposed, compiled in {one['compile_seconds']:.0f} s"
+        f"{name}: {peak(one) / 1e9:.2f} GB (formula {one['memory_ratio']:.3f}, arguments"
+        f" {one['arguments_ratio']:.4f}), {one['flops'] / 1e12:.1f} Tflop ({one['flops_ratio']:.3f}"
+        f" of stated), {one['seconds']:.3f} s, {one['exposed']:.3f} exposed, compiled in"
+        f" {one['compile_seconds']:.0f} s"
     ]
     if "seconds" in found.get("maxtext", {}):
         other = found["maxtext"]
-        lines.append(f"  MaxText: {peak(other) / 1e9:.2f} GB, {other['seconds']:.3f} s, {other['exposed']:.3f} exposed")
+        lines.append(
+            f"  MaxText: {peak(other) / 1e9:.2f} GB, {other['seconds']:.3f} s,"
+            f" {other['exposed']:.3f} exposed"
+        )
     elif "maxtext" in found:
         lines.append(f"  MaxText: {found['maxtext'].get('error')}")
     return "\n".join(lines)

@@ -2,10 +2,11 @@
 
     python benchmarks/find_nan.py
 
-A GPT of 0.9 million parameters, 16 rows of 128 tokens, by ddp and fsdp on eight simulated devices. One token stands in row 5
-alone. In the forward pass its embedding is infinite. In the backward pass the model takes the root of squares that are 0 at
-this token. Without that the search goes through everything and finds nothing. Each search compiles all that it runs. Seconds are
-by the clock, and those that cores worked.
+A GPT of 0.9 million parameters, 16 rows of 128 tokens, by ddp and fsdp on eight simulated devices.
+One token stands in row 5 alone. In the forward pass its embedding is infinite. In the backward pass
+the model takes the root of squares that are 0 at this token. Without that the search goes through
+everything and finds nothing. Each search compiles all that it runs. Seconds are by the clock, and
+those that cores worked.
 """
 
 import time
@@ -32,7 +33,9 @@ def model_of(case):
 
     def embed(outer, batch):
         is_other = (batch["tokens"][:, :-1] != TOKEN)[..., None]
-        add_root = lambda x: x + jnp.sqrt((x * is_other) ** 2) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        add_root = lambda x: (
+            x + jnp.sqrt((x * is_other) ** 2) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        )
         return jax.tree.map(add_root, model.embed(outer, batch))
 
     return model._replace(embed=embed) if case == "backward" else model

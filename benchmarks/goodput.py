@@ -1,16 +1,19 @@
-"""Predicted goodput with failures, next to four published runs. Nothing in the prediction is fitted, unless a row says so.
+"""Predicted goodput with failures, next to four published runs.
+
+Nothing in the prediction is fitted, unless a row says so.
 
 Run: python benchmarks/goodput.py
 
-Each row has inputs that the papers state, and inputs that they do not state or that could not be read. These are assumed, and
-listed. A row with an assumed input that decides the result is no validation. A published interval between failures is on the
-clock. `mtbf` is time of training, so it is solved for: the predicted interval equals the published one.
+Each row has inputs that the papers state, and inputs that they do not state or that could not be
+read. These are assumed, and listed. A row with an assumed input that decides the result is no
+validation. A published interval between failures is on the clock. `mtbf` is time of training, so it
+is solved for: the predicted interval equals the published one.
 
 Sources, as far as they could be read:
-  Llama 3: arXiv 2407.21783, section 3.3.4, its text.
-  ByteRobust: arXiv 2509.16293, sections 2.2 and 8, its text and tables.
-  FT-HSDP: arXiv 2602.00277, its abstract; the other numbers from three summaries of the paper by others.
-  Decoupled DiLoCo: arXiv 2604.21428, its abstract; the other numbers from three summaries by others. The durations of its
+  Llama 3: arXiv 2407.21783, section 3.3.4, its text. ByteRobust: arXiv 2509.16293, sections 2.2 and
+  8, its text and tables. FT-HSDP: arXiv 2602.00277, its abstract; the other numbers from three
+  summaries of the paper by others. Decoupled DiLoCo: arXiv 2604.21428, its abstract; the other
+  numbers from three summaries by others. The durations of its
     simulated failures stand in none of them.
   ByteCheckpoint: arXiv 2407.20143, table 8, from a summary.
 Claim: within 5 points of the published goodput, or the row is marked.
@@ -37,8 +40,8 @@ class Row(NamedTuple):
       failures: the inputs.
       stated: inputs that the paper states.
       assumed: inputs that it does not state.
-      kind: "prediction", "bound" if the paper states only a bound, or "calibrated" if an input is solved for so that this row
-        holds.
+      kind: "prediction", "bound" if the paper states only a bound, or "calibrated" if an input is
+        solved for so that this row holds.
     """
 
     name: str
@@ -51,7 +54,9 @@ class Row(NamedTuple):
 
 
 def solved(function, target, low, high):
-    """Return x with function(x) = target, where the function is monotone, by bisection in the logarithm."""
+    """Return x with function(x) = target, where the function is monotone, by bisection in the
+    logarithm.
+    """
     rises = function(high) > function(low)
     for _ in range(80):
         middle = (low * high) ** 0.5
@@ -60,12 +65,19 @@ def solved(function, target, low, high):
 
 
 def with_interval(interval, chips, failures, **periods):
-    """Return the failures, and their recovery, whose predicted interval between failures is `interval`."""
+    """Return the failures, and their recovery, whose predicted interval between failures is
+    `interval`.
+    """
 
     def recovery(mtbf):
         return plan_recovery(Failures(**failures, mtbf=mtbf), chips=chips, **periods)
 
-    mtbf = solved(lambda mtbf: recovery(mtbf).interval, interval, 1e-3 * interval * chips, 10 * interval * chips)
+    mtbf = solved(
+        lambda mtbf: recovery(mtbf).interval,
+        interval,
+        1e-3 * interval * chips,
+        10 * interval * chips,
+    )
     return Failures(**failures, mtbf=mtbf), recovery(mtbf)
 
 
@@ -81,12 +93,19 @@ def llama_3():
             interval, chips, {"restart": 200.0, "save": save, "detect": detect}, spares=0
         )
         stated = "16,384 GPUs, 419 unexpected interruptions in 54 days, 2 TB/s of storage"
-        assumed = f"{text}; restart 200 s (FT-HSDP, 16K GPUs); a checkpoint of 14 bytes a parameter stops training"
-        yield Row(f"Llama 3, detect {detect:.0f} s", 0.90, recovery, failures, stated, assumed, "bound")
+        assumed = (
+            f"{text}; restart 200 s (FT-HSDP, 16K GPUs); a checkpoint of 14 bytes a parameter stops"
+            " training"
+        )
+        yield Row(
+            f"Llama 3, detect {detect:.0f} s", 0.90, recovery, failures, stated, assumed, "bound"
+        )
 
 
 def byterobust():
-    """The dense job: 128 explicit, 15 implicit, 12 rolled back and 20 manual incidents in three months."""
+    """The dense job: 128 explicit, 15 implicit, 12 rolled back and 20 manual incidents in three
+    months.
+    """
     counts = {"explicit": 128, "implicit": 15, "rollback": 12, "manual": 20}
     detect = {"explicit": 60.0, "implicit": 600.0, "rollback": 60.0, "manual": 0.0}
     restart = {"explicit": 93.0, "implicit": 93.0, "rollback": 4289.0, "manual": 57.0}
@@ -96,20 +115,38 @@ def byterobust():
 
     interval, step = 90 * DAY / sum(counts.values()), 20.0
     for localize in (120.0, 900.0):
-        inputs = {"restart": mean(restart), "detect": mean(detect) + localize, "save": 1.0, "snapshot": 0.02}
+        inputs = {
+            "restart": mean(restart),
+            "detect": mean(detect) + localize,
+            "save": 1.0,
+            "snapshot": 0.02,
+        }
         periods = {"snapshot_every": step, "step_seconds": step, "spares": 0}
         failures, recovery = with_interval(interval, 9600, inputs, **periods)
-        stated = "9,600 GPUs, 175 incidents (table 4), detection (section 2.2), resolution (table 6), a copy each step (table 8)"
-        assumed = (
-            f"three months are 90 days; {localize / 60:.0f} min to find the machine (stated: 2 to 15); a step of 20 s"
+        stated = (
+            "9,600 GPUs, 175 incidents (table 4), detection (section 2.2), resolution (table 6), a"
+            " copy each step (table 8)"
         )
-        yield Row(f"ByteRobust, {localize / 60:.0f} min to find", 0.97, recovery, failures, stated, assumed)
+        assumed = (
+            f"three months are 90 days; {localize / 60:.0f} min to find the machine (stated: 2 to"
+            " 15); a step of 20 s"
+        )
+        yield Row(
+            f"ByteRobust, {localize / 60:.0f} min to find",
+            0.97,
+            recovery,
+            failures,
+            stated,
+            assumed,
+        )
 
 
 def ft_hsdp():
     """One failure in 18 minutes on 98,304 GPUs."""
     chips, interval = 12 * 8192, 18 * MINUTE
-    failures, recovery = with_interval(interval, chips, {"restart": 10 * MINUTE, "save": 0.59}, spares=0)
+    failures, recovery = with_interval(
+        interval, chips, {"restart": 10 * MINUTE, "save": 0.59}, spares=0
+    )
     stated = "98K GPUs, a failure every 18 min, 10 min of recovery"
     assumed = "a checkpoint stops training for 0.59 s (ByteCheckpoint, 405B on 8,960 GPUs)"
     yield Row("FT-HSDP, synchronous", 0.44, recovery, failures, stated, assumed)
@@ -122,7 +159,9 @@ def ft_hsdp():
 
 
 def diloco_job(chips, *, stall=None, restart=None):
-    """A learner: elastic slices of 256 chips that wait `stall` for each failure, or one job that restarts."""
+    """A learner: elastic slices of 256 chips that wait `stall` for each failure, or one job that
+    restarts.
+    """
     if stall is None:
         failures = Failures(mtbf=YEAR, restart=restart, save=1e-3)
         return failures, plan_recovery(failures, chips=chips, spares=0)
@@ -143,14 +182,40 @@ def decoupled_diloco():
             ("calibrated" if scale == 1 else "prediction"),
             f"{restart:.0f} s of restart, solved for from the 27%",
         )
-        yield Row(f"data parallel, {1.2 * scale:.1f}M chips", published, recovery, failures, stated, assumed, kind)
-    assumed = f"{stall:.1f} s of stall for each failure, solved for from the 58%; slices of 256 chips"
-    runs = ((1, 1, 0.58), (2, 1, 0.40), (1, 2, 0.70), (1, 8, 0.88), (2, 8, 0.80), (1, 16, 0.93), (2, 16, 0.86))
+        yield Row(
+            f"data parallel, {1.2 * scale:.1f}M chips",
+            published,
+            recovery,
+            failures,
+            stated,
+            assumed,
+            kind,
+        )
+    assumed = (
+        f"{stall:.1f} s of stall for each failure, solved for from the 58%; slices of 256 chips"
+    )
+    runs = (
+        (1, 1, 0.58),
+        (2, 1, 0.40),
+        (1, 2, 0.70),
+        (1, 8, 0.88),
+        (2, 8, 0.80),
+        (1, 16, 0.93),
+        (2, 16, 0.86),
+    )
     for scale, learners, published in runs:
         failures, recovery = diloco_job(scale * chips // learners, stall=stall)
         name = f"Decoupled DiLoCo, {learners} learners" if learners > 1 else "elastic data parallel"
         kind = "calibrated" if (scale, learners) == (1, 1) else "prediction"
-        yield Row(f"{name}, {1.2 * scale:.1f}M chips", published, recovery, failures, stated, assumed, kind)
+        yield Row(
+            f"{name}, {1.2 * scale:.1f}M chips",
+            published,
+            recovery,
+            failures,
+            stated,
+            assumed,
+            kind,
+        )
 
 
 def main():
@@ -159,12 +224,17 @@ def main():
     for row in rows:
         predicted, simulated = row.recovery.training_share, None
         if row.recovery.islands <= 12:  # thousands of slices take the simulation minutes
-            simulated = simulate_failures(row.failures, row.recovery, num_failures=1500).training_share
+            simulated = simulate_failures(
+                row.failures, row.recovery, num_failures=1500
+            ).training_share
         points = 100 * (predicted - row.published)
         within = points > -5 if row.kind == "bound" else abs(points) <= 5
         mark = "" if within else "  more than 5 points away"
         shown = "-" if simulated is None else f"{simulated:.1%}"
-        print(f"{row.name:40} {row.published:9.0%} {predicted:9.1%} {shown:>9}  {row.kind}{mark}", flush=True)
+        print(
+            f"{row.name:40} {row.published:9.0%} {predicted:9.1%} {shown:>9}  {row.kind}{mark}",
+            flush=True,
+        )
         results.append(
             {
                 "run": row.name,
@@ -176,7 +246,9 @@ def main():
                 "kind": row.kind,
                 "stated": row.stated,
                 "assumed": row.assumed,
-                "failures": {name: getattr(row.failures, name) for name in row.failures.__dataclass_fields__},
+                "failures": {
+                    name: getattr(row.failures, name) for name in row.failures.__dataclass_fields__
+                },
                 "recovery": row.recovery.to_json(),
             }
         )

@@ -1,7 +1,7 @@
 """The kernels of a GPU in one step of a GPT, by the time that they take.
 
-Run, with a CUDA build of jax: python -m benchmarks.gpu_step [--size 124M]. It takes half a minute and writes
-results/gpu_step.json, beside earlier rows.
+Run, with a CUDA build of jax: python -m benchmarks.gpu_step [--size 124M]. It takes half a minute
+and writes results/gpu_step.json, beside earlier rows.
 """
 
 import argparse
@@ -64,7 +64,9 @@ def kernels_of(profile: Any) -> collections.Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", default="124M", choices=SIZES)
     options = parser.parse_args()
     rows = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else []

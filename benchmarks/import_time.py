@@ -2,7 +2,8 @@
 
     python import_time.py --rounds 15
 
-Claim: at most 1.5 seconds more than `import jax`. The files are in the page cache, as they are from the second start on.
+Claim: at most 1.5 seconds more than `import jax`. The files are in the page cache, as they are from
+the second start on.
 """
 
 import argparse
@@ -28,12 +29,16 @@ def main(rounds):
     for turn in range(-2, rounds):  # two to warm the page cache up
         for name in list(IMPORTS)[:: 1 if turn % 2 else -1]:
             command = [sys.executable, "-c", TIMED.format(IMPORTS[name])]
-            seconds = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            seconds = float(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
             if turn >= 0:
                 times[name].append(seconds)
     beyond = [ours - jax for ours, jax in zip(times["shardopt"], times["jax"], strict=True)]
     results = {
-        "seconds, medians": {name: round(statistics.median(found), 4) for name, found in times.items()},
+        "seconds, medians": {
+            name: round(statistics.median(found), 4) for name, found in times.items()
+        },
         "shardopt beyond jax": {
             "seconds, median": round(statistics.median(beyond), 4),
             "seconds, largest": round(max(beyond), 4),
@@ -45,7 +50,10 @@ def main(rounds):
     }
     for name, value in results["seconds, medians"].items():
         print(f"{name:20} {value:.3f} s")
-    print(f"beyond jax           {results['shardopt beyond jax']['seconds, median']:.3f} s, at most {CLAIM} claimed")
+    print(
+        f"beyond jax           {results['shardopt beyond jax']['seconds, median']:.3f} s, at most"
+        f" {CLAIM} claimed"
+    )
     print(write_json(__file__, results))
     return 0 if results["shardopt beyond jax"]["holds"] else 1
 

@@ -1,20 +1,23 @@
-"""Ten thousand islands over the internet, in virtual time, on the server that real ones use: what they do, and what stops them.
+"""Ten thousand islands over the internet, in virtual time, on the server that real ones use: what
+they do, and what stops them.
 
 Run: python benchmarks/islands.py [--hours 8] [--islands 10000]
 
-Islands push 150 million bf16 parameters (300 MB) after H local steps of 3.3 million tokens together. Drawn for each: the
-seconds of its H steps (log-normal, mean 900, spread 0.7), its line (log-normal, mean 12.5 MB/s, spread 0.8) and latency
-(20 to 150 ms); it is there for 4 hours and away for 1, both exponential, and what it computes when it goes is lost. A
-server has a line of 1.25 GB/s, which pulls and pushes share: 0.48 s a round, and 1/n of that where n servers share the
+Islands push 150 million bf16 parameters (300 MB) after H local steps of 3.3 million tokens
+together. Drawn for each: the seconds of its H steps (log-normal, mean 900, spread 0.7), its line
+(log-normal, mean 12.5 MB/s, spread 0.8) and latency (20 to 150 ms); it is there for 4 hours and
+away for 1, both exponential, and what it computes when it goes is lost. A server has a line of 1.25
+GB/s, which pulls and pushes share: 0.48 s a round, and 1/n of that where n servers share the
 parameters. Clocks, versions and log are those of `so.async_sgd`; only the mathematics is left out.
 
-Closed forms, with R the seconds of a round (pull, H steps, push), mu and nu the mean times there and away, and W the
-seconds that a push waits for the servers:
+Closed forms, with R the seconds of a round (pull, H steps, push), mu and nu the mean times there
+and away, and W the seconds that a push waits for the servers:
   pushes of an island a second  x = 1 / ((mu + nu) (exp((R + W) / mu) - 1)): rounds that end before it goes, by renewal
   the wait                      0, or where more come than n servers take: sum x exp(W / mu) = n / 0.48 s
   all of them                   X = sum x; those who go while their push waits cost servers time for nothing
   versions that a push is late  sum x (R + W), by Little's law
-Claims: without a bound, of a thousand islands and more, both within 2%. A full server is the limit, not the clock.
+Claims: without a bound, of a thousand islands and more, both within 2%. A full server is the limit,
+not the clock.
 """
 
 import argparse
@@ -81,7 +84,9 @@ def islands(count, end, seed=0):
 
 def closed_forms(workers, servers):
     """Pushes a second, versions late, seconds that a push waits for the servers."""
-    rounds = np.array([one.step_seconds + 2 * one.transfer_seconds(MESSAGE_BYTES) for one in workers])
+    rounds = np.array(
+        [one.step_seconds + 2 * one.transfer_seconds(MESSAGE_BYTES) for one in workers]
+    )
 
     def rates(wait):
         return 1 / ((THERE + AWAY) * np.expm1((rounds + wait) / THERE))
@@ -143,12 +148,16 @@ def plot(found, path):
         axes[0, 0].plot(counts, [one.expected_tokens_per_second / 1e6 for one in rows], **line)
         axes[0, 1].plot(counts, [one.delay for one in rows], label=name, **look)
         axes[0, 1].plot(counts, [one.expected_delay for one in rows], **line)
-        axes[1, 0].plot(counts, [100 * one.lost for one in rows], label=name, **{**look, "linewidth": 1})
+        axes[1, 0].plot(
+            counts, [100 * one.lost for one in rows], label=name, **{**look, "linewidth": 1}
+        )
     most = max(one.islands for one in found)
     bounds = [one for one in found if one.max_staleness is not None]
     bounds += [one for one in free if one.islands == most and one.servers == max(colors)]
     names = ["none" if one.max_staleness is None else str(one.max_staleness) for one in bounds]
-    axes[1, 1].bar(names, [one.tokens_per_second / 1e6 for one in bounds], color=colors[8], width=0.6)
+    axes[1, 1].bar(
+        names, [one.tokens_per_second / 1e6 for one in bounds], color=colors[8], width=0.6
+    )
     titles = [
         "million tokens a second (line: closed form)",
         "versions that a push is late (line: closed form)",
@@ -169,7 +178,9 @@ def plot(found, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hours", type=float, default=8.0)
     parser.add_argument("--islands", type=int, default=10_000)
     options = parser.parse_args()
@@ -182,12 +193,15 @@ def main():
         found.append(one := run(count, servers, options.hours, bound))
         ratio = one.tokens_per_second / one.expected_tokens_per_second
         print(
-            f"{count:6} islands {servers} servers bound {bound!s:4}  {one.tokens_per_second / 1e6:7.3f} Mtokens/s"
-            f" ({ratio:.3f} of the closed form)  late {one.delay:7.1f} (closed form {one.expected_delay:7.1f})"
-            f"  lost {one.lost:.1%}  {one.events} events in {one.wall_seconds:.1f} s",
+            f"{count:6} islands {servers} servers bound {bound!s:4} "
+            f" {one.tokens_per_second / 1e6:7.3f} Mtokens/s ({ratio:.3f} of the closed form)  late"
+            f" {one.delay:7.1f} (closed form {one.expected_delay:7.1f})  lost {one.lost:.1%} "
+            f" {one.events} events in {one.wall_seconds:.1f} s",
             flush=True,
         )
-    path = write_json(__file__, {"options": vars(options), "runs": [one._asdict() for one in found]})
+    path = write_json(
+        __file__, {"options": vars(options), "runs": [one._asdict() for one in found]}
+    )
     plot(found, Path(path).with_suffix(".png"))
     print("wrote", path)
 

@@ -1,18 +1,22 @@
-"""Final schedules of attention's kernels: VLIW bundles of a grid step, of a tile and of a block of rows, without a TPU.
+"""Final schedules of attention's kernels: VLIW bundles of a grid step, of a tile and of a block of
+rows, without a TPU.
 
     python benchmarks/kernel_schedules.py [--dumps FOLDER]
 
-Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each program compiles it with `LIBTPU_INIT_ARGS` that
-dump the schedules that libtpu generates machine code from (`--xla_jf_dump_llo_text`, label `final_bundles`). One program has
-shardopt's backward kernel, the others jax's splash kernels with blocks of 512, and of 1024 with the fused backward kernel.
-A row of 4096 tokens has 32 heads of 128, and 8 of keys and values. A core starts one bundle a cycle. Stalls are not counted, but a
-kernel takes at least its flops at the core's peak.
+Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each program compiles it with
+`LIBTPU_INIT_ARGS` that dump the schedules that libtpu generates machine code from
+(`--xla_jf_dump_llo_text`, label `final_bundles`). One program has shardopt's backward kernel, the
+others jax's splash kernels with blocks of 512, and of 1024 with the fused backward kernel. A row of
+4096 tokens has 32 heads of 128, and 8 of keys and values. A core starts one bundle a cycle. Stalls
+are not counted, but a kernel takes at least its flops at the core's peak.
 
-A kernel is a loop over grid steps. Its branches are in the file: what starts and ends a block of rows, and with jax what a
-visible tile computes. The kernel's entry in `KERNELS` says how often each branch is taken. A schedule with another number of
-branches is refused. `shardopt.planning` has the counts, and takes them for `step_seconds`.
+A kernel is a loop over grid steps. Its branches are in the file: what starts and ends a block of
+rows, and with jax what a visible tile computes. The kernel's entry in `KERNELS` says how often each
+branch is taken. A schedule with another number of branches is refused. `shardopt.planning` has the
+counts, and takes them for `step_seconds`.
 
-`results/kernel_generation.json` has the seconds of CPU in which each program was traced, lowered and compiled to machine code.
+`results/kernel_generation.json` has the seconds of CPU in which each program was traced, lowered
+and compiled to machine code.
 """
 
 import argparse
@@ -30,18 +34,23 @@ from common import write_json
 
 HEADS, GROUP_SIZE, LENGTH, WIDTH = 32, 4, 4096, 128
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+FLAGS = (
+    "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+    " --xla_jf_dump_llo_pass_label_regex=final_bundles"
+)
 SEGMENTED = "_segmented"
 FORWARD, BACKWARD = "splash_forward", "splash_backward"
 PROGRAMS = {
-    f"shardopt{heads}{segments}": (FORWARD, BACKWARD) for segments in ("", SEGMENTED) for heads in (4, 2, 1)
+    f"shardopt{heads}{segments}": (FORWARD, BACKWARD)
+    for segments in ("", SEGMENTED)
+    for heads in (4, 2, 1)
 } | {
     f"jax{block}{segments}": phases
     for segments in ("", SEGMENTED)
     for block, phases in ((512, ("fwd", "dq", "dkv")), (1024, ("fwd", "dkv")))
 }
-"""Program -> words in the names of its kernels. The number is the heads of queries of a step of shardopt's kernels, and the
-block of jax's. MaxText passes segments, also where a row has one."""
+"""Program -> words in the names of its kernels. The number is the heads of queries of a step of
+shardopt's kernels, and the block of jax's. MaxText passes segments, also where a row has one."""
 ROW, GROUP, TILE = "row", "group", "tile"
 KERNELS = {
     FORWARD: (TILE,),
@@ -50,7 +59,9 @@ KERNELS = {
     "dq": (ROW, TILE, ROW),
     "dkv": (GROUP, TILE, GROUP),
 }
-"""Word -> how often each branch of a step is taken: for a head's rows, for a group of heads, or in a visible tile."""
+"""Word -> how often each branch of a step is taken: for a head's rows, for a group of heads, or in
+a visible tile.
+"""
 
 
 class Counts(NamedTuple):
@@ -59,7 +70,8 @@ class Counts(NamedTuple):
     Attributes:
       step: in each step of the grid.
       tile: more in a tile in which a query sees a key.
-      row: more for a block of rows of a head. What a group of heads shares is divided among its heads.
+      row: more for a block of rows of a head. What a group of heads shares is divided among its
+        heads.
     """
 
     step: float
@@ -94,9 +106,9 @@ _DELAY = 5
 def loop_of(text: str) -> Region:
     """Return the loop over grid steps of a schedule, from the text of its final bundles.
 
-    Forward branches end at the next open fallthrough (`PF`). The branch at the end of a loop goes back. An inner loop
-    stands in a branch that skips it if it has no steps. Branches that are still open at the end of the loop end at its last
-    fallthrough, as one of their own branches does.
+    Forward branches end at the next open fallthrough (`PF`). The branch at the end of a loop goes
+    back. An inner loop stands in a branch that skips it if it has no steps. Branches that are still
+    open at the end of the loop end at its last fallthrough, as one of their own branches does.
     """
     lines = [(match, line) for line in text.splitlines() if (match := _LINE.match(line))]
     depths = {
@@ -117,7 +129,9 @@ def loop_of(text: str) -> Region:
             last = at
         if not starts or _BRANCH not in line:
             continue
-        depth = next((depths[later] for later in range(at + _DELAY, max(depths) + 1) if later in depths), 0)
+        depth = next(
+            (depths[later] for later in range(at + _DELAY, max(depths) + 1) if later in depths), 0
+        )
         if depth >= len(starts):  # the loop goes on
             opened.append(at + 1)
             closed.append([])
@@ -135,26 +149,31 @@ def loop_of(text: str) -> Region:
 def counts_of(text: str, kernel: str, block: int, heads: int = 1) -> Counts:
     """Return the counts of a kernel from the text of its final bundles."""
     uses, region, outside = KERNELS[kernel], loop_of(text), 0
-    # a branch skips the body in the last steps, which only write. Small branches start or end copies.
+    # a branch skips the body in the last steps, which only write. Small branches start or end
+    # copies.
     while region.parts and (kernel == FORWARD or len(region.parts) != len(uses)):
         largest = max(region.parts, key=lambda part: part.size)
         if kernel != FORWARD and not largest.parts:
             raise ValueError(f"{kernel}: {len(region.parts)} branches, expected {uses}")
         outside += region.size - largest.size
         region = largest
-    if kernel == FORWARD:  # a step has a row of blocks. The branch has a loop over its tiles but the first.
+    # a step has a row of blocks. The branch has a loop over its tiles but the first.
+    if kernel == FORWARD:
         return Counts(region.size / heads, 0, (outside - region.size) / heads)
     sums = dict.fromkeys((ROW, GROUP, TILE), 0.0)
     for use, part in zip(uses, region.parts, strict=True):
         sums[use] += part.size
     step = outside + region.own
-    whole_head = LENGTH // block if kernel == BACKWARD else 1  # it holds the gradients of all rows of a head
+    # it holds the gradients of all rows of a head
+    whole_head = LENGTH // block if kernel == BACKWARD else 1
     row = (sums[ROW] / heads + sums[GROUP] / GROUP_SIZE) / whole_head
     return Counts(step / heads, sums[TILE] / heads, row)
 
 
 def compile_program(program: str, topology: str) -> float:
-    """Compile a program of one row for every chip of a topology, and return the seconds of CPU of all threads."""
+    """Compile a program of one row for every chip of a topology, and return the seconds of CPU of
+    all threads.
+    """
     import jax
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
@@ -170,7 +189,8 @@ def compile_program(program: str, topology: str) -> float:
     mesh = so.make_mesh(data=len(devices), devices=devices)
 
     def ours(query, key, value, d_out, logsumexp):
-        ids = logsumexp[:, 0].astype(jnp.int32) if program.endswith(SEGMENTED) else None  # not known to the compiler
+        # not known to the compiler
+        ids = logsumexp[:, 0].astype(jnp.int32) if program.endswith(SEGMENTED) else None
         marks, rule = Marks(None, ids), Rule(True, None)
         queries = Queries(query, d_out, logsumexp, logsumexp, marks)
         mixed = attend(query, key, value, ids, ids, rule)
@@ -179,14 +199,26 @@ def compile_program(program: str, topology: str) -> float:
     def theirs(query, key, value, d_out, logsumexp):
         block = _number(program)
         fused = block == 1024
-        sides = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", *(() if fused else ("q_dq", "kv_dq")))
-        sizes = splash.BlockSizes(**{f"block_{side}": block for side in sides}, use_fused_bwd_kernel=fused)
+        sides = (
+            "q",
+            "kv",
+            "kv_compute",
+            "q_dkv",
+            "kv_dkv",
+            "kv_dkv_compute",
+            *(() if fused else ("q_dq", "kv_dq")),
+        )
+        sizes = splash.BlockSizes(
+            **{f"block_{side}": block for side in sides}, use_fused_bwd_kernel=fused
+        )
         mask = splash.MultiHeadMask([splash.CausalMask((LENGTH, LENGTH))] * HEADS)
         kernel = splash.make_splash_mha(mask, head_shards=1, q_seq_shards=1, block_sizes=sizes)
         if program.endswith(SEGMENTED):
             rows = logsumexp[:, 0].astype(jnp.int32)
             ids = splash.SegmentIds(rows, rows)
-            return jax.vjp(lambda *operands: jax.vmap(kernel)(*operands, ids), query, key, value)[1](d_out)
+            return jax.vjp(lambda *operands: jax.vmap(kernel)(*operands, ids), query, key, value)[
+                1
+            ](d_out)
         return jax.vjp(jax.vmap(kernel), query, key, value)[1](d_out)
 
     group_size = _number(program) if _is_ours(program) else GROUP_SIZE
@@ -213,11 +245,17 @@ def _cpu_seconds() -> float:
 
 
 def schedules(chip: str, program: str, folder: Path) -> dict[str, dict[str, float]]:
-    """Return the counts of a program's kernels by name, compiled by a process of its own if the folder is not there."""
+    """Return the counts of a program's kernels by name, compiled by a process of its own if the
+    folder is not there.
+    """
     if not folder.exists():
         folder.mkdir(parents=True)
         env = os.environ | {"LIBTPU_INIT_ARGS": FLAGS.format(folder=folder), "JAX_PLATFORMS": "cpu"}
-        subprocess.run([sys.executable, __file__, "--child", program, TOPOLOGIES[chip], folder], env=env, check=True)
+        subprocess.run(
+            [sys.executable, __file__, "--child", program, TOPOLOGIES[chip], folder],
+            env=env,
+            check=True,
+        )
     counts = {}
     for word in PROGRAMS[program]:
         (path,) = [
@@ -257,12 +295,15 @@ def generation_table(seconds: dict[str, dict[str, float]]) -> str:
 
 
 def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """Return a line for each kernel: its counts, and milliseconds of a row by its schedule and by its flops at peak."""
+    """Return a line for each kernel: its counts, and milliseconds of a row by its schedule and by
+    its flops at peak.
+    """
     from shardopt.planning import HARDWARE
     from shardopt.planning import _attention_kernels as kernels
 
     lines = [
-        "| chip | kernel | blocks | bundles: step, more in a tile, in a row of blocks | cores | ms, scheduled | ms, stated |"
+        "| chip | kernel | blocks | bundles: step, more in a tile, in a row of blocks | cores | ms,"
+        " scheduled | ms, stated |"
     ]
     lines.append("|---|---|---:|---|---:|---:|---:|")
     for chip, counts in results.items():
@@ -270,7 +311,10 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
             word, _, size = name.partition(" ")
             block = int(size or 512)
             kernel = word.replace("dkv", "fused") if block == 1024 else word
-            phase, segments = kernel.removesuffix(SEGMENTED), ", segmented" * kernel.endswith(SEGMENTED)
+            phase, segments = (
+                kernel.removesuffix(SEGMENTED),
+                ", segmented" * kernel.endswith(SEGMENTED),
+            )
             ours = re.fullmatch(r"splash_(forward|backward)_(\d)", phase)
             if ours:
                 direction, heads = ours[1], int(ours[2])
@@ -281,8 +325,13 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
                 parallel, products = HEADS if phase == "fwd" else 1, kernels.KERNELS[phase]
                 owner = f"jax, {phase}{segments}"
             call = kernels.KernelCall(kernel, block, HEADS, LENGTH, WIDTH, parallel)
-            share, hardware = kernels.shared_by_cores(HARDWARE[chip].cores, parallel), HARDWARE[chip]
-            flops = kernels.splash_flops(*products, heads=HEADS, length=LENGTH, keys=WIDTH, values=WIDTH, block=block)
+            share, hardware = (
+                kernels.shared_by_cores(HARDWARE[chip].cores, parallel),
+                HARDWARE[chip],
+            )
+            flops = kernels.splash_flops(
+                *products, heads=HEADS, length=LENGTH, keys=WIDTH, values=WIDTH, block=block
+            )
             stated = flops / hardware.flops
             bundles_seconds = share * (kernels.scheduled_cycles(chip, call) or 0) / hardware.clock
             scheduled = max(bundles_seconds, share * hardware.cores * stated)
@@ -300,7 +349,9 @@ def main() -> None:
         (Path(folder) / "seconds.json").write_text(json.dumps(compile_program(program, topology)))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dumps", type=Path, default=Path(tempfile.gettempdir()) / "kernel_schedules")
+    parser.add_argument(
+        "--dumps", type=Path, default=Path(tempfile.gettempdir()) / "kernel_schedules"
+    )
     options = parser.parse_args()
     results: dict[str, dict[str, dict[str, float]]] = {}
     seconds: dict[str, dict[str, float]] = {}
@@ -308,7 +359,9 @@ def main() -> None:
         for program in PROGRAMS:
             folder = options.dumps / f"{chip}_{program}"
             results.setdefault(chip, {}).update(schedules(chip, program, folder))
-            seconds.setdefault(chip, {})[program] = json.loads((folder / "seconds.json").read_text())
+            seconds.setdefault(chip, {})[program] = json.loads(
+                (folder / "seconds.json").read_text()
+            )
     generation = write_json(__file__, results).with_name("kernel_generation.json")
     write_json(__file__, seconds, generation)
     print(table(results), generation_table(seconds), sep="\n\n")

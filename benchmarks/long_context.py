@@ -1,10 +1,13 @@
-"""Do long sequences fit? Llama 3 8B over a context axis, compiled by the real TPU compiler; no TPU is needed.
+"""Do long sequences fit? Llama 3 8B over a context axis, compiled by the real TPU compiler.
+
+No TPU is needed.
 
     python benchmarks/long_context.py [--only LENGTH] [plot]
 
-Each row: tokens of a sequence, devices that share it, bytes on a chip, bytes that attention sends, estimated step. Blocks are
-recomputed, weights gathered in bfloat16 (fsdp over data and context), the loss taken in chunks of 1024 positions. It needs libtpu
-(pip install 'shardopt[tpu]'); two to ten minutes a row. Each result is kept in results/long_context.json as soon as it is there.
+Each row: tokens of a sequence, devices that share it, bytes on a chip, bytes that attention sends,
+estimated step. Blocks are recomputed, weights gathered in bfloat16 (fsdp over data and context),
+the loss taken in chunks of 1024 positions. It needs libtpu (pip install 'shardopt[tpu]'); two to
+ten minutes a row. Each result is kept in results/long_context.json as soon as it is there.
 """
 
 import argparse
@@ -93,7 +96,8 @@ def plot(rows: list[dict]):
 
     figure, axes = plt.subplots(figsize=(6.4, 4), layout="constrained")
     points = {
-        (row["length"], row["context"]): (row["length"] / row["context"], row["temp_bytes"] / 1e9) for row in rows
+        (row["length"], row["context"]): (row["length"] / row["context"], row["temp_bytes"] / 1e9)
+        for row in rows
     }
     for (length, context), (positions, temp) in points.items():
         is_top = temp == max(y for x, y in points.values() if x == positions)
@@ -106,7 +110,9 @@ def plot(rows: list[dict]):
         )
     axes.set_xlabel("positions on a device: tokens of a row / context")
     axes.set_ylabel("temporary memory, GB a chip")
-    axes.set_title("Llama 3 8B, fsdp over data x context, every block recomputed (v5p, compiled)", fontsize=9)
+    axes.set_title(
+        "Llama 3 8B, fsdp over data x context, every block recomputed (v5p, compiled)", fontsize=9
+    )
     axes.set_xlim(0, 38_000), axes.set_ylim(0, 1.1 * max(temp for _, temp in points.values()))
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(PICTURE, dpi=150)
@@ -123,7 +129,9 @@ def main():
             continue
         print(f"compiling {case} ...", flush=True)
         row = compiled(*case)
-        same = lambda one, case=case: (one["topology"], one["length"], one["context"], one["rows"]) == case
+        same = lambda one, case=case: (
+            (one["topology"], one["length"], one["context"], one["rows"]) == case
+        )
         rows = [one for one in rows if not same(one)] + [row]
         write_json(__file__, rows)
     print(table(rows))

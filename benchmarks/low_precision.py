@@ -4,8 +4,9 @@
     python benchmarks/low_precision.py v6e:8x8 8192x1 [...]  # compiles Llama 3 8B, rows of 8192 tokens, 1 a chip; needs shardopt[tpu]
     python benchmarks/low_precision.py --product v6e:2x2   # compiles one product of Llama 3 8B with its gradients, for one chip
 
-The first trains the GPT of `shardopt train` (192 wide, 2 blocks) with the same data, seeds and AdamW, all but the 8 bits in float32,
-and takes the loss of held-out text. The second compiles fsdp with bfloat16 gathers and every block recomputed, with bfloat16 products and with 8 bits.
+The first trains the GPT of `shardopt train` (192 wide, 2 blocks) with the same data, seeds and
+AdamW, all but the 8 bits in float32, and takes the loss of held-out text. The second compiles fsdp
+with bfloat16 gathers and every block recomputed, with bfloat16 products and with 8 bits.
 """
 
 import argparse
@@ -45,11 +46,17 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
     state = opt.init(gpt.init(config, jax.random.key(seed)))
     for _, batch in zip(range(steps), data.batches(windows, BATCH, seed=seed), strict=False):
         state, _ = opt.step(state, batch)
-    return float(so.training.evaluation(opt, data.spread_batches(held_out, BATCH, HELD_OUT))(state)["val_loss"])
+    return float(
+        so.training.evaluation(opt, data.spread_batches(held_out, BATCH, HELD_OUT))(state)[
+            "val_loss"
+        ]
+    )
 
 
 def compile_llama(topology: str, length: int, rows: int, precision: str | None) -> dict[str, Any]:
-    """Return what the TPU compiler expects of Llama 3 8B with so many rows a device: seconds, bytes, flops."""
+    """Return what the TPU compiler expects of Llama 3 8B with so many rows a device: seconds,
+    bytes, flops.
+    """
     import jax.numpy as jnp
     import optax
 
@@ -59,7 +66,11 @@ def compile_llama(topology: str, length: int, rows: int, precision: str | None) 
 
     shape = dataclasses.replace(find_model("llama3-8b"), length=length)
     devices = len(topology_devices(topology))  # two a chip on tpu7x
-    wire = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16, "min_shard_elements": 2**14}
+    wire = {
+        "gather_dtype": jnp.bfloat16,
+        "scatter_dtype": jnp.bfloat16,
+        "min_shard_elements": 2**14,
+    }
     model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]
     report = so.aot(
         lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, **wire),
@@ -74,14 +85,20 @@ def compile_llama(topology: str, length: int, rows: int, precision: str | None) 
         "bytes": report.peak_bytes,
         "flops": report.flops,
         "sent": {kind: traffic.wire_bytes for kind, traffic in report.audit.by_kind().items()},
-        "kernels": sum(one.seconds for one in step.all_operations if one.basis and not one.name.startswith("splash")),
+        "kernels": sum(
+            one.seconds
+            for one in step.all_operations
+            if one.basis and not one.name.startswith("splash")
+        ),
         "dearest": [one._asdict() for one in step.operations],
         "versions": versions(),
     }
 
 
 def compile_product(topology: str, precision: str | None, vmem_kib: int) -> dict[str, Any]:
-    """Return the milliseconds of 8192 tokens times the weight of Llama 3 8B's first layer, and of both gradients, by operation."""
+    """Return the milliseconds of 8192 tokens times the weight of Llama 3 8B's first layer, and of
+    both gradients, by operation.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -105,7 +122,11 @@ def compile_product(topology: str, precision: str | None, vmem_kib: int) -> dict
     with jax.set_mesh(mesh):
         compiled = jax.jit(product).lower(*shapes).compile(compiler_options=options)
     seconds = step_seconds(compiled.as_text(), mesh=mesh, hardware=topology.split(":")[0])
-    operations = [[round(one.seconds * 1e3, 3), one.op_name] for one in seconds.operations if one.seconds > 1e-5]
+    operations = [
+        [round(one.seconds * 1e3, 3), one.op_name]
+        for one in seconds.operations
+        if one.seconds > 1e-5
+    ]
     return {"milliseconds": round(seconds.total * 1e3, 3), "operations": operations}
 
 
@@ -115,9 +136,14 @@ def main() -> None:
     parser.add_argument(
         "compile",
         nargs="*",
-        help="a topology, tokens of a row x rows a chip, and precisions, by default bfloat16 and int8",
+        help=(
+            "a topology, tokens of a row x rows a chip, and precisions, by default bfloat16 and"
+            " int8"
+        ),
     )
-    parser.add_argument("--product", metavar="TOPOLOGY", help="compile one product with its gradients")
+    parser.add_argument(
+        "--product", metavar="TOPOLOGY", help="compile one product with its gradients"
+    )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--only", choices=PRECISIONS)
     options = parser.parse_args()
@@ -132,17 +158,30 @@ def main() -> None:
         topology, tokens, *precisions = options.compile
         length, rows = map(int, tokens.split("x"))
         for precision in precisions or ["bfloat16", "int8"]:
-            found = compile_llama(topology, length, rows, None if precision == "bfloat16" else precision)
+            found = compile_llama(
+                topology, length, rows, None if precision == "bfloat16" else precision
+            )
             keep("compiled", f"llama3-8b {topology} {length} x {rows} {precision}", found)
         return
     for precision in [options.only] if options.only else PRECISIONS:
         losses = [train(precision, seed, options.steps) for seed in SEEDS]
-        keep("loss", precision, {"steps": options.steps, "losses": losses, "mean": statistics.mean(losses)})
+        keep(
+            "loss",
+            precision,
+            {"steps": options.steps, "losses": losses, "mean": statistics.mean(losses)},
+        )
 
 
 def keep(part: str, name: str, found: dict[str, Any]) -> None:
-    """Write what came out beside what is there. The head of the file is that of the losses; what was compiled names its own versions."""
-    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"results": {"loss": {}, "compiled": {}}}
+    """Write what came out beside what is there.
+
+    The head of the file is that of the losses; what was compiled names its own versions.
+    """
+    record = (
+        json.loads(RESULTS.read_text())
+        if RESULTS.exists()
+        else {"results": {"loss": {}, "compiled": {}}}
+    )
     record["results"].setdefault(part, {})[name] = found
     if part != "loss":
         RESULTS.write_text(json.dumps(record, indent=2) + "\n")

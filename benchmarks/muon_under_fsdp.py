@@ -1,16 +1,19 @@
-"""Bytes that Muon sends under FSDP, next to Adam's: in a layout of marin 6493, and with an owner for each matrix.
+"""Bytes that Muon sends under FSDP, next to Adam's: in a layout of marin 6493, and with an owner
+for each matrix.
 
     python benchmarks/muon_under_fsdp.py
 
-A mixture of experts as stacked leaves [E, D, I], and dense blocks [L, D, F], scaled down. Eight simulated devices. The rows:
+A mixture of experts as stacked leaves [E, D, I], and dense blocks [L, D, F], scaled down. Eight
+simulated devices. The rows:
 
-- marin's layout, by `jit` and shardings: experts P("expert", ("replica", "data")) in gradients, parameters and state. The
-  partitioner places the collectives of optax's Muon;
+- marin's layout, by `jit` and shardings: experts P("expert", ("replica", "data")) in gradients,
+  parameters and state. The partitioner places the collectives of optax's Muon;
 - `so.fsdp(opt_state_layout="within")`, which leaves the update to the partitioner too;
 - `so.fsdp(opt_state_layout="matrices")`.
 
-Only the update is counted in the first, in which Adam sends nothing, and a whole step in the others. So compare the bytes that Muon
-sends in addition. Nothing runs; bytes are counted in the compiled program.
+Only the update is counted in the first, in which Adam sends nothing, and a whole step in the
+others. So compare the bytes that Muon sends in addition. Nothing runs; bytes are counted in the
+compiled program.
 """
 
 from common import fake_devices, write_json
@@ -31,7 +34,9 @@ ROWS = 16
 
 def muon(params_of_matrices):
     """Return optax's Muon for stacked matrices: all dims but the first."""
-    numbers = jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), params_of_matrices)
+    numbers = jax.tree.map(
+        lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), params_of_matrices
+    )
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=numbers)
 
 
@@ -50,14 +55,22 @@ def of_experts(params, batch):
 
 def muon_of_experts():
     """Return optax's Muon for the experts, and Adam for the router."""
-    numbers = jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), expert_leaves())
-    return optax.contrib.muon(1e-2, muon_weight_dimension_numbers={"experts": numbers, "router": None})
+    numbers = jax.tree.map(
+        lambda _: optax.contrib.MuonDimensionNumbers((1,), (2,)), expert_leaves()
+    )
+    return optax.contrib.muon(
+        1e-2, muon_weight_dimension_numbers={"experts": numbers, "router": None}
+    )
 
 
 def bytes_of_their_update(tx, data: int) -> int:
-    """Return the bytes of an update in marin's layout: experts over 2 devices, each matrix over the others."""
+    """Return the bytes of an update in marin's layout: experts over 2 devices, each matrix over the
+    others.
+    """
     mesh = jax.make_mesh(
-        (8 // data // 2, data, 2), ("replica", "data", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 3
+        (8 // data // 2, data, 2),
+        ("replica", "data", "expert"),
+        axis_types=(jax.sharding.AxisType.Auto,) * 3,
     )
     params = expert_leaves()
     state = jax.eval_shape(tx.init, params)
@@ -78,7 +91,9 @@ def bytes_of_their_update(tx, data: int) -> int:
         return optax.apply_updates(params, updates), state
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-    return so.audit(jax.jit(update, out_shardings=shardings), params, state, params, mesh=mesh).total_wire_bytes
+    return so.audit(
+        jax.jit(update, out_shardings=shardings), params, state, params, mesh=mesh
+    ).total_wire_bytes
 
 
 def bytes_of_a_step(tx, layout: str, params, loss, **options) -> int:
@@ -117,19 +132,31 @@ def run() -> dict:
     for data in (1, 2):
         both = [bytes_of_their_update(tx, data) for tx in (muon(expert_leaves()), adam)]
         results[f"experts, marin's layout with data={data}, update alone"] = both
-    experts = {"experts": expert_leaves(), "router": jax.ShapeDtypeStruct((DIM, EXPERTS), jnp.float32)}
+    experts = {
+        "experts": expert_leaves(),
+        "router": jax.ShapeDtypeStruct((DIM, EXPERTS), jnp.float32),
+    }
     options = {"mesh": so.make_mesh(data=4, expert=2), "expert_leaves": ["^experts/"]}
     for layout in ("within", "matrices"):
-        both = [bytes_of_a_step(tx, layout, experts, of_experts, **options) for tx in (muon_of_experts(), adam)]
+        both = [
+            bytes_of_a_step(tx, layout, experts, of_experts, **options)
+            for tx in (muon_of_experts(), adam)
+        ]
         results[f"experts, so.fsdp, {layout}"] = both
     for name, (params, loss), tx in (
         ("stacked blocks", dense(), muon(dense()[0])),
         ("separate matrices", separate(), optax.contrib.muon(1e-2)),
     ):
         for layout in ("within", "matrices"):
-            both = [bytes_of_a_step(tx, layout, params, loss), bytes_of_a_step(adam, "within", params, loss)]
+            both = [
+                bytes_of_a_step(tx, layout, params, loss),
+                bytes_of_a_step(adam, "within", params, loss),
+            ]
             results[f"{name}, so.fsdp, {layout}"] = both
-    return {name: {"muon": both[0], "adam": both[1], "more": both[0] - both[1]} for name, both in results.items()}
+    return {
+        name: {"muon": both[0], "adam": both[1], "more": both[0] - both[1]}
+        for name, both in results.items()
+    }
 
 
 def table(results: dict) -> str:

@@ -1,4 +1,5 @@
-"""Wrong versions of a compiled program, as text: a collective is cut, dropped, doubled, moved, or reads the wrong device.
+"""Wrong versions of a compiled program, as text: a collective is cut, dropped, doubled, moved, or
+reads the wrong device.
 
 A mutant may still compute the same; `numpy` tells, by interpreting both.
 """
@@ -21,7 +22,9 @@ from shardopt.hlo.proof._opened import opened
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 CHANGED = 1e-4
-"""A mutant counts if a result differs by more than this, relative to the largest number of the result."""
+"""A mutant counts if a result differs by more than this, relative to the largest number of the
+result.
+"""
 
 
 class Mutant(NamedTuple):
@@ -63,7 +66,9 @@ class Source:
     @cached_property
     def computation_of(self) -> dict[str, str]:
         """Instruction to its computation."""
-        return {line.name: name for name, lines in self.module.computations.items() for line in lines}
+        return {
+            line.name: name for name, lines in self.module.computations.items() for line in lines
+        }
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
@@ -75,7 +80,11 @@ class Source:
                 reached.add(name)
                 for line in self.module.computations[name]:
                     waiting += re.findall(r"%([\w.\-]+)", line.rest.partition(", metadata=")[0])
-                    waiting += [value.strip("%{} ") for value in attributes(line).values() if "(" not in value]
+                    waiting += [
+                        value.strip("%{} ")
+                        for value in attributes(line).values()
+                        if "(" not in value
+                    ]
         return {line.name: line for name in reached for line in self.module.computations[name]}
 
     @cached_property
@@ -89,7 +98,9 @@ class Source:
         return users
 
     def edited(self, edits: dict[str, list[str]], extra: str = "") -> str:
-        """Return the text in which lines of some instructions are replaced, and a computation is added."""
+        """Return the text in which lines of some instructions are replaced, and a computation is
+        added.
+        """
         rows = {self.row_of[name]: lines for name, lines in edits.items()}
         out = []
         for row, line in enumerate(self.lines):
@@ -127,7 +138,10 @@ def groups_text(groups: list[list[int]]) -> str:
 
 def group_lists(source: Source, line: Instruction) -> list[list[int]]:
     """Return the groups as they are written."""
-    return [list(group) for group in read_groups(attributes(line).get("replica_groups", "{}"), source.devices)]
+    return [
+        list(group)
+        for group in read_groups(attributes(line).get("replica_groups", "{}"), source.devices)
+    ]
 
 
 Edit = tuple[dict[str, list[str]], str] | None
@@ -152,10 +166,14 @@ def cut_group(source: Source, line: Instruction, draw: random.Random) -> Edit:
     return _with_smaller_groups(source, line, halves, 2)
 
 
-def _with_smaller_groups(source: Source, line: Instruction, groups: list[list[int]], times: int) -> Edit:
+def _with_smaller_groups(
+    source: Source, line: Instruction, groups: list[list[int]], times: int
+) -> Edit:
     changed = {"replica_groups": groups_text(groups)}
     if line.opcode == "all-reduce" or (line.opcode == "all-to-all" and _is_single(line)):
-        return {line.name: [assign(line.name, line.shape, call(line, **changed), root=line.is_root)]}, ""
+        return {
+            line.name: [assign(line.name, line.shape, call(line, **changed), root=line.is_root)]
+        }, ""
     if not _is_single(line) or line.opcode not in ("all-gather", "reduce-scatter"):
         return None
     dims, dim = list(read_shape(line.shape).dims), int(attributes(line)["dimensions"].strip("{}"))
@@ -208,7 +226,9 @@ def drop(source: Source, line: Instruction, draw: random.Random) -> Edit:
             times = result.dims[dim] // operand.dims[dim]
             last = f"concatenate({', '.join(['%' + values[0]] * times)}), dimensions={{{dim}}}"
         else:
-            last = f"slice(%{values[0]}), slice={{{', '.join(f'[0:{size}]' for size in result.dims)}}}"
+            last = (
+                f"slice(%{values[0]}), slice={{{', '.join(f'[0:{size}]' for size in result.dims)}}}"
+            )
     return {line.name: [assign(line.name, line.shape, last, root=line.is_root)]}, ""
 
 
@@ -216,12 +236,16 @@ def drop_one(source: Source, line: Instruction, draw: random.Random) -> Edit:
     """Drop one of the arrays that travel together."""
     if line.opcode != "all-reduce" or not line.shape.startswith("("):
         return None
-    readers = [user for user in source.users.get(line.name, []) if user.opcode == "get-tuple-element"]
+    readers = [
+        user for user in source.users.get(line.name, []) if user.opcode == "get-tuple-element"
+    ]
     if not readers:
         return None
     reader = draw.choice(readers)
     operand = operands(line)[int(attributes(reader)["index"])]
-    return {reader.name: [assign(reader.name, reader.shape, f"copy(%{operand})", root=reader.is_root)]}, ""
+    return {
+        reader.name: [assign(reader.name, reader.shape, f"copy(%{operand})", root=reader.is_root)]
+    }, ""
 
 
 def double(source: Source, line: Instruction, draw: random.Random) -> Edit:
@@ -262,22 +286,34 @@ def double(source: Source, line: Instruction, draw: random.Random) -> Edit:
 def _region(opcode: str, shape: str) -> tuple[str, str]:
     scalar = f"{arrays(shape)[0].partition('[')[0]}[]"
     name = f"mutant_{opcode}"
-    lines = [f"  %{name}_{letter} = {scalar} parameter({place})" for place, letter in enumerate("ab")]
+    lines = [
+        f"  %{name}_{letter} = {scalar} parameter({place})" for place, letter in enumerate("ab")
+    ]
     lines.append(f"  ROOT %{name}_c = {scalar} {opcode}(%{name}_a, %{name}_b)")
-    return f"%{name}", f"%{name} ({name}_a: {scalar}, {name}_b: {scalar}) -> {scalar} {{\n" + "\n".join(lines) + "\n}\n"
+    return (
+        f"%{name}",
+        f"%{name} ({name}_a: {scalar}, {name}_b: {scalar}) -> {scalar} {{\n"
+        + "\n".join(lines)
+        + "\n}\n",
+    )
 
 
 def reduce_otherwise(source: Source, line: Instruction, draw: random.Random) -> Edit:
     """Take the maximum in place of the sum, or the sum in place of another reduction."""
     region = attributes(line).get("to_apply", "").strip("%")
-    if line.opcode not in ("all-reduce", "reduce-scatter") or region not in source.module.computations:
+    if (
+        line.opcode not in ("all-reduce", "reduce-scatter")
+        or region not in source.module.computations
+    ):
         return None
     combiner = source.module.computations[region][-1].opcode
     scalar_types = {array.partition("[")[0] for array in arrays(line.shape)}
     if len(scalar_types) > 1 or scalar_types == {"pred"}:
         return None
     name, extra = _region("maximum" if combiner == "add" else "add", line.shape)
-    return {line.name: [assign(line.name, line.shape, call(line, to_apply=name), root=line.is_root)]}, extra
+    return {
+        line.name: [assign(line.name, line.shape, call(line, to_apply=name), root=line.is_root)]
+    }, extra
 
 
 def move_after(source: Source, line: Instruction, draw: random.Random) -> Edit:
@@ -286,9 +322,15 @@ def move_after(source: Source, line: Instruction, draw: random.Random) -> Edit:
         return None
     dtype = read_shape(line.shape).dtype
     readers = [
-        user for user in source.users.get(line.name, []) if _is_array(user) and read_shape(user.shape).dtype == dtype
+        user
+        for user in source.users.get(line.name, [])
+        if _is_array(user) and read_shape(user.shape).dtype == dtype
     ]
-    readers = [user for user in readers if user.opcode not in (*COLLECTIVES, "get-tuple-element", "parameter", "while")]
+    readers = [
+        user
+        for user in readers
+        if user.opcode not in (*COLLECTIVES, "get-tuple-element", "parameter", "while")
+    ]
     if not readers:
         return None
     reader, operand = draw.choice(readers), operands(line)[0]
@@ -314,13 +356,25 @@ def move_before(source: Source, line: Instruction, draw: random.Random) -> Edit:
     if line.opcode != "all-reduce" or line.shape.startswith("("):
         return None
     producer = source.instructions.get(operands(line)[0])
-    if producer is None or producer.opcode in ("parameter", "constant", "get-tuple-element", "while", *COLLECTIVES):
+    if producer is None or producer.opcode in (
+        "parameter",
+        "constant",
+        "get-tuple-element",
+        "while",
+        *COLLECTIVES,
+    ):
         return None
     dtype, makers = (
         read_shape(line.shape).dtype,
-        [source.instructions[name] for name in operands(producer)] if producer.opcode != "iota" else [],
+        (
+            [source.instructions[name] for name in operands(producer)]
+            if producer.opcode != "iota"
+            else []
+        ),
     )
-    makers = [maker for maker in makers if _is_array(maker) and read_shape(maker.shape).dtype == dtype]
+    makers = [
+        maker for maker in makers if _is_array(maker) and read_shape(maker.shape).dtype == dtype
+    ]
     if not makers or not _is_array(producer):
         return None
     maker = draw.choice(makers)
@@ -344,7 +398,11 @@ def change_dim(source: Source, line: Instruction, draw: random.Random) -> Edit:
         return None
     dim, size = int(words["dimensions"].strip("{}")), len(group_lists(source, line)[0])
     operand = list(read_shape(source.instructions[operands(line)[0]].shape).dims)
-    others = [d for d, length in enumerate(operand) if d != dim and (line.opcode == "all-gather" or length % size == 0)]
+    others = [
+        d
+        for d, length in enumerate(operand)
+        if d != dim and (line.opcode == "all-gather" or length % size == 0)
+    ]
     if not others or size == 1:
         return None
     other = draw.choice(others)
@@ -354,7 +412,9 @@ def change_dim(source: Source, line: Instruction, draw: random.Random) -> Edit:
         operand[other] //= size
     part = f"{line.name}.part"
     changed = assign(part, resized(line.shape, operand), call(line, dimensions=f"{{{other}}}"))
-    return {line.name: [changed, assign(line.name, line.shape, f"reshape(%{part})", root=line.is_root)]}, ""
+    return {
+        line.name: [changed, assign(line.name, line.shape, f"reshape(%{part})", root=line.is_root)]
+    }, ""
 
 
 def change_order(source: Source, line: Instruction, draw: random.Random) -> Edit:
@@ -369,7 +429,14 @@ def change_order(source: Source, line: Instruction, draw: random.Random) -> Edit
     for group in groups:
         group[a], group[b] = group[b], group[a]
     return {
-        line.name: [assign(line.name, line.shape, call(line, replica_groups=groups_text(groups)), root=line.is_root)]
+        line.name: [
+            assign(
+                line.name,
+                line.shape,
+                call(line, replica_groups=groups_text(groups)),
+                root=line.is_root,
+            )
+        ]
     }, ""
 
 
@@ -383,7 +450,9 @@ def change_pairs(source: Source, line: Instruction, draw: random.Random) -> Edit
     targets = [target for _, target in pairs]
     options = {
         "backwards": [[b, a] for a, b in pairs],
-        "one less": [pair for place, pair in enumerate(pairs) if place != draw.randrange(len(pairs))],
+        "one less": [
+            pair for place, pair in enumerate(pairs) if place != draw.randrange(len(pairs))
+        ],
         "next target": [[a, b] for (a, _), b in zip(pairs, targets[1:] + targets[:1], strict=True)],
     }
     options = {name: option for name, option in options.items() if option and option != pairs}
@@ -392,7 +461,12 @@ def change_pairs(source: Source, line: Instruction, draw: random.Random) -> Edit
     changed = options[draw.choice(sorted(options))]
     return {
         line.name: [
-            assign(line.name, line.shape, call(line, source_target_pairs=groups_text(changed)), root=line.is_root)
+            assign(
+                line.name,
+                line.shape,
+                call(line, source_target_pairs=groups_text(changed)),
+                root=line.is_root,
+            )
         ]
     }, ""
 
@@ -427,7 +501,10 @@ def shift_table(source: Source, line: Instruction, draw: random.Random) -> Edit:
     return {
         line.name: [
             assign(
-                line.name, line.shape, f"constant({{{', '.join(word.strip() for word in numbers)}}})", root=line.is_root
+                line.name,
+                line.shape,
+                f"constant({{{', '.join(word.strip() for word in numbers)}}})",
+                root=line.is_root,
             )
         ]
     }, ""
@@ -451,7 +528,9 @@ KINDS: dict[str, Kind] = {
 
 
 def synchronous(text: str) -> str:
-    """Return the program without asynchronous instructions, so that mutations of a collective are one edit."""
+    """Return the program without asynchronous instructions, so that mutations of a collective are
+    one edit.
+    """
     module = parse(text)
     changed = opened(module)
     if changed == module:
@@ -459,7 +538,9 @@ def synchronous(text: str) -> str:
     lines = [module.header]
     for name, instructions in changed.computations.items():
         lines += ["", f"{'ENTRY ' if name == module.entry else ''}%{name} {{"]
-        lines += [assign(i.name, i.shape, f"{i.opcode}({i.rest}", root=i.is_root) for i in instructions]
+        lines += [
+            assign(i.name, i.shape, f"{i.opcode}({i.rest}", root=i.is_root) for i in instructions
+        ]
         lines.append("}")
     return "\n".join(lines) + "\n"
 
@@ -467,9 +548,15 @@ def synchronous(text: str) -> str:
 def mutants(text: str, count: int, seed: int) -> Iterator[Mutant]:
     """Yield up to `count` different mutants: kinds in turn, instructions at random."""
     source, draw = Source(text), random.Random(seed)
-    sites = [line for line in source.instructions.values() if line.opcode in (*COLLECTIVES, "partition-id", "constant")]
+    sites = [
+        line
+        for line in source.instructions.values()
+        if line.opcode in (*COLLECTIVES, "partition-id", "constant")
+    ]
     sites.sort(key=lambda line: source.row_of[line.name])
-    waiting = {kind: draw.sample(sites, len(sites)) for kind in draw.sample(list(KINDS), len(KINDS))}
+    waiting = {
+        kind: draw.sample(sites, len(sites)) for kind in draw.sample(list(KINDS), len(KINDS))
+    }
     seen: set[str] = set()
     while waiting and count > 0:
         for kind in list(waiting):
@@ -488,13 +575,18 @@ def mutants(text: str, count: int, seed: int) -> Iterator[Mutant]:
                 del waiting[kind]
 
 
-def example_inputs(interpreter: Interpreter, shardings: Sequence[str], seed: int = 0) -> list[np.ndarray]:
+def example_inputs(
+    interpreter: Interpreter, shardings: Sequence[str], seed: int = 0
+) -> list[np.ndarray]:
     """Return whole arguments: moments are positive, tokens small, keys any bits."""
     draw, inputs = np.random.default_rng(seed), []
     devices = interpreter.replicas * interpreter.partitions
     for line, sharding in zip(interpreter.parameters, shardings, strict=True):
         shape = read_shape(line.shape)
-        name, tiles = attributes(line).get("metadata", ""), tile_of_device(sharding, len(shape.dims), devices)[-1]
+        name, tiles = (
+            attributes(line).get("metadata", ""),
+            tile_of_device(sharding, len(shape.dims), devices)[-1],
+        )
         dims = [size * count for size, count in zip(shape.dims, tiles, strict=True)]
         if shape.dtype == np.uint32:
             values = draw.integers(0, 2**31, dims)
@@ -517,7 +609,10 @@ class Judge:
         self.results = interpreter.run(self.inputs)
 
     def change(self, text: str) -> float:
-        """Return the largest relative change of a result; infinite if the devices wait for each other forever."""
+        """Return the largest relative change of a result.
+
+        Infinite if the devices wait for each other forever.
+        """
         try:
             results = Interpreter(parse(text)).run(self.inputs)
         except CannotInterpretError as error:

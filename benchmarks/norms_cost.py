@@ -1,12 +1,14 @@
-"""What a step with norms of each leaf and layer costs next to the same step without them: `so.fit(metrics_every=k)`.
+"""What a step with norms of each leaf and layer costs next to the same step without them:
+`so.fit(metrics_every=k)`.
 
     python benchmarks/norms_cost.py [--rounds 30]
 
-A GPT with AdamW of two sizes, by ddp, zero1 and fsdp, on eight simulated devices. The claim: spread over k steps, norms cost
-at most 1% of a step; `smallest k` is the first k for which that holds.
+A GPT with AdamW of two sizes, by ddp, zero1 and fsdp, on eight simulated devices. The claim: spread
+over k steps, norms cost at most 1% of a step; `smallest k` is the first k for which that holds.
 
-- Flops, bytes and collectives are those of the compiled programs. XLA counts the body of a loop once, so the bytes of a plain
-  step are too few, and the share of the norms is too large. The flops of a plain step are those of its products, with loops.
+- Flops, bytes and collectives are those of the compiled programs. XLA counts the body of a loop
+  once, so the bytes of a plain step are too few, and the share of the norms is too large. The flops
+  of a plain step are those of its products, with loops.
 - Seconds are those that the cores worked. Both steps take turns.
 """
 
@@ -48,7 +50,9 @@ def counts(step, state, batch, mesh):
         "bytes sent": int(report.total_wire_bytes or 0),
         "temporary bytes": int(compiled.memory_analysis().temp_size_in_bytes),
         "collectives": dict(Counter(collective.kind for collective in report.collectives)),
-        "reduced arrays": sum(len(one.shapes) for one in report.collectives if one.kind == "all-reduce"),
+        "reduced arrays": sum(
+            len(one.shapes) for one in report.collectives if one.kind == "all-reduce"
+        ),
     }
 
 
@@ -59,7 +63,9 @@ def compare(strategy, config, rows, length, rounds):
     state = opt.init(jax.device_get(gpt.init(config, jax.random.key(0))))
     draw = np.random.default_rng(0)
     batch = {"tokens": draw.integers(0, 256, size=(rows, length + 1), dtype=np.int32)}
-    plain, with_norms = (counts(step, state, batch, mesh) for step in (opt.step, opt.step.with_norms))
+    plain, with_norms = (
+        counts(step, state, batch, mesh) for step in (opt.step, opt.step.with_norms)
+    )
     holder = {"state": state}
 
     def take_plain_step():
@@ -80,23 +86,33 @@ def compare(strategy, config, rows, length, rounds):
         "parameters": gpt.num_parameters(config),
         "plain": plain,
         "with norms": with_norms,
-        "further all-reduces": with_norms["collectives"]["all-reduce"] - plain["collectives"]["all-reduce"],
+        "further all-reduces": (
+            with_norms["collectives"]["all-reduce"] - plain["collectives"]["all-reduce"]
+        ),
         "further reduced arrays": with_norms["reduced arrays"] - plain["reduced arrays"],
         "share of a step": {name: round(share, 5) for name, share in shares.items()},
-        "smallest k": {name: max(1, math.ceil(round(share, 5) / MOST)) for name, share in shares.items()},
+        "smallest k": {
+            name: max(1, math.ceil(round(share, 5) / MOST)) for name, share in shares.items()
+        },
         "median seconds": {name: float(np.median(seconds)) for name, seconds in times.items()},
     }
 
 
 def main():
     """Compare all strategies at both sizes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     rounds, results = parser.parse_args().rounds, {}
     for size, (config, batch_rows, length) in SIZES.items():
         for name, strategy in STRATEGIES.items():
             results[f"{name}, {size}"] = row = compare(strategy, config, batch_rows, length, rounds)
-            print(f"{name}, {size}", {key: row[key] for key in row if key not in ("plain", "with norms")}, flush=True)
+            print(
+                f"{name}, {size}",
+                {key: row[key] for key in row if key not in ("plain", "with norms")},
+                flush=True,
+            )
             print(row["plain"], row["with norms"], flush=True)
     print("wrote", write_json(__file__, results))
 

@@ -1,11 +1,13 @@
-"""Memory of a pipeline in one jax program over micro-batches: autodiff through a shift register, and 1F1B as a table.
+"""Memory of a pipeline in one jax program over micro-batches: autodiff through a shift register,
+and 1F1B as a table.
 
     python benchmarks/one_program_pipeline.py
 
 Eight blocks in four stages, four simulated devices. The rows:
 
-- a shift register of the stages' activations under `jit`: a scan over ticks with `vmap` over stages, differentiated by jax. MaxText and
-  praxis build pipelines so. With `jax.checkpoint` around a stage, and without;
+- a shift register of the stages' activations under `jit`: a scan over ticks with `vmap` over
+  stages, differentiated by jax. MaxText and praxis build pipelines so. With `jax.checkpoint` around
+  a stage, and without;
 - `so.hybrid` with its schedules, blocks recomputed or not.
 
 Nothing runs; the memory is the temporary memory that XLA:CPU plans for a device.
@@ -55,7 +57,9 @@ def shift_register(count: int, *, recompute: bool) -> int:
             outputs = placed(jax.vmap(stage)(params, inputs))
             return outputs, outputs[-1]
 
-        _, outputs = jax.lax.scan(tick, jnp.zeros((STAGES, ROWS, DIM)), jnp.arange(count + STAGES - 1))
+        _, outputs = jax.lax.scan(
+            tick, jnp.zeros((STAGES, ROWS, DIM)), jnp.arange(count + STAGES - 1)
+        )
         return jnp.mean(outputs[STAGES - 1 :] ** 2)
 
     def step(params, batch):
@@ -68,7 +72,13 @@ def shift_register(count: int, *, recompute: bool) -> int:
         abstract_params(STAGES, BLOCKS // STAGES),
     )
     batch = jax.ShapeDtypeStruct((count, ROWS, DIM), jnp.float32, sharding=NamedSharding(mesh, P()))
-    return jax.jit(step, out_shardings=by_stage).lower(params, batch).compile().memory_analysis().temp_size_in_bytes
+    return (
+        jax.jit(step, out_shardings=by_stage)
+        .lower(params, batch)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
 
 
 def scheduled(count: int, schedule, *, recompute: bool) -> int:
@@ -79,7 +89,14 @@ def scheduled(count: int, schedule, *, recompute: bool) -> int:
         loss=lambda outer, x, batch: jnp.mean(x**2),
         remat="full" if recompute else None,
     )
-    opt = so.hybrid(TX, so.make_mesh(pipeline=STAGES), model, schedule=schedule, micro_batches=count, placement="ddp")
+    opt = so.hybrid(
+        TX,
+        so.make_mesh(pipeline=STAGES),
+        model,
+        schedule=schedule,
+        micro_batches=count,
+        placement="ddp",
+    )
     state = opt.abstract_state({"blocks": abstract_params(BLOCKS)})
     batch = jax.ShapeDtypeStruct((count * ROWS, DIM), jnp.float32)
     return opt.step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes
@@ -91,20 +108,31 @@ def run() -> dict:
         "shift register": lambda count: shift_register(count, recompute=False),
         "shift register, recomputed": lambda count: shift_register(count, recompute=True),
         "so.hybrid, gpipe": lambda count: scheduled(count, so.schedules.gpipe, recompute=False),
-        "so.hybrid, one_f_one_b": lambda count: scheduled(count, so.schedules.one_f_one_b, recompute=False),
-        "so.hybrid, eager_one_f_one_b": lambda count: scheduled(count, so.schedules.eager_one_f_one_b, recompute=False),
+        "so.hybrid, one_f_one_b": lambda count: scheduled(
+            count, so.schedules.one_f_one_b, recompute=False
+        ),
+        "so.hybrid, eager_one_f_one_b": lambda count: scheduled(
+            count, so.schedules.eager_one_f_one_b, recompute=False
+        ),
         "so.hybrid, eager_one_f_one_b, recomputed": lambda count: scheduled(
             count, so.schedules.eager_one_f_one_b, recompute=True
         ),
     }
-    return {name: {str(count): temporary(count) for count in COUNTS} for name, temporary in rows.items()}
+    return {
+        name: {str(count): temporary(count) for count in COUNTS} for name, temporary in rows.items()
+    }
 
 
 def table(results: dict) -> str:
     """Return the rows as docs/notes/one_program_pipeline.md has them."""
-    lines = [f"| temporary kB of a device, M = | {' | '.join(map(str, COUNTS))} |", "|---|" + "---:|" * len(COUNTS)]
+    lines = [
+        f"| temporary kB of a device, M = | {' | '.join(map(str, COUNTS))} |",
+        "|---|" + "---:|" * len(COUNTS),
+    ]
     for name, row in results.items():
-        lines.append(f"| {name} | {' | '.join(f'{row[str(count)] / 1e3:,.0f}' for count in COUNTS)} |")
+        lines.append(
+            f"| {name} | {' | '.join(f'{row[str(count)] / 1e3:,.0f}' for count in COUNTS)} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,14 +1,17 @@
-"""How often gradients are reduced in a step with micro-batches: by jit and shardings, by optax.MultiSteps, and by shardopt.
+"""How often gradients are reduced in a step with micro-batches: by jit and shardings, by
+optax.MultiSteps, and by shardopt.
 
     python benchmarks/one_reduction.py
 
 A model of eight blocks, M micro-batches, eight simulated devices on `data`. The rows:
 
-- `jax.jit`, parameters copied, and a scan over micro-batches, the layout of MaxText's engine before pull request 5099;
+- `jax.jit`, parameters copied, and a scan over micro-batches, the layout of MaxText's engine before
+  pull request 5099;
 - `optax.MultiSteps`, whose step is one micro-batch;
 - strategies of shardopt.
 
-Nothing runs; collectives are counted in the compiled program, loops multiplied in. Gradients are all leaves above 1 kB.
+Nothing runs; collectives are counted in the compiled program, loops multiplied in. Gradients are
+all leaves above 1 kB.
 """
 
 from common import fake_devices, write_json
@@ -31,7 +34,9 @@ def block(w, x):
     return x + jnp.tanh(x @ w["up"]) @ w["down"]
 
 
-MODEL = so.BlockModel(embed=lambda outer, batch: batch, block=block, loss=lambda outer, x, batch: jnp.mean(x**2))
+MODEL = so.BlockModel(
+    embed=lambda outer, batch: batch, block=block, loss=lambda outer, x, batch: jnp.mean(x**2)
+)
 PARAMS = {
     "blocks": {
         "up": jax.ShapeDtypeStruct((BLOCKS, DIM, DIM), jnp.float32),
@@ -60,9 +65,13 @@ def of_gradients(report) -> dict:
 def of_jit(step, batch, *trees) -> dict:
     mesh = so.make_mesh(data=8)
     copied, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    place = lambda tree: jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copied), tree)
+    place = lambda tree: jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=copied), tree
+    )
     batch = jax.ShapeDtypeStruct(batch, jnp.float32, sharding=rows)
-    return of_gradients(so.audit(jax.jit(step, out_shardings=copied), *map(place, trees), batch, mesh=mesh))
+    return of_gradients(
+        so.audit(jax.jit(step, out_shardings=copied), *map(place, trees), batch, mesh=mesh)
+    )
 
 
 def scan_by_jit() -> dict:
@@ -96,7 +105,11 @@ def multi_steps() -> dict:
 def strategy(make, **options) -> dict:
     """Return the collectives of a strategy's step."""
     opt = make(TX, so.make_mesh(data=8), MODEL, micro_batches=MICRO_BATCHES, **options)
-    return of_gradients(so.audit(opt.step, opt.abstract_state(PARAMS), jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)))
+    return of_gradients(
+        so.audit(
+            opt.step, opt.abstract_state(PARAMS), jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
+        )
+    )
 
 
 def run() -> dict:
@@ -117,11 +130,17 @@ def run() -> dict:
 def table(results: dict) -> str:
     """Return the rows as docs/notes/one_reduction.md has them."""
     lines = [
-        "| step of 8 micro-batches | reduced, kB | gathered, kB | in reduce-scatters of all gradients |",
+        (
+            "| step of 8 micro-batches | reduced, kB | gathered, kB | in reduce-scatters of all"
+            " gradients |"
+        ),
         "|---|---:|---:|---:|",
     ]
     for name, row in results.items():
-        lines.append(f"| {name} | {row['reduced'] / 1e3:.0f} | {row['gathered'] / 1e3:.0f} | {row['reductions']:.1f} |")
+        lines.append(
+            f"| {name} | {row['reduced'] / 1e3:.0f} | {row['gathered'] / 1e3:.0f} |"
+            f" {row['reductions']:.1f} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,10 +1,11 @@
-"""What a step of shardopt costs beyond the same step written by hand in plain jax: ddp and fsdp of a GPT.
+"""What a step of shardopt costs beyond the same step written by hand in plain jax: ddp and fsdp of
+a GPT.
 
 Run: python benchmarks/overhead.py [--rounds 30]
 
-Control: a step written with jax.shard_map, optax and nothing else. Test: `so.ddp` and `so.fsdp`. Same model,
-parameters, batches and optimizer (AdamW), same outputs (state, loss, gradient norm), numpy batches handed in,
-interleaved in one run. Claim: the median ratio of times is at most 1.03.
+Control: a step written with jax.shard_map, optax and nothing else. Test: `so.ddp` and `so.fsdp`.
+Same model, parameters, batches and optimizer (AdamW), same outputs (state, loss, gradient norm),
+numpy batches handed in, interleaved in one run. Claim: the median ratio of times is at most 1.03.
 """
 
 import argparse
@@ -35,7 +36,9 @@ def ddp_by_hand(mesh, params):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         return jax.lax.pmean(loss, "data"), jax.lax.pmean(grads, "data")
 
-    mean = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    mean = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
 
     def step(params, opt_state, batch):
         loss, grads = mean(params, batch)
@@ -43,27 +46,42 @@ def ddp_by_hand(mesh, params):
         return optax.apply_updates(params, updates), opt_state, loss, optax.tree.norm(grads)
 
     whole = NamedSharding(mesh, P())
-    return jax.jit(step, donate_argnums=(0, 1)), jax.device_put(params, whole), jax.device_put(TX.init(params), whole)
+    return (
+        jax.jit(step, donate_argnums=(0, 1)),
+        jax.device_put(params, whole),
+        jax.device_put(TX.init(params), whole),
+    )
 
 
 def fsdp_by_hand(mesh, params):
-    """Every matrix split on its largest dim; each block gathered in the scan, forward and backward."""
+    """Every matrix split on its largest dim.
+
+    Each block gathered in the scan, forward and backward.
+    """
     size = mesh.shape["data"]
     model = gpt.model(CONFIG)
 
     def dim_of(leaf, skip):
         fits = [d for d in range(skip, leaf.ndim) if leaf.shape[d] % size == 0]
-        return max(fits, key=lambda d: leaf.shape[d]) if fits and leaf.size // leaf.shape[0] ** skip >= 1024 else -1
+        return (
+            max(fits, key=lambda d: leaf.shape[d])
+            if fits and leaf.size // leaf.shape[0] ** skip >= 1024
+            else -1
+        )
 
     dims = {
         name: jax.tree.map(lambda leaf, skip=int(name == "blocks"): dim_of(leaf, skip), tree)
         for name, tree in params.items()
     }
-    specs = jax.tree.map(lambda leaf, d: P(*("data" if i == d else None for i in range(leaf.ndim))), params, dims)
+    specs = jax.tree.map(
+        lambda leaf, d: P(*("data" if i == d else None for i in range(leaf.ndim))), params, dims
+    )
 
     def gather(tree, dims, skip):
         return jax.tree.map(
-            lambda x, d: x if d < 0 else jax.lax.all_gather(x, "data", axis=d - skip, tiled=True), tree, dims
+            lambda x, d: x if d < 0 else jax.lax.all_gather(x, "data", axis=d - skip, tiled=True),
+            tree,
+            dims,
         )
 
     def loss_fn(params, batch):
@@ -74,16 +92,21 @@ def fsdp_by_hand(mesh, params):
             return model.block(gather(block, dims["blocks"], 1), x), None
 
         keep = lambda prim, *_, **__: prim.name != "all_gather"
-        x, _ = jax.lax.scan(jax.checkpoint(body, policy=keep), model.embed(outer, batch), params["blocks"])
+        x, _ = jax.lax.scan(
+            jax.checkpoint(body, policy=keep), model.embed(outer, batch), params["blocks"]
+        )
         return model.loss(outer, x, batch)
 
     def local(params, batch):
         loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        whole = lambda g, d: jax.lax.psum(g, "data") if d < 0 else g  # the others are already summed
+        # the others are already summed
+        whole = lambda g, d: jax.lax.psum(g, "data") if d < 0 else g
         grads = jax.tree.map(lambda g, d: whole(g, d) / size, grads, dims)
         return jax.lax.pmean(loss, "data"), grads
 
-    mean = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False)
+    mean = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False
+    )
     on = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     opt_state = TX.init(params)
     on_state = optax.tree_utils.tree_map_params(
@@ -104,7 +127,10 @@ def compare(name, by_hand, strategy, rounds):
     mesh = so.make_mesh()
     params = jax.device_get(gpt.init(CONFIG, jax.random.key(0)))
     draw = np.random.default_rng(0)
-    batches = [{"tokens": draw.integers(0, 256, size=(BATCH, LENGTH + 1), dtype=np.int32)} for _ in range(8)]
+    batches = [
+        {"tokens": draw.integers(0, 256, size=(BATCH, LENGTH + 1), dtype=np.int32)}
+        for _ in range(8)
+    ]
     rows = NamedSharding(mesh, P("data"))
     hand_step, hand_params, hand_state = by_hand(mesh, params)
     opt = strategy(TX, mesh, gpt.model(CONFIG))
@@ -129,16 +155,22 @@ def compare(name, by_hand, strategy, rounds):
     ratio = median_ratio(times["shardopt"], times["by hand"])
     medians = {who: float(np.median(seconds)) for who, seconds in times.items()}
     print(
-        f"{name:6} shardopt {medians['shardopt'] * 1e3:8.1f} ms   by hand {medians['by hand'] * 1e3:8.1f} ms   median ratio {ratio:.3f}"
+        f"{name:6} shardopt {medians['shardopt'] * 1e3:8.1f} ms   by hand"
+        f" {medians['by hand'] * 1e3:8.1f} ms   median ratio {ratio:.3f}"
     )
     return {"median_ratio": ratio, "median_seconds": medians, "rounds": rounds}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=30)
     rounds = parser.parse_args().rounds
-    print(f"GPT of {gpt.num_parameters(CONFIG):,} parameters, batch {BATCH} x {LENGTH}, {jax.device_count()} devices")
+    print(
+        f"GPT of {gpt.num_parameters(CONFIG):,} parameters, batch {BATCH} x {LENGTH},"
+        f" {jax.device_count()} devices"
+    )
     results = {
         "ddp": compare("ddp", ddp_by_hand, so.ddp, rounds),
         "fsdp": compare("fsdp", fsdp_by_hand, so.fsdp, rounds),

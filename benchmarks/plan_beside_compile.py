@@ -1,10 +1,14 @@
-"""Does `so.plan` rank layouts as the TPU compiler's own estimates do? Twenty of them, predicted and compiled.
+"""Does `so.plan` rank layouts as the TPU compiler's own estimates do? Twenty of them, predicted and
+compiled.
 
-    python benchmarks/plan_beside_compile.py [again] [--topology v5e:4x4] [--only WORDS] [--libtpu FOLDER]
+    python benchmarks/plan_beside_compile.py [again] [--topology v5e:4x4] [--only WORDS] [--libtpu
+    FOLDER]
 
-A GPT of four blocks, 64 rows of 1024 tokens over 16 chips: predicted seconds (`so.planning.predict`) beside those of the compiled
-schedule (`so.aot(...).step_seconds`). It needs libtpu (pip install 'shardopt[tpu]') and no TPU; half a minute a layout.
-`again` predicts again what has been compiled before. Each result is kept in results/plan_beside_compile.json as soon as it is there.
+A GPT of four blocks, 64 rows of 1024 tokens over 16 chips: predicted seconds
+(`so.planning.predict`) beside those of the compiled schedule (`so.aot(...).step_seconds`). It needs
+libtpu (pip install 'shardopt[tpu]') and no TPU; half a minute a layout. `again` predicts again what
+has been compiled before. Each result is kept in results/plan_beside_compile.json as soon as it is
+there.
 """
 
 import argparse
@@ -45,10 +49,16 @@ def layouts():
         Layout(data=2, tensor=8, placement="ddp"),
         Layout(data=8, pipeline=2, schedule="eager_one_f_one_b", micro_batches=4, **half),
         Layout(data=8, pipeline=2, schedule="gpipe", micro_batches=4, placement="ddp"),
-        Layout(data=8, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, placement="zero1"),
+        Layout(
+            data=8, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, placement="zero1"
+        ),
         Layout(data=4, pipeline=4, schedule="one_f_one_b", micro_batches=4, remat=True, **half),
-        Layout(data=4, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"),
-        Layout(data=4, pipeline=2, tensor=2, schedule="zero_bubble_lockstep", micro_batches=4, **half),
+        Layout(
+            data=4, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"
+        ),
+        Layout(
+            data=4, pipeline=2, tensor=2, schedule="zero_bubble_lockstep", micro_batches=4, **half
+        ),
     ]
 
 
@@ -68,7 +78,9 @@ def compiled(layout, topology):
     from shardopt.planning._models import RULES
 
     report = so.aot(
-        lambda mesh: so.hybrid(optax.adamw(1e-3), mesh, transformer.model(shape()), **layout.strategy(RULES)),
+        lambda mesh: so.hybrid(
+            optax.adamw(1e-3), mesh, transformer.model(shape()), **layout.strategy(RULES)
+        ),
         shape().abstract_params(),
         transformer.abstract_batch(shape(), ROWS),
         topology=topology,
@@ -83,7 +95,8 @@ def compiled(layout, topology):
         "flops": report.flops,
         "peak_bytes": report.peak_bytes,
         "wire_bytes": {
-            " x ".join(axes or ("mixed",)): sent.wire_bytes for axes, sent in report.audit.by_axis().items()
+            " x ".join(axes or ("mixed",)): sent.wire_bytes
+            for axes, sent in report.audit.by_axis().items()
         },
         "dearest": [one._asdict() for one in step.operations[:5]],
         "notes": step.notes,
@@ -95,7 +108,9 @@ def predicted(layout, topology):
     from shardopt.planning import parse_topology, predict
     from shardopt.planning._costs import step_flops
 
-    told = predict(shape().workload(), layout, hardware=parse_topology(topology)[0], batch_size=ROWS)
+    told = predict(
+        shape().workload(), layout, hardware=parse_topology(topology)[0], batch_size=ROWS
+    )
     return {
         "predicted_seconds": told.time.total,
         "predicted": told.time._asdict(),
@@ -123,10 +138,14 @@ def summary(rows):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", nargs="?", choices=["again"], help="predict again what has been compiled")
+    parser.add_argument(
+        "part", nargs="?", choices=["again"], help="predict again what has been compiled"
+    )
     parser.add_argument("--topology", default="v5e:4x4")
     parser.add_argument("--only", default="", help="only layouts whose name contains this")
-    parser.add_argument("--libtpu", help="folder that holds the unpacked libtpu package, where it is not installed")
+    parser.add_argument(
+        "--libtpu", help="folder that holds the unpacked libtpu package, where it is not installed"
+    )
     options = parser.parse_args()
     fake_devices(1)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -134,7 +153,9 @@ def main():
         sys.path.append(options.libtpu)
     from shardopt.planning import parse_topology
 
-    assert math.prod(parse_topology(options.topology)[1]) == layouts()[0].num_chips, "a topology of 16 chips"
+    assert math.prod(parse_topology(options.topology)[1]) == layouts()[0].num_chips, (
+        "a topology of 16 chips"
+    )
     kept = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {}
     rows = {row["name"]: row for row in kept.get(options.topology, {}).get("rows", [])}
     for layout in layouts():
@@ -145,8 +166,9 @@ def main():
         rows[name] = {"name": name, **before, **predicted(layout, options.topology)}
         row = rows[name]
         print(
-            f"{name}: predicted {row['predicted_seconds'] * 1e3:.2f} ms, compiled {row['compiled_seconds'] * 1e3:.2f} "
-            f"({row['compute'] * 1e3:.2f} compute, {row['exposed'] * 1e3:.2f} exposed, {row['hidden'] * 1e3:.2f} hidden)",
+            f"{name}: predicted {row['predicted_seconds'] * 1e3:.2f} ms, compiled"
+            f" {row['compiled_seconds'] * 1e3:.2f} ({row['compute'] * 1e3:.2f} compute,"
+            f" {row['exposed'] * 1e3:.2f} exposed, {row['hidden'] * 1e3:.2f} hidden)",
             flush=True,
         )
         kept[options.topology] = {"rows": list(rows.values())}

@@ -1,10 +1,12 @@
 """Pods before they are rented: real TPU compiles, predictions against compilers and published runs.
 
-    python benchmarks/pod.py [compiles] [memory] [flops] [ranking] [published] [diloco] [again] [--libtpu FOLDER] [--only gpt2]
+    python benchmarks/pod.py [compiles] [memory] [flops] [ranking] [published] [diloco] [again]
+    [--libtpu FOLDER] [--only gpt2]
 
-Parts run one after another, all of them without arguments; `again` predicts again what has been compiled before. `compiles`
-needs libtpu (pip install 'shardopt[tpu]'); one compile takes from half a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a
-part that is run again replaces its own rows only.
+Parts run one after another, all of them without arguments; `again` predicts again what has been
+compiled before. `compiles` needs libtpu (pip install 'shardopt[tpu]'); one compile takes from half
+a minute to some minutes. Each result is kept in results/pod.json as soon as it is there, and a part
+that is run again replaces its own rows only.
 """
 
 import argparse
@@ -23,7 +25,9 @@ RESULTS = Path(__file__).parent / "results" / "pod.json"
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"among {', '.join(PARTS)}; all without")
-    parser.add_argument("--libtpu", help="folder that holds the unpacked libtpu package, where it is not installed")
+    parser.add_argument(
+        "--libtpu", help="folder that holds the unpacked libtpu package, where it is not installed"
+    )
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -66,7 +70,9 @@ def kept():
 
 def keep(part, row):
     """Put a row into the results, in place of the one of that name."""
-    change(part, lambda rows: list(({one["name"]: one for one in rows} | {row["name"]: row}).values()))
+    change(
+        part, lambda rows: list(({one["name"]: one for one in rows} | {row["name"]: row}).values())
+    )
 
 
 def forget_others(part, names):
@@ -102,18 +108,19 @@ def summary(results):
                 limit = {"memory": 0.1, "arguments": 0.01}.get(of, 0.05)
                 within = sum(abs(ratio - 1) <= limit for ratio in ratios)
                 lines.append(
-                    f"{part}: predicted / real {of}: median {statistics.median(ratios):.3f}, worst {worst:.3f}, "
-                    f"{within} of {len(ratios)} within {limit:.0%}"
+                    f"{part}: predicted / real {of}: median {statistics.median(ratios):.3f}, worst"
+                    f" {worst:.3f}, {within} of {len(ratios)} within {limit:.0%}"
                 )
     if rows := results.get("ranking"):
         last = rows[-1]
         lines.append(
-            f"ranking: Spearman {last['spearman']:.3f}, of cpu seconds {last.get('spearman_of_cpu_seconds', float('nan')):.3f}, "
-            f"over {len(rows)} layouts"
+            f"ranking: Spearman {last['spearman']:.3f}, of cpu seconds"
+            f" {last.get('spearman_of_cpu_seconds', float('nan')):.3f}, over {len(rows)} layouts"
         )
     for row in results.get("published", []):
         lines.append(
-            f"published: {row['name']}: MFU predicted {row['predicted']:.1%}, published {row['published']:.1%}"
+            f"published: {row['name']}: MFU predicted {row['predicted']:.1%}, published"
+            f" {row['published']:.1%}"
         )
     if rows := results.get("diloco"):
         count = sum(len(row["ratios"]) for row in rows)

@@ -45,7 +45,10 @@ def compile_rows(only):
     for case in [*CASES, *(("llama3-8b", "v5p:4x4x4", 1, 1, 1, 1, blocks) for blocks in BLOCKS)]:
         name, topology, slices, replica, tensor, _, *blocks = case
         model = name + "".join(f" of {count} blocks" for count in blocks)
-        label = f"{model} {f'{slices}x' if slices > 1 else ''}{topology} replica={replica} tensor={tensor}"
+        label = (
+            f"{model} {f'{slices}x' if slices > 1 else ''}{topology} replica={replica}"
+            f" tensor={tensor}"
+        )
         if only in label:
             yield one(label, case)
 
@@ -68,7 +71,9 @@ def one(label, case):
 
     def make(mesh):
         rules = RULES if tensor > 1 else ()
-        return so.fsdp(tx, mesh, transformer.model(shape, remat="full"), gather_dtype=jnp.bfloat16, rules=rules)
+        return so.fsdp(
+            tx, mesh, transformer.model(shape, remat="full"), gather_dtype=jnp.bfloat16, rules=rules
+        )
 
     start = time.process_time()
     report = so.aot(
@@ -106,7 +111,11 @@ def compared(facts):
     chip, chips = parse_topology(topology)[0], facts["chips"]
     batch_size = rows * chips // tensor
     layout = Layout(
-        replica=replica, data=chips // replica // tensor, tensor=tensor, remat=True, gather_dtype=jnp.bfloat16
+        replica=replica,
+        data=chips // replica // tensor,
+        tensor=tensor,
+        remat=True,
+        gather_dtype=jnp.bfloat16,
     )
     work, tx = shape.workload(), optax.adamw(1e-3)
     told = predict(work, layout, hardware=chip, batch_size=batch_size, tx=tx, slices=slices)

@@ -17,7 +17,13 @@ from shardopt.planning._costs import step_flops
 from shardopt.planning._models import RULES
 
 TX = optax.adamw(1e-3)
-SIZES = {"num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "vocab_size": 512, "dtype": jnp.float32}
+SIZES = {
+    "num_layers": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "vocab_size": 512,
+    "dtype": jnp.float32,
+}
 SHAPE = Transformer("small", dim=128, hidden=384, length=64, fused_attention=False, **SIZES)
 PIPE = {"schedule": "eager_one_f_one_b", "pipeline": 2, "micro_batches": 4}
 LAYOUTS = [
@@ -40,12 +46,16 @@ LAYOUTS = [
     (Layout(data=4, **PIPE, remat=True), 64),
     (Layout(data=4, **PIPE, placement="ddp"), 64),
     (Layout(data=4, **PIPE, placement="ddp", remat=True), 64),
-    (Layout(data=2, tensor=2, **PIPE | {"schedule": "zero_bubble_lockstep"}, placement="zero1"), 32),
+    (
+        Layout(data=2, tensor=2, **PIPE | {"schedule": "zero_bubble_lockstep"}, placement="zero1"),
+        32,
+    ),
     (Layout(data=2, tensor=2, **PIPE | {"schedule": "interleaved"}, chunks=2), 32),
 ]
 
 
-# Looked at once, after the formulas were done: another model, and layouts that none of the above are.
+# Looked at once, after the formulas were done: another model, and layouts that none of the above
+# are.
 HELD_OUT_SHAPE = Transformer(
     "held out",
     dim=192,
@@ -62,7 +72,12 @@ HELD_OUT = [
     (Layout(replica=2, data=2, tensor=2), 32),
     (Layout(data=4, tensor=2, placement="ddp", remat=True), 32),
     (Layout(data=4, tensor=2, micro_batches=2), 64),
-    (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"), 64),
+    (
+        Layout(
+            data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"
+        ),
+        64,
+    ),
     (Layout(data=2, pipeline=4, schedule="gpipe", micro_batches=4), 32),
     (Layout(data=4, pipeline=2, schedule="zero_bubble_lockstep", micro_batches=4, chunks=2), 64),
 ]
@@ -85,9 +100,11 @@ def memory_rows(only):
                 "compiled_bytes": found.peak,
                 "memory_ratio": told.memory.total / found.peak,
                 # stages of a pipeline differ: the last has the loss
-                "flops_ratio": step_flops(work, layout, batch_size=batch_size) / flops
-                if layout.pipeline == 1 and flops
-                else None,
+                "flops_ratio": (
+                    step_flops(work, layout, batch_size=batch_size) / flops
+                    if layout.pipeline == 1 and flops
+                    else None
+                ),
             }
 
 
@@ -104,21 +121,30 @@ FLOPS = [
 
 
 def flops_rows(only):
-    """Yield predicted flops beside XLA's `cost_analysis`, which counts each loop once: so of models of one block.
+    """Yield predicted flops beside XLA's `cost_analysis`, which counts each loop once: so of models
+    of one block.
 
-    It counts elementwise operations too; `counted` are the inner products alone, loops multiplied in. A model of eight
-    blocks shows what `cost_analysis` leaves out.
+    It counts elementwise operations too; `counted` are the inner products alone, loops multiplied
+    in. A model of eight blocks shows what `cost_analysis` leaves out.
     """
     for layers in (1, 8):
         shape = Transformer(
-            "flops", dim=256, hidden=768, length=128, fused_attention=False, **SIZES | {"num_layers": layers}
+            "flops",
+            dim=256,
+            hidden=768,
+            length=128,
+            fused_attention=False,
+            **SIZES | {"num_layers": layers},
         )
         work = workload(shape)
         for layout, batch_size in FLOPS if layers == 1 else FLOPS[2:3]:
             if only not in str(layout):
                 continue
             program = lowered(shape, layout, batch_size).compile()
-            told, seen = step_flops(work, layout, batch_size=batch_size), program.cost_analysis()["flops"]
+            told, seen = (
+                step_flops(work, layout, batch_size=batch_size),
+                program.cost_analysis()["flops"],
+            )
             counted = inner_product_flops(program)
             yield {
                 "name": f"{layers} blocks: {layout}, {batch_size} rows",
@@ -135,7 +161,8 @@ def flops_rows(only):
 def ranking_rows(only):
     """Yield predicted and measured seconds; Spearman's correlation so far stands in each row.
 
-    Eight fake devices share the cores, so a device has an eighth of a matrix product's speed and of the memory's.
+    Eight fake devices share the cores, so a device has an eighth of a matrix product's speed and of
+    the memory's.
     """
     shape = Transformer("ranked", dim=256, hidden=768, length=64, fused_attention=False, **SIZES)
     work, chip = workload(shape), measured_cpu()
@@ -175,7 +202,12 @@ RANKED = [
 
 def workload(shape):
     """Return the traced model of a shape."""
-    return trace(transformer.model(shape), shape.abstract_params(), transformer.abstract_batch(shape, 1), rules=RULES)
+    return trace(
+        transformer.model(shape),
+        shape.abstract_params(),
+        transformer.abstract_batch(shape, 1),
+        rules=RULES,
+    )
 
 
 def strategy(shape, layout):
@@ -187,7 +219,9 @@ def strategy(shape, layout):
 def lowered(shape, layout, batch_size):
     """Return the step of a layout, not yet compiled."""
     opt = strategy(shape, layout)
-    return opt.step.lower(opt.abstract_state(shape.abstract_params()), transformer.abstract_batch(shape, batch_size))
+    return opt.step.lower(
+        opt.abstract_state(shape.abstract_params()), transformer.abstract_batch(shape, batch_size)
+    )
 
 
 def measure(shape, layout, batch_size, *, steps=3):

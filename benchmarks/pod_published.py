@@ -1,4 +1,6 @@
-"""Predictions beside published figures: model flops utilisation of runs, and the links that DiLoCo needs."""
+"""Predictions beside published figures: model flops utilisation of runs, and the links that DiLoCo
+needs.
+"""
 
 import dataclasses
 
@@ -8,24 +10,90 @@ from shardopt.planning import Layout, Transformer, find_hardware, find_model, pr
 from shardopt.planning._diloco import bandwidth_for
 from shardopt.planning._hardware import Hardware
 
-# Google's figures for a v3 chip: 123 Tflop/s, 32 GiB, 900 GB/s, four links of 70 GB/s; its pod is a torus of two axes
-V3 = Hardware("v3", 123e12, 32 * 2**30, 900e9, 140e9, 2, 1024, 6.25e9, "docs.cloud.google.com/tpu/docs/v3")
-GPT_13B = Transformer("gpt-13b", 5120, 40, 40, 20480, 50257, 2048, gated=False, tied=True, positions=2048)
+# Google's figures for a v3 chip: 123 Tflop/s, 32 GiB, 900 GB/s, four links of 70 GB/s; its pod is a
+# torus of two axes
+V3 = Hardware(
+    "v3", 123e12, 32 * 2**30, 900e9, 140e9, 2, 1024, 6.25e9, "docs.cloud.google.com/tpu/docs/v3"
+)
+GPT_13B = Transformer(
+    "gpt-13b", 5120, 40, 40, 20480, 50257, 2048, gated=False, tied=True, positions=2048
+)
 
 MAXTEXT = "MaxText, docs/reference/models/tiering.md"
 RUNS = [
     # model, chip, chips, rows a chip, length, remat, published MFU, where
-    ("llama2-70b", "v5p", 512, 4, 4096, True, 0.654, f"{MAXTEXT}; rows and remat not stated there: taken as 4, full"),
-    ("llama3-70b", "v6e", 256, 5, 8192, True, 0.5033, f"{MAXTEXT}, recipe with 5 rows; it offloads what it keeps"),
-    ("llama3-405b", "v6e", 256, 1, 8192, True, 0.3855, f"{MAXTEXT}; its config has 1 row and offloads"),
-    (GPT_13B, V3, 128, 4, 2048, True, 0.544, "Levanter; v3-256 is 128 chips; rows taken as 4, remat as full"),
-    ("mixtral-8x7b", "v5p", 128, 36, 4096, True, 0.5256, f"{MAXTEXT}; rows of its dropless config for v5p-512"),
+    (
+        "llama2-70b",
+        "v5p",
+        512,
+        4,
+        4096,
+        True,
+        0.654,
+        f"{MAXTEXT}; rows and remat not stated there: taken as 4, full",
+    ),
+    (
+        "llama3-70b",
+        "v6e",
+        256,
+        5,
+        8192,
+        True,
+        0.5033,
+        f"{MAXTEXT}, recipe with 5 rows; it offloads what it keeps",
+    ),
+    (
+        "llama3-405b",
+        "v6e",
+        256,
+        1,
+        8192,
+        True,
+        0.3855,
+        f"{MAXTEXT}; its config has 1 row and offloads",
+    ),
+    (
+        GPT_13B,
+        V3,
+        128,
+        4,
+        2048,
+        True,
+        0.544,
+        "Levanter; v3-256 is 128 chips; rows taken as 4, remat as full",
+    ),
+    (
+        "mixtral-8x7b",
+        "v5p",
+        128,
+        36,
+        4096,
+        True,
+        0.5256,
+        f"{MAXTEXT}; rows of its dropless config for v5p-512",
+    ),
     ("mixtral-8x7b", "v6e", 256, 12, 4096, True, 0.3523, f"{MAXTEXT}; its dropless config"),
-    ("deepseek-v3", "h100", 2048, 15360 / 2048, 4096, False, None, "DeepSeek-V3 report, sections 1, 3 and 4.2"),
+    (
+        "deepseek-v3",
+        "h100",
+        2048,
+        15360 / 2048,
+        4096,
+        False,
+        None,
+        "DeepSeek-V3 report, sections 1, 3 and 4.2",
+    ),
 ]
-# its layout and batch, but 64 blocks instead of 61, as 16 stages ask for; H800s have slower links, its products were in 8 bits
+# its layout and batch, but 64 blocks instead of 61, as 16 stages ask for; H800s have slower links,
+# its products were in 8 bits
 DEEPSEEK = Layout(
-    data=2, pipeline=16, expert=64, placement="zero1", schedule="dual_pipe_v", chunks=2, micro_batches=15360 // 128
+    data=2,
+    pipeline=16,
+    expert=64,
+    placement="zero1",
+    schedule="dual_pipe_v",
+    chunks=2,
+    micro_batches=15360 // 128,
 )
 
 
@@ -36,7 +104,10 @@ def deepseek_mfu():
 
 
 def published_rows(only):
-    """Yield predicted and published MFU; nothing is fitted, so the ratio is what software leaves of the peaks."""
+    """Yield predicted and published MFU.
+
+    Nothing is fitted, so the ratio is what software leaves of the peaks.
+    """
     for model, chip, chips, rows, length, remat, mfu, source in RUNS:
         shape = dataclasses.replace(find_model(model), length=length)
         if only not in shape.name:
@@ -44,7 +115,9 @@ def published_rows(only):
         layout = Layout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
         if mfu is None:
             mfu, layout, shape = deepseek_mfu(), DEEPSEEK, dataclasses.replace(shape, num_layers=64)
-        told = predict(shape.workload(), layout, hardware=find_hardware(chip), batch_size=int(rows * chips))
+        told = predict(
+            shape.workload(), layout, hardware=find_hardware(chip), batch_size=int(rows * chips)
+        )
         yield {
             "name": f"{shape.name} on {chips} {find_hardware(chip).name}",
             "predicted": told.mfu,
@@ -57,9 +130,12 @@ def published_rows(only):
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99)
 LADDER = 10 ** (4 / 49)
-"""The paper's bandwidths repeat on a ladder of this ratio, 1.2067: the first rung that reaches the share is stated."""
+"""The paper's bandwidths repeat on a ladder of this ratio, 1.2067: the first rung that reaches the
+share is stated.
+"""
 
-# Streaming DiLoCo (arXiv 2501.18512), table 4: billion parameters, layers, seconds a step; Gbit/s for each of SHARES
+# Streaming DiLoCo (arXiv 2501.18512), table 4: billion parameters, layers, seconds a step; Gbit/s
+# for each of SHARES
 PAPER = {
     (1, 24, 0.1): {
         "Data-Parallel": (86.8, 152.6, 184.2, 222.3, 569.0),
@@ -86,11 +162,13 @@ PAPER = {
 
 
 def diloco_rows(only):
-    """Yield the Gbit/s a replica needs to compute a share of the time, beside table 4 of Streaming DiLoCo.
+    """Yield the Gbit/s a replica needs to compute a share of the time, beside table 4 of Streaming
+    DiLoCo.
 
-    From the paper: sizes, step times, H = 100, fragments of three layers, a delay of one step where it overlaps, 4 bits.
-    From its authors' bandwidth simulator: what is sent sets out during the backward pass, two thirds of a step. Ours: two
-    replicas, 16 bits otherwise, and the multiple of the fragments that is next to H = 100. Nothing is fitted.
+    From the paper: sizes, step times, H = 100, fragments of three layers, a delay of one step where
+    it overlaps, 4 bits. From its authors' bandwidth simulator: what is sent sets out during the
+    backward pass, two thirds of a step. Ours: two replicas, 16 bits otherwise, and the multiple of
+    the fragments that is next to H = 100. Nothing is fitted.
     """
     for (billions, layers, seconds), methods in PAPER.items():
         for name, paper in methods.items():
@@ -98,11 +176,21 @@ def diloco_rows(only):
                 continue
             way = _way(name, layers // 3)
             predicted = {
-                share: 8e-9
-                * bandwidth_for(share, num_parameters=billions * 1e9, step_seconds=seconds, overlap=2 / 3, **way)
+                share: (
+                    8e-9
+                    * bandwidth_for(
+                        share,
+                        num_parameters=billions * 1e9,
+                        step_seconds=seconds,
+                        overlap=2 / 3,
+                        **way,
+                    )
+                )
                 for share in SHARES
             }
-            ratios = [found / stated for found, stated in zip(predicted.values(), paper, strict=True)]
+            ratios = [
+                found / stated for found, stated in zip(predicted.values(), paper, strict=True)
+            ]
             yield {
                 "name": f"{billions}B, {name}",
                 "step_seconds": seconds,
@@ -119,7 +207,11 @@ def _way(name, fragments):
         return {"bits": 16}
     if name == "Vanilla DiLoCo":
         return {"sync_every": 100, "bits": 16}
-    steps = min(fragments * (100 // fragments), fragments * -(-100 // fragments), key=lambda steps: abs(steps - 100))
+    steps = min(
+        fragments * (100 // fragments),
+        fragments * -(-100 // fragments),
+        key=lambda steps: abs(steps - 100),
+    )
     return {
         "sync_every": steps,
         "fragments": fragments,

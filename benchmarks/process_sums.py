@@ -1,8 +1,11 @@
-"""Sums between two processes on CPU, each storing its half: gloo's reduce-scatter next to the exchange of shardopt.
+"""Sums between two processes on CPU, each storing its half: gloo's reduce-scatter next to the
+exchange of shardopt.
 
-    shardopt launch --processes 2 -- benchmarks/process_sums.py --rounds 120 --output results/process_sums.json
+    shardopt launch --processes 2 -- benchmarks/process_sums.py --rounds 120 --output
+    results/process_sums.json
 
-Both run turn by turn on 24 MB of numbers that float32 adds exactly. Wrong sums are counted (jax 40830), and seconds compared.
+Both run turn by turn on 24 MB of numbers that float32 adds exactly. Wrong sums are counted (jax
+40830), and seconds compared.
 """
 
 import argparse
@@ -60,7 +63,9 @@ def main(rounds, output):
         "rounds": rounds,
         "bytes": 4 * SIZE,
         "wrong": counts,
-        "seconds, median": {name: round(statistics.median(seconds), 4) for name, seconds in times.items()},
+        "seconds, median": {
+            name: round(statistics.median(seconds), 4) for name, seconds in times.items()
+        },
         "reduce_scatter / exchange": {
             "median": round(median_ratio(times["reduce_scatter"], times["exchange"]), 3),
             "quartiles": [round(value, 3) for value in statistics.quantiles(ratios, n=4)[::2]],

@@ -1,9 +1,11 @@
-"""How soon a job trains again after SIGKILL of one of four processes: from disk as before, and from memory.
+"""How soon a job trains again after SIGKILL of one of four processes: from disk as before, and from
+memory.
 
     python restarts.py --rounds 5
 
-From disk: checkpoints every 50 steps, fresh processes that import and compile. From memory: snapshots every 5 steps on two hosts
-each, processes that stand by, compiled programs from jax's cache. Interleaved, the same kill in each round.
+From disk: checkpoints every 50 steps, fresh processes that import and compile. From memory:
+snapshots every 5 steps on two hosts each, processes that stand by, compiled programs from jax's
+cache. Interleaved, the same kill in each round.
 
 Claims: at most 5 steps are lost, and the first new step comes in less than a third of the time.
 """
@@ -37,7 +39,10 @@ def pid_of(rank, folder):
             environment = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"RESTARTS_FOLDER={folder}".encode() in environment and f"JAX_PROCESS_ID={rank}".encode() in environment:
+        if (
+            f"RESTARTS_FOLDER={folder}".encode() in environment
+            and f"JAX_PROCESS_ID={rank}".encode() in environment
+        ):
             return int(process.name)
     raise AssertionError("it has ended")
 
@@ -46,18 +51,36 @@ def note(folder):
     """Return the steps that were reported, with the time of each."""
     path = folder / "steps"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [(int(step), float(at)) for step, at in (line.split() for line in lines if line.endswith("\n"))]
+    return [
+        (int(step), float(at))
+        for step, at in (line.split() for line in lines if line.endswith("\n"))
+    ]
 
 
 def restart(way, victim, at):
-    """Kill a process once a step is reached; return the seconds until the job trains again, and the steps that it lost."""
+    """Kill a process once a step is reached.
+
+    Return the seconds until the job trains again, and the steps that it lost.
+    """
     options, memory_every, variables = WAYS[way]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "shardopt.cli", "launch", "--processes", "4", "--max-restarts", "1", *options]
+        command = [
+            sys.executable,
+            "-m",
+            "shardopt.cli",
+            "launch",
+            "--processes",
+            "4",
+            "--max-restarts",
+            "1",
+            *options,
+        ]
         command += ["--log-dir", str(folder / "logs"), "--", str(WORKER), name]
         command += [str(STEPS), str(memory_every), str(EVERY), str(PAUSE)]
-        environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | variables
+        environment = {
+            key: value for key, value in os.environ.items() if key != "XLA_FLAGS"
+        } | variables
         environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "RESTARTS_FOLDER": name}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, env=environment, **pipes) as job:
@@ -94,14 +117,17 @@ def main(rounds):
     for key in ("trains again", "first new step", "steps lost"):
         columns = {way: [one[key] for one in found[way]] for way in WAYS}
         results[key] = {way: round(statistics.median(column), 3) for way, column in columns.items()}
-        results[key] |= {f"largest, {way}": round(max(column), 3) for way, column in columns.items()}
+        results[key] |= {
+            f"largest, {way}": round(max(column), 3) for way, column in columns.items()
+        }
         ratios = [a / b for a, b in zip(columns["memory"], columns["disk"], strict=True)]
         results[key] |= {
             "ratio, median": round(statistics.median(ratios), 3),
             "ratios": [round(one, 3) for one in ratios],
         }
     holds = (
-        results["first new step"]["ratio, median"] < 1 / 3 and results["steps lost"]["largest, memory"] <= MEMORY_EVERY
+        results["first new step"]["ratio, median"] < 1 / 3
+        and results["steps lost"]["largest, memory"] <= MEMORY_EVERY
     )
     results["holds"] = holds
     print(write_json(__file__, results))

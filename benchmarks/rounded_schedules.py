@@ -1,19 +1,21 @@
-"""Final schedules of the 8-bit kernels at the shapes of Llama 3 8B and Mixtral: bundles, flops and bytes, without a TPU.
+"""Final schedules of the 8-bit kernels at the shapes of Llama 3 8B and Mixtral: bundles, flops and
+bytes, without a TPU.
 
     python benchmarks/rounded_schedules.py [--dumps FOLDER]
 
-Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each chip compiles every kernel for 8192 tokens in
-bfloat16, with the flags of `kernel_schedules.py`. Products are in int8, and in fp8 on tpu7x. A kernel takes the longest of
-three times:
+Needs `pip install 'shardopt[tpu]'` or another libtpu. A process for each chip compiles every kernel
+for 8192 tokens in bfloat16, with the flags of `kernel_schedules.py`. Products are in int8, and in
+fp8 on tpu7x. A kernel takes the longest of three times:
 
-- its VLIW bundles, one a cycle. The loop over grid steps has a branch with the body of a step, in which loops over strips and
-  branches of `pl.when` stand. A loop counts with its turns, and a branch as often as it runs. Stalls are not counted.
-  Experts have equal numbers of rows.
+- its VLIW bundles, one a cycle. The loop over grid steps has a branch with the body of a step, in
+  which loops over strips and branches of `pl.when` stand. A loop counts with its turns, and a
+  branch as often as it runs. Stalls are not counted. Experts have equal numbers of rows.
 - its flops at the chip's peak in 8 bits; gradients of experts' weights are in bfloat16.
-- the bytes of the blocks that it copies, over the bandwidth of the memory. A block is copied when its index changes.
+- the bytes of the blocks that it copies, over the bandwidth of the memory. A block is copied when
+  its index changes.
 
-A schedule whose loops and branches are not those of the kernel is refused. Branches that store no vector start or end
-copies, and count as if they always ran.
+A schedule whose loops and branches are not those of the kernel is refused. Branches that store no
+vector start or end copies, and count as if they always ran.
 """
 
 import argparse
@@ -57,15 +59,26 @@ WEIGHTS = {
     "q": Weight(4096, 4096, heads=32),
     "out": Weight(4096, 4096, heads_of_x=32, by_channel=True),
 }
-FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT = "product", "gradient of the tokens", "gradient of the weight"
-ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL = "tokens, rounded", "gradient, by token", "gradient, by channel"
+FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT = (
+    "product",
+    "gradient of the tokens",
+    "gradient of the weight",
+)
+ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL = (
+    "tokens, rounded",
+    "gradient, by token",
+    "gradient, by channel",
+)
 KERNELS = (FORWARD, TOKENS_GRADIENT, WEIGHT_GRADIENT, ROUND_X, ROUND_BY_TOKEN, ROUND_BY_CHANNEL)
-"""Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient that is rounded by token.
-The other kernels have one of the two."""
+"""Names of what kernels compute. Gate and up share the gradient of the tokens, and their gradient
+that is rounded by token. The other kernels have one of the two."""
 ROUND_WEIGHT, NORM_AND_ROUND = "weight, rounded", "tokens, normed and rounded"
 NORM, NORM_GRADIENT, ROTATION = "statistics of a norm", "gradient of a norm", "rotation of queries"
 """Kernels beside the products. These three run in bfloat16 too."""
-EXPERTS, EXPERT_WEIGHTS = 8, {"experts' gate": Weight(4096, 14336), "experts' down": Weight(14336, 4096)}
+EXPERTS, EXPERT_WEIGHTS = (
+    8,
+    {"experts' gate": Weight(4096, 14336), "experts' down": Weight(14336, 4096)},
+)
 """Mixtral 8x7B. The rows are `TOKENS` choices of tokens."""
 
 
@@ -117,7 +130,9 @@ class Bundle(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A loop or a branch of a schedule: its bundles, the turns of a loop, 0 if they are data, and the spans directly in it."""
+    """A loop or a branch of a schedule: its bundles, the turns of a loop, 0 if they are data, and
+    the spans directly in it.
+    """
 
     start: int
     end: int
@@ -131,7 +146,10 @@ class Span(NamedTuple):
 
 
 def form_of(call: Call) -> tuple[Part, ...]:
-    """Return the loops and branches in a step of a kernel. What runs always is no branch, and a loop of one turn no loop."""
+    """Return the loops and branches in a step of a kernel.
+
+    What runs always is no branch, and a loop of one turn no loop.
+    """
 
     def strips(number: int, *parts: Part) -> tuple[Part, ...]:
         turns = call.strips[number]
@@ -162,17 +180,21 @@ _TARGET = re.compile(r"Start/End empty region (\d+)")
 _TURNS = re.compile(r"(%p\w+) = scmp\.ge\.s32\.totalorder %\S+, (\d+) /\* loop exit test")
 _STORE = re.compile(r"\bvst\b")
 DELAYS = {"v5p": 5, "v6e": 5, "tpu7x": 2}
-"""A branch is taken so many bundles later. On tpu7x a loop may end later than this: its bundles have marks."""
+"""A branch is taken so many bundles later. On tpu7x a loop may end later than this: its bundles
+have marks.
+"""
 
 
 def loop_of(text: str, delay: int = 5) -> Span:
     """Return the loop over grid steps of a schedule, from the text of its final bundles.
 
-    A branch is taken `delay` bundles later. The target of a forward branch is the fallthrough (`PF`) with its region. Other
-    branches go back to the last open loop. Its turns are data if it has no test with a number.
+    A branch is taken `delay` bundles later. The target of a forward branch is the fallthrough
+    (`PF`) with its region. Other branches go back to the last open loop. Its turns are data if it
+    has no test with a number.
 
     Raises:
-      ValueError: if a branch has another form, spans overlap, or the loop over grid steps is not the only one or has no number.
+      ValueError: if a branch has another form, spans overlap, or the loop over grid steps is not
+        the only one or has no number.
     """
     heads = list(_BUNDLE.finditer(text))
     ends = [head.start() for head in heads[1:]] + [len(text)]
@@ -181,7 +203,10 @@ def loop_of(text: str, delay: int = 5) -> Span:
         for head, end in zip(heads, ends, strict=True)
     ]
     targets = {
-        region: bundle.at for bundle in bundles if bundle.label == "PF" for region in _TARGET.findall(bundle.text)
+        region: bundle.at
+        for bundle in bundles
+        if bundle.label == "PF"
+        for region in _TARGET.findall(bundle.text)
     }
     turns = {test: int(count) for bundle in bundles for test, count in _TURNS.findall(bundle.text)}
     stores = [bundle.at for bundle in bundles if _STORE.search(bundle.text)]
@@ -201,8 +226,14 @@ def loop_of(text: str, delay: int = 5) -> Span:
                 end = max(at + delay, _end_of_marks(bundles[i + 1 :], start.depth))
                 spans.append(Span(start.at, end, turns.get(test, 0)))
             elif spans:  # before the first loop, a core without steps goes to the end
-                raise ValueError(f"the branch of bundle {at} has no target, and is not the end of a loop")
-    spans = [span for span in spans if span.turns is not None or any(span.start <= at < span.end for at in stores)]
+                raise ValueError(
+                    f"the branch of bundle {at} has no target, and is not the end of a loop"
+                )
+    spans = [
+        span
+        for span in spans
+        if span.turns is not None or any(span.start <= at < span.end for at in stores)
+    ]
     loops = _nested(sorted(spans, key=lambda span: (span.start, -span.end, span.turns is not None)))
     if len(loops) != 1 or not loops[0].turns:
         raise ValueError(f"this schedule has {len(loops)} loops over grid steps")
@@ -210,7 +241,9 @@ def loop_of(text: str, delay: int = 5) -> Span:
 
 
 def _end_of_marks(bundles: list[Bundle], depth: int) -> int:
-    """Return the bundle after the last one that has the marks of a loop so deep, or 0 if the first has fewer."""
+    """Return the bundle after the last one that has the marks of a loop so deep, or 0 if the first
+    has fewer.
+    """
     end = 0
     for bundle in bundles:
         if bundle.label == "LB" or 0 < bundle.depth < depth:
@@ -233,18 +266,23 @@ def _nested(spans: list[Span]) -> tuple[Span, ...]:
 
 
 def bundles_of(text: str, call: Call, delay: int = 5) -> tuple[float, int]:
-    """Return the bundles of a core in all its steps, and these steps, from the text of final bundles.
+    """Return the bundles of a core in all its steps, and these steps, from the text of final
+    bundles.
 
     Raises:
       ValueError: if the loops and branches are not those of the kernel.
     """
     loop = loop_of(text, delay)
     assert loop.turns
-    steps, form = loop.turns - 2, form_of(call)  # two more turns end the copies, and skip the branch with the body
+    # two more turns end the copies, and skip the branch with the body
+    steps, form = loop.turns - 2, form_of(call)
     all_steps = math.prod(call.grid)
-    halves = [all_steps // size * -(-size // 2) for size in call.grid]  # two cores share a dim, and one may have more
+    # two cores share a dim, and one may have more
+    halves = [all_steps // size * -(-size // 2) for size in call.grid]
     if len(loop.parts) != 1 or loop.parts[0].turns is not None or steps not in (all_steps, *halves):
-        raise ValueError(f"{call.name}: {loop.turns} turns of {len(loop.parts)} bodies, for the grid {call.grid}")
+        raise ValueError(
+            f"{call.name}: {loop.turns} turns of {len(loop.parts)} bodies, for the grid {call.grid}"
+        )
     body = loop.parts[0]
     return loop.turns * loop.own + steps * (body.own + _bundles(body.parts, form, call.name)), steps
 
@@ -254,11 +292,17 @@ def _bundles(spans: Sequence[Span], form: Sequence[Part], name: str) -> float:
     if kinds != [part.times * part.is_counted if part.is_loop else None for part in form]:
         raise ValueError(f"{name}: loops and branches {kinds} are not those of {form}")
     pairs = zip(spans, form, strict=True)
-    return sum(part.times * (span.own + _bundles(span.parts, part.parts, name)) for span, part in pairs)
+    return sum(
+        part.times * (span.own + _bundles(span.parts, part.parts, name)) for span, part in pairs
+    )
 
 
-def moved_bytes(grid: tuple[int, ...], specs: list[Any], dtypes: list[Any], scalars: Sequence[Any] = ()) -> int:
-    """Return the bytes of the blocks that are copied: one is when its index changes. Memory pads the last dim to 128.
+def moved_bytes(
+    grid: tuple[int, ...], specs: list[Any], dtypes: list[Any], scalars: Sequence[Any] = ()
+) -> int:
+    """Return the bytes of the blocks that are copied: one is when its index changes.
+
+    Memory pads the last dim to 128.
 
     `scalars` are the arrays of integers that index maps get.
     """
@@ -273,7 +317,9 @@ def moved_bytes(grid: tuple[int, ...], specs: list[Any], dtypes: list[Any], scal
     return moved
 
 
-def programs(precision: Any) -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]:
+def programs(
+    precision: Any,
+) -> dict[str, tuple[Callable[..., Any], list[tuple[tuple[int, ...], str]]]]:
     """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
     import numpy as np
 
@@ -307,15 +353,27 @@ def programs(precision: Any) -> dict[str, tuple[Callable[..., Any], list[tuple[t
                 [rounded(K), rounded(N, narrow_grad), by_channel_scale],
             ),
             ROUND_X: (lambda x: kernels.round_rows([x], narrow), [x]),
-            ROUND_BY_TOKEN: (lambda scale, *grads: kernels.round_rows(grads, narrow_grad, scale), [scale, *[grad] * C]),
-            ROUND_BY_CHANNEL: (lambda grad, scale: kernels.round_columns(grad, narrow_grad, scale), [grad, by_token]),
+            ROUND_BY_TOKEN: (
+                lambda scale, *grads: kernels.round_rows(grads, narrow_grad, scale),
+                [scale, *[grad] * C],
+            ),
+            ROUND_BY_CHANNEL: (
+                lambda grad, scale: kernels.round_columns(grad, narrow_grad, scale),
+                [grad, by_token],
+            ),
         }
         found |= {f"{kernel}, {name}": call for kernel, call in calls.items()}
     counts = np.full(EXPERTS, T // EXPERTS, np.int32)
     for name, (K, N, *_) in EXPERT_WEIGHTS.items():
 
         def multiply(numbers, token_scale, matrix, channel_scale=None):
-            arrays = kernels.RoundedTokens(numbers, token_scale), matrix, channel_scale, counts, precision
+            arrays = (
+                kernels.RoundedTokens(numbers, token_scale),
+                matrix,
+                channel_scale,
+                counts,
+                precision,
+            )
             return experts.multiply(*arrays, summed_rows=channel_scale is not None, dtype=wide)
 
         matrix, by_row = ((K, EXPERTS * N), narrow), ((T, 1), "float32")
@@ -336,7 +394,10 @@ def programs(precision: Any) -> dict[str, tuple[Callable[..., Any], list[tuple[t
     K, N, *_ = WEIGHTS["gate and up"]
     norm = lambda x, scale: kernels.norm_and_round(x, scale, 1e-5, narrow)
     return found | {
-        f"{ROUND_WEIGHT}, gate and up": (lambda weight: kernels.rounded_matrix(weight, narrow), [((K, N), wide)]),
+        f"{ROUND_WEIGHT}, gate and up": (
+            lambda weight: kernels.rounded_matrix(weight, narrow),
+            [((K, N), wide)],
+        ),
         f"{NORM_AND_ROUND}, gate and up": (norm, [((1, T, K), wide), ((K,), wide)]),
         NORM: (lambda x: inverse_rms(x, 1e-5), [((1, T, K), wide)]),
         NORM_GRADIENT: (
@@ -348,7 +409,9 @@ def programs(precision: Any) -> dict[str, tuple[Callable[..., Any], list[tuple[t
 
 
 def compile_programs(chip: str, folder: Path) -> None:
-    """Compile each program for one chip, and write its call and the final bundles of its kernel to a folder of its own."""
+    """Compile each program for one chip, and write its call and the final bundles of its kernel to
+    a folder of its own.
+    """
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -361,14 +424,31 @@ def compile_programs(chip: str, folder: Path) -> None:
     calls, strips, visits_of = [], [], _rounded_experts.Visits.of
 
     def recorded_call(
-        kernel, grid, inputs, in_specs, out_specs, out_shape, *, name, flops=0, scalars: Any = (), **options
+        kernel,
+        grid,
+        inputs,
+        in_specs,
+        out_specs,
+        out_shape,
+        *,
+        name,
+        flops=0,
+        scalars: Any = (),
+        **options,
     ):
-        dtypes, numbers = [array.dtype for array in (*inputs, *out_shape)], [np.asarray(array) for array in scalars]
-        call = Call(name, grid, (), flops, moved_bytes(grid, [*in_specs, *out_specs], dtypes, numbers))
+        dtypes, numbers = (
+            [array.dtype for array in (*inputs, *out_shape)],
+            [np.asarray(array) for array in scalars],
+        )
+        call = Call(
+            name, grid, (), flops, moved_bytes(grid, [*in_specs, *out_specs], dtypes, numbers)
+        )
         if scalars:
             tile, expert, first, end = numbers
             places = tile if name.endswith("_expert_product") else expert
-            call = call._replace(begins=len({*places.tolist()}) / len(places), has_rows=float((first < end).mean()))
+            call = call._replace(
+                begins=len({*places.tolist()}) / len(places), has_rows=float((first < end).mean())
+            )
         if name == "round_by_expert":
             strips.append(in_specs[0].block_shape[0] // ROWS)
         calls.append(call)
@@ -392,14 +472,21 @@ def compile_programs(chip: str, folder: Path) -> None:
         calls.clear()
         strips.clear()
         jax.clear_caches()  # a kernel that was traced before would not tell its strips
-        shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=replicated) for shape, dtype in arguments]
+        shapes = [
+            jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=replicated)
+            for shape, dtype in arguments
+        ]
         with jax.set_mesh(mesh):
             jax.jit(lambda *arrays, function=function: function(*arrays)).lower(*shapes).compile()
         (call,) = calls
         own = folder / program
         own.mkdir()
         (own / "call.json").write_text(json.dumps(call._replace(strips=tuple(strips))._asdict()))
-        (path,) = (path for path in folder.glob(f"*-{call.name}.*-final_bundles.txt") if "analysis" not in path.name)
+        (path,) = (
+            path
+            for path in folder.glob(f"*-{call.name}.*-final_bundles.txt")
+            if "analysis" not in path.name
+        )
         path.rename(own / "bundles.txt")
         for path in folder.iterdir():
             if path.is_file():
@@ -407,7 +494,9 @@ def compile_programs(chip: str, folder: Path) -> None:
 
 
 def schedules(chip: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the counts of every program's kernel, compiled by a process of its own if the folder is not there."""
+    """Return the counts of every program's kernel, compiled by a process of its own if the folder
+    is not there.
+    """
     if not folder.exists():
         folder.mkdir(parents=True)
         env = os.environ | {"LIBTPU_INIT_ARGS": FLAGS.format(folder=folder), "JAX_PLATFORMS": "cpu"}
@@ -415,8 +504,15 @@ def schedules(chip: str, folder: Path) -> dict[str, dict[str, Any]]:
     counts = {}
     for program in programs(PRECISIONS[chip]):
         record = json.loads((folder / program / "call.json").read_text())
-        call = Call(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
-        bundles, steps = bundles_of((folder / program / "bundles.txt").read_text(), call, DELAYS[chip])
+        call = Call(
+            **{
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in record.items()
+            }
+        )
+        bundles, steps = bundles_of(
+            (folder / program / "bundles.txt").read_text(), call, DELAYS[chip]
+        )
         counts[program] = {
             "kernel": call.name,
             "grid": call.grid,
@@ -438,13 +534,20 @@ def milliseconds(chip: str, counts: dict[str, Any]) -> tuple[float, float, float
     assert hardware.clock
     peak = hardware.flops * (2 if counts["kernel"].startswith(PRECISIONS[chip]) else 1)
     times = counts["bundles of a core"] / hardware.clock, counts["flops"] / peak
-    bundles, flops, moved = (1e3 * seconds for seconds in (*times, counts["bytes"] / hardware.memory_bandwidth))
+    bundles, flops, moved = (
+        1e3 * seconds for seconds in (*times, counts["bytes"] / hardware.memory_bandwidth)
+    )
     return bundles, flops, moved
 
 
 def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """Return a line for each kernel, weight and chip: milliseconds by bundles, flops and bytes, and the longest of them."""
-    lines = ["| chip | kernel | ms by bundles | by flops | by bytes | longest |", "|---|---|---:|---:|---:|---:|"]
+    """Return a line for each kernel, weight and chip: milliseconds by bundles, flops and bytes, and
+    the longest of them.
+    """
+    lines = [
+        "| chip | kernel | ms by bundles | by flops | by bytes | longest |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for chip, programs in results.items():
         for program, counts in programs.items():
             times = milliseconds(chip, counts)
@@ -454,9 +557,13 @@ def table(results: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def short_table(
-    results: dict[str, dict[str, dict[str, Any]]], chip: str, weights: Sequence[str] = tuple(WEIGHTS)
+    results: dict[str, dict[str, dict[str, Any]]],
+    chip: str,
+    weights: Sequence[str] = tuple(WEIGHTS),
 ) -> str:
-    """Return a line for each kernel, and a column for each weight: the longest time, and the flops at peak in brackets."""
+    """Return a line for each kernel, and a column for each weight: the longest time, and the flops
+    at peak in brackets.
+    """
     lines = [f"| {chip}, ms | {' | '.join(weights)} |", "|---|" + "---:|" * len(weights)]
     for kernel in KERNELS:
         if f"{kernel}, {weights[0]}" not in results[chip]:
@@ -470,7 +577,8 @@ def short_table(
 
 
 def gate_column(results: dict[str, dict[str, dict[str, Any]]], chip: str) -> list[str]:
-    """Return the cells of the product of gate alone: the product, both gradients, the roundings, and all together.
+    """Return the cells of the product of gate alone: the product, both gradients, the roundings,
+    and all together.
 
     Gate and up share the kernels for the gradients of tokens, and each has half of their time.
     """
@@ -482,7 +590,11 @@ def gate_column(results: dict[str, dict[str, dict[str, Any]]], chip: str) -> lis
     grads = longest(ROUND_BY_TOKEN) / 2 + longest(ROUND_BY_CHANNEL)
     roundings = longest(ROUND_WEIGHT), longest(ROUND_X), grads
     cells = [f"{time:.2f}" for time in products]
-    return [*cells, ", ".join(f"{time:.2f}" for time in roundings), f"{sum(products) + sum(roundings):.2f}"]
+    return [
+        *cells,
+        ", ".join(f"{time:.2f}" for time in roundings),
+        f"{sum(products) + sum(roundings):.2f}",
+    ]
 
 
 def main() -> None:
@@ -492,12 +604,18 @@ def main() -> None:
         compile_programs(chip, Path(folder))
         return
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dumps", type=Path, default=Path(tempfile.gettempdir()) / "rounded_schedules")
+    parser.add_argument(
+        "--dumps", type=Path, default=Path(tempfile.gettempdir()) / "rounded_schedules"
+    )
     options = parser.parse_args()
     results = {chip: schedules(chip, options.dumps / chip) for chip in PRECISIONS}
     write_json(__file__, results)
     weights = tuple(WEIGHTS), tuple(EXPERT_WEIGHTS)
-    print(table(results), *(short_table(results, chip, some) for chip in results for some in weights), sep="\n\n")
+    print(
+        table(results),
+        *(short_table(results, chip, some) for chip in results for some in weights),
+        sep="\n\n",
+    )
     print("\nGate alone on v6e:", *gate_column(results, "v6e"), sep="\n")
 
 

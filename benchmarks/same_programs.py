@@ -1,13 +1,15 @@
 """Whether two versions of shardopt compile the same programs: what each sends, holds and computes.
 
-Run: python benchmarks/same_programs.py --write BEFORE.json, the same with the other version as AFTER.json, then
+Run: python benchmarks/same_programs.py --write BEFORE.json, the same with the other version as
+AFTER.json, then
      python benchmarks/same_programs.py --compare BEFORE.json AFTER.json
 
-Every strategy, schedule, reducer and kind of step of replicas that train apart is compiled on eight fake CPU devices;
-nothing is run. Recorded are the collectives, the bytes of arguments, outputs, reused and temporary buffers, and the
-flops of each program. Nothing but the public interface is used, so that it outlives what is inside. Names of
-instructions and their order are not looked at. Two programs that differ in none of this may still compute something
-else: that is for the tests to see.
+Every strategy, schedule, reducer and kind of step of replicas that train apart is compiled on eight
+fake CPU devices; nothing is run. Recorded are the collectives, the bytes of arguments, outputs,
+reused and temporary buffers, and the flops of each program. Nothing but the public interface is
+used, so that it outlives what is inside. Names of instructions and their order are not looked at.
+Two programs that differ in none of this may still compute something else: that is for the tests to
+see.
 """
 
 import argparse
@@ -52,7 +54,9 @@ class Problem(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A strategy to compile: its step, or those from the given numbers where they differ, and its evaluation."""
+    """A strategy to compile: its step, or those from the given numbers where they differ, and its
+    evaluation.
+    """
 
     name: str
     make: Callable[[], Any]
@@ -63,7 +67,9 @@ class Row(NamedTuple):
 
 def shapes(tree):
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        tree,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
 
@@ -85,8 +91,12 @@ def noisy_loss(params, batch, rng=None):
     x = batch["x"] - params["stats"]["mean"][None, :]
     if rng is not None:
         x = x * jax.random.bernoulli(rng, 0.9, x.shape)
-    stats = so.Updated({"stats": {"mean": 0.9 * params["stats"]["mean"] + 0.1 * batch["x"].mean(0)}})
-    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["out"] - batch["y"]) ** 2), {"stats": stats}
+    stats = so.Updated(
+        {"stats": {"mean": 0.9 * params["stats"]["mean"] + 0.1 * batch["x"].mean(0)}}
+    )
+    return jnp.mean((jnp.tanh(x @ params["up"]) @ params["out"] - batch["y"]) ** 2), {
+        "stats": stats
+    }
 
 
 MODEL = so.BlockModel(
@@ -98,11 +108,21 @@ BATCH = shapes({"x": (ROWS, INPUTS), "y": (ROWS, OUTPUTS), "weights": (ROWS,)})
 BLOCKS = {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH), "bias": (LAYERS, WIDTH)}
 PROBLEMS = {
     "blocks": Problem(
-        MODEL, shapes({"blocks": BLOCKS, "in": (INPUTS, WIDTH), "out": (WIDTH, OUTPUTS), "scale": ()}), BATCH
+        MODEL,
+        shapes({"blocks": BLOCKS, "in": (INPUTS, WIDTH), "out": (WIDTH, OUTPUTS), "scale": ()}),
+        BATCH,
     ),
     "plain": Problem(
         plain_loss,
-        shapes({"up": (INPUTS, HIDDEN), "down": (HIDDEN, WIDTH), "bias": (WIDTH,), "odd": (WIDTH, 5), "scale": ()})
+        shapes(
+            {
+                "up": (INPUTS, HIDDEN),
+                "down": (HIDDEN, WIDTH),
+                "bias": (WIDTH,),
+                "odd": (WIDTH, 5),
+                "scale": (),
+            }
+        )
         | {"count": jax.ShapeDtypeStruct((), jnp.int32)},
         BATCH,
     ),
@@ -137,7 +157,8 @@ PIPELINE = {"data": 2, "pipeline": 2, "tensor": 2}
 APART = {"replica": 2, "data": 4}
 SCHEDULES = {
     "gpipe": so.schedules.gpipe,
-    "one_f_one_b": getattr(so.schedules, "eager_one_f_one_b", so.schedules.one_f_one_b),  # what it was called before
+    # what it was called before
+    "one_f_one_b": getattr(so.schedules, "eager_one_f_one_b", so.schedules.one_f_one_b),
     "interleaved": lambda stages, count: so.schedules.interleaved(stages, count, num_chunks=2),
     "zero_bubble": so.schedules.zero_bubble,
     "zero_bubble_lockstep": so.schedules.zero_bubble_lockstep,
@@ -165,7 +186,10 @@ def mesh_of(sizes):
 
 
 def strategy(name, sizes, problem, optimizer="adamw", **options):
-    """Return a strategy on the first devices that the mesh needs; rules where there is a tensor axis."""
+    """Return a strategy on the first devices that the mesh needs.
+
+    Rules where there is a tensor axis.
+    """
     mesh = mesh_of(sizes)
     rules = RULES if "tensor" in sizes else ()
     options = {"rules": rules, "frozen": problem.frozen} | options
@@ -182,7 +206,13 @@ def row(label, name, sizes, problem="blocks", over=None, steps=(), **options):
         return made if over is None else over(made)
 
     # The evaluation of replicas is that of the strategy they are made of, whatever the steps do.
-    return Row(f"{label}, {mesh}, {problem}", make, case, steps, evaluate=over is None or label.startswith("local_sgd"))
+    return Row(
+        f"{label}, {mesh}, {problem}",
+        make,
+        case,
+        steps,
+        evaluate=over is None or label.startswith("local_sgd"),
+    )
 
 
 def all_rows() -> Iterator[Row]:
@@ -194,22 +224,33 @@ def all_rows() -> Iterator[Row]:
 
 
 def plain_rows():
-    """Every strategy on every mesh with both losses: 50 of the 100 rows that there are with 1 and with 2 micro-batches.
+    """Every strategy on every mesh with both losses: 50 of the 100 rows that there are with 1 and
+    with 2 micro-batches.
 
-    Which has 2 alternates along all three, so that every pair and both numbers of micro-batches are seen together:
-    strategy and mesh, strategy and loss, mesh and loss. Momentum is seen with every strategy, mesh and loss.
+    Which has 2 alternates along all three, so that every pair and both numbers of micro-batches are
+    seen together: strategy and mesh, strategy and loss, mesh and loss. Momentum is seen with every
+    strategy, mesh and loss.
     """
     for s, name in enumerate(list(STRATEGIES)[:5]):
         for m, sizes in enumerate(MESHES):
             for p, problem in enumerate(("blocks", "plain")):
-                count, optimizer = 1 + (s + m + p) % 2, "momentum" if (s + 2 * m + p) % 5 == 0 else "adamw"
+                count, optimizer = (
+                    1 + (s + m + p) % 2,
+                    "momentum" if (s + 2 * m + p) % 5 == 0 else "adamw",
+                )
                 label = f"{name}, {optimizer}, micro_batches={count}"
                 yield row(label, name, sizes, problem, micro_batches=count, optimizer=optimizer)
 
 
 def feature_rows():
-    """Gathers in half precision, recomputed blocks, frozen and updated leaves, random numbers, reducers."""
-    for sizes, problem, count in (({"data": 8}, "blocks", 1), (APART, "plain", 2), (MESHES[1], "blocks", 2)):
+    """Gathers in half precision, recomputed blocks, frozen and updated leaves, random numbers,
+    reducers.
+    """
+    for sizes, problem, count in (
+        ({"data": 8}, "blocks", 1),
+        (APART, "plain", 2),
+        (MESHES[1], "blocks", 2),
+    ):
         label = f"fsdp, gathers in bfloat16, micro_batches={count}"
         yield row(label, "fsdp", sizes, problem, micro_batches=count, gather_dtype=jnp.bfloat16)
     yield row("fsdp", "fsdp", {"data": 8}, "recomputed blocks")
@@ -217,23 +258,47 @@ def feature_rows():
         yield row(f"{name}, micro_batches={count}", name, MESHES[3], "noisy", micro_batches=count)
     for name, reducer in REDUCERS.items():
         yield row(f"ddp, {name}", "ddp", {"data": 8}, reducer=reducer)
-    for name, sizes, count in (("error_feedback int8", MESHES[1], 2), ("error_feedback power_sgd", APART, 1)):
+    for name, sizes, count in (
+        ("error_feedback int8", MESHES[1], 2),
+        ("error_feedback power_sgd", APART, 1),
+    ):
         label = f"ddp, {name}, micro_batches={count}"
-        yield row(label, "ddp", sizes, reducer=REDUCERS[name], micro_batches=count, optimizer="momentum")
+        yield row(
+            label, "ddp", sizes, reducer=REDUCERS[name], micro_batches=count, optimizer="momentum"
+        )
 
 
 def hybrid_rows():
     """Every schedule with three placements; then what is seen with some of them only."""
     for name, schedule in SCHEDULES.items():
         for placement in ("ddp", "zero1", "fsdp"):
-            optimizer = "momentum" if (name, placement) in (("gpipe", "fsdp"), ("zero_bubble", "zero1")) else "adamw"
-            options = {"schedule": schedule, "placement": placement, "micro_batches": 4, "optimizer": optimizer}
+            optimizer = (
+                "momentum"
+                if (name, placement) in (("gpipe", "fsdp"), ("zero_bubble", "zero1"))
+                else "adamw"
+            )
+            options = {
+                "schedule": schedule,
+                "placement": placement,
+                "micro_batches": 4,
+                "optimizer": optimizer,
+            }
             yield row(f"hybrid {name}, {placement}, {optimizer}", "hybrid", PIPELINE, **options)
     others = [
         ("one_f_one_b", "zero2", {"replica": 2, "data": 2, "pipeline": 2}, {}),
-        ("interleaved", "fsdp", {"data": 4, "pipeline": 2}, {"remat": True, "gather_dtype": jnp.bfloat16}),
+        (
+            "interleaved",
+            "fsdp",
+            {"data": 4, "pipeline": 2},
+            {"remat": True, "gather_dtype": jnp.bfloat16},
+        ),
         ("zero_bubble", "fsdp", {"data": 2, "pipeline": 4}, {"remat": True}),
-        ("one_f_one_b", "zero1", {"data": 4, "pipeline": 2}, {"reducer": REDUCERS["error_feedback int8"]}),
+        (
+            "one_f_one_b",
+            "zero1",
+            {"data": 4, "pipeline": 2},
+            {"reducer": REDUCERS["error_feedback int8"]},
+        ),
         ("gpipe", "fsdp", {"data": 4, "tensor": 2, "pipeline": 1}, {}),
     ]
     for name, placement, sizes, extra in others:
@@ -249,22 +314,54 @@ def apart_rows():
         local_sgd = lambda made: so.local_sgd(made, sync_every=2, warmup_steps=1)
         yield row(f"local_sgd of {name}", name, APART, over=local_sgd, steps=(0, 1, 2))
         # alone, agreed
-        yield row(f"diloco of {name}", name, APART, over=lambda made: so.diloco(made, sync_every=2), steps=(0, 1))
+        yield row(
+            f"diloco of {name}",
+            name,
+            APART,
+            over=lambda made: so.diloco(made, sync_every=2),
+            steps=(0, 1),
+        )
     stream = lambda made: so.diloco(
         made, sync_every=4, fragments=2, delay=1, mix=0.5, reducer=R.error_feedback(R.int8(8))
     )
-    late = lambda made: so.diloco(made, sync_every=6, fragments=2, delay=2, reducer=R.error_feedback(R.top_k(0.25)))
-    parts = lambda made: so.diloco(made, sync_every=4, fragments=2, reducer=R.error_feedback(R.power_sgd(1)))
+    late = lambda made: so.diloco(
+        made, sync_every=6, fragments=2, delay=2, reducer=R.error_feedback(R.top_k(0.25))
+    )
+    parts = lambda made: so.diloco(
+        made, sync_every=4, fragments=2, reducer=R.error_feedback(R.power_sgd(1))
+    )
     yield row("diloco of fsdp, streamed int8", "fsdp", APART, over=stream, steps=(0, 2, 4))
-    yield row("diloco of ddp, sent and applied later, top_k", "ddp", APART, over=late, steps=(0, 3, 4, 6, 7))
+    yield row(
+        "diloco of ddp, sent and applied later, top_k",
+        "ddp",
+        APART,
+        over=late,
+        steps=(0, 3, 4, 6, 7),
+    )
     yield row("diloco of zero1, fragments, power_sgd", "zero1", APART, over=parts, steps=(1, 3))
     own = {"reducer": REDUCERS["error_feedback int8"], "optimizer": "momentum"}
     once = lambda made: so.diloco(made, sync_every=2)
-    yield row("diloco of ddp with a reducer of its own", "ddp", APART, over=once, steps=(0, 1), **own)
+    yield row(
+        "diloco of ddp with a reducer of its own", "ddp", APART, over=once, steps=(0, 1), **own
+    )
     mixed = {"replica": 2, "data": 2, "tensor": 2}
-    yield row("diloco of fsdp, streamed int8, micro_batches=2", "fsdp", mixed, over=stream, steps=(2,), micro_batches=2)
+    yield row(
+        "diloco of fsdp, streamed int8, micro_batches=2",
+        "fsdp",
+        mixed,
+        over=stream,
+        steps=(2,),
+        micro_batches=2,
+    )
     stages = {"replica": 2, "data": 2, "pipeline": 2}
-    yield row("diloco of hybrid, streamed int8", "hybrid", stages, over=stream, steps=(2,), micro_batches=2)
+    yield row(
+        "diloco of hybrid, streamed int8",
+        "hybrid",
+        stages,
+        over=stream,
+        steps=(2,),
+        micro_batches=2,
+    )
     noisy = lambda made: so.local_sgd(made, sync_every=2)
     yield row("local_sgd of ddp", "ddp", APART, "noisy", over=noisy, steps=(0, 1))
 
@@ -276,9 +373,15 @@ def programs_of(one: Row) -> Iterator[tuple[str, Any]]:
     for step in one.steps or (None,):
         now = state if step is None else state._replace(step=np.int32(step))
         label = "step" if step is None else f"step {step}"
-        yield f"{one.name}: {label}", facts(opt.step.lower(now, one.problem.batch).compile(), opt.mesh)
+        yield (
+            f"{one.name}: {label}",
+            facts(opt.step.lower(now, one.problem.batch).compile(), opt.mesh),
+        )
     if one.evaluate:
-        yield f"{one.name}: evaluate", facts(opt.evaluate.lower(state, one.problem.batch).compile(), opt.mesh)
+        yield (
+            f"{one.name}: evaluate",
+            facts(opt.evaluate.lower(state, one.problem.batch).compile(), opt.mesh),
+        )
 
 
 def facts(compiled, mesh) -> dict[str, Any]:
@@ -326,7 +429,8 @@ def write(path: Path, only: str = "") -> None:
             raise SystemExit(f"same_programs: two rows are called {min(both)}.")
         found |= new
         print(
-            f"{time.monotonic() - start:4.0f} s  {len(new)} in {time.monotonic() - before:4.1f} s  {one.name}",
+            f"{time.monotonic() - start:4.0f} s  {len(new)} in {time.monotonic() - before:4.1f} s "
+            f" {one.name}",
             flush=True,
         )
     write_json(__file__, {"programs": found}, path)
@@ -334,23 +438,39 @@ def write(path: Path, only: str = "") -> None:
 
 
 def counts(program: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts of a program as numbers by what they say; of collectives, how many there are of each sort."""
+    """Return the facts of a program as numbers by what they say.
+
+    Of collectives, how many there are of each sort.
+    """
     numbers = {name: value for name, value in program.items() if name != "collectives"}
     for one in program["collectives"]:
         axes = "mixed" if one["axes"] is None else " x ".join(one["axes"])
         said = f"{one['kind']} over {axes} of {one['bytes']} bytes"
-        said += "" if not one["in_loop"] else f", {'?' if one['calls'] is None else one['calls']} calls in loops"
+        said += (
+            ""
+            if not one["in_loop"]
+            else f", {'?' if one['calls'] is None else one['calls']} calls in loops"
+        )
         said += ", in a branch" if one["in_branch"] else ""
         numbers[said] = one["count"]
     return numbers
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str, str, Any, Any]]:
-    """Return (program, what, before, after) of all that differs; None where one of them has none of it."""
+    """Return (program, what, before, after) of all that differs.
+
+    None where one of them has none of it.
+    """
     found = []
     for name in sorted(before.keys() | after.keys()):
         if name not in before or name not in after:
-            found.append((name, "the program", *("there" if name in side else None for side in (before, after))))
+            found.append(
+                (
+                    name,
+                    "the program",
+                    *("there" if name in side else None for side in (before, after)),
+                )
+            )
             continue
         one, other = counts(before[name]), counts(after[name])
         found += [
@@ -367,7 +487,10 @@ def table(found: list[tuple[str, str, Any, Any]]) -> str:
     lines, last = [], None
     for name, what, before, after in found:
         lines += [name] if name != last else []
-        lines.append(f"    {what:<{width}}  {'-' if before is None else before} -> {'-' if after is None else after}")
+        lines.append(
+            f"    {what:<{width}}  {'-' if before is None else before} ->"
+            f" {'-' if after is None else after}"
+        )
         last = name
     return "\n".join(lines)
 
@@ -381,7 +504,10 @@ def compare(before: dict[str, Any], after: dict[str, Any], only: str = "") -> in
     for package in SAME:
         versions = [record["versions"].get(package) for record in (before, after)]
         if versions[0] != versions[1]:
-            told = f"same_programs: the records are of {package} {versions[0]} and of {package} {versions[1]}"
+            told = (
+                f"same_programs: the records are of {package} {versions[0]} and of {package}"
+                f" {versions[1]}"
+            )
             raise SystemExit(f"{told}: programs of one version can be compared only.")
     sides = [
         {name: program for name, program in record["results"]["programs"].items() if only in name}
@@ -392,18 +518,29 @@ def compare(before: dict[str, Any], after: dict[str, Any], only: str = "") -> in
     found = differences(*sides)
     if found:
         print(table(found))
-        print(f"\n{len({name for name, *_ in found})} of {len(sides[0].keys() | sides[1].keys())} programs differ")
+        print(
+            f"\n{len({name for name, *_ in found})} of {len(sides[0].keys() | sides[1].keys())}"
+            " programs differ"
+        )
         return 1
     print(f"{len(sides[0])} programs, all the same")
     return 0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, metavar="FILE", help="compile, and write what was found")
-    what.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two files so written")
-    parser.add_argument("--only", default="", metavar="TEXT", help="programs whose name has this in it")
+    what.add_argument(
+        "--write", type=Path, metavar="FILE", help="compile, and write what was found"
+    )
+    what.add_argument(
+        "--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"), help="two files so written"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="programs whose name has this in it"
+    )
     args = parser.parse_args()
     if args.compare:
         return compare(*(json.loads(path.read_text()) for path in args.compare), args.only)

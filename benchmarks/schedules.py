@@ -1,16 +1,18 @@
-"""Which pipeline schedule pays: the passes of real v5p programs, and how long a step of each schedule is made of them.
+"""Which pipeline schedule pays: the passes of real v5p programs, and how long a step of each
+schedule is made of them.
 
 Run: python benchmarks/schedules.py [--only NAME] [--pictures DIR]   (needs libtpu; one compile a schedule, about a minute each)
 
-The step of a transformer of Llama 3 8B's width (2 blocks a chunk, 4 stages, 2048 tokens a micro-batch, products in
-bfloat16) is compiled for four chips of v5p with every schedule. Of each program are read the seconds of its passes by XLA's
-own cycle estimates (forward, input gradient, weight gradient, both at once; the loss and the embedding apart), what a
-tick takes beside them, what comes outside of the ticks, the flops of each pass, and the planned memory; once more where a
-chunk is one block. Times of a step
-are the schedule's clock with these numbers, for 4 blocks a stage: that of the program, in lockstep, where every tick
-takes as long as its busiest stage, or sent ahead, where a stage waits for what its neighbours began; and every stage at
-its own pace, as a program a stage could at best.
-Nothing runs: these are estimates, good for comparing schedules and nothing else.
+The step of a transformer of Llama 3 8B's width (2 blocks a chunk, 4 stages, 2048 tokens a
+micro-batch, products in bfloat16) is compiled for four chips of v5p with every schedule. Of each
+program are read the seconds of its passes by XLA's own cycle estimates (forward, input gradient,
+weight gradient, both at once; the loss and the embedding apart), what a tick takes beside them,
+what comes outside of the ticks, the flops of each pass, and the planned memory; once more where a
+chunk is one block. Times of a step are the schedule's clock with these numbers, for 4 blocks a
+stage: that of the program, in lockstep, where every tick takes as long as its busiest stage, or
+sent ahead, where a stage waits for what its neighbours began; and every stage at its own pace, as a
+program a stage could at best. Nothing runs: these are estimates, good for comparing schedules and
+nothing else.
 """
 
 import argparse
@@ -86,18 +88,26 @@ def passes(text, schedule):
     computations = program.module.computations
 
     def branches(name):
-        """What each branch of each conditional directly in a computation takes, in the program's order."""
+        """What each branch of each conditional directly in a computation takes, in the program's
+        order.
+        """
         lines = [line for line in computations[name] if line.opcode == "conditional"]
         return [(line, {callee: reader.cost(callee) for callee in callees(line)}) for line in lines]
 
     loops = [one for one in reader.read(program.module.entry) if isinstance(one, Loop)]
-    loop = max((one for one in loops if one.turns == schedule.num_ticks), key=lambda one: reader.cost(one.computation))
+    loop = max(
+        (one for one in loops if one.turns == schedule.num_ticks),
+        key=lambda one: reader.cost(one.computation),
+    )
     all_branches = branches(loop.computation)
     kinds = ["forward", "backward", "weight"][: len(schedule.ticks.passes)]
     dearest = sorted(all_branches, key=lambda one: -max(one[1].values()))[: len(kinds)]
     found = {}
-    # a backward reads what the forward of its tick wrote, a weight pass what the backward did: they stand in this order
-    for kind, (_, costs) in zip(kinds, [one for one in all_branches if one in dearest], strict=True):
+    # a backward reads what the forward of its tick wrote, a weight pass what the backward did: they
+    # stand in this order
+    for kind, (_, costs) in zip(
+        kinds, [one for one in all_branches if one in dearest], strict=True
+    ):
         work = max(costs, key=costs.get)
         nested = [each for _, each in branches(work)]
         # loss and embedding, or nothing
@@ -113,13 +123,19 @@ def passes(text, schedule):
     actions = reader.read(loop.computation)
     found["permutes"] = sum(one.seconds for one in actions if isinstance(one, Start))
     found["permutes_beside_passes"] = _beside_passes(actions, Start, Done)
-    found["tick"] = reader.cost(loop.computation) - sum(max(costs.values()) for _, costs in all_branches)
-    found["outside"] = reader.cost(program.module.entry) - loop.turns * reader.cost(loop.computation)
+    found["tick"] = reader.cost(loop.computation) - sum(
+        max(costs.values()) for _, costs in all_branches
+    )
+    found["outside"] = reader.cost(program.module.entry) - loop.turns * reader.cost(
+        loop.computation
+    )
     return found
 
 
 def _beside_passes(actions, start, done):
-    """How many permutes of a tick begin before its first branch and are waited for after its last one."""
+    """How many permutes of a tick begin before its first branch and are waited for after its last
+    one.
+    """
     kinds = [type(one).__name__ for one in actions]
     if "Branch" not in kinds:
         return 0
@@ -129,7 +145,10 @@ def _beside_passes(actions, start, done):
 
 
 def flops(text, computation):
-    """The flops of inner products of a computation; conditionals in it, which are the ends of the model, left out."""
+    """The flops of inner products of a computation.
+
+    Conditionals in it, which are the ends of the model, left out.
+    """
     from shardopt.hlo import _program as audit
     from shardopt.hlo._hlo_text import parse
 
@@ -139,10 +158,15 @@ def flops(text, computation):
 
 
 def times(make, found, micro_batches):
-    """Return the seconds of the ticks of a step by the schedule's clock, with 4 blocks a stage, and what a stage keeps."""
+    """Return the seconds of the ticks of a step by the schedule's clock, with 4 blocks a stage, and
+    what a stage keeps.
+    """
     schedule = make(STAGES, micro_batches)
     size, scale = schedule.num_stages * schedule.num_chunks, 2 / schedule.num_chunks
-    F, B, W = (scale * found[kind]["seconds"] if kind in found else 0.0 for kind in ("forward", "backward", "weight"))
+    F, B, W = (
+        scale * found[kind]["seconds"] if kind in found else 0.0
+        for kind in ("forward", "backward", "weight")
+    )
     backward = [B + found["embedding"], *[B] * (size - 2), B + found["loss"]]
     numbers = {"forward": F, "backward": backward, "weight": W}
     saved = B + W - scale * found.get("both", 0.0)
@@ -159,22 +183,33 @@ def times(make, found, micro_batches):
 
 
 def stage_flops(make, found):
-    """Return [S], the flops of inner products of a stage in a step of 8 micro-batches, with 4 blocks a stage."""
+    """Return [S], the flops of inner products of a stage in a step of 8 micro-batches, with 4
+    blocks a stage.
+    """
     schedule = make(STAGES, MICRO_BATCHES)
-    each = 2 * MICRO_BATCHES * sum(found[kind]["flops"] for kind in ("forward", "backward", "weight") if kind in found)
+    each = (
+        2
+        * MICRO_BATCHES
+        * sum(found[kind]["flops"] for kind in ("forward", "backward", "weight") if kind in found)
+    )
     last = schedule.ticks.stage_of[-1]
     return [each + MICRO_BATCHES * found["loss_flops"] * (stage == last) for stage in range(STAGES)]
 
 
 def lockstep(schedule, numbers, saved):
-    """Return the seconds of all ticks; a backward with its weight pass in one tick runs as one, which saves so many."""
+    """Return the seconds of all ticks.
+
+    A backward with its weight pass in one tick runs as one, which saves so many.
+    """
     import numpy as np
 
     ticks = schedule.ticks
     load = np.zeros((ticks.num_ticks, ticks.num_stages))
     for kind, when in ticks.passes.items():
         each = (
-            numbers[kind] if ticks.weight is not None or kind == "forward" else np.add(numbers[kind], numbers["weight"])
+            numbers[kind]
+            if ticks.weight is not None or kind == "forward"
+            else np.add(numbers[kind], numbers["weight"])
         )
         cost = np.broadcast_to(np.reshape(each, (-1, 1)), when.shape)
         np.add.at(load, (when, np.asarray(ticks.stage_of)[:, None]), cost)
@@ -215,19 +250,36 @@ def _draw(path, schedule, **times):
 
 
 def store(rows, one_block):
-    """Write what is known so far, with the step that each schedule's passes give; a run that ends early loses one program."""
+    """Write what is known so far, with the step that each schedule's passes give.
+
+    A run that ends early loses one program.
+    """
     for name, row in rows.items():
-        row["step"] = {str(count): times(builders()[name], row["passes"], count) for count in COUNTS}
+        row["step"] = {
+            str(count): times(builders()[name], row["passes"], count) for count in COUNTS
+        }
         row["stage_flops"] = stage_flops(builders()[name], row["passes"])
-    results = {"topology": TOPOLOGY, "stages": STAGES, "tokens": TOKENS, "schedules": rows, "one_block": one_block}
+    results = {
+        "topology": TOPOLOGY,
+        "stages": STAGES,
+        "tokens": TOKENS,
+        "schedules": rows,
+        "one_block": one_block,
+    }
     return write_json(__file__, results)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", help="compile this schedule, or one_block, and keep what is known of the others")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", help="compile this schedule, or one_block, and keep what is known of the others"
+    )
     parser.add_argument("--keep", type=Path, help="write the text of the compiled program here")
-    parser.add_argument("--pictures", type=Path, help="draw the schedules into this folder, and compile nothing")
+    parser.add_argument(
+        "--pictures", type=Path, help="draw the schedules into this folder, and compile nothing"
+    )
     options = parser.parse_args()
     if options.pictures:
         return pictures(options.pictures)
@@ -236,7 +288,10 @@ def main():
     rows, one_block = known.get("schedules", {}), known.get("one_block")
     if options.only in (None, "one_block"):
         make = builders()["zero_bubble_v"]
-        one_block = {"schedule": "zero_bubble_v", "passes": passes(compiled(make, 1).text, make(STAGES, MICRO_BATCHES))}
+        one_block = {
+            "schedule": "zero_bubble_v",
+            "passes": passes(compiled(make, 1).text, make(STAGES, MICRO_BATCHES)),
+        }
     if options.only in (None, "one_block"):
         store(rows, one_block)
     for name, make in builders().items():

@@ -1,10 +1,12 @@
-"""What it costs to prove that a loss is a mean over rows: seconds of the first step, over those without the proof.
+"""What it costs to prove that a loss is a mean over rows: seconds of the first step, over those
+without the proof.
 
     python benchmarks/separability_cost.py --rounds 3
 
-The first call of `opt.step` traces, compiles and takes one step; every cache of jax is cleared before. Control: the view that the
-proof chooses, asked for (`separable=True`, or `view="global"`), so that nothing is proved. Test: `view="auto"`. In turns, in one run.
-Claim: the test takes at most 1.05 of the control's time, or 0.3 s more.
+The first call of `opt.step` traces, compiles and takes one step; every cache of jax is cleared
+before. Control: the view that the proof chooses, asked for (`separable=True`, or `view="global"`),
+so that nothing is proved. Test: `view="auto"`. In turns, in one run. Claim: the test takes at most
+1.05 of the control's time, or 0.3 s more.
 """
 
 import argparse
@@ -52,7 +54,11 @@ def of_gpt(dim, num_layers, length):
     """The GPT of `shardopt.models`, a scan over its blocks."""
     config = gpt.GPTConfig(dim=dim, num_layers=num_layers, max_length=length)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length + 1), np.int32)
-    return gpt.model(config), jax.device_get(gpt.init(config, jax.random.key(0))), {"tokens": tokens}
+    return (
+        gpt.model(config),
+        jax.device_get(gpt.init(config, jax.random.key(0))),
+        {"tokens": tokens},
+    )
 
 
 def ode():
@@ -64,7 +70,14 @@ def ode():
         control = diffrax.PIDController(rtol=1e-3, atol=1e-3)
         term = diffrax.ODETerm(lambda t, y, args: field(y))
         return diffrax.diffeqsolve(
-            term, diffrax.Tsit5(), t0=0.0, t1=1.0, dt0=0.1, y0=start, stepsize_controller=control, max_steps=64
+            term,
+            diffrax.Tsit5(),
+            t0=0.0,
+            t1=1.0,
+            dt0=0.1,
+            y0=start,
+            stepsize_controller=control,
+            max_steps=64,
         ).ys[0]
 
     def loss_fn(params, batch):
@@ -80,11 +93,17 @@ def policy():
 
     def loss_fn(params, batch):
         logits = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
-        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["action"][:, None], axis=1)[:, 0]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["action"][:, None], axis=1)[
+            :, 0
+        ]
         advantage = (batch["reward"] - batch["reward"].mean()) / (batch["reward"].std() + 1e-8)
         return -jnp.mean(advantage * chosen)
 
-    return loss_fn, params, {"x": normal(ROWS, 12), "reward": normal(ROWS), "action": np.arange(ROWS) % 4}
+    return (
+        loss_fn,
+        params,
+        {"x": normal(ROWS, 12), "reward": normal(ROWS), "action": np.arange(ROWS) % 4},
+    )
 
 
 MODELS = {
@@ -110,7 +129,11 @@ def first_step(name, **options):
 def main(rounds):
     warnings.simplefilter("ignore")  # of the global view, which two of them are to take
     first_step("mlp")  # what jax does once a process
-    results = {"claim": f"at most {CLAIM} of the time, or {SECONDS} s more", "rounds": rounds, "models": {}}
+    results = {
+        "claim": f"at most {CLAIM} of the time, or {SECONDS} s more",
+        "rounds": rounds,
+        "models": {},
+    }
     print(f"{'model':16} {'view':12} {'without':>9} {'with':>9} {'ratio':>6}")
     for name in MODELS:
         pairs = []

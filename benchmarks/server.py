@@ -1,13 +1,16 @@
-"""How fast the parameter server is: pushes per second and MB/s on threads and on Ray, and where the time goes.
+"""How fast the parameter server is: pushes per second and MB/s on threads and on Ray, and where the
+time goes.
 
 Run: python benchmarks/server.py [--pushes 60] [--rounds 15]
 
-A model of 25 million fp32 parameters (100 MB), of the shapes of a GPT. Apply: the server's own update (average, rule,
-optimizer) against `jax.jit` of the plain optax update with its state donated, and with parameters that are kept, as
-those of a server must be; interleaved, medians. Claim: at most 1.2 times as long. Threads and Ray: two workers whose
-gradient costs nothing (they push a gradient that is there already), so that what is timed is pull, push and apply.
-MB/s counts pulls and pushes. The profile is the share of the run's seconds that calls took, in the server's process and
-in the last worker's: nested calls count in both, and the server's are those of all workers together.
+A model of 25 million fp32 parameters (100 MB), of the shapes of a GPT. Apply: the server's own
+update (average, rule, optimizer) against `jax.jit` of the plain optax update with its state
+donated, and with parameters that are kept, as those of a server must be; interleaved, medians.
+Claim: at most 1.2 times as long. Threads and Ray: two workers whose gradient costs nothing (they
+push a gradient that is there already), so that what is timed is pull, push and apply. MB/s counts
+pulls and pushes. The profile is the share of the run's seconds that calls took, in the server's
+process and in the last worker's: nested calls count in both, and the server's are those of all
+workers together.
 """
 
 import argparse
@@ -42,9 +45,15 @@ REDUCERS = {"as it is": None, "int8": so.reducers.error_feedback(so.reducers.int
 def start():
     """25.2 million parameters: eight blocks of 12 width^2."""
     draw = np.random.default_rng(0)
-    shapes = {"qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    shapes = {
+        "qkv": (WIDTH, 3 * WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (WIDTH, 4 * WIDTH),
+        "down": (4 * WIDTH, WIDTH),
+    }
     return [
-        {name: draw.standard_normal(shape, np.float32) / 32 for name, shape in shapes.items()} for _ in range(LAYERS)
+        {name: draw.standard_normal(shape, np.float32) / 32 for name, shape in shapes.items()}
+        for _ in range(LAYERS)
     ]
 
 
@@ -84,14 +93,18 @@ def compare_apply(rounds):
         ratio = median_ratio(times["server"], times["optax"])
         milliseconds = {one: 1e3 * statistics.median(values) for one, values in times.items()}
         print(
-            f"{name:18} server {milliseconds['server']:.1f} ms, optax {milliseconds['optax']:.1f} ms, ratio {ratio:.3f}"
+            f"{name:18} server {milliseconds['server']:.1f} ms, optax {milliseconds['optax']:.1f}"
+            f" ms, ratio {ratio:.3f}"
         )
         found[name] = {"milliseconds": milliseconds, "ratio": ratio}
     return found
 
 
 def watch(path, places):
-    """Time calls of `(place, attribute, name)` in this process, seconds in a file; return what undoes it."""
+    """Time calls of `(place, attribute, name)` in this process, seconds in a file.
+
+    Return what undoes it.
+    """
     seconds, lock, undo = collections.Counter(), threading.Lock(), []
 
     def timed(inner, name):
@@ -151,7 +164,9 @@ def idle_compute(reducer):
     def update(worker, params, batch, clock):
         params = jax.block_until_ready(params)  # a real worker needs them at once
         if worker not in ready:
-            made = so.parameter_server.make_update(jax.tree.map(lambda leaf: 1e-3 * jnp.asarray(leaf), params))
+            made = so.parameter_server.make_update(
+                jax.tree.map(lambda leaf: 1e-3 * jnp.asarray(leaf), params)
+            )
             ready[worker] = made._replace(is_finite=jax.jit(finiteness)(made._replace(rows=None)))
         return jax.block_until_ready(compressors.encode(worker, ready[worker]))
 
@@ -161,14 +176,19 @@ def idle_compute(reducer):
 
 
 def serve(backend, reducer, pushes):
-    """Run two workers; return rates, and what part of the time each worker or the server spent where."""
+    """Run two workers.
+
+    Return rates, and what part of the time each worker or the server spent where.
+    """
     with tempfile.TemporaryDirectory() as folder:
         marks, here = Path(folder), os.getpid()
 
         def server(donate):
             if os.getpid() != here:
                 watch_server(marks)
-            return so.parameter_server.make_server(TX, max_staleness=None, donate=donate, reducer=reducer)
+            return so.parameter_server.make_server(
+                TX, max_staleness=None, donate=donate, reducer=reducer
+            )
 
         def compute(batches_of, key, worker=None):
             if os.getpid() != here:
@@ -177,7 +197,9 @@ def serve(backend, reducer, pushes):
 
         header = {"devices": [1, 1], **codec_header(codec_of(reducer))}
         spec = RunSpec("server", 2, server, compute, header, backend, devices=[1, 1])
-        run = so.parameter_server.AsyncOptimizer(spec, spec.make_server(donate=True), (), TX, None, None).run
+        run = so.parameter_server.AsyncOptimizer(
+            spec, spec.make_server(donate=True), (), TX, None, None
+        ).run
         params, data = start(), lambda worker: iter(int, 1)
         if backend == "threads":
             run(params, data, num_updates=4)  # compiles
@@ -199,7 +221,9 @@ def serve(backend, reducer, pushes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pushes", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()
@@ -207,7 +231,10 @@ def main():
     for backend in ("threads", "ray"):
         for name, reducer in REDUCERS.items():
             found = results[f"{backend}, {name}"] = serve(backend, reducer, options.pushes)
-            rates = f"{found['pushes_per_second']:.2f} pushes/s, {found['megabytes_per_second']:.0f} MB/s"
+            rates = (
+                f"{found['pushes_per_second']:.2f} pushes/s, {found['megabytes_per_second']:.0f}"
+                " MB/s"
+            )
             print(f"{backend:8} {name:9} {rates}")
             for what, share in found["share_of_time"].items():
                 print(f"    {share:5.0%}  {what}")

@@ -1,12 +1,15 @@
-"""Several parameter servers: bytes of each, pushes per second and MB/s by their number, and how soon a killed one is back.
+"""Several parameter servers: bytes of each, pushes per second and MB/s by their number, and how
+soon a killed one is back.
 
 Run: python benchmarks/servers.py [--pushes 40]
 
-25 million fp32 parameters (100 MB) and SGD with momentum, as in `server.py`; two workers whose gradient is there already
-pull and push as fast as they can, over Ray on one machine. Claims: parameters and optimizer state of a server are 1/n of
-those of one, to the byte but for padding; a killed server loses no update. More servers are faster only where they have
-cores, memory and links of their own: here all share two cores, so pushes per second say what the protocol costs, against
-the single server that has no copy for its journal. Every server count runs in turn, `--rounds` times; medians.
+25 million fp32 parameters (100 MB) and SGD with momentum, as in `server.py`; two workers whose
+gradient is there already pull and push as fast as they can, over Ray on one machine. Claims:
+parameters and optimizer state of a server are 1/n of those of one, to the byte but for padding; a
+killed server loses no update. More servers are faster only where they have cores, memory and links
+of their own: here all share two cores, so pushes per second say what the protocol costs, against
+the single server that has no copy for its journal. Every server count runs in turn, `--rounds`
+times; medians.
 """
 
 import argparse
@@ -42,8 +45,12 @@ def server_bytes(servers):
 
 def run_of(servers):
     make = partial(so.parameter_server.make_server, TX, max_staleness=None, servers=servers)
-    spec = RunSpec("servers", 2, make, compute, {"devices": [1, 1]}, "ray", devices=[1, 1], servers=servers)
-    return so.parameter_server.AsyncOptimizer(spec, spec.make_server(donate=True), (), TX, None, None).run
+    spec = RunSpec(
+        "servers", 2, make, compute, {"devices": [1, 1]}, "ray", devices=[1, 1], servers=servers
+    )
+    return so.parameter_server.AsyncOptimizer(
+        spec, spec.make_server(donate=True), (), TX, None, None
+    ).run
 
 
 def forever(worker):
@@ -51,7 +58,8 @@ def forever(worker):
 
 
 def rate(result, pushes):
-    events = [one for one in result.log if one.kind == "push"][pushes // 4 :]  # the first ones compile
+    # the first ones compile
+    events = [one for one in result.log if one.kind == "push"][pushes // 4 :]
     return (len(events) - 1) / (events[-1].time - events[0].time)
 
 
@@ -76,7 +84,9 @@ def killed(servers, pushes):
         return {}
 
     done = []
-    result = run_of(servers)(start(), forever, num_updates=pushes, evaluate=kill_one, evaluate_every=pushes // 2)
+    result = run_of(servers)(
+        start(), forever, num_updates=pushes, evaluate=kill_one, evaluate_every=pushes // 2
+    )
     times = [one.time for one in result.log if one.kind == "push"][pushes // 4 :]
     gap = max(b - a for a, b in itertools.pairwise(times))
     names = ("killed_servers", "lost_updates", "updates")
@@ -84,7 +94,9 @@ def killed(servers, pushes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pushes", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
@@ -104,7 +116,9 @@ def main():
             "all_pushes_per_second": rates[servers],
         }
         sizes = ", ".join(f"{size:.1f}" for size in found["megabytes_per_server"])
-        print(f"{servers} servers  {sizes} MB each  {middle:.2f} pushes/s  {middle * moved:.0f} MB/s")
+        print(
+            f"{servers} servers  {sizes} MB each  {middle:.2f} pushes/s  {middle * moved:.0f} MB/s"
+        )
     results["killed"] = killed(2, options.pushes)
     print("one of two killed:", results["killed"])
     results["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(start()))

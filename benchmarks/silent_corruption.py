@@ -1,4 +1,5 @@
-"""Silent corruption: faults that `fit(verify_every=k)` finds and names, false alarms, and the cost of each k.
+"""Silent corruption: faults that `fit(verify_every=k)` finds and names, false alarms, and the cost
+of each k.
 
     python benchmarks/silent_corruption.py --part cost
     python benchmarks/silent_corruption.py --part faults --draws 10000
@@ -49,7 +50,10 @@ def is_stuck(fault):
 
 
 def counted(rig, every, draws, seed):
-    """Return how many faults change the state, are found, and are named; and the first ones that are not."""
+    """Return how many faults change the state, are found, and are named.
+
+    And the first ones that are not.
+    """
     rng, counts, missed = np.random.default_rng(seed), collections.Counter(), []
     for number in range(draws):
         fault, at = faults.draw(rng, 4), int(rng.integers(every))
@@ -58,7 +62,15 @@ def counted(rig, every, draws, seed):
         named = window.names(device)
         kinds = ["all", fault.site, fault.kind]
         if every > 1:
-            kinds = ["a stored shard" if fault.site == "shard" else "stuck" if is_stuck(fault) else "transient"]
+            kinds = [
+                (
+                    "a stored shard"
+                    if fault.site == "shard"
+                    else "stuck"
+                    if is_stuck(fault)
+                    else "transient"
+                )
+            ]
         for kind in kinds:
             counts[kind, "draws"] += 1
             counts[kind, "change the state"] += window.changed
@@ -66,8 +78,16 @@ def counted(rig, every, draws, seed):
             counts[kind, "named"] += window.changed and named
             counts[kind, "suspected"] += window.changed and window.suspects(device)
         if window.changed and not named and len(missed) < 10:
-            missed.append([*fault, None if window.error is None else [window.error.phase, window.error.devices]])
-    table = {kind: {count: int(counts[kind, count]) for k, count in counts if k == kind} for kind, _ in counts}
+            missed.append(
+                [
+                    *fault,
+                    None if window.error is None else [window.error.phase, window.error.devices],
+                ]
+            )
+    table = {
+        kind: {count: int(counts[kind, count]) for k, count in counts if k == kind}
+        for kind, _ in counts
+    }
     return table | {"not named, the first ten": missed}
 
 
@@ -110,7 +130,10 @@ def clean_part(steps, output):
     done, alarms = {}, 0
     for name in STRATEGIES:
         opt = faults.strategies(jax.devices())[name]()
-        verification, state = Verification(opt, 1, None, num_steps=10**9), opt.init(faults.first_params())
+        verification, state = (
+            Verification(opt, 1, None, num_steps=10**9),
+            opt.init(faults.first_params()),
+        )
         rows = [batch for batch, _ in zip(faults.batches(4), range(16), strict=False)]
         for step in range(steps // len(STRATEGIES)):
             try:
@@ -128,7 +151,9 @@ def clean_part(steps, output):
 
 
 def cost_part(output):
-    """Flops and bytes of a verified step next to a plain one, from the compiled programs, for a transformer of 3.7 M parameters and 4,096 tokens a step."""
+    """Flops and bytes of a verified step next to a plain one, from the compiled programs, for a
+    transformer of 3.7 M parameters and 4,096 tokens a step.
+    """
     results = {}
     mesh = so.make_mesh(data=4)
     width, blocks, vocab, rows, length = 256, 4, 2048, 32, 128
@@ -152,9 +177,16 @@ def cost_part(output):
         "down": (blocks, 4 * width, width),
     }
     abstract = lambda shape: jnp.zeros(shape, jnp.float32)
-    params = {"blocks": {name: abstract(shape) for name, shape in shapes.items()}, "table": abstract((vocab, width))}
+    params = {
+        "blocks": {name: abstract(shape) for name, shape in shapes.items()},
+        "table": abstract((vocab, width)),
+    }
     batch = np.zeros((rows, length + 1), np.int32)
-    for name, make in (("ddp", so.ddp), ("zero1", lambda *a: so.zero(*a, stage=1)), ("fsdp", so.fsdp)):
+    for name, make in (
+        ("ddp", so.ddp),
+        ("zero1", lambda *a: so.zero(*a, stage=1)),
+        ("fsdp", so.fsdp),
+    ):
         opt = make(optax.adam(1e-3), mesh, so.BlockModel(embed, block, loss))
         state = opt.init(params)
         verified, placed = opt.step.verified(state, batch)
@@ -175,19 +207,26 @@ def cost_part(output):
         once, twice, move_row = rows_of["plain step"], rows_of["step with sums"], rows_of["move"]
         by_k = {
             k: {
-                count: round(1 + (2 * twice[count] + move_row[count] - once[count]) / k / once[count], 4)
+                count: round(
+                    1 + (2 * twice[count] + move_row[count] - once[count]) / k / once[count], 4
+                )
                 for count in ("flops", "bytes sent")
             }
             for k in KS
         }
-        results[name] = rows_of | {"state bytes of a device": state_bytes, "times a plain step, by k": by_k}
+        results[name] = rows_of | {
+            "state bytes of a device": state_bytes,
+            "times a plain step, by k": by_k,
+        }
         print(name, results[name], flush=True)
         save("cost", results, output)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=["cost", "faults", "further", "windows", "clean"], required=True)
+    parser.add_argument(
+        "--part", choices=["cost", "faults", "further", "windows", "clean"], required=True
+    )
     parser.add_argument("--draws", type=int, default=10_000)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--output", type=Path, default=OUTPUT)

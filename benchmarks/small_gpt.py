@@ -1,4 +1,6 @@
-"""What benchmarks of optimizers share: a small GPT on one device, batches drawn once a seed, curves of held-out loss."""
+"""What benchmarks of optimizers share: a small GPT on one device, batches drawn once a seed, curves
+of held-out loss.
+"""
 
 import itertools
 import time
@@ -36,7 +38,9 @@ class Task:
     def train(
         self, tx: optax.GradientTransformation, steps: int, seeds: Iterable[int], every: int
     ) -> list[dict[str, Any]]:
-        """Return of each seed the held-out loss every so many steps and at the end, and the bytes of the state."""
+        """Return of each seed the held-out loss every so many steps and at the end, and the bytes
+        of the state.
+        """
 
         def step(carry, tokens):
             params, state = carry
@@ -48,7 +52,9 @@ class Task:
         runs = []
         for seed in seeds:
             drawn = itertools.islice(data.batches(self.windows, BATCH, seed=seed), steps)
-            tokens = np.stack([batch["tokens"] for batch in drawn]).reshape(steps // every, every, BATCH, -1)
+            tokens = np.stack([batch["tokens"] for batch in drawn]).reshape(
+                steps // every, every, BATCH, -1
+            )
             params = gpt.init(self.config, jax.random.key(seed))
             carry, curve, start = (params, tx.init(params)), [], time.perf_counter()
             for i, chunk in enumerate(tokens, 1):
@@ -56,5 +62,7 @@ class Task:
                 curve.append([i * every, float(self.evaluate(carry[0]))])
             nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(carry[1]))
             seconds = time.perf_counter() - start
-            runs.append({"loss": curve[-1][1], "curve": curve, "state_bytes": nbytes, "seconds": seconds})
+            runs.append(
+                {"loss": curve[-1][1], "curve": curve, "state_bytes": nbytes, "seconds": seconds}
+            )
         return runs

@@ -1,10 +1,13 @@
-"""Does XLA:CPU compute the same with a program from jax's persistent cache as with the program that it compiled?
+"""Does XLA:CPU compute the same with a program from jax's persistent cache as with the program that
+it compiled?
 
     python benchmarks/stored_programs.py [--programs 20]
 
-Each program is a layer of ring attention over four simulated devices, forward and backward, in double precision. One process
-compiles all programs and stores them. Three other processes load them. Each runs each program ten times, and compares with one device.
-Each is tried with the two orders of operations that XLA:CPU knows. A run that waits for a collective for a minute ends with an error.
+Each program is a layer of ring attention over four simulated devices, forward and backward, in
+double precision. One process compiles all programs and stores them. Three other processes load
+them. Each runs each program ten times, and compares with one device. Each is tried with the two
+orders of operations that XLA:CPU knows. A run that waits for a collective for a minute ends with an
+error.
 """
 
 import argparse
@@ -36,7 +39,9 @@ def child(folder, programs):
 
     def layer(weights, x):
         query, key, value = (jnp.einsum("btd,dhk->bthk", x, w) for w in weights[:3])
-        return x + jnp.einsum("bthk,hkd->btd", so.nn.attention(query, key, value, method="ring"), weights[3])
+        return x + jnp.einsum(
+            "bthk,hkd->btd", so.nn.attention(query, key, value, method="ring"), weights[3]
+        )
 
     def passes(weights, x):
         y, vjp = jax.vjp(layer, weights, x)
@@ -44,11 +49,17 @@ def child(folder, programs):
         return x_grad, [grad[None] for grad in weight_grads]
 
     on_ring = jax.shard_map(
-        passes, mesh=mesh, in_specs=(PartitionSpec(), x_spec), out_specs=(x_spec, weight_spec), check_vma=False
+        passes,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), x_spec),
+        out_specs=(x_spec, weight_spec),
+        check_vma=False,
     )
     for length in range(32, 32 + 8 * programs, 8):
         draw = np.random.default_rng(length)
-        weights = [draw.normal(size=shape) / 4 for shape in ((6, 8, 4), (6, 4, 4), (6, 4, 4), (8, 4, 6))]
+        weights = [
+            draw.normal(size=shape) / 4 for shape in ((6, 8, 4), (6, 4, 4), (6, 4, 4), (8, 4, 6))
+        ]
         x = draw.normal(size=(2, length, 6))
         x_grad, weight_grads = jax.device_get(jax.jit(passes)(weights, x))
         run = jax.jit(on_ring)
@@ -56,7 +67,8 @@ def child(folder, programs):
             ring_x_grad, ring_weight_grads = jax.device_get(run(weights, x))
             pairs = [(ring_x_grad, x_grad)]
             pairs += [
-                (ring.sum(0, keepdims=True), grad) for ring, grad in zip(ring_weight_grads, weight_grads, strict=True)
+                (ring.sum(0, keepdims=True), grad)
+                for ring, grad in zip(ring_weight_grads, weight_grads, strict=True)
             ]
             wrong += any(np.abs(a - b).max() > 1e-9 for a, b in pairs)
     print(json.dumps({"wrong": wrong, "runs": 10 * programs}))

@@ -1,17 +1,19 @@
-"""What stragglers cost, synchronous and with bounded staleness: measured, simulated, and by the closed form.
+"""What stragglers cost, synchronous and with bounded staleness: measured, simulated, and by the
+closed form.
 
 Run: python benchmarks/stragglers.py [--seconds 12] [--step-ms 80]
 
-Four workers in four threads train one regression; their steps sleep, which is fair on two cores, and the gradient
-itself takes a fraction of a millisecond. Control: max_staleness=0, the mean of a clock applied once. Test: s in
-{1, 2, 4, unbounded}, each push applied as it comes. Two disturbances: transient stalls (of each step one in ten takes
-ten times as long, on all workers) and a worker that is four times slower for good. Each runs for the same time, the
-simulator plays the same durations (the same draws), and forty other draws, whose spread says how much chance there is in
-one run. Claims: under stalls pushes per second grow with s; with a worker slower for good
-only the unbounded run gains in the long run, (k(n-1)+1)/n = 3.25 times; the simulator predicts both.
+Four workers in four threads train one regression; their steps sleep, which is fair on two cores,
+and the gradient itself takes a fraction of a millisecond. Control: max_staleness=0, the mean of a
+clock applied once. Test: s in {1, 2, 4, unbounded}, each push applied as it comes. Two
+disturbances: transient stalls (of each step one in ten takes ten times as long, on all workers) and
+a worker that is four times slower for good. Each runs for the same time, the simulator plays the
+same durations (the same draws), and forty other draws, whose spread says how much chance there is
+in one run. Claims: under stalls pushes per second grow with s; with a worker slower for good only
+the unbounded run gains in the long run, (k(n-1)+1)/n = 3.25 times; the simulator predicts both.
 
-Loss is compared at equal time (the end of the run) and at equal updates: as many gradients used as the synchronous
-run had, whose updates are means of four.
+Loss is compared at equal time (the end of the run) and at equal updates: as many gradients used as
+the synchronous run had, whose updates are means of four.
 """
 
 import argparse
@@ -41,9 +43,11 @@ def loss_fn(params, batch):
 
 
 def sleeper(tx, max_staleness, durations):
-    """The `run` of `so.async_sgd`, but each step sleeps first, between pull and push, as a real one takes its time.
+    """The `run` of `so.async_sgd`, but each step sleeps first, between pull and push, as a real one
+    takes its time.
 
-    A callback in the loss would not do: XLA runs as many as there are cores at once, and four workers need four.
+    A callback in the loss would not do: XLA runs as many as there are cores at once, and four
+    workers need four.
     """
     meshes, programs = worker_meshes(jax.devices()[:1] * WORKERS), []
     spec = sgd_spec("stragglers", tx, loss_fn, meshes, ServerSettings(max_staleness))
@@ -52,7 +56,8 @@ def sleeper(tx, max_staleness, durations):
         if not programs:  # compiled once for all runs
             programs.append(spec.make_compute(batches_of, key))
         (compute,) = programs
-        draws = [np.random.default_rng([0, worker]) for worker in range(WORKERS)]  # those of `simulate(seed=0)`
+        # those of `simulate(seed=0)`
+        draws = [np.random.default_rng([0, worker]) for worker in range(WORKERS)]
 
         def update(worker, params, batch, clock):
             took = durations[worker]
@@ -62,7 +67,9 @@ def sleeper(tx, max_staleness, durations):
         return compute._replace(update=update)
 
     spec = spec._replace(make_compute=slow_compute)
-    return so.parameter_server.AsyncOptimizer(spec, spec.make_server(donate=True), (), tx, max_staleness, None).run
+    return so.parameter_server.AsyncOptimizer(
+        spec, spec.make_server(donate=True), (), tx, max_staleness, None
+    ).run
 
 
 def durations_of(name, step):
@@ -76,7 +83,8 @@ def durations_of(name, step):
 def closed_form(name, s):
     """Pushes per second over those of s=0, where there is a formula for the long run.
 
-    That for one slow worker is algorithms.md's; that for stalls is our own: the expected maximum of n steps over a mean one.
+    That for one slow worker is algorithms.md's; that for stalls is our own: the expected maximum of
+    n steps over a mean one.
     """
     if s == 0:
         return 1.0
@@ -115,14 +123,21 @@ def measure(name, s, step, seconds):
 
 
 def simulate(name, s, step, seconds):
-    """Pushes per second in virtual time: with the very durations of the measured run, and with forty other draws."""
+    """Pushes per second in virtual time: with the very durations of the measured run, and with
+    forty other draws.
+    """
     workers = [so.parameter_server.SimulatedWorker(one) for one in durations_of(name, step)]
-    runs = [so.parameter_server.simulate(workers, max_staleness=s, until=seconds, seed=seed) for seed in range(41)]
+    runs = [
+        so.parameter_server.simulate(workers, max_staleness=s, until=seconds, seed=seed)
+        for seed in range(41)
+    ]
     return np.array([run.metrics["pushes_per_second"] for run in runs])
 
 
 def plot(results, path):
-    """Draw pushes per second over those of s=0: measured, played with the same durations and with others, formula."""
+    """Draw pushes per second over those of s=0: measured, played with the same durations and with
+    others, formula.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), dpi=160, layout="constrained")
@@ -130,7 +145,13 @@ def plot(results, path):
         places, rows = np.arange(len(rows)), dict(rows)
         values = {what: [row[what] for row in rows.values()] for what in rows["0"]}
         axes.bar(places - 0.18, values["ratio"], 0.34, color="#3369b2", label="threads, measured")
-        axes.bar(places + 0.18, values["simulated_ratio"], 0.34, color="#8fa3b8", label="simulated, same durations")
+        axes.bar(
+            places + 0.18,
+            values["simulated_ratio"],
+            0.34,
+            color="#8fa3b8",
+            label="simulated, same durations",
+        )
         spread = values["other_draws_spread"]
         axes.errorbar(
             places + 0.18,
@@ -142,10 +163,22 @@ def plot(results, path):
             capsize=3,
             label="simulated, others",
         )
-        known = [(x, y) for x, y in zip(places, values["formula_ratio"], strict=True) if y is not None]
-        axes.scatter(*zip(*known, strict=True), marker="_", s=500, color="#c04a3a", zorder=3, label="closed form")
+        known = [
+            (x, y) for x, y in zip(places, values["formula_ratio"], strict=True) if y is not None
+        ]
+        axes.scatter(
+            *zip(*known, strict=True),
+            marker="_",
+            s=500,
+            color="#c04a3a",
+            zorder=3,
+            label="closed form",
+        )
         axes.set_xticks(places, ["unbounded" if s == "None" else f"s = {s}" for s in rows])
-        axes.set_title({"stalls": "transient stalls", "one slower": "one worker four times slower"}[name], loc="left")
+        axes.set_title(
+            {"stalls": "transient stalls", "one slower": "one worker four times slower"}[name],
+            loc="left",
+        )
         axes.set_ylabel("pushes per second over those of s = 0")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="upper left")
@@ -159,15 +192,21 @@ def tail(losses, count):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=12.0)
     parser.add_argument("--step-ms", type=float, default=80.0)
     options = parser.parse_args()
     step, results = options.step_ms / 1e3, {}
-    print(f"{WORKERS} workers, steps of {options.step_ms:g} ms, {options.seconds:g} s each; ratios to max_staleness=0")
+    print(
+        f"{WORKERS} workers, steps of {options.step_ms:g} ms, {options.seconds:g} s each; ratios to"
+        " max_staleness=0"
+    )
     for name in ("stalls", "one slower"):
         print(
-            f"\n{name:12} pushes/s  measured  same draws  other draws    formula   loss at equal time, gradients  waits"
+            f"\n{name:12} pushes/s  measured  same draws  other draws    formula   loss at equal"
+            " time, gradients  waits"
         )
         rows = {str(s): measure(name, s, step, options.seconds) for s in BOUNDS}
         base, virtual = rows["0"], simulate(name, 0, step, options.seconds)
@@ -186,13 +225,16 @@ def main():
             row["loss_at_equal_gradients"] = tail(losses, gradients if s != 0 else len(losses))
             formula = "       -" if row["formula_ratio"] is None else f"{row['formula_ratio']:8.2f}"
             print(
-                f"s={s!s:10} {row['pushes_per_second']:8.1f}  {row['ratio']:8.2f}  {row['simulated_ratio']:10.2f}"
-                f"  {row['other_draws_ratio']:6.2f} ±{row['other_draws_spread']:.2f}  {formula}"
-                f"   {row['loss_at_equal_time']:14.3f} {row['loss_at_equal_gradients']:12.3f} {row['wait_share']:7.0%}"
+                f"s={s!s:10} {row['pushes_per_second']:8.1f}  {row['ratio']:8.2f} "
+                f" {row['simulated_ratio']:10.2f}  {row['other_draws_ratio']:6.2f}"
+                f" ±{row['other_draws_spread']:.2f}  {formula}   {row['loss_at_equal_time']:14.3f}"
+                f" {row['loss_at_equal_gradients']:12.3f} {row['wait_share']:7.0%}"
             )
         base.pop("losses")
         results[name] = rows
-    path = write_json(__file__, {"step_ms": options.step_ms, "seconds": options.seconds, "runs": results})
+    path = write_json(
+        __file__, {"step_ms": options.step_ms, "seconds": options.seconds, "runs": results}
+    )
     plot(results, path.with_suffix(".png"))
     print("\nwrote", path, "and a picture beside it")
 

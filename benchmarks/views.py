@@ -2,9 +2,10 @@
 
     python benchmarks/views.py
 
-Four losses, in float32 on eight devices, at two sizes, under ddp, zero1 and fsdp: a mean over rows, whose views compute the same;
-and three that mix rows, written as for one device for the global view, and with so.gather_batch or so.batch_mean for the per-device
-view. Nothing runs. Claim: the per-device view never sends more.
+Four losses, in float32 on eight devices, at two sizes, under ddp, zero1 and fsdp: a mean over rows,
+whose views compute the same; and three that mix rows, written as for one device for the global
+view, and with so.gather_batch or so.batch_mean for the per-device view. Nothing runs. Claim: the
+per-device view never sends more.
 """
 
 import sys
@@ -72,7 +73,9 @@ def worst_half(params, batch):
 
 
 def worst_half_of_rows(params, batch):
-    errors = jnp.sort(so.gather_batch(jnp.mean((embed(params, batch["x"]) - batch["y"]) ** 2, axis=1)))
+    errors = jnp.sort(
+        so.gather_batch(jnp.mean((embed(params, batch["x"]) - batch["y"]) ** 2, axis=1))
+    )
     return jnp.mean(errors[ROWS // 2 :])
 
 
@@ -105,13 +108,21 @@ def main():
                 }
                 ratio = found["global"][0] / found["per_device"][0]
                 holds &= ratio >= 0.999
-                rows.append({"size": size, "loss": name, "strategy": strategy, "ratio": round(ratio, 3)})
+                rows.append(
+                    {"size": size, "loss": name, "strategy": strategy, "ratio": round(ratio, 3)}
+                )
                 rows[-1] |= {f"{view} bytes": one[0] for view, one in found.items()}
                 rows[-1] |= {f"{view} collectives": one[1] for view, one in found.items()}
                 print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     print(
         write_json(
-            __file__, {"claim": "the per-device view never sends more", "holds": holds, "rows": rows, "sizes": SIZES}
+            __file__,
+            {
+                "claim": "the per-device view never sends more",
+                "holds": holds,
+                "rows": rows,
+                "sizes": SIZES,
+            },
         )
     )
     return 0 if holds else 1

@@ -20,7 +20,9 @@ class Sections(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of one object, and the parameters of a strategy."""
-        if isinstance(obj, griffe.Function) and any(str(used.value) == "with_options" for used in obj.decorators):
+        if isinstance(obj, griffe.Function) and any(
+            str(used.value) == "with_options" for used in obj.decorators
+        ):
             _read_strategy(obj)
         if obj.docstring is not None:
             text = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
@@ -44,7 +46,10 @@ def _read_strategy(obj: griffe.Function) -> None:
             annotation=types[name],
             default=repr(default).replace("'", '"'),
         )
-        for name, default in ((name, option.default) for name, option in inspect.signature(strategy).parameters.items())
+        for name, default in (
+            (name, option.default)
+            for name, option in inspect.signature(strategy).parameters.items()
+        )
         if name not in names
     ]
     obj.parameters = griffe.Parameters(*named, *keywords)

@@ -11,7 +11,12 @@ from typing import Any
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace each `::: so.name` by the path of its definition."""
-    return re.sub(r"^::: ((?:so|shardopt)\.\S+)$", lambda match: _entry(match[1]), markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^::: ((?:so|shardopt)\.\S+)$",
+        lambda match: _entry(match[1]),
+        markdown,
+        flags=re.MULTILINE,
+    )
 
 
 def _entry(name: str) -> str:
@@ -32,5 +37,9 @@ def _room(path: str) -> Any:
     thing = importlib.import_module(room)
     for part in parts:  # `so.audit` is a function, `shardopt.hlo` the room it is in
         found = getattr(thing, part, None)
-        thing = found if inspect.ismodule(found) else importlib.import_module(f"{thing.__name__}.{part}")
+        thing = (
+            found
+            if inspect.ismodule(found)
+            else importlib.import_module(f"{thing.__name__}.{part}")
+        )
     return thing

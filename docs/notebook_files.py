@@ -13,9 +13,13 @@ FOLDER = Path(__file__).parent.parent / "notebooks"
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Add the notebooks and their pictures to the files of the site."""
     for notebook in sorted(FOLDER.glob("*.ipynb")):
-        files.append(File.generated(config, f"notebooks/{notebook.name}", abs_src_path=str(notebook)))
+        files.append(
+            File.generated(config, f"notebooks/{notebook.name}", abs_src_path=str(notebook))
+        )
         for number, picture in enumerate(pictures(notebook), start=1):
-            files.append(File.generated(config, f"notebooks/{notebook.stem}_{number}.png", content=picture))
+            files.append(
+                File.generated(config, f"notebooks/{notebook.stem}_{number}.png", content=picture)
+            )
     return files
 
 

@@ -1,18 +1,25 @@
-"""Train a recommender that consists mostly of embedding tables; asynchronous workers push only the rows that they used.
+"""Train a recommender that consists mostly of embedding tables.
 
-Run: python examples/recommend.py [--items 200000] [--workers 4] [--updates 2000] [--max-staleness 4]
+Asynchronous workers push only the rows that they used.
 
-Clicks are drawn from hidden tastes of users and items. As in real data, a few items are shown often and most hardly
-ever (a Zipf distribution), so a batch uses a small part of the table. The model is logistic matrix factorisation: the
-logit of a click is the inner product of the vectors of user and item, plus the popularity of the item.
+Run: python examples/recommend.py [--items 200000] [--workers 4] [--updates 2000] [--max-staleness
+4]
+
+Clicks are drawn from hidden tastes of users and items. As in real data, a few items are shown often
+and most hardly ever (a Zipf distribution), so a batch uses a small part of the table. The model is
+logistic matrix factorisation: the logit of a click is the inner product of the vectors of user and
+item, plus the popularity of the item.
 """
 
 import argparse
 import os
 from typing import NamedTuple
 
-if __name__ == "__main__":  # one simulated CPU device per worker; real accelerators are used instead if there are any
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+# one simulated CPU device per worker; real accelerators are used instead if there are any
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+    )
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +32,9 @@ TASTES = 16
 
 
 class World(NamedTuple):
-    """The numbers of users and items, the length of their vectors, and the Zipf exponent of item frequencies."""
+    """The numbers of users and items, the length of their vectors, and the Zipf exponent of item
+    frequencies.
+    """
 
     users: int
     items: int
@@ -34,9 +43,14 @@ class World(NamedTuple):
 
 
 def init(world, seed=0):
-    """Return small random vectors as parameters; with zeros, users and items would have no gradient."""
+    """Return small random vectors as parameters.
+
+    With zeros, users and items would have no gradient.
+    """
     rng = np.random.default_rng(seed)
-    shapes = {name: (count, world.dim) for name, count in (("users", world.users), ("items", world.items))}
+    shapes = {
+        name: (count, world.dim) for name, count in (("users", world.users), ("items", world.items))
+    }
     tables = {name: 0.1 * rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
     return tables | {"popularity": np.zeros(world.items, np.float32)}
 
@@ -59,16 +73,23 @@ def clicks(world, seed, size=256):
     frequency_sums = np.cumsum(np.arange(1.0, world.items + 1) ** -world.exponent)
     while True:
         user = rng.integers(world.users, size=size)
-        item = np.minimum(np.searchsorted(frequency_sums, frequency_sums[-1] * rng.random(size)), world.items - 1)
+        item = np.minimum(
+            np.searchsorted(frequency_sums, frequency_sums[-1] * rng.random(size)), world.items - 1
+        )
         likes = np.sum(tastes[0][user % TASTES] * tastes[1][item % TASTES], axis=1)
         click = rng.random(size) < 1 / (1 + np.exp(-3 * likes))
-        yield {"user": user.astype(np.int32), "item": item.astype(np.int32), "click": click.astype(np.float32)}
+        yield {
+            "user": user.astype(np.int32),
+            "item": item.astype(np.int32),
+            "click": click.astype(np.float32),
+        }
 
 
 def train(world, *, workers=4, num_updates=2000, max_staleness=4, progress=False):
     """Return the result, and the bytes pushed as a share of the bytes of dense gradients."""
     opt = so.async_sgd(
-        optax.adagrad(0.1, initial_accumulator_value=0.0),  # state of unused rows does not change: nothing decays
+        # state of unused rows does not change: nothing decays
+        optax.adagrad(0.1, initial_accumulator_value=0.0),
         loss_fn,
         workers=workers,
         max_staleness=max_staleness,
@@ -96,7 +117,9 @@ def train(world, *, workers=4, num_updates=2000, max_staleness=4, progress=False
 
 def main():
     """Train, and print the losses and the share of bytes that was pushed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--users", type=int, default=2000)
     parser.add_argument("--items", type=int, default=200_000)
     parser.add_argument("--dim", type=int, default=32)
@@ -113,9 +136,15 @@ def main():
         progress=True,
     )
     for row in result.metrics["evaluations"]:
-        print(f"update {row['step']:6}  held-out loss {row['val_loss']:.4f}  accuracy {row['accuracy']:.3f}")
+        print(
+            f"update {row['step']:6}  held-out loss {row['val_loss']:.4f}  accuracy"
+            f" {row['accuracy']:.3f}"
+        )
     rate, max_lead = result.metrics["pushes_per_second"], max(result.metrics["staleness"])
-    print(f"{rate:.0f} pushes/s, at most {max_lead} steps ahead; pushed {share:.2%} of the bytes of dense gradients")
+    print(
+        f"{rate:.0f} pushes/s, at most {max_lead} steps ahead; pushed {share:.2%} of the bytes of"
+        " dense gradients"
+    )
 
 
 if __name__ == "__main__":

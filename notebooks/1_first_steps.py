@@ -72,7 +72,9 @@ def logits(params, x):
 
 def loss_fn(params, batch):
     """Return the mean loss over the points of a batch."""
-    return jnp.mean(optax.losses.sigmoid_binary_cross_entropy(logits(params, batch["x"]), batch["y"]))
+    return jnp.mean(
+        optax.losses.sigmoid_binary_cross_entropy(logits(params, batch["x"]), batch["y"])
+    )
 
 
 batch = spirals(512)
@@ -152,7 +154,10 @@ print(opt.config.report())
 def bytes_on_first_device(state):
     """Return the bytes on the first device: (parameters, optimizer state)."""
     trees = (state.params, state.opt_state)
-    return [sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree)) for tree in trees]
+    return [
+        sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+        for tree in trees
+    ]
 
 
 def train(opt):
@@ -171,11 +176,15 @@ results = {
 }
 
 # %%
-figure, (loss_axes, distance_axes, memory_axes) = plt.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
+figure, (loss_axes, distance_axes, memory_axes) = plt.subplots(
+    1, 3, figsize=(12, 3.4), layout="constrained"
+)
 loss_axes.plot(plain, color="0.75", linewidth=6, label="optax, one device")
 for (name, (losses, _)), style in zip(results.items(), ["-", "--", ":"], strict=True):
     loss_axes.plot(losses, style, linewidth=1.8, label=name)
-    distance_axes.semilogy(np.abs(np.array(losses) - plain) + 1e-9, style, linewidth=1.2, label=name)
+    distance_axes.semilogy(
+        np.abs(np.array(losses) - plain) + 1e-9, style, linewidth=1.2, label=name
+    )
 loss_axes.set(title="loss", xlabel="step")
 loss_axes.legend(frameon=False)
 distance_axes.semilogy(plain, color="0.75", linewidth=6)
@@ -185,7 +194,9 @@ distance_axes.legend(frameon=False, loc="center right")
 
 kilobytes = np.array([bytes_held for _, bytes_held in results.values()]) / 1000
 memory_axes.bar(list(results), kilobytes[:, 0], color="#33608c", label="parameters")
-memory_axes.bar(list(results), kilobytes[:, 1], bottom=kilobytes[:, 0], color="#b3882f", label="optimizer state")
+memory_axes.bar(
+    list(results), kilobytes[:, 1], bottom=kilobytes[:, 0], color="#b3882f", label="optimizer state"
+)
 memory_axes.set(title="held per device", ylabel="kB")
 memory_axes.legend(frameon=False)
 plt.show()
@@ -200,7 +211,9 @@ plt.show()
 # %%
 for name, (losses, bytes_held) in results.items():
     largest_distance = np.max(np.abs(np.array(losses) - plain))
-    print(f"{name:8} at most {largest_distance:.1e} from one device, {sum(bytes_held):7,} bytes per device")
+    print(
+        f"{name:8} at most {largest_distance:.1e} from one device, {sum(bytes_held):7,} bytes per device"
+    )
     assert largest_distance < 1e-3
 assert sum(results["so.fsdp"][1]) < sum(results["so.zero"][1]) < sum(results["so.ddp"][1])
 
@@ -212,7 +225,15 @@ grid = np.stack(np.meshgrid(*[np.linspace(-1.1, 1.1, 150, dtype=np.float32)] * 2
 probability = jax.nn.sigmoid(logits(state.params, grid.reshape(-1, 2))).reshape(150, 150)
 
 figure, axes = plt.subplots(figsize=(4.2, 4), layout="constrained")
-axes.imshow(probability, extent=(-1.1, 1.1, -1.1, 1.1), origin="lower", cmap="RdBu", alpha=0.5, vmin=0, vmax=1)
+axes.imshow(
+    probability,
+    extent=(-1.1, 1.1, -1.1, 1.1),
+    origin="lower",
+    cmap="RdBu",
+    alpha=0.5,
+    vmin=0,
+    vmax=1,
+)
 axes.scatter(*batch["x"].T, c=batch["y"], cmap="RdBu", s=8, edgecolor="0.3", linewidth=0.3)
 axes.set(title="trained on eight devices", xticks=[], yticks=[])
 plt.show()

@@ -103,13 +103,18 @@ def bytes_on_first_device(tree):
 
 
 reports = {name: opt.config.report(shapes) for name, opt in strategies.items()}
-held_bytes = {name: (report.params_bytes, report.opt_state_bytes) for name, report in reports.items()}
+held_bytes = {
+    name: (report.params_bytes, report.opt_state_bytes) for name, report in reports.items()
+}
 for name, (params_bytes, opt_state_bytes) in held_bytes.items():
     print(f"{name:7} parameters {params_bytes:8,}   optimizer state {opt_state_bytes:9,}")
 
 for name in ("ddp", "fsdp"):
     state = strategies[name].init(init_fn, jax.random.key(0))
-    assert held_bytes[name] == (bytes_on_first_device(state.params), bytes_on_first_device(state.opt_state))
+    assert held_bytes[name] == (
+        bytes_on_first_device(state.params),
+        bytes_on_first_device(state.opt_state),
+    )
 
 # %% [markdown]
 # ## Traffic
@@ -119,7 +124,9 @@ for name in ("ddp", "fsdp"):
 # loss.
 
 # %%
-audits = {name: so.audit(opt.step, opt.abstract_state(shapes), batch) for name, opt in strategies.items()}
+audits = {
+    name: so.audit(opt.step, opt.abstract_state(shapes), batch) for name, opt in strategies.items()
+}
 print(audits["ddp"])
 
 # %% [markdown]
@@ -135,16 +142,29 @@ print(audits["fsdp"])
 # The left plot shows the memory, the right plot the bytes sent per device and step.
 
 # %%
-kinds = {"all-reduce": "#33608c", "all-gather": "#218c6b", "reduce-scatter": "#b3882f", "all-to-all": "#a34d7c"}
+kinds = {
+    "all-reduce": "#33608c",
+    "all-gather": "#218c6b",
+    "reduce-scatter": "#b3882f",
+    "all-to-all": "#a34d7c",
+}
 sent_bytes = {
-    name: {kind: audit.by_kind()[kind].wire_bytes if kind in audit.by_kind() else 0 for kind in kinds}
+    name: {
+        kind: audit.by_kind()[kind].wire_bytes if kind in audit.by_kind() else 0 for kind in kinds
+    }
     for name, audit in audits.items()
 }
 
 figure, (memory_axes, traffic_axes) = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
 megabytes = np.array(list(held_bytes.values())) / 1e6
 memory_axes.bar(list(held_bytes), megabytes[:, 0], color="#6e94b8", label="parameters")
-memory_axes.bar(list(held_bytes), megabytes[:, 1], bottom=megabytes[:, 0], color="#d9a441", label="optimizer state")
+memory_axes.bar(
+    list(held_bytes),
+    megabytes[:, 1],
+    bottom=megabytes[:, 0],
+    color="#d9a441",
+    label="optimizer state",
+)
 memory_axes.set(title="held per device between steps", ylabel="MB")
 memory_axes.legend(frameon=False)
 bottom = np.zeros(len(sent_bytes))
@@ -170,9 +190,13 @@ plt.show()
 # %%
 block_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes["blocks"]))
 table_bytes, tokens = 4 * shapes["embedding"].size, 16 * 32
-lookup_bytes = 4 * tokens + 2 * 4 * tokens // 8 * config.dim  # all tokens; rows of this device and their gradients
+lookup_bytes = (
+    4 * tokens + 2 * 4 * tokens // 8 * config.dim
+)  # all tokens; rows of this device and their gradients
 gathered_bytes = 2 * (psi - table_bytes) + block_bytes
-formulas = dict.fromkeys(strategies, 2 * 7 / 8 * psi) | {"fsdp": 7 / 8 * (gathered_bytes + lookup_bytes)}
+formulas = dict.fromkeys(strategies, 2 * 7 / 8 * psi) | {
+    "fsdp": 7 / 8 * (gathered_bytes + lookup_bytes)
+}
 for name, predicted_bytes in formulas.items():
     compiled_bytes = sum(sent_bytes[name].values())
     print(

@@ -101,10 +101,20 @@ tables = {name: [build(4, count) for count in counts] for name, build in builder
 
 figure, (idle_axes, activation_axes) = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained")
 for (name, row), style in zip(tables.items(), ["o-", "s--", "^-", "D:"], strict=True):
-    idle_axes.plot(counts, [100 * table.program_bubble_fraction for table in row], style, label=name)
-    activation_axes.plot(counts, [max(table.peak_activations) / chunks[name] for table in row], style, label=name)
-idle_axes.set(title="idle share of the program, 4 stages", xlabel="micro-batches", ylabel="%", ylim=(0, None))
-activation_axes.set(title="activations that a stage keeps", xlabel="micro-batches", ylabel="micro-batches of a stage")
+    idle_axes.plot(
+        counts, [100 * table.program_bubble_fraction for table in row], style, label=name
+    )
+    activation_axes.plot(
+        counts, [max(table.peak_activations) / chunks[name] for table in row], style, label=name
+    )
+idle_axes.set(
+    title="idle share of the program, 4 stages", xlabel="micro-batches", ylabel="%", ylim=(0, None)
+)
+activation_axes.set(
+    title="activations that a stage keeps",
+    xlabel="micro-batches",
+    ylabel="micro-batches of a stage",
+)
 activation_axes.set_ylim(bottom=0)
 for axes in (idle_axes, activation_axes):
     axes.set_xticks(counts)
@@ -113,7 +123,9 @@ plt.show()
 
 for name, row in tables.items():
     bubbles = ", ".join(f"{table.program_bubble_fraction:5.1%}" for table in row)
-    print(f"{name:22} idle {bubbles}   keeps {[max(table.peak_activations) for table in row]} activations of a chunk")
+    print(
+        f"{name:22} idle {bubbles}   keeps {[max(table.peak_activations) for table in row]} activations of a chunk"
+    )
     assert sorted(row, key=lambda table: -table.program_bubble_fraction) == row
     assert name == "gpipe" or row[-1].peak_activations == row[1].peak_activations
 

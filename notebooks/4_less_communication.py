@@ -42,7 +42,9 @@ sizes = [(16, 128), (128, 128), (128, 4)]
 def init_fn(rng):
     """Draw the parameters."""
     keys = jax.random.split(rng, len(sizes))
-    return [jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, sizes, strict=True)]
+    return [
+        jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, sizes, strict=True)
+    ]
 
 
 def apply(params, x):
@@ -115,8 +117,13 @@ train("exact", so.ddp(tx, mesh, loss_fn))
 # %%
 feedback = so.reducers.error_feedback
 train("int8, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.int8())))
-train("power_sgd, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.power_sgd(rank=4))))
-train("top_k, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.top_k(density=0.02))))
+train(
+    "power_sgd, feedback",
+    so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.power_sgd(rank=4))),
+)
+train(
+    "top_k, feedback", so.ddp(tx, mesh, loss_fn, reducer=feedback(so.reducers.top_k(density=0.02)))
+)
 
 # %% [markdown]
 # What does error feedback gain? We train once without it.
@@ -135,7 +142,9 @@ train("power_sgd, forgetful", so.ddp(tx, mesh, loss_fn, reducer=so.reducers.powe
 steps_per_round = 20
 inner = so.ddp(tx, so.make_mesh(replica=4, data=1), loss_fn)
 outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
-train("diloco, every 20", so.diloco(inner, sync_every=steps_per_round, outer=outer), steps_per_round)
+train(
+    "diloco, every 20", so.diloco(inner, sync_every=steps_per_round, outer=outer), steps_per_round
+)
 
 # %% [markdown]
 # ## The curves, next to each other
@@ -148,7 +157,9 @@ styles = {
     "top_k, feedback": ("#b3882f", "-"),
     "diloco, every 20": ("#a34d7c", "-"),
 }
-figure, (bits_axes, rounds_axes) = plt.subplots(1, 2, figsize=(11.5, 4), sharey=True, layout="constrained")
+figure, (bits_axes, rounds_axes) = plt.subplots(
+    1, 2, figsize=(11.5, 4), sharey=True, layout="constrained"
+)
 for axes in (bits_axes, rounds_axes):
     axes.semilogy(*curves["exact"].T, color="0.75", linewidth=6, label="exact")
     axes.set_xlabel("step")
@@ -173,7 +184,11 @@ figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
 for name, curve in curves.items():
     color = styles.get(name, ("black",))[0]
     axes.semilogx(
-        bytes_per_step[name] / 1000, curve[-1, 1], "o", color=color, fillstyle="none" if "forget" in name else "full"
+        bytes_per_step[name] / 1000,
+        curve[-1, 1],
+        "o",
+        color=color,
+        fillstyle="none" if "forget" in name else "full",
     )
     axes.annotate(
         name,

@@ -49,7 +49,9 @@ sizes = [(8, 32), (32, 1)]
 def init_fn(rng):
     """Draw the parameters."""
     keys = jax.random.split(rng, len(sizes))
-    return [jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, sizes, strict=True)]
+    return [
+        jax.random.normal(key, size) / size[0] ** 0.5 for key, size in zip(keys, sizes, strict=True)
+    ]
 
 
 def apply(params, x):
@@ -94,7 +96,10 @@ def from_steady_state(log, skip=5):
     """Return the log from the time when every worker has taken `skip` steps; times count from there."""
     start = max(event.time for event in log if event.kind == "push" and event.clock < skip)
     before = max(event.version for event in log if event.time <= start)
-    return [event._replace(time=max(event.time - start, 0.0), version=max(event.version - before, 0)) for event in log]
+    return [
+        event._replace(time=max(event.time - start, 0.0), version=max(event.version - before, 0))
+        for event in log
+    ]
 
 
 def run(max_staleness, num_updates):
@@ -119,7 +124,10 @@ server.plot_timeline(from_steady_state(ahead.log), until=1.5)
 # %%
 for name, result in {"max_staleness=0": waiting, "max_staleness=8": ahead}.items():
     total = sum(result.metrics["wait_seconds"].values())
-    print(f"{name}: {result.metrics['pushes']} gradients, workers waited {total:.1f} s in all,", end=" ")
+    print(
+        f"{name}: {result.metrics['pushes']} gradients, workers waited {total:.1f} s in all,",
+        end=" ",
+    )
     print(f"steps ahead: {result.metrics['staleness']}")
     assert result.metrics["stopped"] == "completed"
 assert set(waiting.metrics["staleness"]) == {0}
@@ -144,7 +152,9 @@ ahead.log.save(path)
 log = server.Log.load(path)
 
 replayed = server.replay(log, optax.sgd(0.1), loss_fn, params, batches_of)
-is_equal = [bool((first == second).all()) for first, second in zip(replayed, ahead.params, strict=True)]
+is_equal = [
+    bool((first == second).all()) for first, second in zip(replayed, ahead.params, strict=True)
+]
 print("equal bit for bit:", is_equal)
 assert all(is_equal)
 
@@ -171,22 +181,34 @@ else:
 # much as eight updates with one gradient.
 
 # %%
-step_seconds = server.durations.with_stalls(server.durations.lognormal(1.0, 0.2), probability=0.1, seconds=10.0)
+step_seconds = server.durations.with_stalls(
+    server.durations.lognormal(1.0, 0.2), probability=0.1, seconds=10.0
+)
 workers = [server.SimulatedWorker(step_seconds=step_seconds)] * 8
 work = {"loss_fn": loss_fn, "params": params, "batches_of": batches_of}
 simulated = {
-    "max_staleness=0": server.simulate(workers, max_staleness=0, num_updates=120, tx=optax.sgd(0.16), **work),
-    "max_staleness=4": server.simulate(workers, max_staleness=4, num_updates=960, tx=optax.sgd(0.02), **work),
-    "no bound": server.simulate(workers, max_staleness=None, num_updates=960, tx=optax.sgd(0.02), **work),
+    "max_staleness=0": server.simulate(
+        workers, max_staleness=0, num_updates=120, tx=optax.sgd(0.16), **work
+    ),
+    "max_staleness=4": server.simulate(
+        workers, max_staleness=4, num_updates=960, tx=optax.sgd(0.02), **work
+    ),
+    "no bound": server.simulate(
+        workers, max_staleness=None, num_updates=960, tx=optax.sgd(0.02), **work
+    ),
 }
 
 # %%
-figure, (gradient_axes, time_axes) = plt.subplots(1, 2, figsize=(11, 3.8), sharey=True, layout="constrained")
+figure, (gradient_axes, time_axes) = plt.subplots(
+    1, 2, figsize=(11, 3.8), sharey=True, layout="constrained"
+)
 colors = ["black", "#33608c", "#b3882f"]
 for (name, result), color in zip(simulated.items(), colors, strict=True):
     losses = result.metrics["history"]["loss"]
     gradients = np.arange(1, 961, 960 // len(losses))
-    seconds = {event.version: event.time for event in reversed(list(result.log)) if event.kind == "push"}
+    seconds = {
+        event.version: event.time for event in reversed(list(result.log)) if event.kind == "push"
+    }
     times = np.array([seconds[version] for version in range(1, len(losses) + 1)])
     width = len(losses) // 20  # each point is the mean of a twentieth of the run
     mean = np.convolve(losses, np.ones(width) / width, "valid")
@@ -230,8 +252,13 @@ bounds = [0, 1, 2, 4, 8, 16, 32]
 cases = {"stalls that pass": workers[:4], "one always four times slower": uneven}
 figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
 for (name, group), style in zip(cases.items(), ["o-", "s-"], strict=True):
-    unbounded_rate = server.simulate(group, max_staleness=None, until=2000.0).metrics["pushes_per_second"]
-    rates = [server.simulate(group, max_staleness=s, until=2000.0).metrics["pushes_per_second"] for s in bounds]
+    unbounded_rate = server.simulate(group, max_staleness=None, until=2000.0).metrics[
+        "pushes_per_second"
+    ]
+    rates = [
+        server.simulate(group, max_staleness=s, until=2000.0).metrics["pushes_per_second"]
+        for s in bounds
+    ]
     shares = 100 * np.array(rates) / unbounded_rate
     axes.plot(range(len(bounds)), shares, style, label=name)
     print(f"{name:30}", " ".join(f"{share:3.0f}%" for share in shares))

@@ -101,13 +101,18 @@ else:
 # %%
 counts = [32, 64, 128, 256, 512]
 one_kind = {"placements": ("fsdp",), "schedules": ("eager_one_f_one_b",)}
-best = [so.plan("llama3-8b", hardware="v5p", chips=count, batch_size=128, **one_kind).best for count in counts]
+best = [
+    so.plan("llama3-8b", hardware="v5p", chips=count, batch_size=128, **one_kind).best
+    for count in counts
+]
 assert plans.workload.tokens == 8192
 
 figure, (time_axes, mfu_axes) = plt.subplots(1, 2, figsize=(10, 3.4), layout="constrained")
 ideal = [best[0].time.total * counts[0] / count for count in counts]
 time_axes.loglog(counts, ideal, color="0.75", linewidth=6, label="twice the chips, half the time")
-time_axes.loglog(counts, [plan.time.total for plan in best], "o-", color="#33608c", label="best layout")
+time_axes.loglog(
+    counts, [plan.time.total for plan in best], "o-", color="#33608c", label="best layout"
+)
 time_axes.set(title="seconds a step", xlabel="chips")
 time_axes.set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
 time_axes.legend(frameon=False)
@@ -120,7 +125,10 @@ plt.show()
 
 for count, plan in zip(counts, best, strict=True):
     print(f"{count:4} chips: {plan.time.total:6.2f} s, MFU {plan.mfu:.0%}, {plan.layout}")
-assert all(more_chips.time.total < fewer_chips.time.total for fewer_chips, more_chips in itertools.pairwise(best))
+assert all(
+    more_chips.time.total < fewer_chips.time.total
+    for fewer_chips, more_chips in itertools.pairwise(best)
+)
 
 # %% [markdown]
 # ## How far can you trust it?
@@ -141,7 +149,9 @@ for name, chip, chips, rows, length, _, _ in published:
     assert shape.length in (length, 4096)
     layout = so.planning.Layout(data=chips, remat=True, gather_dtype=jnp.bfloat16)
     hardware = so.planning.find_hardware(chip)
-    predictions.append(so.planning.predict(shape.workload(), layout, hardware=hardware, batch_size=rows * chips))
+    predictions.append(
+        so.planning.predict(shape.workload(), layout, hardware=hardware, batch_size=rows * chips)
+    )
 
 figure, axes = plt.subplots(figsize=(7.5, 3.4), layout="constrained")
 positions = np.arange(len(predictions))
@@ -152,14 +162,18 @@ axes.bar(
     color="#8fb0cf",
     label="predicted, an upper bound",
 )
-axes.bar(positions + 0.2, [100 * row[5] for row in published], 0.38, color="#33608c", label="published")
+axes.bar(
+    positions + 0.2, [100 * row[5] for row in published], 0.38, color="#33608c", label="published"
+)
 axes.set_xticks(positions, [f"{row[0]}\n{row[2]} x {row[1]}" for row in published])
 axes.set(ylabel="MFU, %", ylim=(0, 115))
 axes.legend(frameon=False, loc="upper right", ncols=2)
 plt.show()
 
 for row, prediction in zip(published, predictions, strict=True):
-    print(f"{row[0]:12} predicted {prediction.mfu:.1%}, published {row[5]:.1%}: {prediction.mfu / row[5]:.2f} times")
+    print(
+        f"{row[0]:12} predicted {prediction.mfu:.1%}, published {row[5]:.1%}: {prediction.mfu / row[5]:.2f} times"
+    )
     assert 1 < prediction.mfu / row[5] < 2
 
 # %% [markdown]
@@ -174,7 +188,9 @@ for row, prediction in zip(published, predictions, strict=True):
 config = gpt.GPTConfig(dim=64, num_layers=4, num_heads=4)
 shapes = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
 batch = {"tokens": np.zeros((64, 33), np.int32)}
-workload = so.planning.trace(gpt.model(config), shapes, batch, rules=gpt.rules, tokens=32, name="my gpt")
+workload = so.planning.trace(
+    gpt.model(config), shapes, batch, rules=gpt.rules, tokens=32, name="my gpt"
+)
 my_plans = so.plan(workload, hardware="h100", chips=8, batch_size=64)
 print(my_plans.table(3))
 
@@ -188,7 +204,9 @@ opt = so.hybrid(tx, so.make_mesh(**my_plans.best.mesh), gpt.model(config), **my_
 audit = so.audit(opt.step, opt.abstract_state(shapes), batch)
 compiled_bytes = sum(traffic.wire_bytes for traffic in audit.by_axis().values())
 predicted_bytes = sum(my_plans.best.wire_bytes.values())
-print(f"{my_plans.best.layout}: predicted {predicted_bytes:,.0f} bytes a step, compiled program {compiled_bytes:,}")
+print(
+    f"{my_plans.best.layout}: predicted {predicted_bytes:,.0f} bytes a step, compiled program {compiled_bytes:,}"
+)
 assert abs(compiled_bytes / predicted_bytes - 1) < 0.05
 
 # %% [markdown]
@@ -207,7 +225,9 @@ call = """so.aot(
 if importlib.util.find_spec("libtpu"):
     print(eval(call))
 else:
-    print("libtpu is not installed. With it, this prints memory, flops and collectives of a chip:\n")
+    print(
+        "libtpu is not installed. With it, this prints memory, flops and collectives of a chip:\n"
+    )
     print(call)
 
 # %% [markdown]

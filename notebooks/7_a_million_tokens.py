@@ -124,7 +124,9 @@ def bytes_sent(method, context, kv_heads):
         check_vma=False,
     )
     shape = lambda heads: jax.ShapeDtypeStruct((1, 1024, heads, 8), jnp.float32)
-    collectives = so.audit(jax.jit(attend), shape(16), shape(kv_heads), shape(kv_heads), mesh=mesh).collectives
+    collectives = so.audit(
+        jax.jit(attend), shape(16), shape(kv_heads), shape(kv_heads), mesh=mesh
+    ).collectives
     return sum(collective.wire_bytes * collective.calls for collective in collectives)
 
 
@@ -134,9 +136,16 @@ for axes, kv_heads in zip(panels, (16, 4), strict=True):
     for method, mark in marks.items():
         possible_sizes = [size for size in sizes if method != "all_to_all" or kv_heads % size == 0]
         axes.plot(
-            possible_sizes, [bytes_sent(method, size, kv_heads) / 2**20 for size in possible_sizes], mark, label=method
+            possible_sizes,
+            [bytes_sent(method, size, kv_heads) / 2**20 for size in possible_sizes],
+            mark,
+            label=method,
         )
-    axes.set(title=f"16 heads, {kv_heads} of keys and values", xlabel="devices along context", xticks=sizes)
+    axes.set(
+        title=f"16 heads, {kv_heads} of keys and values",
+        xlabel="devices along context",
+        xticks=sizes,
+    )
     axes.set_ylim(0)
 panels[0].set_ylabel("MiB sent a device, forward")
 panels[0].legend(frameon=False)
@@ -162,16 +171,29 @@ def temporaries(length, context):
         return jax.grad(lambda q: jnp.sum(so.nn.attention(q, k, v, method="ring") ** 2))(q)
 
     if context > 1:
-        mesh, spec = so.make_mesh(data=1, context=context, devices=jax.devices()[:context]), jax.P(None, "context")
-        run = jax.shard_map(run, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False)
+        mesh, spec = (
+            so.make_mesh(data=1, context=context, devices=jax.devices()[:context]),
+            jax.P(None, "context"),
+        )
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec, check_vma=False
+        )
     return jax.jit(run).lower(shape, shape, shape).compile().memory_analysis().temp_size_in_bytes
 
 
 lengths = [1024, 2048, 4096, 8192]
 for context, mark in ((1, "o-"), (8, "s-")):
     label = "one device, all scores" if context == 1 else "eight, in a ring"
-    plt.loglog(lengths, [temporaries(length, context) / 2**20 for length in lengths], mark, base=2, label=label)
-plt.gca().set(xlabel="tokens of a row", ylabel="MiB a device", title="temporary memory of attention")
+    plt.loglog(
+        lengths,
+        [temporaries(length, context) / 2**20 for length in lengths],
+        mark,
+        base=2,
+        label=label,
+    )
+plt.gca().set(
+    xlabel="tokens of a row", ylabel="MiB a device", title="temporary memory of attention"
+)
 plt.xticks(lengths, lengths)
 plt.yticks([1, 4, 16, 64, 256, 1024], [1, 4, 16, 64, 256, 1024])
 plt.legend(frameon=False)
@@ -199,7 +221,9 @@ assert all(result["peak_bytes"] < result["hbm_bytes"] for result in results)
 shape = so.planning.MODELS["llama3-8b"]
 plans = so.plan(dataclasses.replace(shape, length=131_072), hardware="v5p", chips=64, batch_size=8)
 print(plans.best.layout)
-print(f"{plans.best.memory.total / 1e9:.0f} GB a chip, {plans.best.time.total:.1f} s a step if all ran at its peak")
+print(
+    f"{plans.best.memory.total / 1e9:.0f} GB a chip, {plans.best.time.total:.1f} s a step if all ran at its peak"
+)
 
 # %% [markdown]
 # **Next**: [8. Check your devices](8_check_your_devices.ipynb) runs `shardopt verify` on them. `docs/data_parallel.md` says which method to use when. `docs/models.md` says how

@@ -37,7 +37,16 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 
 # %%
 output = Path(tempfile.mkdtemp()) / "verify.json"
-command = [sys.executable, "-m", "shardopt.cli", "verify", "--minutes", str(MINUTES), "--output", str(output)]
+command = [
+    sys.executable,
+    "-m",
+    "shardopt.cli",
+    "verify",
+    "--minutes",
+    str(MINUTES),
+    "--output",
+    str(output),
+]
 done = subprocess.run(command, capture_output=True, text=True)
 print(done.stdout)
 
@@ -61,7 +70,9 @@ colours = {
 figure, axes = plt.subplots(figsize=(7, 2.6), layout="constrained")
 left = [0] * len(groups)
 for status, colour in colours.items():
-    counts = [sum(row["group"] == group and row["status"] == status for row in rows) for group in groups]
+    counts = [
+        sum(row["group"] == group and row["status"] == status for row in rows) for group in groups
+    ]
     axes.barh(groups, counts, left=left, color=colour, label=status)
     left = [a + b for a, b in zip(left, counts, strict=True)]
 axes.invert_yaxis()
@@ -76,7 +87,9 @@ plt.show()
 # of sums in another order. A sum that loses one device would be far to the right of the line.
 
 # %%
-trained = [row for row in rows if row["group"] == "training" and "update_difference" in row["numbers"]]
+trained = [
+    row for row in rows if row["group"] == "training" and "update_difference" in row["numbers"]
+]
 figure, axes = plt.subplots(figsize=(7, 0.8 + 0.25 * len(trained)), layout="constrained")
 for i, row in enumerate(trained):
     axes.plot(max(row["numbers"]["update_difference"], 1e-16), i, "o", color=colours[row["status"]])

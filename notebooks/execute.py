@@ -26,7 +26,9 @@ def read(script: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-def execute(script: Path, *, environment: Mapping[str, str] = os.environ, timeout: int = 300) -> nbformat.NotebookNode:
+def execute(
+    script: Path, *, environment: Mapping[str, str] = os.environ, timeout: int = 300
+) -> nbformat.NotebookNode:
     """Run a notebook with a kernel of this Python, and return it with outputs; `timeout` is in seconds per cell.
 
     Raises:
@@ -35,10 +37,16 @@ def execute(script: Path, *, environment: Mapping[str, str] = os.environ, timeou
     notebook = read(script)
     quiet = ["--IPKernelApp.log_level=ERROR"]
     client = NotebookClient(
-        notebook, timeout=timeout, kernel_name=KERNEL["name"], record_timing=False, extra_arguments=quiet
+        notebook,
+        timeout=timeout,
+        kernel_name=KERNEL["name"],
+        record_timing=False,
+        extra_arguments=quiet,
     )
     client.execute(cwd=str(script.parent), env=dict(environment))
-    notebook.metadata.pop("language_info", None)  # it would record the Python version of this machine
+    notebook.metadata.pop(
+        "language_info", None
+    )  # it would record the Python version of this machine
     return notebook
 
 
@@ -51,4 +59,9 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main([name.removesuffix(".py").removesuffix(".ipynb") for name in map(os.path.basename, sys.argv[1:])])
+    main(
+        [
+            name.removesuffix(".py").removesuffix(".ipynb")
+            for name in map(os.path.basename, sys.argv[1:])
+        ]
+    )

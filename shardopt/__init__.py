@@ -1,17 +1,27 @@
 """shardopt: turn any optax optimizer but lookahead into a distributed one.
 
-Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; save the state with `Checkpoints`.
-For slow links, `local_sgd` and `diloco` combine replicas of these strategies. `async_sgd` and `async_local_sgd` train
-without barriers.
+Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; save the state
+with `Checkpoints`. For slow links, `local_sgd` and `diloco` combine replicas of these strategies.
+`async_sgd` and `async_local_sgd` train without barriers.
 
-`import shardopt` loads the core. Adapters, asynchronous training, planning and the models of other libraries are wings:
-each loads when one of its names is used for the first time.
+`import shardopt` loads the core. Adapters, asynchronous training, planning and the models of other
+libraries are wings: each loads when one of its names is used for the first time.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from shardopt import checkpoint, errors, hlo, nn, optimizers, reducers, runtime, training, transforms
+from shardopt import (
+    checkpoint,
+    errors,
+    hlo,
+    nn,
+    optimizers,
+    reducers,
+    runtime,
+    training,
+    transforms,
+)
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._read import restore
 from shardopt.checkpoint._write import save

@@ -33,16 +33,19 @@ def make_mesh(
     expert: int = 1,
     devices: Sequence[Any] | None = None,
 ) -> Mesh:
-    """Arrange the devices in a mesh with axes data, pipeline and tensor (and replica, expert and context, if above 1).
+    """Arrange the devices in a mesh with axes data, pipeline and tensor (and replica, expert and
+    context, if above 1).
 
     Args:
-      data: size of the data axis. At most one size may be -1; it is inferred from the number of devices.
+      data: size of the data axis. At most one size may be -1; it is inferred from the number of
+        devices.
       tensor: size of the tensor axis.
       pipeline: size of the pipeline axis.
       replica: size of the replica axis, which exists only if it is above 1.
-      context: size of the context axis, which splits the positions of sequences. It exists only if it is above 1.
-      expert: size of the expert axis, which exists only if it is above 1. It splits rows of the batch, as data does,
-        and the experts of the leaves in a strategy's `expert_leaves`.
+      context: size of the context axis, which splits the positions of sequences. It exists only if
+        it is above 1.
+      expert: size of the expert axis, which exists only if it is above 1. It splits rows of the
+        batch, as data does, and the experts of the leaves in a strategy's `expert_leaves`.
       devices: the devices to use, in any shape; by default `jax.devices()`.
 
     Returns:
@@ -50,41 +53,60 @@ def make_mesh(
 
     Raises:
       TypeError: if a size is not an integer.
-      ValueError: if a size is zero or below -1, two sizes are -1, the product is not the device count, or there are no
-        devices.
+      ValueError: if a size is zero or below -1, two sizes are -1, the product is not the device
+        count, or there are no devices.
 
     Example:
       >>> import jax, shardopt as so
       >>> so.make_mesh(devices=jax.devices()[:1]).axis_names
       ('data', 'pipeline', 'tensor')
 
-    **Order of devices**: tensor neighbours are adjacent devices. Then follow, from the inside out, context, expert,
-    pipeline, data and replica. On TPU the mesh follows the physical torus. Several slices are put on replica and data.
+    **Order of devices**: tensor neighbours are adjacent devices. Then follow, from the inside out,
+    context, expert, pipeline, data and replica. On TPU the mesh follows the physical torus. Several
+    slices are put on replica and data.
     """
     devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
     if not devices:
-        raise ValueError(format_error("make_mesh", "there are no devices.", fix="pass some, or leave devices out."))
+        raise ValueError(
+            format_error(
+                "make_mesh", "there are no devices.", fix="pass some, or leave devices out."
+            )
+        )
     requested_sizes = {"replica": replica, "data": data, "pipeline": pipeline}
     requested_sizes |= {"expert": expert, "context": context, "tensor": tensor}
     on_cpu = devices[0].platform == "cpu"
-    sizes = _infer_sizes({axis: requested_sizes[axis] for axis in AXES}, len(devices), on_cpu=on_cpu)
+    sizes = _infer_sizes(
+        {axis: requested_sizes[axis] for axis in AXES}, len(devices), on_cpu=on_cpu
+    )
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL_AXES}
-    grid = _arrange(sizes, devices, num_outer_dims=len([axis for axis in sizes if axis in ("replica", "data")]))
+    grid = _arrange(
+        sizes, devices, num_outer_dims=len([axis for axis in sizes if axis in ("replica", "data")])
+    )
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def spec_axes(spec: Iterable[str | tuple[str | None, ...] | None]) -> list[str]:
     """Return the mesh axes in a `PartitionSpec`, in the order of the dims."""
-    return [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis is not None]
+    return [
+        axis
+        for entry in spec
+        for axis in (entry if isinstance(entry, tuple) else (entry,))
+        if axis is not None
+    ]
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes that split the rows of a batch: data, and replica and expert if the mesh has them."""
+    """Return the axes that split the rows of a batch: data, and replica and expert if the mesh has
+    them.
+    """
     return tuple(axis for axis in ("replica", "data", "expert") if axis in mesh.axis_names)
 
 
 def axes_of_role(role: str) -> tuple[str, ...]:
-    """Return the axes of the mesh under trace that play a role ("data", "tensor"); a user's mesh may have other names."""
+    """Return the axes of the mesh under trace that play a role ("data", "tensor").
+
+    A user's mesh may have other names.
+    """
     roles = trace_context().roles
     if roles is not None:
         return roles.get(role, ())
@@ -99,7 +121,8 @@ def mesh_under_trace() -> AbstractMesh:
 def not_manual_axes() -> frozenset[str]:
     """Return the axes of the mesh under trace that are not manual yet.
 
-    They include axes of size 1. jax refuses a kernel for TPU in a region that is not manual over all axes.
+    They include axes of size 1. jax refuses a kernel for TPU in a region that is not manual over
+    all axes.
     """
     mesh = mesh_under_trace()
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
@@ -108,14 +131,18 @@ def not_manual_axes() -> frozenset[str]:
 def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f`, traced without a mesh in jax's types. Every mesh axis must be manual.
 
-    Otherwise some arrays have a mesh in their types and some do not. The loops of equinox, which diffrax uses, then
-    refuse them as different types. `mesh_under_trace` still returns the mesh, with every axis manual.
+    Otherwise some arrays have a mesh in their types and some do not. The loops of equinox, which
+    diffrax uses, then refuse them as different types. `mesh_under_trace` still returns the mesh,
+    with every axis manual.
     """
 
     def run(*args: Any) -> Any:
         mesh = mesh_under_trace()
         manual_mesh = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Manual))
-        with within_trace(hidden_mesh=manual_mesh), jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        with (
+            within_trace(hidden_mesh=manual_mesh),
+            jax.sharding.use_abstract_mesh(AbstractMesh((), ())),
+        ):
             return f(*args)
 
     return run
@@ -123,7 +150,8 @@ def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def under_mesh(mesh: Mesh, roles: Mapping[str, tuple[str, ...]] | None = None) -> Iterator[None]:
-    """Trace on this mesh inside the context, even if the user's program has set another mesh with `jax.set_mesh`.
+    """Trace on this mesh inside the context, even if the user's program has set another mesh with
+    `jax.set_mesh`.
 
     Args:
       mesh: the mesh.
@@ -147,26 +175,37 @@ def on_mesh(
 
 
 def analysis() -> contextlib.AbstractContextManager[None]:
-    """Mark traces inside this context as an analysis: they only show how a loss uses the rows of a batch."""
+    """Mark traces inside this context as an analysis: they only show how a loss uses the rows of a
+    batch.
+    """
     return within_trace(is_analysis=True)
 
 
 def is_analysed() -> bool:
-    """Return whether a trace is an analysis of a loss: a layer then uses its plain form, not a kernel."""
+    """Return whether a trace is an analysis of a loss: a layer then uses its plain form, not a
+    kernel.
+    """
     return trace_context().is_analysis
 
 
 def device_kind() -> str | None:
-    """Return the kind of the devices of the mesh under trace, such as "cpu" or "TPU v4"; None if jax does not know it."""
+    """Return the kind of the devices of the mesh under trace, such as "cpu" or "TPU v4".
+
+    None if jax does not know it.
+    """
     return getattr(getattr(mesh_under_trace(), "abstract_device", None), "device_kind", None)
 
 
 def device_kind_or_default() -> str:
-    """Return `device_kind()`, or the kind of the default device, for a model that runs outside of every strategy."""
+    """Return `device_kind()`, or the kind of the default device, for a model that runs outside of
+    every strategy.
+    """
     return device_kind() or jax.devices()[0].device_kind
 
 
-def _infer_sizes(requested_sizes: dict[str, int], num_devices: int, *, on_cpu: bool) -> dict[str, int]:
+def _infer_sizes(
+    requested_sizes: dict[str, int], num_devices: int, *, on_cpu: bool
+) -> dict[str, int]:
     sizes_text = ", ".join(
         f"{axis}={size}"
         for axis, size in requested_sizes.items()
@@ -175,33 +214,56 @@ def _infer_sizes(requested_sizes: dict[str, int], num_devices: int, *, on_cpu: b
     for axis, size in requested_sizes.items():
         with calling("make_mesh"):
             check_integer(axis, size)
-    if invalid_sizes := [f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1]:
+    if invalid_sizes := [
+        f"{axis}={size}" for axis, size in requested_sizes.items() if size < 1 and size != -1
+    ]:
         raise ValueError(
-            format_error("make_mesh", f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.")
+            format_error(
+                "make_mesh",
+                f"sizes must be positive, or -1 for one of them; got {', '.join(invalid_sizes)}.",
+            )
         )
     inferred_axes = [axis for axis, size in requested_sizes.items() if size == -1]
     if len(inferred_axes) > 1:
         fix = "give every size but one."
         raise ValueError(
-            format_error("make_mesh", f"only one size can be -1, got {' and '.join(inferred_axes)}.", fix=fix)
+            format_error(
+                "make_mesh", f"only one size can be -1, got {' and '.join(inferred_axes)}.", fix=fix
+            )
         )
     known_product = math.prod(size for size in requested_sizes.values() if size != -1)
     if inferred_axes and num_devices % known_product:
-        problem = f"cannot infer {inferred_axes[0]}: {num_devices} devices are not divisible by {known_product} ({sizes_text})."
-        raise ValueError(format_error("make_mesh", problem, fix=f"choose sizes whose product divides {num_devices}."))
+        problem = (
+            f"cannot infer {inferred_axes[0]}: {num_devices} devices are not divisible by"
+            f" {known_product} ({sizes_text})."
+        )
+        raise ValueError(
+            format_error(
+                "make_mesh", problem, fix=f"choose sizes whose product divides {num_devices}."
+            )
+        )
     if not inferred_axes and known_product != num_devices:
         problem = f"{sizes_text} needs {known_product} devices, but there are {num_devices}."
-        fix = f"set one size to -1, choose sizes whose product is {num_devices}, or pass devices=jax.devices()[:{known_product}]."
+        fix = (
+            f"set one size to -1, choose sizes whose product is {num_devices}, or pass"
+            f" devices=jax.devices()[:{known_product}]."
+        )
         if known_product > num_devices:
             fix = f"set one size to -1, or choose sizes whose product is {num_devices}."
             if on_cpu:
                 fix += f" JAX_NUM_CPU_DEVICES={known_product} simulates more devices."
         raise ValueError(format_error("make_mesh", problem, fix=fix))
-    return {axis: num_devices // known_product if size == -1 else int(size) for axis, size in requested_sizes.items()}
+    return {
+        axis: num_devices // known_product if size == -1 else int(size)
+        for axis, size in requested_sizes.items()
+    }
 
 
 def _arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) -> np.ndarray:
-    """Return the devices in the shape of the mesh; only its first `num_outer_dims` dims may cross slices."""
+    """Return the devices in the shape of the mesh.
+
+    Only its first `num_outer_dims` dims may cross slices.
+    """
     shape = tuple(sizes.values())
     slices: dict[int, list[Any]] = {}
     for device in devices:
@@ -211,7 +273,9 @@ def _arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) 
     if len({len(members) for members in slices.values()}) > 1:
         sizes_text = ", ".join(f"slice {index}: {len(slices[index])}" for index in sorted(slices))
         fix = "pass as many devices of every slice."
-        raise ValueError(format_error("make_mesh", f"the slices have different sizes ({sizes_text}).", fix=fix))
+        raise ValueError(
+            format_error("make_mesh", f"the slices have different sizes ({sizes_text}).", fix=fix)
+        )
     within, across = _over_slices(shape, len(slices), num_outer_dims)
     inner = dict(zip(sizes, within, strict=True))
     grids = np.stack([_within_slice(inner, slices[index]) for index in sorted(slices)])
@@ -229,31 +293,47 @@ def _within_slice(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
         return _over_cores(shape, devices)
     if all(sizes.get(axis, 1) == 1 for axis in ("expert", "context")):
         return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    # Weights are gathered over these axes together. If the devices lie as along one data axis, XLA:TPU emits a gather,
-    # else an all-reduce.
+    # Weights are gathered over these axes together. If the devices lie as along one data axis,
+    # XLA:TPU emits a gather, else an all-reduce.
     joined_axes = [axis for axis in ("data", "expert", "context") if axis in sizes]
-    order = [*(axis for axis in sizes if axis not in (*joined_axes, "tensor")), *joined_axes, "tensor"]
+    order = [
+        *(axis for axis in sizes if axis not in (*joined_axes, "tensor")),
+        *joined_axes,
+        "tensor",
+    ]
     grid_sizes = [sizes[axis] for axis in order if axis not in joined_axes]
     grid_sizes.insert(len(grid_sizes) - 1, math.prod(sizes[axis] for axis in joined_axes))
     grid = mesh_utils.create_device_mesh(grid_sizes, devices, allow_split_physical_axes=True)
-    return grid.reshape([sizes[axis] for axis in order]).transpose([order.index(axis) for axis in sizes])
+    return grid.reshape([sizes[axis] for axis in order]).transpose(
+        [order.index(axis) for axis in sizes]
+    )
 
 
 def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
-    """Arrange chips with several devices (cores): cores are neighbours on the innermost axis that their number divides.
+    """Arrange chips with several devices (cores): cores are neighbours on the innermost axis that
+    their number divides.
 
     `mesh_utils` only arranges chips with one device each.
     """
     cores = 1 + max(device.core_on_chip for device in devices)
     dims = [dim for dim, size in enumerate(shape) if size % cores == 0]
     if not dims:
-        problem = f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
+        problem = (
+            f"chips have {cores} cores each, and none of the sizes {shape} is divisible by {cores}."
+        )
         raise ValueError(
-            format_error("make_mesh", problem, fix="make one axis even, so that it can hold both cores of a chip.")
+            format_error(
+                "make_mesh",
+                problem,
+                fix="make one axis even, so that it can hold both cores of a chip.",
+            )
         )
     dim = dims[-1]
     chips = tuple(size // cores if i == dim else size for i, size in enumerate(shape))
-    device_at = {(device.process_index, tuple(device.coords), device.core_on_chip): device for device in devices}
+    device_at = {
+        (device.process_index, tuple(device.coords), device.core_on_chip): device
+        for device in devices
+    }
     first_cores = [device for device in devices if device.core_on_chip == 0]
     grid = mesh_utils.create_device_mesh(chips, first_cores, allow_split_physical_axes=True)
     pick_core = np.vectorize(
@@ -265,7 +345,10 @@ def _over_cores(shape: tuple[int, ...], devices: list[Any]) -> np.ndarray:
 def _over_slices(
     shape: tuple[int, ...], num_slices: int, num_outer_dims: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Split a mesh shape into a shape within a slice and a shape across slices; only the first `num_outer_dims` dims cross slices."""
+    """Split a mesh shape into a shape within a slice and a shape across slices.
+
+    Only the first `num_outer_dims` dims cross slices.
+    """
     within, across, remaining_slices = list(shape), [1] * len(shape), num_slices
     for dim in range(num_outer_dims):  # replica and data; the others stay inside a slice
         across[dim] = math.gcd(within[dim], remaining_slices)
@@ -273,9 +356,12 @@ def _over_slices(
         remaining_slices //= across[dim]
     if remaining_slices != 1:
         problem = (
-            f"{num_slices} slices cannot be laid along replica and data, whose sizes are {shape[:num_outer_dims]}."
+            f"{num_slices} slices cannot be laid along replica and data, whose sizes are"
+            f" {shape[:num_outer_dims]}."
         )
         raise ValueError(
-            format_error("make_mesh", problem, fix=f"choose data (times replica) divisible by {num_slices}.")
+            format_error(
+                "make_mesh", problem, fix=f"choose data (times replica) divisible by {num_slices}."
+            )
         )
     return tuple(within), tuple(across)

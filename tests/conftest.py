@@ -6,13 +6,14 @@ import os
 import shutil
 import sys
 
-# Where the environment says not to store bytecode, as in many containers, each process that a test starts would compile
-# the package for several seconds, and each worker all tests for ten.
+# Where the environment says not to store bytecode, as in many containers, each process that a test
+# starts would compile the package for several seconds, and each worker all tests for ten.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Most of the suite's time is that of compiling programs that run once, so code generation need not optimise. Collectives,
-# shardings and donated buffers are decided before it, and stay as users have them.
+# Most of the suite's time is that of compiling programs that run once, so code generation need not
+# optimise. Collectives, shardings and donated buffers are decided before it, and stay as users have
+# them.
 FLAGS = [
     "--xla_force_host_platform_device_count=8",
     "--xla_backend_optimization_level=0",
@@ -20,16 +21,19 @@ FLAGS = [
 ]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # later ones have no other emitters
     FLAGS.append("--xla_cpu_use_fusion_emitters=false")  # a third of the time to compile
-    # With the other order of operations, a stored program of jaxlib 0.10.2 mixes up collectives that may run at the same
-    # time: docs/notes/compiler_errors.md
+    # With the other order of operations, a stored program of jaxlib 0.10.2 mixes up collectives
+    # that may run at the same time: docs/notes/compiler_errors.md
     FLAGS.append("--xla_cpu_enable_concurrency_optimized_scheduler=false")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *FLAGS]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jaxtyping import install_import_hook
 
-# Where shapes are annotated. Elsewhere bad input must meet shardopt's own checks, as it does for users.
-install_import_hook(["shardopt.collectives", "shardopt.models", "shardopt.data"], "beartype.beartype")
+# Where shapes are annotated. Elsewhere bad input must meet shardopt's own checks, as it does for
+# users.
+install_import_hook(
+    ["shardopt.collectives", "shardopt.models", "shardopt.data"], "beartype.beartype"
+)
 
 import jax
 import pytest
@@ -39,8 +43,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_filtering", "off")  # a test that fails shows every frame
 
 
-# Tracing makes millions of small objects that live on. With the default thresholds, the collector walks them all again
-# and again: 5 to 7% of the time of a test.
+# Tracing makes millions of small objects that live on. With the default thresholds, the collector
+# walks them all again and again: 5 to 7% of the time of a test.
 gc.set_threshold(50_000, 50, 100)
 
 GIGABYTE = 2**30
@@ -48,14 +52,20 @@ FAST = "fast and not slow and not default"
 
 
 def pytest_configure(config):
-    """Store compiled programs in .pytest_cache; with -m fast, leave out tests that fast files mark as slow or default."""
+    """Store compiled programs in .pytest_cache.
+
+    With -m fast, leave out tests that fast files mark as slow or default.
+    """
     if config.option.markexpr == "fast":
         config.option.markexpr = FAST
     if hasattr(config, "cache"):  # not with -p no:cacheprovider
-        # The workers of a run share programs, and the next run finds those that did not change. The key is the program
-        # with all flags, so code that is broken on purpose is compiled.
+        # The workers of a run share programs, and the next run finds those that did not change. The
+        # key is the program with all flags, so code that is broken on purpose is compiled.
         folder = config.cache.mkdir("xla")
-        if not hasattr(config, "workerinput") and sum(path.stat().st_size for path in folder.iterdir()) > GIGABYTE:
+        if (
+            not hasattr(config, "workerinput")
+            and sum(path.stat().st_size for path in folder.iterdir()) > GIGABYTE
+        ):
             shutil.rmtree(folder)
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
@@ -63,7 +73,9 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With -m fast, import only files that have fast tests: importing all takes as long as a tenth of the tier."""
+    """With -m fast, import only files that have fast tests: importing all takes as long as a tenth
+    of the tier.
+    """
     if config.option.markexpr != FAST or not collection_path.name.startswith("test_"):
         return None
     return None if has_fast(collection_path) else True
@@ -71,7 +83,9 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_xdist_auto_num_workers(config):
     """-n auto: a process a core that this one may use; each takes a gigabyte or two."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(8, cores)
 
 

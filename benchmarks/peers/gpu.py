@@ -1,19 +1,22 @@
-"""One GPU: GPT-2 in bf16 by shardopt, torch.compile and MaxText, interleaved, and AdamW's update against a copy.
+"""One GPU: GPT-2 in bf16 by shardopt, torch.compile and MaxText, interleaved, and AdamW's update
+against a copy.
 
-Run: python -m benchmarks.peers.gpu [--sizes 124M 350M] [--maxtext FOLDER], or python -m benchmarks.peers --gpu, with
-CUDA builds of jax and torch. Results are written after each size. Compiling is most of the time: on an H200, torch takes
-its first step after 40 to 50 s without `autotuned`. First, anywhere and in two minutes: python -m benchmarks.peers.gpu
---tiny, which does the same with a tiny model, on a CPU if need be, and writes nothing.
+Run: python -m benchmarks.peers.gpu [--sizes 124M 350M] [--maxtext FOLDER], or python -m
+benchmarks.peers --gpu, with CUDA builds of jax and torch. Results are written after each size.
+Compiling is most of the time: on an H200, torch takes its first step after 40 to 50 s without
+`autotuned`. First, anywhere and in two minutes: python -m benchmarks.peers.gpu --tiny, which does
+the same with a tiny model, on a CPU if need be, and writes nothing.
 
 Contestants, all with AdamW:
 
 - `so.ddp` on one device, with fp32 parameters and bf16 products and logits.
-- torch.compile under bf16 autocast, AdamW fused; and the same with kernels that are chosen by timing them ("autotuned").
+- torch.compile under bf16 autocast, AdamW fused; and the same with kernels that are chosen by
+  timing them ("autotuned").
 - MaxText's own step, exported on a machine that has MaxText (`peers.exported`).
 
-The update: AdamW on fp32 leaves, which reads parameter, gradient and two moments and writes three of them, 28 bytes a
-parameter; the copy: one array of half as much, read and written. Claims: tokens per second at least torch's; update at
-least 0.85 of the copy's bytes per second.
+The update: AdamW on fp32 leaves, which reads parameter, gradient and two moments and writes three
+of them, 28 bytes a parameter; the copy: one array of half as much, read and written. Claims: tokens
+per second at least torch's; update at least 0.85 of the copy's bytes per second.
 """
 
 import argparse
@@ -35,7 +38,8 @@ from .measure import measure
 from .task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config
 
 NOT_MEASURED = (
-    "not measured. On an H200 the contestants agreed, and the run ended before their speeds were written, 2026-11-27."
+    "not measured. On an H200 the contestants agreed, and the run ended before their speeds were"
+    " written, 2026-11-27."
 )
 GPU = {"vocab_size": 50304, "tied": True, "dtype": "bfloat16", "simulated": 1}
 SIZES = {
@@ -55,11 +59,16 @@ UPDATE_BYTES = 28
 
 
 def share_device() -> None:
-    """Let this process, the contestants and torch hold parts of one GPU; call before jax makes a backend.
+    """Let this process, the contestants and torch hold parts of one GPU.
+
+    Call before jax makes a backend.
 
     By itself each process of jax takes three quarters of it at once, and torch finds no room.
     """
-    os.environ |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}
+    os.environ |= {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5",
+    }
 
 
 def find_device(*, tiny: bool) -> str:
@@ -72,20 +81,26 @@ def find_device(*, tiny: bool) -> str:
     import torch
 
     if not tiny and not (jax.default_backend() == "gpu" and torch.cuda.is_available()):
-        raise SystemExit(f"peers: jax has {jax.devices()}, torch has CUDA: {torch.cuda.is_available()}.")
+        raise SystemExit(
+            f"peers: jax has {jax.devices()}, torch has CUDA: {torch.cuda.is_available()}."
+        )
     return jax.devices()[0].device_kind
 
 
 def measure_size(
     config: Config, device: str, contestants: list[Contestant], *, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Return tokens per second, share of peak flops, memory, and the update's share of the copy's bandwidth.
+    """Return tokens per second, share of peak flops, memory, and the update's share of the copy's
+    bandwidth.
 
     Raises:
       SystemExit: if the contestants compute different things.
     """
-    # bf16 rounds to three digits. At 124M, width and depth as they are, ten steps were 0.0014 and 0.008 apart on a CPU.
-    found = measure(contestants, config, rounds=rounds, steps=steps, loss_tolerance=5e-3, norm_tolerance=0.1)
+    # bf16 rounds to three digits. At 124M, width and depth as they are, ten steps were 0.0014 and
+    # 0.008 apart on a CPU.
+    found = measure(
+        contestants, config, rounds=rounds, steps=steps, loss_tolerance=5e-3, norm_tolerance=0.1
+    )
     peak = peak_flops(device)
     for row in found["contestants"].values():
         used = row["tokens_per_second"] * flops_per_token(config)
@@ -103,7 +118,8 @@ def num_parameters(config: Config) -> int:
 
 
 def flops_per_token(config: Config) -> float:
-    """Return 6 N + 12 L D T: each parameter in a product three times, and attention without regard to its mask.
+    """Return 6 N + 12 L D T: each parameter in a product three times, and attention without regard
+    to its mask.
 
     References:
       Chowdhery and others, "PaLM: Scaling Language Modeling with Pathways", 2022, appendix B.
@@ -113,14 +129,21 @@ def flops_per_token(config: Config) -> float:
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the dense bf16 peak of a device, which holds the known name, such as "NVIDIA H200"; None where none is."""
+    """Return the dense bf16 peak of a device, which holds the known name, such as "NVIDIA H200".
+
+    None where none is.
+    """
     from shardopt.planning._hardware import HARDWARE
 
-    return next((each.flops for name, each in HARDWARE.items() if name in device_kind.lower()), None)
+    return next(
+        (each.flops for name, each in HARDWARE.items() if name in device_kind.lower()), None
+    )
 
 
 def measure_update(count: int) -> dict[str, dict[str, float]]:
-    """Return bytes per second of AdamW on `count` parameters, and of a copy, by jax and by torch, one after the other."""
+    """Return bytes per second of AdamW on `count` parameters, and of a copy, by jax and by torch,
+    one after the other.
+    """
     found = {library: _apart(rates_of, library, count) for library in ("jax", "torch")}
     best = max(each["copy_bytes_per_second"] for each in found.values())
     for each in found.values():
@@ -138,7 +161,10 @@ def rates_of(library: str, count: int, rounds: int = 20) -> dict[str, float]:
             run()
             if turn >= 0:
                 times[name].append(time.perf_counter() - start)
-    return {f"{name}_bytes_per_second": UPDATE_BYTES * count / statistics.median(each) for name, each in times.items()}
+    return {
+        f"{name}_bytes_per_second": UPDATE_BYTES * count / statistics.median(each)
+        for name, each in times.items()
+    }
 
 
 def jax_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -181,40 +207,67 @@ def torch_pair(count: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def _apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function in a process of its own, which gives back what it holds of the device when it ends."""
+    """Call a function in a process of its own, which gives back what it holds of the device when it
+    ends.
+    """
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def record(sizes: list[str], *, rounds: int, steps: int, tiny: bool, maxtext: Path | None = None) -> None:
-    """Measure sizes one after another, and write each as it comes beside those measured before on the same device."""
+def record(
+    sizes: list[str], *, rounds: int, steps: int, tiny: bool, maxtext: Path | None = None
+) -> None:
+    """Measure sizes one after another, and write each as it comes beside those measured before on
+    the same device.
+    """
     share_device()
     contestants = CONTESTANTS
     if maxtext is not None:
         os.environ["PEERS_MAXTEXT"] = str(maxtext.resolve())
         contestants = CONTESTANTS + MAXTEXT
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()  # nothing compiled by an earlier run: jax keeps nothing
+    # nothing compiled by an earlier run: jax keeps nothing
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
     device = find_device(tiny=tiny)
     before = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() and not tiny else {}
     same = before.get("device") == device
-    results = {"device": device, "torch": importlib.metadata.version("torch"), "sizes": before["sizes"] if same else {}}
-    for name, config in {"tiny": TINY}.items() if tiny else {name: SIZES[name] for name in sizes}.items():
-        results["sizes"][name] = measure_size(config, device, contestants, rounds=rounds, steps=steps)
+    results = {
+        "device": device,
+        "torch": importlib.metadata.version("torch"),
+        "sizes": before["sizes"] if same else {},
+    }
+    for name, config in (
+        {"tiny": TINY}.items() if tiny else {name: SIZES[name] for name in sizes}.items()
+    ):
+        results["sizes"][name] = measure_size(
+            config, device, contestants, rounds=rounds, steps=steps
+        )
         print(json.dumps({name: results["sizes"][name]}, indent=2), flush=True)
         if not tiny:
             print("wrote", write_json("peers_gpu", results, RESULTS), flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sizes", nargs="*", default=list(SIZES), choices=SIZES)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=10, help="steps a round")
-    parser.add_argument("--maxtext", type=Path, help="folder that `python -m benchmarks.peers.exported` wrote")
-    parser.add_argument("--tiny", action="store_true", help="try it with a tiny model, and write nothing")
+    parser.add_argument(
+        "--maxtext", type=Path, help="folder that `python -m benchmarks.peers.exported` wrote"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="try it with a tiny model, and write nothing"
+    )
     options = parser.parse_args()
-    record(options.sizes, rounds=options.rounds, steps=options.steps, tiny=options.tiny, maxtext=options.maxtext)
+    record(
+        options.sizes,
+        rounds=options.rounds,
+        steps=options.steps,
+        tiny=options.tiny,
+        maxtext=options.maxtext,
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ WORKER = str(Path(__file__).parent / "worker.py")
 
 
 class Contestant(NamedTuple):
-    """Who competes: a library, the function of its file, in how many processes, and the Python that has the library."""
+    """Who competes: a library, the function of its file, in how many processes, and the Python that
+    has the library.
+    """
 
     library: str
     strategy: str
@@ -30,7 +32,9 @@ class Contestant(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A contestant that runs: its launcher, a connection to each process, and what its first step told."""
+    """A contestant that runs: its launcher, a connection to each process, and what its first step
+    told.
+    """
 
     contestant: Contestant
     launchers: tuple[subprocess.Popen, ...]
@@ -61,7 +65,9 @@ def running(contestant: Contestant, folder: Path, *, seconds: float = 300.0) -> 
             first = sorted((_read(wire) for wire in wires), key=lambda told: told["rank"])
         except (OSError, EOFError) as error:
             said.seek(0)
-            raise RuntimeError(f"{contestant.name} did not take its first step.\n{said.read()[-4000:]}") from error
+            raise RuntimeError(
+                f"{contestant.name} did not take its first step.\n{said.read()[-4000:]}"
+            ) from error
         yield Job(contestant, launchers, tuple(wires), first, time.perf_counter() - start)
 
 
@@ -73,7 +79,9 @@ def ask(job: Job, command: Any) -> list[dict[str, Any]]:
     return [_read(wire) for wire in job.wires]
 
 
-def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -> Iterator[subprocess.Popen]:
+def _launch(
+    contestant: Contestant, folder: Path, address: str, said: IO[str]
+) -> Iterator[subprocess.Popen]:
     count = contestant.processes
     words = [WORKER, contestant.library, contestant.strategy, str(folder)]
     environment = os.environ | {"PEERS_ADDRESS": address}
@@ -99,12 +107,17 @@ def _launch(contestant: Contestant, folder: Path, address: str, said: IO[str]) -
         port = f"--master-port={_free_port()}"
         yield start(["-m", "torch.distributed.run", f"--nproc-per-node={count}", port, *words])
     else:  # nothing launches plain jax, and MaxText and Levanter leave it to clusters
-        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}", "JAX_NUM_PROCESSES": str(count)}
+        place = {
+            "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{_free_port()}",
+            "JAX_NUM_PROCESSES": str(count),
+        }
         for rank in range(count):
             yield start(words, **place, JAX_PROCESS_ID=str(rank))
 
 
-def _accept(server: socket.socket, launchers: Sequence[subprocess.Popen], seconds: float) -> socket.socket:
+def _accept(
+    server: socket.socket, launchers: Sequence[subprocess.Popen], seconds: float
+) -> socket.socket:
     """Wait for a process to report, as long as what should have started it lives."""
     server.settimeout(0.5)
     for _ in range(int(seconds / 0.5)):

@@ -1,4 +1,6 @@
-"""Measure a list of contestants: start them, check that they agree, let them take turns, and read their figures."""
+"""Measure a list of contestants: start them, check that they agree, let them take turns, and read
+their figures.
+"""
 
 import contextlib
 import datetime
@@ -34,7 +36,8 @@ def measure(
     loss_tolerance: float = 1e-4,
     norm_tolerance: float = 1e-2,
 ) -> dict[str, Any]:
-    """Start contestants one after another, check that they agree, let them take turns, and return what was seen.
+    """Start contestants one after another, check that they agree, let them take turns, and return
+    what was seen.
 
     Raises:
       SystemExit: if two compute different things: their speeds could not be compared.
@@ -44,20 +47,30 @@ def measure(
         jobs = []
         for each in contestants:
             jobs.append(stack.enter_context(running(each, Path(folder))))
-            print(f"  {each.name:15} took its first step after {jobs[-1].seconds_to_first_step:.1f} s", flush=True)
+            print(
+                f"  {each.name:15} took its first step after"
+                f" {jobs[-1].seconds_to_first_step:.1f} s",
+                flush=True,
+            )
         lines = {each.name: lines_of(each) for each in contestants}
         seen = {
-            job.contestant.name: job.first[0]["results"] + ask(job, CHECKED_STEPS - 1)[0]["results"] for job in jobs
+            job.contestant.name: job.first[0]["results"] + ask(job, CHECKED_STEPS - 1)[0]["results"]
+            for job in jobs
         }
         differences = agreement(seen, loss_tolerance, norm_tolerance)
         for job in jobs:
             ask(job, "forget peak")
         turns = {job.contestant.name: functools.partial(ask, job, steps) for job in jobs}
         times = interleave(turns, rounds=rounds, warmup=WARMUP)
-        rows = {job.contestant.name: _row(job, times[job.contestant.name], config, steps) for job in jobs}
+        rows = {
+            job.contestant.name: _row(job, times[job.contestant.name], config, steps)
+            for job in jobs
+        }
     for name, count in lines.items():
         rows[name]["lines"] = count
-    pairs = [(name, rival) for name in rows if name.startswith(OURS) for rival in rivals(name, rows)]
+    pairs = [
+        (name, rival) for name in rows if name.startswith(OURS) for rival in rivals(name, rows)
+    ]
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": cpu_name(),
@@ -67,12 +80,16 @@ def measure(
         "losses": {name: [loss for loss, _ in results] for name, results in seen.items()},
         "differences": differences,
         "contestants": rows,
-        "speed_ratios": {f"{name} / {rival}": median_ratio(times[rival], times[name]) for name, rival in pairs},
+        "speed_ratios": {
+            f"{name} / {rival}": median_ratio(times[rival], times[name]) for name, rival in pairs
+        },
     }
 
 
 def rivals(name: str, rows: Any) -> list[str]:
-    """Return those that a contestant of ours is compared with: the same strategy, or the only one torch has there."""
+    """Return those that a contestant of ours is compared with: the same strategy, or the only one
+    torch has there.
+    """
     strategy = name.split()[1]
     same = [f"{library} {strategy}" for library in ("jax", "torch", "maxtext", "levanter")]
     return [each for each in rows if each in (*same, *ALONE)]
@@ -95,14 +112,23 @@ def agreement(
             wrong.append(name)
     if wrong:
         curves = "\n".join(f"{name:16} {results[:CHECKED_STEPS]}" for name, results in seen.items())
-        raise SystemExit(f"peers: {', '.join(wrong)} computed something else; (loss, gradient norm) by step:\n{curves}")
+        raise SystemExit(
+            f"peers: {', '.join(wrong)} computed something else; (loss, gradient norm) by"
+            f" step:\n{curves}"
+        )
     return differences
 
 
 def lines_of(contestant: Contestant) -> int:
-    """Count the lines a user writes beside the model: those of the functions, without blank lines and comments."""
-    functions = importlib.import_module(f".contestants.{contestant.library}", __package__).LINES[contestant.strategy]
-    lines = [line.strip() for function in functions for line in inspect.getsource(function).splitlines()]
+    """Count the lines a user writes beside the model: those of the functions, without blank lines
+    and comments.
+    """
+    functions = importlib.import_module(f".contestants.{contestant.library}", __package__).LINES[
+        contestant.strategy
+    ]
+    lines = [
+        line.strip() for function in functions for line in inspect.getsource(function).splitlines()
+    ]
     return sum(bool(line) and not line.startswith(("#", '"""')) for line in lines)
 
 
@@ -113,7 +139,9 @@ def _row(job: Job, times: list[float], config: Config, steps: int) -> dict[str, 
         "spread": (max(times) - min(times)) / statistics.median(times),
         "seconds_to_first_step": job.seconds_to_first_step,
         "imported_bytes": max(each["imported"] for each in job.first),
-        "peak_bytes": max([each["peak"] for each in job.first] + [each["peak_of_steps"] for each in told]),
+        "peak_bytes": max(
+            [each["peak"] for each in job.first] + [each["peak_of_steps"] for each in told]
+        ),
         "peak_bytes_of_steps": max(each["peak_of_steps"] for each in told),
         "compiled_bytes": told[0]["compiled"],
         "device_peak_bytes": told[0]["device_peak"],

@@ -1,14 +1,17 @@
-"""Muon where parameters are sharded: torch.optim.Muon on FSDP2's, and optax's with an owner for every matrix, interleaved.
+"""Muon where parameters are sharded: torch.optim.Muon on FSDP2's, and optax's with an owner for
+every matrix, interleaved.
 
-Run: python -m benchmarks.peers.muon --torch PYTHON [--sizes 128x4 256x4] [--rounds 8], where PYTHON has torch 2.9 or later.
+Run: python -m benchmarks.peers.muon --torch PYTHON [--sizes 128x4 256x4] [--rounds 8], where PYTHON
+has torch 2.9 or later.
 
-The GPT, batches and first parameters of the other comparison, two processes over gloo, a core each. Muon, without Nesterov's
-step, on the four products of each block, AdamW on the rest; in fp32. Contestants: optax's Muon under fsdp with
-`opt_state_layout="matrices"` and "within"; torch.optim.Muon under `fully_shard`, as it is (its Newton-Schulz iteration is always
-in bf16) and with that iteration in fp32; and AdamW under both. All take turns of a few steps.
+The GPT, batches and first parameters of the other comparison, two processes over gloo, a core each.
+Muon, without Nesterov's step, on the four products of each block, AdamW on the rest; in fp32.
+Contestants: optax's Muon under fsdp with `opt_state_layout="matrices"` and "within";
+torch.optim.Muon under `fully_shard`, as it is (its Newton-Schulz iteration is always in bf16) and
+with that iteration in fp32; and AdamW under both. All take turns of a few steps.
 
-Checked first: that losses agree, of all with Muon. Measured: seconds a step; bytes that both processes send in one, off the
-counters of their sockets.
+Checked first: that losses agree, of all with Muon. Measured: seconds a step; bytes that both
+processes send in one, off the counters of their sockets.
 """
 
 import argparse
@@ -84,12 +87,16 @@ def measure(config: Config, python: str, *, rounds: int, steps: int) -> dict[str
 
             return take
 
-        times = interleave({job.contestant.name: turn(job) for job in jobs}, rounds=rounds, warmup=3)
+        times = interleave(
+            {job.contestant.name: turn(job) for job in jobs}, rounds=rounds, warmup=3
+        )
         for job in jobs:  # apart from what is timed
             before = bytes_sent(job)
             turn(job)()
             sent[job.contestant.name].append(bytes_sent(job) - before)
-    groups = [{name: seen[name] for name in seen if (" muon" in name) is one} for one in (True, False)]
+    groups = [
+        {name: seen[name] for name in seen if (" muon" in name) is one} for one in (True, False)
+    ]
     differences = [agreement(group, TOLERANCE, 1.0) for group in groups]
     seconds = {name: [one / steps for one in some] for name, some in times.items()}
     return {
@@ -99,7 +106,10 @@ def measure(config: Config, python: str, *, rounds: int, steps: int) -> dict[str
         "rounds": rounds,
         "steps_a_round": steps,
         "seconds_a_step": {name: statistics.median(some) for name, some in seconds.items()},
-        "spread": {name: (max(some) - min(some)) / statistics.median(some) for name, some in seconds.items()},
+        "spread": {
+            name: (max(some) - min(some)) / statistics.median(some)
+            for name, some in seconds.items()
+        },
         "bytes_a_step": {name: statistics.median(some) / steps for name, some in sent.items()},
         "ratios": {
             f"{one} / {other}": median_ratio(times[one], times[other])
@@ -118,7 +128,9 @@ def measure(config: Config, python: str, *, rounds: int, steps: int) -> dict[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.peers.muon", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        "python -m benchmarks.peers.muon",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--torch", metavar="PYTHON", required=True, help="a Python that has torch")
     parser.add_argument("--sizes", nargs="*", default=["128x4", "256x4"], choices=SIZES)
@@ -128,13 +140,19 @@ def main() -> None:
     options = parser.parse_args()
     results = json.loads(RESULTS.read_text())["results"] if RESULTS.exists() else {"sizes": {}}
     ask_version = "import torch; print(torch.__version__)"
-    told = subprocess.run([options.torch, "-c", ask_version], check=True, capture_output=True, text=True)
+    told = subprocess.run(
+        [options.torch, "-c", ask_version], check=True, capture_output=True, text=True
+    )
     results["torch"] = told.stdout.strip()
     for size in options.sizes:
         found = measure(SIZES[size], options.torch, rounds=options.rounds, steps=options.steps)
         for name, seconds in found["seconds_a_step"].items():
             sent = found["bytes_a_step"][name] / 1e6
-            print(f"{size:8} {name:22} {seconds * 1e3:8.1f} ms {sent:8.2f} MB", found["differences"][name], flush=True)
+            print(
+                f"{size:8} {name:22} {seconds * 1e3:8.1f} ms {sent:8.2f} MB",
+                found["differences"][name],
+                flush=True,
+            )
         print({name: round(value, 3) for name, value in found["ratios"].items()}, flush=True)
         results["sizes"][size] = found
         if not options.dry:

@@ -7,7 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-_COLOURS = {"shardopt": "#3369b2", "jax": "#8fa3b8", "torch": "#c04a3a", "maxtext": "#d9a441", "levanter": "#7a9e5f"}
+_COLOURS = {
+    "shardopt": "#3369b2",
+    "jax": "#8fa3b8",
+    "torch": "#c04a3a",
+    "maxtext": "#d9a441",
+    "levanter": "#7a9e5f",
+}
 _LABELS = {
     "shardopt": "shardopt",
     "jax": "jax by hand",
@@ -34,7 +40,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         rows, config = size["processes"]["contestants"], size["config"]
         _bars(speed, rows, lambda row: row["tokens_per_second"] / 1e3, "{:.1f}")
         _bars(memory, rows, lambda row: row["peak_bytes"] / 1e6, "{:,.0f}")
-        shape = f"width {config['dim']}, {config['num_layers']} layers, batch {config['batch']} x {config['length']}"
+        shape = (
+            f"width {config['dim']}, {config['num_layers']} layers, batch {config['batch']} x"
+            f" {config['length']}"
+        )
         speed.set_title(f"{shape}: thousand tokens a second", loc="left", fontsize=10)
         memory.set_title("peak memory of a process, MB", loc="left", fontsize=10)
     handles, labels = grid[0][0].get_legend_handles_labels()
@@ -45,12 +54,17 @@ def draw(results: dict[str, Any], path: Path) -> None:
 def _bars(axes: Any, rows: dict[str, Any], value_of: Any, form: str) -> None:
     libraries = [library for library in _LABELS if f"{library} {_STRATEGIES[0]}" in rows]
     for turn, library in enumerate(libraries):
-        known = [i for i, strategy in enumerate(_STRATEGIES) if f"{library} {strategy}" in rows]  # not all have all
+        # not all have all
+        known = [i for i, strategy in enumerate(_STRATEGIES) if f"{library} {strategy}" in rows]
         values = [value_of(rows[f"{library} {_STRATEGIES[i]}"]) for i in known]
         share = 0.86 / len(libraries)
         places = [at + share * (turn - (len(libraries) - 1) / 2) for at in known]
-        drawn = axes.bar(places, values, 0.93 * share, color=_COLOURS[library], label=_LABELS[library])
-        axes.bar_label(drawn, [form.format(value) for value in values], fontsize=7, color=_GREY, padding=1)
+        drawn = axes.bar(
+            places, values, 0.93 * share, color=_COLOURS[library], label=_LABELS[library]
+        )
+        axes.bar_label(
+            drawn, [form.format(value) for value in values], fontsize=7, color=_GREY, padding=1
+        )
     axes.set_xticks(range(len(_STRATEGIES)), _STRATEGIES)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#d1d5db")

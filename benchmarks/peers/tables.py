@@ -1,4 +1,5 @@
-"""Copy the results into README.md and docs/benchmarks.md, as short tables beside torch, and into a note, in full.
+"""Copy the results into README.md and docs/benchmarks.md, as short tables beside torch, and into a
+note, in full.
 
 Each page has markers around its tables.
 
@@ -41,24 +42,34 @@ _CALLS = {
 _GPU_CALLS = {
     "shardopt ddp": "`so.ddp`, bf16",
     "torch compiled": "`torch.compile`, bf16 autocast, fused AdamW",
-    "torch autotuned": '`torch.compile(mode="max-autotune-no-cudagraphs")`, bf16 autocast, fused AdamW',
+    "torch autotuned": (
+        '`torch.compile(mode="max-autotune-no-cudagraphs")`, bf16 autocast, fused AdamW'
+    ),
     "maxtext stacked": "its exported step, bf16, cuDNN's attention",
     "maxtext unstacked": "its exported step, `scan_layers=false`, bf16, cuDNN's attention",
 }
 
 
 def table_of(record: dict[str, Any]) -> str:
-    """Return the Markdown table of a results file: a row a contestant with two processes, and a pair of columns a size."""
+    """Return the Markdown table of a results file: a row a contestant with two processes, and a
+    pair of columns a size.
+    """
     sizes = {name: size for name, size in record["results"]["cpu"].items() if "processes" in size}
     rows = [["two processes", "with", "lines"], ["---"] * 3]
     for config in (size["config"] for size in sizes.values()):
         rows[0] += [f"tokens/s, {_shape(config)}", "MB, peak / steps", "first step"]
         rows[1] += ["---:"] * 3
-    for name in dict.fromkeys(name for size in sizes.values() for name in size["processes"]["contestants"]):
+    for name in dict.fromkeys(
+        name for size in sizes.values() for name in size["processes"]["contestants"]
+    ):
         library, strategy = name.split()
         found = [size["processes"]["contestants"].get(name) for size in sizes.values()]
         lines = next(each["lines"] for each in found if each)
-        row = [f"{strategy if strategy != 'jit' else 'fsdp'}, {_NAMES[library]}", _CALLS[name], str(lines)]
+        row = [
+            f"{strategy if strategy != 'jit' else 'fsdp'}, {_NAMES[library]}",
+            _CALLS[name],
+            str(lines),
+        ]
         for each in found:
             if each:
                 row += [
@@ -73,7 +84,9 @@ def table_of(record: dict[str, Any]) -> str:
 
 
 def beside_torch(record: dict[str, Any], *, memory: bool) -> str:
-    """Return a table a CPU of group "torch": tokens per second of shardopt, and peak memory if asked, with ratios to torch's."""
+    """Return a table a CPU of group "torch": tokens per second of shardopt, and peak memory if
+    asked, with ratios to torch's.
+    """
     sizes = [size for size in record["results"]["cpu"].values() if "torch" in size]
     tables = []
     for cpu in sizes[0]["torch"]:
@@ -91,7 +104,9 @@ def beside_torch(record: dict[str, Any], *, memory: bool) -> str:
 
 
 def _cell(group: dict[str, Any], strategy: str, *, memory: bool) -> str:
-    ours, theirs = (group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch"))
+    ours, theirs = (
+        group["contestants"][f"{library} {strategy}"] for library in ("shardopt", "torch")
+    )
     speed = group["speed_ratios"][f"shardopt {strategy} / torch {strategy}"]
     peak, of_theirs = ours["peak_bytes"] / 1e6, ours["peak_bytes"] / theirs["peak_bytes"]
     held = f", {peak:,.0f} MB ({of_theirs:.2f})" if memory else ""
@@ -122,39 +137,70 @@ def gpu_of(record: dict[str, Any] | None) -> str:
         for contestant, row in size["contestants"].items():
             library = contestant.split()[0]
             mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
-            cells = [f"GPT-2 {name}, {config['batch']} x {config['length']}, {_NAMES[library]}", _GPU_CALLS[contestant]]
-            cells += [f"{row['tokens_per_second']:,.0f}", mfu, f"{row['device_peak_bytes'] / 1e9:.0f}"]
+            cells = [
+                f"GPT-2 {name}, {config['batch']} x {config['length']}, {_NAMES[library]}",
+                _GPU_CALLS[contestant],
+            ]
+            cells += [
+                f"{row['tokens_per_second']:,.0f}",
+                mfu,
+                f"{row['device_peak_bytes'] / 1e9:.0f}",
+            ]
             cells += [f"{row['seconds_to_first_step']:.0f} s"]
             lines.append(f"| {' | '.join(cells)} |")
-        shares = [f"{library} {each['share_of_best_copy']:.0%}" for library, each in size["update"].items()]
+        shares = [
+            f"{library} {each['share_of_best_copy']:.0%}"
+            for library, each in size["update"].items()
+        ]
         updates.append(f"{name}: {', '.join(shares)}")
     versions = f"jax {record['versions']['jax']}, torch {record['results']['torch']}"
-    return "\n".join([*lines, "", f"{versions}. AdamW's update, of the bandwidth of a copy: {'; '.join(updates)}."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{versions}. AdamW's update, of the bandwidth of a copy: {'; '.join(updates)}.",
+        ]
+    )
 
 
 def short_section(record: dict[str, Any]) -> str:
-    """Return the section of the README: the runs of shardopt and torch, tokens per second at each size."""
+    """Return the section of the README: the runs of shardopt and torch, tokens per second at each
+    size.
+    """
     caption = (
-        "Two processes over gloo, a core each. A cell has shardopt's tokens per second and, in brackets, the ratio to torch's. "
-        "Which of the two is faster depends on the CPU."
+        "Two processes over gloo, a core each. A cell has shardopt's tokens per second and, in"
+        " brackets, the ratio to torch's. Which of the two is faster depends on the CPU."
     )
     return f"{BEGIN}\n{beside_torch(record, memory=False)}\n\n{caption}\n{END}"
 
 
 def full_section(record: dict[str, Any], gpu: dict[str, Any] | None = None) -> str:
-    """Return the section of docs/notes/peers.md: every contestant at every size, each run with its date, and the GPU."""
+    """Return the section of docs/notes/peers.md: every contestant at every size, each run with its
+    date, and the GPU.
+    """
     versions, results = record["versions"], record["results"]
     groups = [size["processes"] for size in results["cpu"].values() if "processes" in size]
     cores = {group["cores"] for group in groups}
-    where = "A core for each process" if min(cores) > 1 else "Both processes on one core, beside other work"
-    others = [(name, results[name]) for name in ("maxtext", "levanter") if name in results]
-    also = "".join(f", {_NAMES[name]} {other[name]} (with jax {other['jax']})" for name, other in others)
-    machine = (
-        f"{where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x"
-        " layers, batch x length. MB: the most that one process ever held, its libraries and compiler included, and the most"
-        " that it held in the steps after the first."
+    where = (
+        "A core for each process"
+        if min(cores) > 1
+        else "Both processes on one core, beside other work"
     )
-    tables = [f"{BEGIN}\n{_heading(groups)}", table_of(record), machine, beside_torch(record, memory=True)]
+    others = [(name, results[name]) for name in ("maxtext", "levanter") if name in results]
+    also = "".join(
+        f", {_NAMES[name]} {other[name]} (with jax {other['jax']})" for name, other in others
+    )
+    machine = (
+        f"{where}; jax {versions['jax']}, torch {results['torch']}{also}. Sizes are width x layers,"
+        " batch x length. MB: the most that one process ever held, its libraries and compiler"
+        " included, and the most that it held in the steps after the first."
+    )
+    tables = [
+        f"{BEGIN}\n{_heading(groups)}",
+        table_of(record),
+        machine,
+        beside_torch(record, memory=True),
+    ]
     return "\n\n".join([*tables, f"{gpu_of(gpu)}\n{END}"])
 
 

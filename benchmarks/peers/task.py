@@ -55,7 +55,10 @@ class Task(NamedTuple):
     processes: int
 
     def params(self) -> dict[str, Any]:
-        """Read the first parameters, as `shardopt.models.gpt.init` nests them; a new copy every time."""
+        """Read the first parameters, as `shardopt.models.gpt.init` nests them.
+
+        A new copy every time.
+        """
         tree: dict[str, Any] = {}
         with np.load(self.folder / "params.npz") as leaves:
             for path in leaves.files:
@@ -100,10 +103,15 @@ def write_task(config: Config, folder: Path, *, count: int) -> None:
 
 
 def read_task(folder: Path) -> Task:
-    """Return the task of this process; the launchers of torch, jax and shardopt each name its place in their own way."""
+    """Return the task of this process.
+
+    The launchers of torch, jax and shardopt each name its place in their own way.
+    """
     config = Config(**json.loads((folder / "config.json").read_text()))
     places = (("RANK", "WORLD_SIZE"), ("JAX_PROCESS_ID", "JAX_NUM_PROCESSES"))
-    rank, processes = next(((os.environ[r], os.environ[n]) for r, n in places if r in os.environ), (0, 1))
+    rank, processes = next(
+        ((os.environ[r], os.environ[n]) for r, n in places if r in os.environ), (0, 1)
+    )
     return Task(config, folder, int(rank), int(processes))
 
 

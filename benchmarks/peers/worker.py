@@ -1,6 +1,8 @@
-"""One process of a contestant: takes the first step, then as many as it is asked for, and reports what it saw.
+"""One process of a contestant: takes the first step, then as many as it is asked for, and reports
+what it saw.
 
-Started by the launcher that the contestant's users would use: python worker.py LIBRARY STRATEGY FOLDER.
+Started by the launcher that the contestant's users would use: python worker.py LIBRARY STRATEGY
+FOLDER.
 """
 
 import importlib
@@ -34,11 +36,15 @@ def forget_peak() -> None:
 
 
 def compiled_memory() -> dict[str, int] | None:
-    """Return what XLA planned for the largest program of this process, in bytes a device; None without jax."""
+    """Return what XLA planned for the largest program of this process, in bytes a device.
+
+    None without jax.
+    """
     if "jax" not in sys.modules:
         return None
     plans = [
-        program.get_compiled_memory_stats() for program in sys.modules["jax"].devices()[0].client.live_executables()
+        program.get_compiled_memory_stats()
+        for program in sys.modules["jax"].devices()[0].client.live_executables()
     ]
     kinds = ("argument", "output", "alias", "temp")
     sizes = [{kind: getattr(plan, f"{kind}_size_in_bytes") for kind in kinds} for plan in plans]
@@ -76,7 +82,11 @@ def main() -> None:
         say(rank=task.rank, results=[first], imported=imported, peak=memory("VmHWM"))
         for command in map(json.loads, wire):
             if command == "memory":
-                say(peak_of_steps=memory("VmHWM"), compiled=compiled_memory(), device_peak=device_peak())
+                say(
+                    peak_of_steps=memory("VmHWM"),
+                    compiled=compiled_memory(),
+                    device_peak=device_peak(),
+                )
             elif command == "forget peak":
                 forget_peak()
                 say()

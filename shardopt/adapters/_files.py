@@ -18,8 +18,13 @@ from shardopt.runtime._files import write_atomic
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def save_adapters(folder: Path, tensors: dict[str, np.ndarray], settings: dict[str, object], params: PyTree) -> None:
-    """Write tensors and settings; all processes take part, and the first one writes. The settings are written last."""
+def save_adapters(
+    folder: Path, tensors: dict[str, np.ndarray], settings: dict[str, object], params: PyTree
+) -> None:
+    """Write tensors and settings; all processes take part, and the first one writes.
+
+    The settings are written last.
+    """
     require("safetensors", extra="huggingface")
     from safetensors.numpy import save
 
@@ -28,19 +33,22 @@ def save_adapters(folder: Path, tensors: dict[str, np.ndarray], settings: dict[s
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).unlink(missing_ok=True)
         unfinished = folder / f"{WEIGHTS}.unfinished"
-        unfinished.write_bytes(save(tensors, metadata=metadata))  # save_file would let nobody else read it
+        # save_file would let nobody else read it
+        unfinished.write_bytes(save(tensors, metadata=metadata))
         unfinished.replace(folder / WEIGHTS)
         write_atomic(folder / CONFIG, json.dumps(settings, indent=2) + "\n")
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"adapters in {folder}")
 
 
-def read_adapters(folder: Path, shapes: dict[str, tuple[int, ...]], params: PyTree) -> dict[str, np.ndarray]:
+def read_adapters(
+    folder: Path, shapes: dict[str, tuple[int, ...]], params: PyTree
+) -> dict[str, np.ndarray]:
     """Return the tensors of a folder, which must have these names and shapes.
 
     Raises:
-      ValueError: if the base has another hash than the base of the tensors, or a tensor does not fit. Files of peft have
-        no hash.
+      ValueError: if the base has another hash than the base of the tensors, or a tensor does not
+        fit. Files of peft have no hash.
     """
     require("safetensors", extra="huggingface")
     from safetensors import safe_open
@@ -49,16 +57,26 @@ def read_adapters(folder: Path, shapes: dict[str, tuple[int, ...]], params: PyTr
         stored_hash = (file.metadata() or {}).get("base_hash")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, since it is no dict
     if stored_hash is not None and stored_hash != (actual_hash := base_hash(params)):
-        problem = f"the adapters were trained on another base: its hash was {stored_hash}, and is {actual_hash} here."
-        raise ValueError(error_text(problem, fix="load the frozen parameters that they were trained on."))
+        problem = (
+            f"the adapters were trained on another base: its hash was {stored_hash}, and is"
+            f" {actual_hash} here."
+        )
+        raise ValueError(
+            error_text(problem, fix="load the frozen parameters that they were trained on.")
+        )
     misfits = [
-        f"{name}: {tensors[name].shape if name in tensors else 'absent'} in the folder, {shapes.get(name, 'absent')} here"
+        f"{name}: {tensors[name].shape if name in tensors else 'absent'} in the folder,"
+        f" {shapes.get(name, 'absent')} here"
         for name in sorted(tensors.keys() | shapes.keys())
         if name not in tensors or tensors[name].shape != shapes.get(name)
     ]
     if misfits:
         problem = f"{plural(len(misfits), 'tensor')} of the folder do not fit."
-        raise ValueError(error_text(problem, misfits, "use the targets and the rank of the adapters in the folder."))
+        raise ValueError(
+            error_text(
+                problem, misfits, "use the targets and the rank of the adapters in the folder."
+            )
+        )
     return tensors
 
 
@@ -69,7 +87,9 @@ def check_folder(folder: Path) -> None:
       FileNotFoundError: if it has no settings, which are written last.
     """
     if not (folder / CONFIG).exists():
-        problem = f"{folder} has no {CONFIG}, so it holds no adapters, or saving them did not finish."
+        problem = (
+            f"{folder} has no {CONFIG}, so it holds no adapters, or saving them did not finish."
+        )
         raise FileNotFoundError(error_text(problem, fix="give the folder that save wrote."))
 
 
@@ -86,7 +106,11 @@ def check_settings(folder: Path, settings: dict[str, object]) -> None:
         if stored_settings.get(name) != value
     ]
     if different:
-        raise ValueError(error_text("the adapters were trained with other settings.", different, "use their settings."))
+        raise ValueError(
+            error_text(
+                "the adapters were trained with other settings.", different, "use their settings."
+            )
+        )
 
 
 def factors_of(params: PyTree) -> dict[str, jax.Array]:
@@ -100,13 +124,18 @@ def _is_factor(path: str) -> bool:
 
 def with_factors(params: PyTree, factors: dict[str, np.ndarray]) -> PyTree:
     """Return the parameters with other A and B, in the placement and dtype of A and B in `params`."""
-    leaves = [_placed(factors[path], leaf) if path in factors else leaf for path, leaf in leaves_with_paths(params)]
+    leaves = [
+        _placed(factors[path], leaf) if path in factors else leaf
+        for path, leaf in leaves_with_paths(params)
+    ]
     return jax.tree.structure(params).unflatten(leaves)
 
 
 def base_hash(params: PyTree) -> str:
     """Return a hash of all leaves but A and B. It does not depend on how they are sharded."""
-    return hash_of_leaves((path, leaf) for path, leaf in leaves_with_paths(params) if not _is_factor(path))
+    return hash_of_leaves(
+        (path, leaf) for path, leaf in leaves_with_paths(params) if not _is_factor(path)
+    )
 
 
 def _placed(tensor: np.ndarray, leaf: jax.Array) -> jax.Array:

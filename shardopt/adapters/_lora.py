@@ -69,26 +69,33 @@ class Lora:
 
     @property
     def rules(self) -> Rules:
-        """Rules for `rules=` of a strategy: base weights as without adapters, A as the input of its weight, B as its output."""
+        """Rules for `rules=` of a strategy: base weights as without adapters, A as the input of its
+        weight, B as its output.
+        """
         return self._spec_of_leaf
 
     @calling("lora")
     def init(self, params: PyTree, rng: jax.Array, *, dtype: DTypeLike = jnp.float32) -> PyTree:
-        """Return parameters with adapters; A is random and B is 0, so the model computes the same as before.
+        """Return parameters with adapters.
+
+        A is random and B is 0, so the model computes the same as before.
 
         It can run under `jax.jit` and `jax.eval_shape`.
 
         Args:
-          params: the parameters of the model. No leaf is copied, but targets are quantised if `base` says so.
+          params: the parameters of the model. No leaf is copied, but targets are quantised if
+            `base` says so.
           rng: a random key. A depends on it and on the key path of its weight alone.
           dtype: the dtype of A and B.
 
         Returns:
-          The same tree, with a `LowRank` in the place of each target. Its leaves end in "/base", "/lora_a" and "/lora_b".
+          The same tree, with a `LowRank` in the place of each target. Its leaves end in "/base",
+          "/lora_a" and "/lora_b".
 
         Raises:
-          ValueError: if a target matches no weight, or a weight that is not floating or has no `Matrix`. If a rule matches no
-            leaf. If base is "nf4" and the last dim of a weight is odd.
+          ValueError: if a target matches no weight, or a weight that is not floating or has no
+            `Matrix`. If a rule matches no leaf. If base is "nf4" and the last dim of a weight is
+            odd.
         """
         paths_and_leaves = leaves_with_paths(params)
         matrix_of_path = self._check_targets(paths_and_leaves)
@@ -111,11 +118,16 @@ class Lora:
                 dropout=self.dropout,
             )
 
-        return jax.tree.structure(params).unflatten([adapted(path, leaf) for path, leaf in paths_and_leaves])
+        return jax.tree.structure(params).unflatten(
+            [adapted(path, leaf) for path, leaf in paths_and_leaves]
+        )
 
     @calling("lora.start")
-    def start(self, model: Pretrained, opt: ShardedOptimizer, rng: jax.Array, *, progress: bool = True) -> TrainState:
-        """Return the first train state of a strategy: the weights of an open model, with new adapters.
+    def start(
+        self, model: Pretrained, opt: ShardedOptimizer, rng: jax.Array, *, progress: bool = True
+    ) -> TrainState:
+        """Return the first train state of a strategy: the weights of an open model, with new
+        adapters.
 
         Args:
           model: the open model; `lora` got its `model` and `rules`.
@@ -126,7 +138,8 @@ class Lora:
         Raises:
           OSError: if a file cannot be read.
 
-        Each process reads the bytes of its own shards. With `base` in 8 or 4 bits the shards are quantised on the devices.
+        Each process reads the bytes of its own shards. With `base` in 8 or 4 bits the shards are
+        quantised on the devices.
         """
         adapter_key, step_key = jax.random.split(rng)
         specs = opt.specs(jax.eval_shape(self.init, model.abstract_params, adapter_key)).params
@@ -136,48 +149,66 @@ class Lora:
             spec = spec.codes if isinstance(spec, QuantizedWeight) else spec
             return sharding_of_weight(opt, spec, leaf)
 
-        shardings = jax.tree.map(sharding_of_base, specs, model.abstract_params, is_leaf=_is_low_rank)
+        shardings = jax.tree.map(
+            sharding_of_base, specs, model.abstract_params, is_leaf=_is_low_rank
+        )
         weights = model.load_params(shardings, progress=progress)
         return opt.init(jax.jit(self.init)(weights, adapter_key), step_key)
 
     def merge(self, params: PyTree) -> PyTree:
-        """Return parameters without adapters: each weight is W + alpha / rank A B, in the dtype of W.
+        """Return parameters without adapters: each weight is W + alpha / rank A B, in the dtype of
+        W.
 
         Sharded parameters stay sharded: run it under `jax.jit`.
         """
         return _merged_view(params, None)
 
     def without_adapters(self, params: PyTree) -> PyTree:
-        """Return the parameters of the base model, as floats. For DPO this is the reference model."""
+        """Return the parameters of the base model, as floats.
+
+        For DPO this is the reference model.
+        """
         return _map_nodes(lambda node: _with_float_base(node).base, params)
 
     @calling("lora.save")
-    def save(self, folder: str | os.PathLike[str], params: PyTree, *, model: Pretrained | None = None) -> None:
-        """Write A and B, the settings, and a hash of the base. On several processes all call it, and the first one writes.
+    def save(
+        self, folder: str | os.PathLike[str], params: PyTree, *, model: Pretrained | None = None
+    ) -> None:
+        """Write A and B, the settings, and a hash of the base.
+
+        On several processes all call it, and the first one writes.
 
         Args:
-          folder: it is created if it does not exist. An interrupted save leaves nothing that `load` accepts.
+          folder: it is created if it does not exist. An interrupted save leaves nothing that `load`
+            accepts.
           params: parameters with adapters, on one device or sharded.
-          model: the open model that has the adapters. The files then have the form of peft, which loads them. None: tensors
-            have the key paths of A and B.
+          model: the open model that has the adapters. The files then have the form of peft, which
+            loads them. None: tensors have the key paths of A and B.
 
         Raises:
           ModuleNotFoundError: if safetensors is not installed.
           ValueError: if peft has no form for a weight, such as the weight of an expert.
 
-        A tensor that joins queries, keys and values has one A and one B in peft, and an A and a B for each here. If the A are
-        not equal, the module has the sum of their ranks in the files.
+        A tensor that joins queries, keys and values has one A and one B in peft, and an A and a B
+        for each here. If the A are not equal, the module has the sum of their ranks in the files.
         """
-        factors = {path: np.ascontiguousarray(gather_to_host(leaf)) for path, leaf in factors_of(params).items()}
+        factors = {
+            path: np.ascontiguousarray(gather_to_host(leaf))
+            for path, leaf in factors_of(params).items()
+        }
         if model is None:
             return save_adapters(Path(folder), factors, self._settings(), params)
         modules = modules_of(model, _weights_of(factors))
-        tensors = {name: tensor for module in modules for name, tensor in module.in_file(factors).items()}
+        tensors = {
+            name: tensor for module in modules for name, tensor in module.in_file(factors).items()
+        }
         settings = peft_config(self.rank, self.alpha, self.dropout, tensors, modules, model)
         return save_adapters(Path(folder), tensors, settings, params)
 
     @calling("lora.load")
-    def load(self, folder: str | os.PathLike[str], params: PyTree, *, model: Pretrained | None = None) -> PyTree:
+    def load(
+        self, folder: str | os.PathLike[str], params: PyTree, *, model: Pretrained | None = None
+    ) -> PyTree:
         """Return parameters with A and B of a folder, placed as A and B of `params`.
 
         Args:
@@ -188,24 +219,36 @@ class Lora:
         Raises:
           ModuleNotFoundError: if safetensors is not installed.
           FileNotFoundError: if the folder holds no adapters.
-          ValueError: if the adapters were trained with other settings, on another base or on other weights. Files that peft
-            wrote have no hash of their base.
+          ValueError: if the adapters were trained with other settings, on another base or on other
+            weights. Files that peft wrote have no hash of their base.
 
-        Each of the weights that a tensor joins gets a copy of peft's A. In training the copies change apart.
+        Each of the weights that a tensor joins gets a copy of peft's A. In training the copies
+        change apart.
         """
         folder = Path(folder)
         check_folder(folder)
         factors = factors_of(params)
         if model is None:
             check_settings(folder, self._settings())
-            return with_factors(params, read_adapters(folder, {path: x.shape for path, x in factors.items()}, params))
+            return with_factors(
+                params,
+                read_adapters(folder, {path: x.shape for path, x in factors.items()}, params),
+            )
         modules = modules_of(model, _weights_of(factors))
         buffers = {path: np.zeros(leaf.shape, leaf.dtype) for path, leaf in factors.items()}
         shapes = check_peft_config(folder / CONFIG, self.rank, self.alpha, modules, buffers)
         tensors = read_adapters(folder, shapes, params)
-        if problems := [module.name for module in modules if not module.write_into(buffers, tensors)]:
-            problem = f"B of {plural(len(problems), 'module')} in {folder} changes more than the weights that have adapters here."
-            fix = "name all weights that the modules join in targets; with an A for each, B must be block-diagonal."
+        if problems := [
+            module.name for module in modules if not module.write_into(buffers, tensors)
+        ]:
+            problem = (
+                f"B of {plural(len(problems), 'module')} in {folder} changes more than the weights"
+                " that have adapters here."
+            )
+            fix = (
+                "name all weights that the modules join in targets; with an A for each, B must be"
+                " block-diagonal."
+            )
             raise ValueError(error_text(problem, problems, fix))
         return with_factors(params, buffers)
 
@@ -222,28 +265,43 @@ class Lora:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 problems.append(f"{path}: dtype {leaf.dtype} is not floating")
             elif matrix is None:
-                problems.append(f"{path}: shape {leaf.shape} has no Matrix that says which dims are rows")
+                problems.append(
+                    f"{path}: shape {leaf.shape} has no Matrix that says which dims are rows"
+                )
             elif self.base == "nf4" and leaf.shape[-1] % 2:
-                problems.append(f"{path}: shape {leaf.shape}, base='nf4' stores pairs along the last dim, which is odd")
+                problems.append(
+                    f"{path}: shape {leaf.shape}, base='nf4' stores pairs along the last dim, which"
+                    " is odd"
+                )
             else:
                 matrix_of_path[path] = matrix
         paths = [path for path, _ in paths_and_leaves]
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-        for name, patterns in (("target", self.targets), ("rule", [pattern for pattern, _ in self.base_rules])):
+        for name, patterns in (
+            ("target", self.targets),
+            ("rule", [pattern for pattern, _ in self.base_rules]),
+        ):
             problems += [
                 f"{name} {pattern.pattern!r} matches no parameter, such as: {known}"
                 for pattern in patterns
                 if not any(pattern.search(path) for path in paths)
             ]
         if problems:
-            fix = "match weights with targets, leave vectors out, and describe other weights with matrices=."
-            raise ValueError(error_text(f"{plural(len(problems), 'problem')} with the targets.", problems, fix))
+            fix = (
+                "match weights with targets, leave vectors out, and describe other weights with"
+                " matrices=."
+            )
+            raise ValueError(
+                error_text(f"{plural(len(problems), 'problem')} with the targets.", problems, fix)
+            )
         return matrix_of_path
 
     def _spec_of_leaf(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         """Return the spec of a leaf of one block; see `Rules`."""
         weight_path, leaf_name = _split_path(path)
-        spec = next((spec for pattern, spec in self.base_rules if pattern.search(weight_path)), None)
+        spec = next(
+            (spec for pattern, spec in self.base_rules if pattern.search(weight_path)), None
+        )
         if spec is None or leaf_name in ("", "base", "base/codes"):
             return spec
         if leaf_name == "base/scales":  # the groups of the last dim need not divide over tensor
@@ -255,7 +313,9 @@ class Lora:
         entries = (*spec, *[None] * (ndim - len(spec)))
         counting, rows, columns = ([entries[dim] for dim in dims] for dims in matrix.order(ndim))
         return (
-            PartitionSpec(*counting, *rows, None) if leaf_name == "lora_a" else PartitionSpec(*counting, None, *columns)
+            PartitionSpec(*counting, *rows, None)
+            if leaf_name == "lora_a"
+            else PartitionSpec(*counting, None, *columns)
         )
 
     def _matrix_of(self, path: str, default: Matrix | None) -> Matrix | None:
@@ -279,29 +339,35 @@ def lora(
     rules: Sequence[tuple[str | re.Pattern[str], PartitionSpec]] = (),
     low_rank_products: bool = False,
 ) -> Lora:
-    """Add adapters to a model: each target W becomes W + alpha / rank A B, and only A and B are trained.
+    """Add adapters to a model: each target W becomes W + alpha / rank A B, and only A and B are
+    trained.
 
     Args:
       model: a `BlockModel`, or a loss function `(params, batch) -> loss` of any pytree.
       rank: the number of columns of A and of rows of B.
-      targets: regexes that are searched in the key paths of the parameters. Each leaf that matches has an adapter.
+      targets: regexes that are searched in the key paths of the parameters. Each leaf that matches
+        has an adapter.
       alpha: the factor of A B is alpha / rank; None is `rank`, so that the factor is 1.
-      dropout: the probability with which a component of the input of A is 0 in training. It needs `low_rank_products`.
-      base: how targets are stored and gathered. "float" leaves them as they are. "int8" and "nf4" take 8 and
-        4 bits for each number and 32 bits for each scale. They are turned into floats where a block uses them.
-      matrices: `[(regex, so.optimizers.Matrix), ...]` for targets with more dims than a matrix, such as `gpt.matrices`.
+      dropout: the probability with which a component of the input of A is 0 in training. It needs
+        `low_rank_products`.
+      base: how targets are stored and gathered. "float" leaves them as they are. "int8" and "nf4"
+        take 8 and 4 bits for each number and 32 bits for each scale. They are turned into floats
+        where a block uses them.
+      matrices: `[(regex, so.optimizers.Matrix), ...]` for targets with more dims than a matrix,
+        such as `gpt.matrices`.
       rules: the tensor rules of the model without adapters, such as `gpt.rules`.
-      low_rank_products: whether the model multiplies its stacked targets by `so.nn.quantized_einsum` alone, as the models
-        of `shardopt.models` do. A step then computes x W + alpha / rank (x A) B, and never the gradient of W. Otherwise it
-        computes W + alpha / rank A B first, for each block, which is exact for every model.
+      low_rank_products: whether the model multiplies its stacked targets by
+        `so.nn.quantized_einsum` alone, as the models of `shardopt.models` do. A step then computes
+        x W + alpha / rank (x A) B, and never the gradient of W. Otherwise it computes W + alpha /
+        rank A B first, for each block, which is exact for every model.
 
     Returns:
       A `Lora`.
 
     Raises:
       TypeError: if rank is not an integer, or rules are not a list.
-      ValueError: if a number is out of range, a regex does not compile, `base` is unknown, or dropout is asked for without
-        `low_rank_products`.
+      ValueError: if a number is out of range, a regex does not compile, `base` is unknown, or
+        dropout is asked for without `low_rank_products`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -315,18 +381,21 @@ def lora(
       >>> adapted.merge(state.params)["up"].shape
       (4, 8)
 
-    **Equivalence**: the step equals training A and B on one device with the same `base`, for every strategy and mesh, up to
-    summation order. With dropout, each device draws its own mask from the random key of the step.
+    **Equivalence**: the step equals training A and B on one device with the same `base`, for every
+    strategy and mesh, up to summation order. With dropout, each device draws its own mask from the
+    random key of the step.
 
-    **Placement**: A is sharded over tensor as the input of its weight, and B as its output. Over data all leaves are placed
-    as other leaves. Frozen leaves have no gradient and no optimizer state.
+    **Placement**: A is sharded over tensor as the input of its weight, and B as its output. Over
+    data all leaves are placed as other leaves. Frozen leaves have no gradient and no optimizer
+    state.
 
-    **Communication**: frozen weights are gathered block by block, in the bytes of `base`. Only gradients of A and B are
-    reduced.
+    **Communication**: frozen weights are gathered block by block, in the bytes of `base`. Only
+    gradients of A and B are reduced.
 
     References:
-      Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Dettmers, Pagnoni, Holtzman and Zettlemoyer,
-      "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (nf4 in blocks of 64; scales are not quantised here).
+      Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021. Dettmers, Pagnoni,
+      Holtzman and Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs", 2023 (nf4 in blocks
+      of 64; scales are not quantised here).
     """
     check_count("rank", rank)
     alpha = float(rank) if alpha is None else alpha
@@ -334,8 +403,15 @@ def lora(
     check_number("dropout", dropout, below=1)
     check_choice("base", base, get_args(Base), "choose 'float', 'int8' or 'nf4'.")
     if dropout and not low_rank_products:
-        fix = "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout out."
-        raise ValueError(error_text("dropout acts on the input of A, which a merged weight does not have.", fix=fix))
+        fix = (
+            "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout"
+            " out."
+        )
+        raise ValueError(
+            error_text(
+                "dropout acts on the input of A, which a merged weight does not have.", fix=fix
+            )
+        )
     if callable(rules):
         raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
     adapted = Lora(
@@ -348,7 +424,9 @@ def lora(
         check_matrices(matrices) or (),
         cast(Sequence[tuple[re.Pattern[str], PartitionSpec]], check_rules(rules)),
     )
-    return dataclasses.replace(adapted, model=_adapted_model(model, adapted.targets, base, low_rank_products))
+    return dataclasses.replace(
+        adapted, model=_adapted_model(model, adapted.targets, base, low_rank_products)
+    )
 
 
 def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str], ...]:
@@ -360,15 +438,28 @@ def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str]
         raise ValueError(error_text(f"a target is not a regular expression: {error}.")) from error
 
 
-def _adapted_model(model: LossFn, targets: tuple[re.Pattern[str], ...], base: Base, low_rank_products: bool) -> LossFn:
+def _adapted_model(
+    model: LossFn, targets: tuple[re.Pattern[str], ...], base: Base, low_rank_products: bool
+) -> LossFn:
     block_model = as_block_model(model)
     if block_model is None:
         return _on_view(cast(Callable[..., Any], model), _merged_view)
     block_view = _low_rank_view if low_rank_products else _merged_view
-    is_target = lambda path: any(target.search(path) for target in targets)  # noqa: E731
-    rounded = {name: rounding for name, rounding in block_model.rounded.items() if not is_target(f"blocks/{name}")}
+
+    def is_target(path):
+        return any(target.search(path) for target in targets)
+
+    rounded = {
+        name: rounding
+        for name, rounding in block_model.rounded.items()
+        if not is_target(f"blocks/{name}")
+    }
     if low_rank_products and base == "float":  # a merged weight is rounded after it was merged
-        rounded |= {f"{name}/base": block_model.rounded[name] for name in block_model.rounded if name not in rounded}
+        rounded |= {
+            f"{name}/base": block_model.rounded[name]
+            for name in block_model.rounded
+            if name not in rounded
+        }
     return BlockModel(
         embed=_on_view(block_model.embed, _merged_view),
         block=_on_view(block_model.block, block_view, needs_key=low_rank_products),
@@ -382,7 +473,10 @@ def _adapted_model(model: LossFn, targets: tuple[re.Pattern[str], ...], base: Ba
 def _on_view(
     function: Callable[..., Any], view: Callable[..., PyTree], *, needs_key: bool = False
 ) -> Callable[..., Any]:
-    """Return the function of parameters with adapters; it calls `function` with `view(params, rng)`."""
+    """Return the function of parameters with adapters.
+
+    It calls `function` with `view(params, rng)`.
+    """
     if not takes_rng(function) and not needs_key:
         return lambda params, *args: function(view(params, None), *args)
 
@@ -398,12 +492,16 @@ def _merged_view(params: PyTree, _: jax.Array | None) -> PyTree:
 
 
 def _low_rank_view(params: PyTree, rng: jax.Array | None) -> PyTree:
-    """Return parameters whose targets are `LowRank` with a base of floats, and with a key of their own for dropout."""
+    """Return parameters whose targets are `LowRank` with a base of floats, and with a key of their
+    own for dropout.
+    """
     nodes = [leaf for leaf in jax.tree.leaves(params, is_leaf=_is_low_rank) if _is_low_rank(leaf)]
     if rng is None or not any(node.dropout for node in nodes):
         return _map_nodes(_with_float_base, params)
     keys = iter(jax.random.split(jax.random.fold_in(rng, _SALT), len(nodes)))
-    return _map_nodes(lambda node: dataclasses.replace(_with_float_base(node), key=next(keys)), params)
+    return _map_nodes(
+        lambda node: dataclasses.replace(_with_float_base(node), key=next(keys)), params
+    )
 
 
 _SALT = zlib.crc32(b"lora")
@@ -414,7 +512,9 @@ def _is_low_rank(leaf: object) -> bool:
 
 
 def _map_nodes(function: Callable[[LowRank], Any], params: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: function(leaf) if _is_low_rank(leaf) else leaf, params, is_leaf=_is_low_rank)
+    return jax.tree.map(
+        lambda leaf: function(leaf) if _is_low_rank(leaf) else leaf, params, is_leaf=_is_low_rank
+    )
 
 
 def _with_float_base(node: LowRank) -> LowRank:
@@ -424,7 +524,9 @@ def _with_float_base(node: LowRank) -> LowRank:
 
 
 def _split_path(path: str) -> tuple[str, str]:
-    """Return the key path of a weight, and the rest of the path: "", "base", "base/codes", "lora_a" or another."""
+    """Return the key path of a weight, and the rest of the path: "", "base", "base/codes", "lora_a"
+    or another.
+    """
     match = re.fullmatch(r"(?:(.*?)/)?(base|base/codes|base/scales|lora_a|lora_b)", path)
     return (match[1] or "", match[2]) if match else (path, "")
 

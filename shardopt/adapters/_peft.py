@@ -1,8 +1,9 @@
 """Adapters in peft's files: which tensors hold A and B of each weight of an open model.
 
-peft has one A and one B for a tensor. A tensor that joins queries, keys and values has an A and a B for each in `lora`. If
-all have the same A, that is peft's A, and its B has theirs one after the other. Otherwise the rank of the module is the
-sum of theirs: A has theirs one after the other, and B is block-diagonal.
+peft has one A and one B for a tensor. A tensor that joins queries, keys and values has an A and a B
+for each in `lora`. If all have the same A, that is peft's A, and its B has theirs one after the
+other. Otherwise the rank of the module is the sum of theirs: A has theirs one after the other, and
+B is block-diagonal.
 """
 
 import json
@@ -23,18 +24,36 @@ _PREFIX = "base_model.model."
 _ALLOWED = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the weights of the base
+    # others change the weights of the base
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
 """Settings of an adapter_config.json that may have these values alone."""
 _NEUTRAL = frozenset(
     [
-        *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-        *("fan_in_fan_out", "lora_dropout", "megatron_core", "qalora_group_size", "eva_config", "ensure_weight_tying"),
-        *("target_modules", "exclude_modules"),  # the tensors of the file say which modules have adapters
+        *(
+            "auto_mapping",
+            "base_model_name_or_path",
+            "inference_mode",
+            "peft_version",
+            "revision",
+            "task_type",
+        ),
+        *(
+            "fan_in_fan_out",
+            "lora_dropout",
+            "megatron_core",
+            "qalora_group_size",
+            "eva_config",
+            "ensure_weight_tying",
+        ),
+        # the tensors of the file say which modules have adapters
+        *("target_modules", "exclude_modules"),
         *("rank_pattern", "alpha_pattern"),
     ]
 )
-"""Settings that do not change the mathematics, or that have a check of their own; all others must be off."""
+"""Settings that do not change the mathematics, or that have a check of their own; all others must
+be off.
+"""
 
 
 class Module(NamedTuple):
@@ -42,7 +61,8 @@ class Module(NamedTuple):
 
     Attributes:
       name: its name in the model of transformers, such as "model.layers.0.self_attn.q_proj".
-      places: where its weight lies in the decoder: one place, or several if the weight joins leaves.
+      places: where its weight lies in the decoder: one place, or several if the weight joins
+        leaves.
     """
 
     name: str
@@ -64,13 +84,18 @@ class Module(NamedTuple):
         matrices = [lora_a for _, lora_a, _ in self._adapters(factors)]
         is_shared = all(np.array_equal(matrices[0], lora_a) for lora_a in matrices)
         rank = self.ranks(factors)[0 if is_shared else 1]
-        tensors = {name: np.zeros(shape, matrices[0].dtype) for name, shape in self.shapes(rank).items()}
+        tensors = {
+            name: np.zeros(shape, matrices[0].dtype) for name, shape in self.shapes(rank).items()
+        }
         for factor, part in self._parts(factors, tensors):
             part[...] = factor
         return tensors
 
     def write_into(self, factors: Factors, tensors: Factors) -> bool:
-        """Write A and B of a file into the factors of all blocks; return whether they have all of the module's B."""
+        """Write A and B of a file into the factors of all blocks.
+
+        Return whether they have all of the module's B.
+        """
         tensors = {name: tensors[name].copy() for name in self.names}
         parts = self._parts(factors, tensors)
         for factor, part in parts:
@@ -80,7 +105,9 @@ class Module(NamedTuple):
         return not tensors[self.names[1]].any()
 
     def ranks(self, factors: Factors) -> tuple[int, int]:
-        """Return the ranks that the module can have in a file: with one A for all leaves, and with an A for each."""
+        """Return the ranks that the module can have in a file: with one A for all leaves, and with
+        an A for each.
+        """
         adapters = self._adapters(factors)
         rank = adapters[0][1].shape[-1]
         return rank, rank * len(adapters)
@@ -101,15 +128,25 @@ class Module(NamedTuple):
             rank = lora_a.shape[-1]
             start = 0 if len(file_a) == rank else number * rank
             rows = slice(start, start + rank)
-            parts += [(lora_a, file_a[rows].T.reshape(lora_a.shape)), (lora_b, place.of_outputs(file_b[:, rows]))]
+            parts += [
+                (lora_a, file_a[rows].T.reshape(lora_a.shape)),
+                (lora_b, place.of_outputs(file_b[:, rows])),
+            ]
         return parts
 
 
 def linear_weights(model: Pretrained) -> list[str]:
     """Return the leaves of blocks that peft has a form for, without routers and experts."""
     leaves = {place.leaf for places in model.places.values() for place in places}
-    problems = {place.leaf for tensor, places in model.places.items() if _problem(tensor, places) for place in places}
-    return sorted(leaf for leaf in leaves - problems if "blocks/" in leaf and "/router/" not in leaf)
+    problems = {
+        place.leaf
+        for tensor, places in model.places.items()
+        if _problem(tensor, places)
+        for place in places
+    }
+    return sorted(
+        leaf for leaf in leaves - problems if "blocks/" in leaf and "/router/" not in leaf
+    )
 
 
 def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
@@ -130,7 +167,9 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
     problems += [f"{leaf}: is no leaf of the model" for leaf in sorted(targets - seen)]
     if problems:
         fix = "leave them out of targets, or save without model=, in shardopt's own form."
-        raise ValueError(error_text(f"peft has no form for {plural(len(problems), 'weight')}.", problems, fix))
+        raise ValueError(
+            error_text(f"peft has no form for {plural(len(problems), 'weight')}.", problems, fix)
+        )
     return modules
 
 
@@ -142,7 +181,12 @@ def _problem(tensor: str, places: list[Place]) -> str:
 
 
 def peft_config(
-    rank: int, alpha: float, dropout: float, tensors: Factors, modules: list[Module], model: Pretrained
+    rank: int,
+    alpha: float,
+    dropout: float,
+    tensors: Factors,
+    modules: list[Module],
+    model: Pretrained,
 ) -> dict[str, object]:
     """Return the adapter_config.json that peft reads, for A and B as `Module.in_file` returns them."""
     ranks = {module.name: len(tensors[module.names[0]]) for module in modules}
@@ -150,7 +194,9 @@ def peft_config(
     rank_pattern: dict[str, int] = {}
     for module_rank in sorted(set(ranks.values()) - {rank}):
         names = {name for name, number in ranks.items() if number == module_rank}
-        rank_pattern |= dict.fromkeys(_short_names(names, other_modules | ranks.keys() - names), module_rank)
+        rank_pattern |= dict.fromkeys(
+            _short_names(names, other_modules | ranks.keys() - names), module_rank
+        )
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -160,7 +206,9 @@ def peft_config(
         "lora_dropout": dropout,
         "target_modules": _short_names(ranks.keys(), other_modules),
         "rank_pattern": rank_pattern,
-        "alpha_pattern": {name: _whole(alpha * number / rank) for name, number in rank_pattern.items()},
+        "alpha_pattern": {
+            name: _whole(alpha * number / rank) for name, number in rank_pattern.items()
+        },
         "bias": "none",
         "inference_mode": True,
         "fan_in_fan_out": any(not module.places[0].transposed for module in modules),
@@ -172,9 +220,14 @@ def _whole(number: float) -> float:
 
 
 def _short_names(modules: Set[str], other_modules: Set[str]) -> list[str]:
-    """Return the last words of modules, by which peft knows them; their full names if another module ends in the same word."""
+    """Return the last words of modules, by which peft knows them.
+
+    Their full names if another module ends in the same word.
+    """
     words = {name.rpartition(".")[2] for name in modules}
-    return sorted(modules if any(name.rpartition(".")[2] in words for name in other_modules) else words)
+    return sorted(
+        modules if any(name.rpartition(".")[2] in words for name in other_modules) else words
+    )
 
 
 def check_peft_config(
@@ -209,15 +262,24 @@ def check_peft_config(
             problems.append(f"rank_pattern: {module_rank} for {module.name}, {ranks} here")
         elif module_alpha * rank != alpha * module_rank:
             problems.append(
-                f"alpha_pattern: {module_alpha} for {module.name}, {_whole(alpha * module_rank / rank)} here"
+                f"alpha_pattern: {module_alpha} for {module.name},"
+                f" {_whole(alpha * module_rank / rank)} here"
             )
         shapes |= module.shapes(module_rank)
     if problems:
-        fix = "make the adapters with the rank and alpha of the folder; other settings of peft are not supported."
+        fix = (
+            "make the adapters with the rank and alpha of the folder; other settings of peft are"
+            " not supported."
+        )
         raise ValueError(error_text(f"{path} has settings that do not fit.", problems, fix))
     return shapes
 
 
 def _pattern_value(pattern: Mapping[str, Any] | None, name: str, default: float) -> Any:
-    """Return a number of "rank_pattern" or "alpha_pattern": the first expression that the end of the name matches."""
-    return next((value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)), default)
+    """Return a number of "rank_pattern" or "alpha_pattern": the first expression that the end of
+    the name matches.
+    """
+    return next(
+        (value for key, value in (pattern or {}).items() if re.match(rf"(.*\.)?({key})$", name)),
+        default,
+    )

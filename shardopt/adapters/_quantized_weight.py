@@ -20,16 +20,20 @@ NF4 = np.array([
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 ], np.float32)
 # fmt: on
-"""The 16 values of NormalFloat4: quantiles of a normal distribution (Dettmers et al., 2023, appendix E)."""
+"""The 16 values of NormalFloat4: quantiles of a normal distribution (Dettmers et al., 2023,
+appendix E).
+"""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight of n numbers in 8 or 4 bits, and one scale for each group of neighbours along the last dim.
+    """A weight of n numbers in 8 or 4 bits, and one scale for each group of neighbours along the
+    last dim.
 
     Attributes:
-      codes: int8, or uint8 with two codes of 4 bits each; as W, but for nf4 the last dim is half as long.
+      codes: int8, or uint8 with two codes of 4 bits each; as W, but for nf4 the last dim is half as
+        long.
       scales: float32; as W, but the last dim counts groups.
       dtype: the dtype of W as a float.
     """
@@ -59,8 +63,9 @@ class QuantizedWeight:
 def quantize(weight: Array, base: Base) -> Array | QuantizedWeight:
     """Return a weight in the form of `base`: an array, or a `QuantizedWeight`.
 
-    int8 has one scale for each vector along the last dim. nf4 has one scale for each 64 numbers of the last dim. If 64
-    does not divide it, groups are as large as the largest power of two that does.
+    int8 has one scale for each vector along the last dim. nf4 has one scale for each 64 numbers of
+    the last dim. If 64 does not divide it, groups are as large as the largest power of two that
+    does.
     """
     if base == "float":
         return weight

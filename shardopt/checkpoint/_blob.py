@@ -3,7 +3,8 @@
 Layout, with integers little-endian:
 
 - 8 bytes magic, u32 format version, u32 zero, u64 length of the header, u64 length of the string;
-- the header in JSON: strategy, record of the state (see `record.Meta`), offset and length of each leaf;
+- the header in JSON: strategy, record of the state (see `record.Meta`), offset and length of each
+  leaf;
 - the values of the leaves, little-endian; each leaf starts at a multiple of 64 bytes;
 - the SHA-256 of all bytes before it, 32 bytes.
 """
@@ -20,7 +21,13 @@ from shardopt.checkpoint._read import check_target, fill
 from shardopt.checkpoint._record import Meta, describe_state, from_json, to_json
 from shardopt.checkpoint._store import Leaf, describe, dtype_of, from_storable, place, to_storable
 from shardopt.checkpoint._tree import leaves_by_path
-from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, error_text, format_error
+from shardopt.core._errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    calling,
+    error_text,
+    format_error,
+)
 from shardopt.core._types import PyTree
 from shardopt.runtime._processes import gather_to_host
 from shardopt.step._optimizer import ShardedOptimizer
@@ -32,10 +39,12 @@ _ALIGN, _DIGEST = 64, hashlib.sha256().digest_size
 
 @calling("to_bytes")
 def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
-    """Return a training state as bytes: strategy, mesh, tree, all values, and a checksum over everything.
+    """Return a training state as bytes: strategy, mesh, tree, all values, and a checksum over
+    everything.
 
-    The whole state is gathered to the host, leaf by leaf; if it does not fit there, use `save`. With several
-    processes all must call it, and all get the same bytes. The bytes hold no pickle, so reading them runs no code.
+    The whole state is gathered to the host, leaf by leaf; if it does not fit there, use `save`.
+    With several processes all must call it, and all get the same bytes. The bytes hold no pickle,
+    so reading them runs no code.
 
     Args:
       opt: the optimizer that the state belongs to.
@@ -53,7 +62,9 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
       (64, 32)
     """
     meta = describe_state(state)
-    leaf_bytes = [_raw(gather_to_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()]
+    leaf_bytes = [
+        _raw(gather_to_host(to_storable(leaf))) for leaf in leaves_by_path(state).values()
+    ]
     spans, values_length = _spans([len(values) for values in leaf_bytes])
     description = {"strategy": opt.config.strategy, "spans": spans, "state": to_json(meta)}
     header = json.dumps(description).encode()
@@ -70,20 +81,25 @@ def to_bytes(opt: ShardedOptimizer, state: PyTree) -> bytes:
 
 @calling("from_bytes")
 def from_bytes(
-    target: ShardedOptimizer | PyTree, data: bytes | bytearray | memoryview, *, abstract_params: PyTree = None
+    target: ShardedOptimizer | PyTree,
+    data: bytes | bytearray | memoryview,
+    *,
+    abstract_params: PyTree = None,
 ) -> PyTree:
     """Return the training state that `to_bytes` packed, placed as `target` places it.
 
-    Everything is checked before a leaf is placed: length, magic, version, checksum, header, and the key path,
-    shape and dtype of every leaf.
+    Everything is checked before a leaf is placed: length, magic, version, checksum, header, and the
+    key path, shape and dtype of every leaf.
 
     Args:
       target: an optimizer of any strategy on any mesh, or an abstract state; see `restore`.
       data: the bytes that `to_bytes` returned.
-      abstract_params: the abstract parameters, if the optimizer has not seen parameters yet; see `restore`.
+      abstract_params: the abstract parameters, if the optimizer has not seen parameters yet; see
+        `restore`.
 
     Raises:
-      TypeError: if `data` is not contiguous bytes, or `target` is neither an optimizer nor an abstract state.
+      TypeError: if `data` is not contiguous bytes, or `target` is neither an optimizer nor an
+        abstract state.
       DamagedCheckpointError: if `data` is damaged, or does not come from `to_bytes`.
       CheckpointError: if `data` has another format or belongs to another model. It is a ValueError.
 
@@ -138,7 +154,9 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
     """Check the bytes, outer parts first; return the record and the bytes of each leaf."""
     min_length = _PRELUDE.size + _DIGEST
     if len(data) < min_length:
-        raise _damaged(f"data is {len(data)} bytes long, the least that to_bytes returns is {min_length}.")
+        raise _damaged(
+            f"data is {len(data)} bytes long, the least that to_bytes returns is {min_length}."
+        )
     magic, version, reserved, header_length, total_length = _PRELUDE.unpack(data[: _PRELUDE.size])
     if magic != _MAGIC:
         raise _damaged(f"data does not begin with {_MAGIC!r} but with {bytes(magic)!r}.")
@@ -159,7 +177,9 @@ def _unpack(data: memoryview) -> tuple[Meta, list[memoryview]]:
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged(f"the header does not make sense ({type(error).__name__}: {error}).") from error
+        raise _damaged(
+            f"the header does not make sense ({type(error).__name__}: {error})."
+        ) from error
     if reserved or not fits:
         raise _damaged("the header does not fit the data.")
     return meta, [body[header_length + offset :][:size] for offset, size in spans]

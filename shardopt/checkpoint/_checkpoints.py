@@ -1,4 +1,6 @@
-"""`Checkpoints`: the checkpoints of a training run, written in the background, with old ones deleted."""
+"""`Checkpoints`: the checkpoints of a training run, written in the background, with old ones
+deleted.
+"""
 
 import contextlib
 import logging
@@ -48,24 +50,29 @@ _REQUIRED: Any = object()
 _LOG = logging.getLogger(__name__)
 
 _ATTEMPTS, _RETRY_SECONDS = 5, 0.1
-"""Number of attempts, and seconds between them, if an action fails because somebody is deleting its files."""
+"""Number of attempts, and seconds between them, if an action fails because somebody is deleting its
+files.
+"""
 
 
 class Checkpoints:
     """The checkpoints of one training run: asynchronous, atomic, rotating.
 
-    `save` copies the state to the host and returns. A thread writes the copy, then deletes the checkpoints that `keep`
-    does not retain. A failed write is logged at once, and raised by the next `save`, `wait` or `close`.
+    `save` copies the state to the host and returns. A thread writes the copy, then deletes the
+    checkpoints that `keep` does not retain. A failed write is logged at once, and raised by the
+    next `save`, `wait` or `close`.
 
-    Close it, best with a `with` statement. If a program ends without `close`, the write in progress is lost, because an
-    interpreter that shuts down starts no threads. An error is logged, and earlier checkpoints remain.
+    Close it, best with a `with` statement. If a program ends without `close`, the write in progress
+    is lost, because an interpreter that shuts down starts no threads. An error is logged, and
+    earlier checkpoints remain.
 
-    From its construction to `close` it is the only writer of the folder. A second writer, in any process, is refused;
-    the lock of a writer that died is ignored. If somebody deletes the folder during training, the next `save` makes it
-    again and logs a warning: earlier checkpoints are lost, but the run continues.
+    From its construction to `close` it is the only writer of the folder. A second writer, in any
+    process, is refused; the lock of a writer that died is ignored. If somebody deletes the folder
+    during training, the next `save` makes it again and logs a warning: earlier checkpoints are
+    lost, but the run continues.
 
-    With several processes all construct it and call its methods in the same order; process 0 deletes. The arguments
-    can be read as attributes; `directory` is then an absolute `Path`.
+    With several processes all construct it and call its methods in the same order; process 0
+    deletes. The arguments can be read as attributes; `directory` is then an absolute `Path`.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -99,32 +106,39 @@ class Checkpoints:
         Args:
           directory: the folder of the run.
           every: steps between checkpoints, at least 1.
-          keep: how many of the newest checkpoints to keep, at least 1; None for all. It has no default.
-          best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints without this metric,
-            or with a NaN, do not count.
+          keep: how many of the newest checkpoints to keep, at least 1; None for all. It has no
+            default.
+          best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints
+            without this metric, or with a NaN, do not count.
           mode: "min" or "max": which value of the metric is best.
-          resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit` refuses a folder
-            with checkpoints.
-          memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state in the memory of
-            this host and of the next host. Processes that outlive training hold the newest two of each. `fit` takes
-            snapshots. If `shardopt launch --max-restarts` starts the job again, with the same or another number of
-            processes, `fit` continues from a snapshot that is newer than the checkpoints on disk. Each host holds
-            four copies of its share of the state.
-          hash_only: regexes of parameters that a checkpoint has only a hash of, such as the `frozen` of a strategy. They are
-            searched in key paths. `restore` then needs the parameters, and refuses others. `fit` takes them from the state
-            that it gets. Snapshots in memory hold all parameters.
+          resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit`
+            refuses a folder with checkpoints.
+          memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state
+            in the memory of this host and of the next host. Processes that outlive training hold
+            the newest two of each. `fit` takes snapshots. If `shardopt launch --max-restarts`
+            starts the job again, with the same or another number of processes, `fit` continues from
+            a snapshot that is newer than the checkpoints on disk. Each host holds four copies of
+            its share of the state.
+          hash_only: regexes of parameters that a checkpoint has only a hash of, such as the
+            `frozen` of a strategy. They are searched in key paths. `restore` then needs the
+            parameters, and refuses others. `fit` takes them from the state that it gets. Snapshots
+            in memory hold all parameters.
 
         Raises:
           TypeError: if an argument is of the wrong kind.
-          ValueError: if `every`, `keep` or `memory_every` is below 1, if `mode` is neither "min" nor "max", or if no
-            process can hold snapshots.
+          ValueError: if `every`, `keep` or `memory_every` is below 1, if `mode` is neither "min"
+            nor "max", or if no process can hold snapshots.
           CheckpointInUseError: if another job writes to the folder.
           CheckpointError: if the folder cannot be written to.
         """
         check_count("every", every)
         if keep is _REQUIRED:
             fix = "pass keep=3 for the newest three, or keep=None for all."
-            raise TypeError(format_error(_CALLER, "keep must be given: older checkpoints are deleted by it.", fix=fix))
+            raise TypeError(
+                format_error(
+                    _CALLER, "keep must be given: older checkpoints are deleted by it.", fix=fix
+                )
+            )
         if keep is not None:
             check_count("keep", keep)
         if mode not in ("min", "max"):
@@ -153,9 +167,15 @@ class Checkpoints:
         return self.memory_every is not None and step > 0 and step % self.memory_every == 0
 
     def save_in_memory(
-        self, state: PyTree, *, step: int, extra: dict[str, Json] | None = None, sums: LeafSums | None = None
+        self,
+        state: PyTree,
+        *,
+        step: int,
+        extra: dict[str, Json] | None = None,
+        sums: LeafSums | None = None,
     ) -> None:
-        """Copy this process's shards to the host, and send them to the memory of two hosts in the background.
+        """Copy this process's shards to the host, and send them to the memory of two hosts in the
+        background.
 
         When this returns the state may be donated. A host that cannot be reached causes a warning.
 
@@ -168,19 +188,28 @@ class Checkpoints:
         if self._memory is not None:
             self._memory.save(state, step, extra or {}, sums)
 
-    def newest_in_memory(self, target: ShardedOptimizer, *, before: int | None = None) -> MemorySnapshot | None:
+    def newest_in_memory(
+        self, target: ShardedOptimizer, *, before: int | None = None
+    ) -> MemorySnapshot | None:
         """Return the newest snapshot for `target` that is complete on all processes, or None.
 
-        A snapshot counts only if it is newer than the checkpoints on disk. With several processes all must call it.
+        A snapshot counts only if it is newer than the checkpoints on disk. With several processes
+        all must call it.
 
         Args:
           target: the optimizer to continue with.
           before: this step and later ones are left out.
         """
-        return None if self._memory is None else self._memory.newest(target, self.latest() or 0, before)
+        return (
+            None
+            if self._memory is None
+            else self._memory.newest(target, self.latest() or 0, before)
+        )
 
     def set_aside(self, step: int) -> None:
-        """Rename the folder of a checkpoint to `<step>.damaged`: it does not count any more, and can be looked at."""
+        """Rename the folder of a checkpoint to `<step>.damaged`: it does not count any more, and
+        can be looked at.
+        """
         on_primary_process(lambda: set_aside(self.directory, step))
 
     @calling(_CALLER)
@@ -195,20 +224,24 @@ class Checkpoints:
     ) -> None:
         """Copy a state to the host and write it in the background; first wait for an earlier write.
 
-        When this returns the state may be donated. An earlier checkpoint of the same step is replaced.
+        When this returns the state may be donated. An earlier checkpoint of the same step is
+        replaced.
 
         Args:
           state: pytree of arrays.
           step: the number of the checkpoint.
           metrics: scalars by name; `best` names one of them.
-          extra: JSON values that `restore` returns; with several processes the values of process 0 are saved.
-          sums: the sums of the state, which `fit(verify_every=...)` passes. `restore` compares them.
+          extra: JSON values that `restore` returns; with several processes the values of process 0
+            are saved.
+          sums: the sums of the state, which `fit(verify_every=...)` passes. `restore` compares
+            them.
 
         Raises:
           TypeError: if a leaf is not an array, a metric not a scalar, or `extra` not JSON.
           ValueError: if the state was donated, or `step` is negative.
-          CheckpointError: if an earlier write failed; if this write cannot begin; if another job's folder replaced the
-            folder, or it was unmounted; if it holds steps later than this one; after `close`.
+          CheckpointError: if an earlier write failed; if this write cannot begin; if another job's
+            folder replaced the folder, or it was unmounted; if it holds steps later than this one;
+            after `close`.
         """
         if self.hash_only:
             extra = (extra or {}) | {KEY: record_of(state.params, self.hash_only)}
@@ -261,21 +294,27 @@ class Checkpoints:
         If several steps are equally good, the earliest is returned.
 
         Raises:
-          DamagedCheckpointError: if the record of a checkpoint cannot be read, since this checkpoint may be the best.
-            During training such a checkpoint is kept, whatever `keep` says, and a warning is logged.
+          DamagedCheckpointError: if the record of a checkpoint cannot be read, since this
+            checkpoint may be the best. During training such a checkpoint is kept, whatever `keep`
+            says, and a warning is logged.
         """
         values, read_errors = _metrics(self.directory, self.best)
         if read_errors:
             problem = f"the best step in {self.directory} by {self.best!r} cannot be determined."
             fix = "bring the file back from a copy, or delete the folder of its step."
-            raise DamagedCheckpointError(format_error(_CALLER, problem, list(read_errors.values()), fix=fix))
+            raise DamagedCheckpointError(
+                format_error(_CALLER, problem, list(read_errors.values()), fix=fix)
+            )
         return _best(values, self.mode)
 
     @calling(_CALLER)
     def restore(
         self, target: ShardedOptimizer | PyTree, *, step: int | None = None, params: PyTree = None
     ) -> tuple[PyTree, dict[str, Json]]:
-        """Return the state of a checkpoint and its `extra`, by default of the newest; see `shardopt.restore`."""
+        """Return the state of a checkpoint and its `extra`, by default of the newest.
+
+        See `shardopt.restore`.
+        """
         self.wait()
         state, meta = load(self.directory, target, step=step, params=params)
         return state, meta.extra
@@ -284,7 +323,10 @@ class Checkpoints:
         return self
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is None:
             self.close()
@@ -303,9 +345,14 @@ class Checkpoints:
         return pending.exception()
 
     def _prepare(self, step: int) -> bool:
-        """Make the folder ready for a step; return whether it had been deleted and was made again."""
+        """Make the folder ready for a step.
+
+        Return whether it had been deleted and was made again.
+        """
         if self._closed:
-            raise CheckpointError(format_error(_CALLER, "save was called after close.", fix="make a new Checkpoints."))
+            raise CheckpointError(
+                format_error(_CALLER, "save was called after close.", fix="make a new Checkpoints.")
+            )
         for _ in range(_ATTEMPTS - 1):
             try:
                 return self._make_ready(step)
@@ -318,11 +365,22 @@ class Checkpoints:
             was_deleted = not self._lock.is_held()
             if was_deleted:
                 self._lock.acquire_again(step)
-                text = "%s: %s was deleted while the job ran. It is made again for step %d; checkpoints before it are gone."
+                text = (
+                    "%s: %s was deleted while the job ran. It is made again for step %d;"
+                    " checkpoints before it are gone."
+                )
                 _LOG.warning(text, _CALLER, self.directory, step)
-            if later_steps := [saved_step for saved_step in committed(self.directory) if saved_step > step]:
-                problem = f"step {step} cannot be saved: {self.directory} holds later ones ({', '.join(map(str, later_steps[-8:]))})."
-                fix = "delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
+            if later_steps := [
+                saved_step for saved_step in committed(self.directory) if saved_step > step
+            ]:
+                problem = (
+                    f"step {step} cannot be saved: {self.directory} holds later ones"
+                    f" ({', '.join(map(str, later_steps[-8:]))})."
+                )
+                fix = (
+                    "delete them if the run was wound back on purpose, or choose another folder:"
+                    " two histories do not mix."
+                )
                 raise CheckpointError(format_error(_CALLER, problem, fix=fix))
             remove_stale(self.directory)
             check_writable(self.directory, step)
@@ -340,7 +398,8 @@ class Checkpoints:
             _LOG.error("%s", error)  # logged now, in case the program never calls wait
             with contextlib.suppress(OSError):
                 if jax.process_index() == 0 and self._lock.is_held():
-                    remove_stale(self.directory)  # delete the unfinished files: a full disk affects every job
+                    # delete the unfinished files: a full disk affects every job
+                    remove_stale(self.directory)
             raise
         finally:
             progress.mark("", lane=progress.SAVING)
@@ -366,7 +425,9 @@ def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
 
 
 def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
-    """Delete the checkpoints that `keep` does not retain. Keep a checkpoint that may be the best, and log a warning.
+    """Delete the checkpoints that `keep` does not retain.
+
+    Keep a checkpoint that may be the best, and log a warning.
 
     Args:
       directory: the folder of the run.
@@ -387,7 +448,10 @@ def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None,
         try:
             discard(directory, old_step)
         except OSError as error:
-            problem = f"step {step} was written, but step {old_step} in {directory} could not be deleted ({error})."
+            problem = (
+                f"step {step} was written, but step {old_step} in {directory} could not be deleted"
+                f" ({error})."
+            )
             fix = "delete it, or give the job the right to."
             raise CheckpointError(format_error(_CALLER, problem, fix=fix)) from error
 
@@ -401,7 +465,9 @@ def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dic
         return values, read_errors
     for step in committed(directory):
         try:
-            values[step] = float(read_meta(step_folder(directory, step)).metrics.get(metric, math.nan))
+            values[step] = float(
+                read_meta(step_folder(directory, step)).metrics.get(metric, math.nan)
+            )
         except CheckpointError as error:
             read_errors[step] = str(error).partition("\n")[0].removeprefix(f"{_CALLER}: ")
     return {step: value for step, value in values.items() if not math.isnan(value)}, read_errors

@@ -28,7 +28,9 @@ def compile_patterns(patterns: Patterns) -> tuple[re.Pattern[str], ...]:
     """
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
         fix = "pass the regexes that the strategy got as frozen."
-        raise TypeError(error_text(f"hash_only must be a list of regexes, got {patterns!r}.", fix=fix))
+        raise TypeError(
+            error_text(f"hash_only must be a list of regexes, got {patterns!r}.", fix=fix)
+        )
     try:
         return tuple(re.compile(pattern) for pattern in patterns)
     except (re.error, TypeError) as error:
@@ -42,7 +44,10 @@ def is_hashed(path: str, patterns: Iterable[re.Pattern[str]]) -> bool:
 
 def without_hashed(state: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
     """Return a train state with None in place of the parameters that match."""
-    leaves = [None if is_hashed(path, patterns) else leaf for path, leaf in leaves_with_paths(state.params)]
+    leaves = [
+        None if is_hashed(path, patterns) else leaf
+        for path, leaf in leaves_with_paths(state.params)
+    ]
     return state._replace(params=jax.tree.structure(state.params).unflatten(leaves))
 
 
@@ -61,20 +66,32 @@ def check_hash(source: str, record: Json, params: PyTree) -> tuple[re.Pattern[st
     patterns = compile_patterns(record["patterns"])
     if params is None:
         problem = f"{source} holds no frozen parameters: it has their hash, {record['hash']}."
-        fix = "load them from where they are, and pass them as params=; fit does this if checkpoints have hash_only=."
+        fix = (
+            "load them from where they are, and pass them as params=; fit does this if checkpoints"
+            " have hash_only=."
+        )
         raise CheckpointError(error_text(problem, fix=fix))
     if (actual := record_of(params, patterns)["hash"]) != record["hash"]:
-        problem = f"{source} was trained on another base: its hash is {record['hash']}, and that of params is {actual}."
-        raise CheckpointError(error_text(problem, fix="load the frozen parameters that it was trained on."))
+        problem = (
+            f"{source} was trained on another base: its hash is {record['hash']}, and that of"
+            f" params is {actual}."
+        )
+        raise CheckpointError(
+            error_text(problem, fix="load the frozen parameters that it was trained on.")
+        )
     return patterns
 
 
-def with_hashed(state: Any, abstract_params: PyTree, params: PyTree, patterns: Sequence[re.Pattern[str]]) -> Any:
+def with_hashed(
+    state: Any, abstract_params: PyTree, params: PyTree, patterns: Sequence[re.Pattern[str]]
+) -> Any:
     """Return a restored state with the parameters that match, placed as `abstract_params`."""
     restored = dict(leaves_with_paths(state.params))
     leaves = [
         jax.device_put(leaf, abstract.sharding) if is_hashed(path, patterns) else restored[path]
-        for (path, leaf), abstract in zip(leaves_with_paths(params), jax.tree.leaves(abstract_params), strict=True)
+        for (path, leaf), abstract in zip(
+            leaves_with_paths(params), jax.tree.leaves(abstract_params), strict=True
+        )
     ]
     return state._replace(params=jax.tree.structure(abstract_params).unflatten(leaves))
 

@@ -1,10 +1,11 @@
 """Snapshots of the train state in host memory, newer than the checkpoints on disk.
 
-A snapshot has one piece per process. The piece holds the shards of the process of every leaf, with a SHA-256. The
-process sends its piece over sockets, in the background, to two vaults (`runtime.vault`): on its own host and on the
-next host. A step can be restored if the pieces of all processes are undamaged, each in at least one of its two
-vaults. So any one host may be lost, or several hosts that are not neighbours. With another number of processes, or on
-another mesh, a process reads its shards from several pieces.
+A snapshot has one piece per process. The piece holds the shards of the process of every leaf, with
+a SHA-256. The process sends its piece over sockets, in the background, to two vaults
+(`runtime.vault`): on its own host and on the next host. A step can be restored if the pieces of all
+processes are undamaged, each in at least one of its two vaults. So any one host may be lost, or
+several hosts that are not neighbours. With another number of processes, or on another mesh, a
+process reads its shards from several pieces.
 """
 
 import json
@@ -32,7 +33,9 @@ from shardopt.step._optimizer import ShardedOptimizer
 
 _LOG = logging.getLogger(__name__)
 _MAX_WAIT = 30.0
-"""Seconds that a snapshot waits until the previous one is sent. A host that is lost silently must not stop the run."""
+"""Seconds that a snapshot waits until the previous one is sent. A host that is lost silently must
+not stop the run.
+"""
 _LENGTH_BYTES = 8
 """Bytes that store the length of the header."""
 
@@ -75,7 +78,8 @@ class MemoryWriter:
     """Sends the snapshots of this process to its two vaults, one at a time, on a thread."""
 
     def __init__(self, caller: str):
-        """Read the addresses of the vaults from the environment variables that `shardopt launch` sets.
+        """Read the addresses of the vaults from the environment variables that `shardopt launch`
+        sets.
 
         With several processes all must call it.
 
@@ -88,14 +92,20 @@ class MemoryWriter:
         addresses = os.environ.get(vault.ADDRESSES, "")
         if not addresses:
             problem = (
-                "memory_every needs a process on each host that outlives training and keeps snapshots; there is none."
+                "memory_every needs a process on each host that outlives training and keeps"
+                " snapshots; there is none."
             )
             fix = (
-                "start the job with shardopt launch --max-restarts 3; of several hosts, shardopt vault on each and its "
-                f"environment with {vault.ADDRESSES}; or leave memory_every out."
+                "start the job with shardopt launch --max-restarts 3; of several hosts, shardopt"
+                f" vault on each and its environment with {vault.ADDRESSES}; or leave memory_every"
+                " out."
             )
             raise ValueError(format_error(caller, problem, fix=fix))
-        self._caller, self._vaults, self._token = caller, addresses.split(","), os.environ[vault.TOKEN]
+        self._caller, self._vaults, self._token = (
+            caller,
+            addresses.split(","),
+            os.environ[vault.TOKEN],
+        )
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
         self._unreachable: set[str] = set()
@@ -103,20 +113,29 @@ class MemoryWriter:
         if "SHARDOPT_LAUNCHED" not in os.environ:  # no launcher counts the attempts
             self._attempt = exchange(str(time.time_ns()))[0]
 
-    def save(self, state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None) -> None:
+    def save(
+        self, state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None
+    ) -> None:
         """Copy this process's shards to the host and send them in the background.
 
-        The state may be donated when this returns. It first waits a limited time for the previous snapshot. A vault
-        that cannot be reached causes a warning; the run continues.
+        The state may be donated when this returns. It first waits a limited time for the previous
+        snapshot. A vault that cannot be reached causes a warning; the run continues.
         """
         if self._pending is not None and wait([self._pending], _MAX_WAIT).not_done:
-            text = "%s: the snapshot of step %d is left out: for %.0f s the one before could not be sent."
+            text = (
+                "%s: the snapshot of step %d is left out: for %.0f s the one before could not be"
+                " sent."
+            )
             _LOG.warning(text, self._caller, step, _MAX_WAIT)
             return
         self._pending = self._thread.submit(self._send, pack(state, step, extra, sums), step)
 
-    def newest(self, opt: ShardedOptimizer, later_than: int, before: int | None = None) -> MemorySnapshot | None:
-        """Return this process's shards of the newest step that all processes can restore, or None. All must call it.
+    def newest(
+        self, opt: ShardedOptimizer, later_than: int, before: int | None = None
+    ) -> MemorySnapshot | None:
+        """Return this process's shards of the newest step that all processes can restore, or None.
+
+        All must call it.
 
         Args:
           opt: the optimizer whose abstract state says which shards this process needs.
@@ -134,7 +153,12 @@ class MemoryWriter:
             pieces = self._read_pieces(candidate)
             snapshot, problem = assemble(pieces, abstract_state)
             if snapshot is None:
-                _LOG.warning("%s: the snapshot of step %d is not restored: %s.", self._caller, candidate.step, problem)
+                _LOG.warning(
+                    "%s: the snapshot of step %d is not restored: %s.",
+                    self._caller,
+                    candidate.step,
+                    problem,
+                )
             if all(json.loads(text) for text in exchange(json.dumps(snapshot is not None))):
                 assert snapshot is not None
                 return snapshot._replace(extra=json.loads(exchange(json.dumps(snapshot.extra))[0]))
@@ -157,13 +181,21 @@ class MemoryWriter:
                 vault.put(address, self._token, rank, step, group, data, digest)
                 self._unreachable.discard(address)
             except (OSError, EOFError, AuthenticationError) as error:
-                text = "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
-                if address not in self._unreachable:  # warn once: the next snapshots will probably fail too
+                text = (
+                    "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another"
+                    " holds it."
+                )
+                # warn once: the next snapshots will probably fail too
+                if address not in self._unreachable:
                     _LOG.warning(text, self._caller, step, address, type(error).__name__, error)
                 self._unreachable.add(address)
 
     def _vault_pieces(self) -> list[tuple[str, int, int, str]]:
-        return [(address, *piece) for address in self._vaults for piece in vault.list_pieces(address, self._token)]
+        return [
+            (address, *piece)
+            for address in self._vaults
+            for piece in vault.list_pieces(address, self._token)
+        ]
 
     def _read_pieces(self, complete_step: CompleteStep) -> Iterator[MemorySnapshot]:
         """Read the pieces of a step one by one, first the piece of this rank.
@@ -172,14 +204,20 @@ class MemoryWriter:
         """
         near_vaults = self._own_vaults()
         for rank in sorted(complete_step.holders, key=lambda rank: rank != jax.process_index()):
-            for address in sorted(complete_step.holders[rank], key=lambda address: address not in near_vaults):
-                data = vault.get(address, self._token, rank, complete_step.step, complete_step.group)
+            for address in sorted(
+                complete_step.holders[rank], key=lambda address: address not in near_vaults
+            ):
+                data = vault.get(
+                    address, self._token, rank, complete_step.step, complete_step.group
+                )
                 if data is not None:
                     yield unpack(data)
                     break
 
 
-def complete_steps(held: Iterable[tuple[str, int, int, str]], *, later_than: int) -> list[CompleteStep]:
+def complete_steps(
+    held: Iterable[tuple[str, int, int, str]], *, later_than: int
+) -> list[CompleteStep]:
     """Return the steps for which the vaults hold the pieces of all processes, the newest first.
 
     Args:
@@ -200,11 +238,16 @@ def complete_steps(held: Iterable[tuple[str, int, int, str]], *, later_than: int
         for key, holders_by_rank in holders.items()
         if len(holders_by_rank) == int(key[1].partition("/")[2])
     ]
-    return sorted(complete, key=lambda step: (step.step, int(step.group.partition("/")[0])), reverse=True)
+    return sorted(
+        complete, key=lambda step: (step.step, int(step.group.partition("/")[0])), reverse=True
+    )
 
 
-def pack(state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None) -> bytearray:
-    """Return the shards of this process as bytes: the length of a header, the header as JSON, the values.
+def pack(
+    state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None
+) -> bytearray:
+    """Return the shards of this process as bytes: the length of a header, the header as JSON, the
+    values.
 
     A shard that several devices of this process hold is packed once.
     """
@@ -219,8 +262,11 @@ def pack(state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None
             offset += shard.nbytes
         leaf_entries.append([list(path), str(describe(leaf)), shard_entries])
     sum_entries = None if sums is None else list(sums.values())  # in the order of the leaves
-    header = json.dumps({"step": step, "extra": extra, "leaves": leaf_entries, "sums": sum_entries}).encode()
-    packed = bytearray(_LENGTH_BYTES + len(header) + offset)  # one copy only: a large state leaves little host memory
+    header = json.dumps(
+        {"step": step, "extra": extra, "leaves": leaf_entries, "sums": sum_entries}
+    ).encode()
+    # one copy only: a large state leaves little host memory
+    packed = bytearray(_LENGTH_BYTES + len(header) + offset)
     packed[:_LENGTH_BYTES] = len(header).to_bytes(_LENGTH_BYTES, "little")
     position = _LENGTH_BYTES + len(header)
     packed[_LENGTH_BYTES:position] = header
@@ -240,18 +286,22 @@ def unpack(packed: bytes) -> MemorySnapshot:
     leaves = {}
     for path, leaf_record, shard_entries in header["leaves"]:
         shards = {
-            tuple((a, b) for a, b in bounds): values[offset : offset + size] for bounds, offset, size in shard_entries
+            tuple((a, b) for a, b in bounds): values[offset : offset + size]
+            for bounds, offset, size in shard_entries
         }
         leaves[tuple(path)] = (leaf_record, shards)
     sums = None if header["sums"] is None else dict(zip(leaves, header["sums"], strict=True))
     return MemorySnapshot(int(header["step"]), header["extra"], leaves, sums)
 
 
-def assemble(pieces: Iterable[MemorySnapshot], abstract_state: PyTree) -> tuple[MemorySnapshot | None, str]:
-    """Return a snapshot with the shards that the devices of this process need, or None and the reason.
+def assemble(
+    pieces: Iterable[MemorySnapshot], abstract_state: PyTree
+) -> tuple[MemorySnapshot | None, str]:
+    """Return a snapshot with the shards that the devices of this process need, or None and the
+    reason.
 
-    It reads as few pieces as hold these shards. Each piece is released before the next is read, so memory holds the
-    shards of this process and one piece.
+    It reads as few pieces as hold these shards. Each piece is released before the next is read, so
+    memory holds the shards of this process and one piece.
 
     Args:
       pieces: the pieces of the processes that took the snapshot, on any mesh.
@@ -261,7 +311,9 @@ def assemble(pieces: Iterable[MemorySnapshot], abstract_state: PyTree) -> tuple[
     needed_bounds = {path: _local_bounds(leaf) for path, leaf in abstract_leaves.items()}
     shards: dict[LeafPath, dict[Bounds, memoryview]] = {path: {} for path in abstract_leaves}
     missing = {
-        (path, bounds): _num_elements(bounds) for path, leaf_bounds in needed_bounds.items() for bounds in leaf_bounds
+        (path, bounds): _num_elements(bounds)
+        for path, leaf_bounds in needed_bounds.items()
+        for bounds in leaf_bounds
     }
     copied: set[tuple[LeafPath, Bounds]] = set()
     snapshot = None
@@ -287,7 +339,9 @@ def assemble(pieces: Iterable[MemorySnapshot], abstract_state: PyTree) -> tuple[
                         )
             copied |= {(path, held_bounds) for held_bounds in piece_shards}
         if not any(missing.values()):
-            leaves = {path: (str(describe(leaf)), shards[path]) for path, leaf in abstract_leaves.items()}
+            leaves = {
+                path: (str(describe(leaf)), shards[path]) for path, leaf in abstract_leaves.items()
+            }
             return snapshot._replace(leaves=leaves), ""
     return None, "a piece of it is lost or damaged"
 
@@ -297,7 +351,9 @@ def _local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
     stored = to_storable(leaf)
     assert stored.sharding is not None
     indices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
-    return list(dict.fromkeys(_bounds(index, stored.shape) for index in indices if index is not None))
+    return list(
+        dict.fromkeys(_bounds(index, stored.shape) for index in indices if index is not None)
+    )
 
 
 def _num_elements(bounds: Bounds) -> int:
@@ -316,20 +372,31 @@ def _copy_overlap(
       target_bounds: its position in the leaf.
       size: bytes of one element.
     """
-    overlap = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(source_bounds, target_bounds, strict=True))
+    overlap = tuple(
+        (max(a, c), min(b, d)) for (a, b), (c, d) in zip(source_bounds, target_bounds, strict=True)
+    )
     if any(start >= stop for start, stop in overlap):
         return 0
 
     def overlap_of(shard_bytes: memoryview, bounds: Bounds) -> np.ndarray:
-        shard = np.frombuffer(shard_bytes, f"V{size}").reshape([stop - start for start, stop in bounds])
-        return shard[tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(overlap, bounds, strict=True))]
+        shard = np.frombuffer(shard_bytes, f"V{size}").reshape(
+            [stop - start for start, stop in bounds]
+        )
+        return shard[
+            tuple(
+                slice(a - start, b - start)
+                for (a, b), (start, _) in zip(overlap, bounds, strict=True)
+            )
+        ]
 
     overlap_of(target, target_bounds)[...] = overlap_of(source, source_bounds)
     return _num_elements(overlap)
 
 
 def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
-    """Return the state of a snapshot, placed on the devices of this process. With several processes all must call it.
+    """Return the state of a snapshot, placed on the devices of this process.
+
+    With several processes all must call it.
 
     Args:
       snapshot: the snapshot that `assemble` put together for these devices.
@@ -345,7 +412,9 @@ def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
 
         def read(index: tuple[slice, ...], stored=stored, shards=shards) -> np.ndarray:
             bounds = _bounds(index, stored.shape)
-            return np.frombuffer(shards[bounds], stored.dtype).reshape([stop - start for start, stop in bounds])
+            return np.frombuffer(shards[bounds], stored.dtype).reshape(
+                [stop - start for start, stop in bounds]
+            )
 
         leaves.append(from_storable(place(stored, read), describe(leaf)))
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)

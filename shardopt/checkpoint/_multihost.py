@@ -1,4 +1,6 @@
-"""Agreement between processes: all succeed or all raise, so none goes on alone and waits for the others."""
+"""Agreement between processes: all succeed or all raise, so none goes on alone and waits for the
+others.
+"""
 
 import json
 from collections.abc import Callable
@@ -35,7 +37,9 @@ def on_primary_process(action: Callable[[], T]) -> T:
     return value
 
 
-def raise_together(failure: BaseException | None, *, unless: type[CheckpointError] | None = None) -> None:
+def raise_together(
+    failure: BaseException | None, *, unless: type[CheckpointError] | None = None
+) -> None:
     """Raise this process's failure, or the failure of another process. All processes must call it.
 
     Args:
@@ -53,7 +57,10 @@ def raise_together(failure: BaseException | None, *, unless: type[CheckpointErro
 
 
 def exchange(text: str) -> list[str]:
-    """Return the text of every process, in the order of the processes. All must call it on their main thread."""
+    """Return the text of every process, in the order of the processes.
+
+    All must call it on their main thread.
+    """
     if jax.process_count() == 1:
         return [text]
     local_bytes = text.encode()
@@ -65,7 +72,9 @@ def exchange(text: str) -> list[str]:
         sizes = [int.from_bytes(row[:_LENGTH_BYTES], "little") for row in rows]
         texts = [row[_LENGTH_BYTES:] for row in rows]
         if (max_remaining := max(sizes) - _FIRST_BYTES) > 0:
-            remainders = _gather(local_bytes[_FIRST_BYTES:], -(-max_remaining // _FIRST_BYTES) * _FIRST_BYTES)
+            remainders = _gather(
+                local_bytes[_FIRST_BYTES:], -(-max_remaining // _FIRST_BYTES) * _FIRST_BYTES
+            )
             texts = [start + remainder for start, remainder in zip(texts, remainders, strict=True)]
     return [row[:size].decode() for row, size in zip(texts, sizes, strict=True)]
 
@@ -80,12 +89,15 @@ def _gather(local_bytes: bytes, size: int) -> list[bytes]:
     """Return the bytes of every process, padded to a size."""
     from jax.experimental import multihost_utils
 
-    rows = multihost_utils.process_allgather(np.frombuffer(local_bytes.ljust(size, b"\0"), np.uint8))
+    rows = multihost_utils.process_allgather(
+        np.frombuffer(local_bytes.ljust(size, b"\0"), np.uint8)
+    )
     return [row.tobytes() for row in rows]
 
 
 def assigned_names(sizes: dict[str, int]) -> list[str]:
-    """Return the names that this process handles, so that all processes get about the same number of bytes.
+    """Return the names that this process handles, so that all processes get about the same number
+    of bytes.
 
     Args:
       sizes: bytes by name, the same on all processes.
@@ -106,5 +118,7 @@ def _describe(failure: BaseException | None) -> tuple[str, str] | None:
 
 def _error(type_name: str, message: str) -> CheckpointError:
     """Return the error of another process, as the same type if it is a CheckpointError."""
-    error_types = {error_type.__name__: error_type for error_type in CheckpointError.__subclasses__()}
+    error_types = {
+        error_type.__name__: error_type for error_type in CheckpointError.__subclasses__()
+    }
     return error_types.get(type_name, CheckpointError)(message)

@@ -40,34 +40,38 @@ def restore(
 ) -> PyTree:
     """Read a checkpoint into the placement of an optimizer: of any strategy, on any mesh.
 
-    Every file is compared with its SHA-256 in the manifest, and every leaf's key path, shape and dtype with the target,
-    before any array is loaded. A checkpoint is restored completely or not at all. If the newest checkpoint is damaged,
-    an older one is restored only if `step` asks for it.
+    Every file is compared with its SHA-256 in the manifest, and every leaf's key path, shape and
+    dtype with the target, before any array is loaded. A checkpoint is restored completely or not at
+    all. If the newest checkpoint is damaged, an older one is restored only if `step` asks for it.
 
     With several processes all must call it.
 
     Args:
       directory: the folder of the run, the same as for `save` or `Checkpoints`.
-      target: the optimizer to continue with; it need not have seen parameters. Or an abstract state: a pytree of
-        `jax.ShapeDtypeStruct` with shardings, in the form of the saved state, such as `opt.abstract_state()`. A folder
-        that orbax wrote without shardopt needs an abstract state; it may be a part of the saved state.
+      target: the optimizer to continue with; it need not have seen parameters. Or an abstract
+        state: a pytree of `jax.ShapeDtypeStruct` with shardings, in the form of the saved state,
+        such as `opt.abstract_state()`. A folder that orbax wrote without shardopt needs an abstract
+        state; it may be a part of the saved state.
       step: the number of the checkpoint; by default the newest.
-      abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not seen them. Without
-        this, they are rebuilt from the checkpoint, if their containers are only dicts, lists, tuples and None.
-      params: the parameters with the leaves that the checkpoint has only a hash of, see `hash_only` of `Checkpoints`. They
-        are placed as the target wants them.
+      abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not
+        seen them. Without this, they are rebuilt from the checkpoint, if their containers are only
+        dicts, lists, tuples and None.
+      params: the parameters with the leaves that the checkpoint has only a hash of, see `hash_only`
+        of `Checkpoints`. They are placed as the target wants them.
 
     Returns:
-      The state, with the shardings of `opt.abstract_state(abstract_params)`, or of the abstract state.
+      The state, with the shardings of `opt.abstract_state(abstract_params)`, or of the abstract
+      state.
 
     Raises:
       TypeError: if `target` is neither an optimizer nor an abstract state with shardings.
       StepNotFoundError: if there is no such checkpoint.
-      DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that `fit(verify_every=...)`
-        stored; the message names it.
-      CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also if a leaf is
-        missing, left over, or of another shape or dtype; the message lists key paths. Also if `params` have another hash
-        than the checkpoint. It is a ValueError, and the two errors above are CheckpointErrors.
+      DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that
+        `fit(verify_every=...)` stored; the message names it.
+      CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also
+        if a leaf is missing, left over, or of another shape or dtype; the message lists key paths.
+        Also if `params` have another hash than the checkpoint. It is a ValueError, and the two
+        errors above are CheckpointErrors.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -80,11 +84,13 @@ def restore(
       >>> so.restore(folder, other).params["w"].addressable_shards[0].data.shape
       (64, 16)
 
-    **Equivalence**: the restored arrays equal the saved ones bit for bit. On the same mesh and strategy, training
-    continues bit for bit as if it had never stopped; elsewhere it is equal up to the order of summation.
+    **Equivalence**: the restored arrays equal the saved ones bit for bit. On the same mesh and
+    strategy, training continues bit for bit as if it had never stopped; elsewhere it is equal up to
+    the order of summation.
 
-    If the number of replicas changes, the state of each replica of `local_sgd` and `diloco` is merged. If the number of
-    devices changes, the error-feedback memory of a reducer is merged. Every new replica or device gets:
+    If the number of replicas changes, the state of each replica of `local_sgd` and `diloco` is
+    merged. If the number of devices changes, the error-feedback memory of a reducer is merged.
+    Every new replica or device gets:
 
     - the mean of the old values, for floating leaves;
     - the maximum, for integers and booleans;
@@ -102,18 +108,28 @@ def restore(
 def _orbax_folder(directory: str | os.PathLike[str], step: int | None) -> Path | None:
     """Return a folder that orbax wrote without shardopt, or None.
 
-    It is the directory, its step, or an item of the step. None if shardopt wrote the checkpoint, or if there is none.
+    It is the directory, its step, or an item of the step. None if shardopt wrote the checkpoint, or
+    if there is none.
     """
     path = run_folder(directory)
 
     def find_orbax_folder() -> str:
         steps = committed(path)
         chosen_folder = step_folder(path, steps[-1] if step is None and steps else step or 0)
-        if any((folder / name).exists() for folder in (path, chosen_folder) for name in (MANIFEST_NAME, RECORD_NAME)):
+        if any(
+            (folder / name).exists()
+            for folder in (path, chosen_folder)
+            for name in (MANIFEST_NAME, RECORD_NAME)
+        ):
             return ""
         subfolders = sorted(chosen_folder.iterdir()) if chosen_folder.is_dir() else []
         return next(
-            (str(folder) for folder in (path, chosen_folder, *subfolders) if (folder / "_METADATA").exists()), ""
+            (
+                str(folder)
+                for folder in (path, chosen_folder, *subfolders)
+                if (folder / "_METADATA").exists()
+            ),
+            "",
         )
 
     orbax_folder = on_primary_process(find_orbax_folder)
@@ -132,10 +148,14 @@ def load(
     check_target(target, abstract_params)
     path = run_folder(directory)
     if (orbax_folder := _orbax_folder(directory, step)) is not None:
-        problem = f"{orbax_folder} was written by orbax, not by shardopt: it has no record of what a train state is."
+        problem = (
+            f"{orbax_folder} was written by orbax, not by shardopt: it has no record of what a"
+            " train state is."
+        )
         fix = (
-            "read its arrays with so.restore(directory, abstract tree), whose leaves are jax.ShapeDtypeStruct with shardings "
-            "and whose containers are those saved; then so.adopt(opt, params, opt_state, step=...)."
+            "read its arrays with so.restore(directory, abstract tree), whose leaves are"
+            " jax.ShapeDtypeStruct with shardings and whose containers are those saved; then"
+            " so.adopt(opt, params, opt_state, step=...)."
         )
         raise CheckpointError(error_text(problem, fix=fix))
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
@@ -162,10 +182,13 @@ def check_target(target: ShardedOptimizer | PyTree, abstract_params: PyTree = No
     if isinstance(target, ShardedOptimizer):
         return
     if abstract_params is not None:
-        raise TypeError(error_text("abstract_params are for an optimizer, not for an abstract state."))
+        raise TypeError(
+            error_text("abstract_params are for an optimizer, not for an abstract state.")
+        )
     leaves = leaves_by_path(target)
     invalid_leaves = [
-        f"{show(path) or 'target'}: {type(leaf).__name__}{' without a sharding' * isinstance(leaf, jax.ShapeDtypeStruct)}"
+        f"{show(path) or 'target'}:"
+        f" {type(leaf).__name__}{' without a sharding' * isinstance(leaf, jax.ShapeDtypeStruct)}"
         for path, leaf in leaves.items()
         if any(getattr(leaf, name, None) is None for name in ("shape", "dtype", "sharding"))
     ]
@@ -175,8 +198,8 @@ def check_target(target: ShardedOptimizer | PyTree, abstract_params: PyTree = No
 
 
 _TARGET_FIX = (
-    "pass opt, or opt.abstract_state(abstract_params); or make leaves by jax.ShapeDtypeStruct(shape, dtype, "
-    "sharding=jax.sharding.NamedSharding(mesh, spec))."
+    "pass opt, or opt.abstract_state(abstract_params); or make leaves by"
+    " jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))."
 )
 
 
@@ -207,10 +230,14 @@ def fill(
     return to_wanted(read(readable), changes)
 
 
-def check_match(source: str, stored: dict[LeafPath, Leaf], wanted_state: PyTree, target_name: str = "opt") -> None:
-    """Raise CheckpointError if a leaf is missing, left over, or has another shape or dtype than the stored leaf.
+def check_match(
+    source: str, stored: dict[LeafPath, Leaf], wanted_state: PyTree, target_name: str = "opt"
+) -> None:
+    """Raise CheckpointError if a leaf is missing, left over, or has another shape or dtype than the
+    stored leaf.
 
-    If there are more than eight such leaves, a container that is completely missing or left over is listed once.
+    If there are more than eight such leaves, a container that is completely missing or left over is
+    listed once.
 
     Args:
       source: the name of the stored state, for messages.
@@ -225,21 +252,27 @@ def check_match(source: str, stored: dict[LeafPath, Leaf], wanted_state: PyTree,
     if not (missing or left_over or different):
         return
     lines = [
-        f"{show(path)}: the checkpoint holds {stored[path]}, {target_name} wants {wanted[path]}" for path in different
+        f"{show(path)}: the checkpoint holds {stored[path]}, {target_name} wants {wanted[path]}"
+        for path in different
     ]
     max_lines = max(2, MAX_LISTED - len(different)) // (2 if missing and left_over else 1)
     lines += _listing(missing, stored, "missing from the checkpoint", max_lines)
     lines += _listing(left_over, wanted, "left over in the checkpoint", max_lines)
-    counts = f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)} different"
+    counts = (
+        f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)}"
+        " different"
+    )
     fix = "build opt for the model and the optax chain that the checkpoint was saved with."
     if target_name != "opt":
         fix = "pass an abstract state of the form that was saved."
     elif all(line.startswith(("opt_state/", "opt_state:")) for line in lines):
         fix = (
-            "build opt with the optax chain that the checkpoint was saved with; or start another chain on its "
-            "parameters: new_opt.init(restore(directory, old_opt).params)."
+            "build opt with the optax chain that the checkpoint was saved with; or start another"
+            " chain on its parameters: new_opt.init(restore(directory, old_opt).params)."
         )
-    raise CheckpointError(error_text(f"{source} does not fit {target_name}: {counts}.", lines, fix=fix))
+    raise CheckpointError(
+        error_text(f"{source} does not fit {target_name}: {counts}.", lines, fix=fix)
+    )
 
 
 def _listing(
@@ -247,7 +280,8 @@ def _listing(
 ) -> list[str]:
     """Return one line per leaf, or one per container if these are more than `max_lines`.
 
-    A container is listed only if the other side has no leaf in it. The containers grow until the lines are few enough.
+    A container is listed only if the other side has no leaf in it. The containers grow until the
+    lines are few enough.
     """
     known_paths = {path[:length] for path in other_leaves for length in range(len(path) + 1)}
     lines: list[str] = []
@@ -256,9 +290,11 @@ def _listing(
         for path in leaves:
             groups.setdefault(path[: _first_unknown(path, known_paths) + depth], []).append(path)
         lines = [
-            f"{show(group_paths[0])}: {leaves[group_paths[0]]}, {verdict}"
-            if len(group_paths) == 1
-            else f"{show(group)}: {plural(len(group_paths), 'leaf')} {verdict}"
+            (
+                f"{show(group_paths[0])}: {leaves[group_paths[0]]}, {verdict}"
+                if len(group_paths) == 1
+                else f"{show(group)}: {plural(len(group_paths), 'leaf')} {verdict}"
+            )
             for group, group_paths in groups.items()
         ]
         if len(lines) <= max_lines:
@@ -267,8 +303,11 @@ def _listing(
 
 
 def _first_unknown(path: LeafPath, known_paths: set[LeafPath]) -> int:
-    # The full path always counts as unknown: the other side may have a container there, but not a leaf.
-    return next((length for length in range(1, len(path)) if path[:length] not in known_paths), len(path))
+    # The full path always counts as unknown: the other side may have a container there, but not a
+    # leaf.
+    return next(
+        (length for length in range(1, len(path)) if path[:length] not in known_paths), len(path)
+    )
 
 
 def _abstract_state(opt: ShardedOptimizer, meta: Meta, abstract_params: PyTree) -> PyTree:
@@ -298,24 +337,33 @@ def _choose_step(directory: Path, step: int | None) -> int:
     elif (file := _flax_file(directory)) is not None:
         problem = f"{file} was written by flax (msgpack), not by shardopt."
         fix = (
-            "read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then "
-            "so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
+            "read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()),"
+            " then so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
         )
     elif directory.is_file():
         problem = f"{directory} is a file, and checkpoints are folders."
-        fix = "pass the folder that was given to save or Checkpoints; so.checkpoint.from_bytes reads what so.checkpoint.to_bytes returned."
+        fix = (
+            "pass the folder that was given to save or Checkpoints; so.checkpoint.from_bytes reads"
+            " what so.checkpoint.to_bytes returned."
+        )
     elif step is None or not steps:
-        problem = f"there is no checkpoint in {directory}" + ("." if directory.is_dir() else ", which does not exist.")
+        problem = f"there is no checkpoint in {directory}" + (
+            "." if directory.is_dir() else ", which does not exist."
+        )
         fix = "pass the folder that was given to save or Checkpoints."
     else:
         problem = f"there is no step {step} in {directory}"
         problem += ": its save was interrupted." if interrupted(directory, step) else "."
-        fix = f"choose one of the steps {', '.join(map(str, steps[-8:]))}, or leave step out for the newest."
+        fix = (
+            f"choose one of the steps {', '.join(map(str, steps[-8:]))}, or leave step out for the"
+            " newest."
+        )
     raise StepNotFoundError(error_text(problem, fix=fix))
 
 
 def _flax_file(path: Path) -> Path | None:
-    """Return the file that flax wrote, or None: the path itself, or the newest such file in the folder.
+    """Return the file that flax wrote, or None: the path itself, or the newest such file in the
+    folder.
 
     Such a file is recognised by its name and by its first byte, which starts a msgpack map.
     """
@@ -340,13 +388,26 @@ def _check_undamaged(directory: Path, step: int) -> None:
     damage_lines = verify(step_folder(directory, step))
     if not damage_lines:
         return
-    # A silent return to an older step would lose work or hide a failing disk. So the message names an intact step.
-    earlier_steps = [earlier for earlier in on_primary_process(lambda: committed(directory)) if earlier < step]
+    # A silent return to an older step would lose work or hide a failing disk. So the message names
+    # an intact step.
+    earlier_steps = [
+        earlier for earlier in on_primary_process(lambda: committed(directory)) if earlier < step
+    ]
     intact_step = next(
-        (earlier for earlier in reversed(earlier_steps) if not verify(step_folder(directory, earlier))), None
+        (
+            earlier
+            for earlier in reversed(earlier_steps)
+            if not verify(step_folder(directory, earlier))
+        ),
+        None,
     )
     fix = "bring the files back from a copy; no earlier step is intact."
     if intact_step is not None:
         remedy = f"pass step={intact_step}, or delete {step_folder(directory, step)}"
-        fix = f"bring the files back from a copy, or go back to step {intact_step}, which is intact ({remedy})."
-    raise DamagedCheckpointError(error_text(f"step {step} in {directory} is damaged.", damage_lines, fix=fix))
+        fix = (
+            f"bring the files back from a copy, or go back to step {intact_step}, which is intact"
+            f" ({remedy})."
+        )
+    raise DamagedCheckpointError(
+        error_text(f"step {step} in {directory} is damaged.", damage_lines, fix=fix)
+    )

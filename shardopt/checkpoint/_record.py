@@ -1,4 +1,6 @@
-"""The two JSON files of a checkpoint: the record, `shardopt.json`, and the manifest, `MANIFEST.json`."""
+"""The two JSON files of a checkpoint: the record, `shardopt.json`, and the manifest,
+`MANIFEST.json`.
+"""
 
 import hashlib
 import json
@@ -13,7 +15,13 @@ from jax.typing import ArrayLike
 
 from shardopt.checkpoint._multihost import assigned_names, exchange
 from shardopt.checkpoint._store import Leaf, check_leaves, describe, dtype_of
-from shardopt.checkpoint._tree import Json, LeafPath, check_structure, describe_structure, leaves_by_path
+from shardopt.checkpoint._tree import (
+    Json,
+    LeafPath,
+    check_structure,
+    describe_structure,
+    leaves_by_path,
+)
 from shardopt.core._arguments import check_integer
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, error_text, format_error
 from shardopt.core._extras import version_of
@@ -28,12 +36,14 @@ class Meta(NamedTuple):
 
     Attributes:
       step: the number of the checkpoint.
-      mesh_shape: the mesh that the state was saved from. It informs people; restoring does not read it.
+      mesh_shape: the mesh that the state was saved from. It informs people; restoring does not read
+        it.
       leaves: shape and dtype of every leaf by path, in the order of `jax.tree.leaves`.
       params: the structure of the parameters, see `describe_structure`; None if the state has none.
       metrics: the metrics of this step.
       extra: JSON values of the caller, for instance the position in the training rows.
-      sums: the sum of the bits of each leaf in hexadecimal, see `_sums`; None if the state was not verified.
+      sums: the sum of the bits of each leaf in hexadecimal, see `_sums`; None if the state was not
+        verified.
     """
 
     step: int
@@ -64,14 +74,21 @@ def describe_state(
     try:
         json.dumps(extra)
     except (TypeError, ValueError) as error:
-        problem = f"extra must be JSON (dicts, lists, strings, numbers, true, false, null): {error}."
-        raise TypeError(format_error("checkpoint", problem, fix="convert arrays with .tolist().")) from error
-    meshes = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(state))
+        problem = (
+            f"extra must be JSON (dicts, lists, strings, numbers, true, false, null): {error}."
+        )
+        raise TypeError(
+            format_error("checkpoint", problem, fix="convert arrays with .tolist().")
+        ) from error
+    meshes = (
+        getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(state)
+    )
     mesh = next((mesh for mesh in meshes if mesh is not None), None)
     leaves = {path: describe(leaf) for path, leaf in leaves_by_path(state).items()}
     params = getattr(state, "params", None)
     if params is not None and len(jax.tree.leaves(params)) != _num_params(leaves):
-        params = None  # not a field of the state: these leaves are stored under other names, or not stored
+        # not a field of the state: these leaves are stored under other names, or not stored
+        params = None
     return Meta(
         step=step_number,
         mesh_shape={} if mesh is None else dict(mesh.shape),
@@ -91,13 +108,17 @@ def _check_step(step: int | None, state: PyTree) -> int:
         step = int(np.asarray(jax.device_get(step)))
     check_integer("step", step)
     if step < 0:
-        raise ValueError(error_text(f"step must not be negative, got {step}.", fix="count steps from 0."))
+        raise ValueError(
+            error_text(f"step must not be negative, got {step}.", fix="count steps from 0.")
+        )
     return int(step)
 
 
 def write_meta(folder: Path, meta: Meta) -> None:
     """Write the record into a step's folder, one field a line, so that people can read it."""
-    field_lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()]
+    field_lines = [
+        f"{json.dumps(name)}: {json.dumps(value)}" for name, value in to_json(meta).items()
+    ]
     (folder / RECORD_NAME).write_text("{\n" + ",\n".join(field_lines) + "\n}\n")
 
 
@@ -113,11 +134,19 @@ def read_meta(folder: Path) -> Meta:
 
 def to_json(meta: Meta) -> dict[str, Json]:
     """Return the record as JSON, with the package versions that write it."""
-    leaves = {"/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)} for path, leaf in meta.leaves.items()}
+    leaves = {
+        "/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)}
+        for path, leaf in meta.leaves.items()
+    }
     # the version of shardopt is unknown if it runs from a source folder
-    versions = {name: version_of(name) or "unknown" for name in ("shardopt", "jax", "optax", "orbax-checkpoint")}
+    versions = {
+        name: version_of(name) or "unknown"
+        for name in ("shardopt", "jax", "optax", "orbax-checkpoint")
+    }
     record = {"format": _RECORD_FORMAT, "versions": versions} | meta._asdict() | {"leaves": leaves}
-    record["sums"] = None if meta.sums is None else {"/".join(path): text for path, text in meta.sums.items()}
+    record["sums"] = (
+        None if meta.sums is None else {"/".join(path): text for path, text in meta.sums.items()}
+    )
     return record
 
 
@@ -134,7 +163,10 @@ def from_json(source: str, record: Json) -> Meta:
     """
     try:
         if record["format"] != _RECORD_FORMAT:
-            problem = f"{source} has format {record['format']}, this version of shardopt reads {_RECORD_FORMAT}."
+            problem = (
+                f"{source} has format {record['format']}, this version of shardopt reads"
+                f" {_RECORD_FORMAT}."
+            )
             fix = "use the version of shardopt that wrote it, or a newer one."
             raise CheckpointError(error_text(problem, fix=fix))
         leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
@@ -151,7 +183,9 @@ def from_json(source: str, record: Json) -> Meta:
         sums = record.get("sums")  # records before 0.3 have none
         if sums is not None:
             sums = {tuple(path.split("/")): text for path, text in sums.items()}
-            if sums.keys() != leaves.keys() or not all(isinstance(text, str) for text in sums.values()):
+            if sums.keys() != leaves.keys() or not all(
+                isinstance(text, str) for text in sums.values()
+            ):
                 raise ValueError(f"sums are {record['sums']!r:.80}")
         fields = {name: record[name] for name in Meta._fields if name not in ("leaves", "sums")}
         return Meta(**fields, leaves=leaves, sums=sums)
@@ -166,7 +200,10 @@ def write_manifest(folder: Path, digests: dict[str, str]) -> None:
 
     `verify` compares both before a checkpoint is loaded, so that no damaged byte is used.
     """
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": digests[name]} for name in sorted(digests)}
+    files = {
+        name: {"size": (folder / name).stat().st_size, "sha256": digests[name]}
+        for name in sorted(digests)
+    }
     with (folder / MANIFEST_NAME).open("w") as file:
         file.write(_render({"format": _MANIFEST_FORMAT, "files": files}))
         file.flush()
@@ -174,7 +211,10 @@ def write_manifest(folder: Path, digests: dict[str, str]) -> None:
 
 
 def file_sizes(folder: Path) -> dict[str, int]:
-    """Return the size of each file in a folder, by path relative to the folder; leave out the manifest."""
+    """Return the size of each file in a folder, by path relative to the folder.
+
+    Leave out the manifest.
+    """
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in folder.rglob("*")
@@ -193,14 +233,21 @@ def digest(path: Path, sync: bool = False) -> str:
 def verify(folder: Path) -> list[str]:
     """Compare a folder with its manifest; return one line for every missing or changed file.
 
-    All processes must call it. Each process reads its share of the bytes, and all return the same list.
+    All processes must call it. Each process reads its share of the bytes, and all return the same
+    list.
     """
     records, damage_lines = _read_manifest(folder)
     damage_lines = damage_lines or _damaged_sizes(folder, records)
     if not damage_lines:
         sizes = {name: file_record["size"] for name, file_record in records.items()}
-        damage_lines = [line for name in assigned_names(sizes) for line in _damaged_bytes(folder, name, records[name])]
-    return sorted({line for text in exchange(json.dumps(damage_lines)) for line in json.loads(text)})
+        damage_lines = [
+            line
+            for name in assigned_names(sizes)
+            for line in _damaged_bytes(folder, name, records[name])
+        ]
+    return sorted(
+        {line for text in exchange(json.dumps(damage_lines)) for line in json.loads(text)}
+    )
 
 
 def _render(body: dict[str, Json]) -> str:
@@ -217,7 +264,10 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Json], list[str]]:
         if text != _render(body):
             return {}, [f"{source}: its bytes are not those that were written"]
         if body["format"] != _MANIFEST_FORMAT:
-            return {}, [f"{source}: format {body['format']}, this version of shardopt reads {_MANIFEST_FORMAT}"]
+            return {}, [
+                f"{source}: format {body['format']}, this version of shardopt reads"
+                f" {_MANIFEST_FORMAT}"
+            ]
         return body["files"], []
     except FileNotFoundError:
         return {}, [f"{source}: missing"]
@@ -232,7 +282,9 @@ def _damaged_sizes(folder: Path, records: dict[str, Json]) -> list[str]:
         if name not in actual_sizes:
             lines.append(f"{folder.name}/{name}: missing")
         elif actual_sizes[name] != record["size"]:
-            lines.append(f"{folder.name}/{name}: {actual_sizes[name]} bytes, {record['size']} were written")
+            lines.append(
+                f"{folder.name}/{name}: {actual_sizes[name]} bytes, {record['size']} were written"
+            )
     return lines
 
 
@@ -244,7 +296,10 @@ def _damaged_bytes(folder: Path, name: str, record: Json) -> list[str]:
         return [f"{source}: cannot be read ({error.strerror})"]
     if actual == expected:
         return []
-    return [f"{source}: its bytes are not those that were written (SHA-256 {actual[:8]}..., not {expected[:8]}...)"]
+    return [
+        f"{source}: its bytes are not those that were written (SHA-256 {actual[:8]}..., not"
+        f" {expected[:8]}...)"
+    ]
 
 
 def _damaged(problem: str, error: Exception) -> DamagedCheckpointError:
@@ -278,5 +333,7 @@ def _as_numbers(metrics: Mapping[str, ArrayLike]) -> dict[str, float]:
     ]
     if not_scalars:
         fix = "save scalars only, for instance jnp.mean of them."
-        raise TypeError(format_error("checkpoint", "metrics must be numbers.", not_scalars, fix=fix))
+        raise TypeError(
+            format_error("checkpoint", "metrics must be numbers.", not_scalars, fix=fix)
+        )
     return {name: float(value) for name, value in values.items()}

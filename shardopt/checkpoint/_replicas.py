@@ -1,12 +1,14 @@
-"""Stacked leaves, with one value per replica or device: read in their stored shape, then merged if the number changes.
+"""Stacked leaves, with one value per replica or device: read in their stored shape, then merged if
+the number changes.
 
-- The state of each replica (`PerReplica`) is [replicas, ...]. Codes of 8 bits are not numbers, and are not merged.
-- The state of a reducer is stacked as its spec says. An error-feedback memory is [devices of the mean, sizes of other
-  axes..., ...]; only the mean over the devices affects later steps. State that is equal on those devices is
-  [sizes of other axes..., ...].
+- The state of each replica (`PerReplica`) is [replicas, ...]. Codes of 8 bits are not numbers, and
+  are not merged.
+- The state of a reducer is stacked as its spec says. An error-feedback memory is [devices of the
+  mean, sizes of other axes..., ...]; only the mean over the devices affects later steps. State that
+  is equal on those devices is [sizes of other axes..., ...].
 
-`merge_replicas` computes the merged value, and every new replica or device gets it. `check_match` reports all other
-differences.
+`merge_replicas` computes the merged value, and every new replica or device gets it. `check_match`
+reports all other differences.
 """
 
 import math
@@ -44,7 +46,8 @@ class Change(NamedTuple):
 def as_stored(
     source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
 ) -> tuple[PyTree, dict[LeafPath, Change]]:
-    """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by path.
+    """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by
+    path.
 
     Args:
       source: the name of the stored state, for messages.
@@ -53,8 +56,8 @@ def as_stored(
       target_name: the name of the target, for messages.
 
     Raises:
-      CheckpointError: if state that belongs to its device would move to other devices, or moments in 8 bits would be
-        merged.
+      CheckpointError: if state that belongs to its device would move to other devices, or moments
+        in 8 bits would be merged.
     """
     kinds = _kinds(wanted)
     changes, device_leaves, code_leaves, leaves = {}, [], [], []
@@ -62,12 +65,18 @@ def as_stored(
         dims = _changed_dims(stored.get(path), leaf, kinds.get(path))
         if dims and kinds[path] in (_DEVICE, _CODES):
             refused = device_leaves if kinds[path] == _DEVICE else code_leaves
-            refused.append(f"{show(path)}: the checkpoint holds {stored[path]}, {target_name} wants {describe(leaf)}")
+            refused.append(
+                f"{show(path)}: the checkpoint holds {stored[path]}, {target_name} wants"
+                f" {describe(leaf)}"
+            )
         elif dims:
             changes[path] = Change(dims, leaf)
             leaf = _with_sizes(leaf, stored[path].shape, dims)
         leaves.append(leaf)
-    device_reason = "has state that belongs to its device, which cannot be carried to another number of devices."
+    device_reason = (
+        "has state that belongs to its device, which cannot be carried to another number of"
+        " devices."
+    )
     codes_reason = "has moments in 8 bits of each replica, and there is no mean of codes."
     for refused_leaves, reason, instead in (
         (device_leaves, device_reason, "restore on as many devices as it was saved from"),
@@ -75,9 +84,12 @@ def as_stored(
     ):
         if refused_leaves:
             start_again = (
-                "or start the optimizer again on its parameters: new_opt.init(restore(directory, old_opt).params)."
+                "or start the optimizer again on its parameters: new_opt.init(restore(directory,"
+                " old_opt).params)."
             )
-            raise CheckpointError(error_text(f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}"))
+            raise CheckpointError(
+                error_text(f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}")
+            )
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 
@@ -100,8 +112,13 @@ def _kinds(wanted: PyTree) -> dict[LeafPath, str]:
     kinds: dict[LeafPath, str] = {}
 
     def visit(path: LeafPath, tree: PyTree, kind: str | None) -> None:
-        for keys, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, _NODES)):
-            node_path = (*path, *(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys))
+        for keys, node in jax.tree_util.tree_leaves_with_path(
+            tree, is_leaf=lambda x: isinstance(x, _NODES)
+        ):
+            node_path = (
+                *path,
+                *(escape(jax.tree_util.keystr((key,), simple=True)) for key in keys),
+            )
             if isinstance(node, _NODES):
                 for name, child in node._asdict().items():
                     visit((*node_path, name), child, _kind_of(node, name, kind))
@@ -124,30 +141,38 @@ def _kind_of(node: NamedTuple, field: str, kind: str | None) -> str | None:
     return _REDUCER if field in ("reducer", "inner_reducer") else kind
 
 
-def _changed_dims(stored: Leaf | None, wanted: jax.ShapeDtypeStruct, kind: str | None) -> tuple[int, ...]:
+def _changed_dims(
+    stored: Leaf | None, wanted: jax.ShapeDtypeStruct, kind: str | None
+) -> tuple[int, ...]:
     """Return the dims whose stored size differs, or () if the leaf cannot be adapted.
 
-    A leaf can be adapted if it is stacked along all these dims and its values have a known meaning on the other mesh.
+    A leaf can be adapted if it is stacked along all these dims and its values have a known meaning
+    on the other mesh.
     """
     if stored is None or kind is None or len(stored.shape) != len(wanted.shape):
         return ()
     if stored.dtype != describe(wanted).dtype:
         return ()
-    dims = tuple(dim for dim, (a, b) in enumerate(zip(stored.shape, wanted.shape, strict=True)) if a != b)
+    dims = tuple(
+        dim for dim, (a, b) in enumerate(zip(stored.shape, wanted.shape, strict=True)) if a != b
+    )
     entries = tuple(wanted.sharding.spec) if isinstance(wanted.sharding, NamedSharding) else ()
     per_replica = kind in (_REPLICA, _CODES)
     if any(dim >= (1 if per_replica else len(entries)) for dim in dims):
         return ()
     if not per_replica:
-        # Along an axis without a mean, devices may hold different parts of a leaf. The parts are the same as before if
-        # their shape is the same, unless two such axes have exchanged their roles.
+        # Along an axis without a mean, devices may hold different parts of a leaf. The parts are
+        # the same as before if their shape is the same, unless two such axes have exchanged their
+        # roles.
         first_part_dim = 0 if kind == _REDUCER else 1
         if len([dim for dim in dims if dim >= first_part_dim and entries[dim] != "replica"]) > 1:
             return ()
     return dims
 
 
-def _with_sizes(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], dims: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+def _with_sizes(
+    leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], dims: tuple[int, ...]
+) -> jax.ShapeDtypeStruct:
     """Return the leaf with its stored shape.
 
     A changed dim keeps its sharding if the stored size is divisible, else it is replicated.
@@ -157,7 +182,9 @@ def _with_sizes(leaf: jax.ShapeDtypeStruct, shape: tuple[int, ...], dims: tuple[
         entries = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
         for dim in dims:
             axes = entries[dim] if isinstance(entries[dim], tuple) else (entries[dim],)
-            if shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None):
+            if shape[dim] % math.prod(
+                sharding.mesh.shape[axis] for axis in axes if axis is not None
+            ):
                 entries[dim] = None
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

@@ -1,8 +1,10 @@
-"""The folder of a run: its layout, how a step is added or deleted, and which process may write to it.
+"""The folder of a run: its layout, how a step is added or deleted, and which process may write to
+it.
 
-`<step>/` is a committed checkpoint; a name that starts with a dot is work in progress. A checkpoint is written under
-`.saving-<step>` and becomes `<step>` by one rename. Before a checkpoint is deleted, it is renamed to
-`.deleting-<step>`. So a job killed at any moment leaves only complete checkpoints.
+`<step>/` is a committed checkpoint; a name that starts with a dot is work in progress. A checkpoint
+is written under `.saving-<step>` and becomes `<step>` by one rename. Before a checkpoint is
+deleted, it is renamed to `.deleting-<step>`. So a job killed at any moment leaves only complete
+checkpoints.
 """
 
 import contextlib
@@ -30,7 +32,9 @@ def run_folder(directory: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(directory, str | os.PathLike):
         fix = "pass a path."
-        raise TypeError(error_text(f"directory must be a path, got {type(directory).__name__}.", fix=fix))
+        raise TypeError(
+            error_text(f"directory must be a path, got {type(directory).__name__}.", fix=fix)
+        )
     if "://" in os.fspath(directory):
         problem = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
         fix = "mount the bucket (for instance with gcsfuse) and pass the path of the mount."
@@ -108,7 +112,8 @@ def set_aside(directory: Path, step: int) -> None:
 def check_writable(directory: Path, step: int) -> None:
     """Make a folder and delete it, to find out early whether process 0 can write.
 
-    If process 0 cannot make the folder of the step, the other processes wait minutes for that folder.
+    If process 0 cannot make the folder of the step, the other processes wait minutes for that
+    folder.
     """
     trial = directory / f"{_SAVING}{step}.trial"
     trial.mkdir()
@@ -127,7 +132,9 @@ def remove_stale(directory: Path) -> None:
 
 
 class RunLock:
-    """The right to write to the folder of a run, until `release`; the kernel releases it when the process ends.
+    """The right to write to the folder of a run, until `release`.
+
+    The kernel releases it when the process ends.
 
     Args:
       caller: the function that the user called, for messages.
@@ -137,11 +144,14 @@ class RunLock:
     def __init__(self, caller: str, directory: Path):
         self.caller, self.directory = caller, directory
         self._lock: Lock | None = None
-        self._folder = -1  # a descriptor of the folder, to recognise a later folder with the same name
+        # a descriptor of the folder, to recognise a later folder with the same name
+        self._folder = -1
         self._device = -1  # the file system of the folder
 
     def acquire(self) -> None:
-        """Become the writer of the folder, and delete files of killed writers. Make the folder if it does not exist.
+        """Become the writer of the folder, and delete files of killed writers.
+
+        Make the folder if it does not exist.
 
         Raises:
           CheckpointInUseError: if there is another writer.
@@ -156,7 +166,9 @@ class RunLock:
         except OSError as error:
             if lock is not None:
                 release_lock(lock)
-            problem = f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
+            problem = (
+                f"{self.directory} cannot be written to ({type(error).__name__}: {error.strerror})."
+            )
             fix = "choose a folder that you may write to."
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 fix = "make room there, or choose another folder."
@@ -166,26 +178,38 @@ class RunLock:
         self._lock, self._folder, self._device = lock, folder, os.fstat(folder).st_dev
 
     def acquire_again(self, step: int) -> None:
-        """Become the writer again after somebody deleted the folder, so that the state in memory is not lost too.
+        """Become the writer again after somebody deleted the folder, so that the state in memory is
+        not lost too.
 
         Two cases are refused:
 
-        - A folder of that name exists, is not the folder of before, and holds checkpoints: they belong to another job.
-        - The nearest existing folder is on another file system: the file system of the run is no longer mounted.
-          Nobody would look for the run under its mount point.
+        - A folder of that name exists, is not the folder of before, and holds checkpoints: they
+          belong to another job.
+        - The nearest existing folder is on another file system: the file system of the run is no
+          longer mounted. Nobody would look for the run under its mount point.
 
         Raises:
-          CheckpointError: in these two cases, if another job took the folder first, or if the folder cannot be made.
+          CheckpointError: in these two cases, if another job took the folder first, or if the
+            folder cannot be made.
         """
-        nearest_folder = next(folder for folder in (self.directory, *self.directory.parents) if folder.is_dir())
+        nearest_folder = next(
+            folder for folder in (self.directory, *self.directory.parents) if folder.is_dir()
+        )
         problem = ""
         if committed(self.directory) and not self._is_same_folder():
-            problem = f"{self.directory} was replaced while the job ran, by one with other checkpoints."
+            problem = (
+                f"{self.directory} was replaced while the job ran, by one with other checkpoints."
+            )
         elif nearest_folder.stat().st_dev != self._device:
-            problem = f"{self.directory} is gone, and {nearest_folder} is on another file system than it was: was it unmounted?"
+            problem = (
+                f"{self.directory} is gone, and {nearest_folder} is on another file system than it"
+                " was: was it unmounted?"
+            )
         if problem:
             fix = "bring it back, or make a new Checkpoints elsewhere."
-            raise CheckpointError(format_error(self.caller, f"step {step} cannot be saved: {problem}", fix=fix))
+            raise CheckpointError(
+                format_error(self.caller, f"step {step} cannot be saved: {problem}", fix=fix)
+            )
         self.acquire()
 
     def is_held(self) -> bool:

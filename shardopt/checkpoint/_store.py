@@ -1,4 +1,7 @@
-"""How leaves are stored on disk: as nested dicts of arrays, read back shard by shard. Only this file calls orbax."""
+"""How leaves are stored on disk: as nested dicts of arrays, read back shard by shard.
+
+Only this file calls orbax.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -19,15 +22,20 @@ ArrayLeaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 A = TypeVar("A", jax.Array, np.ndarray, jax.ShapeDtypeStruct)
 
 _ITEM = "state"
-"""The subfolder of a step for the arrays; `orbax.checkpoint.CheckpointManager` calls it the name of the item."""
+"""The subfolder of a step for the arrays; `orbax.checkpoint.CheckpointManager` calls it the name of
+the item.
+"""
 
 _BARRIERS = 2
-"""Barriers of orbax in a write: after each process has written, and after the first process has finished."""
+"""Barriers of orbax in a write: after each process has written, and after the first process has
+finished.
+"""
 
 _CHUNK_BYTES = 16 * 2**20
 """The largest chunk in which arrays are stored.
 
-Reading one shard of an array that was saved replicated then needs memory for the shard, not for the array."""
+Reading one shard of an array that was saved replicated then needs memory for the shard, not for the
+array."""
 
 
 class Leaf(NamedTuple):
@@ -52,7 +60,8 @@ def describe(leaf: ArrayLeaf) -> Leaf:
     # key_impl needs an array, and accepts a traced one, so this works for abstract keys too.
     implementations: list[object] = []
     jax.eval_shape(
-        lambda key: implementations.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        lambda key: implementations.append(jax.random.key_impl(key)),
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype),
     )
     return Leaf(tuple(leaf.shape), f"key<{implementations[0]}>")
 
@@ -69,19 +78,27 @@ def dtype_of(leaf: Leaf) -> np.dtype:
         dtype = np.dtype(leaf.dtype)
     except TypeError as error:
         raise ValueError(f"unknown dtype {leaf.dtype!r}") from error
-    if dtype.kind not in "biufcV" or dtype.hasobject or dtype.name != leaf.dtype or dtype.itemsize == 0:
+    if (
+        dtype.kind not in "biufcV"
+        or dtype.hasobject
+        or dtype.name != leaf.dtype
+        or dtype.itemsize == 0
+    ):
         raise ValueError(f"dtype {leaf.dtype!r} is not one of an array")
     return dtype
 
 
 def to_storable(leaf: A) -> A:
-    """Return the stored form of a concrete or abstract array: the integers of a typed random key, else the array."""
+    """Return the stored form of a concrete or abstract array: the integers of a typed random key,
+    else the array.
+    """
     if not _is_key(leaf):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):  # the integers of a key are trailing dims, which the spec leaves out
+        # the integers of a key are trailing dims, which the spec leaves out
+        if isinstance(sharding, NamedSharding):
             sharding = NamedSharding(sharding.mesh, sharding.spec)
         return jax.ShapeDtypeStruct(key_data.shape, key_data.dtype, sharding=sharding)
     return jax.random.key_data(leaf) if isinstance(leaf, jax.Array) else leaf
@@ -101,7 +118,9 @@ def place(target: jax.ShapeDtypeStruct, read: Callable[..., np.ndarray]) -> jax.
       read: returns the values at an index; called for each shard of this process.
     """
     # Without a copy, an array on a CPU device could share memory with the caller.
-    return jax.make_array_from_callback(target.shape, target.sharding, lambda index: np.array(read(index)))
+    return jax.make_array_from_callback(
+        target.shape, target.sharding, lambda index: np.array(read(index))
+    )
 
 
 def check_leaves(tree: PyTree) -> None:
@@ -113,14 +132,27 @@ def check_leaves(tree: PyTree) -> None:
     """
     leaves = leaves_by_path(tree)
     if not_arrays := [
-        f"{show(path)}: {type(leaf).__name__}" for path, leaf in leaves.items() if not is_array_like(leaf)
+        f"{show(path)}: {type(leaf).__name__}"
+        for path, leaf in leaves.items()
+        if not is_array_like(leaf)
     ]:
         fix = "make them arrays (jnp.asarray), or keep them out of the state."
         raise TypeError(error_text("the state must be a pytree of arrays.", not_arrays, fix=fix))
-    deleted = [show(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    deleted = [
+        show(path)
+        for path, leaf in leaves.items()
+        if isinstance(leaf, jax.Array) and leaf.is_deleted()
+    ]
     if deleted:
-        fix = "use the state that the last step returned: a step takes over the buffers of the state it is given."
-        raise ValueError(error_text("these arrays of the state were deleted, probably donated.", deleted, fix=fix))
+        fix = (
+            "use the state that the last step returned: a step takes over the buffers of the state"
+            " it is given."
+        )
+        raise ValueError(
+            error_text(
+                "these arrays of the state were deleted, probably donated.", deleted, fix=fix
+            )
+        )
 
 
 def _is_key(leaf: ArrayLeaf) -> bool:
@@ -132,37 +164,50 @@ def _implementation(leaf: Leaf) -> str:
 
 
 class Writer:
-    """An orbax checkpointer that writes in the background; no process waits for another one that failed.
+    """An orbax checkpointer that writes in the background.
 
-    While orbax writes, it makes all processes wait for each other. A process that failed would not come, and the others
-    would wait for twenty minutes. Here a failed process also comes to all remaining barriers.
+    No process waits for another one that failed.
+
+    While orbax writes, it makes all processes wait for each other. A process that failed would not
+    come, and the others would wait for twenty minutes. Here a failed process also comes to all
+    remaining barriers.
     """
 
     def __init__(self):
         import orbax.checkpoint as ocp
 
         self._folder, self._passed = "", 0
-        # By default orbax also writes metadata about shards, into a folder for which all other processes wait: ten
-        # minutes, if somebody deleted it. Reading does not need this metadata.
-        # Where several devices hold a leaf, each writes a slice of it. jax compiles a program to cut each shape on each
-        # device, so one device writes a small leaf whole.
+        # By default orbax also writes metadata about shards, into a folder for which all other
+        # processes wait: ten minutes, if somebody deleted it. Reading does not need this metadata.
+        # Where several devices hold a leaf, each writes a slice of it. jax compiles a program to
+        # cut each shape on each device, so one device writes a small leaf whole.
         options = {"array_metadata_store": None, "min_slice_bytes_for_replica_parallel": 2**20}
         handlers = [(jax.Array, ocp.type_handlers.ArrayHandler(**options))]
-        handlers += [(kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, np.number)]
+        handlers += [
+            (kind, ocp.type_handlers.get_type_handler(kind)) for kind in (np.ndarray, np.number)
+        ]
         registry = ocp.type_handlers.create_type_handler_registry(*handlers)
-        handler = ocp.CompositeCheckpointHandler(state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+        handler = ocp.CompositeCheckpointHandler(
+            state=ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+        )
         async_options = ocp.options.AsyncOptions(barrier_sync_fn=self._barrier)
         self._orbax = ocp.AsyncCheckpointer(handler, async_options=async_options)
 
     def start(self, folder: Path, state: PyTree) -> None:
-        """Copy the state to the host and start writing it to a new folder. All processes must call it."""
+        """Copy the state to the host and start writing it to a new folder.
+
+        All processes must call it.
+        """
         import orbax.checkpoint as ocp
 
         self._folder, self._passed = str(folder), 0
         leaves = {path: to_storable(leaf) for path, leaf in leaves_by_path(state).items()}
-        nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})  # orbax takes no empty arrays
+        # orbax takes no empty arrays
+        nested = nest({path: leaf for path, leaf in leaves.items() if leaf.size})
         save_args = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), nested)
-        self._orbax.save(folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=save_args)))
+        self._orbax.save(
+            folder, ocp.args.Composite(state=ocp.args.PyTreeSave(nested, save_args=save_args))
+        )
 
     def wait(self, failures: list[Exception]) -> None:
         """Wait until this process has written all; add its error to `failures` if it failed."""
@@ -197,20 +242,25 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
 
     Args:
       folder: the step's folder.
-      target: pytree of `jax.ShapeDtypeStruct` with shardings. Its leaves are known to fit the folder.
+      target: pytree of `jax.ShapeDtypeStruct` with shardings. Its leaves are known to fit the
+        folder.
     """
     import orbax.checkpoint as ocp
 
     wanted = leaves_by_path(target)
     stored_leaves = {path: to_storable(leaf) for path, leaf in wanted.items()}
     nonempty_leaves = {path: leaf for path, leaf in stored_leaves.items() if leaf.size}
-    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values()))
+    handler = ocp.PyTreeCheckpointHandler(
+        restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values())
+    )
     with ocp.Checkpointer(handler) as reader:
         restored = reader.restore(folder / _ITEM, _restore_args(nest(nonempty_leaves)))
     arrays = dict(zip(nonempty_leaves, unnest(restored, list(nonempty_leaves)), strict=True))
     for path, leaf in stored_leaves.items():
         if path not in arrays:
-            arrays[path] = place(leaf, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index])
+            arrays[path] = place(
+                leaf, lambda index, leaf=leaf: np.zeros(leaf.shape, leaf.dtype)[index]
+            )
     leaves = [from_storable(arrays[path], describe(leaf)) for path, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
@@ -229,17 +279,23 @@ def read_orbax(folder: Path, target: PyTree) -> PyTree:
 
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
         try:
-            # A shape that orbax itself refuses is found while it reads other files, and those reads are never finished.
+            # A shape that orbax itself refuses is found while it reads other files, and those reads
+            # are never finished.
             _check_shapes(target, reader.metadata(folder).item_metadata.tree)
             return reader.restore(folder, _restore_args(target, partial_restore=True))
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
-            fix = "pass the containers, key paths and shapes that were saved; parts of them are enough."
+            fix = (
+                "pass the containers, key paths and shapes that were saved; parts of them are"
+                " enough."
+            )
             raise CheckpointError(error_text(problem, fix=fix)) from error
 
 
 def _check_shapes(target: PyTree, written: PyTree) -> None:
-    """Raise a ValueError if a wanted array has another shape than the one that was written under its path."""
+    """Raise a ValueError if a wanted array has another shape than the one that was written under
+    its path.
+    """
     shapes = {path: leaf.shape for path, leaf in leaves_by_path(written).items()}
     misfits = [
         f"{show(path)} is {shapes[path]}, not {leaf.shape}"
@@ -258,10 +314,15 @@ def _restore_args(target: PyTree, **options: Any) -> Any:
         placement = {"sharding": leaf.sharding, "global_shape": leaf.shape, "dtype": leaf.dtype}
         return ocp.ArrayRestoreArgs(**placement, strict=True)
 
-    return ocp.args.PyTreeRestore(item=target, restore_args=jax.tree.map(leaf_args, target), **options)
+    return ocp.args.PyTreeRestore(
+        item=target, restore_args=jax.tree.map(leaf_args, target), **options
+    )
 
 
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:
-    """Return a bound of the host memory of reads in flight. One read, rounded up to chunks, must always fit."""
+    """Return a bound of the host memory of reads in flight.
+
+    One read, rounded up to chunks, must always fit.
+    """
     largest_bytes = max((leaf.size * leaf.dtype.itemsize for leaf in leaves), default=0)
     return max(4, math.ceil(2 * largest_bytes / 1e9))

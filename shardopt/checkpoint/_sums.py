@@ -1,4 +1,6 @@
-"""The sums of the bits of a state, which a checkpoint or snapshot stores: a copy that is not the state is not restored."""
+"""The sums of the bits of a state, which a checkpoint or snapshot stores: a copy that is not the
+state is not restored.
+"""
 
 from collections.abc import Mapping
 
@@ -20,11 +22,18 @@ def leaf_sums(state: PyTree) -> LeafSums:
     """Return the sums of the leaves of a state. With several processes all must call it."""
     leaves = leaves_by_path(state)
     arrays = list(leaves.values())
-    meshes = [leaf.sharding.mesh for leaf in arrays if isinstance(getattr(leaf, "sharding", None), NamedSharding)]
+    meshes = [
+        leaf.sharding.mesh
+        for leaf in arrays
+        if isinstance(getattr(leaf, "sharding", None), NamedSharding)
+    ]
     replicated = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
     with jax.set_mesh(None):
         sums = np.asarray(jax.jit(_sums, out_shardings=replicated)(arrays))
-    return {path: f"{int(first):08x}{int(second):08x}" for path, (first, second) in zip(leaves, sums, strict=True)}
+    return {
+        path: f"{int(first):08x}{int(second):08x}"
+        for path, (first, second) in zip(leaves, sums, strict=True)
+    }
 
 
 def _sums(leaves: list[jax.Array]) -> jax.Array:
@@ -34,7 +43,9 @@ def _sums(leaves: list[jax.Array]) -> jax.Array:
 def total_of(sums: LeafSums) -> tuple[int, int]:
     """Return the sum of all leaves, as `core._checksum.joined` does."""
     halves = [(int(text[:8], 16), int(text[8:], 16)) for text in sums.values()]
-    first, second = (sum((2 * i + 1) * pair[k] for i, pair in enumerate(halves)) % 2**32 for k in (0, 1))
+    first, second = (
+        sum((2 * i + 1) * pair[k] for i, pair in enumerate(halves)) % 2**32 for k in (0, 1)
+    )
     return first, second
 
 
@@ -48,7 +59,11 @@ def check_sums(source: str, state: PyTree, sums: Mapping[LeafPath, str] | None) 
         return
     actual = leaf_sums(state)
     if changed := [
-        f"{show(path)}: sum {actual[path]}, not {text}" for path, text in sums.items() if actual[path] != text
+        f"{show(path)}: sum {actual[path]}, not {text}"
+        for path, text in sums.items()
+        if actual[path] != text
     ]:
         problem = f"{source} does not hold the state that it was saved from."
-        raise DamagedCheckpointError(error_text(problem, changed, fix="go back to an earlier step."))
+        raise DamagedCheckpointError(
+            error_text(problem, changed, fix="go back to an earlier step.")
+        )

@@ -1,7 +1,7 @@
 """Pytrees as text: key paths as names, and structures as JSON.
 
-The JSON rebuilds the parameters for an optimizer that has not seen them. `opt_state[0].mu["blocks"]["qkv"]` is stored
-as opt_state -> 0 -> mu -> blocks -> qkv.
+The JSON rebuilds the parameters for an optimizer that has not seen them.
+`opt_state[0].mu["blocks"]["qkv"]` is stored as opt_state -> 0 -> mu -> blocks -> qkv.
 """
 
 import functools
@@ -27,7 +27,8 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     """Return the leaves of a tree by path, in the order of `jax.tree.leaves`.
 
     Raises:
-      ValueError: if two leaves have the same path, or the path of one leaf leads through another leaf.
+      ValueError: if two leaves have the same path, or the path of one leaf leads through another
+        leaf.
     """
     leaves: dict[LeafPath, Any] = {}
     clashes = []
@@ -39,7 +40,10 @@ def leaves_by_path(tree: PyTree) -> dict[LeafPath, Any]:
     inner_paths = {path[:length] for path in leaves for length in range(len(path))}
     clashes += [show(path) for path in leaves if path in inner_paths]
     if clashes:
-        problem = "leaves can only be stored under key paths of their own; these belong to several leaves."
+        problem = (
+            "leaves can only be stored under key paths of their own; these belong to several"
+            " leaves."
+        )
         fix = "give the pytree node distinct keys (jax.tree_util.register_pytree_with_keys)."
         raise ValueError(format_error("checkpoint", problem, clashes, fix=fix))
     return leaves
@@ -67,7 +71,10 @@ def show(path: LeafPath) -> str:
 
 
 def escape(name: str) -> str:
-    """Return a name without the separators of orbax and of the file system; `unescape` reverses it."""
+    """Return a name without the separators of orbax and of the file system.
+
+    `unescape` reverses it.
+    """
     # `quote` never returns a percent sign alone, so it can stand for the empty name.
     return quote(name, safe="").replace(".", "%2E") or "%"
 
@@ -82,7 +89,9 @@ _CONTAINERS = {dict: "dict", list: "list", tuple: "tuple", type(None): "none"}
 
 
 def describe_structure(treedef: Any) -> Json:
-    """Return a tree structure as JSON: "*" for a leaf, else {"node": kind, "children": [...]}; a dict also has "keys".
+    """Return a tree structure as JSON: "*" for a leaf, else {"node": kind, "children": [...]}.
+
+    A dict also has "keys".
 
     Example:
       >>> import jax
@@ -99,15 +108,21 @@ def describe_structure(treedef: Any) -> Json:
         name = None  # JSON would turn other keys into strings
     if name is None:
         return {"node": f"{kind.__module__}.{kind.__qualname__}", "children": children}
-    return {"node": name, "children": children} | ({"keys": list(metadata)} if name == "dict" else {})
+    return {"node": name, "children": children} | (
+        {"keys": list(metadata)} if name == "dict" else {}
+    )
 
 
 def check_structure(description: Json, num_leaves: int) -> None:
-    """Raise a ValueError if `describe_structure` cannot have written this of a tree with so many leaves."""
+    """Raise a ValueError if `describe_structure` cannot have written this of a tree with so many
+    leaves.
+    """
     leaves = itertools.count()
     _build(description, leaves, set())
     if (num_described := next(leaves)) != num_leaves:
-        raise ValueError(f"the structure of params has {num_described} leaves, {num_leaves} are listed")
+        raise ValueError(
+            f"the structure of params has {num_described} leaves, {num_leaves} are listed"
+        )
 
 
 def rebuild(description: Json, leaves: list[Any]) -> PyTree:
@@ -120,9 +135,13 @@ def rebuild(description: Json, leaves: list[Any]) -> PyTree:
     tree = _build(description, iter(leaves), foreign_types)
     if foreign_types:
         problem = (
-            "opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these types."
+            "opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it"
+            " holds these types."
         )
-        fix = "pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or opt.specs first."
+        fix = (
+            "pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or"
+            " opt.specs first."
+        )
         raise CheckpointError(error_text(problem, sorted(foreign_types), fix=fix))
     return tree
 
@@ -142,7 +161,9 @@ def _build(description: Json, leaves: Iterator[Any], foreign_types: set[str]) ->
             return build(children)
         case {"node": "tuple", "children": list(children)}:
             return tuple(build(children))
-        case {"node": "dict", "children": list(children), "keys": list(keys)} if _are_keys(keys, len(children)):
+        case {"node": "dict", "children": list(children), "keys": list(keys)} if _are_keys(
+            keys, len(children)
+        ):
             return dict(zip(keys, build(children), strict=True))
         case {"node": str(node), "children": list(children)} if node not in _CONTAINERS.values():
             foreign_types.add(node)
@@ -156,4 +177,6 @@ def _are_keys(keys: list[Any], count: int) -> bool:
     jax can sort such keys, and JSON keeps them.
     """
     numbers = all(isinstance(key, int) and not isinstance(key, bool) for key in keys)
-    return (numbers or all(isinstance(key, str) for key in keys)) and len(set(keys)) == len(keys) == count
+    return (numbers or all(isinstance(key, str) for key in keys)) and len(set(keys)) == len(
+        keys
+    ) == count

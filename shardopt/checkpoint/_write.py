@@ -1,4 +1,7 @@
-"""`save`: how a checkpoint is written. Orbax writes the arrays; then follow record, manifest and one rename."""
+"""`save`: how a checkpoint is written.
+
+Orbax writes the arrays; then follow record, manifest and one rename.
+"""
 
 import contextlib
 import json
@@ -10,7 +13,14 @@ import jax
 
 from shardopt.checkpoint import _store as store
 from shardopt.checkpoint._multihost import assigned_names, on_primary_process
-from shardopt.checkpoint._record import Meta, describe_state, digest, file_sizes, write_manifest, write_meta
+from shardopt.checkpoint._record import (
+    Meta,
+    describe_state,
+    digest,
+    file_sizes,
+    write_manifest,
+    write_meta,
+)
 from shardopt.checkpoint._run_folder import (
     FilesGoneError,
     RunLock,
@@ -27,7 +37,9 @@ from shardopt.core._types import PyTree
 from shardopt.runtime._files import is_gone
 
 _DISK_FULL_MESSAGES = ("No space left on device", "File too large", "Disk quota exceeded")
-"""Messages of the kernel about a full disk. orbax and tensorstore wrap them in their own error types."""
+"""Messages of the kernel about a full disk. orbax and tensorstore wrap them in their own error
+types.
+"""
 
 _DELETED_MESSAGES = ("No such file or directory", "NOT_FOUND", "Stale file handle")
 """Messages about deleted files; the last one comes from NFS."""
@@ -60,12 +72,13 @@ def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None =
       >>> so.save(tempfile.mkdtemp(), state, step=7).name
       '7'
 
-    - `state/`: the arrays in orbax's format, each leaf under its key path with its logical shape. They can be restored
-      onto any mesh and strategy, or read by orbax without shardopt.
+    - `state/`: the arrays in orbax's format, each leaf under its key path with its logical shape.
+      They can be restored onto any mesh and strategy, or read by orbax without shardopt.
     - `shardopt.json`: the description of the arrays.
     - `MANIFEST.json`: the size and SHA-256 of every file.
 
-    The folder appears by one rename when all files are written, so a killed job leaves no half checkpoint.
+    The folder appears by one rename when all files are written, so a killed job leaves no half
+    checkpoint.
 
     With several processes all must call it, with a folder on a shared file system.
     """
@@ -92,10 +105,15 @@ def _prepare(lock: RunLock, step: int) -> None:
         raise write_error(lock.caller, lock.directory, step, error) from error
 
 
-def start_write(lock: RunLock, writer: store.Writer, state: PyTree, meta: Meta) -> Callable[[], None]:
-    """Copy a state to the host and start writing it; return a function that waits for the write and commits it.
+def start_write(
+    lock: RunLock, writer: store.Writer, state: PyTree, meta: Meta
+) -> Callable[[], None]:
+    """Copy a state to the host and start writing it.
 
-    All processes must call both functions, in the same order. The state may be donated as soon as this returns.
+    Return a function that waits for the write and commits it.
+
+    All processes must call both functions, in the same order. The state may be donated as soon as
+    this returns.
     """
     caller, directory, step = lock.caller, lock.directory, meta.step
     failures: list[Exception] = []
@@ -115,7 +133,9 @@ def start_write(lock: RunLock, writer: store.Writer, state: PyTree, meta: Meta) 
     return commit
 
 
-def _finish_write(lock: RunLock, writer: store.Writer, meta: Meta, failures: list[Exception]) -> None:
+def _finish_write(
+    lock: RunLock, writer: store.Writer, meta: Meta, failures: list[Exception]
+) -> None:
     """Wait for orbax, digest the files, commit. A process that fails still calls every barrier."""
     directory, rank = lock.directory, jax.process_index()
     folder = staging_folder(directory, meta.step)
@@ -129,7 +149,9 @@ def _finish_write(lock: RunLock, writer: store.Writer, meta: Meta, failures: lis
         store.barrier(f"{folder}.{name}")
 
     def digest_files() -> None:
-        digests = {name: digest(folder / name, sync=True) for name in assigned_names(file_sizes(folder))}
+        digests = {
+            name: digest(folder / name, sync=True) for name in assigned_names(file_sizes(folder))
+        }
         digests_file(directory, meta.step, rank).write_text(json.dumps(digests))
 
     writer.wait(failures)
@@ -144,7 +166,10 @@ def _finish_write(lock: RunLock, writer: store.Writer, meta: Meta, failures: lis
 
 
 def _commit(lock: RunLock, step: int) -> None:
-    """Gather the digests of all processes into the manifest, and publish the step. Only process 0 calls it."""
+    """Gather the digests of all processes into the manifest, and publish the step.
+
+    Only process 0 calls it.
+    """
     folder = staging_folder(lock.directory, step)
     digests: dict[str, str] = {}
     for rank in range(jax.process_count()):
@@ -154,7 +179,10 @@ def _commit(lock: RunLock, step: int) -> None:
         digests |= json.loads(rank_file.read_text())
         rank_file.unlink()
     if digests.keys() != file_sizes(folder).keys():
-        raise OSError("the processes do not see the same files; is the folder on a file system that all share?")
+        raise OSError(
+            "the processes do not see the same files; is the folder on a file system that all"
+            " share?"
+        )
     write_manifest(folder, digests)
     if not lock.is_held():  # orbax may have made a deleted folder again, without its other files
         raise OSError("the folder was deleted or replaced meanwhile")
@@ -171,17 +199,23 @@ def write_error(caller: str, directory: Path, step: int, error: Exception) -> Ch
         later_reasons = [text for text in reasons if any(text in line for line in error_lines)]
         cause += f" ... {later_reasons[0]}" if later_reasons else ""
     problem = f"step {step} could not be written to {directory} ({cause})."
-    advice = "make room" if any(text in cause for text in _DISK_FULL_MESSAGES) else "remove the cause"
+    advice = (
+        "make room" if any(text in cause for text in _DISK_FULL_MESSAGES) else "remove the cause"
+    )
     fix = f"{advice}, then save again; checkpoints that were committed before are untouched."
     if _is_deleted(directory):
         fix = f"{directory} was deleted, with what was in it; save again, and it is made again."
-    error_type = FilesGoneError if any(text in cause for text in _DELETED_MESSAGES) else CheckpointError
+    error_type = (
+        FilesGoneError if any(text in cause for text in _DELETED_MESSAGES) else CheckpointError
+    )
     return error_type(format_error(caller, problem, fix=fix))
 
 
 def _error_lines(error: BaseException) -> list[str]:
     """Return the lines of an error, of its cause, and of the exceptions in an exception group."""
-    inner_errors = [inner for inner in (error.__cause__, *getattr(error, "exceptions", ())) if inner is not None]
+    inner_errors = [
+        inner for inner in (error.__cause__, *getattr(error, "exceptions", ())) if inner is not None
+    ]
     return [
         *(str(error).strip().splitlines() or ["no message"]),
         *(line for inner in inner_errors for line in _error_lines(inner)),

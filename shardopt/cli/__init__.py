@@ -1,4 +1,6 @@
-"""The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit`, `schedule` and `verify`."""
+"""The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit`, `schedule` and
+`verify`.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -11,7 +13,8 @@ __all__ = ["main"]
 
 @calling("shardopt")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second Ctrl-C.
+    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second
+    Ctrl-C.
 
     `shardopt verify` also returns 1 and 3, and needs no extra.
     """

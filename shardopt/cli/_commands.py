@@ -11,7 +11,14 @@ import tyro
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli._communication import with_meaning
-from shardopt.cli._options import Options, Pipeline, RunOptions, TrainOptions, TuneOptions, errors_named
+from shardopt.cli._options import (
+    Options,
+    Pipeline,
+    RunOptions,
+    TrainOptions,
+    TuneOptions,
+    errors_named,
+)
 from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
@@ -24,48 +31,63 @@ from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 @dataclasses.dataclass(frozen=True)
 class LaunchOptions:
-    """Run a command as several processes of one job on this machine: launch --processes 4 -- train --steps 100.
+    """Run a command as several processes of one job on this machine: launch --processes 4 -- train
+    --steps 100.
 
-    After -- comes a command of shardopt, a python script that calls so.initialize(), or a program. The output of
-    process 0 is shown. When a process fails, the others are ended, and the failure is shown.
+    After -- comes a command of shardopt, a python script that calls so.initialize(), or a program.
+    The output of process 0 is shown. When a process fails, the others are ended, and the failure is
+    shown.
     """
 
     processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
-    """How many processes; train divides its simulated devices among them. 1:4 starts with four, and continues with \
-all that are left when some are killed. 1,2,4 continues with the largest of these numbers that is possible."""
+    """How many processes; train divides its simulated devices among them. 1:4 starts with four, and
+    continues with \
+all that are left when some are killed. 1,2,4 continues with the largest of these numbers that is
+possible."""
 
     max_restarts: int = 0
-    """How often the job is started again after a failure; train continues from its last checkpoint."""
+    """How often the job is started again after a failure; train continues from its last checkpoint.
+    """
 
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Smallest number of processes for a restart: killed processes are left out. train leaves out more if the \
-others could not share its devices evenly. By default every restart has all processes. --processes 1:4 is \
---processes 4 --min-processes 1."""
+    """Smallest number of processes for a restart: killed processes are left out. train leaves out
+    more if the \
+others could not share its devices evenly. By default every restart has all processes. --processes
+1:4 is \\ --processes 4 --min-processes 1."""
 
     discovery_script: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
-    """A shell command that prints how many processes can run now. While fewer train than at the start, it is called \
-every few seconds. When more can run, all get SIGTERM, write a checkpoint and start again with more."""
+    """A shell command that prints how many processes can run now. While fewer train than at the
+    start, it is called \
+every few seconds. When more can run, all get SIGTERM, write a checkpoint and start again with
+more."""
 
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """Seconds without progress of a live process that count as a hang. Then the stacks of all are saved, the \
-process that delays the others is named, and the job ends or starts again. An action that happens for the first time \
-may compile, so it may take ten times as long. By default hangs are not detected."""
+    """Seconds without progress of a live process that count as a hang. Then the stacks of all are
+    saved, the \
+process that delays the others is named, and the job ends or starts again. An action that happens
+for the first time \\ may compile, so it may take ten times as long. By default hangs are not
+detected."""
 
     spares: int = 0
-    """How many spare processes wait for the next start, with jax imported, so that a restart does not wait for \
+    """How many spare processes wait for the next start, with jax imported, so that a restart does
+    not wait for \
 imports. Each needs the memory of an interpreter with jax."""
 
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
-    """Folder for the log of each process. By default logs in the run's folder for train, else runs/launch."""
+    """Folder for the log of each process. By default logs in the run's folder for train, else
+    runs/launch.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class VaultOptions:
-    """Hold snapshots of the train state in this host's memory, for a job of several hosts: run it once on each host.
+    """Hold snapshots of the train state in this host's memory, for a job of several hosts: run it
+    once on each host.
 
-    The job finds the vaults through SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its processes, and takes
-    snapshots with so.Checkpoints(memory_every=20). Set the same SHARDOPT_VAULT_TOKEN for the vaults and for the job:
-    every request needs it. Under shardopt launch none of this is needed.
+    The job finds the vaults through SHARDOPT_VAULTS=host0:8477,host1:8477, in the order of its
+    processes, and takes snapshots with so.Checkpoints(memory_every=20). Set the same
+    SHARDOPT_VAULT_TOKEN for the vaults and for the job: every request needs it. Under shardopt
+    launch none of this is needed.
     """
 
     port: int = 8477
@@ -74,7 +96,8 @@ class VaultOptions:
 
 @dataclasses.dataclass(frozen=True)
 class DoctorOptions:
-    """Print versions, devices, topology and flags, and the silent errors of jax and XLA that these versions have.
+    """Print versions, devices, topology and flags, and the silent errors of jax and XLA that these
+    versions have.
 
     so.doctor(opt, state, batch) also says which of them concern your step.
     """
@@ -83,8 +106,8 @@ class DoctorOptions:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code, like `shardopt.cli.main`.
 
-    If one of several processes fails, this ends the process without returning. Otherwise it would wait for the
-    others, and they for it.
+    If one of several processes fails, this ends the process without returning. Otherwise it would
+    wait for the others, and they for it.
     """
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
@@ -108,17 +131,25 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
-    """Return the options of the command in the words. `defaults` replaces the default options of their command."""
+    """Return the options of the command in the words.
+
+    `defaults` replaces the default options of their command.
+    """
     app = tyro.extras.SubcommandApp()
     for options_type, (name, _) in _COMMANDS.items():
         default = defaults if options_type is type(defaults) else options_type()
         app.command(name=name)(_returns_options(options_type, default))
     style = (tyro.conf.HelptextFromCommentsOff,)
-    return app.cli(prog="shardopt", description="Train models sharded over devices.", args=words, config=style)
+    return app.cli(
+        prog="shardopt", description="Train models sharded over devices.", args=words, config=style
+    )
 
 
 def _returns_options(options_type: type, default: object) -> Callable[..., Any]:
-    """Return a function with the options of one command as its parameter; tyro reads its signature."""
+    """Return a function with the options of one command as its parameter.
+
+    Tyro reads its signature.
+    """
 
     def command(options=default):
         return options
@@ -142,17 +173,24 @@ def _tune(words: Sequence[str], options: TuneOptions) -> None:
 
 
 def _resumed(words: Sequence[str], options: Options) -> Options:
-    """Return the options of a run; a run that is resumed has the saved options where the words have none."""
+    """Return the options of a run.
+
+    A run that is resumed has the saved options where the words have none.
+    """
     if not options.run.resume:
         return options
     stored_options = read_options(options.run.run_dir, type(options))
-    saved_run = dataclasses.replace(stored_options.run, run_dir=options.run.run_dir, memory_every=None, debug=False)
+    saved_run = dataclasses.replace(
+        stored_options.run, run_dir=options.run.run_dir, memory_every=None, debug=False
+    )
     saved_options = dataclasses.replace(stored_options, run=saved_run)
     return parse(words, saved_defaults(saved_options, current=parse(words, saved_options)))
 
 
 def saved_defaults(saved: Options, current: Options) -> Options:
-    """Return the saved options, without options that have no meaning under the current strategy or schedule."""
+    """Return the saved options, without options that have no meaning under the current strategy or
+    schedule.
+    """
     if isinstance(saved, TrainOptions) and isinstance(current, TrainOptions):
         saved = dataclasses.replace(saved, communication=with_meaning(saved.communication, current))
     if not current.is_hybrid:
@@ -166,7 +204,11 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     """Run the command after -- as several processes, and return its exit code."""
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
-        raise ValueError(format_error("launch", "there is no command to launch.", fix=f"say it after --: {example}"))
+        raise ValueError(
+            format_error(
+                "launch", "there is no command to launch.", fix=f"say it after --: {example}"
+            )
+        )
     run_options: RunOptions | None = parse(command) if command[0] in ("train", "tune") else None
     folder = run_options.run.run_dir if run_options else None
     counts = parse_processes(options.processes, options.min_processes)
@@ -179,14 +221,18 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         discovery_script=options.discovery_script,
         hang_timeout=options.hang_timeout,
         spares=options.spares,
-        can_share=lambda count: count in counts and (run_options is None or run_options.where.devices % count == 0),
+        can_share=lambda count: (
+            count in counts and (run_options is None or run_options.where.devices % count == 0)
+        ),
     )
 
 
 def keep(options: VaultOptions) -> None:
     """Run a vault until this process is ended."""
     if not os.environ.get(TOKEN):
-        problem = f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
+        problem = (
+            f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
+        )
         fix = f"export {TOKEN}=$(openssl rand -hex 16), here and for the job."
         raise ValueError(format_error("vault", problem, fix=fix))
     keep_snapshots(options.port, os.environ[TOKEN])
@@ -203,7 +249,8 @@ _COMMANDS: dict[type, tuple[str, Callable[[Any, Sequence[str], Sequence[str]], i
     DoctorOptions: ("doctor", lambda *_: print(doctor())),
     VerifyOptions: ("verify", lambda options, *_: verify(options)),
 }
-"""By the type of its options the name of each command, and `run(options, words, words after --)`."""
+"""By the type of its options the name of each command, and `run(options, words, words after --)`.
+"""
 
 
 def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int]:
@@ -222,7 +269,9 @@ def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int
         fix = "write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these."
         raise ValueError(format_error("launch", f"--processes {text} cannot be read.", fix=fix))
     if min_processes is not None and len(counts) > 1:
-        problem = f"--processes {text} and --min-processes {min_processes} both say how few are enough."
+        problem = (
+            f"--processes {text} and --min-processes {min_processes} both say how few are enough."
+        )
         raise ValueError(format_error("launch", problem, fix="leave --min-processes out."))
     if ":" in text or min_processes is not None:
         return range(min(counts[0], min_processes or counts[0]), counts[-1] + 1)
@@ -230,7 +279,10 @@ def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int
 
 
 def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> list[str]:
-    """Return the command of one process; a restart of train or tune gets --resume if there is a checkpoint."""
+    """Return the command of one process.
+
+    A restart of train or tune gets --resume if there is a checkpoint.
+    """
     if words[0].endswith(".py"):
         return [sys.executable, *words]
     if words[0] == "verify":

@@ -1,4 +1,6 @@
-"""Communication of `shardopt train`: local updates and reducers from the options, refusals, and the bytes of a step."""
+"""Communication of `shardopt train`: local updates and reducers from the options, refusals, and the
+bytes of a step.
+"""
 
 import dataclasses
 import functools
@@ -13,7 +15,14 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 import shardopt as so
-from shardopt.cli._options import Communication, TrainOptions, changed_flags, check_keywords, flag, read_call
+from shardopt.cli._options import (
+    Communication,
+    TrainOptions,
+    changed_flags,
+    check_keywords,
+    flag,
+    read_call,
+)
 from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
@@ -29,11 +38,12 @@ class Traffic(NamedTuple):
     """Average bytes that each device sends in a step over the axes that share the batch.
 
     Attributes:
-      sent: bytes of this run. Over the axis context they include the traffic of attention. None if the program has a
-        loop with an unknown number of iterations.
+      sent: bytes of this run. Over the axis context they include the traffic of attention. None if
+        the program has a loop with an unknown number of iterations.
       ddp: bytes of `so.ddp` on this mesh: one fp32 all-reduce of the gradients that a device holds.
       axes: the axes over which the bytes are sent.
-      steps: the number of steps in the average: 1, or the steps between two synchronizations of replicas.
+      steps: the number of steps in the average: 1, or the steps between two synchronizations of
+        replicas.
     """
 
     sent: float | None
@@ -43,19 +53,34 @@ class Traffic(NamedTuple):
 
 
 def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Traffic:
-    """Return the traffic, from the programs for this state and batch; programs that have run are not compiled again."""
+    """Return the traffic, from the programs for this state and batch.
+
+    Programs that have run are not compiled again.
+    """
     batch_axes = opt.config.axes
-    axes = tuple(axis for axis in (*batch_axes.rows, *batch_axes.positions) if opt.mesh.shape[axis] > 1)
+    axes = tuple(
+        axis for axis in (*batch_axes.rows, *batch_axes.positions) if opt.mesh.shape[axis] > 1
+    )
     num_devices = math.prod(opt.mesh.shape[axis] for axis in axes)
-    gradient_bytes = sum(row.bytes_total / _num_parts(row.params, opt.mesh) for row in opt.config.report().rows)
-    ddp = Transfer("all-reduce", "data", "gradients", gradient_bytes, 1).wire_bytes({"data": num_devices})
+    gradient_bytes = sum(
+        row.bytes_total / _num_parts(row.params, opt.mesh) for row in opt.config.report().rows
+    )
+    ddp = Transfer("all-reduce", "data", "gradients", gradient_bytes, 1).wire_bytes(
+        {"data": num_devices}
+    )
 
     schedule = opt.config.schedule
 
     def bytes_sent(step):
-        state_at_step = state._replace(step=jax.device_put(jnp.asarray(step, state.step.dtype), state.step.sharding))
-        collectives = so.audit(opt.step.lower(state_at_step, batch), mesh=opt.mesh, schedule=schedule).collectives
-        counted_collectives = [op for op in collectives if op.axes is None or set(op.axes) & set(axes)]
+        state_at_step = state._replace(
+            step=jax.device_put(jnp.asarray(step, state.step.dtype), state.step.sharding)
+        )
+        collectives = so.audit(
+            opt.step.lower(state_at_step, batch), mesh=opt.mesh, schedule=schedule
+        ).collectives
+        counted_collectives = [
+            op for op in collectives if op.axes is None or set(op.axes) & set(axes)
+        ]
         if any(op.calls is None for op in counted_collectives):
             return None
         return sum(op.wire_bytes * (op.calls or 0) for op in counted_collectives)
@@ -63,10 +88,15 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Tr
     local_updates = opt.config.local_updates
     if local_updates is None or local_updates.sync_every == 1:
         return Traffic(bytes_sent(_silent_step(opt)), ddp, axes, 1)
-    steps, sync_bytes = local_updates.sync_every, [bytes_sent(step) for step in _sync_steps(local_updates)]
+    steps, sync_bytes = (
+        local_updates.sync_every,
+        [bytes_sent(step) for step in _sync_steps(local_updates)],
+    )
     other_bytes = [bytes_sent(_silent_step(opt))] * (steps - len(sync_bytes))
     known_bytes = [value for value in (*sync_bytes, *other_bytes) if value is not None]
-    return Traffic(sum(known_bytes) / steps if len(known_bytes) == steps else None, ddp, axes, steps)
+    return Traffic(
+        sum(known_bytes) / steps if len(known_bytes) == steps else None, ddp, axes, steps
+    )
 
 
 def _silent_step(opt: so.ShardedOptimizer) -> int:
@@ -78,7 +108,9 @@ def _silent_step(opt: so.ShardedOptimizer) -> int:
 
 
 def _sync_steps(local_updates: SyncConfig) -> list[int]:
-    """Return the synchronizing steps of one round: the last step of each stride, or with a delay the step after it."""
+    """Return the synchronizing steps of one round: the last step of each stride, or with a delay
+    the step after it.
+    """
     start = local_updates.warmup_steps + local_updates.sync_every
     return [
         start + (fragment + 1) * local_updates.stride - (0 if local_updates.delay else 1)
@@ -100,13 +132,23 @@ def traffic_text(traffic: Traffic) -> str:
       (read off the compiled programs; mean of the 50 steps from one synchronization to the next)
     """
     attention_text = " (with the keys and values of attention)" if "context" in traffic.axes else ""
-    prefix, ddp = f"sent by each device over {' x '.join(traffic.axes)}{attention_text}", size(round(traffic.ddp))
-    if traffic.sent is None:
-        return f"{prefix}: unknown, as a loop of the program does not tell how often it runs; ddp sends {ddp} a step"
-    average_text = (
-        f"; mean of the {traffic.steps} steps from one synchronization to the next" if traffic.steps > 1 else ""
+    prefix, ddp = (
+        f"sent by each device over {' x '.join(traffic.axes)}{attention_text}",
+        size(round(traffic.ddp)),
     )
-    amount_text = f"{size(round(traffic.sent))} a step, {traffic.sent / traffic.ddp:.2%} of the {ddp} of ddp"
+    if traffic.sent is None:
+        return (
+            f"{prefix}: unknown, as a loop of the program does not tell how often it runs; ddp"
+            f" sends {ddp} a step"
+        )
+    average_text = (
+        f"; mean of the {traffic.steps} steps from one synchronization to the next"
+        if traffic.steps > 1
+        else ""
+    )
+    amount_text = (
+        f"{size(round(traffic.sent))} a step, {traffic.sent / traffic.ddp:.2%} of the {ddp} of ddp"
+    )
     return f"{prefix}: {amount_text}\n(read off the compiled programs{average_text})"
 
 
@@ -130,7 +172,15 @@ _REDUCERS: dict[str, Callable[..., so.reducers.Reducer]] = {
     "top_k": so.reducers.top_k,
     "power_sgd": so.reducers.power_sgd,
 }
-_LOCAL_UPDATE_OPTIONS = ("outer", "outer_lr", "outer_momentum", "fragments", "delay", "mix", "warmup_sync_steps")
+_LOCAL_UPDATE_OPTIONS = (
+    "outer",
+    "outer_lr",
+    "outer_momentum",
+    "fragments",
+    "delay",
+    "mix",
+    "warmup_sync_steps",
+)
 """Options only for local updates."""
 
 _OUTER_OPTIONS = ("outer_lr", "outer_momentum", "fragments", "delay", "mix")
@@ -145,22 +195,46 @@ def check_communication(options: TrainOptions) -> None:
     _check_numbers(communication)
     if communication.sync_every is None:
         if given_flags := changed_flags(communication, _LOCAL_UPDATE_OPTIONS):
-            problem = f"{plural(len(given_flags), 'option')} for local updates, and no --sync-every."
-            fix = "leave out what is listed, or give the steps between synchronizations: --sync-every 50."
+            problem = (
+                f"{plural(len(given_flags), 'option')} for local updates, and no --sync-every."
+            )
+            fix = (
+                "leave out what is listed, or give the steps between synchronizations:"
+                " --sync-every 50."
+            )
             raise ValueError(format_error("train", problem, given_flags, fix))
     elif communication.outer == "average":
         if given_flags := changed_flags(communication, (*_OUTER_OPTIONS, "reducer")):
-            problem = f"{plural(len(given_flags), 'option')} for an outer optimizer; --outer average has none."
+            problem = (
+                f"{plural(len(given_flags), 'option')} for an outer optimizer; --outer average has"
+                " none."
+            )
             fix = "leave out what is listed, or choose --outer sgd, which averages by default too."
             raise ValueError(format_error("train", problem, given_flags, fix))
     elif communication.warmup_sync_steps is not None:
         problem = "--warmup-sync-steps is for --outer average."
-        raise ValueError(format_error("train", problem, fix="leave it out, or choose --outer average."))
+        raise ValueError(
+            format_error("train", problem, fix="leave it out, or choose --outer average.")
+        )
     make_reducer(communication)
-    if communication.reducer is not None and communication.sync_every is None and not _can_reduce_gradients(options):
-        name = f"hybrid with --placement {options.placement}" if options.is_hybrid else options.where.strategy
-        problem = f"--reducer takes the mean of replicated gradients, and {name} shards them or what they update."
-        fix = "choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer gradients instead: --sync-every."
+    if (
+        communication.reducer is not None
+        and communication.sync_every is None
+        and not _can_reduce_gradients(options)
+    ):
+        name = (
+            f"hybrid with --placement {options.placement}"
+            if options.is_hybrid
+            else options.where.strategy
+        )
+        problem = (
+            f"--reducer takes the mean of replicated gradients, and {name} shards them or what they"
+            " update."
+        )
+        fix = (
+            "choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer"
+            " gradients instead: --sync-every."
+        )
         raise ValueError(format_error("train", problem, fix=fix))
 
 
@@ -172,25 +246,38 @@ def make_reducer(communication: Communication) -> so.reducers.Reducer | None:
     text = communication.reducer
     if text is None:
         if communication.reducer_warmup_steps is not None or not communication.error_feedback:
-            option = "--no-error-feedback" if communication.reducer_warmup_steps is None else "--reducer-warmup-steps"
+            option = (
+                "--no-error-feedback"
+                if communication.reducer_warmup_steps is None
+                else "--reducer-warmup-steps"
+            )
             problem = f"{option} is for a reducer, and there is none."
-            raise ValueError(format_error("train", problem, fix="leave it out, or choose one with --reducer."))
+            raise ValueError(
+                format_error("train", problem, fix="leave it out, or choose one with --reducer.")
+            )
         return None
     name, arguments = read_call("--reducer", text, example="top_k(density=0.05)")
     if name not in _REDUCERS:
         problem = f"there is no reducer {name!r}."
         raise ValueError(format_error("train", problem, fix=f"choose {_alternatives(_REDUCERS)}."))
     keywords = [] if name == "bf16" else list(inspect.signature(_REDUCERS[name]).parameters)
-    keywords = [keyword for keyword in keywords if keyword != "start_step"]  # use --reducer-warmup-steps instead
+    # use --reducer-warmup-steps instead
+    keywords = [keyword for keyword in keywords if keyword != "start_step"]
     note = "; --reducer-warmup-steps is for all reducers" if "start_step" in arguments else ""
     check_keywords(f"--reducer {name}", arguments, keywords, note=note)
     if name == "bf16" and not communication.error_feedback:
-        problem = "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
+        problem = (
+            "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
+        )
         raise ValueError(format_error("train", problem, fix="leave it out."))
     reducer = _REDUCERS[name](**arguments)
     if communication.reducer_warmup_steps:
         reducer = so.reducers.warm_up(reducer, communication.reducer_warmup_steps)
-    return so.reducers.error_feedback(reducer) if communication.error_feedback and name != "bf16" else reducer
+    return (
+        so.reducers.error_feedback(reducer)
+        if communication.error_feedback and name != "bf16"
+        else reducer
+    )
 
 
 def combined(communication: Communication, strategy: so.ShardedOptimizer) -> so.ShardedOptimizer:
@@ -199,7 +286,9 @@ def combined(communication: Communication, strategy: so.ShardedOptimizer) -> so.
         return strategy
     if communication.outer == "average":
         return so.local_sgd(
-            strategy, sync_every=communication.sync_every, warmup_steps=communication.warmup_sync_steps or 0
+            strategy,
+            sync_every=communication.sync_every,
+            warmup_steps=communication.warmup_sync_steps or 0,
         )
     return so.diloco(
         strategy,
@@ -223,13 +312,32 @@ def describe(communication: Communication) -> list[tuple[str, str]]:
     lines = []
     if communication.sync_every is not None:
         method = "their average" if communication.outer == "average" else _outer_text(communication)
-        lines.append(("replicas", f"synchronized every {plural(communication.sync_every, 'step')}, by {method}"))
+        lines.append(
+            (
+                "replicas",
+                f"synchronized every {plural(communication.sync_every, 'step')}, by {method}",
+            )
+        )
         if (communication.fragments or 1) > 1 or communication.delay or communication.mix:
-            fragments_text = f"{plural(communication.fragments or 1, 'fragment')}, applied {plural(communication.delay or 0, 'step')} after"
-            lines.append(("streaming", f"{fragments_text}, replicas keep {communication.mix or 0:.0%} of their own"))
+            fragments_text = (
+                f"{plural(communication.fragments or 1, 'fragment')}, applied"
+                f" {plural(communication.delay or 0, 'step')} after"
+            )
+            lines.append(
+                (
+                    "streaming",
+                    f"{fragments_text}, replicas keep {communication.mix or 0:.0%} of their own",
+                )
+            )
         if communication.warmup_sync_steps:
             lines.append(
-                ("warm-up", f"{plural(communication.warmup_sync_steps, 'step')} of averaged gradients at first")
+                (
+                    "warm-up",
+                    (
+                        f"{plural(communication.warmup_sync_steps, 'step')} of averaged gradients"
+                        " at first"
+                    ),
+                )
             )
     if (reducer := make_reducer(communication)) is not None:
         reduced = "gradients" if communication.sync_every is None else "outer gradients"
@@ -290,13 +398,23 @@ def _outer_text(communication: Communication) -> str:
 
 @calling("train")
 def _check_numbers(communication: Communication) -> None:
-    for name in ("replicas", "sync_every", "fragments", "delay", "warmup_sync_steps", "reducer_warmup_steps"):
+    for name in (
+        "replicas",
+        "sync_every",
+        "fragments",
+        "delay",
+        "warmup_sync_steps",
+        "reducer_warmup_steps",
+    ):
         if (number := getattr(communication, name)) is not None:
             check_count(flag(name), number, minimum=0 if name == "delay" or "warmup" in name else 1)
     if communication.outer_lr is not None and not communication.outer_lr > 0:
         raise ValueError(f"train: --outer-lr must be above 0, got {communication.outer_lr}.")
     if communication.outer_momentum is not None and not 0 <= communication.outer_momentum < 1:
-        raise ValueError(f"train: --outer-momentum must be at least 0 and below 1, got {communication.outer_momentum}.")
+        raise ValueError(
+            "train: --outer-momentum must be at least 0 and below 1, got"
+            f" {communication.outer_momentum}."
+        )
 
 
 def _can_reduce_gradients(options: TrainOptions) -> bool:

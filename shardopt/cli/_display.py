@@ -1,4 +1,6 @@
-"""The output of `shardopt train` for people: the run, the placement of every leaf, the result, and the loss curve."""
+"""The output of `shardopt train` for people: the run, the placement of every leaf, the result, and
+the loss curve.
+"""
 
 import math
 import os
@@ -47,7 +49,9 @@ def show_run(
     held_out: Windows,
 ) -> None:
     """Show the options of the run before it starts."""
-    text = "Python's standard library" if options.training.data is None else str(options.training.data)
+    text = (
+        "Python's standard library" if options.training.data is None else str(options.training.data)
+    )
     rows = [
         ("model", model_size),
         ("text", f"{size(windows.end)} of {text}, {size(held_out.end - held_out.begin)} held out"),
@@ -63,7 +67,9 @@ def show_options(
     unit: str,
     learning_rate: float,
 ) -> None:
-    """Show a table of options: the rows of the command, then step, optimizer, devices, mesh and schedule."""
+    """Show a table of options: the rows of the command, then step, optimizer, devices, mesh and
+    schedule.
+    """
     training, config = options.training, opt.config
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
@@ -72,19 +78,28 @@ def show_options(
     table.add_row(
         "step",
         f"{training.batch_size} x {options.model.length} {unit}"
-        + (f" in {config.loss.micro_batches} micro-batches" if config.loss.micro_batches > 1 else ""),
+        + (
+            f" in {config.loss.micro_batches} micro-batches"
+            if config.loss.micro_batches > 1
+            else ""
+        ),
     )
     table.add_row("optimizer", f"{training.optimizer}, learning rate up to {learning_rate:g}")
     table.add_row("devices", describe_devices(opt.mesh.devices.size))
     table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
-    for label, line in [*schedule_lines(options, config.schedule), *describe(options.communication)]:
+    for label, line in [
+        *schedule_lines(options, config.schedule),
+        *describe(options.communication),
+    ]:
         table.add_row(label, line)
     screen.print()
     screen.print(table)
 
 
 def describe_devices(count: int) -> str:
-    """Return a text such as "8 CPU devices, simulated on 2 cores" or "8 NVIDIA H200, which are there; ..."."""
+    """Return a text such as "8 CPU devices, simulated on 2 cores" or "8 NVIDIA H200, which are
+    there; ...".
+    """
     device = jax.devices()[0]
     if device.platform == "cpu":
         return f"{plural(count, 'CPU device')}, simulated on {plural(_cores(), 'core')}"
@@ -99,7 +114,8 @@ def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple
         return [("schedule", "none, as pipeline=1: micro-batches run one after another")]
     peaks = ", ".join(map(str, schedule.peak_activations))
     bubbles = (
-        f"{schedule.bubble_fraction:.1%} of the table, {schedule.program_bubble_fraction:.1%} of the lockstep program"
+        f"{schedule.bubble_fraction:.1%} of the table, {schedule.program_bubble_fraction:.1%} of"
+        " the lockstep program"
     )
     return [
         ("schedule", repr(schedule).removeprefix("Schedule(").removesuffix(")")),
@@ -126,7 +142,9 @@ def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimize
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("of", justify="right", style="dim", no_wrap=True)
     for row in report.rows:
-        splits = [split_text(row.shape, row.params)] + ([] if is_one_column else [split_text(row.shape, row.opt_state)])
+        splits = [split_text(row.shape, row.params)] + (
+            [] if is_one_column else [split_text(row.shape, row.opt_state)]
+        )
         table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_total:,}")
     table.add_section()
     blanks = [""] * (1 if is_one_column else 2)
@@ -144,7 +162,11 @@ def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimize
         paths = ", ".join(row.path for row in report.replicated if row.replicated_because == reason)
         screen.print(f"replicated over data: {paths} ({reason})", style="dim", markup=False)
     if options.communication.sync_every is not None:
-        say(screen, "these are of one replica; the shared parameters and the outer optimizer state come on top")
+        say(
+            screen,
+            "these are of one replica; the shared parameters and the outer optimizer state come"
+            " on top",
+        )
     screen.print()
 
 
@@ -161,12 +183,20 @@ def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> Text:
 
 
 def show_order_changes(screen: Console, changes: list[str]) -> None:
-    """Show why a resumed run does not continue at the same place in its text, if there are such reasons."""
+    """Show why a resumed run does not continue at the same place in its text, if there are such
+    reasons.
+    """
     if changes:
-        screen.print(f"The batches come in a new order: {'; '.join(changes)}.\n", markup=False, soft_wrap=True)
+        screen.print(
+            f"The batches come in a new order: {'; '.join(changes)}.\n",
+            markup=False,
+            soft_wrap=True,
+        )
 
 
-def show_stopped(screen: Console, options: RunOptions, result: so.training.FitResult, steps: int) -> None:
+def show_stopped(
+    screen: Console, options: RunOptions, result: so.training.FitResult, steps: int
+) -> None:
     """Show that a signal ended the run, and the command that continues it."""
     say(screen, f"\n{result.goodput}")
     screen.print(f"Stopped at step {result.step} of {steps}; everything is saved. Go on with")
@@ -205,23 +235,36 @@ def show_loss(screen: Console, result: so.training.FitResult, unit: str) -> None
     """Show the last validation loss, in nats per `unit`."""
     losses = [line["val_loss"] for line in result.history if "val_loss" in line]
     if not losses:
-        say(screen, f"\nThe run had reached step {result.step} already; --steps above that trains it further.")
+        say(
+            screen,
+            f"\nThe run had reached step {result.step} already; --steps above that trains it"
+            " further.",
+        )
         return
     bits = f" ({losses[-1] / math.log(2):.2f} bits)" if unit == "byte" else ""
     after = f" nats a {unit}{bits} after {plural(result.step, 'step')}"
-    screen.print(Text.assemble("\nvalidation loss ", (f"{losses[-1]:.3f}", "bold green"), after), soft_wrap=True)
+    screen.print(
+        Text.assemble("\nvalidation loss ", (f"{losses[-1]:.3f}", "bold green"), after),
+        soft_wrap=True,
+    )
 
 
-def show_files(screen: Console, options: RunOptions, result: so.training.FitResult, *names: str) -> None:
+def show_files(
+    screen: Console, options: RunOptions, result: so.training.FitResult, *names: str
+) -> None:
     """Show the goodput and the files of the run, `names` first."""
     say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir
     drawn = [name for name in (SCHEDULE, NORMS) if (folder / name).is_file()]
-    say(screen, f"\nin {folder}: {', '.join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn])}")
+    say(
+        screen, f"\nin {folder}: {', '.join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn])}"
+    )
 
 
 def indented(text: str) -> str:
-    r"""Return the text with indented lines; a dot replaces characters that would disturb a terminal.
+    r"""Return the text with indented lines.
+
+    A dot replaces characters that would disturb a terminal.
 
     Example:
       >>> indented("def f():\n    pass\x1b")
@@ -241,7 +284,11 @@ def _strategy_text(options: RunOptions) -> str:
 
 
 def _mesh_text(sizes: dict[str, int]) -> Text:
-    parts = [Text(f"{axis}={count}", style=_COLOURS.get(axis, "")) for axis, count in sizes.items() if count > 1]
+    parts = [
+        Text(f"{axis}={count}", style=_COLOURS.get(axis, ""))
+        for axis, count in sizes.items()
+        if count > 1
+    ]
     return Text(" x ").join(parts) if parts else Text("one device")
 
 
@@ -254,7 +301,11 @@ def draw_curve(metrics: Sequence[dict[str, float]], path: Path, unit: str = "byt
     axes = figure.subplots()
     for name, label, style in (
         ("loss", "training", {"color": _BLUE, "linewidth": 1.4, "alpha": 0.85}),
-        ("val_loss", "validation", {"color": _ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4}),
+        (
+            "val_loss",
+            "validation",
+            {"color": _ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4},
+        ),
     ):
         points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
         if points:

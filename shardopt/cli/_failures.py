@@ -37,7 +37,10 @@ islands=(1, 4), exchange=0.0, stall=0.0)
     required = [name for name, field in names.items() if field.default is dataclasses.MISSING]
     problems += [f"{name} is missing" for name in required if name not in values and not problems]
     if problems:
-        fix = f"write --failures mtbf=5y,restart=300,save=5; the names are {', '.join(names)}, the units {', '.join(UNITS)}."
+        fix = (
+            f"write --failures mtbf=5y,restart=300,save=5; the names are {', '.join(names)}, the"
+            f" units {', '.join(UNITS)}."
+        )
         raise ValueError(error_text(f"--failures {text} cannot be read.", problems, fix))
     return Failures(**values)
 

@@ -1,4 +1,6 @@
-"""A run in its folder: `shardopt train` and `shardopt tune` train, save, log and draw in the same way."""
+"""A run in its folder: `shardopt train` and `shardopt tune` train, save, log and draw in the same
+way.
+"""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -10,7 +12,15 @@ from rich.console import Console
 import shardopt as so
 from shardopt.cli import _display as display
 from shardopt.cli._options import RunOptions
-from shardopt.cli._run_folder import CURVE, NORMS, SCHEDULE, loggers, order_changes, read_metrics, write_options
+from shardopt.cli._run_folder import (
+    CURVE,
+    NORMS,
+    SCHEDULE,
+    loggers,
+    order_changes,
+    read_metrics,
+    write_options,
+)
 from shardopt.core._types import PyTree, TrainState
 from shardopt.pipeline import Schedule
 
@@ -39,7 +49,10 @@ class Job(NamedTuple):
         held_out: list[PyTree],
         checkpoints: so.Checkpoints,
     ) -> so.training.FitResult | None:
-        """Train from the state that `start` makes; return None if a signal ended the run, after saying so."""
+        """Train from the state that `start` makes.
+
+        Return None if a signal ended the run, after saying so.
+        """
         options, run = self.options, self.options.run
         if run.resume:
             display.show_order_changes(self.screen, order_changes(options, self.num_bytes))
@@ -73,7 +86,10 @@ class Job(NamedTuple):
 
 
 def write_schedule(schedule: Schedule | None, path: Path) -> None:
-    """Draw the schedule of the current strategy; without one, remove the drawing of an earlier run."""
+    """Draw the schedule of the current strategy.
+
+    Without one, remove the drawing of an earlier run.
+    """
     if schedule is None:
         path.unlink(missing_ok=True)
     else:

@@ -31,9 +31,15 @@ class TrainedModel(NamedTuple):
 def model_of(options: Model) -> TrainedModel:
     """Return the model for these options. Their number of layers must be set."""
     assert options.layers is not None
-    shape: dict[str, Any] = {"dim": options.dim, "num_layers": options.layers, "num_heads": options.heads}
+    shape: dict[str, Any] = {
+        "dim": options.dim,
+        "num_layers": options.layers,
+        "num_heads": options.heads,
+    }
     shape["max_length"] = max(1024, options.length)
-    blocks_text = f"{plural(options.layers, 'block')} of width {options.dim}, {plural(options.heads, 'head')}"
+    blocks_text = (
+        f"{plural(options.layers, 'block')} of width {options.dim}, {plural(options.heads, 'head')}"
+    )
     if options.model == "gpt":
         config = gpt.GPTConfig(**shape, precision=options.precision)
         return TrainedModel(
@@ -50,13 +56,15 @@ def model_of(options: Model) -> TrainedModel:
         hidden=-(-3 * options.dim // options.top_k),
         balance=None if options.balance == "none" else options.balance,
     )
-    total_millions, active_millions = (moe.num_parameters(mixture, active=active) / 1e6 for active in (False, True))
+    total_millions, active_millions = (
+        moe.num_parameters(mixture, active=active) / 1e6 for active in (False, True)
+    )
     return TrainedModel(
         moe.model(mixture),
         functools.partial(moe.init, mixture),
         lambda params, *args, **kwargs: sample(params, mixture, *args, **kwargs),
-        f"{total_millions:.2f} million parameters, {active_millions:.2f} of them for each token: {blocks_text}, "
-        f"{options.top_k} of {plural(options.experts, 'expert')}",
+        f"{total_millions:.2f} million parameters, {active_millions:.2f} of them for each token:"
+        f" {blocks_text}, {options.top_k} of {plural(options.experts, 'expert')}",
     )
 
 
@@ -72,7 +80,11 @@ def check_model(options: Model) -> None:
     moe_flags = changed_flags(options, ("experts", "top_k", "balance"))
     if options.model == "gpt" and moe_flags:
         problem = f"{plural(len(moe_flags), 'option')} for --model moe; gpt was asked for."
-        raise ValueError(format_error("train", problem, moe_flags, "leave out what is listed, or choose --model moe."))
+        raise ValueError(
+            format_error(
+                "train", problem, moe_flags, "leave out what is listed, or choose --model moe."
+            )
+        )
     if options.model == "moe" and options.precision:
         problem = f"--precision {options.precision} is for --model gpt; moe was asked for."
         raise ValueError(format_error("train", problem, fix="leave it out, or choose --model gpt."))

@@ -26,9 +26,9 @@ from shardopt.planning._layout import Layout
 class PlanOptions:
     """Rank every layout of a model on a machine by its predicted step time, without a device.
 
-    A layout combines data, tensor, pipeline and replica sizes with placement, schedule, micro-batches and
-    rematerialisation. Layouts that do not fit into memory are dropped. Predictions use closed forms and published
-    peaks.
+    A layout combines data, tensor, pipeline and replica sizes with placement, schedule,
+    micro-batches and rematerialisation. Layouts that do not fit into memory are dropped.
+    Predictions use closed forms and published peaks.
     """
 
     model: str = "llama3-8b"
@@ -53,8 +53,8 @@ class PlanOptions:
     """Any optax optimizer with a learning rate, for the bytes of its state."""
 
     failures: Annotated[str | None, tyro.conf.arg(metavar="NAME=NUMBER,...")] = None
-    """How often chips fail and what a failure costs, such as mtbf=5y,restart=300,save=5: the fields of
-    so.planning.Failures. Lists when to save, spares, and goodput."""
+    """How often chips fail and what a failure costs, such as mtbf=5y,restart=300,save=5: the fields
+    of so.planning.Failures. Lists when to save, spares, and goodput."""
 
     top: int = 10
     """How many layouts to list."""
@@ -97,7 +97,9 @@ def plan(options: PlanOptions) -> None:
 def as_text(plans: Plans, top: int) -> str:
     """Return the table, and the code for the best layout."""
     best = plans.best
-    sizes = ", ".join(f"{axis}={size}" for axis, size in best.mesh.items() if size > 1 or axis == "data")
+    sizes = ", ".join(
+        f"{axis}={size}" for axis, size in best.mesh.items() if size > 1 or axis == "data"
+    )
     layout = best.layout
     arguments = [f'placement="{layout.placement}"', f"micro_batches={layout.micro_batches}"]
     if layout.schedule is not None:
@@ -119,14 +121,22 @@ def _builder_text(layout: Layout) -> str:
     elif layout.schedule and layout.chunks > 1 and KINDS[layout.schedule].takes_chunks:
         arguments = {"num_chunks": layout.chunks}
     if arguments:
-        text = f"functools.partial({text}, {', '.join(f'{name}={value}' for name, value in arguments.items())})"
-    return text if layout.schedule and KINDS[layout.schedule].in_lockstep else f"so.schedules.send_ahead({text})"
+        text = (
+            f"functools.partial({text},"
+            f" {', '.join(f'{name}={value}' for name, value in arguments.items())})"
+        )
+    return (
+        text
+        if layout.schedule and KINDS[layout.schedule].in_lockstep
+        else f"so.schedules.send_ahead({text})"
+    )
 
 
 def as_json(plans: Plans, top: int) -> str:
     """Return the ranked and the dropped layouts as JSON."""
     dropped = [
-        {"layout": str(entry.layout), "why": entry.why, "missing_bytes": entry.missing_bytes} for entry in plans.dropped
+        {"layout": str(entry.layout), "why": entry.why, "missing_bytes": entry.missing_bytes}
+        for entry in plans.dropped
     ]
     report = {
         "model": plans.workload.name,
@@ -140,7 +150,10 @@ def as_json(plans: Plans, top: int) -> str:
         "dropped": dropped[:top],
         "recoveries": [
             entry.recovery.to_json()
-            | {"layout": str(entry.prediction.layout), "tokens_per_second": entry.tokens_per_second}
+            | {
+                "layout": str(entry.prediction.layout),
+                "tokens_per_second": entry.tokens_per_second,
+            }
             for entry in plans.recoveries
         ],
     }
@@ -149,21 +162,27 @@ def as_json(plans: Plans, top: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AuditOptions:
-    """List the collectives of a compiled program, with their mesh axes, bytes and calls, and estimate its step time.
+    """List the collectives of a compiled program, with their mesh axes, bytes and calls, and
+    estimate its step time.
 
-    The program is a file with `compiled.as_text()`: `shardopt audit step.hlo --mesh data=4,tensor=2`. Or it is a
-    published model, compiled for TPUs without a TPU: `shardopt audit --model llama3-8b --topology v5p:4x4x4`, with the
-    extra tpu. Or it is compiled for nodes of GPUs: `--topology h100:8 --slices 4`, with the extra gpu.
+    The program is a file with `compiled.as_text()`: `shardopt audit step.hlo --mesh
+    data=4,tensor=2`. Or it is a published model, compiled for TPUs without a TPU: `shardopt audit
+    --model llama3-8b --topology v5p:4x4x4`, with the extra tpu. Or it is compiled for nodes of
+    GPUs: `--topology h100:8 --slices 4`, with the extra gpu.
     """
 
     program: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FILE]")] = None
     """A file with the text of an optimised HLO module."""
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="AXIS=SIZE,...")] = None
-    """Mesh of the compiled program, outermost axis first; with --topology the sizes of all axes except data."""
+    """Mesh of the compiled program, outermost axis first; with --topology the sizes of all axes
+    except data.
+    """
 
     model: str = "llama3-8b"
-    """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b."""
+    """Model to compile, with --topology: gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b,
+    llama3-405b.
+    """
 
     topology: Annotated[str | None, tyro.conf.arg(metavar="CHIP:AxBxC")] = None
     """Chip and torus to compile for, such as v5p:4x4x4 or v6e:16x16; or GPUs of a node, h100:8."""
@@ -184,7 +203,9 @@ class AuditOptions:
     """Chip that the program in a file was compiled for, such as v5p; needed for the step time."""
 
     prove: bool = False
-    """Prove the program too: each sum over devices is complete once, and the results are those that were written."""
+    """Prove the program too: each sum over devices is complete once, and the results are those that
+    were written.
+    """
 
     json: bool = False
     """Print JSON instead of a table."""
@@ -197,13 +218,16 @@ def audit(options: AuditOptions) -> None:
     """Print the audit.
 
     Raises:
-      ValueError: if the options have neither a file nor a topology, or both, or one of them cannot be used.
+      ValueError: if the options have neither a file nor a topology, or both, or one of them cannot
+        be used.
       OSError: if the file cannot be read.
       ModuleNotFoundError: if libtpu is needed and not installed.
     """
     if (options.program is None) == (options.topology is None):
         problem = (
-            "there is nothing to audit." if options.program is None else "a file and --topology exclude each other."
+            "there is nothing to audit."
+            if options.program is None
+            else "a file and --topology exclude each other."
         )
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
         raise ValueError(format_error("audit", problem, fix=fix))
@@ -217,7 +241,11 @@ def audit(options: AuditOptions) -> None:
         if options.png is not None and options.hardware is None:
             fix = "give --hardware, such as v5p."
             raise ValueError(format_error("audit", "--png needs to know the chip.", fix=fix))
-        step = so.planning.step_seconds(text, mesh=mesh_shape, hardware=options.hardware) if options.hardware else None
+        step = (
+            so.planning.step_seconds(text, mesh=mesh_shape, hardware=options.hardware)
+            if options.hardware
+            else None
+        )
         json_report = to_json(file_audit) | {"flops": inner_product_flops(text)}
         json_report |= {} if step is None else {"step_seconds": step.to_json()}
         lines = [str(file_audit), *([] if step is None else ["", str(step)])]
@@ -244,7 +272,8 @@ def to_json(program_audit: Audit) -> dict[str, object]:
         "mesh": program_audit.mesh_shape,
         "collectives": [op._asdict() | {"calls": op.calls} for op in program_audit.collectives],
         "by_axis": {
-            " x ".join(axes or ("mixed",)): traffic._asdict() for axes, traffic in program_audit.by_axis().items()
+            " x ".join(axes or ("mixed",)): traffic._asdict()
+            for axes, traffic in program_audit.by_axis().items()
         },
         "by_kind": {kind: traffic._asdict() for kind, traffic in program_audit.by_kind().items()},
     }
@@ -252,7 +281,9 @@ def to_json(program_audit: Audit) -> dict[str, object]:
 
 @calling("audit")
 def compile_model(options: AuditOptions) -> so.planning.AotReport:
-    """Compile the model for the topology: each block is rematerialised, and weights are gathered in bfloat16."""
+    """Compile the model for the topology: each block is rematerialised, and weights are gathered in
+    bfloat16.
+    """
     import jax.numpy as jnp
     import optax
 
@@ -270,12 +301,21 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     def make(mesh: Mesh) -> so.ShardedOptimizer:
         block_model, tx = model(shape, remat="full"), optax.adamw(1e-3)
         rules = RULES if mesh.shape["tensor"] > 1 else ()
-        return named_strategy(options.strategy, tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16)
+        return named_strategy(
+            options.strategy, tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16
+        )
 
     context = sizes.get("context", 1)
     rows = options.rows * chips // (sizes["tensor"] * context)
     batch = abstract_batch(shape, rows, form="targets" if context > 1 else "tokens")
-    return so.aot(make, shape.abstract_params(), batch, topology=options.topology, num_slices=options.slices, **sizes)
+    return so.aot(
+        make,
+        shape.abstract_params(),
+        batch,
+        topology=options.topology,
+        num_slices=options.slices,
+        **sizes,
+    )
 
 
 def mesh_sizes(text: str | None) -> dict[str, int]:
@@ -288,7 +328,9 @@ def mesh_sizes(text: str | None) -> dict[str, int]:
 class ScheduleOptions:
     """Show the work of each pipeline stage over time: ticks, idle time, activations in memory."""
 
-    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=choices(ScheduleName))] = "eager_one_f_one_b"
+    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=choices(ScheduleName))] = (
+        "eager_one_f_one_b"
+    )
     """Name of the schedule in so.schedules."""
 
     stages: int = 4
@@ -298,8 +340,8 @@ class ScheduleOptions:
     """Parts of a batch that pass through the stages one after another."""
 
     chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2), zero_bubble and
-    zero_bubble_lockstep (1)."""
+    """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2),
+    zero_bubble and zero_bubble_lockstep (1)."""
 
     json: bool = False
     """Print JSON instead of text."""

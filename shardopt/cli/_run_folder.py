@@ -1,4 +1,6 @@
-"""The folder of a run: its files, when it may be used, and checkpoints that fit other replicas or reducers."""
+"""The folder of a run: its files, when it may be used, and checkpoints that fit other replicas or
+reducers.
+"""
 
 import json
 from collections.abc import Callable
@@ -15,7 +17,15 @@ from shardopt.checkpoint._record import Meta, read_meta
 from shardopt.checkpoint._run_folder import committed, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
-from shardopt.cli._options import Options, Run, RunOptions, TrainOptions, TuneOptions, from_json, to_json
+from shardopt.cli._options import (
+    Options,
+    Run,
+    RunOptions,
+    TrainOptions,
+    TuneOptions,
+    from_json,
+    to_json,
+)
 from shardopt.config._compression import CompressedOptState
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, TrainState, merge_replicas
@@ -27,7 +37,10 @@ CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
 
 
 def check_run_folder(options: RunOptions) -> None:
-    """Refuse a folder that already holds a run, unless it is resumed; refuse to resume a run with another model."""
+    """Refuse a folder that already holds a run, unless it is resumed.
+
+    Refuse to resume a run with another model.
+    """
     folder = options.run.run_dir
     if not options.run.resume:
         if steps := committed(folder / CHECKPOINTS):
@@ -37,18 +50,26 @@ def check_run_folder(options: RunOptions) -> None:
         return
     saved_model, current_model = read_options(folder, type(options)).model, options.model
     changes = [
-        f"--{name.replace('_', '-')} was {getattr(saved_model, name)}, is now {getattr(current_model, name)}"
+        f"--{name.replace('_', '-')} was {getattr(saved_model, name)}, is now"
+        f" {getattr(current_model, name)}"
         for name in current_model.FIXED
         if getattr(saved_model, name) != getattr(current_model, name)
     ]
     if changes:
         problem = f"the run in {str(folder)!r} trains another model."
-        raise ValueError(format_error("train", problem, changes, "leave these out, or choose another --run-dir."))
+        raise ValueError(
+            format_error("train", problem, changes, "leave these out, or choose another --run-dir.")
+        )
 
 
 def checkpoint_settings(run: Run) -> dict[str, Any]:
     """Return the arguments of `so.Checkpoints` for a run: the last two and the best are kept."""
-    settings = {"directory": run.run_dir / CHECKPOINTS, "every": run.checkpoint_every, "keep": 2, "best": "val_loss"}
+    settings = {
+        "directory": run.run_dir / CHECKPOINTS,
+        "every": run.checkpoint_every,
+        "keep": 2,
+        "best": "val_loss",
+    }
     return settings | {"resume": run.resume, "memory_every": run.memory_every}
 
 
@@ -72,14 +93,19 @@ def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
 
 
 def write_options(options: RunOptions, text_bytes: int) -> None:
-    """Write the options of a run and the size of its text into its folder; make the folder if needed."""
+    """Write the options of a run and the size of its text into its folder.
+
+    Make the folder if needed.
+    """
     options.run.run_dir.mkdir(parents=True, exist_ok=True)
     saved = to_json(options) | {"text_bytes": text_bytes}
     write_atomic(options.run.run_dir / CONFIG, json.dumps(saved, indent=2) + "\n")
 
 
 def keep_options(options: RunOptions, text_bytes: int) -> None:
-    """Write the options again if somebody deleted the folder: without them the run could not be resumed."""
+    """Write the options again if somebody deleted the folder: without them the run could not be
+    resumed.
+    """
     if not (options.run.run_dir / CONFIG).exists():
         write_options(options, text_bytes)
 
@@ -103,7 +129,9 @@ def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
-        raise ValueError(format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix))
+        raise ValueError(
+            format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix)
+        )
     try:
         config = json.loads(path.read_text())
         from_json(config, options_type)
@@ -113,18 +141,27 @@ def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json
         raise ValueError(format_error("train", problem, fix=fix)) from error
     if ("epochs" in config.get("training", {})) != (options_type is TuneOptions):
         problem = f"the run in {str(folder)!r} is one of another command."
-        raise ValueError(format_error("train", problem, fix="go on with that command, or choose another --run-dir."))
+        raise ValueError(
+            format_error(
+                "train", problem, fix="go on with that command, or choose another --run-dir."
+            )
+        )
     return config
 
 
-_REPLICA_PARAMS, _REPLICA_STATE = ("opt_state", "params", "value"), ("opt_state", "optimizer", "value")
+_REPLICA_PARAMS, _REPLICA_STATE = (
+    ("opt_state", "params", "value"),
+    ("opt_state", "optimizer", "value"),
+)
 _REDUCERS = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
 
 
 class ConvertingCheckpoints(so.Checkpoints):
-    """Checkpoints that can be restored with other replicas, local updates and reducers than the saved ones.
+    """Checkpoints that can be restored with other replicas, local updates and reducers than the
+    saved ones.
 
-    If the stored state fits, it is restored unchanged. Otherwise only parameters and optimizer state are restored:
+    If the stored state fits, it is restored unchanged. Otherwise only parameters and optimizer
+    state are restored:
 
     - stored replicas are merged by `merge_replicas`;
     - new replicas with local updates get a copy each;
@@ -158,7 +195,9 @@ class ConvertingCheckpoints(so.Checkpoints):
         if chosen_step not in self.steps():
             return super().restore(target, step=step, params=params)
         meta = read_meta(step_folder(self.directory, chosen_step))
-        wanted = {path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()}
+        wanted = {
+            path: describe(leaf) for path, leaf in leaves_by_path(target.abstract_state()).items()
+        }
         if wanted == meta.leaves or not (_is_combined(wanted) or _is_combined(meta.leaves)):
             return super().restore(target, step=step, params=params)
         try:
@@ -184,14 +223,23 @@ def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
 
 
 @calling("train")
-def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tuple[TrainState, dict[str, Json]]:
+def _read_base(
+    checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta
+) -> tuple[TrainState, dict[str, Json]]:
     """Return the stored state in the form of `checkpoints.base`, and its `extra`."""
-    replicas, abstract_state = _num_replicas(meta.leaves), checkpoints.base.abstract_state(checkpoints.abstract_params)
+    replicas, abstract_state = (
+        _num_replicas(meta.leaves),
+        checkpoints.base.abstract_state(checkpoints.abstract_params),
+    )
     wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)
     wanted_leaves = leaves_by_path(abstract_state)
-    stored_paths = {path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted_leaves}
+    stored_paths = {
+        path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted_leaves
+    }
     stored_leaves = {
-        path: meta.leaves[stored_path] for path, stored_path in stored_paths.items() if stored_path in meta.leaves
+        path: meta.leaves[stored_path]
+        for path, stored_path in stored_paths.items()
+        if stored_path in meta.leaves
     }
     stacked_paths = {
         path
@@ -208,7 +256,9 @@ def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tu
     stacked_stored_paths = {stored_paths[path] for path in stacked_paths}
     target = nest(
         {
-            tuple(map(unescape, path)): _abstract(leaf, path in stacked_stored_paths, shardings.get(path), mesh)
+            tuple(map(unescape, path)): _abstract(
+                leaf, path in stacked_stored_paths, shardings.get(path), mesh
+            )
             for path, leaf in meta.leaves.items()
         }
     )
@@ -216,7 +266,9 @@ def _read_base(checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta) -> tu
     arrays = leaves_by_path(state)
 
     def merge(leaves: dict[LeafPath, jax.Array]) -> list[jax.Array]:
-        return [merge_replicas(leaf) if path in stacked_paths else leaf for path, leaf in leaves.items()]
+        return [
+            merge_replicas(leaf) if path in stacked_paths else leaf for path, leaf in leaves.items()
+        ]
 
     base_arrays = [arrays[stored_path] for stored_path in stored_paths.values()]
     merged = jax.jit(
@@ -235,11 +287,13 @@ def _stored_path(path: LeafPath, *, replicas: int, wrapped: bool) -> LeafPath:
     return path
 
 
-def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _abstract(
+    leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: Mesh
+) -> jax.ShapeDtypeStruct:
     """Return the abstract array for reading a leaf.
 
-    It has the sharding of the base strategy, with stacked replicas over the axis `replica`. A leaf that is not
-    restored is sharded over dim 0, if that is divisible.
+    It has the sharding of the base strategy, with stacked replicas over the axis `replica`. A leaf
+    that is not restored is sharded over dim 0, if that is divisible.
     """
     spec = PartitionSpec() if sharding is None else sharding.spec
     if stacked:
@@ -251,14 +305,21 @@ def _abstract(leaf: Leaf, stacked: bool, sharding: NamedSharding | None, mesh: M
 
 
 def _convert(opt: so.ShardedOptimizer, base: TrainState) -> tuple[TrainState, str]:
-    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and a note for people."""
+    """Return a state of `opt` with the parameters and optimizer state of the base strategy, and a
+    note for people.
+    """
     new_state = opt.init(base.params)
     new_opt_state, note, reset_parts = new_state.opt_state, "", []
     if isinstance(new_opt_state, Replicas):
         replicas = opt.mesh.shape["replica"]
         shardings = jax.tree.map(lambda leaf: leaf.sharding, new_opt_state.optimizer.value)
-        repeat = lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape))  # noqa: E731
-        copies = jax.jit(lambda tree: jax.tree.map(repeat, tree), out_shardings=shardings)(base.opt_state)
+
+        def repeat(leaf):
+            return jnp.broadcast_to(leaf, (replicas, *leaf.shape))
+
+        copies = jax.jit(lambda tree: jax.tree.map(repeat, tree), out_shardings=shardings)(
+            base.opt_state
+        )
         opt_state = new_opt_state._replace(optimizer=PerReplica(copies))
         note = f", a copy for each of {replicas} replicas"
         reset_parts = ["the outer optimizer"] if jax.tree.leaves(new_opt_state.outer) else []

@@ -1,4 +1,7 @@
-"""Devices, mesh and strategy from the options of `shardopt train`; options that cannot be combined are refused."""
+"""Devices, mesh and strategy from the options of `shardopt train`.
+
+Options that cannot be combined are refused.
+"""
 
 import dataclasses
 import math
@@ -23,13 +26,17 @@ from shardopt.planning._layout import named_builder
 _AXES = ("replica", "data", "tensor", "pipeline", "context", "expert")
 
 _MAX_DIGITS = 18
-"""Maximum digits of a mesh size: no number of devices has more, and Python refuses to parse thousands of digits."""
+"""Maximum digits of a mesh size: no number of devices has more, and Python refuses to parse
+thousands of digits.
+"""
 
 _GATHERING_PLACEMENTS = ("fsdp", "zero3")
 """The placements of hybrid that gather weights."""
 
 
-def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False, replicas: int | None = None) -> Mesh:
+def mesh_of(
+    sizes: str, devices: Devices, *, pipelined: bool = False, replicas: int | None = None
+) -> Mesh:
     """Return the mesh for "data=4,tensor=2" or "auto".
 
     Args:
@@ -41,7 +48,9 @@ def mesh_of(sizes: str, devices: Devices, *, pipelined: bool = False, replicas: 
     if sizes == "auto":
         num_replicas = replicas or 1
         if len(devices) % num_replicas:
-            problem = f"{len(devices)} devices cannot be shared evenly by --replicas {num_replicas}."
+            problem = (
+                f"{len(devices)} devices cannot be shared evenly by --replicas {num_replicas}."
+            )
             fix = "choose another number of either, or name sizes with --mesh."
             raise ValueError(format_error("train", problem, fix=fix))
         pipeline = 2 if pipelined and len(devices) // num_replicas % 2 == 0 else 1
@@ -75,7 +84,10 @@ def parse_mesh(text: str) -> dict[str, int]:
         else:
             sizes[axis] = int(size)
     if problems:
-        fix = f"write --mesh data=4,tensor=2; the axes are {', '.join(_AXES)}, and one size may be -1."
+        fix = (
+            f"write --mesh data=4,tensor=2; the axes are {', '.join(_AXES)}, and one size may"
+            " be -1."
+        )
         raise ValueError(format_error("train", f"--mesh {text} cannot be read.", problems, fix))
     return sizes
 
@@ -84,14 +96,18 @@ def parse_mesh(text: str) -> dict[str, int]:
 def check_strategy(options: TrainOptions) -> None:
     """Refuse options of train that cannot be combined, as far as this is known without devices."""
     model = options.model
-    check_layout(options, {"--layers": model.layers, "--experts": model.experts, "--top-k": model.top_k})
+    check_layout(
+        options, {"--layers": model.layers, "--experts": model.experts, "--top-k": model.top_k}
+    )
     check_model(model)
     check_communication(options)
 
 
 @calling("train")
 def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
-    """Refuse options of devices and pipeline that cannot be combined, and counts of the command that are below 1."""
+    """Refuse options of devices and pipeline that cannot be combined, and counts of the command
+    that are below 1.
+    """
     device_options, pipeline = options.where, options.pipeline
     all_counts = {
         "--batch-size": options.training.batch_size,
@@ -104,14 +120,20 @@ def check_layout(options: RunOptions, counts: Mapping[str, int | None]) -> None:
             check_count(flag, number)
     if not options.is_hybrid and (hybrid_flags := changed_flags(pipeline)):
         problem = (
-            f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid; {device_options.strategy} was asked for."
+            f"{plural(len(hybrid_flags), 'option')} for --strategy hybrid;"
+            f" {device_options.strategy} was asked for."
         )
         fix = "leave out what is listed, or choose --strategy hybrid."
         raise ValueError(format_error("train", problem, hybrid_flags, fix))
     _check_gather_dtype(options)
     if not options.pipeline.regather and options.placement not in _GATHERING_PLACEMENTS:
-        problem = f"--no-regather is for placements that gather weights; --placement {options.placement} does not."
-        raise ValueError(format_error("train", problem, fix="leave it out, or choose --placement fsdp."))
+        problem = (
+            f"--no-regather is for placements that gather weights; --placement {options.placement}"
+            " does not."
+        )
+        raise ValueError(
+            format_error("train", problem, fix="leave it out, or choose --placement fsdp.")
+        )
     check_chunks("--schedule", _schedule_name(pipeline), pipeline.chunks)
 
 
@@ -119,25 +141,42 @@ def _check_gather_dtype(options: RunOptions) -> None:
     if options.where.gather_dtype is None or options.where.strategy == "fsdp":
         return
     if not options.is_hybrid:
-        problem = f"--gather-dtype is for fsdp, which gathers weights; {options.where.strategy} was asked for."
-        raise ValueError(format_error("train", problem, fix="leave it out, or choose --strategy fsdp."))
+        problem = (
+            f"--gather-dtype is for fsdp, which gathers weights; {options.where.strategy} was asked"
+            " for."
+        )
+        raise ValueError(
+            format_error("train", problem, fix="leave it out, or choose --strategy fsdp.")
+        )
     if options.placement not in _GATHERING_PLACEMENTS:
-        problem = f"--gather-dtype is for placements that gather weights; --placement {options.placement} does not."
-        raise ValueError(format_error("train", problem, fix="leave it out, or choose --placement fsdp."))
+        problem = (
+            f"--gather-dtype is for placements that gather weights; --placement {options.placement}"
+            " does not."
+        )
+        raise ValueError(
+            format_error("train", problem, fix="leave it out, or choose --placement fsdp.")
+        )
 
 
 def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
     """Refuse a number of chunks that the schedule cannot have."""
     kind = KINDS[schedule]
     if chunks not in (None, kind.chunks) and not kind.takes_chunks:
-        problem = f"--chunks {chunks} is for schedules that have chunks; {schedule} has {('one', 'two')[kind.on_a_v]} a stage."
+        problem = (
+            f"--chunks {chunks} is for schedules that have chunks; {schedule} has"
+            f" {('one', 'two')[kind.on_a_v]} a stage."
+        )
         *first_names, last_name = (name for name, other in KINDS.items() if other.takes_chunks)
         fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
         raise ValueError(error_text(problem, fix=fix))
 
 
-def schedule_builder(name: str, chunks: int | None, *, send_ahead: bool = False) -> Callable[[int, int], Schedule]:
-    """Return the function of `so.schedules` from stages and micro-batches to a schedule, with this many chunks."""
+def schedule_builder(
+    name: str, chunks: int | None, *, send_ahead: bool = False
+) -> Callable[[int, int], Schedule]:
+    """Return the function of `so.schedules` from stages and micro-batches to a schedule, with this
+    many chunks.
+    """
     builder = named_builder(name, chunks)
     return so.schedules.send_ahead(builder) if send_ahead else builder
 
@@ -151,14 +190,27 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     device_options, stages = options.where, mesh.shape["pipeline"]
     communication = options.communication
     if communication.sync_every is not None and mesh.shape.get("replica", 1) < 2:
-        problem = f"--sync-every {communication.sync_every} is for several replicas, and there is one."
-        raise ValueError(format_error("train", problem, fix="add --replicas 2, or leave --sync-every out."))
+        problem = (
+            f"--sync-every {communication.sync_every} is for several replicas, and there is one."
+        )
+        raise ValueError(
+            format_error("train", problem, fix="add --replicas 2, or leave --sync-every out.")
+        )
     if communication.sync_every is not None and options.run.metrics_every is not None:
-        problem = "--metrics-every takes norms of one gradient, and with --sync-every the replicas train apart."
+        problem = (
+            "--metrics-every takes norms of one gradient, and with --sync-every the replicas train"
+            " apart."
+        )
         raise ValueError(format_error("train", problem, fix="leave --metrics-every out."))
     if stages > 1 and not options.is_hybrid:
-        problem = f"pipeline={stages} is for --strategy hybrid; {device_options.strategy} was asked for."
-        raise ValueError(format_error("train", problem, fix="choose --strategy hybrid, or a --mesh without pipeline."))
+        problem = (
+            f"pipeline={stages} is for --strategy hybrid; {device_options.strategy} was asked for."
+        )
+        raise ValueError(
+            format_error(
+                "train", problem, fix="choose --strategy hybrid, or a --mesh without pipeline."
+            )
+        )
     chunks = options.pipeline.chunks or KINDS[_schedule_name(options.pipeline)].chunks
     num_parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, num_parts)
@@ -196,7 +248,8 @@ def make_base(
       mesh: the mesh.
       model: the model.
       reducer: the reducer of gradients, or None.
-      leaf_arguments: the arguments of a strategy that describe the leaves of the model; by default those of train's models.
+      leaf_arguments: the arguments of a strategy that describe the leaves of the model; by default
+        those of train's models.
     """
     device_options, pipeline = options.where, options.pipeline
     if leaf_arguments is None:
@@ -208,7 +261,9 @@ def make_base(
             tx,
             mesh,
             model,
-            schedule=schedule_builder(_schedule_name(pipeline), pipeline.chunks, send_ahead=pipeline.send_ahead),
+            schedule=schedule_builder(
+                _schedule_name(pipeline), pipeline.chunks, send_ahead=pipeline.send_ahead
+            ),
             reducer=reducer,
             placement=options.placement,
             gather_dtype=device_options.gather_dtype,
@@ -230,7 +285,10 @@ def named_strategy(
     reducer: so.reducers.Reducer | None = None,
     **arguments: Any,
 ) -> so.ShardedOptimizer:
-    """Return the strategy with a name such as "zero1"; `gather_dtype` is for fsdp, and `reducer` for ddp."""
+    """Return the strategy with a name such as "zero1".
+
+    `gather_dtype` is for fsdp, and `reducer` for ddp.
+    """
     if name == "fsdp":
         return so.fsdp(tx, mesh, model, gather_dtype=gather_dtype, **arguments)
     if name == "ddp":
@@ -241,10 +299,14 @@ def named_strategy(
 def num_micro_batches(options: RunOptions, mesh: Mesh) -> int:
     """Return the number of micro-batches.
 
-    It is the number in the options. By default it is 1, or with a pipeline twice the number of stages, or the number
-    of stages if twice does not divide the batch.
+    It is the number in the options. By default it is 1, or with a pipeline twice the number of
+    stages, or the number of stages if twice does not divide the batch.
     """
-    batch_size, requested, stages = options.training.batch_size, options.where.micro_batches, mesh.shape["pipeline"]
+    batch_size, requested, stages = (
+        options.training.batch_size,
+        options.where.micro_batches,
+        mesh.shape["pipeline"],
+    )
     axes = data_axes(mesh)
     devices = math.prod(mesh.shape[axis] for axis in axes)
     candidates = [requested] if requested else [2 * stages, stages] if stages > 1 else [1]

@@ -70,14 +70,18 @@ class _Setup(NamedTuple):
             say=lambda line: display.say(self.screen, line),
         )
 
-    def traffic(self, opt: so.ShardedOptimizer, result: so.training.FitResult, batch: PyTree) -> Traffic | None:
+    def traffic(
+        self, opt: so.ShardedOptimizer, result: so.training.FitResult, batch: PyTree
+    ) -> Traffic | None:
         """Return the bytes that a step at the end of the run sends; None if no step was made."""
         if not result.history:
             return None
         if not self.options.communication.reducer_warmup_steps:
             return measure(opt, result.state, batch)
         # a program with a warm-up holds both the exact and the reduced means
-        final_opt = make_strategy(as_sent(self.options, result.step), self.tx, self.mesh, self.model.block_model)
+        final_opt = make_strategy(
+            as_sent(self.options, result.step), self.tx, self.mesh, self.model.block_model
+        )
         state = final_opt.abstract_state(jax.eval_shape(lambda: result.state.params))
         return measure(final_opt, state, batch)
 
@@ -99,7 +103,9 @@ def train(options: TrainOptions) -> None:
     if result is None:
         return
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
-    text = continue_text(result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed)
+    text = continue_text(
+        result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed
+    )
     if jax.process_index() == 0:
         job.draw("byte")
     traffic = setup.traffic(opt, result, held_out_batches[0])
@@ -120,17 +126,23 @@ def _set_up(options: TrainOptions) -> _Setup:
     windows, held_out = data.split(corpus, options.model.length)
     schedule = {"learning_rate": training.learning_rate, "steps": training.steps}
     tx = make_optimizer(training.optimizer, **schedule, clip=training.clip)
-    return _Setup(options, mesh, model_of(options.model), tx, screen, corpus.num_bytes, windows, held_out)
+    return _Setup(
+        options, mesh, model_of(options.model), tx, screen, corpus.num_bytes, windows, held_out
+    )
 
 
-def continue_text(params: gpt.Params, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int) -> str:
+def continue_text(
+    params: gpt.Params, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int
+) -> str:
     """Return a continuation of a prompt by the model, computed on one device of each process.
 
-    The model writes as many bytes as the prompt has, then continues from these, and so on. All steps use one compiled
-    program, over windows of twice the prompt's length.
+    The model writes as many bytes as the prompt has, then continues from these, and so on. All
+    steps use one compiled program, over windows of twice the prompt's length.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
-    replicated = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(params)
+    replicated = jax.jit(lambda params: params, out_shardings=NamedSharding(mesh, PartitionSpec()))(
+        params
+    )
     local_params = jax.tree.map(lambda leaf: leaf.addressable_data(0), replicated)
     pieces, window = [], prompt[None]
     for index in range(-(-num_bytes // len(prompt))):

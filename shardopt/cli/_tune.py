@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     import grain
 
 _LOSS_CHUNK = 512
-"""Positions whose logits are held at a time: with vocabularies of 100,000 tokens logits are larger than all else."""
+"""Positions whose logits are held at a time: with vocabularies of 100,000 tokens logits are larger
+than all else.
+"""
 
 
 class _Rows(NamedTuple):
@@ -98,12 +100,18 @@ class _Tuned(NamedTuple):
         """The parameters as `jax.ShapeDtypeStruct`."""
         abstract_params = self.pretrained.abstract_params
         return (
-            jax.eval_shape(self.adapters.init, abstract_params, jax.random.key(0)) if self.adapters else abstract_params
+            jax.eval_shape(self.adapters.init, abstract_params, jax.random.key(0))
+            if self.adapters
+            else abstract_params
         )
 
     def start(self, opt: so.ShardedOptimizer, rng: jax.Array) -> TrainState:
         """Return the first train state, with the weights of the folder."""
-        return self.adapters.start(self.pretrained, opt, rng) if self.adapters else self.pretrained.load(opt, rng)
+        return (
+            self.adapters.start(self.pretrained, opt, rng)
+            if self.adapters
+            else self.pretrained.load(opt, rng)
+        )
 
     def save(self, folder: Path, params: PyTree) -> None:
         """Write the folder that transformers or peft loads."""
@@ -123,10 +131,16 @@ def tune(options: TuneOptions) -> None:
     tokenizer = data.open_chat(options.model.model, template=options.model.chat_template)
     tuned = _open_model(options)
     rows = _read_rows(options, tokenizer, tuned.pretrained.config.vocab_size)
-    steps = training.steps or max(1, math.ceil(training.epochs * rows.num_rows / training.batch_size))
+    steps = training.steps or max(
+        1, math.ceil(training.epochs * rows.num_rows / training.batch_size)
+    )
     learning_rate = training.learning_rate or (2e-4 if tuned.adapters else 1e-5)
-    tx = make_optimizer(training.optimizer, learning_rate=learning_rate, steps=steps, clip=training.clip)
-    mesh = mesh_of(options.where.mesh, start_devices(options.where.devices), pipelined=options.is_hybrid)
+    tx = make_optimizer(
+        training.optimizer, learning_rate=learning_rate, steps=steps, clip=training.clip
+    )
+    mesh = mesh_of(
+        options.where.mesh, start_devices(options.where.devices), pipelined=options.is_hybrid
+    )
     opt = make_base(options, tx, mesh, tuned.model, leaf_arguments=tuned.leaf_arguments)
     opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters
 
@@ -136,7 +150,10 @@ def tune(options: TuneOptions) -> None:
     checkpoints = so.Checkpoints(**checkpoint_settings(run), hash_only=hash_only)
     job = Job(options, opt, screen, num_bytes, steps)
     batches = rows.batches(options.model.length, training.batch_size, training.seed)
-    start = lambda: tuned.start(opt, jax.random.key(training.seed))  # noqa: E731
+
+    def start():
+        return tuned.start(opt, jax.random.key(training.seed))
+
     result = job.run(start, batches, rows.held_out_batches(training.batch_size), checkpoints)
     if result is None:
         return
@@ -158,24 +175,37 @@ def _check(options: TuneOptions) -> None:
     for module in ("safetensors", "tokenizers", "jinja2"):
         require(module, extra="huggingface")
     model, training = options.model, options.training
-    missing = [f"--{name}" for name, path in (("model", model.model), ("data", training.data)) if path is None]
+    missing = [
+        f"--{name}"
+        for name, path in (("model", model.model), ("data", training.data))
+        if path is None
+    ]
     if missing:
         fix = "shardopt tune --model FOLDER --data chat.jsonl"
         raise ValueError(error_text(f"{' and '.join(missing)} must be given.", fix=fix))
     if not Path(str(model.model)).is_dir():
-        raise FileNotFoundError(error_text(f"--model {model.model} is no folder.", fix="download the model first."))
+        raise FileNotFoundError(
+            error_text(f"--model {model.model} is no folder.", fix="download the model first.")
+        )
     if model.lora_rank is None:
         flags = changed_flags(model, ("lora_alpha", "lora_dropout", "lora_targets", "base"))
         if flags := [text.partition(" ")[0] for text in flags]:
             problem = f"{plural(len(flags), 'option')} for adapters, and --lora-rank is not given."
-            raise ValueError(error_text(problem, flags, "add --lora-rank 16, or leave out what is listed."))
+            raise ValueError(
+                error_text(problem, flags, "add --lora-rank 16, or leave out what is listed.")
+            )
     check_run_folder(options)
-    check_layout(options, {"--length": model.length, "--lora-rank": model.lora_rank, "--steps": training.steps})
+    check_layout(
+        options,
+        {"--length": model.length, "--lora-rank": model.lora_rank, "--steps": training.steps},
+    )
     check_number("--epochs", training.epochs, positive=True)
     if training.learning_rate is not None:
         check_number("--learning-rate", training.learning_rate, positive=True)
     if not 0 < training.validation < 1:
-        raise ValueError(error_text(f"--validation must be between 0 and 1, got {training.validation}."))
+        raise ValueError(
+            error_text(f"--validation must be between 0 and 1, got {training.validation}.")
+        )
 
 
 def _open_model(options: TuneOptions) -> _Tuned:
@@ -194,7 +224,9 @@ def _open_model(options: TuneOptions) -> _Tuned:
     if model.lora_rank is None:
         return _Tuned(pretrained, None, stored)
     targets = (
-        [f"^{leaf}$" for leaf in linear_weights(pretrained)] if model.lora_targets is None else [model.lora_targets]
+        [f"^{leaf}$" for leaf in linear_weights(pretrained)]
+        if model.lora_targets is None
+        else [model.lora_targets]
     )
     adapters = lora(
         pretrained.model,
@@ -209,7 +241,12 @@ def _open_model(options: TuneOptions) -> _Tuned:
     )
     params = jax.eval_shape(adapters.init, pretrained.abstract_params, jax.random.key(0))
     modules_of(
-        pretrained, {path.removesuffix("/lora_a") for path, _ in leaves_with_paths(params) if path.endswith("/lora_a")}
+        pretrained,
+        {
+            path.removesuffix("/lora_a")
+            for path, _ in leaves_with_paths(params)
+            if path.endswith("/lora_a")
+        },
     )
     return _Tuned(pretrained, adapters, stored)
 
@@ -222,15 +259,25 @@ def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: 
     tokenized = data.tokenize_chats(chats, tokenizer, length, vocab_size)
     documents, count = tokenized.documents, len(tokenized.documents)
     if count < 2:
-        raise ValueError(error_text("one conversation cannot be both trained on and held out.", fix="add another one."))
+        raise ValueError(
+            error_text(
+                "one conversation cannot be both trained on and held out.", fix="add another one."
+            )
+        )
     order = np.random.default_rng(training.seed).permutation(count)
     num_held_out = min(max(1, round(training.validation * count)), count - 1)
-    held_out, trained = ([documents[i] for i in part] for part in (order[:num_held_out], order[num_held_out:]))
+    held_out, trained = (
+        [documents[i] for i in part] for part in (order[:num_held_out], order[num_held_out:])
+    )
     num_rows = sum(1 for _ in data.pack(trained, length))
-    text = f"{plural(len(trained), 'conversation')} of {training.data} in {plural(num_rows, 'row')}, {num_held_out} held out"
+    text = (
+        f"{plural(len(trained), 'conversation')} of {training.data} in {plural(num_rows, 'row')},"
+        f" {num_held_out} held out"
+    )
     if tokenized.num_too_long:
         text += (
-            f"; {tokenized.num_too_long} left out with more than {length} tokens (the longest has {tokenized.longest})"
+            f"; {tokenized.num_too_long} left out with more than {length} tokens (the longest has"
+            f" {tokenized.longest})"
         )
     return _Rows(trained, list(data.pack(held_out, length)), num_rows, text)
 
@@ -252,7 +299,10 @@ def _show(
             for path, leaf in leaves_with_paths(tuned.abstract_params)
             if path.endswith(("/lora_a", "/lora_b"))
         )
-        size_text += f"; adapters of rank {tuned.adapters.rank} with {trained / 1e6:.4g} million on a base in {tuned.adapters.base}"
+        size_text += (
+            f"; adapters of rank {tuned.adapters.rank} with {trained / 1e6:.4g} million on a base"
+            f" in {tuned.adapters.base}"
+        )
     first_rows = [
         ("model", size_text),
         ("data", rows.text),
@@ -269,10 +319,18 @@ def _copy_template(options: TuneOptions, out: Path) -> None:
         shutil.copyfile(template, out / "chat_template.jinja")
 
 
-def _show_result(screen: Any, options: TuneOptions, result: so.training.FitResult, out: Path) -> None:
+def _show_result(
+    screen: Any, options: TuneOptions, result: so.training.FitResult, out: Path
+) -> None:
     display.show_loss(screen, result, "token")
     display.show_files(screen, options, result, out.name)
-    call = "peft.AutoPeftModelForCausalLM" if out.name == "adapters" else "transformers.AutoModelForCausalLM"
+    call = (
+        "peft.AutoPeftModelForCausalLM"
+        if out.name == "adapters"
+        else "transformers.AutoModelForCausalLM"
+    )
     display.say(
-        screen, f"{call}.from_pretrained({str(out)!r}) loads the {'adapters' if out.name == 'adapters' else 'model'}."
+        screen,
+        f"{call}.from_pretrained({str(out)!r}) loads the"
+        f" {'adapters' if out.name == 'adapters' else 'model'}.",
     )

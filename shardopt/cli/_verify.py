@@ -1,4 +1,7 @@
-"""`shardopt verify`: check strategies, kernels and predictions on the devices at hand. It needs no extras."""
+"""`shardopt verify`: check strategies, kernels and predictions on the devices at hand.
+
+It needs no extras.
+"""
 
 import argparse
 import contextlib
@@ -18,19 +21,24 @@ from shardopt.runtime._processes import end_at_once
 class VerifyOptions:
     """Compare every strategy, mesh and kernel that fits with one device, on the devices at hand.
 
-    It also compares predicted with measured memory, bytes and seconds, checks that all devices compute the same bits,
-    and times collectives. The exit code is 0 if all rows that can run here passed, and 1 if a row failed. It is 2 for an
-    error in the request, and 3 if no row failed but the time was over before all rows ran.
+    It also compares predicted with measured memory, bytes and seconds, checks that all devices
+    compute the same bits, and times collectives. The exit code is 0 if all rows that can run here
+    passed, and 1 if a row failed. It is 2 for an error in the request, and 3 if no row failed but
+    the time was over before all rows ran.
     """
 
     minutes: float = 10.0
     """No row begins after this time; the most important rows run first."""
 
     devices: int = 8
-    """How many CPU devices to simulate if there is no accelerator. Otherwise all accelerators are used."""
+    """How many CPU devices to simulate if there is no accelerator. Otherwise all accelerators are
+    used.
+    """
 
     only: str = ""
-    """Run only the rows whose group and name contain this text, such as "training: fsdp" or "kernels"."""
+    """Run only the rows whose group and name contain this text, such as "training: fsdp" or
+    "kernels".
+    """
 
     output: Path = Path("verify.json")
     """File for the results as JSON."""
@@ -45,7 +53,9 @@ def parse_verify(words: Sequence[str]) -> VerifyOptions:
 
 
 def run_without_extras(words: Sequence[str]) -> int:
-    """Run the command where the packages of the extra cli are not installed, and return its exit code."""
+    """Run the command where the packages of the extra cli are not installed, and return its exit
+    code.
+    """
     try:
         return verify(parse_verify(words))
     except KeyboardInterrupt:
@@ -64,7 +74,9 @@ def verify(options: VerifyOptions) -> int:
         raise ValueError(error_text(problem))
     if not options.output.parent.is_dir():
         problem = f"the folder of --output {options.output} does not exist."
-        raise ValueError(error_text(problem, fix=f"mkdir -p {options.output.parent}, or name another file."))
+        raise ValueError(
+            error_text(problem, fix=f"mkdir -p {options.output.parent}, or name another file.")
+        )
     import jax
 
     from shardopt.runtime._devices import start_devices
@@ -75,7 +87,9 @@ def verify(options: VerifyOptions) -> int:
     if not rows:
         problem = f"no row contains {options.only!r}."
         groups = ", ".join(dict.fromkeys(row.group for row in all_rows(devices)))
-        raise ValueError(error_text(problem, fix=f"use a group, such as {groups}, or a part of a name."))
+        raise ValueError(
+            error_text(problem, fix=f"use a group, such as {groups}, or a part of a name.")
+        )
     with _screen(jax.process_index() == 0) as (show, show_current):
         processes = plural(jax.process_count(), "process")
         show(f"{len(devices)} x {devices[0].device_kind}, {processes}, jax {jax.__version__}", "")
@@ -89,13 +103,20 @@ def verify(options: VerifyOptions) -> int:
                 line = _line(result.status, result.group, result.name, result.detail)
                 show(line, _COLOURS.get(result.status, "yellow"))
 
-        report = run_rows(rows, devices, seconds=60 * options.minutes, begin_row=begin_row, end_row=end_row)
-        if late := Counter(result.group for result in report.results if result.status == "out of time"):
+        report = run_rows(
+            rows, devices, seconds=60 * options.minutes, begin_row=begin_row, end_row=end_row
+        )
+        if late := Counter(
+            result.group for result in report.results if result.status == "out of time"
+        ):
             groups = ", ".join(f"{count} {group}" for group, count in late.items())
             remedy = "raise --minutes; the JSON lists them as not_run"
             show(_line("out of time", plural(late.total(), "row"), groups, remedy), "yellow")
         counts = ", ".join(f"{count} {status}" for status, count in report.counts.items())
-        show(f"{counts}; {report.seconds:.0f} s; exit code {report.exit_code}; {options.output}", "bold")
+        show(
+            f"{counts}; {report.seconds:.0f} s; exit code {report.exit_code}; {options.output}",
+            "bold",
+        )
     if jax.process_index() == 0:
         options.output.write_text(json.dumps(report.to_json(devices), indent=2) + "\n")
     return report.exit_code
@@ -110,7 +131,9 @@ def _line(status: str, group: str, name: str, detail: str) -> str:
 
 @contextlib.contextmanager
 def _screen(is_shown: bool) -> Iterator[tuple[Callable[[str, str], None], Callable[[str], None]]]:
-    """Give a function that prints a line in a style, and one that shows the current row while it runs."""
+    """Give a function that prints a line in a style, and one that shows the current row while it
+    runs.
+    """
     if not (is_shown and is_installed("rich")):
         yield (lambda text, style: print(text, flush=True) if is_shown else None), lambda text: None
         return
@@ -119,4 +142,7 @@ def _screen(is_shown: bool) -> Iterator[tuple[Callable[[str, str], None], Callab
     # in a notebook rich would take a pipe for a terminal
     console = Console(highlight=False, force_terminal=sys.stdout.isatty())
     with console.status("") as status:
-        yield (lambda text, style: console.print(text, style=style, markup=False, soft_wrap=True)), status.update
+        yield (
+            (lambda text, style: console.print(text, style=style, markup=False, soft_wrap=True)),
+            status.update,
+        )

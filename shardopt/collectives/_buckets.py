@@ -1,8 +1,9 @@
-"""Send several small leaves in one collective, where a collective costs more time than the copies that join the leaves.
+"""Send several small leaves in one collective, where a collective costs more time than the copies
+that join the leaves.
 
-Between processes on CPU each collective is a round trip over sockets of about a millisecond, and XLA:CPU joins none of
-them. XLA:GPU joins collectives itself (its combiner passes), and on a TPU joining gains nothing. PyTorch's FSDP joins
-the leaves of a module for the same reason.
+Between processes on CPU each collective is a round trip over sockets of about a millisecond, and
+XLA:CPU joins none of them. XLA:GPU joins collectives itself (its combiner passes), and on a TPU
+joining gains nothing. PyTorch's FSDP joins the leaves of a module for the same reason.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +19,9 @@ MeshAxes = str | tuple[str, ...]
 """A mesh axis, or several axes that act as one."""
 
 SMALL_BUCKET_BYTES = 2**21
-"""The unsharded bytes of a bucket: about as many as a socket sends in a millisecond. A bucket needs that memory once more."""
+"""The unsharded bytes of a bucket: about as many as a socket sends in a millisecond. A bucket needs
+that memory once more.
+"""
 BUCKET_BYTES = 25 * 2**20
 """The bytes of a bucket of unsharded leaves: the default of PyTorch's DistributedDataParallel."""
 
@@ -31,7 +34,8 @@ def all_gather_buckets(
     *,
     bucket_bytes: int,
 ) -> list[jax.Array]:
-    """Return every x all-gathered on its dim, with one call of `gather(x, axis, dim)` for each bucket.
+    """Return every x all-gathered on its dim, with one call of `gather(x, axis, dim)` for each
+    bucket.
 
     A bucket has at most `bucket_bytes` unsharded bytes.
     """
@@ -45,7 +49,9 @@ def all_gather_buckets(
             for part, x, dim in zip(parts, bucket, dims, strict=True)
         ]
 
-    return _move_in_buckets(xs, dims, bucket_bytes // num_shards, lambda x, dim: gather(x, axis, dim), gather_bucket)
+    return _move_in_buckets(
+        xs, dims, bucket_bytes // num_shards, lambda x, dim: gather(x, axis, dim), gather_bucket
+    )
 
 
 def reduce_scatter_buckets(
@@ -56,23 +62,35 @@ def reduce_scatter_buckets(
     *,
     bucket_bytes: int,
 ) -> list[jax.Array]:
-    """Return this device's shard of the sum of every x, with one call of `scatter(x, axis, dim)` for each bucket."""
+    """Return this device's shard of the sum of every x, with one call of `scatter(x, axis, dim)`
+    for each bucket.
+    """
     num_shards = jax.lax.axis_size(axis)
 
     def scatter_bucket(bucket: list[jax.Array], dims: list[int]) -> list[jax.Array]:
-        all_shard_rows = [shards_of(x, dim, num_shards) for x, dim in zip(bucket, dims, strict=True)]
+        all_shard_rows = [
+            shards_of(x, dim, num_shards) for x, dim in zip(bucket, dims, strict=True)
+        ]
         sums = scatter(_flatten_rows(all_shard_rows), axis, 0)  # [1, all elements of a shard]
-        parts = jnp.split(sums, split_points([shard_rows[0].size for shard_rows in all_shard_rows]), axis=1)
-        return [part.reshape(shard_rows.shape[1:]) for part, shard_rows in zip(parts, all_shard_rows, strict=True)]
+        parts = jnp.split(
+            sums, split_points([shard_rows[0].size for shard_rows in all_shard_rows]), axis=1
+        )
+        return [
+            part.reshape(shard_rows.shape[1:])
+            for part, shard_rows in zip(parts, all_shard_rows, strict=True)
+        ]
 
-    return _move_in_buckets(xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), scatter_bucket)
+    return _move_in_buckets(
+        xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), scatter_bucket
+    )
 
 
 def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
     """Return every x summed over mesh axes, with one all-reduce for each bucket of small leaves.
 
-    Within one process each leaf has its own all-reduce, and XLA:CPU joins them itself. If they were joined before, XLA:CPU
-    would compile everything that computes them as one function, and a step would take 1.5 times as long to compile.
+    Within one process each leaf has its own all-reduce, and XLA:CPU joins them itself. If they were
+    joined before, XLA:CPU would compile everything that computes them as one function, and a step
+    would take 1.5 times as long to compile.
     """
 
     def reduce_bucket(bucket: list[jax.Array], _: Sequence[int]) -> list[jax.Array]:
@@ -81,7 +99,9 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[j
         return [part.reshape(x.shape) for part, x in zip(parts, bucket, strict=True)]
 
     limit = BUCKET_BYTES if jax.process_count() > 1 else 0
-    return _move_in_buckets(xs, [0] * len(xs), limit, lambda x, _: jax.lax.psum(x, axes), reduce_bucket)
+    return _move_in_buckets(
+        xs, [0] * len(xs), limit, lambda x, _: jax.lax.psum(x, axes), reduce_bucket
+    )
 
 
 def _move_in_buckets(
@@ -91,11 +111,17 @@ def _move_in_buckets(
     move_leaf: Callable[[jax.Array, int], jax.Array],
     move_bucket: Callable[[list[jax.Array], list[int]], list[jax.Array]],
 ) -> list[jax.Array]:
-    """Move leaves in buckets of one dtype and at most `limit` bytes; except on CPU, move each leaf separately."""
+    """Move leaves in buckets of one dtype and at most `limit` bytes.
+
+    Except on CPU, move each leaf separately.
+    """
     results = [move_leaf(x, dim) if not x.size else x for x, dim in zip(xs, dims, strict=True)]
     nbytes, dtypes = [x.size * x.dtype.itemsize for x in xs], [x.dtype for x in xs]
     for bucket in plan_buckets(nbytes, dtypes, limit if device_kind() == "cpu" else 0):
-        bucket_leaves, bucket_dims = [xs[i] for i in bucket.members], [dims[i] for i in bucket.members]
+        bucket_leaves, bucket_dims = (
+            [xs[i] for i in bucket.members],
+            [dims[i] for i in bucket.members],
+        )
         if len(bucket_leaves) > 1:
             moved = move_bucket(bucket_leaves, bucket_dims)
         else:
@@ -126,7 +152,8 @@ class Bucket(NamedTuple):
 def plan_buckets(sizes: Sequence[int], keys: Sequence[Hashable], limit: int) -> list[Bucket]:
     """Put leaves with equal keys into buckets of at most `limit`, in order.
 
-    A leaf above the limit gets its own bucket, and a leaf of size 0 gets none. Sizes and limit have the same unit.
+    A leaf above the limit gets its own bucket, and a leaf of size 0 gets none. Sizes and limit have
+    the same unit.
 
     Example:
       >>> plan_buckets([3, 0, 5, 2], ["a", "a", "a", "a"], limit=8)
@@ -141,7 +168,10 @@ def plan_buckets(sizes: Sequence[int], keys: Sequence[Hashable], limit: int) -> 
             buckets.append([])
             last_bucket[key] = buckets[-1]
         last_bucket[key].append(i)
-    return [Bucket(keys[members[0]], tuple(members), tuple(sizes[i] for i in members)) for members in buckets]
+    return [
+        Bucket(keys[members[0]], tuple(members), tuple(sizes[i] for i in members))
+        for members in buckets
+    ]
 
 
 def _flatten_rows(rows: Sequence[jax.Array]) -> jax.Array:

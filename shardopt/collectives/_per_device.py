@@ -1,13 +1,14 @@
 """The per-device view, and its convention for gradients.
 
-Inside `per_device` **a gradient is local**: it is the gradient of this device's own loss, whether the parameter is a
-copy or a shard. Nothing is summed implicitly. Each gradient is then reduced exactly once: by `all_reduce`, or by
-`reduce_scatter` (the backward pass of `all_gather` does the same).
+Inside `per_device` **a gradient is local**: it is the gradient of this device's own loss, whether
+the parameter is a copy or a shard. Nothing is summed implicitly. Each gradient is then reduced
+exactly once: by `all_reduce`, or by `reduce_scatter` (the backward pass of `all_gather` does the
+same).
 
-`jax.shard_map` offers two conventions. With `check_vma=True` the gradient of a replicated parameter arrives summed, so
-another `psum` makes it N times too large. With `check_vma=False` it arrives local. We take the second. The first also
-raises a type error for every user loss that scans with a constant initial carry (an RNN's zeros), although the same
-loss runs on one device.
+`jax.shard_map` offers two conventions. With `check_vma=True` the gradient of a replicated parameter
+arrives summed, so another `psum` makes it N times too large. With `check_vma=False` it arrives
+local. We take the second. The first also raises a type error for every user loss that scans with a
+constant initial carry (an RNN's zeros), although the same loss runs on one device.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,24 +24,31 @@ from shardopt.trace._jaxprs import equations
 
 TENSOR = "tensor"
 _CONSTRAINT_ERROR = "can only refer to Auto axes"  # raised by jax's with_sharding_constraint
-_MESH_TYPE_ERROR = "Closure-converted function called with different dynamic arguments"  # raised by equinox's loops
+# raised by equinox's loops
+_MESH_TYPE_ERROR = "Closure-converted function called with different dynamic arguments"
 
 
-def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree) -> Callable[..., PyTree]:
-    """Return `f` in the per-device view of every mesh axis but tensor, which is left to the partitioner.
+def per_device(
+    f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
+    """Return `f` in the per-device view of every mesh axis but tensor, which is left to the
+    partitioner.
 
-    A tensor axis of size 1 is left to the partitioner only if `f` constrains an array over tensor. Otherwise every axis
-    is manual: callbacks run, and jax can locate a NaN.
+    A tensor axis of size 1 is left to the partitioner only if `f` constrains an array over tensor.
+    Otherwise every axis is manual: callbacks run, and jax can locate a NaN.
 
     Args:
       f: a function of local shards. Gradients taken inside it are local (see the module).
       mesh: the mesh.
       in_specs: how the arguments are sharded over the manual axes; tensor is not named.
-      out_specs: the same for the results. The results must be equal along every axis that is not named.
+      out_specs: the same for the results. The results must be equal along every axis that is not
+        named.
     """
 
     def in_manual_view(f: Callable[..., PyTree], manual: frozenset[str]) -> Callable[..., PyTree]:
-        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False)
+        return jax.shard_map(
+            f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=manual, check_vma=False
+        )
 
     all_axes = frozenset(mesh.axis_names)
     if mesh.shape.get(TENSOR, 1) > 1:
@@ -55,16 +63,23 @@ def per_device(f: Callable[..., PyTree], mesh: Mesh, *, in_specs: PyTree, out_sp
             error_text = _CONSTRAINT_ERROR if _constrains_tensor(program.jaxpr) else ""
             # checks for NaN and infinity need to run the function itself
             if not (error_text or jax.debug_nans.value or jax.debug_infs.value):
-                return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args)))
+                return jax.tree.unflatten(
+                    jax.tree.structure(shapes), jaxpr_as_fun(program)(*jax.tree.leaves(args))
+                )
         if _CONSTRAINT_ERROR in error_text:
             return in_manual_view(f, all_axes - {TENSOR})(*args)
-        return in_manual_view(trace_without_mesh(f) if _MESH_TYPE_ERROR in error_text else f, all_axes)(*args)
+        return in_manual_view(
+            trace_without_mesh(f) if _MESH_TYPE_ERROR in error_text else f, all_axes
+        )(*args)
 
     return run
 
 
 def _constrains_tensor(jaxpr: Jaxpr) -> bool:
-    """Return whether a program constrains an array over tensor by a `NamedSharding`; jax refuses it only when lowering."""
+    """Return whether a program constrains an array over tensor by a `NamedSharding`.
+
+    Jax refuses it only when lowering.
+    """
     specs = (
         getattr(eqn.params["sharding"], "spec", ())
         for eqn in equations(jaxpr)
@@ -78,11 +93,15 @@ def has_auto_tensor() -> bool:
     return TENSOR in mesh_under_trace().auto_axes
 
 
-def constrain_tensor(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> list[jax.Array]:
+def constrain_tensor(
+    leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+) -> list[jax.Array]:
     """Constrain local arrays to their `specs` over tensor, if tensor is left to the partitioner."""
     if not has_auto_tensor():
         return list(leaves)
-    return [jax.lax.with_sharding_constraint(x, spec) for x, spec in zip(leaves, specs, strict=True)]
+    return [
+        jax.lax.with_sharding_constraint(x, spec) for x, spec in zip(leaves, specs, strict=True)
+    ]
 
 
 def all_reduce(
@@ -102,13 +121,16 @@ def all_reduce(
 
 
 def shard_by_shard(
-    f: Callable[[list[jax.Array]], list[jax.Array]], leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+    f: Callable[[list[jax.Array]], list[jax.Array]],
+    leaves: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
 ) -> list[jax.Array]:
     """Apply a collective to leaves in a nested region that is manual over the tensor axis as well.
 
-    The partitioner does not split a manual collective over an axis that is left to it: it would first gather the
-    operand over tensor. XLA:CPU also aborts on a half-precision sum while some axis is left to the partitioner. If
-    tensor is manual already, as it mostly is at size 1, the collective is called directly.
+    The partitioner does not split a manual collective over an axis that is left to it: it would
+    first gather the operand over tensor. XLA:CPU also aborts on a half-precision sum while some
+    axis is left to the partitioner. If tensor is manual already, as it mostly is at size 1, the
+    collective is called directly.
 
     Args:
       f: maps arrays to as many arrays, and does not change how tensor splits them.
@@ -120,6 +142,10 @@ def shard_by_shard(
     if not has_auto_tensor():
         return f(list(leaves))
     inner = jax.shard_map(
-        lambda *xs: f(list(xs)), in_specs=tuple(specs), out_specs=list(specs), axis_names={TENSOR}, check_vma=False
+        lambda *xs: f(list(xs)),
+        in_specs=tuple(specs),
+        out_specs=list(specs),
+        axis_names={TENSOR},
+        check_vma=False,
     )
     return inner(*leaves)

@@ -1,4 +1,7 @@
-"""All-gather of sharded leaves and reduce-scatter of their gradients; each is the transpose of the other."""
+"""All-gather of sharded leaves and reduce-scatter of their gradients.
+
+Each is the transpose of the other.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +20,13 @@ from shardopt.collectives._buckets import (
 )
 from shardopt.collectives._per_device import shard_by_shard
 from shardopt.collectives._rounded_gather import gather_rounded
-from shardopt.collectives._tiles import gather_joined, in_gathered_layout, is_tpu, joined_to_tiles, joins_small_matrices
+from shardopt.collectives._tiles import (
+    gather_joined,
+    in_gathered_layout,
+    is_tpu,
+    joined_to_tiles,
+    joins_small_matrices,
+)
 from shardopt.collectives._wire import LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._rounded_weight import joined
@@ -37,26 +46,32 @@ def all_gather(
 
     Args:
       leaves: local shards.
-      wires: how each leaf travels. Gradients are cast back before they are summed, so sums have the precision of the
-        stored leaf, unless `scatter_dtype` says otherwise.
-      bucket_bytes: the gathered bytes of leaves that may share a collective, if that is faster. Leaves of one bucket
-        are gathered at the same time, and so are their gradients.
-      cast_in_place: whether a TPU casts float32 to bfloat16 exactly here, and not earlier in the program.
-      probe: float32[8] without a meaning, whose gradient is the sum of the local gradients' bits, see `core._checksum`.
+      wires: how each leaf travels. Gradients are cast back before they are summed, so sums have the
+        precision of the stored leaf, unless `scatter_dtype` says otherwise.
+      bucket_bytes: the gathered bytes of leaves that may share a collective, if that is faster.
+        Leaves of one bucket are gathered at the same time, and so are their gradients.
+      cast_in_place: whether a TPU casts float32 to bfloat16 exactly here, and not earlier in the
+        program.
+      probe: float32[8] without a meaning, whose gradient is the sum of the local gradients' bits,
+        see `core._checksum`.
 
     Returns:
-      The gathered leaves; a leaf with a form is a `RoundedWeight`. The gradient of a sharded leaf is summed over its axes;
-      the gradient of a replicated leaf stays local.
+      The gathered leaves; a leaf with a form is a `RoundedWeight`. The gradient of a sharded leaf
+      is summed over its axes; the gradient of a replicated leaf stays local.
     """
     stored_dtypes = [leaf.dtype for leaf in leaves]
     is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
     differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
-    forms = {i: wire.form.of_shard(leaves[i]) for i, wire in enumerate(wires) if wire.form is not None}
+    forms = {
+        i: wire.form.of_shard(leaves[i]) for i, wire in enumerate(wires) if wire.form is not None
+    }
 
     def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
         if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
             return x
-        return _cast_in_place(x, wire.gather_dtype) if cast_in_place else x.astype(wire.gather_dtype)
+        return (
+            _cast_in_place(x, wire.gather_dtype) if cast_in_place else x.astype(wire.gather_dtype)
+        )
 
     def forward(xs, probe):
         del probe
@@ -70,23 +85,32 @@ def all_gather(
 
         gathered = _apply_where_sharded(move, leaves, plain_wires)
         shards, axes = [leaves[i] for i in forms], [wires[i].axes for i in forms]
-        return replaced(gathered, list(forms), gather_rounded(shards, list(forms.values()), axes, _all_gather))
+        return replaced(
+            gathered, list(forms), gather_rounded(shards, list(forms.values()), axes, _all_gather)
+        )
 
-    # A derived backward pass would reduce the gradients in the dtype of the gather, so it is written out.
+    # A derived backward pass would reduce the gradients in the dtype of the gather, so it is
+    # written out.
     def backward(_, cotangents):
-        # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy them
-        parts = {i: list(cotangents[i].zeros) if i in forms else [cotangents[i]] for i in differentiable}
+        # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy
+        # them
+        parts = {
+            i: list(cotangents[i].zeros) if i in forms else [cotangents[i]] for i in differentiable
+        }
         local_grads, treedef = jax.tree.flatten(
             [[x.astype(stored_dtypes[i]) for x in parts[i]] for i in differentiable]
         )
         part_wires = [wires[i].of_gradient for i in differentiable for _ in parts[i]]
-        part_sums = treedef.unflatten(reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes))
+        part_sums = treedef.unflatten(
+            reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes)
+        )
         sums = [
             forms[i].weight(joined(leaf_sums)) if i in forms else leaf_sums[0]
             for i, leaf_sums in zip(differentiable, part_sums, strict=True)
         ]
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
-        return replaced([None] * len(stored_dtypes), differentiable, sums), limbs  # None is a zero cotangent
+        # None is a zero cotangent
+        return replaced([None] * len(stored_dtypes), differentiable, sums), limbs
 
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
@@ -94,9 +118,14 @@ def all_gather(
 
 
 def reduce_scatter(
-    leaves: Sequence[jax.Array], wires: Sequence[LeafWire], *, bucket_bytes: int = SMALL_BUCKET_BYTES
+    leaves: Sequence[jax.Array],
+    wires: Sequence[LeafWire],
+    *,
+    bucket_bytes: int = SMALL_BUCKET_BYTES,
 ) -> list[jax.Array]:
-    """Sum local gradients over mesh axes, where each device keeps its shard; leaves with dim None stay local.
+    """Sum local gradients over mesh axes, where each device keeps its shard.
+
+    Leaves with dim None stay local.
 
     Args:
       leaves: local gradients.
@@ -120,13 +149,18 @@ def _apply_where_sharded(
     leaves: Sequence[jax.Array],
     wires: Sequence[LeafWire],
 ) -> list[jax.Array]:
-    """Apply a collective to the leaves that have a dim, once for all leaves with the same axes; return the others as is."""
+    """Apply a collective to the leaves that have a dim, once for all leaves with the same axes.
+
+    Return the others as is.
+    """
     results = list(leaves)
     sharded = {i: wire.dim for i, wire in enumerate(wires) if wire.dim is not None}
     for axes in dict.fromkeys(wires[i].axes for i in sharded):
         dims = {i: dim for i, dim in sharded.items() if wires[i].axes == axes}
 
-        def run(xs: list[jax.Array], dims: dict[int, int] = dims, axes: MeshAxes = axes) -> list[jax.Array]:
+        def run(
+            xs: list[jax.Array], dims: dict[int, int] = dims, axes: MeshAxes = axes
+        ) -> list[jax.Array]:
             return move(xs, list(dims.values()), axes)
 
         moved = shard_by_shard(run, [leaves[i] for i in dims], [wires[i].tensor for i in dims])
@@ -135,10 +169,12 @@ def _apply_where_sharded(
 
 
 def psum_scatter(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
-    """Sum over mesh axes, where each device keeps its shard of a dim: `jax.lax.psum_scatter`, tiled.
+    """Sum over mesh axes, where each device keeps its shard of a dim: `jax.lax.psum_scatter`,
+    tiled.
 
-    Between processes on CPU this is an all-to-all and a local sum. XLA's reduce-scatter through gloo gave wrong sums
-    there, in one of fifty to a hundred calls (24 MB, two processes, jax 0.10.2). All-to-alls and all-reduces gave none.
+    Between processes on CPU this is an all-to-all and a local sum. XLA's reduce-scatter through
+    gloo gave wrong sums there, in one of fifty to a hundred calls (24 MB, two processes, jax
+    0.10.2). All-to-alls and all-reduces gave none.
     """
     if jax.process_count() > 1 and device_kind_or_default() == "cpu":
         return _sum_by_exchange(x, axis, dim, x.dtype)
@@ -161,7 +197,10 @@ def _sum_by_exchange(x: jax.Array, axis: MeshAxes, dim: int, dtype: DTypeLike) -
 
 
 def all_to_all(x: jax.Array, axis: MeshAxes, split: int, concat: int) -> jax.Array:
-    """Split the dim `split` over a mesh axis, and join the received parts on the dim `concat`; not differentiable."""
+    """Split the dim `split` over a mesh axis, and join the received parts on the dim `concat`.
+
+    Not differentiable.
+    """
 
     def move(x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, axis, split, concat, tiled=True)
@@ -177,10 +216,13 @@ def _all_gather(x: jax.Array, axis: MeshAxes, dim: int) -> jax.Array:
 
 
 def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Cast; on a TPU, keep XLA from moving a cast from float32 to bfloat16 out of the loop over blocks.
+    """Cast.
 
-    XLA would cast the stack of all blocks instead (`xla_jf_bf16_propagation`), and hold this copy of half the size for
-    the whole step. No XLA pass moves a rounding (`reduce_precision`), so rounding here fixes the place of the cast.
+    On a TPU, keep XLA from moving a cast from float32 to bfloat16 out of the loop over blocks.
+
+    XLA would cast the stack of all blocks instead (`xla_jf_bf16_propagation`), and hold this copy
+    of half the size for the whole step. No XLA pass moves a rounding (`reduce_precision`), so
+    rounding here fixes the place of the cast.
     """
     half = x.dtype == jnp.float32 and dtype == jnp.bfloat16
     if half and is_tpu():
@@ -189,7 +231,9 @@ def _cast_in_place(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def _as_bits_on_cpu(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """Apply a collective; on CPU send short floats as integer bits, because XLA:CPU would send them as fp32.
+    """Apply a collective.
+
+    On CPU send short floats as integer bits, because XLA:CPU would send them as fp32.
 
     Other devices send them unchanged: on a TPU the cast to bits and back copies the gathered array.
     """

@@ -1,4 +1,6 @@
-"""How TPUs gather and scatter arrays without copies: in whole tiles of rows, and small matrices together."""
+"""How TPUs gather and scatter arrays without copies: in whole tiles of rows, and small matrices
+together.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -15,10 +17,13 @@ Gather = Callable[[jax.Array, MeshAxes, int], jax.Array]
 
 _TILE_ROWS = 8
 _SMALL_MATRIX = 2**25
-"""Bytes of a gathered matrix that is small. XLA:TPU may send a gather of 16 MB as an all-reduce of zeros and a shard. It takes
-2.3 ms on v5e:16x16, where a gather of 33 MB takes 0.3, and a pass over the gathered matrix on v6e:8x8."""
+"""Bytes of a gathered matrix that is small. XLA:TPU may send a gather of 16 MB as an all-reduce of
+zeros and a shard. It takes 2.3 ms on v5e:16x16, where a gather of 33 MB takes 0.3, and a pass over
+the gathered matrix on v6e:8x8."""
 _MANY_CHIPS = 64
-"""On 16 chips of v5e XLA gathers small matrices as they are. Chips with a SparseCore send them while they compute."""
+"""On 16 chips of v5e XLA gathers small matrices as they are. Chips with a SparseCore send them
+while they compute.
+"""
 
 
 def is_tpu() -> bool:
@@ -27,10 +32,12 @@ def is_tpu() -> bool:
 
 
 def joined_to_tiles(move: Move, x: jax.Array, dim: int) -> jax.Array:
-    """Apply a collective `move(x, dim)`; the last two dims are joined for it if they follow `dim` and fill no tiles.
+    """Apply a collective `move(x, dim)`.
 
-    XLA:TPU sends arrays in tiles of the last two dims. A weight [D, 2, F] that was gathered in tiles of 2 x 128 is copied
-    before its product, 2.1 ms a block of Llama 3 8B (v5p:8x8x8).
+    The last two dims are joined for it if they follow `dim` and fill no tiles.
+
+    XLA:TPU sends arrays in tiles of the last two dims. A weight [D, 2, F] that was gathered in
+    tiles of 2 x 128 is copied before its product, 2.1 ms a block of Llama 3 8B (v5p:8x8x8).
     """
     rows = x.ndim - 2
     if dim >= rows or x.shape[rows] >= _TILE_ROWS:
@@ -40,12 +47,16 @@ def joined_to_tiles(move: Move, x: jax.Array, dim: int) -> jax.Array:
 
 
 def in_gathered_layout(gathered: jax.Array, dim: int) -> jax.Array:
-    """Return an array that was gathered on `dim`; a weight of three dims that was gathered on the last one keeps this layout.
+    """Return an array that was gathered on `dim`.
 
-    XLA:TPU may choose another one, and copy. For 4096 tokens a chip of Llama 3 8B (v5p:4x4x4, all products kept, 16 ms a block):
+    A weight of three dims that was gathered on the last one keeps this layout.
 
-    - It stores the kept product of a weight [D, C, F] of few parts C with tokens next to each other, and copies it in the backward
-      pass, 1.2 ms. The layout of the gather has the components of D next to each other.
+    XLA:TPU may choose another one, and copy. For 4096 tokens a chip of Llama 3 8B (v5p:4x4x4, all
+    products kept, 16 ms a block):
+
+    - It stores the kept product of a weight [D, C, F] of few parts C with tokens next to each
+      other, and copies it in the backward pass, 1.2 ms. The layout of the gather has the components
+      of D next to each other.
     - It copies the weight [H, K, D] after attention, 0.1 ms.
     """
     if gathered.ndim != 3 or dim != 2:
@@ -59,16 +70,32 @@ def joins_small_matrices(axis: MeshAxes) -> bool:
     return device_kind() == "TPU v5 lite" and jax.lax.axis_size(axis) >= _MANY_CHIPS
 
 
-def gather_joined(xs: Sequence[jax.Array], dims: Sequence[int], axis: MeshAxes, gather: Gather) -> list[jax.Array]:
-    """Return every x all-gathered on its dim; small arrays with as many rows are joined while they are sent."""
+def gather_joined(
+    xs: Sequence[jax.Array], dims: Sequence[int], axis: MeshAxes, gather: Gather
+) -> list[jax.Array]:
+    """Return every x all-gathered on its dim.
+
+    Small arrays with as many rows are joined while they are sent.
+    """
     rows = [i for i, dim in enumerate(dims) if dim == 0 and xs[i].ndim > 1]
-    matrices = gather_matrices([xs[i].reshape(len(xs[i]), -1) for i in rows], [axis] * len(rows), gather)
+    matrices = gather_matrices(
+        [xs[i].reshape(len(xs[i]), -1) for i in rows], [axis] * len(rows), gather
+    )
     gathered = [x if i in rows else gather(x, axis, dims[i]) for i, x in enumerate(xs)]
-    return replaced(gathered, rows, [m.reshape(-1, *xs[i].shape[1:]) for m, i in zip(matrices, rows, strict=True)])
+    return replaced(
+        gathered,
+        rows,
+        [m.reshape(-1, *xs[i].shape[1:]) for m, i in zip(matrices, rows, strict=True)],
+    )
 
 
-def gather_matrices(shards: Sequence[jax.Array], axes: Sequence[MeshAxes], gather: Gather) -> list[jax.Array]:
-    """Return matrices, all-gathered from shards of their rows; small ones with as many rows are joined while they are sent."""
+def gather_matrices(
+    shards: Sequence[jax.Array], axes: Sequence[MeshAxes], gather: Gather
+) -> list[jax.Array]:
+    """Return matrices, all-gathered from shards of their rows.
+
+    Small ones with as many rows are joined while they are sent.
+    """
     bundles: dict[Hashable, list[int]] = {}
     for i, shard in enumerate(shards):
         is_small = shard.nbytes * jax.lax.axis_size(axes[i]) <= _SMALL_MATRIX

@@ -18,10 +18,13 @@ class LeafWire(NamedTuple):
       dim: the dim that is sharded, or None: the leaf is replicated, and is not sent.
       tensor: how the leaf is sharded over the tensor axis; this does not change.
       axes: the mesh axis that shards the leaf, or several axes that act as one.
-      gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep its own.
-      scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None to keep its own.
+      gather_dtype: the dtype that the leaf is cast to before it is all-gathered, or None to keep
+        its own.
+      scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None
+        to keep its own.
       trained: whether the leaf has a gradient. A bucket would send the zeros of a frozen leaf.
-      form: how the leaf is rounded to 8 bits before it is all-gathered, as a matrix; None does not round it.
+      form: how the leaf is rounded to 8 bits before it is all-gathered, as a matrix; None does not
+        round it.
     """
 
     dim: int | None
@@ -39,14 +42,21 @@ class LeafWire(NamedTuple):
 
     @property
     def of_gradient(self) -> "LeafWire":
-        """The wire of a gradient; the gradient of a rounded leaf is scattered by the rows of its matrix."""
-        return self if self.form is None else self._replace(dim=0, tensor=PartitionSpec(), form=None)
+        """The wire of a gradient.
+
+        The gradient of a rounded leaf is scattered by the rows of its matrix.
+        """
+        return (
+            self if self.form is None else self._replace(dim=0, tensor=PartitionSpec(), form=None)
+        )
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient, cast to the dtype that is sent."""
         return x if self.dim is None or self.scatter_dtype is None else x.astype(self.scatter_dtype)
 
     def sends_bits(self, x: jax.Array) -> bool:
-        """Return whether a gradient that was cast is sent as bits, because XLA:CPU would send it as fp32."""
+        """Return whether a gradient that was cast is sent as bits, because XLA:CPU would send it as
+        fp32.
+        """
         is_cast = self.dim is not None and self.scatter_dtype is not None
         return is_cast and x.dtype.itemsize == 2 and device_kind() == "cpu"

@@ -1,8 +1,9 @@
-"""One table: the part of the work that each mesh axis splits, and the gradients that are summed over it.
+"""One table: the part of the work that each mesh axis splits, and the gradients that are summed
+over it.
 
-The table decides how leaves are sharded and which collectives run: **a leaf may be sharded over the axes that its
-gradient is summed over.** If a leaf is sharded over an axis, its gradient is reduce-scattered over it. Otherwise its
-gradient is all-reduced.
+The table decides how leaves are sharded and which collectives run: **a leaf may be sharded over the
+axes that its gradient is summed over.** If a leaf is sharded over an axis, its gradient is
+reduce-scattered over it. Otherwise its gradient is all-reduced.
 """
 
 import math
@@ -18,10 +19,10 @@ class Axis(NamedTuple):
     """A row of the table.
 
     Attributes:
-      splits: what devices along the axis divide: rows of the batch, positions of its sequences, blocks of the model, or
-        inner dims of its leaves.
-      sums: the leaves whose gradients are summed over the axis: all; outer leaves, which belong to no block; leaves without
-        experts; or none, because the partitioner sums them.
+      splits: what devices along the axis divide: rows of the batch, positions of its sequences,
+        blocks of the model, or inner dims of its leaves.
+      sums: the leaves whose gradients are summed over the axis: all; outer leaves, which belong to
+        no block; leaves without experts; or none, because the partitioner sums them.
     """
 
     splits: Literal["rows", "positions", "blocks", "dims"]
@@ -45,10 +46,11 @@ class AxisTable(NamedTuple):
       sizes: mesh axis name -> size.
       rows: the axes that the rows of the batch are split over.
       positions: the axes that the positions of its sequences are split over.
-      summed: the axes of rows and positions over which gradients are summed: all of them, or all but replica while each
-        replica trains by itself.
+      summed: the axes of rows and positions over which gradients are summed: all of them, or all
+        but replica while each replica trains by itself.
       stages: ("pipeline",) if blocks run on several stages, else ().
-      stacked: ("replica",) if each replica has its own parameters, stacked along a first dim; else ().
+      stacked: ("replica",) if each replica has its own parameters, stacked along a first dim; else
+        ().
     """
 
     sizes: dict[str, int]
@@ -84,12 +86,16 @@ class AxisTable(NamedTuple):
         return math.prod(self.sizes[axis] for axis in self.positions)
 
     def gradient(self, plan: LeafPlan, *, done: Collection[str] = ()) -> tuple[str, ...]:
-        """Return the axes that the gradient of a leaf is still summed over, without the axes in `done`.
+        """Return the axes that the gradient of a leaf is still summed over, without the axes in
+        `done`.
 
-        A gradient of experts is complete over expert: the tokens of all devices along the axis came to the expert.
+        A gradient of experts is complete over expert: the tokens of all devices along the axis came
+        to the expert.
         """
         sum_axes = self.summed if plan.stacked else (*self.summed, *self.stages)
-        complete_axes = [axis for axis, row in TABLE.items() if row.sums == "no experts" and plan.experts]
+        complete_axes = [
+            axis for axis, row in TABLE.items() if row.sums == "no experts" and plan.experts
+        ]
         return tuple(axis for axis in sum_axes if axis not in done and axis not in complete_axes)
 
     def stack(self, spec: PartitionSpec = PartitionSpec()) -> PartitionSpec:  # noqa: B008 (a constant)
@@ -106,15 +112,27 @@ def axes_of(mesh: Mesh, *, pipelined: bool, per_replica: bool, sync_gradients: b
       per_replica: whether each replica has its own parameters.
       sync_gradients: whether gradients are summed over replica even then, as in a warm-up.
     """
-    rows = tuple(axis for axis, row in TABLE.items() if row.splits == "rows" and axis in mesh.axis_names)
-    positions = tuple(axis for axis, row in TABLE.items() if row.splits == "positions" and axis in mesh.axis_names)
+    rows = tuple(
+        axis for axis, row in TABLE.items() if row.splits == "rows" and axis in mesh.axis_names
+    )
+    positions = tuple(
+        axis for axis, row in TABLE.items() if row.splits == "positions" and axis in mesh.axis_names
+    )
     batch_axes = (*rows, *positions)
     stacked = ("replica",) if per_replica else ()
     return AxisTable(
         sizes=dict(mesh.shape),
         rows=rows,
         positions=positions,
-        summed=batch_axes if sync_gradients else tuple(axis for axis in batch_axes if axis not in stacked),
-        stages=tuple(axis for axis, row in TABLE.items() if row.splits == "blocks") if pipelined else (),
+        summed=(
+            batch_axes
+            if sync_gradients
+            else tuple(axis for axis in batch_axes if axis not in stacked)
+        ),
+        stages=(
+            tuple(axis for axis, row in TABLE.items() if row.splits == "blocks")
+            if pipelined
+            else ()
+        ),
         stacked=stacked,
     )

@@ -16,11 +16,13 @@ from shardopt.trace._marks import BLOCK_INPUT
 
 
 def check_config(config: StrategyConfig) -> StrategyConfig:
-    """Return the config with arguments in the form that the step uses and a mesh with Auto axes, or refuse it.
+    """Return the config with arguments in the form that the step uses and a mesh with Auto axes, or
+    refuse it.
 
     Raises:
       TypeError: if the optimizer, mesh, loss, rules, or a number is of the wrong kind.
-      ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule cannot be used.
+      ValueError: if a number is out of range, the mesh lacks data or has an idle axis, or a rule
+        cannot be used.
     """
     with calling(config.strategy):
         return _check_config(config)
@@ -39,7 +41,9 @@ def _check_config(config: StrategyConfig) -> StrategyConfig:
     for name, option in OPTIONS.items():
         field = option.field or name
         config = config.replace(**{field: option.check(name, config.option(field))})
-    config = config.replace(mesh=mesh, user_mesh=user_mesh, rules=user_mesh.rules(config.layout.rules))
+    config = config.replace(
+        mesh=mesh, user_mesh=user_mesh, rules=user_mesh.rules(config.layout.rules)
+    )
     check_rules(config.layout.rules)
     for problem, fix in _conflicts(config):
         raise ValueError(error_text(problem, fix=fix))
@@ -55,9 +59,14 @@ def check_optimizer(tx: optax.GradientTransformation) -> None:
       TypeError: if `tx` has no callable `init` and `update`.
     """
     if isinstance(sharded := getattr(tx, "config", None), StrategyConfig):
-        problem = f"tx must be an optax.GradientTransformation, but it is sharded already, by so.{sharded.strategy}."
+        problem = (
+            "tx must be an optax.GradientTransformation, but it is sharded already, by"
+            f" so.{sharded.strategy}."
+        )
         raise TypeError(error_text(problem, fix="pass the optax optimizer itself, opt.wrapped."))
-    if isinstance(tx, type) or not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+    if isinstance(tx, type) or not (
+        callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
+    ):
         problem = f"tx must be an optax.GradientTransformation, got {type(tx).__name__}."
         fix = "pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
         raise TypeError(error_text(problem, fix=fix))
@@ -67,23 +76,33 @@ def check_evaluate_fn(config: StrategyConfig) -> None:
     """Refuse a loss of evaluation that cannot run on the parameters where they are placed.
 
     Raises:
-      TypeError: if it is not a function or `BlockModel`. If stages of a pipeline run a `BlockModel`, and it is not one. If it
-        is a `BlockModel`, and the loss of training is not.
+      TypeError: if it is not a function or `BlockModel`. If stages of a pipeline run a
+        `BlockModel`, and it is not one. If it is a `BlockModel`, and the loss of training is not.
     """
     loss_fn, evaluate_fn = config.loss.loss_fn, config.loss.evaluate_fn
     if evaluate_fn is None:
         return
     trains_blocks, has_blocks = (as_block_model(fn) is not None for fn in (loss_fn, evaluate_fn))
     if not has_blocks and not callable(evaluate_fn):
-        problem = f"evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got {evaluate_fn!r:.80}."
+        problem = (
+            "evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got"
+            f" {evaluate_fn!r:.80}."
+        )
         fix = "pass evaluate_fn=loss, or leave it out to evaluate loss_fn."
         raise TypeError(error_text(problem, fix=fix))
     if config.schedule is not None and not has_blocks:
-        problem = "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
-        raise TypeError(error_text(problem, fix="pass model._replace(loss=...), or so.BlockModel(...)."))
+        problem = (
+            "evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks."
+        )
+        raise TypeError(
+            error_text(problem, fix="pass model._replace(loss=...), or so.BlockModel(...).")
+        )
     if has_blocks and not trains_blocks:
         problem = "evaluate_fn is a BlockModel, but loss_fn is not."
-        fix = "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
+        fix = (
+            "train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params,"
+            " batch)."
+        )
         raise TypeError(error_text(problem, fix=fix))
 
 
@@ -92,43 +111,68 @@ def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
     placement, view, wire = config.placement, config.loss.view, config.wire
     if view == "global" and config.schedule is not None:
         problem = (
-            "a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch."
+            "a pipeline computes the loss one micro-batch after another, and view='global' that of"
+            " the whole batch."
         )
         yield problem, "make the mesh with pipeline=1, or use view='per_device'."
     if config.layout.opt_state_layout == "matrices" and not placement.opt_state:
-        problem = "opt_state_layout='matrices' says how optimizer state is sharded, and this placement replicates it."
+        problem = (
+            "opt_state_layout='matrices' says how optimizer state is sharded, and this placement"
+            " replicates it."
+        )
         yield problem, "use a placement that shards it (zero, fsdp), or leave it out."
     if config.update.offload and config.per_replica:
-        problem = "replicas that train apart keep their parameters in the optimizer state, which every step needs."
+        problem = (
+            "replicas that train apart keep their parameters in the optimizer state, which every"
+            " step needs."
+        )
         yield problem, "leave offload out of the strategy inside."
     if wire.reducer is not None and view == "global":
         problem = (
-            "a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch."
+            "a reducer takes each device's own gradient, and with view='global' there is only that"
+            " of the whole batch."
         )
         yield problem, "leave reducer out, or use view='per_device'."
     if wire.reducer is not None and config.mesh.shape.get("expert", 1) > 1:
         problem = (
-            "a reducer takes the mean of all leaves over the same devices, and those of experts differ along expert."
+            "a reducer takes the mean of all leaves over the same devices, and those of experts"
+            " differ along expert."
         )
         yield problem, "leave reducer out, or make the mesh with expert=1."
     if wire.reducer is not None and placement.grads:
         problem = "a reducer takes the mean of unsharded gradients, and this placement shards them."
         yield problem, "use placement='ddp' or 'zero1', or leave reducer out."
     if wire.scatter_dtype is not None and not placement.opt_state:
-        problem = "scatter_dtype is for placements that reduce-scatter gradients, and this one all-reduces them."
+        problem = (
+            "scatter_dtype is for placements that reduce-scatter gradients, and this one"
+            " all-reduces them."
+        )
         name = jnp.dtype(wire.scatter_dtype).name
         yield problem, f"use reducer=so.reducers.exact(jnp.{name}), or a placement that shards."
     if wire.scatter_dtype is not None and wire.reducer is not None:
-        yield "scatter_dtype and reducer both say how gradients cross the wire.", "leave one of them out."
+        yield (
+            "scatter_dtype and reducer both say how gradients cross the wire.",
+            "leave one of them out.",
+        )
     if wire.scatter_dtype is not None and view == "global":
-        problem = "with view='global' the partitioner sums gradients, in the dtype of the products that make them."
+        problem = (
+            "with view='global' the partitioner sums gradients, in the dtype of the products that"
+            " make them."
+        )
         yield problem, "leave scatter_dtype out, or use view='per_device'."
 
 
 def _check_remat(config: StrategyConfig, remat: Remat) -> None:
     parsed_remat = read_remat(remat)
     if config.schedule is not None and isinstance(parsed_remat, Named) and parsed_remat.offload:
-        problem = f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in buffers of the device."
-        remedy = "'full'" if BLOCK_INPUT in parsed_remat.names else f"'save:{','.join(parsed_remat.names)}' or 'full'"
+        problem = (
+            f"BlockModel.remat={remat!r} keeps values in host memory, and a pipeline keeps them in"
+            " buffers of the device."
+        )
+        remedy = (
+            "'full'"
+            if BLOCK_INPUT in parsed_remat.names
+            else f"'save:{','.join(parsed_remat.names)}' or 'full'"
+        )
         fix = f"use {remedy}, or a mesh with pipeline=1."
         raise ValueError(error_text(problem, fix=fix))

@@ -22,8 +22,9 @@ class CompressedOptState(NamedTuple):
 
     Attributes:
       optimizer: the state of the wrapped optax transformation.
-      reducer: the stacked reducer states of all devices. Leaves that differ along the axes of the mean are
-        [N, sizes of the other axes..., local shape...]; all other leaves are [sizes of the other axes..., local shape...].
+      reducer: the stacked reducer states of all devices. Leaves that differ along the axes of the
+        mean are [N, sizes of the other axes..., local shape...]; all other leaves are [sizes of the
+        other axes..., local shape...].
     """
 
     optimizer: PyTree
@@ -68,7 +69,9 @@ class CompressionPlan(NamedTuple):
 def compression_plan(
     reducer: Reducer, mesh: Mesh, axes: Sequence[str], plans: Sequence[LeafPlan], *, sharded: bool
 ) -> CompressionPlan:
-    """Return how gradients go through a reducer; leaves that are sharded over different axes are sent separately.
+    """Return how gradients go through a reducer.
+
+    Leaves that are sharded over different axes are sent separately.
 
     Args:
       reducer: the reducer.
@@ -104,14 +107,19 @@ def init_compression(plan: CompressionPlan) -> PyTree:
     leaves, treedef = jax.tree.flatten(state)
     leading_shapes = [_leading_shape(plan, differs) for differs in _differs_by_device(state)]
     pairs = zip(leaves, leading_shapes, strict=True)
-    return treedef.unflatten([jnp.broadcast_to(x, (*leading, *jnp.shape(x))) for x, leading in pairs])
+    return treedef.unflatten(
+        [jnp.broadcast_to(x, (*leading, *jnp.shape(x))) for x, leading in pairs]
+    )
 
 
 def compression_specs(plan: CompressionPlan) -> PyTree:
     """Return the specs of the stacked reducer states: each device holds its own."""
     state = jax.eval_shape(plan.reducer.init, list(plan.leaves))
     mean_entry = next(iter(plan.axes)) if len(plan.axes) == 1 else plan.axes
-    specs = [PartitionSpec(*([mean_entry] if differs else []), *plan.others) for differs in _differs_by_device(state)]
+    specs = [
+        PartitionSpec(*([mean_entry] if differs else []), *plan.others)
+        for differs in _differs_by_device(state)
+    ]
     return jax.tree.unflatten(jax.tree.structure(state), specs)
 
 
@@ -122,16 +130,23 @@ def manual_specs(plan: CompressionPlan) -> PyTree:
 
 def _specs_of_axes(plan: CompressionPlan, selects: Callable[[Any], bool]) -> PyTree:
     """Return the specs of the stacked reducer states over the selected axes alone."""
-    select = lambda spec: PartitionSpec(*(entry if selects(entry) else None for entry in spec))  # noqa: E731
+
+    def select(spec):
+        return PartitionSpec(*(entry if selects(entry) else None for entry in spec))
+
     return jax.tree.map(select, compression_specs(plan))
 
 
-def compress_mean(plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyTree) -> tuple[list[jax.Array], PyTree]:
-    """Return the means over the axes of the plan, and the new state; call it in the per-device view.
+def compress_mean(
+    plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyTree
+) -> tuple[list[jax.Array], PyTree]:
+    """Return the means over the axes of the plan, and the new state.
 
-    If tensor is above 1, the reducer runs in a nested region that is manual over tensor too. Each shard is then compressed
-    by itself, and only the reducer's messages cross the wire. If any mean of any shard is not finite, no shard changes its
-    state.
+    Call it in the per-device view.
+
+    If tensor is above 1, the reducer runs in a nested region that is manual over tensor too. Each
+    shard is then compressed by itself, and only the reducer's messages cross the wire. If any mean
+    of any shard is not finite, no shard changes its state.
     """
     tensor_specs = _specs_of_axes(plan, lambda axis: axis == TENSOR)
 
@@ -144,26 +159,33 @@ def compress_mean(plan: CompressionPlan, leaves: Sequence[jax.Array], state: PyT
         )
         means, new_state = plan.reducer.reduce(leaves, local_state, plan.axes)
         new_state = _if_finite_everywhere(plan, means, new_state, local_state)
-        stored = [x.reshape((1,) * n + x.shape) for x, n in zip(jax.tree.leaves(new_state), leading_dims, strict=True)]
+        stored = [
+            x.reshape((1,) * n + x.shape)
+            for x, n in zip(jax.tree.leaves(new_state), leading_dims, strict=True)
+        ]
         return means, treedef.unflatten(stored)
 
     if not has_auto_tensor():
         return run(leaves, state)
     specs = (list(plan.specs), tensor_specs)
-    return jax.shard_map(run, in_specs=specs, out_specs=specs, axis_names={TENSOR}, check_vma=False)(
-        list(leaves), state
-    )
+    return jax.shard_map(
+        run, in_specs=specs, out_specs=specs, axis_names={TENSOR}, check_vma=False
+    )(list(leaves), state)
 
 
 def _if_finite_everywhere(
     plan: CompressionPlan, means: Sequence[jax.Array], new_state: PyTree, old_state: PyTree
 ) -> PyTree:
-    """Return the new state, or the old one if any shard of any mean has a NaN or inf: the reducer skips the whole step."""
+    """Return the new state, or the old one if any shard of any mean has a NaN or inf: the reducer
+    skips the whole step.
+    """
     if not jax.tree.leaves(new_state) or not means:
         return new_state
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(mean)) for mean in means])).astype(jnp.int32)
     finite = (jax.lax.pmin(finite, plan.shards) if plan.shards else finite) > 0
-    return jax.tree.map(lambda after, before: jnp.where(finite, after, before), new_state, old_state)
+    return jax.tree.map(
+        lambda after, before: jnp.where(finite, after, before), new_state, old_state
+    )
 
 
 def _leading_shape(plan: CompressionPlan, differs: bool) -> tuple[int, ...]:

@@ -20,14 +20,16 @@ from shardopt.reducers import Reducer
 
 
 class Placement(NamedTuple):
-    """The placement table: whether parameters, gradients and optimizer state are sharded over data, or replicated.
+    """The placement table: whether parameters, gradients and optimizer state are sharded over data,
+    or replicated.
 
     The collectives of a strategy follow from these three switches:
 
-    - `params`: parameters are gathered inside the differentiated function, so the backward pass reduce-scatters.
+    - `params`: parameters are gathered inside the differentiated function, so the backward pass
+      reduce-scatters.
     - `grads` but not `params`: each micro-batch's gradient is reduce-scattered.
-    - `opt_state` but not `grads`: the accumulated gradient is reduce-scattered once; after the update the
-      parameters are gathered.
+    - `opt_state` but not `grads`: the accumulated gradient is reduce-scattered once; after the
+      update the parameters are gathered.
     - none of them: the accumulated gradient is all-reduced once.
 
     A replica axis holds copies; gradients (or their shards) are summed over it once a step.
@@ -42,13 +44,20 @@ DDP = Placement(params=False, grads=False, opt_state=False)
 ZERO_1 = Placement(params=False, grads=False, opt_state=True)
 ZERO_2 = Placement(params=False, grads=True, opt_state=True)
 ZERO_3 = Placement(params=True, grads=True, opt_state=True)
-"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020."""
+"""Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""
 
 STAGES = {1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
 
 PlacementName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
 
-PLACEMENTS: dict[str, Placement] = {"ddp": DDP, "zero1": ZERO_1, "zero2": ZERO_2, "zero3": ZERO_3, "fsdp": ZERO_3}
+PLACEMENTS: dict[str, Placement] = {
+    "ddp": DDP,
+    "zero1": ZERO_1,
+    "zero2": ZERO_2,
+    "zero3": ZERO_3,
+    "fsdp": ZERO_3,
+}
 """Placement names of `hybrid` -> placement."""
 
 
@@ -60,7 +69,8 @@ class LayoutOptions(NamedTuple):
     """Options that say where every leaf of the train state lives.
 
     Attributes:
-      blocks_per_stage: [V], the number of blocks of each virtual stage of a pipeline; None to divide them evenly.
+      blocks_per_stage: [V], the number of blocks of each virtual stage of a pipeline; None to
+        divide them evenly.
     """
 
     rules: Rules = ()
@@ -132,11 +142,13 @@ RECORD_OF = {field: name for name, record in RECORDS.items() for field in record
 class StrategyConfig(NamedTuple):
     """The checked arguments of a strategy. A function takes the records that it reads.
 
-    A field that is not described is the option of the same name, which `shardopt.config._options` describes.
+    A field that is not described is the option of the same name, which `shardopt.config._options`
+    describes.
 
     Attributes:
       strategy: the function that the user called, for messages.
-      mesh: the user's mesh. After the check: the same devices with our axis names, all Auto; `user_mesh` is the user's.
+      mesh: the user's mesh. After the check: the same devices with our axis names, all Auto;
+        `user_mesh` is the user's.
       placement: which of parameters, gradients and optimizer state are sharded over data.
       loss: how the loss runs.
       update: how an update runs.
@@ -144,13 +156,17 @@ class StrategyConfig(NamedTuple):
       batch: which dims of a batch are split.
       wire: how parameters and gradients travel.
       schedule: of a pipeline; None if every device runs its micro-batches one after another.
-      local_updates: how replicas that train by themselves synchronize; None in a synchronous strategy. Each replica then
-        has its own parameters and optimizer state, stacked along a first dim.
-      sync_gradients: whether gradients are averaged over replicas that have their own parameters, as in a warm-up.
+      local_updates: how replicas that train by themselves synchronize; None in a synchronous
+        strategy. Each replica then has its own parameters and optimizer state, stacked along a
+        first dim.
+      sync_gradients: whether gradients are averaged over replicas that have their own parameters,
+        as in a warm-up.
       axis_names: the option `axes`.
       user_mesh: where state, batch and metrics live; None until checked.
-      sums: whether the gradients of a step come with the sums of each device's own gradient, see `step._verified`.
-      report: `report(abstract_params=None)`, the placement of every leaf, by default for the last parameters.
+      sums: whether the gradients of a step come with the sums of each device's own gradient, see
+        `step._verified`.
+      report: `report(abstract_params=None)`, the placement of every leaf, by default for the last
+        parameters.
     """
 
     strategy: str
@@ -176,7 +192,11 @@ class StrategyConfig(NamedTuple):
         config = self
         for field, value in fields.items():
             record = RECORD_OF.get(field)
-            changed = {field: value} if record is None else {record: getattr(config, record)._replace(**{field: value})}
+            changed = (
+                {field: value}
+                if record is None
+                else {record: getattr(config, record)._replace(**{field: value})}
+            )
             config = config._replace(**changed)
         return config
 
@@ -197,18 +217,26 @@ class StrategyConfig(NamedTuple):
 
     @property
     def has_global_view(self) -> bool:
-        """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype` need each device's gradient."""
-        is_possible = self.schedule is None and self.wire.reducer is None and self.wire.scatter_dtype is None
+        """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype`
+        need each device's gradient.
+        """
+        is_possible = (
+            self.schedule is None and self.wire.reducer is None and self.wire.scatter_dtype is None
+        )
         return is_possible and self.loss.view != "per_device"
 
     @property
     def gathers(self) -> bool:
-        """Whether the differentiated function gathers parameters: if they are sharded, or cast before the wire."""
+        """Whether the differentiated function gathers parameters: if they are sharded, or cast
+        before the wire.
+        """
         return self.placement.params or self.wire.gather_dtype is not None
 
     @property
     def gathers_once(self) -> bool:
-        """Whether a pipeline gathers the weights of its blocks, and scatters their gradients, once a step."""
+        """Whether a pipeline gathers the weights of its blocks, and scatters their gradients, once
+        a step.
+        """
         return self.placement.params and not self.wire.regather
 
     @property
@@ -218,13 +246,17 @@ class StrategyConfig(NamedTuple):
 
     @property
     def of_evaluation(self) -> "StrategyConfig":
-        """The config of evaluation: with `evaluate_fn` as its loss, and with parameters that all replicas share."""
+        """The config of evaluation: with `evaluate_fn` as its loss, and with parameters that all
+        replicas share.
+        """
         loss_fn = self.loss.loss_fn if self.loss.evaluate_fn is None else self.loss.evaluate_fn
         return self.replace(loss_fn=loss_fn, local_updates=None)
 
     @property
     def axes(self) -> AxisTable:
-        """The axis table of this mesh: the axes of rows and positions, and the axes that gradients are summed over."""
+        """The axis table of this mesh: the axes of rows and positions, and the axes that gradients
+        are summed over.
+        """
         return axes_of(
             self.mesh,
             pipelined=self.schedule is not None,
@@ -234,7 +266,9 @@ class StrategyConfig(NamedTuple):
 
     @property
     def num_pieces(self) -> int:
-        """The number of pieces of the batch of one gradient: the devices that share the batch times micro-batches."""
+        """The number of pieces of the batch of one gradient: the devices that share the batch times
+        micro-batches.
+        """
         return self.axes.num_shares * self.loss.micro_batches
 
     @property
@@ -246,8 +280,8 @@ class StrategyConfig(NamedTuple):
 def default_min_shard_elements(platform: str) -> int:
     """Return the default of `min_shard_elements`.
 
-    On TPU a norm of 4096 to 8192 numbers stays replicated. Its gather waits for the links that the gathers of matrices fill:
-    docs/notes/maxtext.md has the figures.
+    On TPU a norm of 4096 to 8192 numbers stays replicated. Its gather waits for the links that the
+    gathers of matrices fill: docs/notes/maxtext.md has the figures.
     """
     return 2**14 if platform == "tpu" else 2**10
 
@@ -263,6 +297,9 @@ def configure(
     """Return the config of a strategy from the options that its user passed."""
     fields = {OPTIONS[name].field or name: value for name, value in options.items()}
     if "min_shard_elements" in fields and fields["min_shard_elements"] is None:
-        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""  # no Mesh is refused below
+        # no Mesh is refused below
+        platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
         fields["min_shard_elements"] = default_min_shard_elements(platform)
-    return StrategyConfig(strategy, mesh, placement, LossOptions(loss_fn), UpdateOptions(tx)).replace(**fields)
+    return StrategyConfig(
+        strategy, mesh, placement, LossOptions(loss_fn), UpdateOptions(tx)
+    ).replace(**fields)

@@ -23,7 +23,15 @@ from shardopt.core._block_model import BLOCKS, as_block_model
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._rounded_weight import Precision, Rounding
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
-from shardopt.partition import COLUMNS, LeafPlan, PlanOptions, owned_by_blocks, plan_leaves, shard_axes, state_specs
+from shardopt.partition import (
+    COLUMNS,
+    LeafPlan,
+    PlanOptions,
+    owned_by_blocks,
+    plan_leaves,
+    shard_axes,
+    state_specs,
+)
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._cut import Counts, cut_blocks, is_even
 from shardopt.trace._matrix_work import MIN_ELEMENTS, leaves_of_matrix_work
@@ -40,7 +48,8 @@ class Layout(NamedTuple):
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
       compression: how gradients go through the config's reducer; None without a reducer.
-      tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not gathered.
+      tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not
+        gathered.
       counts: [V], the number of blocks of each virtual stage of a pipeline; () without a pipeline.
     """
 
@@ -68,7 +77,10 @@ class Layout(NamedTuple):
     def merge(self, leaves: Sequence[_Leaf | None], trained: Sequence[_Leaf]) -> PyTree:
         """Return `leaves` as a parameter tree, with `trained` in place of the trainable leaves."""
         next_trained = iter(trained)
-        merged = [next(next_trained) if plan.trainable else leaf for leaf, plan in zip(leaves, self.plans, strict=True)]
+        merged = [
+            next(next_trained) if plan.trainable else leaf
+            for leaf, plan in zip(leaves, self.plans, strict=True)
+        ]
         return self.treedef.unflatten(merged)
 
 
@@ -77,14 +89,20 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     if as_block_model(config.loss.loss_fn) is not None:
         _check_blocks(config, abstract_params)
         _check_rounded(config, abstract_params)
-    counts = () if config.schedule is None else _blocks_per_stage(config, config.schedule, abstract_params)
+    counts = (
+        ()
+        if config.schedule is None
+        else _blocks_per_stage(config, config.schedule, abstract_params)
+    )
     tables = _tables(config, abstract_params)
     with calling(config.strategy):
         options = PlanOptions(
             rules=config.layout.rules,
             stacked=as_block_model(config.loss.loss_fn) is not None,
             min_shard_elements=config.layout.min_shard_elements,
-            is_trainable=lambda path: not any(re.search(pattern, path) for pattern in config.layout.frozen),
+            is_trainable=lambda path: (
+                not any(re.search(pattern, path) for pattern in config.layout.frozen)
+            ),
             pipelined=config.schedule is not None,
             even=not counts or is_even(counts),
             tables=tables,
@@ -113,8 +131,12 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     compression = None
     if config.wire.reducer is not None:
         trained = [plan for plan in flat if plan.trainable]
-        compression = compression_plan(config.wire.reducer, config.mesh, config.axes.summed, trained, sharded=False)
-        opt_state = CompressedOptState(opt_state, jax.eval_shape(lambda: init_compression(compression)))
+        compression = compression_plan(
+            config.wire.reducer, config.mesh, config.axes.summed, trained, sharded=False
+        )
+        opt_state = CompressedOptState(
+            opt_state, jax.eval_shape(lambda: init_compression(compression))
+        )
         opt_specs = CompressedOptState(opt_specs, compression_specs(compression))
     return Layout(
         treedef,
@@ -127,11 +149,17 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     )
 
 
-def _owned_by_matrices(config: StrategyConfig, plans: tuple[LeafPlan, ...], trainable: PyTree) -> tuple[LeafPlan, ...]:
-    """Return the plans, with whole matrices of stacked leaves at owners where the optimizer multiplies or decomposes them."""
+def _owned_by_matrices(
+    config: StrategyConfig, plans: tuple[LeafPlan, ...], trainable: PyTree
+) -> tuple[LeafPlan, ...]:
+    """Return the plans, with whole matrices of stacked leaves at owners where the optimizer
+    multiplies or decomposes them.
+    """
     trace = trace_of_update(config.update.tx, trainable, jax.ShapeDtypeStruct((), jnp.float32))
     trained = [i for i, plan in enumerate(plans) if plan.trainable]
-    has_work = leaves_of_matrix_work(trace, len(trained), max(MIN_ELEMENTS, config.layout.min_shard_elements))
+    has_work = leaves_of_matrix_work(
+        trace, len(trained), max(MIN_ELEMENTS, config.layout.min_shard_elements)
+    )
     owned = {i for i, works in zip(trained, has_work, strict=True) if works}
     scattered = not config.placement.params
     return tuple(
@@ -151,7 +179,10 @@ def _trainable(treedef: TreeDef, plans: Sequence[LeafPlan], params: PyTree) -> P
 
 
 def _check_blocks(config: StrategyConfig, params: PyTree) -> None:
-    fix = 'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks.'
+    fix = (
+        'pass {"blocks": leaves stacked [L, ...], **outer}; jax.tree.map(lambda *x: jnp.stack(x),'
+        " *blocks) stacks."
+    )
     if not isinstance(params, Mapping) or BLOCKS not in params:
         problem = "the parameters of a BlockModel must be a dict with 'blocks'."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
@@ -171,20 +202,33 @@ def _check_rounded(config: StrategyConfig, params: PyTree) -> None:
       ValueError: if a name is not a leaf of the blocks, or its rounding does not fit the leaf.
     """
     leaves = dict(leaves_with_paths(params[BLOCKS]))
-    loss_fns = [config.loss.loss_fn, *([] if config.loss.evaluate_fn is None else [config.loss.evaluate_fn])]
+    loss_fns = [
+        config.loss.loss_fn,
+        *([] if config.loss.evaluate_fn is None else [config.loss.evaluate_fn]),
+    ]
     for model in filter(None, map(as_block_model, loss_fns)):
         if not isinstance(model.rounded, Mapping):
-            problem = f"BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got {model.rounded!r:.80}."
-            raise TypeError(format_error(config.strategy, problem, fix="leave it out, or name the weights."))
+            problem = (
+                "BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got"
+                f" {model.rounded!r:.80}."
+            )
+            raise TypeError(
+                format_error(config.strategy, problem, fix="leave it out, or name the weights.")
+            )
         problems = [
             f"{path}: {problem}"
             for path, rounding in model.rounded.items()
             if (problem := _rounding_problem(leaves.get(path), rounding))
         ]
         if problems:
-            fix = f"the leaves of a block are {', '.join(list(leaves)[:8])}; describe the product that reads each of them."
+            fix = (
+                f"the leaves of a block are {', '.join(list(leaves)[:8])}; describe the product"
+                " that reads each of them."
+            )
             raise ValueError(
-                format_error(config.strategy, "BlockModel.rounded does not fit the blocks.", problems, fix)
+                format_error(
+                    config.strategy, "BlockModel.rounded does not fit the blocks.", problems, fix
+                )
             )
 
 
@@ -218,13 +262,19 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
     if model is None or not model.tables:
         return ()
     outer = {path: leaf for path, leaf in leaves_with_paths(params) if path.split("/")[0] != BLOCKS}
-    wrong = [repr(path) for path in model.tables if path not in outer or len(outer[path].shape) != 2]
+    wrong = [
+        repr(path) for path in model.tables if path not in outer or len(outer[path].shape) != 2
+    ]
     if wrong:
         matrix_paths = [path for path, leaf in outer.items() if len(leaf.shape) == 2]
         problem = "BlockModel.tables must name outer parameters [V, D]."
-        fix = f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."
+        fix = (
+            f"name some of {', '.join(matrix_paths[:8])}." if matrix_paths else "leave tables out."
+        )
         raise ValueError(format_error(config.strategy, problem, wrong, fix))
-    can_shard = config.placement.params and config.loss.view == "per_device" and config.schedule is None
+    can_shard = (
+        config.placement.params and config.loss.view == "per_device" and config.schedule is None
+    )
     return model.tables if can_shard and shard_axes(config.mesh.shape).size > 1 else ()
 
 
@@ -232,16 +282,24 @@ def _blocks_per_stage(config: StrategyConfig, schedule: Schedule, params: PyTree
     """Return the number of blocks of each virtual stage.
 
     Raises:
-      ValueError: if blocks cannot be divided this way, or matrices live on owners, which need equal stages.
+      ValueError: if blocks cannot be divided this way, or matrices live on owners, which need equal
+        stages.
     """
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     if num_blocks == 0:
         problem = f"there are no blocks to cut into {plural(schedule.num_stages, 'stage')}."
-        raise ValueError(format_error(config.strategy, problem, fix="stack at least one block a stage and chunk."))
+        raise ValueError(
+            format_error(
+                config.strategy, problem, fix="stack at least one block a stage and chunk."
+            )
+        )
     with calling(config.strategy):
         counts = cut_blocks(schedule, num_blocks, config.layout.blocks_per_stage)
     if config.layout.opt_state_layout == "matrices" and not is_even(counts):
-        problem = f"opt_state_layout='matrices' takes stages of equally many blocks, and these have {', '.join(map(str, counts))}."
+        problem = (
+            "opt_state_layout='matrices' takes stages of equally many blocks, and these have"
+            f" {', '.join(map(str, counts))}."
+        )
         size = len(counts)
         fix = f"use a multiple of {size} blocks in equal parts, or opt_state_layout='within'."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
@@ -250,7 +308,9 @@ def _blocks_per_stage(config: StrategyConfig, schedule: Schedule, params: PyTree
 
 def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
     unmatched = [
-        repr(pattern) for pattern in config.layout.frozen if not any(re.search(pattern, plan.path) for plan in plans)
+        repr(pattern)
+        for pattern in config.layout.frozen
+        if not any(re.search(pattern, plan.path) for plan in plans)
     ]
     if unmatched:
         example_paths = ", ".join(plan.path for plan in plans[:8])
@@ -259,4 +319,8 @@ def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
         raise ValueError(format_error(config.strategy, problem, unmatched, fix))
     if not any(plan.trainable for plan in plans):
         problem = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
-        raise ValueError(format_error(config.strategy, problem, fix="pass floating leaves that frozen does not match."))
+        raise ValueError(
+            format_error(
+                config.strategy, problem, fix="pass floating leaves that frozen does not match."
+            )
+        )

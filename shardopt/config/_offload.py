@@ -28,7 +28,9 @@ def host_shardings(state: PyTree, shardings: PyTree) -> PyTree:
     Counts and other scalars stay on the device: copying a scalar costs as much as copying a moment.
     """
     return jax.tree.map(
-        lambda leaf, sharding: sharding.with_memory_kind(HOST) if leaf.shape else sharding, state, shardings
+        lambda leaf, sharding: sharding.with_memory_kind(HOST) if leaf.shape else sharding,
+        state,
+        shardings,
     )
 
 
@@ -38,5 +40,12 @@ def to_device(offload: Sequence[str], state: PyTree, shardings: PyTree) -> PyTre
 
 
 def to_host(offload: Sequence[str], abstract: PyTree, state: PyTree, shardings: PyTree) -> PyTree:
-    """Copy offloaded state to host memory; `abstract` are its shapes, `shardings` are in device memory."""
-    return jax.device_put(state, host_shardings(abstract, shardings)) if "opt_state" in offload else state
+    """Copy offloaded state to host memory.
+
+    `abstract` are its shapes, `shardings` are in device memory.
+    """
+    return (
+        jax.device_put(state, host_shardings(abstract, shardings))
+        if "opt_state" in offload
+        else state
+    )

@@ -1,7 +1,7 @@
 """The options of strategies: each is one record with its name, type, default, meaning and check.
 
-`ddp`, `zero`, `fsdp`, `hybrid`, their docstrings, the reference and the command line read these records. A TypedDict is
-a group of options, so type checkers know the keywords of every strategy.
+`ddp`, `zero`, `fsdp`, `hybrid`, their docstrings, the reference and the command line read these
+records. A TypedDict is a group of options, so type checkers know the keywords of every strategy.
 """
 
 import re
@@ -21,16 +21,21 @@ from shardopt.reducers import Reducer
 from shardopt.reducers._reducer import check_reducer
 
 View = Literal["auto", "per_device", "global"]
-"""Where a loss runs: on each device's rows, on the whole batch, or where it is exact at the least cost."""
+"""Where a loss runs: on each device's rows, on the whole batch, or where it is exact at the least
+cost.
+"""
 
 OptStateLayout = Literal["within", "matrices"]
-"""How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an owner."""
+"""How sharded optimizer state is cut: within each leaf, or between whole matrices, each on an
+owner.
+"""
 
 BatchDims = Sequence[tuple[str, int | None]]
 """(regex of key paths of the batch, the dim that counts rows or None); the first match counts."""
 
 SequenceDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts positions or None); the first match counts."""
+"""(regex of key paths of the batch, the dim that counts positions or None); the first match counts.
+"""
 
 
 def _unchanged(name: str, value: Any) -> Any:
@@ -43,8 +48,8 @@ class Option(NamedTuple):
     Attributes:
       meaning: its entry in the `Args:` of a strategy.
       default: its value if the user does not pass it.
-      check: `check(name, value)` returns the value in the form that the step uses, or refuses it. A check that
-        needs the mesh, the placement or another option is in `check_config`.
+      check: `check(name, value)` returns the value in the form that the step uses, or refuses it. A
+        check that needs the mesh, the placement or another option is in `check_config`.
       field: its field in `StrategyConfig`, if the field has another name.
     """
 
@@ -56,20 +61,21 @@ class Option(NamedTuple):
 
 ARGUMENTS = {
     "tx": (
-        "the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. A transformation that takes extra "
-        "arguments gets `value` (the loss) and `grad`. It also gets the loss of this batch as a function of "
-        "parameters: `value_fn` (for line searches) and `obj_fn` (for sophia). The gradient of that loss is `grad_fn` "
-        "(for sam with `opaque_mode=True`)."
+        "the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. A transformation"
+        " that takes extra arguments gets `value` (the loss) and `grad`. It also gets the loss of"
+        " this batch as a function of parameters: `value_fn` (for line searches) and `obj_fn` (for"
+        " sophia). The gradient of that loss is `grad_fn` (for sam with `opaque_mode=True`)."
     ),
     "mesh": (
-        "the devices: a mesh from `so.make_mesh`, or your own mesh together with `axes`. A replica axis acts as a "
-        "second data axis."
+        "the devices: a mesh from `so.make_mesh`, or your own mesh together with `axes`. A replica"
+        " axis acts as a second data axis."
     ),
     "loss_fn": (
-        "the loss: a function `loss_fn(params, batch)`, or a `BlockModel`. The function returns a scalar (the mean "
-        "over the rows that it gets), or a `Weighted`, or a pair of either and a dict of metrics (see `Sum`). If it "
-        "has a keyword `rng`, it gets a new random key for each step, device and micro-batch. You pass batch leaves "
-        "[global batch, ...]; in the per-device view the function gets [rows of this device, ...]."
+        "the loss: a function `loss_fn(params, batch)`, or a `BlockModel`. The function returns a"
+        " scalar (the mean over the rows that it gets), or a `Weighted`, or a pair of either and a"
+        " dict of metrics (see `Sum`). If it has a keyword `rng`, it gets a new random key for each"
+        " step, device and micro-batch. You pass batch leaves [global batch, ...]; in the"
+        " per-device view the function gets [rows of this device, ...]."
     ),
 }
 """Positional argument of every strategy -> its meaning."""
@@ -86,14 +92,20 @@ def _optional_integer(name: str, value: int | None) -> int | None:
 
 def _rules(name: str, rules: Any) -> Any:
     # Stored as a tuple, because the check would exhaust an iterator.
-    is_sequence = isinstance(rules, Iterable) and not isinstance(rules, str | dict) and not callable(rules)
+    is_sequence = (
+        isinstance(rules, Iterable) and not isinstance(rules, str | dict) and not callable(rules)
+    )
     return tuple(rules) if is_sequence else rules
 
 
 def _regexes(name: str, regexes: Sequence[str]) -> tuple[str, ...]:
-    patterns = None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
+    patterns = (
+        None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
+    )
     if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(error_text(f"{name} must be a sequence of regular expressions, got {regexes!r}."))
+        raise TypeError(
+            error_text(f"{name} must be a sequence of regular expressions, got {regexes!r}.")
+        )
     _check_patterns(name, patterns)
     return patterns
 
@@ -113,9 +125,16 @@ def _check_patterns(name: str, patterns: Sequence[str]) -> None:
 def _dims(example: str) -> Callable[[str, Any], Sequence[tuple[str, int | None]]]:
     def check(name: str, dims: Any) -> Sequence[tuple[str, int | None]]:
         pairs = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
-        is_pair = lambda pair: isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)  # noqa: E731
-        if pairs is None or not all(is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs):
-            problem = f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
+
+        def is_pair(pair):
+            return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
+
+        if pairs is None or not all(
+            is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs
+        ):
+            problem = (
+                f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
+            )
             raise TypeError(error_text(problem, fix=f"write {name}={example}."))
         _check_patterns(name, [pattern for pattern, _ in pairs])
         return pairs
@@ -163,7 +182,8 @@ def _flag(name: str, flag: bool) -> bool:
 def _separable(name: str, separable: bool | None) -> bool | None:
     if separable is not None and separable is not True:
         problem = (
-            f"{name} must be True (the loss is a mean over rows, do not check) or None (check), got {separable!r}."
+            f"{name} must be True (the loss is a mean over rows, do not check) or None (check), got"
+            f" {separable!r}."
         )
         raise TypeError(error_text(problem, fix="leave it out."))
     return separable
@@ -172,7 +192,9 @@ def _separable(name: str, separable: bool | None) -> bool | None:
 def _offload(name: str, offload: Any) -> tuple[str, ...]:
     fix = "use offload=('opt_state',), or leave it out."
     if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(error_text(f"{name} must be a sequence of names, got {offload!r}.", fix=fix))
+        raise TypeError(
+            error_text(f"{name} must be a sequence of names, got {offload!r}.", fix=fix)
+        )
     names = tuple(offload)
     if unknown := [repr(name) for name in names if name != "opt_state"]:
         raise ValueError(error_text(f"{name} names what cannot wait in host memory.", unknown, fix))
@@ -191,10 +213,10 @@ class SharedOptions(TypedDict, total=False):
     rules: Annotated[
         Rules,
         Option(
-            "which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function "
-            "`(path, shape) -> PartitionSpec | None`. A regex is searched in key paths such as "
-            '"blocks/attention/qkv", and the first match wins. For leaves of a BlockModel\'s "blocks" the spec '
-            "describes one block.",
+            "which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function"
+            " `(path, shape) -> PartitionSpec | None`. A regex is searched in key paths such as"
+            ' "blocks/attention/qkv", and the first match wins. For leaves of a BlockModel\'s'
+            ' "blocks" the spec describes one block.',
             default=(),
             check=_rules,
         ),
@@ -202,9 +224,10 @@ class SharedOptions(TypedDict, total=False):
     frozen: Annotated[
         Sequence[str],
         Option(
-            "regexes of the key paths of parameters that are not trained. Frozen leaves have no gradient and no "
-            "optimizer state. Leaves that are not floating are always frozen. `loss_fn` may give frozen leaves new "
-            "values with `Updated`. Strategies that shard parameters shard frozen leaves as well.",
+            "regexes of the key paths of parameters that are not trained. Frozen leaves have no"
+            " gradient and no optimizer state. Leaves that are not floating are always frozen."
+            " `loss_fn` may give frozen leaves new values with `Updated`. Strategies that shard"
+            " parameters shard frozen leaves as well.",
             default=(),
             check=_regexes,
         ),
@@ -212,30 +235,32 @@ class SharedOptions(TypedDict, total=False):
     evaluate_fn: Annotated[
         LossFn | None,
         Option(
-            "the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters where they are placed; by "
-            "default the loss of training. It has the form of `loss_fn`, and gets no random key. In a pipeline it must "
-            "be a `BlockModel`.",
+            "the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters where"
+            " they are placed; by default the loss of training. It has the form of `loss_fn`, and"
+            " gets no random key. In a pipeline it must be a `BlockModel`.",
         ),
     ]
     axes: Annotated[
         Axes | None,
         Option(
-            'the names of the axes of your own mesh, such as `so.Axes(data=("dp", "fsdp"), tensor="tp")`; by default '
-            "the names of `so.make_mesh`. State and metrics live on your mesh, with Auto or Explicit axes, whatever "
-            "`jax.set_mesh` says. Rules, and a loss in the global view, use your names. A loss in the per-device view "
-            "uses the names data, tensor, replica, pipeline, context and expert.",
+            'the names of the axes of your own mesh, such as `so.Axes(data=("dp", "fsdp"),'
+            ' tensor="tp")`; by default the names of `so.make_mesh`. State and metrics live on your'
+            " mesh, with Auto or Explicit axes, whatever `jax.set_mesh` says. Rules, and a loss in"
+            " the global view, use your names. A loss in the per-device view uses the names data,"
+            " tensor, replica, pipeline, context and expert.",
             field="axis_names",
         ),
     ]
     batch_dims: Annotated[
         BatchDims,
         Option(
-            "which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None), ...]`. A regex is "
-            'searched in the key paths of the batch, and the first match wins. `("^frames$", 1)` is for frames '
-            "[T, B, ...]. None is for a leaf that all rows share, such as a table: every device and micro-batch gets "
-            'all of it. With `view="global"` leaves may have different numbers of rows, such as the nodes and edges of '
-            "a graph. Each leaf is then split on the first dim that the number of devices divides; the dim of the rows "
-            "is tried first. A leaf without such a dim is replicated.",
+            "which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None),"
+            " ...]`. A regex is searched in the key paths of the batch, and the first match wins."
+            ' `("^frames$", 1)` is for frames [T, B, ...]. None is for a leaf that all rows share,'
+            ' such as a table: every device and micro-batch gets all of it. With `view="global"`'
+            " leaves may have different numbers of rows, such as the nodes and edges of a graph."
+            " Each leaf is then split on the first dim that the number of devices divides; the dim"
+            " of the rows is tried first. A leaf without such a dim is replicated.",
             default=(),
             check=_dims("[('^frames$', 1), ('^table$', None)]"),
         ),
@@ -243,9 +268,10 @@ class SharedOptions(TypedDict, total=False):
     sequence_dims: Annotated[
         SequenceDims,
         Option(
-            "which dim of a batch leaf counts positions: `[(regex, dim or None), ...]`, as in `batch_dims`. By default "
-            "it is the first dim that does not count rows: dim 1 of [rows, positions, ...]. A leaf that all rows share "
-            "has none. Only used if the mesh has a context axis.",
+            "which dim of a batch leaf counts positions: `[(regex, dim or None), ...]`, as in"
+            " `batch_dims`. By default it is the first dim that does not count rows: dim 1 of"
+            " [rows, positions, ...]. A leaf that all rows share has none. Only used if the mesh"
+            " has a context axis.",
             default=(),
             check=_dims("[('^image$', 2), ('^labels$', None)]"),
         ),
@@ -253,9 +279,9 @@ class SharedOptions(TypedDict, total=False):
     expert_leaves: Annotated[
         Sequence[str],
         Option(
-            "regexes of the key paths of expert weights. Dim 0 of such a leaf counts experts, and the expert axis "
-            'splits it; for leaves of a BlockModel\'s "blocks" it is dim 0 of one block. Without an expert axis these '
-            "leaves are treated like all others.",
+            "regexes of the key paths of expert weights. Dim 0 of such a leaf counts experts, and"
+            ' the expert axis splits it; for leaves of a BlockModel\'s "blocks" it is dim 0 of one'
+            " block. Without an expert axis these leaves are treated like all others.",
             default=(),
             check=_regexes,
         ),
@@ -263,16 +289,18 @@ class SharedOptions(TypedDict, total=False):
     compiler_options: Annotated[
         CompilerOptions | None,
         Option(
-            "the options that XLA compiles a step with, name -> value; by default `so.compiler_options(mesh)`.",
+            "the options that XLA compiles a step with, name -> value; by default"
+            " `so.compiler_options(mesh)`.",
             check=_compiler_options,
         ),
     ]
     verify: Annotated[
         bool,
         Option(
-            "whether each program is proved when it is compiled: every sum over devices is complete once, and a small "
-            "program computes the numbers that were written (`so.hlo.prove`). A wrong program raises an error before it "
-            "runs. A program with instructions that no rule covers gives a warning, if its numbers were not compared.",
+            "whether each program is proved when it is compiled: every sum over devices is complete"
+            " once, and a small program computes the numbers that were written (`so.hlo.prove`). A"
+            " wrong program raises an error before it runs. A program with instructions that no"
+            " rule covers gives a warning, if its numbers were not compared.",
             default=False,
             check=_flag,
         ),
@@ -280,24 +308,25 @@ class SharedOptions(TypedDict, total=False):
     view: Annotated[
         View,
         Option(
-            'where the loss runs. By default, "auto", it runs on each device\'s own rows, if that is proved to be '
-            "exact. Otherwise it runs once on the whole batch, and a warning says why. "
-            '"per_device" runs it on each device\'s own rows, or raises an error if that is not proved. '
-            '"global" runs it once on the whole batch, without a proof or a warning. `opt.config.report()` shows the '
-            "choice and the reason. A pipeline has no global view, and refuses a loss that is not proved.",
+            'where the loss runs. By default, "auto", it runs on each device\'s own rows, if that'
+            " is proved to be exact. Otherwise it runs once on the whole batch, and a warning says"
+            ' why. "per_device" runs it on each device\'s own rows, or raises an error if that is'
+            ' not proved. "global" runs it once on the whole batch, without a proof or a warning.'
+            " `opt.config.report()` shows the choice and the reason. A pipeline has no global view,"
+            " and refuses a loss that is not proved.",
             default="auto",
             check=_choice(
                 View,
-                "use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its rows) or 'global' "
-                "(one loss of the whole batch).",
+                "use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on"
+                " its rows) or 'global' (one loss of the whole batch).",
             ),
         ),
     ]
     separable: Annotated[
         bool | None,
         Option(
-            "True states that the loss is a (weighted) mean over rows, and skips the proof. `so.check` compares such a "
-            "loss with one device.",
+            "True states that the loss is a (weighted) mean over rows, and skips the proof."
+            " `so.check` compares such a loss with one device.",
             check=_separable,
         ),
     ]
@@ -309,8 +338,8 @@ class MicroBatchOptions(TypedDict, total=False):
     micro_batches: Annotated[
         int,
         Option(
-            "the number of pieces that each device cuts its rows into. A device computes the gradient of one piece at "
-            "a time, which needs less memory for activations.",
+            "the number of pieces that each device cuts its rows into. A device computes the"
+            " gradient of one piece at a time, which needs less memory for activations.",
             default=1,
             check=_integer,
         ),
@@ -323,41 +352,46 @@ class ShardingOptions(TypedDict, total=False):
     min_shard_elements: Annotated[
         int | None,
         Option(
-            "leaves with fewer elements than this stay replicated over data. For stacked blocks the elements of one "
-            "block count. `opt.config.report()` lists these leaves. By default it is 16,384 on TPU, where gathers of "
-            "norms would wait for those of matrices, and 1,024 elsewhere.",
+            "leaves with fewer elements than this stay replicated over data. For stacked blocks the"
+            " elements of one block count. `opt.config.report()` lists these leaves. By default it"
+            " is 16,384 on TPU, where gathers of norms would wait for those of matrices, and 1,024"
+            " elsewhere.",
             check=_optional_integer,
         ),
     ]
     scatter_dtype: Annotated[
         jax.typing.DTypeLike | None,
         Option(
-            "the dtype that gradients of sharded leaves are cast to before they are summed over data; by default the "
-            "dtype of the parameters, whatever `gather_dtype` is. So fp32 sums of bf16 products are sent unrounded. "
-            'In `hybrid` it is not for placement "ddp", and not for a reducer.',
+            "the dtype that gradients of sharded leaves are cast to before they are summed over"
+            " data; by default the dtype of the parameters, whatever `gather_dtype` is. So fp32"
+            ' sums of bf16 products are sent unrounded. In `hybrid` it is not for placement "ddp",'
+            " and not for a reducer.",
             check=_dtype("None to sum in the dtype that is stored"),
         ),
     ]
     opt_state_layout: Annotated[
         OptStateLayout,
         Option(
-            'how optimizer state is sharded. By default, "within", each leaf is sharded on one of its dims. "matrices" '
-            "assigns each matrix to one device, its owner, for optimizers of matrices (Muon, Shampoo): work on a "
-            "matrix then needs no collectives. The notes of `so.fsdp` on matrices say what is sent. In `hybrid` it is "
-            'not for placement "ddp".',
+            'how optimizer state is sharded. By default, "within", each leaf is sharded on one of'
+            ' its dims. "matrices" assigns each matrix to one device, its owner, for optimizers of'
+            " matrices (Muon, Shampoo): work on a matrix then needs no collectives. The notes of"
+            ' `so.fsdp` on matrices say what is sent. In `hybrid` it is not for placement "ddp".',
             default="within",
             check=_choice(
-                OptStateLayout, "use 'within' (shards of every leaf) or 'matrices' (whole matrices on owners)."
+                OptStateLayout,
+                "use 'within' (shards of every leaf) or 'matrices' (whole matrices on owners).",
             ),
         ),
     ]
     offload: Annotated[
         Sequence[str],
         Option(
-            '`("opt_state",)` keeps optimizer state in host memory between steps, 8/N bytes per parameter with fp32 '
-            "Adam. The numbers are the same. A step copies the state to the device and back. It copies the state of a "
-            "`BlockModel` block by block if the optimizer treats blocks separately and does not ask for the loss. "
-            'Otherwise, in pipelines and with `opt_state_layout="matrices"`, it copies all of the state at once.',
+            '`("opt_state",)` keeps optimizer state in host memory between steps, 8/N bytes per'
+            " parameter with fp32 Adam. The numbers are the same. A step copies the state to the"
+            " device and back. It copies the state of a `BlockModel` block by block if the"
+            " optimizer treats blocks separately and does not ask for the loss. Otherwise, in"
+            ' pipelines and with `opt_state_layout="matrices"`, it copies all of the state at'
+            " once.",
             default=(),
             check=_offload,
         ),
@@ -370,8 +404,9 @@ class GatherOptions(TypedDict, total=False):
     gather_dtype: Annotated[
         jax.typing.DTypeLike | None,
         Option(
-            "the dtype that trained floating parameters are cast to before they are gathered and used; by default "
-            'their own. Frozen parameters keep their dtype. In `hybrid` it is only for placements "fsdp" and "zero3".',
+            "the dtype that trained floating parameters are cast to before they are gathered and"
+            " used; by default their own. Frozen parameters keep their dtype. In `hybrid` it is"
+            ' only for placements "fsdp" and "zero3".',
             check=_dtype("None to gather what is stored"),
         ),
     ]
@@ -383,10 +418,11 @@ class ReducerOptions(TypedDict, total=False):
     reducer: Annotated[
         Reducer | None,
         Option(
-            "how gradients are compressed on the wire, from `so.reducers`; by default they are averaged exactly. Each "
-            "reducer documents its effect on the equivalence and on the bytes. Its state is part of the train state; a "
-            "state that differs between devices is stacked, with one entry per device. In `hybrid` it is only for "
-            'placements "ddp" and "zero1".',
+            "how gradients are compressed on the wire, from `so.reducers`; by default they are"
+            " averaged exactly. Each reducer documents its effect on the equivalence and on the"
+            " bytes. Its state is part of the train state; a state that differs between devices is"
+            ' stacked, with one entry per device. In `hybrid` it is only for placements "ddp" and'
+            ' "zero1".',
             check=_reducer,
         ),
     ]
@@ -411,10 +447,15 @@ class HybridOptions(GatherOptions, ShardingOptions, ReducerOptions, SharedOption
 def records(group: type) -> dict[str, Option]:
     """Return name -> record of the options in a TypedDict."""
     hints = get_type_hints(group, include_extras=True)
-    return {name: next(part for part in hint.__metadata__ if isinstance(part, Option)) for name, hint in hints.items()}
+    return {
+        name: next(part for part in hint.__metadata__ if isinstance(part, Option))
+        for name, hint in hints.items()
+    }
 
 
 OPTIONS: dict[str, Option] = {
-    name: option for group in (DdpOptions, FsdpOptions, HybridOptions) for name, option in records(group).items()
+    name: option
+    for group in (DdpOptions, FsdpOptions, HybridOptions)
+    for name, option in records(group).items()
 }
 """Name -> record of every option that more than one strategy takes."""

@@ -8,7 +8,9 @@ from shardopt.reducers import Reducer
 
 
 class SyncConfig(NamedTuple):
-    """How replicas that train by themselves synchronize; see `diloco` for the meaning of each field.
+    """How replicas that train by themselves synchronize.
+
+    See `diloco` for the meaning of each field.
 
     Attributes:
       outer: the outer optimizer.

@@ -1,7 +1,8 @@
 """The user's own mesh: the names of its axes, and the arrays that live on it.
 
-The step runs on a mesh with our own axis names, with the same devices in the same order and Auto axes. Inputs and
-outputs of the compiled programs (state, batch, metrics) live on the user's mesh, whose shardings are equivalent.
+The step runs on a mesh with our own axis names, with the same devices in the same order and Auto
+axes. Inputs and outputs of the compiled programs (state, batch, metrics) live on the user's mesh,
+whose shardings are equivalent.
 """
 
 import math
@@ -20,17 +21,19 @@ from shardopt.mesh import AXES, on_mesh, spec_axes
 class Axes(NamedTuple):
     """The axis names of your own mesh: for each role one name, or several names.
 
-    A role without an axis in the mesh has size 1. Several names are one merged axis: `Axes(data=("dp", "fsdp"))` shards
-    over both axes. `Axes(replica="dp", data="fsdp")` copies over dp and shards over fsdp (HSDP).
+    A role without an axis in the mesh has size 1. Several names are one merged axis:
+    `Axes(data=("dp", "fsdp"))` shards over both axes. `Axes(replica="dp", data="fsdp")` copies over
+    dp and shards over fsdp (HSDP).
 
     Attributes:
       data: splits rows of the batch, and all leaves that the placement shards.
       tensor: splits inner dims of leaves, by rule. Rules use the names of the mesh.
       replica: splits rows of the batch; parameters are copied.
       pipeline: splits blocks of the model.
-      context: splits positions of sequences; leaves that the placement shards are sharded over data and context together.
-      expert: splits rows of the batch, and the experts of leaves that `expert_leaves` name. Other leaves that the placement
-        shards are sharded over data and expert together.
+      context: splits positions of sequences; leaves that the placement shards are sharded over data
+        and context together.
+      expert: splits rows of the batch, and the experts of leaves that `expert_leaves` name. Other
+        leaves that the placement shards are sharded over data and expert together.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -64,7 +67,11 @@ class UserMesh(NamedTuple):
     @property
     def auto(self) -> Mesh:
         """The same mesh with Auto axes."""
-        return Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=(AxisType.Auto,) * self.mesh.devices.ndim)
+        return Mesh(
+            self.mesh.devices,
+            self.mesh.axis_names,
+            axis_types=(AxisType.Auto,) * self.mesh.devices.ndim,
+        )
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
         """Return a spec of roles as a spec of the user's axes, without axes of size 1."""
@@ -110,7 +117,10 @@ class UserMesh(NamedTuple):
 
 
 def on_auto_axes(sharding: Any) -> Any:
-    """Return a sharding on Explicit axes as the same sharding on Auto axes; return any other sharding unchanged."""
+    """Return a sharding on Explicit axes as the same sharding on Auto axes.
+
+    Return any other sharding unchanged.
+    """
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding
     assert isinstance(sharding.mesh, Mesh)
@@ -118,29 +128,41 @@ def on_auto_axes(sharding: Any) -> Any:
 
 
 def on_auto_mesh(sharding: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function traced within the mesh of a sharding, with Auto axes; the function itself without a mesh."""
+    """Return a function traced within the mesh of a sharding, with Auto axes.
+
+    The function itself without a mesh.
+    """
     auto_sharding = on_auto_axes(sharding)
     mesh = auto_sharding.mesh if isinstance(auto_sharding, NamedSharding) else None
     return on_mesh(mesh, run) if isinstance(mesh, Mesh) else run
 
 
 def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh, UserMesh]:
-    """Return a mesh with our axis names, every axis that strategies need, all Auto; and the user's mesh.
+    """Return a mesh with our axis names, every axis that strategies need, all Auto.
+
+    And the user's mesh.
 
     Raises:
       TypeError: if the mesh is not a `Mesh`, or the names are not `Axes`.
-      ValueError: if a name is used twice or is not an axis of the mesh. If the mesh has no axis for data or, pipelined, for
-        pipeline. If an axis above 1 has no role, or the axes of a role are not next to each other.
+      ValueError: if a name is used twice or is not an axis of the mesh. If the mesh has no axis for
+        data or, pipelined, for pipeline. If an axis above 1 has no role, or the axes of a role are
+        not next to each other.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
-            error_text(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use so.make_mesh().")
+            error_text(
+                f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Fix: use"
+                " so.make_mesh()."
+            )
         )
     axes = _axes_of_roles(mesh, Axes() if names is None else names)
     for role in ("data", "pipeline") if pipelined else ("data",):
         if role not in axes:
             problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
-            fix = f"make the mesh with so.make_mesh({role}=...), or say which axis it is: axes=so.Axes({role}=...)."
+            fix = (
+                f"make the mesh with so.make_mesh({role}=...), or say which axis it is:"
+                f" axes=so.Axes({role}=...)."
+            )
             raise ValueError(error_text(problem, fix=fix))
     role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
     known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
@@ -148,13 +170,16 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
         if size > 1 and role_of.get(axis) not in known_roles:
             problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
             roles = f"axes=so.Axes(data={(*axes['data'], axis)!r}), or tensor={axis!r}"
-            fix = f"use the axes data, tensor, pipeline, context, expert, replica, or say what it is: {roles}."
+            fix = (
+                "use the axes data, tensor, pipeline, context, expert, replica, or say what it is:"
+                f" {roles}."
+            )
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
             raise ValueError(error_text(problem, fix=fix))
     _check_neighbours(mesh, role_of)
-    # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the partitioner can only handle the
-    # tensor axis if it is Auto.
+    # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the
+    # partitioner can only handle the tensor axis if it is Auto.
     order = [*dict.fromkeys(role_of[axis] for axis in mesh.axis_names if axis in role_of)]
     order += [role for role in ("pipeline", "tensor") if role not in order]
     sizes = [math.prod(mesh.shape[axis] for axis in axes.get(role, ())) for role in order]
@@ -170,9 +195,16 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
     for role, names_of_role in names._asdict().items():
         axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
-            raise TypeError(error_text(f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix))
-        if names_of_role != role and (missing := [axis for axis in axes if axis not in mesh.axis_names]):
-            problem = f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes {mesh.axis_names}."
+            raise TypeError(
+                error_text(f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix)
+            )
+        if names_of_role != role and (
+            missing := [axis for axis in axes if axis not in mesh.axis_names]
+        ):
+            problem = (
+                f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes"
+                f" {mesh.axis_names}."
+            )
             raise ValueError(error_text(problem, fix="name axes of the mesh."))
         ordered_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
         if ordered_axes:
@@ -188,5 +220,10 @@ def _check_neighbours(mesh: Mesh, role_of: dict[str, str]) -> None:
     order = [role_of[axis] for axis, size in mesh.shape.items() if size > 1]
     runs = [role for i, role in enumerate(order) if i == 0 or order[i - 1] != role]
     if separated := [role for role in dict.fromkeys(runs) if runs.count(role) > 1]:
-        problem = f"the axes of {' and '.join(separated)} are not next to each other in the mesh {dict(mesh.shape)}."
-        raise ValueError(error_text(problem, fix="make the mesh with the axes of one role side by side."))
+        problem = (
+            f"the axes of {' and '.join(separated)} are not next to each other in the mesh"
+            f" {dict(mesh.shape)}."
+        )
+        raise ValueError(
+            error_text(problem, fix="make the mesh with the axes of one role side by side.")
+        )

@@ -29,7 +29,9 @@ def check_integer(name: str, value: int) -> None:
       TypeError: if it has another type.
     """
     if not is_integer(value):
-        raise TypeError(error_text(f"{name} must be an integer, got {value!r} ({type(value).__name__})."))
+        raise TypeError(
+            error_text(f"{name} must be an integer, got {value!r} ({type(value).__name__}).")
+        )
 
 
 def check_flag(name: str, value: bool) -> None:
@@ -58,14 +60,19 @@ def check_choice(name: str, value: str, choices: Collection[str], fix: str) -> N
 def check_count(name: str, value: int, *, minimum: int = 1, allow_array: bool = False) -> None:
     """Raise an error unless `value` is an integer of at least `minimum`.
 
-    With `allow_array`, a scalar integer `jax.Array` passes without a look at its value: `optax.inject_hyperparams` makes
-    such arrays.
+    With `allow_array`, a scalar integer `jax.Array` passes without a look at its value:
+    `optax.inject_hyperparams` makes such arrays.
 
     Raises:
       TypeError: if it has another type.
       ValueError: if it is below `minimum`.
     """
-    if allow_array and isinstance(value, jax.Array) and np.issubdtype(value.dtype, np.integer) and not value.ndim:
+    if (
+        allow_array
+        and isinstance(value, jax.Array)
+        and np.issubdtype(value.dtype, np.integer)
+        and not value.ndim
+    ):
         return
     check_integer(name, value)
     if value < minimum:
@@ -79,13 +86,21 @@ def check_is_number(name: str, value: float) -> None:
       TypeError: if it has another type.
     """
     if not is_number(value):
-        raise TypeError(error_text(f"{name} must be a number, got {value!r} ({type(value).__name__})."))
+        raise TypeError(
+            error_text(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+        )
 
 
 def check_number(
-    name: str, value: float, *, minimum: float = 0.0, below: float = math.inf, positive: bool = False
+    name: str,
+    value: float,
+    *,
+    minimum: float = 0.0,
+    below: float = math.inf,
+    positive: bool = False,
 ) -> None:
-    """Raise an error unless `value` is a finite number in [minimum, below), and above 0 if `positive`.
+    """Raise an error unless `value` is a finite number in [minimum, below), and above 0 if
+    `positive`.
 
     Raises:
       TypeError: if it has another type.
@@ -100,16 +115,22 @@ def check_number(
     raise ValueError(error_text(f"{name} must be finite, {allowed_range}; got {value}."))
 
 
-def check_transformation(name: str, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def check_transformation(
+    name: str, tx: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation in the form that takes extra arguments.
 
     Raises:
       TypeError: if it has no callable `init` and `update`.
     """
-    if isinstance(tx, type) or not all(callable(getattr(tx, method, None)) for method in ("init", "update")):
+    if isinstance(tx, type) or not all(
+        callable(getattr(tx, method, None)) for method in ("init", "update")
+    ):
         fix = "pass a transformation such as optax.adamw(1e-3), called, not the function itself."
         tx_name = getattr(tx, "__name__", type(tx).__name__)
-        raise TypeError(error_text(f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix))
+        raise TypeError(
+            error_text(f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix)
+        )
     return optax.with_extra_args_support(tx)
 
 

@@ -1,4 +1,7 @@
-"""`BlockModel`: a model made of embed, a stack of equal blocks, and a loss. Strategies gather or pipeline it by blocks."""
+"""`BlockModel`: a model made of embed, a stack of equal blocks, and a loss.
+
+Strategies gather or pipeline it by blocks.
+"""
 
 import functools
 import inspect
@@ -16,25 +19,28 @@ BLOCKS = "blocks"
 
 
 class BlockModel(NamedTuple):
-    """A model whose blocks are stacked, so that strategies can gather or pipeline them one at a time.
+    """A model whose blocks are stacked, so that strategies can gather or pipeline them one at a
+    time.
 
-    Parameters are a dict `{"blocks": leaves stacked [L, ...], **outer}`; "outer" below is that dict without "blocks".
-    Any of the three functions may take a keyword `rng`. It then gets a new random key for each step, piece of the batch
-    and block.
+    Parameters are a dict `{"blocks": leaves stacked [L, ...], **outer}`; "outer" below is that dict
+    without "blocks". Any of the three functions may take a keyword `rng`. It then gets a new random
+    key for each step, piece of the batch and block.
 
     Attributes:
       embed: `embed(outer, batch) -> x`.
       block: `block(one_block, x) -> x`, same shape and dtype.
-      loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(loss, aux dict)`. Outer parameters reach both ends, so
-        tied embeddings work.
+      loss: `loss(outer, x, batch) -> scalar | Weighted`, or `(loss, aux dict)`. Outer parameters
+        reach both ends, so tied embeddings work.
       remat: which values of a block the backward pass computes again; the forms are listed below.
-      tables: key paths of outer parameters [V, D] that only `embed` reads, and only through `so.nn.embedding`. If fsdp
-        shards parameters, these are sharded by columns where data divides D. They are not gathered where it takes fewer
-        bytes to exchange the rows of a batch. Only in the per-device view and not in a pipeline.
-      rounded: key path within a block -> `Rounding`, for weights that `block` reads through `so.nn.quantized_einsum` alone.
-        If fsdp shards such a weight, each device rounds its shard, and the numbers in 8 bits are gathered. The result is the
-        same. Only in the per-device view. A weight is gathered as it is where tensor shards it, or where fsdp shards neither the
-        first dim that the product sums over nor an only dim of channels.
+      tables: key paths of outer parameters [V, D] that only `embed` reads, and only through
+        `so.nn.embedding`. If fsdp shards parameters, these are sharded by columns where data
+        divides D. They are not gathered where it takes fewer bytes to exchange the rows of a batch.
+        Only in the per-device view and not in a pipeline.
+      rounded: key path within a block -> `Rounding`, for weights that `block` reads through
+        `so.nn.quantized_einsum` alone. If fsdp shards such a weight, each device rounds its shard,
+        and the numbers in 8 bits are gathered. The result is the same. Only in the per-device view.
+        A weight is gathered as it is where tensor shards it, or where fsdp shards neither the first
+        dim that the product sums over nor an only dim of channels.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,19 +55,19 @@ class BlockModel(NamedTuple):
 
     **Forms of `remat`**:
 
-    - None computes only cheap values again: gathered weights, values that follow from weights alone, and elementwise
-      results if weights are sharded.
+    - None computes only cheap values again: gathered weights, values that follow from weights
+      alone, and elementwise results if weights are sharded.
     - "full" computes the whole block again from its input.
     - "save:qkv,attention" computes all again except the values with these names, given by
       `jax.ad_checkpoint.checkpoint_name`.
-    - "offload:qkv,attention" does the same, and keeps the named values in host memory (CPU has no separate host
-      memory). Not in a pipeline.
-    - "offload" computes the whole block again, as "full", and keeps the inputs of blocks in host memory. Not in a
-      pipeline.
+    - "offload:qkv,attention" does the same, and keeps the named values in host memory (CPU has no
+      separate host memory). Not in a pipeline.
+    - "offload" computes the whole block again, as "full", and keeps the inputs of blocks in host
+      memory. Not in a pipeline.
     - A `jax.checkpoint` policy decides for each value.
 
-    A `jax.checkpoint` within the block works with every form. A name that the blocks do not have raises an error when
-    the first step is traced; the error lists the names that they have.
+    A `jax.checkpoint` within the block works with every form. A name that the blocks do not have
+    raises an error when the first step is traced; the error lists the names that they have.
     """
 
     embed: Callable[..., PyTree]
@@ -81,7 +87,10 @@ LossFn = Callable[..., Loss] | BlockModel
 
 
 def as_block_model(loss_fn: LossFn) -> BlockModel | None:
-    """Return the `BlockModel` of a loss, if the loss is a `BlockModel` or its `loss_fn` method; else None."""
+    """Return the `BlockModel` of a loss, if the loss is a `BlockModel` or its `loss_fn` method.
+
+    Else None.
+    """
     owner = getattr(loss_fn, "__self__", loss_fn)
     return owner if isinstance(owner, BlockModel) else None
 
@@ -96,10 +105,13 @@ def run_blocks(
     run_block: Callable[..., PyTree] | None = None,
     before_loss: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None,
 ) -> Loss:
-    """Run embed, a scan over the blocks, and loss; hooks of a strategy gather parameters that it keeps sharded.
+    """Run embed, a scan over the blocks, and loss.
 
-    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and applies its `remat`.
-    `before_loss(outer, x)` returns the `outer` and `x` that the loss is called with.
+    Hooks of a strategy gather parameters that it keeps sharded.
+
+    `run_block(one_block, index, rng, x)` runs inside the scan instead of the model's block, and
+    applies its `remat`. `before_loss(outer, x)` returns the `outer` and `x` that the loss is called
+    with.
     """
     blocks = params[BLOCKS]
     sharded_outer = {name: value for name, value in params.items() if name != BLOCKS}
@@ -118,12 +130,18 @@ def run_blocks(
 
 
 def plain_block(model: BlockModel) -> Callable[..., PyTree]:
-    """Return `run(one_block, index, rng, x) -> x`: the block of a model, with the model's `remat` applied."""
-    return checkpointed(model.remat, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x))
+    """Return `run(one_block, index, rng, x) -> x`: the block of a model, with the model's `remat`
+    applied.
+    """
+    return checkpointed(
+        model.remat, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x)
+    )
 
 
 def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:
-    """Call `fn(*args)`; if `fn` takes a keyword `rng` and there is a key, pass the key folded with `index`.
+    """Call `fn(*args)`.
+
+    If `fn` takes a keyword `rng` and there is a key, pass the key folded with `index`.
 
     For a `BlockModel`, call its loss.
 
@@ -136,9 +154,15 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
         return fn(*args)
     if rng is not None:
         return fn(*args, rng=jax.random.fold_in(rng, index))
-    if as_block_model(fn) is None and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty:
+    if (
+        as_block_model(fn) is None
+        and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty
+    ):
         name = getattr(inspect.unwrap(fn), "__name__", type(inspect.unwrap(fn)).__name__)
-        raise TypeError(f"{name}: there is no random key to give outside of training.\nFix: give rng the default None.")
+        raise TypeError(
+            f"{name}: there is no random key to give outside of training.\nFix: give rng the"
+            " default None."
+        )
     return fn(*args)
 
 
@@ -153,4 +177,8 @@ def takes_rng(fn: Any) -> bool:
         return False
     fn = inspect.unwrap(fn)
     bound = isinstance(fn, functools.partial) and "rng" in fn.keywords
-    return parameter is not None and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY and not bound
+    return (
+        parameter is not None
+        and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY
+        and not bound
+    )

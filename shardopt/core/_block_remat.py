@@ -1,4 +1,6 @@
-"""Parse and apply `BlockModel.remat`: which values of a block are kept, and which the backward pass computes again."""
+"""Parse and apply `BlockModel.remat`: which values of a block are kept, and which the backward pass
+computes again.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +18,15 @@ from shardopt.trace._marks import BLOCK_INPUT, named_values, value_name
 T = TypeVar("T")
 Policy = Callable[..., Any]
 Remat = str | Policy | None
-"""None, "full", "save:NAME,...", "offload:NAME,...", "offload" or a `jax.checkpoint` policy; see `BlockModel`."""
+"""None, "full", "save:NAME,...", "offload:NAME,...", "offload" or a `jax.checkpoint` policy; see
+`BlockModel`.
+"""
 
 
 class Named(NamedTuple):
-    """Keep the values with these names (given by `jax.ad_checkpoint.checkpoint_name`); all others are computed again.
+    """Keep the values with these names (given by `jax.ad_checkpoint.checkpoint_name`).
+
+    All others are computed again.
 
     Attributes:
       names: the names of the values.
@@ -47,14 +53,18 @@ def read_remat(remat: Remat) -> Named | Policy | Literal["full"] | None:
     value_names = tuple(name.strip() for name in names.split(","))
     if kind in ("save", "offload") and all(value_names):
         return Named(tuple(dict.fromkeys(value_names)), offload=kind == "offload")
-    forms = "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
+    forms = (
+        "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
+    )
     fix = "write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies."
     raise ValueError(error_text(f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
 
 
 @calling("BlockModel")
 def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
-    """Return `f` with a backward pass that follows `remat`; the last argument of `f` is the input of a block.
+    """Return `f` with a backward pass that follows `remat`.
+
+    The last argument of `f` is the input of a block.
 
     Raises:
       ValueError: by a call, if `remat` names a value that `f` does not have.
@@ -62,8 +72,8 @@ def checkpointed(remat: Remat, f: Callable[..., T]) -> Callable[..., T]:
     parsed_remat = read_remat(remat)
     if parsed_remat is None:
         return f
-    # prevent_cse inserts a barrier that waits for all gathered weights. Blocks do not need it: they run in a scan, where
-    # XLA cannot merge recomputed values with the forward pass.
+    # prevent_cse inserts a barrier that waits for all gathered weights. Blocks do not need it: they
+    # run in a scan, where XLA cannot merge recomputed values with the forward pass.
     checkpoint = functools.partial(jax.checkpoint, prevent_cse=False)
     if not isinstance(parsed_remat, Named):
         return checkpoint(f, policy=None if parsed_remat == "full" else parsed_remat)
@@ -92,7 +102,8 @@ def _policy(named: Named, values: Mapping[str, Sequence[ShapedArray]]) -> Policy
     )
     largest = {name: max(map(_nbytes, values[name])) for name in named.names}
 
-    # XLA:TPU fails to offload the small second result of a kernel (one number per row), so it stays on the device.
+    # XLA:TPU fails to offload the small second result of a kernel (one number per row), so it stays
+    # on the device.
     def policy(primitive: Primitive, *avals: ShapedArray, **params: Any) -> Any:
         name = value_name(primitive, params)
         small = name is not None and 8 * _nbytes(avals[0]) < largest.get(name, 0)
@@ -112,7 +123,10 @@ def _nbytes(value: ShapedArray) -> int:
 def _check_names(named: Named, known: Mapping[str, Sequence[ShapedArray]]) -> None:
     if unknown := [name for name in named.names if name not in known]:
         problem = f"remat names {plural(len(unknown), 'value')} that the blocks do not have."
-        fix = "name what is to be kept, x = jax.ad_checkpoint.checkpoint_name(x, 'attention'), or use remat='full'."
+        fix = (
+            "name what is to be kept, x = jax.ad_checkpoint.checkpoint_name(x, 'attention'), or use"
+            " remat='full'."
+        )
         if known:
             fix = f"use some of {', '.join(known)}; jax.ad_checkpoint.checkpoint_name names others."
         raise ValueError(format_error("BlockModel", problem, unknown, fix))

@@ -1,12 +1,16 @@
-"""64-bit sums of the bits of arrays: equal arrays have equal sums, on any mesh; any changed element changes the sum.
+"""64-bit sums of the bits of arrays: equal arrays have equal sums, on any mesh.
 
-A sum is two uint32 numbers, because jax has no 64-bit integers by default. Element p of an array has the bits b_p, and
+Any changed element changes the sum.
+
+A sum is two uint32 numbers, because jax has no 64-bit integers by default. Element p of an array
+has the bits b_p, and
 
     first = sum_p f(b_p ^ f(p)),    second = sum_p g(f(b_p ^ f(p)) + p)    (both modulo 2^32)
 
-with bijections f and g that look random. So a single changed element always changes both numbers, and other changes go
-unseen with probability 2^-64. (A product with an odd weight is not enough: two changed sign bits cancel.) The sums of the
-shards of an array add up to the sum of the array, in any order, if p counts the elements of the whole array.
+with bijections f and g that look random. So a single changed element always changes both numbers,
+and other changes go unseen with probability 2^-64. (A product with an odd weight is not enough: two
+changed sign bits cancel.) The sums of the shards of an array add up to the sum of the array, in any
+order, if p counts the elements of the whole array.
 """
 
 from collections.abc import Sequence
@@ -20,7 +24,9 @@ LIMBS = 8
 """A sum as floats: eight of 8 bits each, whose additions are exact for up to 2^16 sums."""
 
 
-def checksum(x: jax.Array, starts: Sequence[ArrayLike] = (), shape: Sequence[int] = ()) -> jax.Array:
+def checksum(
+    x: jax.Array, starts: Sequence[ArrayLike] = (), shape: Sequence[int] = ()
+) -> jax.Array:
     """Return the sum of an array, or of a shard of it, as uint32[2].
 
     Args:
@@ -38,7 +44,9 @@ def checksum(x: jax.Array, starts: Sequence[ArrayLike] = (), shape: Sequence[int
     position = jnp.zeros(stored_shape, jnp.uint32)
     stride = 1
     for dim in reversed(range(len(shape))):
-        index = jax.lax.broadcasted_iota(jnp.uint32, stored_shape, dim) + jnp.asarray(starts[dim]).astype(jnp.uint32)
+        index = jax.lax.broadcasted_iota(jnp.uint32, stored_shape, dim) + jnp.asarray(
+            starts[dim]
+        ).astype(jnp.uint32)
         position = position + index * np.uint32(stride % 2**32)
         stride *= shape[dim]
     for number, word in enumerate(words):
@@ -55,9 +63,14 @@ def checksum_of(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def joined(sums: Sequence[jax.Array], numbers: Sequence[int] | None = None) -> jax.Array:
-    """Return one sum of the sums of several arrays; array i has the number i, unless `numbers` says otherwise."""
+    """Return one sum of the sums of several arrays.
+
+    Array i has the number i, unless `numbers` says otherwise.
+    """
     total = jnp.zeros(2, jnp.uint32)
-    for number, leaf_sum in zip(range(len(sums)) if numbers is None else numbers, sums, strict=True):
+    for number, leaf_sum in zip(
+        range(len(sums)) if numbers is None else numbers, sums, strict=True
+    ):
         total = total + leaf_sum * np.uint32(2 * number + 1)
     return total
 
@@ -97,7 +110,9 @@ _SHIFTS = np.arange(0, 32, 8, dtype=np.uint32)[None]
 
 
 def _scrambled(x: jax.Array, factor: np.uint32, other_factor: np.uint32) -> jax.Array:
-    """Return numbers that look random, another one for each x: xorshifts and products with odd factors."""
+    """Return numbers that look random, another one for each x: xorshifts and products with odd
+    factors.
+    """
     x = (x ^ (x >> np.uint32(16))) * factor
     x = (x ^ (x >> np.uint32(15))) * other_factor
     return x ^ (x >> np.uint32(16))

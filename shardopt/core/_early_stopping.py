@@ -13,20 +13,23 @@ from shardopt.core._errors import calling, error_text
 class EarlyStopping:
     """Stop when a metric has not improved for `patience` observations in a row.
 
-    A training metric is observed every `log_every` steps, a metric of `evaluate` at each scheduled evaluation. A
-    value v improves on the best value b if v < b - min_delta ("min") or v > b + min_delta ("max"). NaN is never an
-    improvement. Checkpoints save the best value and the count, so a resumed run stops at the same step.
+    A training metric is observed every `log_every` steps, a metric of `evaluate` at each scheduled
+    evaluation. A value v improves on the best value b if v < b - min_delta ("min") or v > b +
+    min_delta ("max"). NaN is never an improvement. Checkpoints save the best value and the count,
+    so a resumed run stops at the same step.
 
     Args:
       metric: the name of a training metric or of a metric that `evaluate` returns.
       patience: the number of observations without improvement that ends the run; at least 1.
-      min_delta: the smallest change that counts as an improvement, in units of the metric; at least 0.
+      min_delta: the smallest change that counts as an improvement, in units of the metric; at least
+        0.
       mode: "min" if smaller is better, "max" if larger is.
 
     Raises:
-      TypeError: if `metric` or `mode` is not a string, `patience` not an integer or `min_delta` not a number.
-      ValueError: if `metric` is empty, `patience` is below 1, `min_delta` is negative or not finite, or `mode` is
-        neither "min" nor "max".
+      TypeError: if `metric` or `mode` is not a string, `patience` not an integer or `min_delta` not
+        a number.
+      ValueError: if `metric` is empty, `patience` is below 1, `min_delta` is negative or not
+        finite, or `mode` is neither "min" nor "max".
 
     Example:
       >>> rule, state = EarlyStopping("val_loss", patience=2), StoppingState()
@@ -44,7 +47,11 @@ class EarlyStopping:
     @calling("EarlyStopping")
     def __post_init__(self):
         if not isinstance(self.metric, str):
-            raise TypeError(error_text(f"metric must be the name of a metric, got {type(self.metric).__name__}."))
+            raise TypeError(
+                error_text(
+                    f"metric must be the name of a metric, got {type(self.metric).__name__}."
+                )
+            )
         if not isinstance(self.mode, str):
             raise TypeError(error_text(f"mode must be 'min' or 'max', got {self.mode!r}."))
         if not self.metric:
@@ -69,8 +76,13 @@ class StoppingState(NamedTuple):
     wait: int = 0
 
 
-def update(rule: EarlyStopping | None, state: StoppingState, step: int, metrics: Mapping[str, float]) -> StoppingState:
-    """Return the state after one observation; the same state if there is no rule, or `metrics` lacks its metric."""
+def update(
+    rule: EarlyStopping | None, state: StoppingState, step: int, metrics: Mapping[str, float]
+) -> StoppingState:
+    """Return the state after one observation.
+
+    The same state if there is no rule, or `metrics` lacks its metric.
+    """
     if rule is None or rule.metric not in metrics:
         return state
     value = float(metrics[rule.metric])
@@ -98,7 +110,9 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str] = "fit") -> 
       ValueError: if `rule.metric` is not in `known`.
     """
     if rule is not None and rule.metric not in known:
-        problem = f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
+        problem = (
+            f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
+        )
         fix = "watch one of these, or return it from evaluate and give evaluate_every."
         raise ValueError(error_text(problem, sorted(known), fix))
 
@@ -109,8 +123,15 @@ def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:
 
 
 def from_json(rule: EarlyStopping | None, saved: Mapping[str, Any] | None) -> StoppingState | None:
-    """Return the state of a checkpoint; None without a rule or a saved state, or if it has another metric or mode."""
-    if rule is None or saved is None or (saved["metric"], saved["mode"]) != (rule.metric, rule.mode):
+    """Return the state of a checkpoint.
+
+    None without a rule or a saved state, or if it has another metric or mode.
+    """
+    if (
+        rule is None
+        or saved is None
+        or (saved["metric"], saved["mode"]) != (rule.metric, rule.mode)
+    ):
         return None
     return StoppingState(saved["best"], saved["best_step"], saved["wait"])
 

@@ -1,4 +1,6 @@
-"""Error classes, and one format for messages: the function, the problem, every offending leaf, the fix."""
+"""Error classes, and one format for messages: the function, the problem, every offending leaf, the
+fix.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,9 +15,12 @@ _CALLER: ContextVar[str] = ContextVar("caller", default="shardopt")
 
 
 class calling:  # noqa: N801, because it reads as a verb, like contextlib.suppress
-    """Name the function that the user called, in a `with` block or as a decorator; messages begin with this name.
+    """Name the function that the user called, in a `with` block or as a decorator.
 
-    A new thread has no name: set it there again. Do not decorate a generator, whose body runs after the call.
+    Messages begin with this name.
+
+    A new thread has no name: set it there again. Do not decorate a generator, whose body runs after
+    the call.
 
     Example:
       >>> @calling("fsdp")
@@ -71,25 +76,41 @@ class SilentCorruptionError(RuntimeError):
 
     Attributes:
       step: the number of the step, counted from 0.
-      phase: where the bits first differ: in the state before the step, the gradient, its reduction, or the update.
+      phase: where the bits first differ: in the state before the step, the gradient, its reduction,
+        or the update.
       devices: the ids of the devices that may be at fault: one if it is known, none if it is not.
       processes: the processes of these devices.
-      exit_code: the exit code of this process: `CORRUPTED` if one of its devices may be at fault, else 1.
+      exit_code: the exit code of this process: `CORRUPTED` if one of its devices may be at fault,
+        else 1.
     """
 
     def __init__(
-        self, message: str, *, step: int, phase: str, devices: Sequence[int], processes: Sequence[int], exit_code: int
+        self,
+        message: str,
+        *,
+        step: int,
+        phase: str,
+        devices: Sequence[int],
+        processes: Sequence[int],
+        exit_code: int,
     ):
         super().__init__(message)
-        self.step, self.phase, self.devices, self.processes = step, phase, tuple(devices), tuple(processes)
+        self.step, self.phase, self.devices, self.processes = (
+            step,
+            phase,
+            tuple(devices),
+            tuple(processes),
+        )
         self.exit_code = exit_code
 
 
 class NotSeparableError(ValueError):
-    """A loss is not a (weighted) mean over rows, so the losses of the devices do not add up to the loss of the batch.
+    """A loss is not a (weighted) mean over rows, so the losses of the devices do not add up to the
+    loss of the batch.
 
     Attributes:
-      operation: the operation that mixes rows, such as "reduce_sum at loss.py:12 (batch_loss)"; "" if it is unknown.
+      operation: the operation that mixes rows, such as "reduce_sum at loss.py:12 (batch_loss)"; ""
+        if it is unknown.
     """
 
     def __init__(self, message: str, *, operation: str = ""):
@@ -106,7 +127,9 @@ class StepNotFoundError(CheckpointError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint, or the result of `to_bytes`, was damaged: a file or a part is missing, truncated or changed."""
+    """A checkpoint, or the result of `to_bytes`, was damaged: a file or a part is missing,
+    truncated or changed.
+    """
 
 
 class CheckpointInUseError(CheckpointError):
@@ -114,7 +137,9 @@ class CheckpointInUseError(CheckpointError):
 
 
 def format_error(caller: str, problem: str, offenders: Sequence[str] = (), fix: str = "") -> str:
-    """Return the message `caller: problem`, one indented line for each offender (at most eight), and `Fix: ...`."""
+    """Return the message `caller: problem`, one indented line for each offender (at most eight),
+    and `Fix: ...`.
+    """
     lines = [f"{caller}: {problem}"]
     lines += [f"  {offender}" for offender in offenders[:MAX_LISTED]]
     if len(offenders) > MAX_LISTED:
@@ -125,7 +150,9 @@ def format_error(caller: str, problem: str, offenders: Sequence[str] = (), fix: 
 
 
 def error_text(problem: str, offenders: Sequence[str] = (), fix: str = "") -> str:
-    """Return the message of `format_error` for the function that the user called, which `calling` names."""
+    """Return the message of `format_error` for the function that the user called, which `calling`
+    names.
+    """
     return format_error(_CALLER.get(), problem, offenders, fix)
 
 
@@ -133,7 +160,12 @@ def plural(count: int, noun: str) -> str:
     """Return `1 leaf`, `2 leaves`, `3 axes`, `4 batches`, `5 processes`."""
     if count == 1:
         return f"1 {noun}"
-    for ending, plural_ending in (("leaf", "leaves"), ("axis", "axes"), ("ch", "ches"), ("ss", "sses")):
+    for ending, plural_ending in (
+        ("leaf", "leaves"),
+        ("axis", "axes"),
+        ("ch", "ches"),
+        ("ss", "sses"),
+    ):
         if noun.endswith(ending):
             return f"{count} {noun.removesuffix(ending)}{plural_ending}"
     return f"{count} {noun}s"

@@ -1,4 +1,6 @@
-"""Packages of shardopt's extras (`shardopt[plot]`): required when a function uses them, never at import."""
+"""Packages of shardopt's extras (`shardopt[plot]`): required when a function uses them, never at
+import.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -25,11 +27,15 @@ def version_of(package: str) -> str | None:
 
 def version_numbers(version: str | None) -> tuple[int, ...]:
     """Return the numbers of a version; () if it is unknown, which is older than all."""
-    return tuple(int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version or "")[0]))
+    return tuple(
+        int(number) for number in re.findall(r"\d+", re.split(r"[a-z+]", version or "")[0])
+    )
 
 
 def require(module: str, *, extra: str) -> None:
-    """Raise an error unless a package of an extra is installed; called before that package is imported.
+    """Raise an error unless a package of an extra is installed.
+
+    Called before that package is imported.
 
     Args:
       module: the import name of the package, such as "matplotlib".
@@ -49,4 +55,6 @@ def require(module: str, *, extra: str) -> None:
     """
     if not is_installed(module):
         problem = f"{module} is needed, which is not installed."
-        raise ModuleNotFoundError(error_text(problem, fix=f"pip install 'shardopt[{extra}]'"), name=module)
+        raise ModuleNotFoundError(
+            error_text(problem, fix=f"pip install 'shardopt[{extra}]'"), name=module
+        )

@@ -1,4 +1,6 @@
-"""`RoundedWeight`: a weight that devices rounded to 8 bits before they gathered it, as one node of a pytree."""
+"""`RoundedWeight`: a weight that devices rounded to 8 bits before they gathered it, as one node of
+a pytree.
+"""
 
 import dataclasses
 import math
@@ -24,11 +26,14 @@ class Rounding(NamedTuple):
 
     Attributes:
       precision: "int8" or "fp8".
-      summed: how many of the first dims of the weight the product sums over. The others are channels.
-      parts: the size of the first dim of channels if the result of the product begins with this dim, such as gate and up; else 1.
-      dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype that it has.
-      experts: whether the first dim counts experts, whose weights `so.nn.mixture_of_experts` reads; `summed` counts the dims
-        after it, and `parts` is 1.
+      summed: how many of the first dims of the weight the product sums over. The others are
+        channels.
+      parts: the size of the first dim of channels if the result of the product begins with this
+        dim, such as gate and up; else 1.
+      dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype
+        that it has.
+      experts: whether the first dim counts experts, whose weights `so.nn.mixture_of_experts` reads;
+        `summed` counts the dims after it, and `parts` is 1.
 
     Example:
       >>> Rounding("int8", summed=2)  # of the weight [H, K, D] in the product "bthk,hkd->btd"
@@ -56,7 +61,11 @@ class Dtypes(NamedTuple):
 
 def eight_bits(precision: Precision) -> Dtypes:
     """Return the dtypes of a precision."""
-    return Dtypes(jnp.int8, jnp.int8) if precision == "int8" else Dtypes(jnp.float8_e4m3fn, jnp.float8_e5m2)
+    return (
+        Dtypes(jnp.int8, jnp.int8)
+        if precision == "int8"
+        else Dtypes(jnp.float8_e4m3fn, jnp.float8_e5m2)
+    )
 
 
 def largest_number(dtype: DTypeLike) -> float:
@@ -65,7 +74,9 @@ def largest_number(dtype: DTypeLike) -> float:
 
 
 def largest_magnitude(x: Array, dims: int | tuple[int, ...]) -> Array:
-    """Return the largest absolute number over dims, which stay with size 1; NaN if one is NaN or infinite.
+    """Return the largest absolute number over dims, which stay with size 1.
+
+    NaN if one is NaN or infinite.
 
     XLA:CPU drops NaN in the maximum of a large array, and int8 has none: NaN would become a number.
     """
@@ -81,15 +92,20 @@ def narrow(x: Array, dtype: DTypeLike) -> Array:
 def as_bits(numbers: Array) -> Int8[Array, "..."]:
     """Return numbers in 8 bits as int8.
 
-    A backward pass keeps numbers in this form. `jax.checkpoint` rounds the floats that it keeps, and makes NaN of numbers of
-    float8_e4m3fn above 240. Functions that cast all floats of a pytree leave int8 alone, too.
+    A backward pass keeps numbers in this form. `jax.checkpoint` rounds the floats that it keeps,
+    and makes NaN of numbers of float8_e4m3fn above 240. Functions that cast all floats of a pytree
+    leave int8 alone, too.
     """
     return numbers if numbers.dtype == jnp.int8 else jax.lax.bitcast_convert_type(numbers, jnp.int8)
 
 
 def from_bits(bits: Int8[Array, "..."], precision: Precision) -> Array:
     """Return the rounded activations or weights that `as_bits` made."""
-    return bits if precision == "int8" else jax.lax.bitcast_convert_type(bits, eight_bits(precision).numbers)
+    return (
+        bits
+        if precision == "int8"
+        else jax.lax.bitcast_convert_type(bits, eight_bits(precision).numbers)
+    )
 
 
 def inverse(scale: Array) -> Array:
@@ -100,8 +116,8 @@ def inverse(scale: Array) -> Array:
 class Form(NamedTuple):
     """How a weight is a matrix whose rows are shared out among devices.
 
-    With K summed dims together, C parts and N channels of a part, the matrix is [K, C N], or [N, C K] by channel. The parts of
-    experts are the experts.
+    With K summed dims together, C parts and N channels of a part, the matrix is [K, C N], or [N, C
+    K] by channel. The parts of experts are the experts.
 
     Attributes:
       shape: the shape of the weight.
@@ -115,7 +131,11 @@ class Form(NamedTuple):
 
     def of_shard(self, shard: Array) -> "Form":
         """Return the form of a weight on the device of a shard, which may have some of the experts."""
-        return self._replace(shape=(shard.shape[0], *self.shape[1:])) if self.rounding.experts else self
+        return (
+            self._replace(shape=(shard.shape[0], *self.shape[1:]))
+            if self.rounding.experts
+            else self
+        )
 
     @property
     def num_parts(self) -> int:
@@ -124,7 +144,10 @@ class Form(NamedTuple):
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dims of the weight in the order of the matrix: summed dims, then parts and channels; by channel the last dim first."""
+        """The dims of the weight in the order of the matrix: summed dims, then parts and channels.
+
+        By channel the last dim first.
+        """
         dims, summed = tuple(range(len(self.shape))), self.rounding.summed
         if self.rounding.experts:
             dims = (*dims[1 : summed + 1], 0, *dims[summed + 1 :])
@@ -144,11 +167,13 @@ class Form(NamedTuple):
     def round_rows(
         self, rows: Float[Array, "r S"], maximum: Callable[[Array], Array]
     ) -> tuple[Shaped[Array, "r S"], Float[Array, "..."]]:
-        """Return rows of the matrix rounded, and the scales of their channels: [1, C N], or [r, C] by channel.
+        """Return rows of the matrix rounded, and the scales of their channels: [1, C N], or [r, C]
+        by channel.
 
         Args:
           rows: the rows of this device.
-          maximum: returns the maximum over devices. It is called if rows are summed, since a channel is on all devices then.
+          maximum: returns the maximum over devices. It is called if rows are summed, since a
+            channel is on all devices then.
         """
         dtype = eight_bits(self.rounding.precision).numbers
         largest = largest_number(dtype)
@@ -163,30 +188,39 @@ class Form(NamedTuple):
 
 
 def form_of(shape: tuple[int, ...], dim: int, rounding: Rounding) -> Form | None:
-    """Return the form of a weight that is sharded over a dim; None if the shards are rows of no such matrix."""
+    """Return the form of a weight that is sharded over a dim.
+
+    None if the shards are rows of no such matrix.
+    """
     by_summed, by_channel = (Form(shape, rounding, by_channel) for by_channel in (False, True))
     if dim == by_summed.order[0]:
         return by_summed
-    is_last_of_parts = math.prod(shape[i] for i in by_summed.order[rounding.summed : -1]) == by_channel.num_parts
+    is_last_of_parts = (
+        math.prod(shape[i] for i in by_summed.order[rounding.summed : -1]) == by_channel.num_parts
+    )
     return by_channel if is_last_of_parts and dim == by_channel.order[0] else None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight(StandIn):
-    """A weight in 8 bits, as the matrix of a form; a block gets it for a leaf that `BlockModel.rounded` names.
+    """A weight in 8 bits, as the matrix of a form.
+
+    A block gets it for a leaf that `BlockModel.rounded` names.
 
     Attributes:
       numbers: the matrix, by `as_bits`.
       scale: the factors of its channels, [1, C N], or [N, C] by channel.
-      zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel; experts have one for all. No product reads them. Their
-        gradients are the gradients of the weight.
+      zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel; experts have one for
+        all. No product reads them. Their gradients are the gradients of the weight.
       form: how the matrix is the weight.
       is_cast: whether the block has cast it to the dtype of its rounding, or gets it in this dtype.
     """
 
     caller = "quantized_einsum"
-    problem = "a weight that BlockModel.rounded names was used as an array, and it is rounded to 8 bits."
+    problem = (
+        "a weight that BlockModel.rounded names was used as an array, and it is rounded to 8 bits."
+    )
     fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
 
     numbers: Int8[Array, "R S"]
@@ -196,7 +230,9 @@ class RoundedWeight(StandIn):
     is_cast: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
-    def of(cls, numbers: Array, scale: Array, dtype: DTypeLike, form: Form, *, is_cast: bool = True) -> "RoundedWeight":
+    def of(
+        cls, numbers: Array, scale: Array, dtype: DTypeLike, form: Form, *, is_cast: bool = True
+    ) -> "RoundedWeight":
         """Return the weight of gathered numbers and scales, for products in a dtype."""
         parts = form.rounding.parts
         zeros = jnp.zeros((len(numbers), numbers.shape[1] // parts), dtype)
@@ -222,28 +258,48 @@ class RoundedWeight(StandIn):
         """Return the weight for products in another dtype.
 
         Raises:
-          TypeError: if a cast to the dtype before the weight was rounded would have changed its numbers.
+          TypeError: if a cast to the dtype before the weight was rounded would have changed its
+            numbers.
         """
         with jax.numpy_dtype_promotion("standard"):
             is_wide = jnp.promote_types(dtype, self.dtype) == dtype
         if not is_wide:
-            problem = f"a weight that BlockModel.rounded names is cast to {jnp.dtype(dtype)}, and was rounded in {self.dtype}."
-            raise TypeError(format_error("quantized_einsum", problem, fix="give its Rounding the dtype of this cast."))
+            problem = (
+                f"a weight that BlockModel.rounded names is cast to {jnp.dtype(dtype)}, and was"
+                f" rounded in {self.dtype}."
+            )
+            raise TypeError(
+                format_error(
+                    "quantized_einsum", problem, fix="give its Rounding the dtype of this cast."
+                )
+            )
         zeros = tuple(zeros.astype(dtype) for zeros in self.zeros)
-        return dataclasses.replace(self, zeros=zeros, is_cast=self.is_cast or dtype == self.form.rounding.dtype)
+        return dataclasses.replace(
+            self, zeros=zeros, is_cast=self.is_cast or dtype == self.form.rounding.dtype
+        )
 
     @property
     def is_intact(self) -> bool:
-        """Whether numbers and scales have the dtypes of their rounding; `jax.tree.map` with a cast changes them."""
+        """Whether numbers and scales have the dtypes of their rounding.
+
+        `jax.tree.map` with a cast changes them.
+        """
         rounding = self.form.rounding
-        return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(rounding.dtype or self.dtype)
+        return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(
+            rounding.dtype or self.dtype
+        )
 
     def opened(self) -> "RoundedWeight":
-        """Return the weight with its arrays named for a product, which alone reads them; see `remat/_rounded_reads.py`."""
+        """Return the weight with its arrays named for a product, which alone reads them.
+
+        See `remat/_rounded_reads.py`.
+        """
         return jax.tree.map(lambda array: checkpoint_name(array, OPENED), self)
 
     def unpacked(self) -> tuple[Shaped[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-        """Return the numbers in the shape of the weight, the scales in the shape of its channels, and the zeros as a weight."""
+        """Return the numbers in the shape of the weight, the scales in the shape of its channels,
+        and the zeros as a weight.
+        """
         dims = self.form._replace(by_channel=False).order[self.form.rounding.summed :]
         channels = self.channel_scale.reshape([self.shape[dim] for dim in dims])
         return self.form.weight(self.matrix), channels, self.form.weight(joined(self.zeros))

@@ -1,4 +1,7 @@
-"""`StandIn`: an object in place of an array that a model does not have whole; one function alone reads it."""
+"""`StandIn`: an object in place of an array that a model does not have whole.
+
+One function alone reads it.
+"""
 
 from typing import Any, ClassVar, Never
 
@@ -7,11 +10,15 @@ import jax
 from shardopt.core._errors import format_error
 from shardopt.trace._primitives import words
 
-_OPERATORS = words("abs add getitem matmul mul neg pow radd rmatmul rmul rpow rsub rtruediv sub truediv")
+_OPERATORS = words(
+    "abs add getitem matmul mul neg pow radd rmatmul rmul rpow rsub rtruediv sub truediv"
+)
 
 
 class StandIn:
-    """An object in place of an array. Whatever would read it as an array is refused, with the remedy.
+    """An object in place of an array.
+
+    Whatever would read it as an array is refused, with the remedy.
 
     Attributes:
       caller: the function that reads it.
@@ -41,7 +48,11 @@ class StandIn:
           AttributeError: always.
         """
         is_of_arrays = not name.startswith("__") and hasattr(jax.Array, name)
-        reason = format_error(self.caller, self.problem, fix=self.fix) if is_of_arrays else f"no attribute {name!r}"
+        reason = (
+            format_error(self.caller, self.problem, fix=self.fix)
+            if is_of_arrays
+            else f"no attribute {name!r}"
+        )
         raise AttributeError(reason)
 
 

@@ -1,4 +1,6 @@
-"""The context of a trace: one record of what layers and functions of a loss may ask while they are traced."""
+"""The context of a trace: one record of what layers and functions of a loss may ask while they are
+traced.
+"""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +17,8 @@ class RowContext(NamedTuple):
       axes: the mesh axes that carry the rows of one gradient.
       devices: the number of devices along these axes.
       micro_batches: the number of pieces that each device cuts its rows into.
-      refused: (why the loss does not see the whole batch, the remedy). None if it does, or if only micro-batches prevent it.
+      refused: (why the loss does not see the whole batch, the remedy). None if it does, or if only
+        micro-batches prevent it.
     """
 
     axes: tuple[str, ...]
@@ -28,7 +31,8 @@ class TraceContext(NamedTuple):
     """The values that a trace carries from a strategy to the layers of its loss.
 
     Attributes:
-      roles: role -> its axes, on a mesh with other axis names than `AXES`; None if axes are named by their roles.
+      roles: role -> its axes, on a mesh with other axis names than `AXES`; None if axes are named
+        by their roles.
       hidden_mesh: the mesh that `trace_without_mesh` hides from jax.
       is_analysis: whether the trace only shows how a loss uses the rows of a batch.
       rows: how the rows are distributed; None outside of a strategy's loss.

@@ -1,7 +1,8 @@
 """Short tracebacks: the user's frames without shardopt's, as jax leaves out its own.
 
-jax has no public way to hide further files. Its private list of hidden files also decides which line of the source a
-compiled operation names, and `so.audit` reports these lines. So shardopt filters tracebacks itself.
+jax has no public way to hide further files. Its private list of hidden files also decides which
+line of the source a compiled operation names, and `so.audit` reports these lines. So shardopt
+filters tracebacks itself.
 """
 
 import functools
@@ -17,11 +18,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _PACKAGE = f"{Path(__file__).parents[1]}/"
 _REFUSALS = (TypeError, ValueError, FloatingPointError, OSError)
-"""Errors whose message says everything. Of another error that shardopt raises itself the line is shown."""
+"""Errors whose message says everything. Of another error that shardopt raises itself the line is
+shown.
+"""
 
 
 def api_boundary(function: Function) -> Function:
-    """Leave shardopt's frames out of the traceback of every error that passes through a public function.
+    """Leave shardopt's frames out of the traceback of every error that passes through a public
+    function.
 
     `jax_traceback_filtering` "off" (`JAX_TRACEBACK_FILTERING=off`) shows all frames.
     """

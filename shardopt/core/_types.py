@@ -1,4 +1,6 @@
-"""The values that strategies take and return: train state, losses and metrics, and helpers for their trees."""
+"""The values that strategies take and return: train state, losses and metrics, and helpers for
+their trees.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +18,9 @@ Devices = Sequence[jax.Device]
 _Leaf = TypeVar("_Leaf")
 _State = TypeVar("_State")
 TreeDef = Any
-"""The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not accept as a type."""
+"""The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not accept as a
+type.
+"""
 Rule = tuple[str | re.Pattern[str], PartitionSpec]
 PlaceLeaf = Callable[[str, tuple[int, ...]], PartitionSpec | None]
 Rules = Sequence[Rule] | PlaceLeaf
@@ -42,19 +46,20 @@ class TrainState(NamedTuple):
 class Weighted(NamedTuple):
     """A loss (or metric) as a total and the weight that divides it, or as several such pairs.
 
-    The loss of a step is `sum(total) / sum(weight)` over the whole global batch, for any number of devices and
-    micro-batches. So padded or masked tokens count exactly. With tuples of K totals and K weights it is the sum of K
-    quotients:
+    The loss of a step is `sum(total) / sum(weight)` over the whole global batch, for any number of
+    devices and micro-batches. So padded or masked tokens count exactly. With tuples of K totals and
+    K weights it is the sum of K quotients:
 
         sum_k sum(total_k) / sum(weight_k)
 
-    Weights are treated as constants: they must not depend on the parameters. Several weights are summed before the loss
-    is differentiated. With micro-batches this evaluates the computation of the weights once more. A pipeline and the
-    parameter server accept a single pair only.
+    Weights are treated as constants: they must not depend on the parameters. Several weights are
+    summed before the loss is differentiated. With micro-batches this evaluates the computation of
+    the weights once more. A pipeline and the parameter server accept a single pair only.
 
     Attributes:
       total: a scalar, or a tuple of scalars.
-      weight: a scalar, or a tuple of the same length. Its sum over the global batch must be above 0.
+      weight: a scalar, or a tuple of the same length. Its sum over the global batch must be above
+        0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -72,11 +77,12 @@ class Weighted(NamedTuple):
 class Sum(NamedTuple):
     """A metric that is summed over the rows of the batch: `aux = {"tokens": so.Sum(mask.sum())}`.
 
-    With v_i the value of device and micro-batch i, `metrics` holds sum_i v_i; `evaluation` also sums over batches.
+    With v_i the value of device and micro-batch i, `metrics` holds sum_i v_i; `evaluation` also
+    sums over batches.
 
-    If replicas train separately (`local_sgd`, `diloco`), the sum covers the replicas of this process only, so that no
-    process waits for others. In the `history` of an asynchronous run it covers the gradients of the update. The same
-    holds for `Max` and `Min`.
+    If replicas train separately (`local_sgd`, `diloco`), the sum covers the replicas of this
+    process only, so that no process waits for others. In the `history` of an asynchronous run it
+    covers the gradients of the update. The same holds for `Max` and `Min`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -90,8 +96,8 @@ class Sum(NamedTuple):
 class Max(NamedTuple):
     """A metric that reports its largest value: `aux = {"longest": so.Max(lengths.max())}`.
 
-    With v_i the value of device and micro-batch i, `metrics` holds max_i v_i; `evaluation` takes the largest of all
-    batches.
+    With v_i the value of device and micro-batch i, `metrics` holds max_i v_i; `evaluation` takes
+    the largest of all batches.
 
     Example:
       >>> import jax.numpy as jnp
@@ -105,8 +111,8 @@ class Max(NamedTuple):
 class Min(NamedTuple):
     """A metric that reports its smallest value: `aux = {"margin": so.Min(margins.min())}`.
 
-    With v_i the value of device and micro-batch i, `metrics` holds min_i v_i; `evaluation` takes the smallest of all
-    batches.
+    With v_i the value of device and micro-batch i, `metrics` holds min_i v_i; `evaluation` takes
+    the smallest of all batches.
 
     Example:
       >>> import jax.numpy as jnp
@@ -129,18 +135,21 @@ Each metric is an array (its mean is taken), `Weighted`, `Sum`, `Max` or `Min`.
 
 
 class Updated(NamedTuple):
-    """New values for frozen leaves (batch statistics, counters), returned by a loss in its aux dict.
+    """New values for frozen leaves (batch statistics, counters), returned by a loss in its aux
+    dict.
 
-    `values` is a nested dict with the structure of the parameters, but only with the leaves that change:
-    `aux = {"accuracy": acc, "stats": so.Updated({"batch_stats": new_stats})}`. A floating leaf becomes the mean over
-    devices and micro-batches, an integer leaf the maximum.
+    `values` is a nested dict with the structure of the parameters, but only with the leaves that
+    change: `aux = {"accuracy": acc, "stats": so.Updated({"batch_stats": new_stats})}`. A floating
+    leaf becomes the mean over devices and micro-batches, an integer leaf the maximum.
     """
 
     values: PyTree
 
 
 class AverageParamsState(NamedTuple):
-    """The state of `so.transforms.average_params`; it lives with the parameters, not at owners of matrices.
+    """The state of `so.transforms.average_params`.
+
+    It lives with the parameters, not at owners of matrices.
 
     Attributes:
       num_steps: int32, the number of updates.
@@ -155,7 +164,10 @@ class AverageParamsState(NamedTuple):
 
 def states_of(kind: type[_State], opt_state: PyTree) -> list[_State]:
     """Return the states of one transformation in the state of an optimizer, by their type."""
-    is_state = lambda node: isinstance(node, kind)  # noqa: E731
+
+    def is_state(node):
+        return isinstance(node, kind)
+
     return [node for node in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(node)]
 
 
@@ -165,19 +177,28 @@ def is_average(node: object) -> bool:
 
 
 def in_averages(opt_state: PyTree) -> list[bool]:
-    """Return, for each leaf of an optimizer state, whether it belongs to an average of the parameters."""
+    """Return, for each leaf of an optimizer state, whether it belongs to an average of the
+    parameters.
+    """
     nodes = jax.tree.leaves(opt_state, is_leaf=is_average)
     return [is_average(node) for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def path_text(path: KeyPath) -> str:
-    """Return a key path as names joined by slashes: `params["blocks"]["attention"]` gives "blocks/attention"."""
+    """Return a key path as names joined by slashes: `params["blocks"]["attention"]` gives
+    "blocks/attention".
+    """
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def leaves_with_paths(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+def leaves_with_paths(
+    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> list[tuple[str, Any]]:
     """Return the leaves of a tree, each with its key path as text."""
-    return [(path_text(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)]
+    return [
+        (path_text(path), leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    ]
 
 
 def is_array_like(leaf: object) -> bool:
@@ -185,7 +206,9 @@ def is_array_like(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def replaced(leaves: Sequence[_Leaf], positions: Iterable[int], new_leaves: Iterable[_Leaf]) -> list[_Leaf]:
+def replaced(
+    leaves: Sequence[_Leaf], positions: Iterable[int], new_leaves: Iterable[_Leaf]
+) -> list[_Leaf]:
     """Return the leaves with `new_leaves` at the indices `positions`."""
     result = list(leaves)
     for i, leaf in zip(positions, new_leaves, strict=True):
@@ -194,13 +217,17 @@ def replaced(leaves: Sequence[_Leaf], positions: Iterable[int], new_leaves: Iter
 
 
 def abstract(tree: PyTree) -> PyTree:
-    """Return the tree with `jax.ShapeDtypeStruct` leaves, with the dtypes that jax would store; no data is read."""
+    """Return the tree with `jax.ShapeDtypeStruct` leaves, with the dtypes that jax would store.
+
+    No data is read.
+    """
 
     def abstract_leaf(leaf):
         if not is_array_like(leaf):
             leaf = np.asarray(leaf)
         dtype = leaf.dtype
-        if not jnp.issubdtype(dtype, jax.dtypes.extended):  # typed random keys have an extended dtype
+        # typed random keys have an extended dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
             dtype = jax.dtypes.canonicalize_dtype(dtype)
         return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
@@ -208,9 +235,11 @@ def abstract(tree: PyTree) -> PyTree:
 
 
 def wide_dtype(dtype: DTypeLike) -> np.dtype:
-    """Return the dtype for sums of many values of a dtype: at least fp32, and complex for complex values.
+    """Return the dtype for sums of many values of a dtype: at least fp32, and complex for complex
+    values.
 
-    `jnp.promote_types` would do this, but raises an error under `jax_numpy_dtype_promotion="strict"`.
+    `jnp.promote_types` would do this, but raises an error under
+    `jax_numpy_dtype_promotion="strict"`.
     """
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.dtype(dtype).itemsize >= 4:
         return jnp.dtype(dtype)
@@ -218,16 +247,20 @@ def wide_dtype(dtype: DTypeLike) -> np.dtype:
 
 
 def wide_zeros(tree: PyTree) -> PyTree:
-    """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for sums."""
+    """Return zeros with the shapes of a tree, which may be abstract, in dtypes wide enough for
+    sums.
+    """
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, wide_dtype(leaf.dtype)), tree)
 
 
 def merge_replicas(stacked: jax.Array, axis: int = 0) -> jax.Array:
     """Return one value for the values of several replicas, for when the number of replicas changes.
 
-    - Floating and complex leaves: the mean, computed in at least fp32. Replicas agree on it. For error-feedback
-      memories the next reduction adds this mean to the mean of the gradients, so no gradient is lost.
-    - Integers and booleans: the maximum, as in `Updated`. Counts of steps are equal in all replicas.
+    - Floating and complex leaves: the mean, computed in at least fp32. Replicas agree on it. For
+      error-feedback memories the next reduction adds this mean to the mean of the gradients, so no
+      gradient is lost.
+    - Integers and booleans: the maximum, as in `Updated`. Counts of steps are equal in all
+      replicas.
     - Typed random keys, which have no order: the first.
 
     Args:

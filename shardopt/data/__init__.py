@@ -1,9 +1,17 @@
-"""Training data: a corpus of bytes, conversations as tokens, cut into windows or packed as documents, and read in batches.
+"""Training data: a corpus of bytes, conversations as tokens, cut into windows or packed as
+documents, and read in batches.
 
 No other package of shardopt imports this one, except the command line.
 """
 
-from shardopt.data._chat import Chat, ChatTokenizer, TokenizedChats, open_chat, read_chats, tokenize_chats
+from shardopt.data._chat import (
+    Chat,
+    ChatTokenizer,
+    TokenizedChats,
+    open_chat,
+    read_chats,
+    tokenize_chats,
+)
 from shardopt.data._corpus import (
     Corpus,
     Documents,

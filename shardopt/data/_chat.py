@@ -1,4 +1,6 @@
-"""Conversations as training data: read from JSONL, written by the chat template of a model, and turned into its tokens."""
+"""Conversations as training data: read from JSONL, written by the chat template of a model, and
+turned into its tokens.
+"""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +52,8 @@ class ChatTokenizer(NamedTuple):
           messages: "role" and "content" of each message.
 
         Returns:
-          A document for `pack`: "tokens", int32 [n], and "weights", float32 [n]: 1 for the assistant's tokens, else 0.
+          A document for `pack`: "tokens", int32 [n], and "weights", float32 [n]: 1 for the
+          assistant's tokens, else 0.
 
         Raises:
           ValueError: if the template refuses the messages, or if no token is the assistant's.
@@ -68,13 +71,18 @@ class ChatTokenizer(NamedTuple):
 
 
 @calling("open_chat")
-def open_chat(folder: "str | os.PathLike[str]", *, template: "str | os.PathLike[str] | None" = None) -> ChatTokenizer:
-    """Read the tokenizer and the chat template of a folder of Hugging Face; no code of the folder runs.
+def open_chat(
+    folder: "str | os.PathLike[str]", *, template: "str | os.PathLike[str] | None" = None
+) -> ChatTokenizer:
+    """Read the tokenizer and the chat template of a folder of Hugging Face.
+
+    No code of the folder runs.
 
     The template runs in jinja's sandbox, with the functions that transformers gives to templates.
 
     Args:
-      folder: a folder with tokenizer.json. The template is in chat_template.jinja or in tokenizer_config.json.
+      folder: a folder with tokenizer.json. The template is in chat_template.jinja or in
+        tokenizer_config.json.
       template: a file with another template.
 
     Returns:
@@ -100,10 +108,11 @@ def open_chat(folder: "str | os.PathLike[str]", *, template: "str | os.PathLike[
       >>> document["tokens"].tolist(), document["weights"].tolist()
       ([0, 2, 1, 2, 3], [0.0, 0.0, 0.0, 1.0, 1.0])
 
-    **The assistant's tokens**: what a template writes between {% generation %} and {% endgeneration %}. In a template
-    without these, a message of the assistant begins where the template asks the assistant to write
-    (`add_generation_prompt`). It ends where the text of the messages up to it ends, so the token that ends the turn
-    counts. The text of the first messages must be the beginning of the whole text; another template is refused.
+    **The assistant's tokens**: what a template writes between {% generation %} and {% endgeneration
+    %}. In a template without these, a message of the assistant begins where the template asks the
+    assistant to write (`add_generation_prompt`). It ends where the text of the messages up to it
+    ends, so the token that ends the turn counts. The text of the first messages must be the
+    beginning of the whole text; another template is refused.
 
     A token that is partly in such a piece counts, as in transformers.
     """
@@ -113,7 +122,10 @@ def open_chat(folder: "str | os.PathLike[str]", *, template: "str | os.PathLike[
     folder = Path(folder)
     if not (folder / _TOKENIZER).is_file():
         problem = f"{folder} has no {_TOKENIZER}."
-        fix = "download it too; for a model with tokenizer.model alone, save it once by transformers' AutoTokenizer."
+        fix = (
+            "download it too; for a model with tokenizer.model alone, save it once by transformers'"
+            " AutoTokenizer."
+        )
         raise FileNotFoundError(error_text(problem, fix=fix))
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER))
@@ -123,12 +135,19 @@ def open_chat(folder: "str | os.PathLike[str]", *, template: "str | os.PathLike[
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = _read_json(folder / _SETTINGS)
-    special_tokens = special_tokens_of(_read_json(folder / "special_tokens_map.json")) | special_tokens_of(settings)
+    special_tokens = special_tokens_of(
+        _read_json(folder / "special_tokens_map.json")
+    ) | special_tokens_of(settings)
     unknown = sorted(
-        f"{name}: {token!r}" for name, token in special_tokens.items() if token and tokenizer.token_to_id(token) is None
+        f"{name}: {token!r}"
+        for name, token in special_tokens.items()
+        if token and tokenizer.token_to_id(token) is None
     )
     if unknown:
-        problem = f"{plural(len(unknown), 'special token')} of {folder / _SETTINGS} is not in {_TOKENIZER}."
+        problem = (
+            f"{plural(len(unknown), 'special token')} of {folder / _SETTINGS} is not in"
+            f" {_TOKENIZER}."
+        )
         raise ValueError(error_text(problem, unknown, "save the tokenizer again by transformers."))
     source, origin = _template_source(folder, settings, template)
     return ChatTokenizer(tokenizer, compile_template(source, special_tokens, origin))
@@ -141,13 +160,18 @@ def _template_source(
     if template is not None or (folder / _TEMPLATE).is_file():
         path = Path(template) if template is not None else folder / _TEMPLATE
         if not path.is_file():
-            raise FileNotFoundError(error_text(f"{path} is no file.", fix="name a jinja file with a chat template."))
+            raise FileNotFoundError(
+                error_text(f"{path} is no file.", fix="name a jinja file with a chat template.")
+            )
         return path.read_text(encoding="utf-8"), path
     source = settings.get("chat_template")
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
     if not isinstance(source, str):
-        problem = f"{folder} has no chat template: neither {_TEMPLATE}, nor 'chat_template' in {_SETTINGS}."
+        problem = (
+            f"{folder} has no chat template: neither {_TEMPLATE}, nor 'chat_template' in"
+            f" {_SETTINGS}."
+        )
         fix = "use a model that was made for conversations, or write a template and name its file."
         raise FileNotFoundError(error_text(problem, fix=fix))
     return source, folder / _SETTINGS
@@ -160,7 +184,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(error_text(f"{path} is no JSON: {error}.", fix="download the file again.")) from error
+        raise ValueError(
+            error_text(f"{path} is no JSON: {error}.", fix="download the file again.")
+        ) from error
     return content if isinstance(content, dict) else {}
 
 
@@ -168,15 +194,17 @@ def _read_json(path: Path) -> dict[str, Any]:
 def read_chats(path: "str | os.PathLike[str]") -> list[Chat]:
     r"""Read conversations from a file of JSON lines; empty lines are skipped.
 
-    A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}`. Or it is
-    `{"prompt": "...", "completion": "..."}`, which is a message of the user and an answer of the assistant.
+    A line is `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content":
+    "..."}]}`. Or it is `{"prompt": "...", "completion": "..."}`, which is a message of the user and
+    an answer of the assistant.
 
     Args:
       path: the file.
 
     Raises:
       OSError: if the file cannot be read.
-      ValueError: if a line has another form, or no message of the assistant; the message names the lines.
+      ValueError: if a line has another form, or no message of the assistant; the message names the
+        lines.
 
     Example:
       >>> import pathlib, tempfile
@@ -197,8 +225,13 @@ def read_chats(path: "str | os.PathLike[str]") -> list[Chat]:
             except ValueError as error:
                 problems.append(f"line {number}: {error}")
     if problems:
-        fix = 'write {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...} in each line.'
-        raise ValueError(error_text(f"{plural(len(problems), 'line')} of {path} cannot be used.", problems, fix))
+        fix = (
+            'write {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ...,'
+            ' "completion": ...} in each line.'
+        )
+        raise ValueError(
+            error_text(f"{plural(len(problems), 'line')} of {path} cannot be used.", problems, fix)
+        )
     if not chats:
         raise ValueError(error_text(f"{path} has no conversations.", fix="write one in each line."))
     return chats
@@ -219,7 +252,9 @@ def _messages_of(line: str) -> list[dict[str, str]]:
     if not isinstance(row, dict):
         raise ValueError(f"is {_kind(row)}, must be an object")
     if row.keys() == {"prompt", "completion"}:
-        row = {"messages": [_message("user", row, "prompt"), _message("assistant", row, "completion")]}
+        row = {
+            "messages": [_message("user", row, "prompt"), _message("assistant", row, "completion")]
+        }
     if row.keys() != {"messages"}:
         unknown = sorted(row.keys() - {"messages", "prompt", "completion"})
         keys = ", ".join(map(repr, unknown or row)) or "no keys"
@@ -231,10 +266,15 @@ def _messages_of(line: str) -> list[dict[str, str]]:
         if not isinstance(message, dict):
             raise ValueError(f"message {i} is {_kind(message)}, must be an object")
         if unknown := sorted(message.keys() - {"role", "content"}):
-            raise ValueError(f"message {i} has {', '.join(map(repr, unknown))}, must have 'role' and 'content' alone")
+            raise ValueError(
+                f"message {i} has {', '.join(map(repr, unknown))}, must have 'role' and 'content'"
+                " alone"
+            )
         for name in ("role", "content"):
             if not isinstance(message.get(name), str):
-                raise ValueError(f"{name!r} of message {i} is {_kind(message.get(name))}, must be a text")
+                raise ValueError(
+                    f"{name!r} of message {i} is {_kind(message.get(name))}, must be a text"
+                )
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("has no message of the assistant")
     return messages
@@ -246,7 +286,13 @@ def _message(role: str, row: Mapping[str, Any], name: str) -> dict[str, str]:
     return {"role": role, "content": row[name]}
 
 
-_KINDS = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "missing or null"}
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    bool: "true or false",
+    type(None): "missing or null",
+}
 
 
 def _kind(value: object) -> str:
@@ -268,8 +314,12 @@ class TokenizedChats(NamedTuple):
 
 
 @calling("tokenize_chats")
-def tokenize_chats(chats: Iterable[Chat], tokenizer: ChatTokenizer, length: int, vocab_size: int) -> TokenizedChats:
-    """Return conversations as documents; a conversation of more than `length` tokens is left out and counted.
+def tokenize_chats(
+    chats: Iterable[Chat], tokenizer: ChatTokenizer, length: int, vocab_size: int
+) -> TokenizedChats:
+    """Return conversations as documents.
+
+    A conversation of more than `length` tokens is left out and counted.
 
     Args:
       chats: the conversations.
@@ -278,8 +328,8 @@ def tokenize_chats(chats: Iterable[Chat], tokenizer: ChatTokenizer, length: int,
       vocab_size: token ids that the model knows.
 
     Raises:
-      ValueError: if the template refuses a conversation, no token is the assistant's, a token is not known to the model, or no
-        conversation fits into a row.
+      ValueError: if the template refuses a conversation, no token is the assistant's, a token is
+        not known to the model, or no conversation fits into a row.
     """
     documents, problems, longest = [], [], 0
     for chat in chats:
@@ -295,14 +345,17 @@ def tokenize_chats(chats: Iterable[Chat], tokenizer: ChatTokenizer, length: int,
     if problems:
         problem = f"{plural(len(problems), 'conversation')} cannot be trained on."
         fix = (
-            "change these lines; or name a template that can write them, with {% generation %} around what the assistant "
-            "writes."
+            "change these lines; or name a template that can write them, with {% generation %}"
+            " around what the assistant writes."
         )
         raise ValueError(error_text(problem, problems, fix))
     fitting = [document for document in documents if len(document["tokens"]) <= length]
     if not fitting:
         problem = (
-            f"all {plural(len(documents), 'conversation')} have more than {length} tokens; the longest has {longest}."
+            f"all {plural(len(documents), 'conversation')} have more than {length} tokens; the"
+            f" longest has {longest}."
         )
-        raise ValueError(error_text(problem, fix="choose a larger length, or shorter conversations."))
+        raise ValueError(
+            error_text(problem, fix="choose a larger length, or shorter conversations.")
+        )
     return TokenizedChats(fitting, len(documents) - len(fitting), longest)

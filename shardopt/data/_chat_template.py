@@ -1,4 +1,6 @@
-"""The chat template of a folder of Hugging Face: jinja in a sandbox, with the pieces of text that the assistant writes."""
+"""The chat template of a folder of Hugging Face: jinja in a sandbox, with the pieces of text that
+the assistant writes.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,9 @@ Message = Mapping[str, str]
 Spans = list[tuple[int, int]]
 
 _BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Around the text of {% generation %} blocks while a template runs. Unicode keeps both for the inside of a program."""
+"""Around the text of {% generation %} blocks while a template runs. Unicode keeps both for the
+inside of a program.
+"""
 
 _OLDEST_JINJA = (3, 1, 6)
 """Older versions have known ways out of the sandbox."""
@@ -35,22 +39,27 @@ class ChatTemplate(NamedTuple):
     special_tokens: Mapping[str, str]
 
     def render(self, messages: Sequence[Message]) -> tuple[str, Spans]:
-        """Return the text of a conversation, and (begin, end) of each piece that the assistant writes.
+        """Return the text of a conversation, and (begin, end) of each piece that the assistant
+        writes.
 
         Raises:
-          ValueError: if the template refuses the messages, or does not say where the assistant writes.
+          ValueError: if the template refuses the messages, or does not say where the assistant
+            writes.
         """
         if any(mark in message["content"] for message in messages for mark in (_BEGIN, _END)):
-            raise ValueError("a message has a character that Unicode keeps for programs, U+FDD0 or U+FDD1")
+            raise ValueError(
+                "a message has a character that Unicode keeps for programs, U+FDD0 or U+FDD1"
+            )
         if self.marked:
             return _without_marks(self._text(messages))
         return self._text(messages), self._spans_of_prefixes(messages)
 
     def _spans_of_prefixes(self, messages: Sequence[Message]) -> Spans:
-        """Return the spans from the texts of the first messages: each must be the beginning of the whole text.
+        """Return the spans from the texts of the first messages: each must be the beginning of the
+        whole text.
 
-        A message of the assistant begins where the template asks the assistant to write, and ends where the text of the
-        messages up to it ends.
+        A message of the assistant begins where the template asks the assistant to write, and ends
+        where the text of the messages up to it ends.
         """
         text, spans = self._text(messages), []
         for i, message in enumerate(messages):
@@ -59,10 +68,14 @@ class ChatTemplate(NamedTuple):
             before = self._text(messages[:i], add_generation_prompt=True)
             after = text if i + 1 == len(messages) else self._text(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                at = "the last message" if i + 1 == len(messages) else f"message {i + 1} of {len(messages)}"
+                at = (
+                    "the last message"
+                    if i + 1 == len(messages)
+                    else f"message {i + 1} of {len(messages)}"
+                )
                 raise ValueError(
-                    f"the template has no {{% generation %}}, and writes {at} in another way when others follow or precede, "
-                    "so the tokens of the assistant are not known"
+                    f"the template has no {{% generation %}}, and writes {at} in another way when"
+                    " others follow or precede, so the tokens of the assistant are not known"
                 )
             spans.append((len(before), len(after)))
         return spans
@@ -70,17 +83,26 @@ class ChatTemplate(NamedTuple):
     def _text(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> str:
         import jinja2
 
-        names = {"messages": [dict(message) for message in messages], "tools": None, "documents": None}
+        names = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+        }
         try:
-            return self.template.render(**self.special_tokens, **names, add_generation_prompt=add_generation_prompt)
+            return self.template.render(
+                **self.special_tokens, **names, add_generation_prompt=add_generation_prompt
+            )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
         except Exception as error:  # whatever the code of a template can do
             raise ValueError(f"the chat template fails: {type(error).__name__}: {error}") from error
 
 
-def compile_template(source: str, special_tokens: Mapping[str, str | None], origin: object) -> ChatTemplate:
-    """Compile a template in the sandbox of transformers: it can read what it is given, and nothing else.
+def compile_template(
+    source: str, special_tokens: Mapping[str, str | None], origin: object
+) -> ChatTemplate:
+    """Compile a template in the sandbox of transformers: it can read what it is given, and nothing
+    else.
 
     Args:
       source: the text of the template.
@@ -98,27 +120,47 @@ def compile_template(source: str, special_tokens: Mapping[str, str | None], orig
     version = tuple(int(part) for part in jinja2.__version__.split(".")[:3])
     if version < _OLDEST_JINJA:
         problem = f"jinja2 {jinja2.__version__} has known ways out of its sandbox."
-        raise ModuleNotFoundError(error_text(problem, fix="pip install -U 'jinja2>=3.1.6'"), name="jinja2")
+        raise ModuleNotFoundError(
+            error_text(problem, fix="pip install -U 'jinja2>=3.1.6'"), name="jinja2"
+        )
     environment = _sandbox()
     try:
         syntax = environment.parse(source)
         template = environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        problem = f"the chat template in {origin} is no jinja: line {error.lineno}: {error.message}."
+        problem = (
+            f"the chat template in {origin} is no jinja: line {error.lineno}: {error.message}."
+        )
         raise ValueError(error_text(problem, fix="download the file again.")) from error
-    used_tokens = {name for name in meta.find_undeclared_variables(syntax) if name in _SPECIAL_TOKENS}
+    used_tokens = {
+        name for name in meta.find_undeclared_variables(syntax) if name in _SPECIAL_TOKENS
+    }
     if unknown := sorted(used_tokens - special_tokens.keys()):
         problem = (
-            f"the chat template in {origin} reads {', '.join(unknown)}, which tokenizer_config.json does not have."
+            f"the chat template in {origin} reads {', '.join(unknown)}, which tokenizer_config.json"
+            " does not have."
         )
         raise ValueError(error_text(problem, fix="add the token, or null if the model has none."))
     marked = any(
-        isinstance(node, jinja2.nodes.CallBlock) and _is_mark(node) for node in syntax.find_all(jinja2.nodes.CallBlock)
+        isinstance(node, jinja2.nodes.CallBlock) and _is_mark(node)
+        for node in syntax.find_all(jinja2.nodes.CallBlock)
     )
-    return ChatTemplate(template, marked, {name: token for name, token in special_tokens.items() if token is not None})
+    return ChatTemplate(
+        template,
+        marked,
+        {name: token for name, token in special_tokens.items() if token is not None},
+    )
 
 
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str | None]:
@@ -189,8 +231,16 @@ def _sandbox() -> "jinja2.Environment":
         if isinstance(name, str) and name.startswith("_"):
             raise sandbox.SecurityError(f"a namespace cannot store {name!r}")  # pyright: ignore[reportPrivateImportUsage]
 
-    def to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def to_json(
+        value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False
+    ) -> str:
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -1,4 +1,6 @@
-"""A corpus of files as bytes, cut into training and validation windows, and read in shuffled batches."""
+"""A corpus of files as bytes, cut into training and validation windows, and read in shuffled
+batches.
+"""
 
 import dataclasses
 import os
@@ -24,7 +26,8 @@ class Corpus(NamedTuple):
 
     Attributes:
       paths: the files, in order.
-      starts: [files + 1]: the position of the first byte of each file, then the total number of bytes.
+      starts: [files + 1]: the position of the first byte of each file, then the total number of
+        bytes.
     """
 
     paths: tuple[Path, ...]
@@ -55,14 +58,20 @@ def _read(path: Path, start: int, count: int) -> bytes:
         file.seek(start)
         content = file.read(count)
     if len(content) < count:
-        problem = f"{str(path)!r} is shorter than when the corpus was opened: {start + len(content)} bytes and no more."
-        raise OSError(format_error("data", problem, fix="leave the text alone while a model trains on it."))
+        problem = (
+            f"{str(path)!r} is shorter than when the corpus was opened: {start + len(content)}"
+            " bytes and no more."
+        )
+        raise OSError(
+            format_error("data", problem, fix="leave the text alone while a model trains on it.")
+        )
     return content
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """A range of a corpus as a sequence of windows: `windows[i]` is `{"tokens": int32 [length + 1]}`.
+    """A range of a corpus as a sequence of windows: `windows[i]` is `{"tokens": int32 [length +
+    1]}`.
 
     Window i starts at byte `begin + i * length`, so each byte but the first is a target once.
     """
@@ -84,7 +93,9 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The files of a corpus as documents for `pack`: `documents[i]` is file i as int32 tokens, one token per byte."""
+    """The files of a corpus as documents for `pack`: `documents[i]` is file i as int32 tokens, one
+    token per byte.
+    """
 
     corpus: Corpus
 
@@ -102,11 +113,12 @@ class Documents:
 
 
 def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
-    """Return the corpus of a file, of the text files in a folder, or of Python's own standard library.
+    """Return the corpus of a file, of the text files in a folder, or of Python's own standard
+    library.
 
-    Files are ordered by their paths. In a folder, hidden files, `__pycache__` and binary files (with a zero byte near
-    their beginning) are skipped. From the standard library, tests, generated tables (`encodings`, `pydoc_data`) and
-    installed packages are left out.
+    Files are ordered by their paths. In a folder, hidden files, `__pycache__` and binary files
+    (with a zero byte near their beginning) are skipped. From the standard library, tests, generated
+    tables (`encodings`, `pydoc_data`) and installed packages are left out.
 
     Args:
       path: a file or a folder; None stands for the standard library.
@@ -130,33 +142,56 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
             fix = "check the path; without one, Python's own source is read."
             raise FileNotFoundError(format_error("data", problem, fix=fix))
         files = (
-            [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)] if root.is_dir() else [root]
+            [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
+            if root.is_dir()
+            else [root]
         )
     sized_files = [(file, size) for file in files if (size := file.stat().st_size)]
     if not sized_files:
-        problem = f"{str(root)!r} is empty." if root.is_file() else f"there is no text in the folder {str(root)!r}."
-        raise ValueError(format_error("data", problem, fix="name a text file, or a folder that holds some."))
+        problem = (
+            f"{str(root)!r} is empty."
+            if root.is_file()
+            else f"there is no text in the folder {str(root)!r}."
+        )
+        raise ValueError(
+            format_error("data", problem, fix="name a text file, or a folder that holds some.")
+        )
     starts = np.cumsum([0] + [size for _, size in sized_files]).tolist()
     return Corpus(tuple(file for file, _ in sized_files), tuple(starts))
 
 
 _NOT_LIBRARY = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "__pycache__"}
+    {
+        "site-packages",
+        "dist-packages",
+        "test",
+        "tests",
+        "idle_test",
+        "encodings",
+        "pydoc_data",
+        "__pycache__",
+    }
 )
 """Folders left out of the standard library: installed packages, tests and generated tables.
 
-The tables are near copies of each other. Split between training and validation, they would leak validation text.
-"""
+The tables are near copies of each other. Split between training and validation, they would leak
+validation text. """
 
 
 def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:
-    """Yield the files in a folder and its subfolders, ordered by path; symbolic links to folders are not followed."""
+    """Yield the files in a folder and its subfolders, ordered by path.
+
+    Symbolic links to folders are not followed.
+    """
     paths = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skip and not name.startswith(".")]
         paths += [Path(folder, name) for name in names if not name.startswith(".")]
-    # Sorted by the strings of the path parts, because the order of Path objects differs between operating systems.
-    yield from sorted((path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).parts)
+    # Sorted by the strings of the path parts, because the order of Path objects differs between
+    # operating systems.
+    yield from sorted(
+        (path for path in paths if path.is_file()), key=lambda path: path.relative_to(root).parts
+    )
 
 
 def _is_binary(path: Path) -> bool:
@@ -167,16 +202,18 @@ def _is_binary(path: Path) -> bool:
 def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Windows, Windows]:
     """Split a corpus into training windows and, at its end, validation windows; no byte is in both.
 
-    The split is between two files if a file begins near enough to the wanted position. No file is then on both sides.
+    The split is between two files if a file begins near enough to the wanted position. No file is
+    then on both sides.
 
     Args:
       corpus: from `open_corpus`.
       length: T, the number of targets in a window; a window holds T + 1 bytes.
-      validation: the wanted share of bytes for validation, between 0 and 1. A split between files may make the share up
-        to half smaller or larger.
+      validation: the wanted share of bytes for validation, between 0 and 1. A split between files
+        may make the share up to half smaller or larger.
 
     Raises:
-      ValueError: if `length` or `validation` is out of range, or a side is too short for one window.
+      ValueError: if `length` or `validation` is out of range, or a side is too short for one
+        window.
 
     Example:
       >>> training, validation = split(open_corpus(), 128)
@@ -191,10 +228,13 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
     sides = Windows(corpus, 0, cut, length), Windows(corpus, cut, corpus.num_bytes, length)
     if any(len(side) < 1 for side in sides):
         problem = (
-            f"{corpus.num_bytes} bytes of text, {sides[0].end} to train on and {corpus.num_bytes - cut} to validate,"
-            f" are too few for windows of {length + 1} bytes on both sides."
+            f"{corpus.num_bytes} bytes of text, {sides[0].end} to train on and"
+            f" {corpus.num_bytes - cut} to validate, are too few for windows of {length + 1} bytes"
+            " on both sides."
         )
-        raise ValueError(format_error("data", problem, fix="give more text, or choose shorter windows."))
+        raise ValueError(
+            format_error("data", problem, fix="give more text, or choose shorter windows.")
+        )
     return sides
 
 
@@ -209,8 +249,8 @@ def _cut(corpus: Corpus, validation: float) -> int:
 def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
     """Return endless shuffled batches, `{"tokens": int32 [batch_size, length + 1]}`.
 
-    Each epoch has its own order, drawn from the seed; a batch may span two epochs. Every process draws the same global
-    batches, so the order does not depend on the number of processes.
+    Each epoch has its own order, drawn from the seed; a batch may span two epochs. Every process
+    draws the same global batches, so the order does not depend on the number of processes.
 
     Args:
       windows: from `split`.
@@ -218,7 +258,8 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
       seed: the seed of the order.
 
     Returns:
-      A grain dataset. Its iterators have `get_state()` and `set_state(state)`; the state is the position, in JSON.
+      A grain dataset. Its iterators have `get_state()` and `set_state(state)`; the state is the
+      position, in JSON.
 
     Raises:
       ValueError: if `batch_size` is below 1, or `seed` is not in 0 to 2^32 - 1.
@@ -235,12 +276,14 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
     if batch_size < 1:
         raise ValueError(f"batches: batch_size must be at least 1, got {batch_size}.")
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(batch_size)
-    # One thread that reads two batches ahead is enough: windows are cheap, and the cores are for the devices.
+    # One thread that reads two batches ahead is enough: windows are cheap, and the cores are for
+    # the devices.
     return dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
 
 
 def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[Batch]:
-    """Return validation batches: windows spread evenly over the whole range, the same in every call.
+    """Return validation batches: windows spread evenly over the whole range, the same in every
+    call.
 
     If there are fewer windows than `batch_size * num_batches`, some windows are repeated.
 
@@ -255,10 +298,11 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
 
 
 def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
-    """Return a batch with separate inputs and targets: "tokens" [..., T] and "targets" [..., T] of "tokens" [..., T + 1].
+    """Return a batch with separate inputs and targets: "tokens" [..., T] and "targets" [..., T] of
+    "tokens" [..., T + 1].
 
-    A model computes the same loss from both forms. A mesh with a context axis needs separate targets, because it can
-    split T positions but not T + 1.
+    A model computes the same loss from both forms. A mesh with a context axis needs separate
+    targets, because it can split T positions but not T + 1.
 
     Args:
       batch: a dict with "tokens" [..., T + 1]; other entries stay unchanged.
@@ -273,8 +317,14 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
     tokens = batch.get("tokens", ())
     tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     if "targets" in batch or not tokens.ndim or tokens.shape[-1] < 2:
-        shapes_text = ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items()) or "nothing"
-        problem = f"a batch must have tokens [..., T + 1], T at least 1, and no targets; it has {shapes_text}."
+        shapes_text = (
+            ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items())
+            or "nothing"
+        )
+        problem = (
+            "a batch must have tokens [..., T + 1], T at least 1, and no targets; it has"
+            f" {shapes_text}."
+        )
         raise ValueError(format_error("next_token", problem))
     return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
 

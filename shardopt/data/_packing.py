@@ -1,4 +1,7 @@
-"""Pack documents of any length into rows of one length; segment ids and positions keep the documents separate."""
+"""Pack documents of any length into rows of one length.
+
+Segment ids and positions keep the documents separate.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
@@ -22,29 +25,33 @@ def pack(
     *,
     open_rows: int = 64,
 ) -> "grain.IterDataset":
-    """Pack documents into rows of `length` positions; a document goes into the first open row with room (first fit).
+    """Pack documents into rows of `length` positions.
+
+    A document goes into the first open row with room (first fit).
 
     A row is a dict of arrays [length]:
 
     Args:
-      documents: 1-D arrays of integers: a sequence of them; a `Corpus`, whose files are the documents; a grain dataset,
-        to shuffle and repeat them (`grain.MapDataset.source(documents).shuffle(seed=0).repeat()`). Any other iterable
-        is read into memory at once. A document can be a dict with "tokens" and "weights", one of each for every token,
-        as `tokenize_chats` returns: a token is a target with its weight.
+      documents: 1-D arrays of integers: a sequence of them; a `Corpus`, whose files are the
+        documents; a grain dataset, to shuffle and repeat them
+        (`grain.MapDataset.source(documents).shuffle(seed=0).repeat()`). Any other iterable is read
+        into memory at once. A document can be a dict with "tokens" and "weights", one of each for
+        every token, as `tokenize_chats` returns: a token is a target with its weight.
       length: T, the number of positions in a row.
-      open_rows: the number of rows that are filled at the same time. More rows leave less padding, and mix documents
-        that are further apart.
+      open_rows: the number of rows that are filled at the same time. More rows leave less padding,
+        and mix documents that are further apart.
 
     Returns:
-      A grain dataset of rows, the same every time; its method `.batch(B)` makes batches [B, T]. Its iterators have
-      `get_state()` and `set_state(state)`; the state is JSON, and rows continue from it without a break.
+      A grain dataset of rows, the same every time; its method `.batch(B)` makes batches [B, T]. Its
+      iterators have `get_state()` and `set_state(state)`; the state is JSON, and rows continue from
+      it without a break.
 
     Raises:
       ModuleNotFoundError: if grain is not installed.
-      TypeError: if `length` or `open_rows` is not an integer. Later, while rows are read, if a document does not hold
-        integers.
-      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D, has a negative token, or has
-        another number of weights than of tokens.
+      TypeError: if `length` or `open_rows` is not an integer. Later, while rows are read, if a
+        document does not hold integers.
+      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D, has a
+        negative token, or has another number of weights than of tokens.
 
     Example:
       >>> row = next(iter(pack([[5, 6, 7], [8, 9]], 6)))
@@ -55,28 +62,30 @@ def pack(
 
     - "tokens", int32: every token of every document is in one row once, in order; 0 on padding.
     - "targets", int32: the next token of the same document; 0 if there is none.
-    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on padding. If a document has
-      weights, the weight of the target.
+    - "weights", float32: 1 where there is a target; 0 on the last token of a document and on
+      padding. If a document has weights, the weight of the target.
     - "segment_ids", int32: 1, 2, ... for the documents of the row, in order; 0 on padding.
     - "positions", int32: 0, 1, ... within each segment; 0 on padding.
 
-    A document longer than `length` is cut into pieces of `length` tokens and a last, shorter piece. Each piece is a
-    segment. The last target of a piece is the first token of the next piece. So a document of n tokens has n - 1
-    targets, however it is cut. Empty documents are skipped.
+    A document longer than `length` is cut into pieces of `length` tokens and a last, shorter piece.
+    Each piece is a segment. The last target of a piece is the first token of the next piece. So a
+    document of n tokens has n - 1 targets, however it is cut. Empty documents are skipped.
 
-    **Equivalence**: the rows have the same pairs of token and target as the separate documents. Attention within
-    segments computes the same for each document, up to summation order. In a document that is cut, each piece only sees
-    itself.
+    **Equivalence**: the rows have the same pairs of token and target as the separate documents.
+    Attention within segments computes the same for each document, up to summation order. In a
+    document that is cut, each piece only sees itself.
 
-    **Padding**: `open_rows` rows are filled at a time. If a document fits into none of them, all of them are returned,
-    in order, and new rows are opened. Any two rows that were filled together hold more than `length` tokens, so less
-    than half of their positions are padding, except in one row. With the files of Python's library, padding is 1
-    percent at 1,024 positions and 3 percent at 8,192. `padding_share` measures it.
+    **Padding**: `open_rows` rows are filled at a time. If a document fits into none of them, all of
+    them are returned, in order, and new rows are opened. Any two rows that were filled together
+    hold more than `length` tokens, so less than half of their positions are padding, except in one
+    row. With the files of Python's library, padding is 1 percent at 1,024 positions and 3 percent
+    at 8,192. `padding_share` measures it.
 
     References:
-      Johnson, Demers, Ullman, Garey and Graham, "Worst-Case Performance Bounds for Simple One-Dimensional Packing
-      Algorithms", 1974; Krell, Kosec, Perez and Fitzgibbon, "Efficient Sequence Packing without Cross-contamination",
-      2021; grain.experimental.FirstFitPackIterDataset.
+      Johnson, Demers, Ullman, Garey and Graham, "Worst-Case Performance Bounds for Simple
+      One-Dimensional Packing Algorithms", 1974; Krell, Kosec, Perez and Fitzgibbon, "Efficient
+      Sequence Packing without Cross-contamination", 2021;
+      grain.experimental.FirstFitPackIterDataset.
     """
     with calling("data.pack"):
         require("grain", extra="data")
@@ -95,9 +104,12 @@ def pack(
         dataset = source
     else:
         is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-        dataset = grain.MapDataset.source(cast("Sequence[ArrayLike]", source) if is_sequence else list(source))
+        dataset = grain.MapDataset.source(
+            cast("Sequence[ArrayLike]", source) if is_sequence else list(source)
+        )
     if isinstance(dataset, grain.MapDataset):
-        # No reader threads: rows are packed on the thread that asks for them, while devices compute.
+        # No reader threads: rows are packed on the thread that asks for them, while devices
+        # compute.
         dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return experimental.FirstFitPackIterDataset(
         experimental.FlatMapIterDataset(dataset, Cut()),
@@ -110,7 +122,9 @@ def pack(
 
 
 def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) -> list[Batch]:
-    """Cut a document into pieces of at most `length` tokens, each with its targets and their weights."""
+    """Cut a document into pieces of at most `length` tokens, each with its targets and their
+    weights.
+    """
     tokens = np.asarray(document["tokens"] if isinstance(document, Mapping) else document)
     if not tokens.size:
         return []
@@ -118,15 +132,30 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
         raise TypeError(f"pack: a document must hold integer token ids, got {tokens.dtype}.")
     if tokens.ndim != 1 or tokens.min() < 0:
         received = f"shape {tokens.shape}" if tokens.ndim != 1 else f"token {tokens.min()}"
-        raise ValueError(format_error("pack", f"a document must be 1-D, of token ids from 0 on; got {received}."))
-    weights = np.ones(len(tokens)) if not isinstance(document, Mapping) else np.asarray(document["weights"])
+        raise ValueError(
+            format_error("pack", f"a document must be 1-D, of token ids from 0 on; got {received}.")
+        )
+    weights = (
+        np.ones(len(tokens))
+        if not isinstance(document, Mapping)
+        else np.asarray(document["weights"])
+    )
     if weights.shape != tokens.shape:
-        problem = f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
+        problem = (
+            f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
+        )
         raise ValueError(format_error("pack", problem, fix="give one weight for each token."))
     tokens = tokens.astype(np.int32)
-    targets, weights = np.append(tokens[1:], np.int32(0)), np.append(weights[1:], 0).astype(np.float32)
+    targets, weights = (
+        np.append(tokens[1:], np.int32(0)),
+        np.append(weights[1:], 0).astype(np.float32),
+    )
     return [
-        {"tokens": tokens[i : i + length], "targets": targets[i : i + length], "weights": weights[i : i + length]}
+        {
+            "tokens": tokens[i : i + length],
+            "targets": targets[i : i + length],
+            "weights": weights[i : i + length],
+        }
         for i in range(0, len(tokens), length)
     ]
 

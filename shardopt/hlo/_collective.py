@@ -20,25 +20,28 @@ class Collective(NamedTuple):
 
     Attributes:
       kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `collective-permute`, ...
-      axes: the mesh axes that its groups span, in mesh order; None if the groups are neither a product of whole axes
-        nor a `part` of one. For a permute, the axes along which data moves.
-      bytes: bytes of one call, per device: the *whole* buffer, summed over all arrays that travel together. It is the
-        result of an all-gather and the operand of a reduce-scatter. Operand and result of other kinds are equal. For a
-        ragged-all-to-all it is the result, which has room for the largest possible message.
-      wire_bytes: bytes that each device sends in one call in a ring of n devices, rounded up. An all-reduce sends
-        2 (n - 1) / n x bytes. An all-gather, reduce-scatter or all-to-all sends (n - 1) / n x bytes. A permute or a
-        broadcast sends all bytes.
+      axes: the mesh axes that its groups span, in mesh order; None if the groups are neither a
+        product of whole axes nor a `part` of one. For a permute, the axes along which data moves.
+      bytes: bytes of one call, per device: the *whole* buffer, summed over all arrays that travel
+        together. It is the result of an all-gather and the operand of a reduce-scatter. Operand and
+        result of other kinds are equal. For a ragged-all-to-all it is the result, which has room
+        for the largest possible message.
+      wire_bytes: bytes that each device sends in one call in a ring of n devices, rounded up. An
+        all-reduce sends 2 (n - 1) / n x bytes. An all-gather, reduce-scatter or all-to-all sends (n
+        - 1) / n x bytes. A permute or a broadcast sends all bytes.
       loops: trip counts of the loops around it, outermost first; None for an unknown trip count.
       group_size: n, the number of devices in a group; 0 for a permute.
-      conditional: whether it is in a branch. A branch counts as always taken, or as often as the `schedule` of `audit`
-        says.
+      conditional: whether it is in a branch. A branch counts as always taken, or as often as the
+        `schedule` of `audit` says.
       asynchronous: whether computation may run between its start and its end.
       shapes: shapes of the arrays in the result, such as `f32[8,4]`.
       name: name of the instruction.
       op_name: its place in the user's program, as jax names it.
-      groups: positions in the mesh, or (source, target) pairs; None unless `axes` is None or `part` is True.
-      part: whether each group is a regular part of its one axis: neighbours, or every k-th device. Collectives that
-        cross an axis in several steps have such groups, for example gathers over a whole TPU torus.
+      groups: positions in the mesh, or (source, target) pairs; None unless `axes` is None or `part`
+        is True.
+      part: whether each group is a regular part of its one axis: neighbours, or every k-th device.
+        Collectives that cross an axis in several steps have such groups, for example gathers over a
+        whole TPU torus.
     """
 
     kind: str
@@ -57,8 +60,15 @@ class Collective(NamedTuple):
 
     @property
     def calls(self) -> int | None:
-        """Calls in one execution of the program; None if the trip count of a loop around it is unknown."""
-        return None if None in self.loops else math.prod(count for count in self.loops if count is not None)
+        """Calls in one execution of the program.
+
+        None if the trip count of a loop around it is unknown.
+        """
+        return (
+            None
+            if None in self.loops
+            else math.prod(count for count in self.loops if count is not None)
+        )
 
     @property
     def in_loop(self) -> bool:
@@ -67,18 +77,28 @@ class Collective(NamedTuple):
 
 
 def read_collective(
-    site: CollectiveSite, sizes: Mapping[str, int], *, replicas: int, partitions: int, slices: int = 1
+    site: CollectiveSite,
+    sizes: Mapping[str, int],
+    *,
+    replicas: int,
+    partitions: int,
+    slices: int = 1,
 ) -> Collective | None:
     """Return the collective at a site, or None if no device sends to another.
 
-    The program has `replicas` x `partitions` devices and runs once per slice. The outermost mesh axis spans the slices.
+    The program has `replicas` x `partitions` devices and runs once per slice. The outermost mesh
+    axis spans the slices.
     """
     instruction = site.instruction
     instruction_attributes = attributes(instruction)
     outermost = next((axis for axis, size in sizes.items() if size > 1), "")
     if crosses_slices(instruction):
-        sent_bytes = nbytes(elements(instruction.shape)[0]) * (slices if site.kind == "all-gather" else 1)
-        return _collective(site, (outermost,), sent_bytes, slices, elements(instruction.shape)[0], None)
+        sent_bytes = nbytes(elements(instruction.shape)[0]) * (
+            slices if site.kind == "all-gather" else 1
+        )
+        return _collective(
+            site, (outermost,), sent_bytes, slices, elements(instruction.shape)[0], None
+        )
     if slices > 1:
         sizes = {**sizes, outermost: sizes[outermost] // slices}
     if site.kind == "collective-permute":
@@ -87,7 +107,10 @@ def read_collective(
     else:
         has_global_flag = site.kind in ("all-reduce", "all-gather", "reduce-scatter")
         groups = replica_groups(
-            instruction_attributes, replicas=replicas, partitions=partitions, has_global_flag=has_global_flag
+            instruction_attributes,
+            replicas=replicas,
+            partitions=partitions,
+            has_global_flag=has_global_flag,
         )
         group_size, axes_of = max(len(group) for group in groups), axes_of_groups
     if not groups or group_size == 1:
@@ -96,7 +119,8 @@ def read_collective(
     if axes is None and (part := axis_of_parts(groups, sizes)) is not None:
         axes = (part,)
     result = _result(instruction, site.kind)
-    # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an all-reduce and a slice
+    # the result of a reduce-scatter is a shard of what travels, unless it is rendered as an
+    # all-reduce and a slice
     is_shard = site.kind == "reduce-scatter" and instruction.opcode.startswith("reduce-scatter")
     size = nbytes(result) * (group_size if is_shard else 1)
     shown_groups = groups if axes is None or part else None
@@ -131,10 +155,15 @@ def _collective(
 
 
 def _result(instruction: Instruction, kind: str) -> str:
-    """Return the shape of the results. The full shape of a `-start` is (operands, results, contexts)."""
+    """Return the shape of the results.
+
+    The full shape of a `-start` is (operands, results, contexts).
+    """
     parts = elements(instruction.shape)
     # the shape of an all-reduce-start contains the results alone
-    holds_operands = instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1
+    holds_operands = (
+        instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1
+    )
     return parts[1] if holds_operands else instruction.shape
 
 
@@ -148,14 +177,17 @@ def _op_name(words: Mapping[str, str]) -> str:
     return words.get("metadata", "").partition('op_name="')[2].partition('"')[0]
 
 
-def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool) -> Groups:
-    """Return the groups of a collective as positions in the device assignment, replica-major, from its attributes.
+def replica_groups(
+    attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool
+) -> Groups:
+    """Return the groups of a collective as positions in the device assignment, replica-major, from
+    its attributes.
 
     The meaning of an id depends on the instruction:
 
     - With `use_global_device_ids=true` an id is such a position.
-    - With a channel, without that flag, and with `has_global_flag` (all-reduce, all-gather, reduce-scatter): an id is a
-      replica, and a group contains all partitions of its replicas.
+    - With a channel, without that flag, and with `has_global_flag` (all-reduce, all-gather,
+      reduce-scatter): an id is a replica, and a group contains all partitions of its replicas.
     - With a channel, other operations: an id is a partition, and each replica has its own groups.
     - Without a channel: an id is a replica, and each partition has its own groups.
     """
@@ -179,7 +211,9 @@ def replica_groups(attributes: Mapping[str, str], *, replicas: int, partitions: 
 
 
 def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: int) -> Groups:
-    """Return the (source, target) pairs of a collective-permute as positions, without pairs of equal positions."""
+    """Return the (source, target) pairs of a collective-permute as positions, without pairs of
+    equal positions.
+    """
     pairs = read_groups(attributes.get("source_target_pairs", "{}"), 0)
     positions = np.arange(replicas * partitions).reshape(replicas, partitions)
     rows = positions if "channel_id" in attributes else positions.T
@@ -187,7 +221,8 @@ def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: i
 
 
 def read_groups(text: str, count: int) -> Groups:
-    """Parse `{{0,1},{2,3}}`, `{}` (all of `count`), `[2,4]<=[4,2]T(1,0)` or `mesh['a'=2,'b'=4] {'a'}`.
+    """Parse `{{0,1},{2,3}}`, `{}` (all of `count`), `[2,4]<=[4,2]T(1,0)` or `mesh['a'=2,'b'=4]
+    {'a'}`.
 
     Example:
       >>> read_groups("[2,4]<=[4,2]T(1,0)", 8)
@@ -209,31 +244,47 @@ _MESH = re.compile(r"^mesh\[(?P<axes>.*?)\](, device_ids=\((?P<ids>.*)\))? \{(?P
 
 
 def _iota(text: str) -> np.ndarray:
-    """Parse `[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the shape on the left."""
+    """Parse `[2,4]<=[4,2]T(1,0)`: count up in the shape on the right, transpose, reshape to the
+    shape on the left.
+    """
     match = _IOTA.match(text.replace(" ", ""))
     if not match:
         raise ValueError(f"audit: cannot read the replica groups {text!r}.")
     out_shape = _integers(match["out"])
-    numbers = np.arange(math.prod(out_shape)).reshape(_integers(match["dims"]) if match["dims"] else out_shape)
+    numbers = np.arange(math.prod(out_shape)).reshape(
+        _integers(match["dims"]) if match["dims"] else out_shape
+    )
     if match["order"]:
         numbers = numbers.transpose(_integers(match["order"]))
     return numbers.reshape(out_shape) if match["dims"] else numbers
 
 
 def _mesh_axes(text: str) -> np.ndarray:
-    """Parse `mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: axes, or parts of an axis as (size before)size."""
+    """Parse `mesh['a'=2,'b'=4], device_ids=(..) {'a','b':(1)2}`: axes, or parts of an axis as (size
+    before)size.
+    """
     match = _MESH.match(text)
     if not match:
         raise ValueError(f"audit: cannot read the replica groups {text!r}.")
-    sizes = {name.strip(" '\""): int(size) for name, size in (part.rsplit("=", 1) for part in match["axes"].split(","))}
+    sizes = {
+        name.strip(" '\""): int(size)
+        for name, size in (part.rsplit("=", 1) for part in match["axes"].split(","))
+    }
     ids = np.arange(math.prod(sizes.values()))
     if match["ids"]:
-        ids = _iota(match["ids"]) if match["ids"].startswith("[") else np.array(_integers(match["ids"]))
+        ids = (
+            _iota(match["ids"])
+            if match["ids"].startswith("[")
+            else np.array(_integers(match["ids"]))
+        )
     group_parts = [_axis_part(part, sizes) for part in match["over"].split(",") if part.strip()]
     shape, dim_of_part = [], {}
     for axis, size in sizes.items():  # cut every axis at the borders of its parts
         borders = {1, size} | {
-            border for name, before, part in group_parts if name == axis for border in (before, before * part)
+            border
+            for name, before, part in group_parts
+            if name == axis
+            for border in (before, before * part)
         }
         ordered = sorted(borders)
         for low, high in itertools.pairwise(ordered):
@@ -266,7 +317,9 @@ def _integers(text: str) -> list[int]:
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the mesh axes whose product each group is, in mesh order; None if groups are not a product of whole axes.
+    """Return the mesh axes whose product each group is, in mesh order.
+
+    None if groups are not a product of whole axes.
 
     Positions count through the mesh with its last axis fastest.
 
@@ -289,9 +342,11 @@ def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] 
 
 
 def axis_of_parts(groups: Groups, sizes: Mapping[str, int]) -> str | None:
-    """Return the mesh axis that all groups are regular parts of, as in a mesh that splits this axis; else None.
+    """Return the mesh axis that all groups are regular parts of, as in a mesh that splits this
+    axis; else None.
 
-    A collective that crosses an axis in several steps has such groups: first neighbours, then every second device.
+    A collective that crosses an axis in several steps has such groups: first neighbours, then every
+    second device.
 
     Example:
       >>> axis_of_parts(((0, 1), (2, 3)), {"data": 4}), axis_of_parts(((0, 2), (1, 3)), {"data": 4})

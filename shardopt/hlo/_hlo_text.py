@@ -26,7 +26,9 @@ class Instruction(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A parsed program: its header line, the name of its entry computation, and all computations by name."""
+    """A parsed program: its header line, the name of its entry computation, and all computations by
+    name.
+    """
 
     header: str
     entry: str
@@ -54,14 +56,22 @@ def parse(text: str) -> Module:
             computations[name][-1] = previous._replace(rest=previous.rest + line)
     if not header or not entry:
         problem = (
-            f"this is not the text of an HLO module: it has no {'entry computation' if header else 'HloModule line'}."
+            "this is not the text of an HLO module: it has no"
+            f" {'entry computation' if header else 'HloModule line'}."
         )
-        raise ValueError(format_error("audit", problem, fix="pass compiled.as_text(), or the compiled program itself."))
+        raise ValueError(
+            format_error(
+                "audit", problem, fix="pass compiled.as_text(), or the compiled program itself."
+            )
+        )
     return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
 
 
 def header_count(header: str, attribute: str) -> int:
-    """Return a number from the first line of a module, such as `num_partitions`; 1 if it is not there."""
+    """Return a number from the first line of a module, such as `num_partitions`.
+
+    1 if it is not there.
+    """
     match = re.search(rf"\b{attribute}=(\d+)", header)
     return int(match[1]) if match else 1
 
@@ -89,7 +99,8 @@ def attributes(instruction: Instruction) -> dict[str, str]:
             continue
         if key == "device_ids" and values.get(previous_key, "").startswith("mesh["):
             values[previous_key] += (
-                f", {part.strip()}"  # `replica_groups=mesh['a'=2], device_ids=(1,0) {'a'}` is one attribute
+                # `replica_groups=mesh['a'=2], device_ids=(1,0) {'a'}` is one attribute
+                f", {part.strip()}"
             )
             continue
         values[key], previous_key = value, key
@@ -113,7 +124,9 @@ def split(text: str) -> list[str]:
 
 _OPENING = re.compile(r"^\s*(?P<entry>ENTRY\s+)?%?(?P<name>[\w.\-]+)\s*(\(.*)?\{\s*$")
 _CLOSING = re.compile(r'^\s*\}\s*(?:,\s*execution_thread="[^"]*")?\s*(?://.*)?$')
-"""This does not match every line that begins with a brace, because metadata of kernels has such lines."""
+"""This does not match every line that begins with a brace, because metadata of kernels has such
+lines.
+"""
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
@@ -128,7 +141,9 @@ def _instruction(line: str) -> Instruction | None:
     if not (opcode := _OPCODE.match(rest, end)):
         return None
     shape = _TUPLE_INDEX.sub("", rest[:end])
-    return Instruction(assignment["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(assignment["root"]))
+    return Instruction(
+        assignment["name"], shape, opcode["opcode"], rest[opcode.end() :], bool(assignment["root"])
+    )
 
 
 def end_of(text: str) -> int:
@@ -145,20 +160,31 @@ def end_of(text: str) -> int:
 
 
 def elements(shape: str) -> list[str]:
-    """Return the elements of a tuple shape, one level deep; for an array, return the array alone."""
+    """Return the elements of a tuple shape, one level deep.
+
+    For an array, return the array alone.
+    """
     shape = shape.strip()
-    return [part.strip() for part in split(shape[1:-1]) if part.strip()] if shape.startswith("(") else [shape]
+    return (
+        [part.strip() for part in split(shape[1:-1]) if part.strip()]
+        if shape.startswith("(")
+        else [shape]
+    )
 
 
 def arrays(shape: str) -> list[str]:
-    """Return all arrays of a shape, also in nested tuples, without their layouts: `["f32[8,4]", ...]`."""
+    """Return all arrays of a shape, also in nested tuples, without their layouts: `["f32[8,4]",
+    ...]`.
+    """
     if shape.strip().startswith("("):
         return [array for part in elements(shape) for array in arrays(part)]
     return [shape.split("{")[0].strip()]
 
 
 def nbytes(shape: str) -> int:
-    """Return the bytes of an array or tuple shape without padding. Each array is rounded up to whole bytes.
+    """Return the bytes of an array or tuple shape without padding.
+
+    Each array is rounded up to whole bytes.
 
     Tokens have 0 bytes. A bounded dynamic dim (`<=8`) counts as its bound.
 
@@ -187,7 +213,10 @@ def tiled_nbytes(shape: str) -> int:
     padded = [1] * (len(tile) - len(dims)) + major_to_minor
     padded = [
         *padded[: -len(tile)],
-        *(-(-dim // tile_size) * tile_size for dim, tile_size in zip(padded[-len(tile) :], tile, strict=True)),
+        *(
+            -(-dim // tile_size) * tile_size
+            for dim, tile_size in zip(padded[-len(tile) :], tile, strict=True)
+        ),
     ]
     return -(-math.prod(padded) * _bits(match["dtype"]) // 8)
 
@@ -196,7 +225,9 @@ def _dims(text: str) -> list[int]:
     return [int(dim.replace("<=", "")) for dim in text.split(",") if dim.strip()]
 
 
-_TILED = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]\{(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
+_TILED = re.compile(
+    r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]\{(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)"
+)
 _ARRAY = re.compile(r"^(?P<dtype>[a-z]\w*)\[(?P<dims>[^\]]*)\]$")
 _BITS = re.compile(r"^(?:bf|f|s|u|c)(\d+)")
 

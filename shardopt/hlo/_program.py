@@ -1,4 +1,6 @@
-"""Read a compiled program: its collectives, its memory, the inputs that it overwrites, and its flops."""
+"""Read a compiled program: its collectives, its memory, the inputs that it overwrites, and its
+flops.
+"""
 
 import functools
 import inspect
@@ -65,22 +67,27 @@ def audit(
     Nothing runs.
 
     Args:
-      program: a jitted function (or anything with `.lower(*args)`, such as `opt.step`), a `jax.stages.Lowered`, a
-        `jax.stages.Compiled`, or the text of an optimised HLO module.
-      *args: arguments of a function, arrays or `jax.ShapeDtypeStruct`s; empty if the program is lowered already.
-      mesh: names of the axes: a mesh or a mapping from axis to size, last axis fastest. By default the mesh of the
-        `NamedSharding`s of the program or the arguments.
-      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Its passes are branches directly in the
-        outermost loop with as many iterations as the schedule has ticks. A stage takes each branch once per micro-batch
-        and chunk. Without `schedule` they count in every tick.
+      program: a jitted function (or anything with `.lower(*args)`, such as `opt.step`), a
+        `jax.stages.Lowered`, a `jax.stages.Compiled`, or the text of an optimised HLO module.
+      *args: arguments of a function, arrays or `jax.ShapeDtypeStruct`s; empty if the program is
+        lowered already.
+      mesh: names of the axes: a mesh or a mapping from axis to size, last axis fastest. By default
+        the mesh of the `NamedSharding`s of the program or the arguments.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Its passes are branches
+        directly in the outermost loop with as many iterations as the schedule has ticks. A stage
+        takes each branch once per micro-batch and chunk. Without `schedule` they count in every
+        tick.
 
     Returns:
-      An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`; `print` shows a table.
+      An `Audit`: `.collectives`, `.of(...)`, `.by_axis()`, `.by_kind()`, `.check(expected)`;
+      `print` shows a table.
 
     Raises:
-      TypeError: if `program` has another type, or arguments are passed with a program that is lowered already.
+      TypeError: if `program` has another type, or arguments are passed with a program that is
+        lowered already.
       TypeError: if `schedule` is not a `Schedule`.
-      ValueError: if arguments are abstract and have no shardings, so the program would be for one device of several.
+      ValueError: if arguments are abstract and have no shardings, so the program would be for one
+        device of several.
       ValueError: if no mesh is passed and none can be read from the program.
       ValueError: if the mesh has other devices than the program, or lists them in another order.
       ValueError: if no loop of the program runs as often as `schedule` has ticks.
@@ -97,19 +104,29 @@ def audit(
       ('all-reduce', ('data',), 128, 192, 1)
 
     Note:
-      Collectives in loops count with the trip counts, branches as always taken, a start and its done as one collective.
-      The compiled program may differ from the written one. XLA:CPU widens bfloat16 and float8 before a collective.
-      XLA:TPU narrows gathered weights to the dtype of its matrix units. All compilers merge, hoist and pad collectives.
+      Collectives in loops count with the trip counts, branches as always taken, a start and its
+      done as one collective. The compiled program may differ from the written one. XLA:CPU widens
+      bfloat16 and float8 before a collective. XLA:TPU narrows gathered weights to the dtype of its
+      matrix units. All compilers merge, hoist and pad collectives.
     """
     if schedule is not None and not isinstance(schedule, HasTicks):
-        fix = "pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
-        raise TypeError(format_error("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix))
+        fix = (
+            "pass opt.config.schedule, or one of so.schedules made for these stages and"
+            " micro-batches."
+        )
+        raise TypeError(
+            format_error("audit", f"schedule must be a Schedule, got {schedule!r}.", fix=fix)
+        )
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
     name = parsed.module.header.removeprefix("HloModule").split(",")[0].strip()
     collectives = (parsed.collective(site) for site in collectives_of(parsed.module, schedule))
     listed = tuple(collective for collective in collectives if collective is not None)
-    source = parsed.text if parsed.compiled is None else source_of(parsed.compiled, parsed.lowered, parsed.text)
+    source = (
+        parsed.text
+        if parsed.compiled is None
+        else source_of(parsed.compiled, parsed.lowered, parsed.text)
+    )
     return Audit(listed, parsed.sizes, name, unread_starts(parsed.module), source)
 
 
@@ -140,7 +157,9 @@ class Program(NamedTuple):
 
     def collective(self, site: CollectiveSite) -> Collective | None:
         """Return the collective at a site; None if no device sends to another."""
-        return read_collective(site, self.sizes, replicas=self.replicas, partitions=self.partitions, slices=self.slices)
+        return read_collective(
+            site, self.sizes, replicas=self.replicas, partitions=self.partitions, slices=self.slices
+        )
 
 
 def read_program(
@@ -149,17 +168,25 @@ def read_program(
     *,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
 ) -> Program:
-    """Compile and parse a program, and find its mesh. Arguments and errors are the same as in `audit`."""
+    """Compile and parse a program, and find its mesh.
+
+    Arguments and errors are the same as in `audit`.
+    """
     text, compiled, lowered = _compiled_text(program, args)
     module = parse(text)
-    replicas, partitions = (header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions"))
+    replicas, partitions = (
+        header_count(module.header, attribute) for attribute in ("replica_count", "num_partitions")
+    )
     known_mesh = mesh if mesh is not None else _known_mesh(compiled, args)
     if known_mesh is None and replicas * partitions > 1 and any(collectives_of(module)):
         problem = (
-            f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its inputs has one."
+            f"cannot tell the mesh of this program on {replicas * partitions} devices, none of its"
+            " inputs has one."
         )
         raise ValueError(error_text(problem, fix="pass mesh=, the mesh it was compiled for."))
-    sizes = dict(known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {})
+    sizes = dict(
+        known_mesh.shape if isinstance(known_mesh, Mesh | AbstractMesh) else known_mesh or {}
+    )
     slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
     _check_order(mesh, compiled)
     devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
@@ -178,24 +205,34 @@ def _compiled_text(
         program = program.lower(*args)
         _check_placed(program, args)
     elif args and isinstance(program, str | Lowered | Compiled):
-        problem = f"arguments belong to a function, not to a {type(program).__name__}, which is lowered already."
+        problem = (
+            f"arguments belong to a function, not to a {type(program).__name__}, which is lowered"
+            " already."
+        )
         raise TypeError(error_text(problem, fix="leave them out."))
     if isinstance(program, str):
         return program, None, None
     compiled = program.compile() if isinstance(program, Lowered) else program
     if not isinstance(compiled, Compiled):
         problem = f"cannot audit a {type(compiled).__name__}."
-        fix = "pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or HLO text."
+        fix = (
+            "pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or"
+            " HLO text."
+        )
         raise TypeError(error_text(problem, fix=fix))
     lowered = program if isinstance(program, Lowered) else None
     text = text_of(compiled, lowered)
     if text is None:
-        raise ValueError(error_text("this backend does not give the text of its compiled programs."))
+        raise ValueError(
+            error_text("this backend does not give the text of its compiled programs.")
+        )
     return text, compiled, lowered
 
 
 def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
-    """Raise an error for abstract arguments without shardings: jax compiles for one device, without collectives."""
+    """Raise an error for abstract arguments without shardings: jax compiles for one device, without
+    collectives.
+    """
     leaves = leaves_with_paths(args)
     unplaced = [
         f"argument {path}: {leaf.dtype}{list(leaf.shape)}"
@@ -205,53 +242,83 @@ def _check_placed(lowered: Lowered, args: tuple[PyTree, ...]) -> None:
     if not unplaced or jax.device_count() == 1:
         return
     # a NamedSharding on a mesh of one device counts as well
-    is_placed = any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for _, leaf in leaves)
+    is_placed = any(
+        isinstance(getattr(leaf, "sharding", None), NamedSharding) for _, leaf in leaves
+    )
     partitions = re.search(r"mhlo.num_partitions = (\d+)", lowered.as_text())
     if not is_placed and partitions is not None and int(partitions[1]) == 1:
-        problem = "these arguments have no shardings, so the program would be for one device, and send nothing."
+        problem = (
+            "these arguments have no shardings, so the program would be for one device, and send"
+            " nothing."
+        )
         fix = (
-            "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
-            "one device is meant."
+            "pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or"
+            " jitted.lower(...), if one device is meant."
         )
         raise ValueError(error_text(problem, unplaced, fix))
 
 
 def _known_mesh(compiled: Compiled | None, args: tuple[PyTree, ...]) -> Mesh | AbstractMesh | None:
     """Return the mesh of the first `NamedSharding` of a program or its arguments."""
-    shardings = [] if compiled is None else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    shardings = (
+        []
+        if compiled is None
+        else jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    )
     shardings += [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-    return next((sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None)
+    return next(
+        (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)), None
+    )
 
 
 def _check_devices(sizes: dict[str, int], devices: int, *, several_slices: bool) -> int:
-    """Return the number of slices, which are parts of the mesh's outermost axis; raise an error for another mesh."""
+    """Return the number of slices, which are parts of the mesh's outermost axis.
+
+    Raise an error for another mesh.
+    """
     total = math.prod(sizes.values())
     slices = 1
     if several_slices and sizes:
         outermost = next((size for size in sizes.values() if size > 1), 1)
         slices = total // devices
         if total % devices or slices < 2 or outermost % slices:
-            problem = f"the program runs on {devices} devices of each of several slices, and the mesh has {sizes}."
+            problem = (
+                f"the program runs on {devices} devices of each of several slices, and the mesh has"
+                f" {sizes}."
+            )
             fix = "pass the mesh of all slices, whose outermost axis spans them."
             raise ValueError(error_text(problem, fix=fix))
     if sizes and total != devices * slices:
         listed = ", ".join(f"{axis}={size}" for axis, size in sizes.items())
         problem = f"the mesh ({listed}) has {total} devices, the program {devices}."
-        raise ValueError(error_text(problem, fix="pass the mesh that the program was compiled for."))
+        raise ValueError(
+            error_text(problem, fix="pass the mesh that the program was compiled for.")
+        )
     return slices
 
 
 def _check_order(mesh: object, compiled: Compiled | None) -> None:
-    """Raise an error if the mesh has another device order: ids in a program are positions in the program's order."""
+    """Raise an error if the mesh has another device order: ids in a program are positions in the
+    program's order.
+    """
     if not isinstance(mesh, Mesh) or compiled is None:
         return
     # a program that was compiled ahead of time for other machines has no such list
     list_devices = getattr(compiled.runtime_executable(), "local_devices", list)
     program_order = [device.id for device in list_devices()]
     mesh_order = [device.id for device in mesh.devices.flat]
-    if program_order and program_order != mesh_order and sorted(program_order) == sorted(mesh_order):
-        problem = f"the mesh lists its devices as {mesh_order}, the program was compiled for the order {program_order}."
-        raise ValueError(error_text(problem, fix="pass the mesh that the program was compiled for."))
+    if (
+        program_order
+        and program_order != mesh_order
+        and sorted(program_order) == sorted(mesh_order)
+    ):
+        problem = (
+            f"the mesh lists its devices as {mesh_order}, the program was compiled for the order"
+            f" {program_order}."
+        )
+        raise ValueError(
+            error_text(problem, fix="pass the mesh that the program was compiled for.")
+        )
 
 
 class Memory(NamedTuple):
@@ -296,17 +363,20 @@ def memory(compiled: Compiled) -> Memory:
 def argument_padding(program: Compiled | str) -> int:
     """Return the bytes of padding in the inputs of a program on one device.
 
-    XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that are smaller than a
-    tile are padded. Other platforms add no padding.
+    XLA:TPU stores the last two dims of an array in tiles, of 8 x 128 numbers for fp32. Shards that
+    are smaller than a tile are padded. Other platforms add no padding.
     """
-    inputs = _INDEX.sub("", _header(program).partition("entry_computation_layout={")[2].partition("->")[0])
+    inputs = _INDEX.sub(
+        "", _header(program).partition("entry_computation_layout={")[2].partition("->")[0]
+    )
     return tiled_nbytes(inputs) - nbytes(inputs) if inputs.startswith("(") else 0
 
 
 def donated(program: Compiled | str) -> dict[int, int]:
     """Return the inputs that outputs overwrite: flat input position to flat output position.
 
-    Input positions count the leaves of the compiled program's inputs. jax drops unused arguments from these.
+    Input positions count the leaves of the compiled program's inputs. jax drops unused arguments
+    from these.
 
     Args:
       program: a `jax.stages.Compiled`, or HLO text.
@@ -337,13 +407,17 @@ _ALIAS = re.compile(r"\{(\d*)[\d,\s]*\}: \((\d+),")
 
 
 @calling("inner_product_flops")
-def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = None) -> float | None:
-    """Return the multiplications and additions in inner products of one device in one execution of a program.
+def inner_product_flops(
+    program: Compiled | str, *, schedule: HasTicks | None = None
+) -> float | None:
+    """Return the multiplications and additions in inner products of one device in one execution of
+    a program.
 
     Args:
       program: a `jax.stages.Compiled`, or HLO text.
-      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Passes are branches in a loop over its ticks,
-        and count once per micro-batch and chunk. Without `schedule` they count in every tick.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. Passes are branches in a
+        loop over its ticks, and count once per micro-batch and chunk. Without `schedule` they count
+        in every tick.
 
     Returns:
       The flops; None if the trip count of a loop with inner products is unknown.
@@ -360,14 +434,18 @@ def inner_product_flops(program: Compiled | str, *, schedule: HasTicks | None = 
       True
 
     Note:
-      `dot`, `convolution` and the matrix products of cuBLAS are counted. XLA:TPU compiles inner products to
-      convolutions; their positions in padding or dilation are not counted. Loops count with their trip counts, branches
-      as their most expensive one. `compiled.cost_analysis()` counts each loop once.
+      `dot`, `convolution` and the matrix products of cuBLAS are counted. XLA:TPU compiles inner
+      products to convolutions; their positions in padding or dilation are not counted. Loops count
+      with their trip counts, branches as their most expensive one. `compiled.cost_analysis()`
+      counts each loop once.
     """
     module = parse(_text(program))
     check_schedule(module, schedule)
-    # the outermost loop over the ticks belongs to the schedule; loops inside it are counted without the schedule
-    flops = functools.cache(lambda name, inside: _computation(module, name, flops, None if inside else schedule))
+    # the outermost loop over the ticks belongs to the schedule; loops inside it are counted without
+    # the schedule
+    flops = functools.cache(
+        lambda name, inside: _computation(module, name, flops, None if inside else schedule)
+    )
     total = flops(module.entry, False).total
     return None if math.isinf(total) else total
 
@@ -383,12 +461,16 @@ class _Flops(NamedTuple):
         return self.always + self.branches
 
 
-def _computation(module: Module, name: str, flops: Callable[[str, bool], _Flops], schedule: HasTicks | None) -> _Flops:
+def _computation(
+    module: Module, name: str, flops: Callable[[str, bool], _Flops], schedule: HasTicks | None
+) -> _Flops:
     lines = module.computations.get(name, ())
     shapes = {line.name: line.shape for line in lines}
 
     def line_flops(line: Instruction) -> _Flops:
-        if line.opcode in ("dot", "convolution") or (line.opcode == "custom-call" and "__cublas$" in line.rest):
+        if line.opcode in ("dot", "convolution") or (
+            line.opcode == "custom-call" and "__cublas$" in line.rest
+        ):
             count = _convolution if line.opcode == "convolution" else _dot
             return _Flops(count(line, shapes))
         iterations = trip_count(module, name, line) if line.opcode == "while" else None
@@ -411,7 +493,10 @@ def _sum(terms: Iterable[_Flops]) -> _Flops:
 
 
 def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return 2 x result x contracted dims. Calls of cuBLAS name the contracted dims in their configuration."""
+    """Return 2 x result x contracted dims.
+
+    Calls of cuBLAS name the contracted dims in their configuration.
+    """
     lhs = _dims(shapes[operands(line)[0]])
     contracting = attributes(line).get("lhs_contracting_dims", "")
     if line.opcode == "custom-call":
@@ -421,11 +506,15 @@ def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
-    """Return 2 x batch x output features x input features x the (output, kernel) positions that read an input."""
+    """Return 2 x batch x output features x input features x the (output, kernel) positions that
+    read an input.
+    """
     values = attributes(line)
     dims = [_dims(shape) for shape in (*(shapes[name] for name in operands(line)[:2]), line.shape)]
     labels = re.split("_|->", values["dim_labels"])
-    lhs, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels, dims, strict=True))
+    lhs, kernel, out = (
+        dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels, dims, strict=True)
+    )
     window = dict(part.split("=") for part in values.get("window", "").strip("{}").split())
     total = 2.0 * out["b"] * out["f"] * kernel["i"]
     for dim in filter(str.isdigit, lhs):
@@ -435,14 +524,20 @@ def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
 
 
 def _overlaps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
-    """Return how many pairs of output and kernel positions read an element of the input, along one dim."""
-    stride, dilation, input_dilation = (int(window.get(key, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+    """Return how many pairs of output and kernel positions read an element of the input, along one
+    dim.
+    """
+    stride, dilation, input_dilation = (
+        int(window.get(key, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate")
+    )
     low = int(window.get("pad", "0_0").split("_")[0])
     if kernel == 1 and stride == 1 and input_dilation == 1 and low == 0:
         return out
     input_positions = range((size - 1) * input_dilation + 1)
     positions = (i * stride + j * dilation - low for i in range(out) for j in range(kernel))
-    return sum(position in input_positions and position % input_dilation == 0 for position in positions)
+    return sum(
+        position in input_positions and position % input_dilation == 0 for position in positions
+    )
 
 
 def _dims(shape: str) -> list[int]:
@@ -450,4 +545,8 @@ def _dims(shape: str) -> list[int]:
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(part.strip(' "').replace("<=", "")) for part in text.strip("{}").split(",") if part.strip(' "')]
+    return [
+        int(part.strip(' "').replace("<=", ""))
+        for part in text.strip("{}").split(",")
+        if part.strip(' "')
+    ]

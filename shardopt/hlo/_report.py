@@ -34,15 +34,16 @@ class Traffic(NamedTuple):
 class Expected(NamedTuple):
     """A row of expected traffic: all collectives of one kind over the same axes, in one execution.
 
-    Rows of the same kind, axes and `in_loop` add up. A row with `in_loop=None` counts the collectives that no row with
-    True or False counts.
+    Rows of the same kind, axes and `in_loop` add up. A row with `in_loop=None` counts the
+    collectives that no row with True or False counts.
 
     Attributes:
       kind: kind of collective, such as "all-reduce".
       axes: one mesh axis, or several in any order.
       bytes: whole buffers (see `Collective.bytes`) times calls, per device.
       calls: calls, multiplied by the trip counts of loops; None for any number.
-      in_loop: True for collectives in a loop, False for collectives outside of loops, None for both.
+      in_loop: True for collectives in a loop, False for collectives outside of loops, None for
+        both.
     """
 
     kind: str
@@ -56,11 +57,12 @@ class Audit(NamedTuple):
     """The collectives of one compiled program. `print` shows them as a table.
 
     Attributes:
-      collectives: the collectives in program order, without collectives whose groups have a single member.
+      collectives: the collectives in program order, without collectives whose groups have a single
+        member.
       mesh_shape: mesh axis to size.
       name: name of the compiled module.
-      unread: names of the instructions that start work on a TPU's SparseCore, if no collective was found in this work. Their
-        traffic is unknown, and no sum contains it.
+      unread: names of the instructions that start work on a TPU's SparseCore, if no collective was
+        found in this work. Their traffic is unknown, and no sum contains it.
       source: the program, for `prove`.
     """
 
@@ -71,20 +73,26 @@ class Audit(NamedTuple):
     source: Source | str = ""
 
     def prove(
-        self, *, inputs: Sequence[Sharding | str] | None = None, outputs: Sequence[Sharding | str] | None = None
+        self,
+        *,
+        inputs: Sequence[Sharding | str] | None = None,
+        outputs: Sequence[Sharding | str] | None = None,
     ) -> Proof:
         """Prove that the program computes the program that XLA was given; see `so.hlo.prove`.
 
         Args:
-          inputs: one sharding per parameter of the program; by default the shardings of the compiled program or text.
+          inputs: one sharding per parameter of the program; by default the shardings of the
+            compiled program or text.
           outputs: one sharding per array of the result; needed if the audit is of a text.
 
         Returns:
-          A `Proof`, whose verdict is "proved", "derived", "agrees", "unknown" or "wrong". Only an audit of a function or of a
-          `Lowered` knows the program that XLA was given; an audit of a `Compiled` or a text is at most "derived".
+          A `Proof`, whose verdict is "proved", "derived", "agrees", "unknown" or "wrong". Only an
+          audit of a function or of a `Lowered` knows the program that XLA was given; an audit of a
+          `Compiled` or a text is at most "derived".
 
         Raises:
-          ValueError: if the audit is of a text that does not contain the shardings of its parameters or results.
+          ValueError: if the audit is of a text that does not contain the shardings of its
+            parameters or results.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -104,11 +112,18 @@ class Audit(NamedTuple):
 
     @property
     def total_wire_bytes(self) -> int | None:
-        """The bytes that a device sends in one execution; None if the trip count of a loop is unknown."""
+        """The bytes that a device sends in one execution.
+
+        None if the trip count of a loop is unknown.
+        """
         return self.total.wire_bytes
 
     def of(
-        self, kind: str | None = None, axis: str | None = None, in_loop: bool | None = None, min_bytes: int = 0
+        self,
+        kind: str | None = None,
+        axis: str | None = None,
+        in_loop: bool | None = None,
+        min_bytes: int = 0,
     ) -> "Audit":
         """Return an audit of the collectives that match all arguments.
 
@@ -139,34 +154,48 @@ class Audit(NamedTuple):
     def check(self, expected: Iterable[Expected], *, min_bytes: int = 0, rtol: float = 0.0) -> None:
         """Raise an error if the program sends other traffic than expected.
 
-        The compiler may merge or split collectives, so sums are compared. All collectives of one kind over the same
-        axes count together, unless rows distinguish collectives in loops from collectives outside.
+        The compiler may merge or split collectives, so sums are compared. All collectives of one
+        kind over the same axes count together, unless rows distinguish collectives in loops from
+        collectives outside.
 
         Args:
-          expected: one row per kind and axes. Axes of size 1 are removed from rows, and rows without axes are ignored.
+          expected: one row per kind and axes. Axes of size 1 are removed from rows, and rows
+            without axes are ignored.
           min_bytes: collectives with smaller buffers are ignored.
           rtol: allowed difference of bytes, relative to the expected bytes.
 
         Raises:
-          AssertionError: if bytes or calls differ, a row matches no collective, or a collective matches no row.
+          AssertionError: if bytes or calls differ, a row matches no collective, or a collective
+            matches no row.
           AssertionError: if the traffic of work on a SparseCore is unknown (`unread`).
           ValueError: if a row names an axis that the mesh does not have.
         """
         compared = self.of(min_bytes=min_bytes)
-        if differences := [*_differences(compared.collectives, expected, self.mesh_shape, rtol), *self._unread_lines()]:
+        if differences := [
+            *_differences(compared.collectives, expected, self.mesh_shape, rtol),
+            *self._unread_lines(),
+        ]:
             problem = (
-                f"the compiled program does not send what it was meant to ({plural(len(differences), 'difference')})."
+                "the compiled program does not send what it was meant to"
+                f" ({plural(len(differences), 'difference')})."
             )
             raise AssertionError(f"{format_error('audit', problem, differences)}\n{compared}")
 
     def __str__(self) -> str:
-        """Return the table: one line per instruction, then the sums by axes, then the `unread` starts."""
+        """Return the table: one line per instruction, then the sums by axes, then the `unread`
+        starts.
+        """
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items())
         title = f"{self.name}: {len(self.collectives)} collectives on {mesh or 'one device'}"
-        return "\n".join([title, *_lines(self.collectives), *_sums(self.by_axis()), *self._unread_lines()])
+        return "\n".join(
+            [title, *_lines(self.collectives), *_sums(self.by_axis()), *self._unread_lines()]
+        )
 
     def _unread_lines(self) -> list[str]:
-        return [f"{name}: starts work on the SparseCore in which no collective was found" for name in self.unread]
+        return [
+            f"{name}: starts work on the SparseCore in which no collective was found"
+            for name in self.unread
+        ]
 
 
 def _traffic(collectives: Iterable[Collective]) -> Traffic:
@@ -182,7 +211,9 @@ def _traffic(collectives: Iterable[Collective]) -> Traffic:
     return Traffic(calls, size, wire)
 
 
-def _grouped(collectives: Iterable[Collective], key: Callable[[Collective], _Key]) -> dict[_Key, Traffic]:
+def _grouped(
+    collectives: Iterable[Collective], key: Callable[[Collective], _Key]
+) -> dict[_Key, Traffic]:
     members: dict[_Key, list[Collective]] = {}
     for collective in collectives:
         members.setdefault(key(collective), []).append(collective)
@@ -190,10 +221,15 @@ def _grouped(collectives: Iterable[Collective], key: Callable[[Collective], _Key
 
 
 def _differences(
-    collectives: Iterable[Collective], expected: Iterable[Expected], mesh_shape: Mapping[str, int], rtol: float
+    collectives: Iterable[Collective],
+    expected: Iterable[Expected],
+    mesh_shape: Mapping[str, int],
+    rtol: float,
 ) -> list[str]:
     """Return a line for every row that differs, and for every collective that no row expects."""
-    rows = _merged(row for row in (_without_single_axes(row, mesh_shape) for row in expected) if row.axes)
+    rows = _merged(
+        row for row in (_without_single_axes(row, mesh_shape) for row in expected) if row.axes
+    )
     members: dict[Expected, list[Collective]] = {row: [] for row in rows}
     unexpected = []
     for collective in collectives:
@@ -201,7 +237,9 @@ def _differences(
         # a row with in_loop is more specific than a row without
         matching.sort(key=lambda row: row.in_loop is None)
         (members[matching[0]] if matching else unexpected).append(collective)
-    differences = [line for row, group in members.items() if (line := _difference(row, group, rtol))]
+    differences = [
+        line for row, group in members.items() if (line := _difference(row, group, rtol))
+    ]
     for collective in unexpected:
         part = f" in steps of {collective.group_size}" if collective.part else ""
         name = _name(collective.kind, collective.axes, collective.in_loop)
@@ -212,9 +250,16 @@ def _differences(
 def _without_single_axes(row: Expected, mesh_shape: Mapping[str, int]) -> Expected:
     axes = (row.axes,) if isinstance(row.axes, str) else tuple(row.axes)
     if unknown := [axis for axis in axes if axis not in mesh_shape]:
-        problem = f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does not have."
-        raise ValueError(format_error("audit", problem, fix=f"name axes among {', '.join(mesh_shape)}."))
-    return row._replace(axes=tuple(axis for axis in mesh_shape if axis in axes and mesh_shape[axis] > 1))
+        problem = (
+            f"the expected {row.kind} is over {', '.join(map(repr, unknown))}, which the mesh does"
+            " not have."
+        )
+        raise ValueError(
+            format_error("audit", problem, fix=f"name axes among {', '.join(mesh_shape)}.")
+        )
+    return row._replace(
+        axes=tuple(axis for axis in mesh_shape if axis in axes and mesh_shape[axis] > 1)
+    )
 
 
 def _merged(rows: Iterable[Expected]) -> list[Expected]:
@@ -223,7 +268,9 @@ def _merged(rows: Iterable[Expected]) -> list[Expected]:
     for row in rows:
         key = (row.kind, row.axes, row.in_loop)
         if (previous := merged.get(key)) is not None:
-            calls = None if previous.calls is None or row.calls is None else previous.calls + row.calls
+            calls = (
+                None if previous.calls is None or row.calls is None else previous.calls + row.calls
+            )
             row = previous._replace(bytes=previous.bytes + row.bytes, calls=calls)
         merged[key] = row
     return list(merged.values())
@@ -237,11 +284,18 @@ def _matches(row: Expected, collective: Collective) -> bool:
 
 def _difference(row: Expected, collectives: list[Collective], rtol: float) -> str:
     total = _traffic(collectives)
-    same_bytes = total.bytes is not None and math.isclose(total.bytes, row.bytes, rel_tol=rtol, abs_tol=0.0)
+    same_bytes = total.bytes is not None and math.isclose(
+        total.bytes, row.bytes, rel_tol=rtol, abs_tol=0.0
+    )
     if same_bytes and row.calls in (None, total.calls):
         return ""
-    wanted = f"{row.bytes:,} bytes" + ("" if row.calls is None else f" in {plural(row.calls, 'call')}")
-    return f"{_name(row.kind, row.axes, row.in_loop)}: expected {wanted}, found {_traffic_text(collectives)}"
+    wanted = f"{row.bytes:,} bytes" + (
+        "" if row.calls is None else f" in {plural(row.calls, 'call')}"
+    )
+    return (
+        f"{_name(row.kind, row.axes, row.in_loop)}: expected {wanted}, found"
+        f" {_traffic_text(collectives)}"
+    )
 
 
 def _traffic_text(collectives: list[Collective]) -> str:
@@ -252,12 +306,18 @@ def _traffic_text(collectives: list[Collective]) -> str:
 
 
 def _name(kind: str, axes: str | tuple[str, ...] | None, in_loop: bool | None) -> str:
-    over = "mixed groups" if axes is None else _axes_text((axes,) if isinstance(axes, str) else axes)
-    return f"{kind} over {over}" + {None: "", True: " in a loop", False: " outside of loops"}[in_loop]
+    over = (
+        "mixed groups" if axes is None else _axes_text((axes,) if isinstance(axes, str) else axes)
+    )
+    return (
+        f"{kind} over {over}" + {None: "", True: " in a loop", False: " outside of loops"}[in_loop]
+    )
 
 
 def _axes_text(axes: tuple[str, ...] | None) -> str:
-    """Return `replica x data`, or `mixed` if the groups are neither a product of axes nor parts of one axis."""
+    """Return `replica x data`, or `mixed` if the groups are neither a product of axes nor parts of
+    one axis.
+    """
     return "mixed" if axes is None else " x ".join(axes)
 
 
@@ -295,7 +355,9 @@ def _sums(by_axis: Mapping[tuple[str, ...] | None, Traffic]) -> list[str]:
     lines = []
     for axes, traffic in by_axis.items():
         calls = "? calls" if traffic.calls is None else plural(traffic.calls, "call")
-        lines.append(f"{_axes_text(axes)}: {_number(traffic.wire_bytes)} bytes sent per device in {calls}")
+        lines.append(
+            f"{_axes_text(axes)}: {_number(traffic.wire_bytes)} bytes sent per device in {calls}"
+        )
     if any(traffic.calls is None for traffic in by_axis.values()):
         lines.append("?: in a loop whose trip count the program does not tell")
     return lines

@@ -9,7 +9,8 @@ Frames = dict[str, str]
 
 
 def read_frames(text: str) -> Frames:
-    """Return the "file:line" of every stack frame, from the tables that newer versions of XLA write before a program.
+    """Return the "file:line" of every stack frame, from the tables that newer versions of XLA write
+    before a program.
 
     Example:
       >>> tables = '''FileNames
@@ -37,7 +38,10 @@ def read_frames(text: str) -> Frames:
 
 
 def source_of(instruction: Instruction, frames: Frames) -> str:
-    """Return "file:line" of an instruction, or "". Older versions of XLA write it on the instruction."""
+    """Return "file:line" of an instruction, or "".
+
+    Older versions of XLA write it on the instruction.
+    """
     if (frame_id := _FRAME_ID.search(instruction.rest)) and frame_id[1] in frames:
         return frames[frame_id[1]]
     file, line = _SOURCE_FILE.search(instruction.rest), _SOURCE_LINE.search(instruction.rest)
@@ -45,7 +49,10 @@ def source_of(instruction: Instruction, frames: Frames) -> str:
 
 
 def op_name_of(instruction: Instruction) -> str:
-    """Return the name of an instruction in jax, such as "jit(step)/dot_general"; "" if it is unknown."""
+    """Return the name of an instruction in jax, such as "jit(step)/dot_general".
+
+    "" if it is unknown.
+    """
     match = _OP_NAME.search(instruction.rest)
     return match[1] if match else ""
 

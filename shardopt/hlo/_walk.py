@@ -21,7 +21,9 @@ KINDS = (
 
 @runtime_checkable
 class HasTicks(Protocol):
-    """The sizes of a pipeline's schedule: its program is a loop of `num_ticks`, with a branch for each pass."""
+    """The sizes of a pipeline's schedule: its program is a loop of `num_ticks`, with a branch for
+    each pass.
+    """
 
     @property
     def num_ticks(self) -> int:
@@ -43,10 +45,13 @@ class CollectiveSite(NamedTuple):
     """A collective instruction, and the loops and branches around it.
 
     Attributes:
-      instruction: the instruction that has the operands of the collective (`-start`, if it is asynchronous).
-      kind: the opcode without `-start`. A fusion of all-reduce and slice by XLA:TPU is a reduce-scatter.
+      instruction: the instruction that has the operands of the collective (`-start`, if it is
+        asynchronous).
+      kind: the opcode without `-start`. A fusion of all-reduce and slice by XLA:TPU is a
+        reduce-scatter.
       loops: trip counts of the loops around it, outermost first; None for an unknown trip count.
-      branches: whether it is in a branch: first outside of all loops, then directly in the outermost loop, and so on.
+      branches: whether it is in a branch: first outside of all loops, then directly in the
+        outermost loop, and so on.
       asynchronous: whether other instructions may run between its start and its end.
     """
 
@@ -63,10 +68,12 @@ class CollectiveSite(NamedTuple):
 
 
 def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator[CollectiveSite]:
-    """Yield the collectives that the entry computation reaches. A collective that two calls reach is yielded twice.
+    """Yield the collectives that the entry computation reaches.
 
-    The outermost loop with as many iterations as the schedule has ticks is the loop over ticks. Branches directly in it
-    count as often as a stage takes them.
+    A collective that two calls reach is yielded twice.
+
+    The outermost loop with as many iterations as the schedule has ticks is the loop over ticks.
+    Branches directly in it count as often as a stage takes them.
     """
     for site in _walk(module, module.entry, computations_with_collectives(module)):
         yield site if schedule is None else _with_scheduled_count(site, schedule)
@@ -75,7 +82,8 @@ def collectives_of(module: Module, schedule: HasTicks | None = None) -> Iterator
 def times_taken(trip_count: int, schedule: HasTicks | None) -> int:
     """Return how often a branch directly in a loop counts.
 
-    In the loop over ticks it counts once per micro-batch and chunk, in other loops in every iteration.
+    In the loop over ticks it counts once per micro-batch and chunk, in other loops in every
+    iteration.
     """
     if schedule is None or trip_count != schedule.num_ticks:
         return trip_count
@@ -97,7 +105,10 @@ def check_schedule(module: Module, schedule: HasTicks | None) -> None:
     known = sorted({count for count in trip_counts if count is not None})
     listed = [*map(str, known), *(["unknown"] if None in trip_counts else [])]
     description = f"its loops turn {', '.join(listed)} times" if trip_counts else "it has no loop"
-    problem = f"the schedule has {schedule.num_ticks} ticks, and no loop of the program turns so often: {description}."
+    problem = (
+        f"the schedule has {schedule.num_ticks} ticks, and no loop of the program turns so often:"
+        f" {description}."
+    )
     fix = "pass the schedule that the program was made with, such as opt.config.schedule, or none."
     raise ValueError(error_text(problem, fix=fix))
 
@@ -126,7 +137,9 @@ def _walk(module: Module, name: str, reaching: set[str]) -> Iterator[CollectiveS
 def collectives_under(
     module: Module, name: str, instruction: Instruction, reaching: set[str]
 ) -> Iterator[CollectiveSite]:
-    """Yield the collectives of an instruction in computation `name`: the instruction itself, or those it calls."""
+    """Yield the collectives of an instruction in computation `name`: the instruction itself, or
+    those it calls.
+    """
     if kind := kind_of(instruction):
         started = instruction.opcode.endswith("-start") and not _is_sync(instruction)
         yield CollectiveSite(instruction, kind, asynchronous=started or crosses_slices(instruction))
@@ -138,7 +151,10 @@ def collectives_under(
 
 
 def kind_of(instruction: Instruction) -> str | None:
-    """Return the kind of a collective; None for other instructions, and for `-done` and `-update` of a collective."""
+    """Return the kind of a collective.
+
+    None for other instructions, and for `-done` and `-update` of a collective.
+    """
     if crosses_slices(instruction):
         match = _TRANSFER.search(instruction.rest)
         return match[1].lower().replace("_", "-") if match else "collective-permute"
@@ -147,7 +163,9 @@ def kind_of(instruction: Instruction) -> str | None:
 
 
 def crosses_slices(instruction: Instruction) -> bool:
-    """Return whether it is a collective between slices, which XLA:TPU compiles to a send to the Megascale runtime."""
+    """Return whether it is a collective between slices, which XLA:TPU compiles to a send to the
+    Megascale runtime.
+    """
     return instruction.opcode == "send" and MEGASCALE in instruction.rest
 
 
@@ -156,21 +174,36 @@ _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 
 
 def callees(instruction: Instruction) -> list[str]:
-    """Return the computations that it calls, without the scalar `to_apply` of collectives and reductions.
+    """Return the computations that it calls, without the scalar `to_apply` of collectives and
+    reductions.
 
-    The computation of a TPU's SparseCore is `to_apply` of a `call-start` (libtpu 0.0.42 and 0.0.50), or among the
-    `called_computations` of a `custom-call-start` (0.0.52).
+    The computation of a TPU's SparseCore is `to_apply` of a `call-start` (libtpu 0.0.42 and
+    0.0.50), or among the `called_computations` of a `custom-call-start` (0.0.52).
     """
     opcode = instruction.opcode
     if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
         return []
     values = attributes(instruction)
-    keys = ["calls", "body", "condition", "branch_computations", "true_computation", "false_computation"]
+    keys = [
+        "calls",
+        "body",
+        "condition",
+        "branch_computations",
+        "true_computation",
+        "false_computation",
+    ]
     keys += ["called_computations", *(["to_apply"] if opcode in ("call", "call-start") else [])]
-    return [name.strip(" %") for key in keys if key in values for name in values[key].strip("{}").split(",")]
+    return [
+        name.strip(" %")
+        for key in keys
+        if key in values
+        for name in values[key].strip("{}").split(",")
+    ]
 
 
-_CALLS = re.compile(r"\b(calls|body|branch_computations|true_computation|called_computations|to_apply)=")
+_CALLS = re.compile(
+    r"\b(calls|body|branch_computations|true_computation|called_computations|to_apply)="
+)
 
 
 def computations_with_collectives(module: Module) -> set[str]:
@@ -199,24 +232,33 @@ def unread_starts(module: Module) -> tuple[str, ...]:
         line.name
         for lines in module.computations.values()
         for line in lines
-        if line.opcode.endswith("-start") and ON_SPARSE_CORE in line.rest and reaching.isdisjoint(callees(line))
+        if line.opcode.endswith("-start")
+        and ON_SPARSE_CORE in line.rest
+        and reaching.isdisjoint(callees(line))
     )
 
 
 ON_SPARSE_CORE = 'async_execution_thread="sparsecore"'
 
 
-def _with_caller(module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite) -> CollectiveSite:
-    """Return a site in `callee` with the loop, branch or fusion of the `caller`, an instruction in `name`."""
+def _with_caller(
+    module: Module, name: str, caller: Instruction, callee: str, site: CollectiveSite
+) -> CollectiveSite:
+    """Return a site in `callee` with the loop, branch or fusion of the `caller`, an instruction in
+    `name`.
+    """
     if caller.opcode == "while":
         iterations = trip_count(module, name, caller)
         return site._replace(loops=(iterations, *site.loops), branches=(False, *site.branches))
     if caller.opcode == "conditional":
         return site._replace(branches=(True, *site.branches[1:]))
-    if caller.opcode in ("async-start", "call-start", "custom-call-start"):  # the last two are on a TPU's SparseCore
+    # the last two are on a TPU's SparseCore
+    if caller.opcode in ("async-start", "call-start", "custom-call-start"):
         return site._replace(asynchronous=True)
     if caller.opcode == "fusion":
-        is_scatter = site.kind == "all-reduce" and _returns_a_slice(module, callee, site.instruction)
+        is_scatter = site.kind == "all-reduce" and _returns_a_slice(
+            module, callee, site.instruction
+        )
         return site._replace(
             kind="reduce-scatter" if is_scatter else site.kind,
             asynchronous=site.asynchronous or chain_of(site.instruction) is not None,
@@ -232,8 +274,14 @@ def _returns_a_slice(module: Module, name: str, instruction: Instruction) -> boo
 
 
 def chain_of(instruction: Instruction) -> str | None:
-    """Return the id that XLA:TPU writes on all pieces of one collective that it fuses with computation."""
-    match = _CHAIN.search(instruction.rest) if "async_collective_fusion_config" in instruction.rest else None
+    """Return the id that XLA:TPU writes on all pieces of one collective that it fuses with
+    computation.
+    """
+    match = (
+        _CHAIN.search(instruction.rest)
+        if "async_collective_fusion_config" in instruction.rest
+        else None
+    )
     return match[1] if match else None
 
 
@@ -250,11 +298,13 @@ def _is_sync(instruction: Instruction) -> bool:
 
 
 def trip_count(module: Module, computation: str, loop: Instruction) -> int | None:
-    """Return the number of iterations of a `while`; None if the text does not contain it as a constant.
+    """Return the number of iterations of a `while`.
 
-    XLA:CPU and XLA:GPU write it on the loop. XLA:TPU does not, so it is computed from the loop's counter: its start,
-    its increment and the bound of the comparison. A loop named `ONE_TURN` hides the constant from XLA, and has one
-    iteration.
+    None if the text does not contain it as a constant.
+
+    XLA:CPU and XLA:GPU write it on the loop. XLA:TPU does not, so it is computed from the loop's
+    counter: its start, its increment and the bound of the comparison. A loop named `ONE_TURN` hides
+    the constant from XLA, and has one iteration.
     """
     if known := _KNOWN.search(loop.rest):
         return int(known[1])
@@ -271,7 +321,9 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     ):
         return None
     counter = comparison.left.slot
-    start = _value(module, _tuple_element(module, _Reference(computation, operands(loop)[0]), counter))
+    start = _value(
+        module, _tuple_element(module, _Reference(computation, operands(loop)[0]), counter)
+    )
     step = _value(module, _tuple_element(module, _root(module, body), counter))
     if not isinstance(start, _Linear) or start.slot is not None:
         return None
@@ -283,14 +335,18 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
 
 
 ONE_TURN = "one_turn"
-"""The `jax.named_scope` of a loop of one iteration. XLA must not know this, because it would remove the loop."""
+"""The `jax.named_scope` of a loop of one iteration. XLA must not know this, because it would remove
+the loop.
+"""
 _NAMED = re.compile(rf'op_name="[^"]*/{ONE_TURN}/while"')
 _KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _TRANSPARENT = ("bitcast", "convert", "copy")
 
 
 class _Reference(NamedTuple):
-    """An instruction by name, and the arguments of its computation (None: its parameter is the loop's state)."""
+    """An instruction by name, and the arguments of its computation (None: its parameter is the
+    loop's state).
+    """
 
     computation: str
     name: str
@@ -311,7 +367,10 @@ class _Compare(NamedTuple):
 
 
 def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare | None:
-    """Evaluate the arithmetic of loop counters: constants, additions and comparisons; return None for other values."""
+    """Evaluate the arithmetic of loop counters: constants, additions and comparisons.
+
+    Return None for other values.
+    """
     instruction = _instruction_at(module, reference)
     if reference is None or instruction is None:
         return None
@@ -320,7 +379,10 @@ def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare |
         return _Linear(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
     if opcode == "parameter":
         return _value(module, reference.arguments[int(literal)]) if reference.arguments else None
-    inputs = tuple(_Reference(reference.computation, name, reference.arguments) for name in operands(instruction))
+    inputs = tuple(
+        _Reference(reference.computation, name, reference.arguments)
+        for name in operands(instruction)
+    )
     if opcode in _TRANSPARENT:
         return _value(module, inputs[0])
     values = attributes(instruction)
@@ -329,7 +391,9 @@ def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare |
         return _value(module, root and root._replace(arguments=inputs))
     if opcode == "get-tuple-element":
         source = _instruction_at(module, inputs[0])
-        is_state = source is not None and source.opcode == "parameter" and reference.arguments is None
+        is_state = (
+            source is not None and source.opcode == "parameter" and reference.arguments is None
+        )
         return _Linear(int(values["index"]), 0) if is_state else None
     if opcode not in ("add", "compare"):
         return None
@@ -360,7 +424,10 @@ def _root(module: Module, computation: str) -> _Reference | None:
 
 
 def _tuple_element(module: Module, reference: _Reference | None, index: int) -> _Reference | None:
-    """Return element `index` of the tuple that an instruction builds; None if it builds no tuple."""
+    """Return element `index` of the tuple that an instruction builds.
+
+    None if it builds no tuple.
+    """
     instruction = _instruction_at(module, reference)
     if reference is None or instruction is None or instruction.opcode != "tuple":
         return None

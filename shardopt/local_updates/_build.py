@@ -11,16 +11,20 @@ from shardopt.step._optimizer import ShardedOptimizer
 
 
 def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> ShardedOptimizer:
-    """Return the strategy with replicas that train independently, and synchronize as `sync` configures.
+    """Return the strategy with replicas that train independently, and synchronize as `sync`
+    configures.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, or the strategy does not support independent replicas.
+      ValueError: if a number is out of range, or the strategy does not support independent
+        replicas.
     """
     with calling(caller):
         check_sync(sync)
         check_strategy(strategy, sync)
-    config = strategy.config._replace(strategy=caller, local_updates=sync._replace(mix=float(sync.mix)))
+    config = strategy.config._replace(
+        strategy=caller, local_updates=sync._replace(mix=float(sync.mix))
+    )
     return build(config, compile_local_step)
 
 
@@ -32,23 +36,41 @@ def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:
       ValueError: if its mesh has no replica axis, or it has a reducer and `sync` has warm-up steps.
     """
     if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
-        strategy_name = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
+        strategy_name = (
+            strategy.config.strategy
+            if isinstance(strategy, ShardedOptimizer)
+            else type(strategy).__name__
+        )
         problem = f"strategy must be a synchronous one, got {strategy_name}."
-        raise TypeError(error_text(problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."))
+        raise TypeError(
+            error_text(
+                problem, fix="pass so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...)."
+            )
+        )
     if strategy.config.mesh.shape.get("replica", 1) < 2:
-        problem = f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis above 1."
+        problem = (
+            f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis"
+            " above 1."
+        )
         raise ValueError(error_text(problem, fix="make the mesh with so.make_mesh(replica=...)."))
     if sync.warmup_steps and strategy.config.wire.reducer is not None:
-        problem = "warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own does not."
-        raise ValueError(error_text(problem, fix="use warmup_steps=0, or a strategy without a reducer."))
+        problem = (
+            "warm-up steps average gradients over replicas exactly, which a strategy with a reducer"
+            " of its own does not."
+        )
+        raise ValueError(
+            error_text(problem, fix="use warmup_steps=0, or a strategy without a reducer.")
+        )
 
 
 def check_sync(sync: SyncConfig) -> None:
     """Check the types and ranges of a `SyncConfig`, and that its numbers fit together.
 
     Raises:
-      TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or the reducer not of its type.
-      ValueError: if a number is out of range, fragments do not divide `sync_every`, or the delay is too long.
+      TypeError: if a count is not an integer, the mix not a number, or the outer optimizer or the
+        reducer not of its type.
+      ValueError: if a number is out of range, fragments do not divide `sync_every`, or the delay is
+        too long.
     """
     check_optimizer(sync.outer)
     if sync.reducer is not None:
@@ -59,20 +81,29 @@ def check_sync(sync: SyncConfig) -> None:
     check_count("delay", sync.delay, minimum=0)
     every, fragments = sync.sync_every, sync.fragments
     if every % fragments:
-        problem = f"sync_every={every} is not divisible by fragments={fragments}, remainder {every % fragments}."
-        multiples = sorted({max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments})
-        raise ValueError(error_text(problem, fix=f"use sync_every={' or '.join(map(str, multiples))}."))
+        problem = (
+            f"sync_every={every} is not divisible by fragments={fragments}, remainder"
+            f" {every % fragments}."
+        )
+        multiples = sorted(
+            {max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments}
+        )
+        raise ValueError(
+            error_text(problem, fix=f"use sync_every={' or '.join(map(str, multiples))}.")
+        )
     check_delay_and_mix(sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
 
 
 def check_delay_and_mix(delay: int, mix: float, stride: int, *, every: str, verb: str) -> None:
-    """Check that the delay is shorter than the steps between two fragments, and that the mix is between 0 and 1.
+    """Check that the delay is shorter than the steps between two fragments, and that the mix is
+    between 0 and 1.
 
     Args:
       delay: the number of steps between sending and applying a fragment, an integer.
       mix: the fraction of its own parameters that a replica keeps.
       stride: the number of steps between two fragments.
-      every: the name of the argument with the number of steps between two sends of the same fragment.
+      every: the name of the argument with the number of steps between two sends of the same
+        fragment.
       verb: the verb for this action, for the message.
 
     Raises:
@@ -80,8 +111,13 @@ def check_delay_and_mix(delay: int, mix: float, stride: int, *, every: str, verb
       ValueError: if either is out of range.
     """
     if delay >= stride:
-        problem = f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent then."
-        raise ValueError(error_text(problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."))
+        problem = (
+            f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent"
+            " then."
+        )
+        raise ValueError(
+            error_text(problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often.")
+        )
     check_is_number("mix", mix)
     if not 0 <= mix <= 1:
         raise ValueError(error_text(f"mix must be between 0 and 1, got {mix}."))

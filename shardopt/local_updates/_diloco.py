@@ -1,4 +1,6 @@
-"""DiLoCo: replicas train independently for many steps, and an outer optimizer applies their mean progress."""
+"""DiLoCo: replicas train independently for many steps, and an outer optimizer applies their mean
+progress.
+"""
 
 import optax
 
@@ -20,30 +22,31 @@ def diloco(
     mix: float = 0.0,
     reducer: Reducer | None = None,
 ) -> ShardedOptimizer:
-    """Train each replica of a strategy independently, and step an outer optimizer every `sync_every` steps.
+    """Train each replica of a strategy independently, and step an outer optimizer every
+    `sync_every` steps.
 
-    Each replica i of R takes H steps from the shared parameters theta to theta_i. The outer gradient is
-    Delta = (1/R) sum_i (theta - theta_i), and theta <- outer(theta, Delta). Each replica continues from
-    (1 - mix) theta + mix theta_i, with its own optimizer state.
+    Each replica i of R takes H steps from the shared parameters theta to theta_i. The outer
+    gradient is Delta = (1/R) sum_i (theta - theta_i), and theta <- outer(theta, Delta). Each
+    replica continues from (1 - mix) theta + mix theta_i, with its own optimizer state.
 
     Args:
       strategy: a strategy from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
-      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. It receives one fragment at a
-        time, as a list of leaves.
+      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. It
+        receives one fragment at a time, as a list of leaves.
       sync_every: H, the number of steps between two synchronizations of the same fragment.
       fragments: P, the number of fragments; it divides H.
       delay: the number of steps between sending and applying; below H / P.
       mix: the fraction of its own parameters that a replica keeps, from 0 to 1.
-      reducer: the reducer that averages outer gradients over the replica axis, from `so.reducers`; by default an exact
-        all-reduce. Each device compresses its own shards.
+      reducer: the reducer that averages outer gradients over the replica axis, from `so.reducers`;
+        by default an exact all-reduce. Each device compresses its own shards.
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, `fragments` does not divide `sync_every`, the delay is too long, or the
-        mesh has no replica axis.
+      ValueError: if a number is out of range, `fragments` does not divide `sync_every`, the delay
+        is too long, or the mesh has no replica axis.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -57,42 +60,50 @@ def diloco(
       >>> float(state.params["w"])
       0.1875
 
-    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a time. Fragment f is due
-    after (f + 1) H / P steps, and then every H steps. Fragment f consists of the blocks f, f + P, f + 2P, ... of a `BlockModel`
-    (in a pipeline, of each stage). The other leaves are assigned to the fragments in turn.
+    With P fragments (Streaming DiLoCo), the replicas synchronize one fragment of the model at a
+    time. Fragment f is due after (f + 1) H / P steps, and then every H steps. Fragment f consists
+    of the blocks f, f + P, f + 2P, ... of a `BlockModel` (in a pipeline, of each stage). The other
+    leaves are assigned to the fragments in turn.
 
-    With a delay, Delta is computed at step t, and theta is updated and mixed after step t + delay. Sending is part of the
-    program of step t + 1, so it can overlap with training.
+    With a delay, Delta is computed at step t, and theta is updated and mixed after step t + delay.
+    Sending is part of the program of step t + 1, so it can overlap with training.
 
-    **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum, maximum or minimum for
-    `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes. Each process reports its own metrics, and
-    `jax.experimental.multihost_utils.process_allgather` collects them. `evaluate` uses the shared parameters.
+    **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum,
+    maximum or minimum for `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes.
+    Each process reports its own metrics, and `jax.experimental.multihost_utils.process_allgather`
+    collects them. `evaluate` uses the shared parameters.
 
-    `synchronize` sets the shared parameters and all replicas to the mean of the replicas, without an outer step. Pending
-    outer gradients are dropped, because the mean contains them. The reducer returns to its state before they were sent.
+    `synchronize` sets the shared parameters and all replicas to the mean of the replicas, without
+    an outer step. Pending outer gradients are dropped, because the mean contains them. The reducer
+    returns to its state before they were sent.
 
-    Frozen leaves that the loss updates (`so.Updated`) are averaged whenever a fragment is sent. Integer leaves take the
-    maximum.
+    Frozen leaves that the loss updates (`so.Updated`) are averaged whenever a fragment is sent.
+    Integer leaves take the maximum.
 
-    **Equivalence**: equal to the published algorithm. With inner SGD, H = 1, and outer SGD of rate 1 without momentum, it
-    equals the strategy alone. With any H and that outer optimizer, it equals `local_sgd`.
+    **Equivalence**: equal to the published algorithm. With inner SGD, H = 1, and outer SGD of rate
+    1 without momentum, it equals the strategy alone. With any H and that outer optimizer, it equals
+    `local_sgd`.
 
-    **Placement**: within a replica as in the strategy. `state.params` are the shared parameters theta in the model's
-    shapes. They and the state of the outer optimizer are placed as the strategy places parameters. `state.opt_state` has
-    each replica's own parameters and optimizer state, as [R, ...] sharded over replica. With a delay it also has the
-    pending means, and the state of the reducer twice: its current state, and its state before they were sent.
+    **Placement**: within a replica as in the strategy. `state.params` are the shared parameters
+    theta in the model's shapes. They and the state of the outer optimizer are placed as the
+    strategy places parameters. `state.opt_state` has each replica's own parameters and optimizer
+    state, as [R, ...] sharded over replica. With a delay it also has the pending means, and the
+    state of the reducer twice: its current state, and its state before they were sent.
 
-    **Communication**: within a replica as in the strategy. Over replica, one all-reduce of each device's parameters every H
-    steps, or the bytes that `reducer` sends. For Psi bytes of parameters this is 2(R-1)/R Psi / H per step, and at most
-    2(R-1)/R Psi / P at a time. Steps that do not send have no communication over replica.
+    **Communication**: within a replica as in the strategy. Over replica, one all-reduce of each
+    device's parameters every H steps, or the bytes that `reducer` sends. For Psi bytes of
+    parameters this is 2(R-1)/R Psi / H per step, and at most 2(R-1)/R Psi / P at a time. Steps that
+    do not send have no communication over replica.
 
-    **Compilation**: each kind of step is a program, compiled when a step first needs it. There is one program for steps
-    without synchronization. Each fragment adds one program without a delay, or up to two with a delay. So there are
-    1 + P programs without a delay and with a delay of 1, and up to 1 + 2P with a longer delay.
+    **Compilation**: each kind of step is a program, compiled when a step first needs it. There is
+    one program for steps without synchronization. Each fragment adds one program without a delay,
+    or up to two with a delay. So there are 1 + P programs without a delay and with a delay of 1,
+    and up to 1 + 2P with a longer delay.
 
     References:
-      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1;
-      Douillard et al., "Streaming DiLoCo with overlapping communication", 2025, algorithm 2.
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+      algorithm 1; Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
+      algorithm 2.
     """
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
     sync = SyncConfig(outer, sync_every, fragments=fragments, delay=delay, mix=mix, reducer=reducer)

@@ -9,11 +9,14 @@ from shardopt.step._optimizer import ShardedOptimizer
 
 
 @api_boundary
-def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int = 0) -> ShardedOptimizer:
-    """Train each replica of a strategy independently, and average parameters every `sync_every` steps.
+def local_sgd(
+    strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int = 0
+) -> ShardedOptimizer:
+    """Train each replica of a strategy independently, and average parameters every `sync_every`
+    steps.
 
-    Replica i of R trains on the gradient of its own rows. After H steps, theta_i <- (1/R) sum_j theta_j. Optimizer states
-    are not averaged.
+    Replica i of R trains on the gradient of its own rows. After H steps, theta_i <- (1/R) sum_j
+    theta_j. Optimizer states are not averaged.
 
     Args:
       strategy: a strategy from `ddp`, `zero`, `fsdp` or `hybrid`, on a mesh with a replica axis.
@@ -39,25 +42,32 @@ def local_sgd(strategy: ShardedOptimizer, *, sync_every: int, warmup_steps: int 
       >>> float(state.params["w"])
       0.375
 
-    **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum, maximum or minimum for
-    `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes. Each process reports its own metrics, and
-    `jax.experimental.multihost_utils.process_allgather` collects them.
+    **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum,
+    maximum or minimum for `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes.
+    Each process reports its own metrics, and `jax.experimental.multihost_utils.process_allgather`
+    collects them.
 
-    `evaluate` uses the shared parameters, which are the last average. `synchronize` averages at once. Frozen leaves that
-    the loss updates (`so.Updated`) are averaged with the parameters. Integer leaves take the maximum.
+    `evaluate` uses the shared parameters, which are the last average. `synchronize` averages at
+    once. Frozen leaves that the loss updates (`so.Updated`) are averaged with the parameters.
+    Integer leaves take the maximum.
 
-    **Equivalence**: equal to Local SGD. With `warmup_steps` it equals post-local SGD: the first steps average gradients, as
-    the strategy alone does. With H = 1 and plain SGD it equals the strategy alone.
+    **Equivalence**: equal to Local SGD. With `warmup_steps` it equals post-local SGD: the first
+    steps average gradients, as the strategy alone does. With H = 1 and plain SGD it equals the
+    strategy alone.
 
-    **Placement**: within a replica as in the strategy. `state.params` are the shared parameters, in the model's shapes.
-    `state.opt_state` has each replica's own parameters and optimizer state, as [R, ...] sharded over replica. So a device
-    holds one more copy of its parameters than with the strategy alone.
+    **Placement**: within a replica as in the strategy. `state.params` are the shared parameters, in
+    the model's shapes. `state.opt_state` has each replica's own parameters and optimizer state, as
+    [R, ...] sharded over replica. So a device holds one more copy of its parameters than with the
+    strategy alone.
 
-    **Communication**: within a replica as in the strategy. Over replica, one all-reduce of each device's parameters every H
-    steps. The steps between are separate programs without communication over replica.
+    **Communication**: within a replica as in the strategy. Over replica, one all-reduce of each
+    device's parameters every H steps. The steps between are separate programs without communication
+    over replica.
 
     References:
-      Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large Mini-Batches, Use
-      Local SGD", 2020 (post-local SGD).
+      Stich, "Local SGD Converges Fast and Communicates Little", 2019; Lin et al., "Don't Use Large
+      Mini-Batches, Use Local SGD", 2020 (post-local SGD).
     """
-    return combine("local_sgd", strategy, SyncConfig(optax.sgd(1.0), sync_every, warmup_steps=warmup_steps))
+    return combine(
+        "local_sgd", strategy, SyncConfig(optax.sgd(1.0), sync_every, warmup_steps=warmup_steps)
+    )

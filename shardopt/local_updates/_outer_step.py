@@ -1,4 +1,6 @@
-"""The synchronization of a fragment: replicas average their progress, step the outer optimizer, and mix in the result."""
+"""The synchronization of a fragment: replicas average their progress, step the outer optimizer, and
+mix in the result.
+"""
 
 from collections.abc import Collection, Sequence
 
@@ -36,24 +38,35 @@ class OuterStep:
     def __init__(self, local_layout: LocalLayout, fragment: Fragment):
         self.mesh, self.sync = local_layout.config.mesh, local_layout.sync
         self.replicas, self.fragment = local_layout.replicas, fragment
-        self.compression = local_layout.compressions[fragment.number] if local_layout.compressions else None
+        self.compression = (
+            local_layout.compressions[fragment.number] if local_layout.compressions else None
+        )
         self.plans = [local_layout.layout.plans[i] for i in fragment.leaves]
         sharded = local_layout.config.placement.params
         self.part_plans = fragment_plans(local_layout, fragment)
         self.specs = [plan.data_spec(sharded=sharded) for plan in local_layout.layout.plans]
         self.replica_specs = [local_layout.config.axes.stack(spec) for spec in self.specs]
         self.part_specs = [plan.data_spec(sharded=sharded) for plan in self.part_plans]
-        self.part_shardings = shardings(self.mesh, [plan.spec(sharded=sharded) for plan in self.part_plans])
+        self.part_shardings = shardings(
+            self.mesh, [plan.spec(sharded=sharded) for plan in self.part_plans]
+        )
 
-    def send(self, shared_leaves: Leaves, replica_leaves: Leaves, reducer_state: PyTree) -> tuple[Leaves, PyTree]:
-        """Return the outer gradient, which is the mean over replicas of shared - replica, and the new reducer state."""
+    def send(
+        self, shared_leaves: Leaves, replica_leaves: Leaves, reducer_state: PyTree
+    ) -> tuple[Leaves, PyTree]:
+        """Return the outer gradient, which is the mean over replicas of shared - replica, and the
+        new reducer state.
+        """
 
         def on_device(shared_leaves, replica_leaves, reducer_state):
             deltas = []
             for i, plan in zip(self.fragment.leaves, self.plans, strict=True):
                 shared_part, replica_part = (
                     take_fragment(self.fragment, plan, x)
-                    for x in (shared_leaves[i], replica_leaves[i].reshape(replica_leaves[i].shape[1:]))
+                    for x in (
+                        shared_leaves[i],
+                        replica_leaves[i].reshape(replica_leaves[i].shape[1:]),
+                    )
                 )
                 deltas.append(shared_part - replica_part)
             if self.compression is not None:
@@ -61,19 +74,27 @@ class OuterStep:
             wide_deltas = [delta.astype(wide_dtype(delta.dtype)) for delta in deltas]
             sums = all_reduce(wide_deltas, [REPLICA], [plan.tensor for plan in self.part_plans])
             return [
-                (x / self.replicas).astype(delta.dtype) for x, delta in zip(sums, deltas, strict=True)
+                (x / self.replicas).astype(delta.dtype)
+                for x, delta in zip(sums, deltas, strict=True)
             ], reducer_state
 
         reducer_specs = None if self.compression is None else manual_specs(self.compression)
         in_specs = (self.specs, self.replica_specs, reducer_specs)
-        run = per_device(on_device, self.mesh, in_specs=in_specs, out_specs=(self.part_specs, reducer_specs))
+        run = per_device(
+            on_device, self.mesh, in_specs=in_specs, out_specs=(self.part_specs, reducer_specs)
+        )
         return run(shared_leaves, replica_leaves, reducer_state)
 
     def apply(
         self, shared_leaves: Leaves, replica_leaves: Leaves, delta: Leaves, outer_state: PyTree
     ) -> tuple[Leaves, Leaves, PyTree]:
-        """Return the shared leaves, the replica leaves and the outer state after an outer update of this fragment."""
-        place = lambda leaves: jax.lax.with_sharding_constraint(leaves, self.part_shardings)  # noqa: E731
+        """Return the shared leaves, the replica leaves and the outer state after an outer update of
+        this fragment.
+        """
+
+        def place(leaves):
+            return jax.lax.with_sharding_constraint(leaves, self.part_shardings)
+
         old_parts = place(self.take_fragment(shared_leaves))
         updates, outer_state = self.sync.outer.update(place(delta), outer_state, old_parts)
         new_parts = place(optax.apply_updates(old_parts, updates))
@@ -81,15 +102,22 @@ class OuterStep:
 
         def on_device(shared_leaves, replica_leaves, new_parts):
             shared_leaves, replica_leaves = list(shared_leaves), list(replica_leaves)
-            for i, plan, shared_part in zip(self.fragment.leaves, self.plans, new_parts, strict=True):
-                shared_leaves[i] = replace_fragment(self.fragment, plan, shared_leaves[i], shared_part)
+            for i, plan, shared_part in zip(
+                self.fragment.leaves, self.plans, new_parts, strict=True
+            ):
+                shared_leaves[i] = replace_fragment(
+                    self.fragment, plan, shared_leaves[i], shared_part
+                )
                 replica_leaf = replica_leaves[i].reshape(replica_leaves[i].shape[1:])
                 replica_part = shared_part
                 if mix:
                     replica_part = (
-                        (1 - mix) * shared_part + mix * take_fragment(self.fragment, plan, replica_leaf)
+                        (1 - mix) * shared_part
+                        + mix * take_fragment(self.fragment, plan, replica_leaf)
                     ).astype(shared_part.dtype)
-                replica_leaves[i] = replace_fragment(self.fragment, plan, replica_leaf, replica_part)[None]
+                replica_leaves[i] = replace_fragment(
+                    self.fragment, plan, replica_leaf, replica_part
+                )[None]
             return shared_leaves, replica_leaves
 
         specs = (self.specs, self.replica_specs)
@@ -105,11 +133,18 @@ class OuterStep:
                 for i, plan in zip(self.fragment.leaves, self.plans, strict=True)
             ]
 
-        return per_device(on_device, self.mesh, in_specs=(self.specs,), out_specs=self.part_specs)(shared_leaves)
+        return per_device(on_device, self.mesh, in_specs=(self.specs,), out_specs=self.part_specs)(
+            shared_leaves
+        )
 
 
-def average(config: StrategyConfig, plans: Sequence[LeafPlan], replica_leaves: Leaves) -> tuple[Leaves, Leaves]:
-    """Return the mean over replicas, both as shared leaves and as replica leaves; integer leaves take the maximum."""
+def average(
+    config: StrategyConfig, plans: Sequence[LeafPlan], replica_leaves: Leaves
+) -> tuple[Leaves, Leaves]:
+    """Return the mean over replicas, both as shared leaves and as replica leaves.
+
+    Integer leaves take the maximum.
+    """
     specs = [plan.data_spec(sharded=config.placement.params) for plan in plans]
     replicas = config.mesh.shape[REPLICA]
 
@@ -120,30 +155,44 @@ def average(config: StrategyConfig, plans: Sequence[LeafPlan], replica_leaves: L
         return (total / replicas).astype(leaf.dtype)
 
     def on_device(replica_leaves):
-        means = [average_leaf(plan, x.reshape(x.shape[1:])) for plan, x in zip(plans, replica_leaves, strict=True)]
+        means = [
+            average_leaf(plan, x.reshape(x.shape[1:]))
+            for plan, x in zip(plans, replica_leaves, strict=True)
+        ]
         return means, [x[None] for x in means]
 
     replica_specs = [config.axes.stack(spec) for spec in specs]
-    return per_device(on_device, config.mesh, in_specs=(replica_specs,), out_specs=(specs, replica_specs))(
-        replica_leaves
-    )
+    return per_device(
+        on_device, config.mesh, in_specs=(replica_specs,), out_specs=(specs, replica_specs)
+    )(replica_leaves)
 
 
 def average_updated(
-    config: StrategyConfig, layout: Layout, shared_leaves: Leaves, replica_leaves: Leaves, paths: Collection[str]
+    config: StrategyConfig,
+    layout: Layout,
+    shared_leaves: Leaves,
+    replica_leaves: Leaves,
+    paths: Collection[str],
 ) -> tuple[Leaves, Leaves]:
-    """Average the frozen leaves that the loss itself updates (`so.Updated`) over replicas; return all leaves."""
+    """Average the frozen leaves that the loss itself updates (`so.Updated`) over replicas.
+
+    Return all leaves.
+    """
     indices = [i for i, plan in enumerate(layout.plans) if plan.path in paths]
     if not indices:
         return shared_leaves, replica_leaves
-    means, stacked_means = average(config, [layout.plans[i] for i in indices], [replica_leaves[i] for i in indices])
+    means, stacked_means = average(
+        config, [layout.plans[i] for i in indices], [replica_leaves[i] for i in indices]
+    )
     shared_leaves, replica_leaves = list(shared_leaves), list(replica_leaves)
     for i, mean, stacked_mean in zip(indices, means, stacked_means, strict=True):
         shared_leaves[i], replica_leaves[i] = mean, stacked_mean
     return shared_leaves, replica_leaves
 
 
-def unstack_equal_replicas(config: StrategyConfig, layout: Layout, replica_leaves: Leaves) -> Leaves:
+def unstack_equal_replicas(
+    config: StrategyConfig, layout: Layout, replica_leaves: Leaves
+) -> Leaves:
     """Return replica leaves as shared leaves, without communication; all replicas must be equal."""
     specs = [plan.data_spec(sharded=config.placement.params) for plan in layout.plans]
     run = per_device(

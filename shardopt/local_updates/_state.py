@@ -1,4 +1,6 @@
-"""The state of replicas that train independently: its types, its first values, its shapes and its specs."""
+"""The state of replicas that train independently: its types, its first values, its shapes and its
+specs.
+"""
 
 import dataclasses
 import functools
@@ -37,16 +39,19 @@ class PerReplica(NamedTuple):
 
 
 class Replicas(NamedTuple):
-    """The optimizer state of `local_sgd` and `diloco`. The shared parameters are the parameters of the train state.
+    """The optimizer state of `local_sgd` and `diloco`.
+
+    The shared parameters are the parameters of the train state.
 
     Attributes:
       params: the parameters of each replica.
       optimizer: the state of the wrapped optax transformation, of each replica.
       inner_reducer: the state of the strategy's reducer, or None.
       outer: the state of the outer optimizer for each fragment, placed like the parameters.
-      pending: means of outer gradients that were sent and not yet applied, a list for each fragment; empty without a
-        delay.
-      reducer: the state of the reducer of outer gradients for each fragment, with a delay as `Delayed`; or None.
+      pending: means of outer gradients that were sent and not yet applied, a list for each
+        fragment; empty without a delay.
+      reducer: the state of the reducer of outer gradients for each fragment, with a delay as
+        `Delayed`; or None.
     """
 
     params: PerReplica
@@ -62,8 +67,8 @@ class Delayed(NamedTuple):
 
     Attributes:
       now: the state after all sends.
-      before: the state before the pending mean was sent, so that the send can be undone; a copy of `now` if nothing is
-        pending.
+      before: the state before the pending mean was sent, so that the send can be undone; a copy of
+        `now` if nothing is pending.
     """
 
     now: PyTree
@@ -76,7 +81,8 @@ class Fragment(NamedTuple):
     Attributes:
       number: f, counted from 0.
       stride: P, the number of fragments.
-      leaves: the indices of the leaves of the parameters that have a part in the fragment, in order.
+      leaves: the indices of the leaves of the parameters that have a part in the fragment, in
+        order.
     """
 
     number: int
@@ -91,7 +97,8 @@ class LocalLayout(NamedTuple):
       config: the config of `local_sgd` or `diloco`.
       layout: the layout of one replica.
       fragments: the fragments of the model.
-      compressions: the compression plan of each fragment's outer gradients; empty for an exact mean.
+      compressions: the compression plan of each fragment's outer gradients; empty for an exact
+        mean.
     """
 
     config: StrategyConfig
@@ -120,22 +127,34 @@ def make_local_layout(config: StrategyConfig, layout: Layout) -> LocalLayout:
     sharded = config.placement.params
     parts = [fragment_plans(local_layout, fragment) for fragment in fragments]
     compressions = (
-        compression_plan(local_layout.sync.reducer, config.mesh, (REPLICA,), part, sharded=sharded) for part in parts
+        compression_plan(local_layout.sync.reducer, config.mesh, (REPLICA,), part, sharded=sharded)
+        for part in parts
     )
     return local_layout._replace(fragments=fragments, compressions=tuple(compressions))
 
 
-def make_fragments(config: StrategyConfig, plans: Sequence[LeafPlan], count: int) -> tuple[Fragment, ...]:
-    """Assign the trained parameters to fragments: blocks f, f + P, f + 2P, ... of each stage, and other leaves in turn.
+def make_fragments(
+    config: StrategyConfig, plans: Sequence[LeafPlan], count: int
+) -> tuple[Fragment, ...]:
+    """Assign the trained parameters to fragments: blocks f, f + P, f + 2P, ... of each stage, and
+    other leaves in turn.
 
-    Neighbouring blocks thus synchronize at different steps. Streaming DiLoCo found this better than consecutive blocks.
+    Neighbouring blocks thus synchronize at different steps. Streaming DiLoCo found this better than
+    consecutive blocks.
     """
     numbers = deal_out([plan.stacked if plan.trainable else None for plan in plans], count)
 
     def has_leaf(i, number):
-        return number < _blocks_of_stage(config, plans[i]) if numbers[i] == -1 else numbers[i] == number
+        return (
+            number < _blocks_of_stage(config, plans[i])
+            if numbers[i] == -1
+            else numbers[i] == number
+        )
 
-    return tuple(Fragment(f, count, tuple(i for i in range(len(plans)) if has_leaf(i, f))) for f in range(count))
+    return tuple(
+        Fragment(f, count, tuple(i for i in range(len(plans)) if has_leaf(i, f)))
+        for f in range(count)
+    )
 
 
 def deal_out(stacked: Iterable[bool | None], count: int) -> list[int | None]:
@@ -146,10 +165,14 @@ def deal_out(stacked: Iterable[bool | None], count: int) -> list[int | None]:
       count: the number of fragments.
 
     Returns:
-      The fragment of each leaf; -1 for a stacked leaf, which has a part in every fragment; None for None.
+      The fragment of each leaf; -1 for a stacked leaf, which has a part in every fragment; None for
+      None.
     """
     turn = itertools.count()
-    return [None if is_stacked is None else -1 if is_stacked else next(turn) % count for is_stacked in stacked]
+    return [
+        None if is_stacked is None else -1 if is_stacked else next(turn) % count
+        for is_stacked in stacked
+    ]
 
 
 def fragment_shape(config: StrategyConfig, plan: LeafPlan, fragment: Fragment) -> tuple[int, ...]:
@@ -166,7 +189,9 @@ def take_fragment(fragment: Fragment, plan: LeafPlan, leaf: jax.Array) -> jax.Ar
     return leaf[fragment.number :: fragment.stride] if plan.stacked else leaf
 
 
-def replace_fragment(fragment: Fragment, plan: LeafPlan, leaf: jax.Array, part: jax.Array) -> jax.Array:
+def replace_fragment(
+    fragment: Fragment, plan: LeafPlan, leaf: jax.Array, part: jax.Array
+) -> jax.Array:
     """Return a device's local leaf with its part in a fragment replaced."""
     return leaf.at[fragment.number :: fragment.stride].set(part) if plan.stacked else part
 
@@ -178,7 +203,10 @@ def _blocks_of_stage(config: StrategyConfig, plan: LeafPlan) -> int:
 def fragment_plans(local_layout: LocalLayout, fragment: Fragment) -> list[LeafPlan]:
     """Return the plans of the leaves of a fragment, with the shapes of their parts."""
     plans = [local_layout.layout.plans[i] for i in fragment.leaves]
-    return [dataclasses.replace(plan, shape=fragment_shape(local_layout.config, plan, fragment)) for plan in plans]
+    return [
+        dataclasses.replace(plan, shape=fragment_shape(local_layout.config, plan, fragment))
+        for plan in plans
+    ]
 
 
 def first_opt_state(
@@ -192,8 +220,13 @@ def first_opt_state(
       opt_state: the first optimizer state of one replica.
       parts: the shared parameters of each fragment.
     """
-    stack = lambda x: jnp.broadcast_to(x, (local_layout.replicas, *x.shape))  # noqa: E731
-    optimizer, inner_reducer = opt_state if isinstance(opt_state, CompressedOptState) else (opt_state, None)
+
+    def stack(x):
+        return jnp.broadcast_to(x, (local_layout.replicas, *x.shape))
+
+    optimizer, inner_reducer = (
+        opt_state if isinstance(opt_state, CompressedOptState) else (opt_state, None)
+    )
     delayed, outer = local_layout.sync.delay > 0, local_layout.sync.outer
     reducer_states = [init_compression(plan) for plan in local_layout.compressions]
     return Replicas(
@@ -202,7 +235,8 @@ def first_opt_state(
         inner_reducer=inner_reducer,
         outer=tuple(outer.init(part) for part in parts),
         pending=tuple([jnp.zeros_like(x) for x in part] for part in parts) if delayed else (),
-        reducer=tuple(Delayed(state, state) if delayed else state for state in reducer_states) or None,
+        reducer=tuple(Delayed(state, state) if delayed else state for state in reducer_states)
+        or None,
     )
 
 
@@ -211,10 +245,18 @@ def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
     abstract, specs = local_layout.layout.abstract, local_layout.layout.specs
     sharded = local_layout.config.placement.params
     delayed, stack = local_layout.sync.delay > 0, local_layout.config.axes.stack
-    plans_by_fragment = [fragment_plans(local_layout, fragment) for fragment in local_layout.fragments]
-    shapes = [[jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans] for plans in plans_by_fragment]
+    plans_by_fragment = [
+        fragment_plans(local_layout, fragment) for fragment in local_layout.fragments
+    ]
+    shapes = [
+        [jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in plans]
+        for plans in plans_by_fragment
+    ]
     opt_state = jax.eval_shape(
-        functools.partial(first_opt_state, local_layout), abstract.params, abstract.opt_state, shapes
+        functools.partial(first_opt_state, local_layout),
+        abstract.params,
+        abstract.opt_state,
+        shapes,
     )
     refuse_lookahead(local_layout.config.strategy, opt_state.outer)
     compressed = isinstance(specs.opt_state, CompressedOptState)
@@ -228,7 +270,11 @@ def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
             _outer_specs(local_layout.config, outer_state, plans)
             for outer_state, plans in zip(opt_state.outer, plans_by_fragment, strict=True)
         ),
-        pending=tuple([plan.spec(sharded=sharded) for plan in plans] for plans in plans_by_fragment) if delayed else (),
+        pending=(
+            tuple([plan.spec(sharded=sharded) for plan in plans] for plans in plans_by_fragment)
+            if delayed
+            else ()
+        ),
         reducer=tuple(Delayed(spec, spec) if delayed else spec for spec in reducer_specs) or None,
     )
     return abstract._replace(opt_state=opt_state), specs._replace(opt_state=replica_specs)

@@ -1,4 +1,6 @@
-"""The steps of replicas that train independently: one program for each variant of a step, compiled at its first use."""
+"""The steps of replicas that train independently: one program for each variant of a step, compiled
+at its first use.
+"""
 
 import dataclasses
 import functools
@@ -15,7 +17,13 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.config._sync import SyncConfig
 from shardopt.core._errors import format_error
 from shardopt.core._types import Max, Metric, Min, PyTree, Sum, TrainState
-from shardopt.local_updates._outer_step import Leaves, OuterStep, average, average_updated, unstack_equal_replicas
+from shardopt.local_updates._outer_step import (
+    Leaves,
+    OuterStep,
+    average,
+    average_updated,
+    unstack_equal_replicas,
+)
 from shardopt.local_updates._state import (
     REPLICA,
     Delayed,
@@ -40,13 +48,19 @@ from shardopt.step._update import all_gather_params, apply_update
 
 
 def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
-    """Return the programs of replicas that train independently; `layout` is the layout of one replica."""
+    """Return the programs of replicas that train independently.
+
+    `layout` is the layout of one replica.
+    """
     local_layout = make_local_layout(config, layout)
     abstract, specs = abstract_state(local_layout)
 
     def init_replicas(params: PyTree) -> Replicas:
         leaves = layout.treedef.flatten_up_to(params)
-        parts = [OuterStep(local_layout, fragment).take_fragment(leaves) for fragment in local_layout.fragments]
+        parts = [
+            OuterStep(local_layout, fragment).take_fragment(leaves)
+            for fragment in local_layout.fragments
+        ]
         return first_opt_state(local_layout, params, init_opt_state(config, layout, params), parts)
 
     return CompiledStep(
@@ -64,7 +78,8 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
 class LocalStep:
     """`(state, batch) -> (state, metrics)`: runs the program of the variant for `state.step`.
 
-    It keeps the number of the last returned step on the host. Reading the number from the device would wait for the step.
+    It keeps the number of the last returned step on the host. Reading the number from the device
+    would wait for the step.
     """
 
     def __init__(self, local_layout: LocalLayout, specs: TrainState):
@@ -76,20 +91,28 @@ class LocalStep:
         )  # shared by all variants: each gets states that others returned
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Run a step; metrics are the mean, sum, maximum or minimum over the replicas of this process."""
+        """Run a step.
+
+        Metrics are the mean, sum, maximum or minimum over the replicas of this process.
+        """
         step = self._step_of(state)
         state, metrics = self._program(step)(state, batch)
         self._last_step = (state.step, step + 1)
         return state, {name: _reduce_local_replicas(value) for name, value in metrics.items()}
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Return the lowered program; for an abstract state, of the first step after the warm-up."""
+        """Return the lowered program.
+
+        For an abstract state, of the first step after the warm-up.
+        """
         return self._program(self._step_of(state)).lower(state, batch)
 
     def _program(self, step: int) -> AotCompiled:
         variant = variant_of(self.local_layout.sync, step)
         if variant not in self._programs:
-            self._programs[variant] = make_step(self.local_layout, self.specs, variant, self._donated)
+            self._programs[variant] = make_step(
+                self.local_layout, self.specs, variant, self._donated
+            )
         return self._programs[variant]
 
     def _step_of(self, state: TrainState) -> int:
@@ -111,7 +134,8 @@ class StepVariant(NamedTuple):
 
     Attributes:
       warm: whether gradients are averaged over replicas.
-      send: the fragment whose outer gradient is sent, or None. With a delay it is sent before the step, otherwise after.
+      send: the fragment whose outer gradient is sent, or None. With a delay it is sent before the
+        step, otherwise after.
       apply: the fragment whose outer update is applied after the step, or None.
     """
 
@@ -123,9 +147,10 @@ class StepVariant(NamedTuple):
 def variant_of(sync: SyncConfig, step: int) -> StepVariant:
     """Return the variant of the step from `step` to `step + 1`.
 
-    Fragment f is due after (f + 1) H / P steps, and then every H steps, counted from the end of the warm-up. Its outer
-    gradient is computed from the parameters after that step, and applied `delay` steps later. With a delay, sending is
-    part of the next step's program, so that it can overlap with training.
+    Fragment f is due after (f + 1) H / P steps, and then every H steps, counted from the end of the
+    warm-up. Its outer gradient is computed from the parameters after that step, and applied `delay`
+    steps later. With a delay, sending is part of the next step's program, so that it can overlap
+    with training.
     """
     local_steps = step + 1 - sync.warmup_steps
     if local_steps <= 0:
@@ -134,23 +159,39 @@ def variant_of(sync: SyncConfig, step: int) -> StepVariant:
 
     def due_fragment(num_steps):
         step_in_cycle = num_steps % sync.sync_every or sync.sync_every
-        return step_in_cycle // stride - 1 if num_steps > 0 and step_in_cycle % stride == 0 else None
+        return (
+            step_in_cycle // stride - 1 if num_steps > 0 and step_in_cycle % stride == 0 else None
+        )
 
     if not sync.delay:
         return StepVariant(send=due_fragment(local_steps), apply=due_fragment(local_steps))
-    return StepVariant(send=due_fragment(local_steps - 1), apply=due_fragment(local_steps - sync.delay))
+    return StepVariant(
+        send=due_fragment(local_steps - 1), apply=due_fragment(local_steps - sync.delay)
+    )
 
 
 def make_step(
-    local_layout: LocalLayout, specs: TrainState, variant: StepVariant, donated: DonatedState | None = None
+    local_layout: LocalLayout,
+    specs: TrainState,
+    variant: StepVariant,
+    donated: DonatedState | None = None,
 ) -> AotCompiled:
-    """Return the jitted `(state, batch) -> (state, metrics)` of a variant; metrics are stacked, one for each replica."""
+    """Return the jitted `(state, batch) -> (state, metrics)` of a variant.
+
+    Metrics are stacked, one for each replica.
+    """
     config = local_layout.config._replace(sync_gradients=variant.warm)
     donated = donated or DonatedState(config.mesh)
-    in_shardings, out_shardings = shardings(config.mesh, specs), config.home.shardings((specs, PartitionSpec(REPLICA)))
+    in_shardings, out_shardings = (
+        shardings(config.mesh, specs),
+        config.home.shardings((specs, PartitionSpec(REPLICA))),
+    )
     step = _VariantStep(local_layout, config, variant).step
-    # keep_unused also donates the memory of arrays that the step overwrites without reading, such as pending means.
-    return make_program(config, step, (in_shardings, None), out_shardings, donated=donated, keep_unused=True)
+    # keep_unused also donates the memory of arrays that the step overwrites without reading, such
+    # as pending means.
+    return make_program(
+        config, step, (in_shardings, None), out_shardings, donated=donated, keep_unused=True
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,14 +212,18 @@ class _VariantStep:
         """Whether one loss of the whole batch is computed: in the warm-up all replicas are equal."""
         return self.variant.warm and self.config.loss.view == "global"
 
-    def step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def step(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Send, train each replica for a step, and apply, as the variant says."""
         config, layout, variant = self.config, self.local_layout.layout, self.variant
         replicas: Replicas = state.opt_state
         flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
         shared_leaves = flatten(state.params)
         if variant.send is not None and self.sends_first:
-            delta, replicas = self.send(variant.send, shared_leaves, flatten(replicas.params.value), replicas)
+            delta, replicas = self.send(
+                variant.send, shared_leaves, flatten(replicas.params.value), replicas
+            )
             replicas = replicas._replace(pending=_replaced(replicas.pending, variant.send, delta))
         results = self.gradients(state, batch, replicas)
         inner_reducer, results = results.reducer, results._replace(reducer=None)
@@ -187,13 +232,17 @@ class _VariantStep:
         if variant.warm:
             shared_leaves = unstack_equal_replicas(config, layout, replica_leaves)
         if variant.apply is not None:
-            shared_leaves, replica_leaves, replicas = self.apply(variant.apply, shared_leaves, replica_leaves, replicas)
+            shared_leaves, replica_leaves, replicas = self.apply(
+                variant.apply, shared_leaves, replica_leaves, replicas
+            )
         if variant.send is not None:
             shared_leaves, replica_leaves = average_updated(
                 config, layout, shared_leaves, replica_leaves, results.updates
             )
         replicas = replicas._replace(
-            params=PerReplica(unflatten(replica_leaves)), optimizer=PerReplica(optimizer), inner_reducer=inner_reducer
+            params=PerReplica(unflatten(replica_leaves)),
+            optimizer=PerReplica(optimizer),
+            inner_reducer=inner_reducer,
         )
         metrics = metrics_of(config, layout, results)
         return TrainState(state.step + 1, unflatten(shared_leaves), replicas, state.rng), metrics
@@ -201,21 +250,31 @@ class _VariantStep:
     def gradients(self, state: TrainState, batch: PyTree, replicas: Replicas) -> Gradients:
         """Return the gradients and metrics of each replica."""
         config, layout = self.config, self.local_layout.layout
-        gradients = make_gradients(config._replace(local_updates=None) if self.one_global_loss else config, layout)
+        gradients = make_gradients(
+            config._replace(local_updates=None) if self.one_global_loss else config, layout
+        )
         loss_params = state.params if self.one_global_loss else replicas.params.value
         results = gradients(loss_params, batch, state.step, state.rng, replicas.inner_reducer)
         if not self.one_global_loss:
             return results
-        results = results._replace(metrics=values(results.metrics))  # metrics are over all replicas already
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.local_layout.replicas, *x.shape)), results)
+        # metrics are over all replicas already
+        results = results._replace(metrics=values(results.metrics))
+        return jax.tree.map(
+            lambda x: jnp.broadcast_to(x, (self.local_layout.replicas, *x.shape)), results
+        )
 
     def update(self, replicas: Replicas, results: Gradients) -> tuple[PyTree, PyTree]:
         """Return the parameters and the optimizer state of each replica after its update."""
         config, layout = self.config, self.local_layout.layout
 
         def value_fn(_):
-            problem = "this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot."
-            raise ValueError(format_error(config.strategy, problem, fix="use an optimizer without value_fn."))
+            problem = (
+                "this optimizer asks for the loss at other parameters, as line searches do, which"
+                " replicas that train apart cannot."
+            )
+            raise ValueError(
+                format_error(config.strategy, problem, fix="use an optimizer without value_fn.")
+            )
 
         def update_replica(params, opt_state, gradient_results):
             return apply_update(config, layout, params, opt_state, gradient_results, value_fn)[:2]
@@ -226,10 +285,14 @@ class _VariantStep:
     def send(
         self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: Replicas
     ) -> tuple[Leaves, Replicas]:
-        """Return the outer gradient of a fragment, and the replicas with the new state of its reducer."""
+        """Return the outer gradient of a fragment, and the replicas with the new state of its
+        reducer.
+        """
         reducer_state = replicas.reducer[number] if replicas.reducer else None
         old_state = reducer_state.now if isinstance(reducer_state, Delayed) else reducer_state
-        delta, reducer_state = self.outer_step(number).send(shared_leaves, replica_leaves, old_state)
+        delta, reducer_state = self.outer_step(number).send(
+            shared_leaves, replica_leaves, old_state
+        )
         if replicas.reducer:
             reducer_state = Delayed(reducer_state, old_state) if self.sends_first else reducer_state
             replicas = replicas._replace(reducer=_replaced(replicas.reducer, number, reducer_state))
@@ -258,14 +321,18 @@ class _VariantStep:
         return OuterStep(self.local_layout, self.local_layout.fragments[number])
 
 
-def make_average(local_layout: LocalLayout, specs: TrainState) -> Callable[[TrainState], TrainState]:
+def make_average(
+    local_layout: LocalLayout, specs: TrainState
+) -> Callable[[TrainState], TrainState]:
     """Return a function `state -> state` that sets all parameters to the mean of the replicas.
 
-    Pending outer gradients are dropped: the mean contains them, and applying them later would count them twice. So the
-    reducer returns to its state before they were sent. Its residual of the dropped gradients is in the mean too. Its
-    residual of earlier sends is in no replica's parameters, and is sent later as usual.
+    Pending outer gradients are dropped: the mean contains them, and applying them later would count
+    them twice. So the reducer returns to its state before they were sent. Its residual of the
+    dropped gradients is in the mean too. Its residual of earlier sends is in no replica's
+    parameters, and is sent later as usual.
 
-    Nothing is donated, and unchanged leaves are returned without a copy, so the state of the optimizer is not copied.
+    Nothing is donated, and unchanged leaves are returned without a copy, so the state of the
+    optimizer is not copied.
     """
     replica_specs: Replicas = specs.opt_state
     config, layout = local_layout.config, local_layout.layout
@@ -278,30 +345,52 @@ def make_average(local_layout: LocalLayout, specs: TrainState) -> Callable[[Trai
         )
         unflatten = layout.treedef.unflatten
         no_pending = jax.tree.map(jnp.zeros_like, pending)
-        return unflatten(shared_leaves), PerReplica(unflatten(replica_leaves)), no_pending, copied(reducer_states)
+        return (
+            unflatten(shared_leaves),
+            PerReplica(unflatten(replica_leaves)),
+            no_pending,
+            copied(reducer_states),
+        )
 
     in_shardings = shardings(
-        config.mesh, (replica_specs.params, replica_specs.pending, _states_before_send(replica_specs))
+        config.mesh,
+        (replica_specs.params, replica_specs.pending, _states_before_send(replica_specs)),
     )
     out_shardings = config.home.shardings(
-        (specs.params, replica_specs.params, replica_specs.pending, _states_before_send(replica_specs))
+        (
+            specs.params,
+            replica_specs.params,
+            replica_specs.pending,
+            _states_before_send(replica_specs),
+        )
     )
     average_program = make_program(config, run, in_shardings, out_shardings)
 
     def synchronize(state: TrainState) -> TrainState:
         replicas: Replicas = state.opt_state
         before = _states_before_send(replicas)
-        shared_params, replica_params, pending, now = average_program(replicas.params, replicas.pending, before)
+        shared_params, replica_params, pending, now = average_program(
+            replicas.params, replicas.pending, before
+        )
         if before:
-            replicas = replicas._replace(reducer=tuple(Delayed(*states) for states in zip(now, before, strict=True)))
-        return state._replace(params=shared_params, opt_state=replicas._replace(params=replica_params, pending=pending))
+            replicas = replicas._replace(
+                reducer=tuple(Delayed(*states) for states in zip(now, before, strict=True))
+            )
+        return state._replace(
+            params=shared_params,
+            opt_state=replicas._replace(params=replica_params, pending=pending),
+        )
 
     return synchronize
 
 
 def _states_before_send(replicas: Replicas) -> list[PyTree]:
     """Return the reducer states before the pending sends; an empty list without a delay."""
-    return [reducer_state.before for reducer_state in replicas.reducer or () if isinstance(reducer_state, Delayed)]
+    return [
+        reducer_state.before
+        for reducer_state in replicas.reducer or ()
+        if isinstance(reducer_state, Delayed)
+    ]
 
 
 def _replaced(elements: tuple[PyTree, ...], index: int, new_element: PyTree) -> tuple[PyTree, ...]:
@@ -309,7 +398,9 @@ def _replaced(elements: tuple[PyTree, ...], index: int, new_element: PyTree) -> 
 
 
 def _reduce_local_replicas(metric: PyTree) -> jax.Array:
-    """Return the mean of a metric over this process's replicas; for `Sum`, `Max` and `Min` the sum, maximum or minimum.
+    """Return the mean of a metric over this process's replicas.
+
+    For `Sum`, `Max` and `Min` the sum, maximum or minimum.
 
     Replicas of other processes are left out, because the step would have to wait for them.
     """
@@ -318,7 +409,8 @@ def _reduce_local_replicas(metric: PyTree) -> jax.Array:
     if not isinstance(metric, Sum | Max | Min):
         return metric
     add, largest, smallest = (
-        functools.partial(_reduce_local_shards, reduce=reduce) for reduce in (jnp.sum, jnp.max, jnp.min)
+        functools.partial(_reduce_local_shards, reduce=reduce)
+        for reduce in (jnp.sum, jnp.max, jnp.min)
     )
     return value_of(combined(metric, add, largest, smallest))
 
@@ -329,5 +421,8 @@ def _reduce_local_shards(values: jax.Array, reduce: Callable[..., jax.Array]) ->
     if len(shards) == 1:
         return first_shard[0]
     device = next(iter(first_shard.devices()))
-    with jax.set_mesh(None):  # the mesh of the user's program would require the result on all devices
-        return reduce(jnp.concatenate([jax.device_put(shard, device) for shard in shards.values()]), axis=0)
+    # the mesh of the user's program would require the result on all devices
+    with jax.set_mesh(None):
+        return reduce(
+            jnp.concatenate([jax.device_put(shard, device) for shard in shards.values()]), axis=0
+        )

@@ -1,4 +1,6 @@
-"""Which dims of a batch are split: rows over the axes of rows, positions of sequences over the context axis."""
+"""Which dims of a batch are split: rows over the axes of rows, positions of sequences over the
+context axis.
+"""
 
 import math
 import re
@@ -12,12 +14,17 @@ from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, path_text
 
-FIX_ROWS = "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
+FIX_ROWS = (
+    "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or"
+    " None)]"
+)
 """The remedy if leaves do not agree on a number of rows, for messages."""
 
 
 def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
-    """Return the dim of a batch leaf that counts rows; None if the leaf has no rows, so that all rows share it.
+    """Return the dim of a batch leaf that counts rows.
+
+    None if the leaf has no rows, so that all rows share it.
 
     Args:
       config: its `batch_dims` may name the leaf; otherwise dim 0 counts rows.
@@ -28,10 +35,13 @@ def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
 
 
 def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
-    """Return the dim of a batch leaf that counts positions; None if it has none, or no axis splits positions.
+    """Return the dim of a batch leaf that counts positions.
+
+    None if it has none, or no axis splits positions.
 
     Args:
-      config: its `sequence_dims` may name the leaf; otherwise it is the first dim that does not count rows.
+      config: its `sequence_dims` may name the leaf; otherwise it is the first dim that does not
+        count rows.
       path: the key path of the leaf.
       ndim: its number of dims.
     """
@@ -42,11 +52,15 @@ def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     return _matching_dim(config.batch.sequence_dims, path, default)
 
 
-def _matching_dim(dims: Sequence[tuple[str, int | None]], path: str, default: int | None) -> int | None:
+def _matching_dim(
+    dims: Sequence[tuple[str, int | None]], path: str, default: int | None
+) -> int | None:
     return next((dim for pattern, dim in dims if re.search(pattern, path)), default)
 
 
-def map_rows(config: StrategyConfig, change: Callable[[PyTree, int], PyTree], batch: PyTree) -> PyTree:
+def map_rows(
+    config: StrategyConfig, change: Callable[[PyTree, int], PyTree], batch: PyTree
+) -> PyTree:
     """Return the batch with `change(leaf, row_dim)` in place of each leaf that has rows."""
 
     def change_leaf(path: jax.tree_util.KeyPath, leaf: PyTree) -> PyTree:
@@ -59,9 +73,11 @@ def map_rows(config: StrategyConfig, change: Callable[[PyTree, int], PyTree], ba
 def cut_batch(
     config: StrategyConfig, cut: Callable[[jax.Array, str, int], jax.Array], batch: PyTree
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Return the leaves with rows cut into pieces [pieces, ...], and a function that assembles a batch.
+    """Return the leaves with rows cut into pieces [pieces, ...], and a function that assembles a
+    batch.
 
-    The function takes one piece of each leaf with rows. The batch holds every leaf that rows share in full, without a copy.
+    The function takes one piece of each leaf with rows. The batch holds every leaf that rows share
+    in full, without a copy.
 
     Args:
       config: its `batch_dims` may name leaves.
@@ -74,19 +90,30 @@ def cut_batch(
     def assemble(parts: Sequence[jax.Array]) -> PyTree:
         remaining_parts = iter(parts)
         leaves_and_dims = zip(leaves, dims, strict=True)
-        return treedef.unflatten([leaf if dim is None else next(remaining_parts) for (_, leaf), dim in leaves_and_dims])
+        return treedef.unflatten(
+            [leaf if dim is None else next(remaining_parts) for (_, leaf), dim in leaves_and_dims]
+        )
 
-    return [cut(leaf, path, dim) for (path, leaf), dim in zip(leaves, dims, strict=True) if dim is not None], assemble
+    return [
+        cut(leaf, path, dim)
+        for (path, leaf), dim in zip(leaves, dims, strict=True)
+        if dim is not None
+    ], assemble
 
 
 def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of rows that the leaves of a batch have: a single number if they agree."""
-    leaves_and_dims = ((leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
+    leaves_and_dims = (
+        (leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)
+    )
     return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)
 
 
 def num_rows(config: StrategyConfig, batch: PyTree) -> int:
-    """Return the number of rows of a batch; 1 if its leaves do not agree, so that the batch counts as one row."""
+    """Return the number of rows of a batch.
+
+    1 if its leaves do not agree, so that the batch counts as one row.
+    """
     counts = row_counts(config, batch)
     return next(iter(counts)) if len(counts) == 1 else 1
 
@@ -103,7 +130,10 @@ def shown_leaves(config: StrategyConfig, batch: PyTree) -> list[str]:
 
 
 def batch_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
-    """Return how batch leaves are placed, as `PartitionSpec`: split along their rows; leaves without rows on all devices."""
+    """Return how batch leaves are placed, as `PartitionSpec`: split along their rows.
+
+    Leaves without rows on all devices.
+    """
 
     def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
         name, ndim = path_text(path), np.ndim(leaf)
@@ -115,8 +145,9 @@ def batch_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
 def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     """Return where the leaves of a step's batch live, as `PartitionSpec`.
 
-    In the global view leaves need not agree on a number of rows; the leaves of a graph do not. Each leaf is then split along
-    its rows if the devices divide them, else along its first dim that they divide, else not at all.
+    In the global view leaves need not agree on a number of rows; the leaves of a graph do not. Each
+    leaf is then split along its rows if the devices divide them, else along its first dim that they
+    divide, else not at all.
     """
     if len(row_counts(config, batch)) < 2:
         return batch_specs(config, batch)
@@ -125,8 +156,12 @@ def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
         name, shape = path_text(path), np.shape(leaf)
         rows, positions = row_dim(config, name, len(shape)), sequence_dim(config, name, len(shape))
-        dims = [] if rows is None else [rows, *(dim for dim in range(len(shape)) if dim != positions)]
-        divisible_dim = next((dim for dim in dims if shape[dim] and shape[dim] % devices == 0), None)
+        dims = (
+            [] if rows is None else [rows, *(dim for dim in range(len(shape)) if dim != positions)]
+        )
+        divisible_dim = next(
+            (dim for dim in dims if shape[dim] and shape[dim] % devices == 0), None
+        )
         return leaf_spec(config, name, len(shape), divisible_dim)
 
     return jax.tree_util.tree_map_with_path(spec_of, batch)
@@ -152,19 +187,28 @@ def leaf_spec(
       leading: entries for dims that are added in front of the leaf.
     """
     position_dim = sequence_dim(config, path, ndim) if ndim else None
-    axes_of_dim = {position_dim: config.axes.positions, dim: config.axes.rows if rows is None else rows}
+    axes_of_dim = {
+        position_dim: config.axes.positions,
+        dim: config.axes.rows if rows is None else rows,
+    }
     last_dim = max((index for index in axes_of_dim if index is not None), default=-1)
     return PartitionSpec(*leading, *(axes_of_dim.get(index) for index in range(last_dim + 1)))
 
 
 def sequence_lengths(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of positions that the sequences of a batch have."""
-    leaves_and_dims = ((leaf, sequence_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch))
+    leaves_and_dims = (
+        (leaf, sequence_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)
+    )
     return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)
 
 
-def resized(config: StrategyConfig, batch: PyTree, *, rows: int, position_shares: int = 1) -> PyTree:
-    """Return the shapes of a batch with `rows` rows, and with sequences cut into `position_shares` shares."""
+def resized(
+    config: StrategyConfig, batch: PyTree, *, rows: int, position_shares: int = 1
+) -> PyTree:
+    """Return the shapes of a batch with `rows` rows, and with sequences cut into `position_shares`
+    shares.
+    """
 
     def resize(path: jax.tree_util.KeyPath, leaf: PyTree) -> jax.ShapeDtypeStruct:
         name, shape = path_text(path), list(leaf.shape)
@@ -183,7 +227,10 @@ def check_row_dims(config: StrategyConfig, batch: PyTree) -> None:
     Raises:
       ValueError: if there is such a leaf.
     """
-    dims = [(path, np.shape(leaf), row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)]
+    dims = [
+        (path, np.shape(leaf), row_dim(config, path, np.ndim(leaf)))
+        for path, leaf in leaves_with_paths(batch)
+    ]
     missing = [
         f"{path or 'batch'}: shape {shape}; no dim {dim} for rows"
         for path, shape, dim in dims
@@ -191,22 +238,27 @@ def check_row_dims(config: StrategyConfig, batch: PyTree) -> None:
     ]
     if missing:
         fix = "name a dim that the leaf has, or None for a leaf that all rows share."
-        raise ValueError(format_error(config.strategy, "batch_dims do not fit the batch.", missing, fix))
+        raise ValueError(
+            format_error(config.strategy, "batch_dims do not fit the batch.", missing, fix)
+        )
 
 
 def check_positions(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse a batch whose sequences cannot be cut over the context axis.
 
     Raises:
-      ValueError: if `sequence_dims` name a dim that a leaf does not have, or its row dim; if no leaf has positions; or if
-        context does not divide the number of positions.
+      ValueError: if `sequence_dims` name a dim that a leaf does not have, or its row dim; if no
+        leaf has positions; or if context does not divide the number of positions.
     """
     shares = config.axes.num_position_shares
     if shares == 1:
         return
     missing, uneven, lengths = [], [], set()
     for path, leaf in leaves_with_paths(batch):
-        description, dim = f"{path or 'batch'}: shape {np.shape(leaf)}", sequence_dim(config, path, np.ndim(leaf))
+        description, dim = (
+            f"{path or 'batch'}: shape {np.shape(leaf)}",
+            sequence_dim(config, path, np.ndim(leaf)),
+        )
         if dim is None:
             continue
         if not 0 <= dim < np.ndim(leaf):
@@ -216,11 +268,16 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
         else:
             lengths.add(leaf.shape[dim])
             if leaf.shape[dim] % shares:
-                uneven.append(f"{description}; dim {dim} is {leaf.shape[dim]}, remainder {leaf.shape[dim] % shares}")
+                uneven.append(
+                    f"{description}; dim {dim} is {leaf.shape[dim]}, remainder"
+                    f" {leaf.shape[dim] % shares}"
+                )
     axis = f"mesh axis 'context' (size {shares})"
     if missing:
         fix = "name a dim that the leaf has and that does not count rows, or None."
-        raise ValueError(format_error(config.strategy, "sequence_dims do not fit the batch.", missing, fix))
+        raise ValueError(
+            format_error(config.strategy, "sequence_dims do not fit the batch.", missing, fix)
+        )
     if not lengths:
         problem = f"{axis} splits positions, and no batch leaf has any."
         fix = "make the mesh with context=1, or name the dim of positions in sequence_dims."
@@ -228,7 +285,7 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
     if uneven:
         problem = f"{plural(len(uneven), 'batch leaf')} cannot be split over {axis}."
         fix = (
-            "use a length that it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or "
-            "sequence_dims=[(regex, None)] for leaves without positions."
+            "use a length that it divides, with inputs and targets [B, T] each rather than tokens"
+            " [B, T + 1]; or sequence_dims=[(regex, None)] for leaves without positions."
         )
         raise ValueError(format_error(config.strategy, problem, uneven, fix))

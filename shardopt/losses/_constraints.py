@@ -1,4 +1,6 @@
-"""Shardings of arrays in the global view: gathered weights, sharded gradients, activations split by rows."""
+"""Shardings of arrays in the global view: gathered weights, sharded gradients, activations split by
+rows.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -19,21 +21,33 @@ def constrain(mesh: Mesh, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def gather_leaves(config: StrategyConfig, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]) -> list[jax.Array]:
-    """Have the partitioner gather leaves over data, each cast to `gather_dtype`, and keep their gradients sharded."""
+def gather_leaves(
+    config: StrategyConfig, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]
+) -> list[jax.Array]:
+    """Have the partitioner gather leaves over data, each cast to `gather_dtype`, and keep their
+    gradients sharded.
+    """
     return [_gather(config, leaf, plan) for leaf, plan in zip(leaves, plans, strict=True)]
 
 
 def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Array:
     def gather_one(x: jax.Array) -> jax.Array:
-        if config.wire.gather_dtype is not None and plan.trainable and jnp.issubdtype(plan.dtype, jnp.floating):
+        if (
+            config.wire.gather_dtype is not None
+            and plan.trainable
+            and jnp.issubdtype(plan.dtype, jnp.floating)
+        ):
             x = x.astype(config.wire.gather_dtype)
         # The cast would otherwise follow the gather.
         x = constrain(config.mesh, x, plan.spec(sharded=config.placement.params))
         return checkpoint_name(constrain(config.mesh, x, plan.spec(sharded=False)), GATHERED)
 
     def backward(_: None, grad: jax.Array) -> tuple[jax.Array]:
-        return (constrain(config.mesh, grad, plan.spec(sharded=config.placement.opt_state)).astype(plan.dtype),)
+        return (
+            constrain(config.mesh, grad, plan.spec(sharded=config.placement.opt_state)).astype(
+                plan.dtype
+            ),
+        )
 
     if not jnp.issubdtype(plan.dtype, jnp.inexact):
         return gather_one(leaf)
@@ -42,17 +56,23 @@ def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Arra
     return differentiable_gather(leaf)
 
 
-def shard_grads(config: StrategyConfig, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]) -> list[jax.Array]:
+def shard_grads(
+    config: StrategyConfig, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]
+) -> list[jax.Array]:
     """Place gradients where the optimizer state of their leaves lives."""
     specs = [plan.spec(sharded=config.placement.opt_state) for plan in plans]
     return [constrain(config.mesh, grad, spec) for grad, spec in zip(grads, specs, strict=True)]
 
 
-def shard_activations(config: StrategyConfig, run_block: Callable[..., PyTree], batch: PyTree) -> Callable[..., PyTree]:
-    """Return a block function whose input and output activations are split by rows and positions, like the batch.
+def shard_activations(
+    config: StrategyConfig, run_block: Callable[..., PyTree], batch: PyTree
+) -> Callable[..., PyTree]:
+    """Return a block function whose input and output activations are split by rows and positions,
+    like the batch.
 
-    Without the constraint, the partitioner may follow the sharding of a weight. Leaves whose first dim does not count rows
-    are left to the partitioner, and so is a second dim that does not count positions.
+    Without the constraint, the partitioner may follow the sharding of a weight. Leaves whose first
+    dim does not count rows are left to the partitioner, and so is a second dim that does not count
+    positions.
     """
     rows, axes, positions = num_rows(config, batch), config.axes, sequence_lengths(config, batch)
 
@@ -64,7 +84,9 @@ def shard_activations(config: StrategyConfig, run_block: Callable[..., PyTree], 
             entries[1] = axes.positions
         return constrain(config.mesh, x, PartitionSpec(*entries))
 
-    def run_constrained(block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree) -> PyTree:
+    def run_constrained(
+        block: PyTree, index: jax.Array, rng: jax.Array | None, x: PyTree
+    ) -> PyTree:
         return jax.tree.map(place, run_block(block, index, rng, jax.tree.map(place, x)))
 
     return run_constrained
@@ -73,14 +95,20 @@ def shard_activations(config: StrategyConfig, run_block: Callable[..., PyTree], 
 def cut_rows(
     config: StrategyConfig, batch: PyTree, count: int
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Return the rows as micro-batches, each a part of the rows of every device, as `micro_batches.cut` cuts them."""
+    """Return the rows as micro-batches, each a part of the rows of every device, as
+    `micro_batches.cut` cuts them.
+    """
     devices = config.axes.num_row_shares
 
     def cut(x: jax.Array, path: str, dim: int) -> jax.Array:
         leading_shape, trailing_shape = x.shape[:dim], x.shape[dim + 1 :]
-        parts = jnp.moveaxis(x.reshape(*leading_shape, devices, count, -1, *trailing_shape), dim + 1, 0)
+        parts = jnp.moveaxis(
+            x.reshape(*leading_shape, devices, count, -1, *trailing_shape), dim + 1, 0
+        )
         spec = leaf_spec(config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(None,))
-        return constrain(config.mesh, parts.reshape(count, *leading_shape, -1, *trailing_shape), spec)
+        return constrain(
+            config.mesh, parts.reshape(count, *leading_shape, -1, *trailing_shape), spec
+        )
 
     return cut_batch(config, cut, batch)
 
@@ -88,13 +116,18 @@ def cut_rows(
 def cut_by_replica(
     config: StrategyConfig, batch: PyTree
 ) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], PyTree]]:
-    """Return the rows of each replica, [replicas, ...], placed on the devices of that replica; see `cut_batch`."""
+    """Return the rows of each replica, [replicas, ...], placed on the devices of that replica.
+
+    See `cut_batch`.
+    """
     (replica,) = config.axes.stacked
     count = config.axes.sizes[replica]
 
     def cut(x: jax.Array, path: str, dim: int) -> jax.Array:
         parts = jnp.moveaxis(x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :]), dim, 0)
-        spec = leaf_spec(config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(replica,))
+        spec = leaf_spec(
+            config, path, x.ndim, dim, rows=config.axes.summed_rows, leading=(replica,)
+        )
         return constrain(config.mesh, parts, spec)
 
     return cut_batch(config, cut, batch)

@@ -1,4 +1,6 @@
-"""Replaces jax's errors about a loss that was written for the other view with errors that name the remedy."""
+"""Replaces jax's errors about a loss that was written for the other view with errors that name the
+remedy.
+"""
 
 import contextlib
 import re
@@ -13,7 +15,8 @@ _MANUAL = re.compile(r"can only refer to Auto axes|contains a manual axes")
 
 @contextlib.contextmanager
 def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]:
-    """Trace a loss inside this context, which explains errors about mesh axes that the view of the loss does not have.
+    """Trace a loss inside this context, which explains errors about mesh axes that the view of the
+    loss does not have.
 
     If the loss gets a part of the batch, any other error gets a note about it.
 
@@ -22,8 +25,8 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
       rows: the number of rows that the loss gets; None for all rows of the batch.
 
     Raises:
-      ValueError: in two cases. A collective of the loss names an axis that the view does not have. Or, in the per-device
-        view, the loss constrains a sharding over an axis of the rows.
+      ValueError: in two cases. A collective of the loss names an axis that the view does not have.
+        Or, in the per-device view, the loss constrains a sharding over an axis of the rows.
     """
     try:
         yield
@@ -36,10 +39,13 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
         if config.loss.view != "per_device" or not _MANUAL.search(str(error)):
             _add_note(config, rows, error)
             raise
-        problem = "the loss constrains a sharding, but with view='per_device' every device runs it on its own rows."
+        problem = (
+            "the loss constrains a sharding, but with view='per_device' every device runs it on its"
+            " own rows."
+        )
         fix = (
-            "use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
-            "out all axes but tensor (in logical_axis_rules map them to None)."
+            "use view='global', in which with_sharding_constraint and flax's logical axes hold as"
+            " they are, or leave out all axes but tensor (in logical_axis_rules map them to None)."
         )
         constraint = str(error).partition(" and mesh=")[0]
         raise ValueError(format_error(config.strategy, problem, [constraint], fix)) from error
@@ -49,32 +55,47 @@ def explained(config: StrategyConfig, rows: int | None = None) -> Iterator[None]
 
 
 def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ...], str]:
-    """Return the problem, the details and the fix for a collective over an axis that the view does not have."""
+    """Return the problem, the details and the fix for a collective over an axis that the view does
+    not have.
+    """
     if config.loss.view == "global":
-        problem = f"the loss calls a collective over {axis!r}, but with view='global' it runs once, on the whole batch."
+        problem = (
+            f"the loss calls a collective over {axis!r}, but with view='global' it runs once, on"
+            " the whole batch."
+        )
         return (
             problem,
             (),
             (
-                "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None), use so.batch_mean, right in both "
-                "views, or view='per_device'."
+                "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None),"
+                " use so.batch_mean, right in both views, or view='per_device'."
             ),
         )
     names = " and ".join(repr(name) for name in config.axes.summed)
-    problem = f"the loss calls a collective over {axis!r}, and devices that share the rows are along {names} here."
+    problem = (
+        f"the loss calls a collective over {axis!r}, and devices that share the rows are along"
+        f" {names} here."
+    )
     return (
         problem,
         (),
         (
-            f"call it over {names} (flax's BatchNorm: axis_name={config.axes.summed!r}), or use so.batch_mean; or take it out and use "
-            "view='global', in which a mean over rows is jnp.mean (flax's BatchNorm: axis_name=None)."
+            f"call it over {names} (flax's BatchNorm: axis_name={config.axes.summed!r}), or use"
+            " so.batch_mean; or take it out and use view='global', in which a mean over rows is"
+            " jnp.mean (flax's BatchNorm: axis_name=None)."
         ),
     )
 
 
 def _add_note(config: StrategyConfig, rows: int | None, error: Exception) -> None:
-    if rows is not None and "\nFix: " not in str(error) and config.loss.view == "per_device" and config.num_pieces > 1:
+    if (
+        rows is not None
+        and "\nFix: " not in str(error)
+        and config.loss.view == "per_device"
+        and config.num_pieces > 1
+    ):
         rows_seen = f"{rows} of the {rows * config.num_row_pieces} rows"
         error.add_note(
-            f"{config.strategy}: each device runs the loss on its own rows: it sees {rows_seen} of the batch."
+            f"{config.strategy}: each device runs the loss on its own rows: it sees {rows_seen} of"
+            " the batch."
         )

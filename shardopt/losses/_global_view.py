@@ -1,4 +1,6 @@
-"""The global view of the loss: it sees the whole batch, as on one device, and the partitioner places the collectives."""
+"""The global view of the loss: it sees the whole batch, as on one device, and the partitioner
+places the collectives.
+"""
 
 import dataclasses
 import functools
@@ -27,11 +29,12 @@ from shardopt.mesh import on_mesh
 
 
 def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
-    """Return the function that `make_gradients` returns: the gradient of the loss of the whole batch, for any loss.
+    """Return the function that `make_gradients` returns: the gradient of the loss of the whole
+    batch, for any loss.
 
-    Parameters and gradients are placed as the placement says. In between, sharded leaves are gathered where they are used.
-    If the loss may be cut into micro-batches, they are summed as in the per-device view. If each replica trains by itself,
-    each computes the loss of its own rows.
+    Parameters and gradients are placed as the placement says. In between, sharded leaves are
+    gathered where they are used. If the loss may be cut into micro-batches, they are summed as in
+    the per-device view. If each replica trains by itself, each computes the loss of its own rows.
     """
 
     def gradients(params, batch, step, rng, reducer_state=None):
@@ -43,7 +46,9 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
         leaves, assemble = cut_by_replica(config, batch)
 
         def replica_gradients(params, leaves, replica):
-            return _GlobalBatch(config, layout, params, assemble(leaves), step, rng, replica).gradients()
+            return _GlobalBatch(
+                config, layout, params, assemble(leaves), step, rng, replica
+            ).gradients()
 
         run = jax.vmap(replica_gradients, spmd_axis_name=replica)
         return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
@@ -53,7 +58,10 @@ def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gr
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _GlobalBatch:
-    """The whole batch, or the batch of one replica, in one step; `params` are all leaves, as they are placed."""
+    """The whole batch, or the batch of one replica, in one step.
+
+    `params` are all leaves, as they are placed.
+    """
 
     config: StrategyConfig
     layout: Layout
@@ -80,7 +88,9 @@ class _GlobalBatch:
 
     def run(self, rows, index, weights=None):
         trained = self.layout.trained_leaves(self.params)
-        grads, parts = jax.grad(self.objective, has_aux=True)(trained, rows, self.key(index), weights)
+        grads, parts = jax.grad(self.objective, has_aux=True)(
+            trained, rows, self.key(index), weights
+        )
         return self.shard(grads), parts
 
     def objective(self, trained, rows, key, weights):
@@ -109,52 +119,88 @@ def global_loss(
 
     def loss(params, batch, step=None, rng=None):
         def key_of(index):
-            return None if step is None or rng is None else step_key(config, step, rng, index, device=0)
+            return (
+                None
+                if step is None or rng is None
+                else step_key(config, step, rng, index, device=0)
+            )
 
         count = num_micro_batches(config, layout, batch, training=rng is not None)
-        return _sum_micro_batches(config, _parts(config, layout, params, batch, count, key_of)).divided()
+        return _sum_micro_batches(
+            config, _parts(config, layout, params, batch, count, key_of)
+        ).divided()
 
     return loss
 
 
 def global_totals(config: StrategyConfig, layout: Layout) -> Callable[[PyTree, PyTree], LossParts]:
-    """Return `totals(params, batch)`: the loss and metrics of the whole batch, with totals and weights of all rows."""
+    """Return `totals(params, batch)`: the loss and metrics of the whole batch, with totals and
+    weights of all rows.
+    """
 
     def totals(params, batch):
         count = num_micro_batches(config, layout, batch, training=False)
-        parts = _sum_micro_batches(config, _parts(config, layout, params, batch, count, lambda index: None))
-        rows = num_rows(config, batch) // count  # of each micro-batch, because totals and weights are per row
-        return LossParts(of_rows(parts.loss, rows), {name: of_rows(x, rows) for name, x in parts.metrics.items()}, {})
+        parts = _sum_micro_batches(
+            config, _parts(config, layout, params, batch, count, lambda index: None)
+        )
+        # of each micro-batch, because totals and weights are per row
+        rows = num_rows(config, batch) // count
+        return LossParts(
+            of_rows(parts.loss, rows),
+            {name: of_rows(x, rows) for name, x in parts.metrics.items()},
+            {},
+        )
 
     return totals
 
 
 def _parts(
-    config: StrategyConfig, layout: Layout, params: PyTree, batch: PyTree, count: int, key_of: Callable[..., PyTree]
+    config: StrategyConfig,
+    layout: Layout,
+    params: PyTree,
+    batch: PyTree,
+    count: int,
+    key_of: Callable[..., PyTree],
 ) -> LossParts:
     """Return the parts of the loss of each micro-batch, [micro-batches, ...]."""
 
     def run_micro_batch(rows, index):
         return _loss_of_rows(config, layout, count, params, rows, key_of(index))
 
-    return parts_of_micro_batches(run_micro_batch, batch, count, functools.partial(cut_rows, config))
+    return parts_of_micro_batches(
+        run_micro_batch, batch, count, functools.partial(cut_rows, config)
+    )
 
 
 def _loss_of_rows(config: StrategyConfig, layout: Layout, count: int, *args: PyTree) -> LossParts:
-    """Return the parts of the loss of one of `count` micro-batches; the loss may constrain shardings on the user's mesh.
+    """Return the parts of the loss of one of `count` micro-batches.
+
+    The loss may constrain shardings on the user's mesh.
 
     If `separable=True` replaces the proof, the loss may not ask for the rows of the batch.
     """
     if count > 1 and config.loss.separable:
-        problem = f"with separable=True and micro_batches={count} the loss sees one micro-batch at a time"
-        context = RowContext((), 1, refused=(problem, "use micro_batches=1, or leave out separable=True"))
+        problem = (
+            f"with separable=True and micro_batches={count} the loss sees one micro-batch at a time"
+        )
+        context = RowContext(
+            (), 1, refused=(problem, "use micro_batches=1, or leave out separable=True")
+        )
         config = config.replace(loss_fn=with_rows(context, config.loss.loss_fn))
     run = functools.partial(loss_of_rows, config, layout)
-    return run(*args) if config.per_replica else on_mesh(config.home.auto, run, config.home.axes)(*args)
+    return (
+        run(*args)
+        if config.per_replica
+        else on_mesh(config.home.auto, run, config.home.axes)(*args)
+    )
 
 
-def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> int:
-    """Return the number of micro-batches; 1, with a warning, unless the loss is proved to allow more.
+def num_micro_batches(
+    config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool
+) -> int:
+    """Return the number of micro-batches.
+
+    1, with a warning, unless the loss is proved to allow more.
 
     Args:
       config: of the step, or of evaluation.
@@ -165,18 +211,26 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
     count, rows = config.loss.micro_batches, num_rows(config, batch)
     if count > 1 and len(row_counts(config, batch)) != 1:
         problem = (
-            f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a number of rows."
+            f"micro_batches={count}, but the whole batch runs at once: its leaves do not agree on a"
+            " number of rows."
         )
         fix = f"use micro_batches=1, which is the same; or {FIX_ROWS}."
-        warnings.warn(format_error(config.strategy, problem, shown_leaves(config, batch), fix), stacklevel=2)
+        warnings.warn(
+            format_error(config.strategy, problem, shown_leaves(config, batch), fix), stacklevel=2
+        )
         return 1
     if count == 1 or rows % config.num_row_pieces:
         return 1
     if config.loss.separable:
         return count
-    key = jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None
+    key = (
+        jax.eval_shape(lambda: jax.random.key(0))
+        if training and takes_rng(config.loss.loss_fn)
+        else None
+    )
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
-    cut = Cut(count, dims, blocks=config.axes.num_row_shares)  # as `cut_rows`: a part of the rows of each device
+    # as `cut_rows`: a part of the rows of each device
+    cut = Cut(count, dims, blocks=config.axes.num_row_shares)
     loss_call = LossCall(config.strategy, key, training)
     mixing = on_mesh(config.home.auto, find_mixing, config.home.axes)(
         config.loss.loss_fn, as_gathered(config, layout), abstract(batch), cut, loss_call
@@ -184,10 +238,13 @@ def num_micro_batches(config: StrategyConfig, layout: Layout, batch: PyTree, *, 
     if mixing is None:
         return count
     problem = (
-        f"micro_batches={count}, but the whole batch runs at once: {mixing.result} is not shown to be a (weighted) mean over "
-        f"rows: {mixing.reason}"
+        f"micro_batches={count}, but the whole batch runs at once: {mixing.result} is not shown to"
+        f" be a (weighted) mean over rows: {mixing.reason}"
     )
-    fix = "use micro_batches=1, which is the same; or separable=True if you know that it is such a mean."
+    fix = (
+        "use micro_batches=1, which is the same; or separable=True if you know that it is such a"
+        " mean."
+    )
     warnings.warn(format_error(config.strategy, problem, mixing.lines, fix), stacklevel=2)
     return 1
 

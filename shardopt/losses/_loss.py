@@ -1,6 +1,8 @@
-"""The loss of some rows: it gathers parameters when they are needed, makes a random key, and returns sums.
+"""The loss of some rows: it gathers parameters when they are needed, makes a random key, and
+returns sums.
 
-In the per-device view these are the rows of one micro-batch on one device; in the global view, the rows of all devices.
+In the per-device view these are the rows of one micro-batch on one device; in the global view, the
+rows of all devices.
 """
 
 from collections.abc import Callable, Collection
@@ -13,7 +15,15 @@ from jax.typing import ArrayLike, DTypeLike
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call, plain_block, run_blocks, takes_rng
+from shardopt.core._block_model import (
+    BLOCKS,
+    BlockModel,
+    as_block_model,
+    call,
+    plain_block,
+    run_blocks,
+    takes_rng,
+)
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
@@ -36,9 +46,12 @@ def loss_of_rows(
     key: jax.Array | None,
     probe: jax.Array | None = None,
 ) -> LossParts:
-    """Return the loss of these rows; parameters that are sharded, or cast before the wire, are gathered when they are needed.
+    """Return the loss of these rows.
 
-    The gradient of `probe` is the sum of the bits of the gathered parameters' local gradients, see `all_gather`.
+    Parameters that are sharded, or cast before the wire, are gathered when they are needed.
+
+    The gradient of `probe` is the sum of the bits of the gathered parameters' local gradients, see
+    `all_gather`.
     """
     with explained(config, num_rows(config, batch)):
         return _loss_of_rows(config, layout, params, batch, key, probe)
@@ -61,23 +74,39 @@ def _loss_of_rows(
         hooks = {}
         if config.gathers:
             outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
-            tables = layout.tables.intersection(model.tables)  # the model of evaluation may have no tables
+            # the model of evaluation may have no tables
+            tables = layout.tables.intersection(model.tables)
             hooks["gather_outer"] = lambda outer: all_gather_leaves(
                 config, outer, outer_plans, tables=tables, probe=probe
             )
-            gather_one = lambda block: all_gather_leaves(config, block, plans[BLOCKS], model=model)  # noqa: E731
-            if probe is not None:  # one more leaf of each block, because a block sees its arguments alone
-                gather_one = lambda block: all_gather_leaves(  # noqa: E731
-                    config, block[0], plans[BLOCKS], model=model, probe=block[1]
-                )
+
+            def gather_one(block):
+                return all_gather_leaves(config, block, plans[BLOCKS], model=model)
+
+            # one more leaf of each block, because a block sees its arguments alone
+            if probe is not None:
+
+                def gather_one(block):
+                    return all_gather_leaves(
+                        config, block[0], plans[BLOCKS], model=model, probe=block[1]
+                    )
+
                 num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
-                params = {**params, BLOCKS: (params[BLOCKS], jnp.broadcast_to(probe, (num_blocks, *probe.shape)))}
+                params = {
+                    **params,
+                    BLOCKS: (params[BLOCKS], jnp.broadcast_to(probe, (num_blocks, *probe.shape))),
+                }
             hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
             if config.layout.expert_leaves and tables and config.loss.view == "per_device":
-                # The loss does not read the table. Other outer leaves are read by embed or by the loss, and gathered once.
-                hooks["before_loss"] = lambda outer, x: _scatter_first(hooks["gather_outer"], outer, x)
+                # The loss does not read the table. Other outer leaves are read by embed or by the
+                # loss, and gathered once.
+                hooks["before_loss"] = lambda outer, x: _scatter_first(
+                    hooks["gather_outer"], outer, x
+                )
         if config.loss.view == "global":
-            hooks["run_block"] = shard_activations(config, hooks.get("run_block", plain_block(model)), batch)
+            hooks["run_block"] = shard_activations(
+                config, hooks.get("run_block", plain_block(model)), batch
+            )
         return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
     if not config.gathers:
         return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
@@ -88,12 +117,15 @@ def _loss_of_rows(
         return loss_parts(config.strategy, call(loss_fn, key, 0, gathered, batch), rows)
 
     if config.loss.micro_batches > 1:
-        # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps the gathered model.
+        # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps the
+        # gathered model.
         params, batch = _behind_barrier((params, batch))
-        batch = jax.lax.stop_gradient(batch)  # the barrier gives it tangents, which callbacks refuse
+        # the barrier gives it tangents, which callbacks refuse
+        batch = jax.lax.stop_gradient(batch)
     if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
         return gathered_loss(params, batch, probe)
-    # The backward pass gathers weights again, so that gathered weights of the forward pass need not be kept.
+    # The backward pass gathers weights again, so that gathered weights of the forward pass need not
+    # be kept.
     return jax.checkpoint(gathered_loss, policy=save_all_but_gathers)(params, batch, probe)
 
 
@@ -107,9 +139,13 @@ def all_gather_leaves(
     bucket_bytes: int = SMALL_BUCKET_BYTES,
     probe: jax.Array | None = None,
 ) -> PyTree:
-    """All-gather the leaves of a tree over data, each cast to `gather_dtype`; with a model the leaves of one of its blocks.
+    """All-gather the leaves of a tree over data, each cast to `gather_dtype`.
 
-    Leaves of a block that `model.rounded` names are `RoundedWeight`, in the per-device view. Leaves named in `tables` stay sharded, as `ColumnTable`. The gradient of `probe` is the sum of the local gradients' bits.
+    With a model the leaves of one of its blocks.
+
+    Leaves of a block that `model.rounded` names are `RoundedWeight`, in the per-device view. Leaves
+    named in `tables` stay sharded, as `ColumnTable`. The gradient of `probe` is the sum of the
+    local gradients' bits.
     """
     leaves, treedef = jax.tree.flatten(tree)
     leaf_plans: list[LeafPlan] = treedef.flatten_up_to(plans)
@@ -117,26 +153,43 @@ def all_gather_leaves(
         leaf_plans = [plan.of_block() for plan in leaf_plans]
     if config.loss.view == "global":
         return treedef.unflatten(gather_leaves(config, leaves, leaf_plans))
-    roundings = {} if model is None else {f"{BLOCKS}/{path}": rounding for path, rounding in model.rounded.items()}
+    roundings = (
+        {}
+        if model is None
+        else {f"{BLOCKS}/{path}": rounding for path, rounding in model.rounded.items()}
+    )
     wires = [leaf_wire(config.wire, plan, roundings.get(plan.path)) for plan in leaf_plans]
     wires = [
-        wire._replace(dim=None) if plan.path in tables else wire for wire, plan in zip(wires, leaf_plans, strict=True)
+        wire._replace(dim=None) if plan.path in tables else wire
+        for wire, plan in zip(wires, leaf_plans, strict=True)
     ]
-    # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models with experts get it.
+    # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models
+    # with experts get it.
     cast_in_place = model is not None and bool(config.layout.expert_leaves)
-    gathered = all_gather(leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe)
+    gathered = all_gather(
+        leaves, wires, cast_in_place=cast_in_place, bucket_bytes=bucket_bytes, probe=probe
+    )
     return treedef.unflatten(
         [
-            _column_table(leaf, plan, wire.scatter_dtype) if plan.path in tables else checkpoint_name(leaf, GATHERED)
+            (
+                _column_table(leaf, plan, wire.scatter_dtype)
+                if plan.path in tables
+                else checkpoint_name(leaf, GATHERED)
+            )
             for leaf, plan, wire in zip(gathered, leaf_plans, wires, strict=True)
         ]
     )
 
 
-def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the gathered outer leaves, and x; in the backward pass the gradient of x waits until theirs is scattered.
+def _scatter_first(
+    gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree
+) -> tuple[PyTree, PyTree]:
+    """Return the gathered outer leaves, and x.
 
-    Otherwise XLA:TPU may scatter last: DeepSeek-V3 held its logits' gradient, 2.1 GB, while all blocks were differentiated.
+    In the backward pass the gradient of x waits until theirs is scattered.
+
+    Otherwise XLA:TPU may scatter last: DeepSeek-V3 held its logits' gradient, 2.1 GB, while all
+    blocks were differentiated.
     """
     leaves, treedef = jax.tree.flatten((outer, x))
     inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
@@ -145,31 +198,50 @@ def _scatter_first(gather: Callable[[PyTree], PyTree], outer: PyTree, x: PyTree)
     def identity(arrays: list[jax.Array]) -> list[jax.Array]:
         return arrays
 
-    identity.defvjp(lambda arrays: (arrays, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
+    identity.defvjp(
+        lambda arrays: (arrays, None), lambda _, grads: (jax.lax.optimization_barrier(grads),)
+    )
     outer, x = treedef.unflatten(replaced(leaves, inexact, identity([leaves[i] for i in inexact])))
     return gather(outer), x
 
 
 def _column_table(shard: jax.Array, plan: LeafPlan, scatter_dtype: DTypeLike | None) -> ColumnTable:
-    return ColumnTable(shard, plan.axes, plan.tensor, (scatter_dtype or plan.dtype) if plan.trainable else None)
+    return ColumnTable(
+        shard, plan.axes, plan.tensor, (scatter_dtype or plan.dtype) if plan.trainable else None
+    )
 
 
 def _behind_barrier(tree: PyTree) -> PyTree:
-    """Return the tree behind one barrier, so that no computation on one part of it moves ahead of the other parts."""
+    """Return the tree behind one barrier, so that no computation on one part of it moves ahead of
+    the other parts.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    barrier_indices = [i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)]
+    barrier_indices = [
+        i for i, leaf in enumerate(leaves) if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    ]
     behind = jax.lax.optimization_barrier([leaves[i] for i in barrier_indices])
     return treedef.unflatten(replaced(leaves, barrier_indices, behind))
 
 
 def step_key(
-    config: StrategyConfig, step: jax.Array, rng: jax.Array, micro_batch: ArrayLike, device: ArrayLike | None = None
+    config: StrategyConfig,
+    step: jax.Array,
+    rng: jax.Array,
+    micro_batch: ArrayLike,
+    device: ArrayLike | None = None,
 ) -> jax.Array | None:
-    """Return a different key for each step, micro-batch, and device along the data axes (by default this device)."""
+    """Return a different key for each step, micro-batch, and device along the data axes (by default
+    this device).
+    """
     if not takes_rng(config.loss.loss_fn):
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
     key = jax.random.fold_in(
-        key, jax.lax.axis_index((*config.axes.rows, *config.axes.positions)) if device is None else device
+        key,
+        (
+            jax.lax.axis_index((*config.axes.rows, *config.axes.positions))
+            if device is None
+            else device
+        ),
     )
     return jax.random.fold_in(key, micro_batch)

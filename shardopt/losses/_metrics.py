@@ -1,4 +1,6 @@
-"""How parts of a loss and of its metrics combine: totals over weights, sums, the largest, the smallest."""
+"""How parts of a loss and of its metrics combine: totals over weights, sums, the largest, the
+smallest.
+"""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +27,8 @@ def combined(
       add: for totals, weights and sums.
       largest: for `Max`.
       smallest: for `Min`.
-      *more_metrics: more metrics of the same kind, whose arrays are further arguments of the function.
+      *more_metrics: more metrics of the same kind, whose arrays are further arguments of the
+        function.
     """
     function = largest if isinstance(metric, Max) else smallest if isinstance(metric, Min) else add
     return jax.tree.map(function, metric, *more_metrics)
@@ -52,11 +55,16 @@ def value_of(metric: Metric) -> Any:
 
 def values(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics as arrays; some of them may still have a kind."""
-    return {name: value_of(metric) if isinstance(metric, Metric) else metric for name, metric in metrics.items()}
+    return {
+        name: value_of(metric) if isinstance(metric, Metric) else metric
+        for name, metric in metrics.items()
+    }
 
 
 def of_rows(metric: Any, rows: int | jax.Array) -> Any:
-    """Return a metric with its totals and weights, which are per row, multiplied by the number of rows."""
+    """Return a metric with its totals and weights, which are per row, multiplied by the number of
+    rows.
+    """
     return jax.tree.map(lambda x: x * rows, metric) if isinstance(metric, Weighted) else metric
 
 
@@ -72,7 +80,9 @@ def neutral(metric: Metric) -> Metric:
 
 
 def objective(loss: Weighted, pieces: int, weights: Sequence[jax.Array] | None) -> jax.Array:
-    """Return the scalar to differentiate for one piece of the batch; its summed gradients are then multiplied by `factor`.
+    """Return the scalar to differentiate for one piece of the batch.
+
+    Its summed gradients are then multiplied by `factor`.
 
     Args:
       loss: total and weight of the piece.
@@ -82,16 +92,25 @@ def objective(loss: Weighted, pieces: int, weights: Sequence[jax.Array] | None) 
     if not isinstance(loss.total, tuple):
         return loss.total / pieces
     assert weights is not None
-    return functools.reduce(jnp.add, [total / weight for total, weight in zip(loss.total, weights, strict=True)])
+    return functools.reduce(
+        jnp.add, [total / weight for total, weight in zip(loss.total, weights, strict=True)]
+    )
 
 
 def factor(loss: Weighted, pieces: int) -> jax.Array:
-    """Return the factor of the summed gradients of `objective`; `loss` is summed over all pieces."""
+    """Return the factor of the summed gradients of `objective`.
+
+    `loss` is summed over all pieces.
+    """
     return jnp.ones((), jnp.float32) if isinstance(loss.weight, tuple) else pieces / loss.weight
 
 
-def extreme_over(reduce: Callable[..., jax.Array], value: jax.Array, axes: Sequence[str]) -> jax.Array:
-    """Return the maximum or minimum over devices, or NaN if one device has NaN, which XLA:CPU would drop."""
+def extreme_over(
+    reduce: Callable[..., jax.Array], value: jax.Array, axes: Sequence[str]
+) -> jax.Array:
+    """Return the maximum or minimum over devices, or NaN if one device has NaN, which XLA:CPU would
+    drop.
+    """
     extreme = reduce(value, axes)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return extreme

@@ -43,29 +43,40 @@ class Obstacle(NamedTuple):
     cause: Exception | None = None
 
     def error(self, config: StrategyConfig) -> Exception:
-        """Return the error of a strategy without a global view: the error of shardopt on a piece, else a `NotSeparableError`."""
+        """Return the error of a strategy without a global view: the error of shardopt on a piece,
+        else a `NotSeparableError`.
+        """
         if self.cause is not None and "\nFix: " in str(self.cause):
             return self.cause
         no_view = "" if config.schedule is None else "a mesh with pipeline=1; or "
         no_view = no_view or ("no reducer; or " if config.wire.reducer is not None else "")
-        no_view = no_view or ("no scatter_dtype; or " if config.wire.scatter_dtype is not None else "")
+        no_view = no_view or (
+            "no scatter_dtype; or " if config.wire.scatter_dtype is not None else ""
+        )
         fix = f"{no_view or GLOBAL}{self.fix}"
-        return NotSeparableError(format_error(config.strategy, self.problem, self.lines, fix), operation=self.operation)
+        return NotSeparableError(
+            format_error(config.strategy, self.problem, self.lines, fix), operation=self.operation
+        )
 
 
 GLOBAL = 'view="global", which is exact for every loss; or '
 FIX = (
-    "so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of the whole batch, and so.Weighted for a normaliser "
-    "that depends on the rows; or separable=True if you know better."
+    "so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of the whole batch, and"
+    " so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
 )
 FIX_POSITIONS = (
-    "so.nn.attention for what a position needs of the others, and so.nn.positions for its index; inputs and targets as leaves "
-    "of their own rather than shifted in the loss; a mesh with context=1; or separable=True if you know better."
+    "so.nn.attention for what a position needs of the others, and so.nn.positions for its index;"
+    " inputs and targets as leaves of their own rather than shifted in the loss; a mesh with"
+    " context=1; or separable=True if you know better."
 )
 
 
-def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
-    """Return why devices cannot run the loss of a strategy on their own rows; None if it is proved or `separable=True`.
+def find_obstacle(
+    config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool
+) -> Obstacle | None:
+    """Return why devices cannot run the loss of a strategy on their own rows.
+
+    None if it is proved or `separable=True`.
 
     Args:
       config: the config of the step; for evaluation, its `of_evaluation`.
@@ -87,62 +98,96 @@ def find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, trai
     return None
 
 
-def _find_obstacle(config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool) -> Obstacle | None:
+def _find_obstacle(
+    config: StrategyConfig, layout: Layout, batch: PyTree, *, training: bool
+) -> Obstacle | None:
     axes = config.axes
     loss_call = LossCall(
         caller=config.strategy,
-        key=jax.eval_shape(lambda: jax.random.key(0)) if training and takes_rng(config.loss.loss_fn) else None,
+        key=(
+            jax.eval_shape(lambda: jax.random.key(0))
+            if training and takes_rng(config.loss.loss_fn)
+            else None
+        ),
         training=training,
         axis_sizes={axis: size for axis, size in axes.sizes.items() if axis != TENSOR or size == 1},
     )
-    find = functools.partial(on_mesh(config.mesh, find_mixing), config.loss.loss_fn, as_gathered(config, layout))
+    find = functools.partial(
+        on_mesh(config.mesh, find_mixing), config.loss.loss_fn, as_gathered(config, layout)
+    )
     replicas = axes.num_all_row_shares // axes.num_row_shares
-    replica_batch = resized(config, abstract(batch), rows=max(1, num_rows(config, batch) // replicas))
+    replica_batch = resized(
+        config, abstract(batch), rows=max(1, num_rows(config, batch) // replicas)
+    )
     cuts_experts = any(plan.experts for plan in layout.plans) and axes.sizes["expert"] > 1
-    if cuts_experts and (obstacle := _find_stray_expert_use(config, layout, loss_call.key, replica_batch)):
+    if cuts_experts and (
+        obstacle := _find_stray_expert_use(config, layout, loss_call.key, replica_batch)
+    ):
         return obstacle
     mixing, unit = None, "rows"
     if axes.num_position_shares > 1:
-        dims = [sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
+        dims = [
+            sequence_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)
+        ]
         mixing = find(replica_batch, Cut(axes.num_position_shares, dims, positions=True), loss_call)
         unit = "positions"
     row_dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(replica_batch)]
     with_context = dataclasses.replace(loss_call, context=row_context(config))
     for rows, pieces in _row_cuts(config, num_rows(config, replica_batch)):
         if mixing is None and pieces > 1:
-            divided_batch = resized(config, replica_batch, rows=rows, position_shares=axes.num_position_shares)
+            divided_batch = resized(
+                config, replica_batch, rows=rows, position_shares=axes.num_position_shares
+            )
             mixing, unit = find(divided_batch, Cut(pieces, row_dims), with_context), "rows"
     if mixing is None:
         return None
     if unit == "positions":
         cut = f"{axes.num_position_shares} devices along context share"
-        problem = f"{mixing.result} is not shown to be a (weighted) mean over positions, which {cut}: {mixing.reason}"
+        problem = (
+            f"{mixing.result} is not shown to be a (weighted) mean over positions, which {cut}:"
+            f" {mixing.reason}"
+        )
         return Obstacle(problem, mixing.lines, FIX_POSITIONS, mixing.operation, mixing.cause)
     parts = [f"{axes.num_shares} devices"] * (axes.num_shares > 1)
     parts += [f"{config.loss.micro_batches} micro-batches"] * (config.loss.micro_batches > 1)
     cut = " and ".join(parts)
-    problem = f"{mixing.result} is not shown to be a (weighted) mean over rows, so {cut} could train on another: {mixing.reason}"
+    problem = (
+        f"{mixing.result} is not shown to be a (weighted) mean over rows, so {cut} could train on"
+        f" another: {mixing.reason}"
+    )
     return Obstacle(problem, mixing.lines, FIX, mixing.operation, mixing.cause)
 
 
 def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:
-    """Return pairs (rows, pieces): the loss of so many rows must be the mean of the losses of so many pieces.
+    """Return pairs (rows, pieces): the loss of so many rows must be the mean of the losses of so
+    many pieces.
 
-    Rows that do not fill all pieces are evaluated as equal pieces and single rows (`evaluate.Totals`). Then two losses must
-    be means over single rows: the loss of all rows, and the loss of a piece.
+    Rows that do not fill all pieces are evaluated as equal pieces and single rows
+    (`evaluate.Totals`). Then two losses must be means over single rows: the loss of all rows, and
+    the loss of a piece.
     """
     pieces = config.num_row_pieces
-    return [(rows, pieces)] if rows % pieces == 0 else [(rows, rows), (rows // pieces, rows // pieces)]
+    return (
+        [(rows, pieces)] if rows % pieces == 0 else [(rows, rows), (rows // pieces, rows // pieces)]
+    )
 
 
-def _find_stray_expert_use(config: StrategyConfig, layout: Layout, key: PyTree, batch: PyTree) -> Obstacle | None:
-    """Return an obstacle if the loss uses experts outside of so.nn.mixture_of_experts: each device has other experts."""
+def _find_stray_expert_use(
+    config: StrategyConfig, layout: Layout, key: PyTree, batch: PyTree
+) -> Obstacle | None:
+    """Return an obstacle if the loss uses experts outside of so.nn.mixture_of_experts: each device
+    has other experts.
+    """
 
     def traced_results(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
-            return jax.tree.leaves(call(with_rows(row_context(config), config.loss.loss_fn), key, 0, params, batch))
+            return jax.tree.leaves(
+                call(with_rows(row_context(config), config.loss.loss_fn), key, 0, params, batch)
+            )
 
-    axis_env = [(axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1]
+    axis_env = [
+        (axis, size) for axis, size in config.axes.sizes.items() if axis != TENSOR or size == 1
+    ]
     jaxpr = on_mesh(config.mesh, jax.make_jaxpr(traced_results, axis_env=axis_env))(
         as_gathered(config, layout), batch, key
     )
@@ -150,7 +195,9 @@ def _find_stray_expert_use(config: StrategyConfig, layout: Layout, key: PyTree, 
     num_other_arguments = len(jaxpr.jaxpr.invars) - len(expert_leaves)
     first_uses = {
         leaf: use
-        for used in leaves_used(jaxpr, [*expert_leaves, *[{}] * num_other_arguments], except_through=EXPERTS)
+        for used in leaves_used(
+            jaxpr, [*expert_leaves, *[{}] * num_other_arguments], except_through=EXPERTS
+        )
         for leaf, use in used.items()
     }
     if not first_uses:
@@ -160,14 +207,17 @@ def _find_stray_expert_use(config: StrategyConfig, layout: Layout, key: PyTree, 
         for leaf, use in sorted(first_uses.items())
     ]
     problem = (
-        f"the loss uses {plural(len(first_uses), 'leaf')} of experts outside of so.nn.mixture_of_experts, and each of "
-        f"{config.axes.sizes['expert']} devices along expert has its own experts."
+        f"the loss uses {plural(len(first_uses), 'leaf')} of experts outside of"
+        f" so.nn.mixture_of_experts, and each of {config.axes.sizes['expert']} devices along expert"
+        " has its own experts."
     )
     fix = (
-        "decay or clip weights in the optax chain; a mesh with expert=1; or separable=True if the loss sends tokens over expert "
-        "itself."
+        "decay or clip weights in the optax chain; a mesh with expert=1; or separable=True if the"
+        " loss sends tokens over expert itself."
     )
-    operation = next((operation_name(Operation(use)) for use in first_uses.values() if use is not None), "")
+    operation = next(
+        (operation_name(Operation(use)) for use in first_uses.values() if use is not None), ""
+    )
     return Obstacle(problem, tuple(lines), fix, operation)
 
 
@@ -175,8 +225,14 @@ def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
     """Return the parameters as the loss gets them."""
 
     def gathered(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> jax.ShapeDtypeStruct:
-        cast = config.wire.gather_dtype is not None and plan.trainable and jnp.issubdtype(leaf.dtype, jnp.floating)
+        cast = (
+            config.wire.gather_dtype is not None
+            and plan.trainable
+            and jnp.issubdtype(leaf.dtype, jnp.floating)
+        )
         return jax.ShapeDtypeStruct(leaf.shape, config.wire.gather_dtype if cast else leaf.dtype)
 
     leaves = layout.treedef.flatten_up_to(layout.abstract.params)
-    return layout.treedef.unflatten([gathered(*pair) for pair in zip(leaves, layout.plans, strict=True)])
+    return layout.treedef.unflatten(
+        [gathered(*pair) for pair in zip(leaves, layout.plans, strict=True)]
+    )

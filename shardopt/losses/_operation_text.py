@@ -33,17 +33,24 @@ def operation_name(op: Operation | None) -> str:
 
 
 def _user_frame(op: Operation) -> source_info_util.Frame | None:
-    """Return the innermost frame of the user's code; if there is none, the innermost frame of a library.
+    """Return the innermost frame of the user's code.
 
-    jax caches the traces of its own functions, and these have no frame of the caller. So the callers are searched too.
+    If there is none, the innermost frame of a library.
+
+    jax caches the traces of its own functions, and these have no frame of the caller. So the
+    callers are searched too.
     """
     frames = [
         frame
         for eqn in (op.eqn, *reversed(op.callers))
         for frame in source_info_util.user_frames(eqn.source_info.traceback)
     ]
-    return next((frame for frame in frames if not _of_a_library(frame.file_name)), next(iter(frames), None))
+    return next(
+        (frame for frame in frames if not _of_a_library(frame.file_name)), next(iter(frames), None)
+    )
 
 
 def _of_a_library(path: str) -> bool:
-    return "site-packages" in path or path.startswith((f"{_HERE.parent / 'nn'}{os.sep}", f"{_HERE}{os.sep}"))
+    return "site-packages" in path or path.startswith(
+        (f"{_HERE.parent / 'nn'}{os.sep}", f"{_HERE}{os.sep}")
+    )

@@ -1,4 +1,6 @@
-"""The loss and metrics of some rows as sums: read from the values that a loss returns, added up, divided at the end."""
+"""The loss and metrics of some rows as sums: read from the values that a loss returns, added up,
+divided at the end.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -35,7 +37,8 @@ class Gradients(NamedTuple):
       metrics: name -> value on the union batch; `Sum`, `Max` and `Min` keep their kinds.
       updates: key path -> new value of a frozen leaf.
       reducer: the new state of the reducer of the gradient, or None.
-      sums: the sum of the bits of each device's own gradient, before any reduction; None unless the config asks for it.
+      sums: the sum of the bits of each device's own gradient, before any reduction; None unless the
+        config asks for it.
     """
 
     grads: PyTree
@@ -50,9 +53,10 @@ class LossParts(NamedTuple):
     """A loss as sums: they add up over micro-batches and devices, and are divided at the very end.
 
     Attributes:
-      loss: the loss as total and weight per row, or a tuple of each; a plain scalar is a mean, of weight 1.
-      metrics: the aux dict without updates, each value as its kind. A plain number is a mean, of weight 1; the parts of a
-        `Weighted` are divided by the number of rows.
+      loss: the loss as total and weight per row, or a tuple of each; a plain scalar is a mean, of
+        weight 1.
+      metrics: the aux dict without updates, each value as its kind. A plain number is a mean, of
+        weight 1; the parts of a `Weighted` are divided by the number of rows.
       updates: key path -> new value of a frozen leaf.
     """
 
@@ -61,9 +65,13 @@ class LossParts(NamedTuple):
     updates: dict[str, jax.Array]
 
     def divided(self) -> tuple[jax.Array, dict[str, jax.Array | Metric]]:
-        """Return the loss and metrics: totals divided by weights; `Sum`, `Max` and `Min` are not changed."""
+        """Return the loss and metrics: totals divided by weights.
+
+        `Sum`, `Max` and `Min` are not changed.
+        """
         metrics = {
-            name: value_of(metric) if isinstance(metric, Weighted) else metric for name, metric in self.metrics.items()
+            name: value_of(metric) if isinstance(metric, Weighted) else metric
+            for name, metric in self.metrics.items()
         }
         return value_of(self.loss), metrics
 
@@ -74,35 +82,53 @@ def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
     Args:
       caller: the function that the user called, for messages.
       returned: the result of the loss function.
-      rows: the number of rows of its batch. Both parts of a `Weighted` are divided by it, which leaves their quotient
-        unchanged and makes the total as large as a mean.
+      rows: the number of rows of its batch. Both parts of a `Weighted` are divided by it, which
+        leaves their quotient unchanged and makes the total as large as a mean.
 
     Raises:
-      TypeError: if the loss is no number, or aux is not a dict of arrays, `Weighted`, `Sum`, `Max`, `Min` and `Updated`. If a
-        metric of integers has no kind, so that its parts cannot be combined.
-      ValueError: if the loss is not a scalar, `Weighted` has different numbers of totals and weights, or aux has a reserved
-        name.
+      TypeError: if the loss is no number, or aux is not a dict of arrays, `Weighted`, `Sum`, `Max`,
+        `Min` and `Updated`. If a metric of integers has no kind, so that its parts cannot be
+        combined.
+      ValueError: if the loss is not a scalar, `Weighted` has different numbers of totals and
+        weights, or aux has a reserved name.
     """
     loss_value, aux = returned, {}
     if isinstance(returned, tuple) and not isinstance(returned, Weighted | Sum | Max | Min):
         if len(returned) != 2:
-            raise TypeError(f"{caller}: loss_fn must return loss or (loss, aux), got a tuple of {len(returned)}.")
+            raise TypeError(
+                f"{caller}: loss_fn must return loss or (loss, aux), got a tuple of"
+                f" {len(returned)}."
+            )
         loss_value, aux = returned
     if aux is None:
         aux = {}
     if not isinstance(aux, dict):
         problem = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
-        fix = "return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight."
+        fix = (
+            "return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total /"
+            " weight."
+        )
         raise TypeError(format_error(caller, problem, fix=fix))
     if reserved_names := [name for name in RESERVED if name in aux]:
         fix = "rename it in the aux dict of loss_fn."
-        raise ValueError(format_error(caller, f"metric names that shardopt itself reports: {reserved_names}.", fix=fix))
-    updates = [leaf for value in aux.values() if isinstance(value, Updated) for leaf in leaves_with_paths(value.values)]
+        raise ValueError(
+            format_error(
+                caller, f"metric names that shardopt itself reports: {reserved_names}.", fix=fix
+            )
+        )
+    updates = [
+        leaf
+        for value in aux.values()
+        if isinstance(value, Updated)
+        for leaf in leaves_with_paths(value.values)
+    ]
     metrics = {name: value for name, value in aux.items() if not isinstance(value, Updated)}
     _check_metrics(caller, metrics)
     if isinstance(loss_value, Sum | Max | Min) or not _is_metric(loss_value):
         problem = f"loss_fn must return a number, got {type(loss_value).__name__}."
-        raise TypeError(format_error(caller, problem, fix="return a scalar, so.Weighted, or (that, aux dict)."))
+        raise TypeError(
+            format_error(caller, problem, fix="return a scalar, so.Weighted, or (that, aux dict).")
+        )
     return LossParts(
         loss=_loss(caller, loss_value, rows),
         metrics={name: _metric(value, rows) for name, value in metrics.items()},
@@ -111,17 +137,33 @@ def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
 
 
 def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
-    if wrong_metrics := [f"{name}: {type(value).__name__}" for name, value in metrics.items() if not _is_metric(value)]:
-        problem = "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or so.Updated."
-        raise TypeError(format_error(caller, problem, wrong_metrics, "give each number a name of its own."))
+    if wrong_metrics := [
+        f"{name}: {type(value).__name__}"
+        for name, value in metrics.items()
+        if not _is_metric(value)
+    ]:
+        problem = (
+            "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or"
+            " so.Updated."
+        )
+        raise TypeError(
+            format_error(caller, problem, wrong_metrics, "give each number a name of its own.")
+        )
     plain_metrics = {
-        name: jnp.asarray(x) for name, x in metrics.items() if not isinstance(x, Weighted | Sum | Max | Min)
+        name: jnp.asarray(x)
+        for name, x in metrics.items()
+        if not isinstance(x, Weighted | Sum | Max | Min)
     }
     descriptions = {name: f"{name}: {x.dtype}{list(x.shape)}" for name, x in plain_metrics.items()}
-    is_discrete = {name: not jnp.issubdtype(x.dtype, jnp.inexact) for name, x in plain_metrics.items()}
+    is_discrete = {
+        name: not jnp.issubdtype(x.dtype, jnp.inexact) for name, x in plain_metrics.items()
+    }
     if discrete := [descriptions[name] for name in plain_metrics if is_discrete[name]]:
         problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
-        fix = "say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or x.astype(float) for the mean."
+        fix = (
+            "say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or"
+            " x.astype(float) for the mean."
+        )
         raise TypeError(format_error(caller, problem, discrete, fix))
     for name, value in metrics.items():
         _check_terms(caller, f"metric {name!r}", value)
@@ -131,7 +173,10 @@ def _check_terms(caller: str, name: str, value: PyTree) -> None:
     if isinstance(value, Weighted):
         totals, weights = (len(x) if isinstance(x, tuple) else 1 for x in value)
         if totals != weights:
-            problem = f"{name} is so.Weighted of {plural(totals, 'total')} and {plural(weights, 'weight')}."
+            problem = (
+                f"{name} is so.Weighted of {plural(totals, 'total')} and"
+                f" {plural(weights, 'weight')}."
+            )
             fix = "give each total a weight: so.Weighted((a, b), (wa, wb))."
             raise ValueError(format_error(caller, problem, fix=fix))
 
@@ -142,8 +187,14 @@ def _is_metric(value: PyTree) -> bool:
         parts = [part for x in value for part in (x if isinstance(x, tuple) else (x,))]
     elif isinstance(value, Sum | Max | Min):
         parts = [value.value]
-    numeric = lambda dtype: jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)  # noqa: E731
-    return all(isinstance(part, int | float) or (is_array_like(part) and numeric(part.dtype)) for part in parts)
+
+    def numeric(dtype):
+        return jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)
+
+    return all(
+        isinstance(part, int | float) or (is_array_like(part) and numeric(part.dtype))
+        for part in parts
+    )
 
 
 def _metric(value: ArrayLike | Metric, rows: int) -> Metric:
@@ -157,7 +208,9 @@ def _metric(value: ArrayLike | Metric, rows: int) -> Metric:
 
 
 def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
-    """Return a `Weighted` with total and weight divided by the rows, or a plain number as a mean, of weight 1."""
+    """Return a `Weighted` with total and weight divided by the rows, or a plain number as a mean,
+    of weight 1.
+    """
     total, weight = value if isinstance(value, Weighted) else (value, 1.0)
     if isinstance(total, tuple) and isinstance(weight, tuple):
         terms = [_per_row(Weighted(*term), rows) for term in zip(total, weight, strict=True)]
@@ -165,33 +218,52 @@ def _per_row(value: ArrayLike | Weighted, rows: int) -> Weighted:
     total, weight = jnp.asarray(total), jnp.asarray(weight)
     total = total.astype(wide_dtype(total.dtype))
     weight = weight.astype(total.dtype)
-    return Weighted(total / rows, weight / rows) if isinstance(value, Weighted) else Weighted(total, weight)
+    return (
+        Weighted(total / rows, weight / rows)
+        if isinstance(value, Weighted)
+        else Weighted(total, weight)
+    )
 
 
 def _loss(caller: str, loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
     _check_terms(caller, "the loss", loss_value)
-    for total in jax.tree.leaves(loss_value.total if isinstance(loss_value, Weighted) else loss_value):
+    for total in jax.tree.leaves(
+        loss_value.total if isinstance(loss_value, Weighted) else loss_value
+    ):
         if not jnp.issubdtype(dtype := jnp.asarray(total).dtype, jnp.floating):
-            raise TypeError(f"{caller}: loss_fn must return a real floating number, got dtype {dtype}.")
+            raise TypeError(
+                f"{caller}: loss_fn must return a real floating number, got dtype {dtype}."
+            )
     loss = _per_row(loss_value, rows)
     for name, values in loss._asdict().items():
         for value in jax.tree.leaves(values):
             if value.shape != ():
                 problem = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
-                fix = "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+                fix = (
+                    "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+                )
                 raise ValueError(format_error(caller, problem, fix=fix))
     return loss
 
 
 def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, jax.Array]) -> None:
-    """Refuse, by a ValueError, updates of a loss (`so.Updated`) that are not for a frozen leaf, or have another shape."""
+    """Refuse, by a ValueError, updates of a loss (`so.Updated`) that are not for a frozen leaf, or
+    have another shape.
+    """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
-    wrong_updates = [f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen]
+    wrong_updates = [
+        f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen
+    ]
     wrong_updates += [
         f"{path}: shape {value.shape}, the parameter has {frozen[path].shape}"
         for path, value in updates.items()
         if path in frozen and value.shape != frozen[path].shape
     ]
     if wrong_updates:
-        fix = "return so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer type."
-        raise ValueError(format_error(caller, "so.Updated does not fit the parameters.", wrong_updates, fix))
+        fix = (
+            "return so.Updated with the parameters' own nesting, for leaves named by frozen= or of"
+            " integer type."
+        )
+        raise ValueError(
+            format_error(caller, "so.Updated does not fit the parameters.", wrong_updates, fix)
+        )

@@ -1,7 +1,8 @@
 """Functions that a loss calls to see the rows of the whole batch: all rows, their mean, their sum.
 
-A loss runs on every device with that device's rows. The step wraps it in `with_rows`, so that these functions know which
-mesh axes carry the other rows. Without the wrapper (one device, the global view) the array has all rows already.
+A loss runs on every device with that device's rows. The step wraps it in `with_rows`, so that these
+functions know which mesh axes carry the other rows. Without the wrapper (one device, the global
+view) the array has all rows already.
 """
 
 import contextlib
@@ -24,8 +25,8 @@ from shardopt.mesh import mesh_under_trace
 def gather_batch(x: PyTree) -> PyTree:
     """Return the rows of all devices, in the order of the global batch; for use inside a loss.
 
-    With x_d [rows, ...] on device d of D: y = concatenate(x_1, ..., x_D), the same on every device. Differentiable; the
-    gradient of x_d is the sum over devices of their gradients of these rows.
+    With x_d [rows, ...] on device d of D: y = concatenate(x_1, ..., x_D), the same on every device.
+    Differentiable; the gradient of x_d is the sum over devices of their gradients of these rows.
 
     Args:
       x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
@@ -34,7 +35,8 @@ def gather_batch(x: PyTree) -> PyTree:
       The gathered array or pytree, [devices * rows, ...].
 
     Raises:
-      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
+      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see
+        a part of the batch.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -47,15 +49,17 @@ def gather_batch(x: PyTree) -> PyTree:
       >>> round(float(contrastive(params, {"image": jnp.eye(2), "text": jnp.eye(2)})), 4)
       0.3133
 
-    **Equivalence.** The loss sees the same rows as on one device with the whole batch. It is exact, up to summation order,
-    in every strategy; if each replica trains by itself, it sees the rows of its replica. On one device, in
-    `view="global"` and outside of a strategy it returns x.
+    **Equivalence.** The loss sees the same rows as on one device with the whole batch. It is exact,
+    up to summation order, in every strategy; if each replica trains by itself, it sees the rows of
+    its replica. On one device, in `view="global"` and outside of a strategy it returns x.
 
-    **Communication** in each call: an all-gather of all rows over the axes that carry rows (replica, data), and a
-    reduce-scatter of the same size in the backward pass. Half precision is sent, and its gradient summed, in float32.
+    **Communication** in each call: an all-gather of all rows over the axes that carry rows
+    (replica, data), and a reduce-scatter of the same size in the backward pass. Half precision is
+    sent, and its gradient summed, in float32.
 
     References:
-      Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021, figure 3.
+      Radford et al., "Learning Transferable Visual Models From Natural Language Supervision", 2021,
+      figure 3.
     """
     context = _context("gather_batch", x)
 
@@ -71,7 +75,8 @@ def gather_batch(x: PyTree) -> PyTree:
 def batch_mean(x: PyTree) -> PyTree:
     """Return the mean over the rows of the whole global batch; for use inside a loss.
 
-    With x_d [rows, ...] on device d of D: m = 1/(D rows) sum_d sum_r x_d[r], the same on every device. Differentiable.
+    With x_d [rows, ...] on device d of D: m = 1/(D rows) sum_d sum_r x_d[r], the same on every
+    device. Differentiable.
 
     Args:
       x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
@@ -80,7 +85,8 @@ def batch_mean(x: PyTree) -> PyTree:
       The mean of each array, [...], in the dtype of `jnp.mean`.
 
     Raises:
-      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
+      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see
+        a part of the batch.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -94,8 +100,8 @@ def batch_mean(x: PyTree) -> PyTree:
 
     **Equivalence.** As `gather_batch`; on one device it is `jnp.mean(x, axis=0)`.
 
-    **Communication** in each call: an all-reduce of the mean's size over the axes that carry rows (replica, data), and another in
-    the backward pass, in float32 at least.
+    **Communication** in each call: an all-reduce of the mean's size over the axes that carry rows
+    (replica, data), and another in the backward pass, in float32 at least.
 
     References:
       Ioffe and Szegedy, "Batch Normalization", 2015, algorithm 1.
@@ -116,7 +122,8 @@ def batch_mean(x: PyTree) -> PyTree:
 def batch_sum(x: PyTree) -> PyTree:
     """Return the sum over the rows of the whole global batch; for use inside a loss.
 
-    With x_d [rows, ...] on device d of D: s = sum_d sum_r x_d[r], the same on every device. Differentiable.
+    With x_d [rows, ...] on device d of D: s = sum_d sum_r x_d[r], the same on every device.
+    Differentiable.
 
     Args:
       x: an array, or a pytree of them, [rows, ...], computed from this device's rows.
@@ -125,7 +132,8 @@ def batch_sum(x: PyTree) -> PyTree:
       The sum of each array, [...], in the dtype of `jnp.sum`.
 
     Raises:
-      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see a part of the batch.
+      ValueError: if an array has no dims, or with `micro_batches` above 1 or a pipeline, which see
+        a part of the batch.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -136,8 +144,9 @@ def batch_sum(x: PyTree) -> PyTree:
 
     **Equivalence.** As `gather_batch`; on one device it is `jnp.sum(x, axis=0)`.
 
-    **Communication** in each call: an all-reduce of the sum's size over the axes that carry rows (replica, data), and another in
-    the backward pass. Floating numbers are summed in float32 at least.
+    **Communication** in each call: an all-reduce of the sum's size over the axes that carry rows
+    (replica, data), and another in the backward pass. Floating numbers are summed in float32 at
+    least.
     """
     context = _context("batch_sum", x)
 
@@ -159,7 +168,10 @@ class RowsNotSeenError(ValueError):
 def row_context(config: StrategyConfig) -> RowContext:
     """Return the row context of a strategy's loss in the per-device view."""
     axes = config.axes
-    pipelined = "in a pipeline the loss sees one micro-batch at a time", "use a mesh with pipeline=1"
+    pipelined = (
+        "in a pipeline the loss sees one micro-batch at a time",
+        "use a mesh with pipeline=1",
+    )
     refused = None if config.schedule is None else pipelined
     if axes.num_position_shares > 1:
         refused = (
@@ -170,11 +182,15 @@ def row_context(config: StrategyConfig) -> RowContext:
 
 
 def with_rows(context: RowContext, loss_fn: LossFn) -> LossFn:
-    """Return the loss, or the `BlockModel`, with each of its functions called within the context, whenever it is traced."""
+    """Return the loss, or the `BlockModel`, with each of its functions called within the context,
+    whenever it is traced.
+    """
     model = as_block_model(loss_fn)
     if model is None:
         return _run_within(context, loss_fn)
-    parts = {name: _run_within(context, getattr(model, name)) for name in ("embed", "block", "loss")}
+    parts = {
+        name: _run_within(context, getattr(model, name)) for name in ("embed", "block", "loss")
+    }
     return model._replace(**parts)
 
 
@@ -191,15 +207,18 @@ def _run_within(context: RowContext, f: Any) -> Callable[..., Any]:
 def _enter(context: RowContext) -> Iterator[None]:
     """Set the context, and make it a part of the key of jax's cache of traces.
 
-    Otherwise a function that the user jitted would be traced in one context and used in another. Named axes are part of that
-    key. So the context is the name of an axis that no operation uses.
+    Otherwise a function that the user jitted would be traced in one context and used in another.
+    Named axes are part of that key. So the context is the name of an axis that no operation uses.
     """
     with within_trace(rows=context), extend_axis_env_nd([(f"shardopt {context}", 1)]):
         yield
 
 
 def _context(caller: str, x: PyTree) -> RowContext | None:
-    """Return the context; raise ValueError if the rows of the whole batch are not available, or x has none."""
+    """Return the context.
+
+    Raise ValueError if the rows of the whole batch are not available, or x has none.
+    """
     if scalars := [path or "x" for path, leaf in leaves_with_paths(x) if jnp.ndim(leaf) == 0]:
         fix = "pass what each row gives, [rows, ...]; a mean over rows is no row."
         raise ValueError(format_error(caller, "an array without dims has no rows.", scalars, fix))
@@ -207,16 +226,23 @@ def _context(caller: str, x: PyTree) -> RowContext | None:
     if context is None:
         if mesh_under_trace().manual_axes:
             problem = "it was called in the per-device view, but outside of a strategy's loss."
-            fix = "call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
+            fix = (
+                "call it in the loss itself, not in a shard_map of your own or in a rule of"
+                " jax.custom_vjp."
+            )
             raise ValueError(format_error(caller, problem, fix=fix))
         return None
     refused = context.refused
     if refused is None and context.micro_batches > 1:
-        problem = f"with micro_batches={context.micro_batches} the loss sees one micro-batch at a time"
+        problem = (
+            f"with micro_batches={context.micro_batches} the loss sees one micro-batch at a time"
+        )
         refused = problem, "use micro_batches=1, or view='global'"
     if refused is not None:
         problem, fix = refused
-        raise RowsNotSeenError(format_error(caller, f"{problem}, never the rows of the whole batch.", fix=f"{fix}."))
+        raise RowsNotSeenError(
+            format_error(caller, f"{problem}, never the rows of the whole batch.", fix=f"{fix}.")
+        )
     return context
 
 

@@ -1,7 +1,9 @@
-"""Checks that a loss is a (weighted) mean over rows, so that several devices can compute it on their own rows.
+"""Checks that a loss is a (weighted) mean over rows, so that several devices can compute it on
+their own rows.
 
-The loss is traced on the whole batch and on one piece of it, with abstract arrays: nothing runs. `separability._walk` relates
-the two traces equation by equation. A loss passes only if this proves that it is a mean. docs/proof.md explains the proof.
+The loss is traced on the whole batch and on one piece of it, with abstract arrays: nothing runs.
+`separability._walk` relates the two traces equation by equation. A loss passes only if this proves
+that it is a mean. docs/proof.md explains the proof.
 """
 
 import dataclasses
@@ -45,8 +47,10 @@ class Mixing(NamedTuple):
     Attributes:
       result: the name of the result of the loss that fails: "the loss", "metric 'accuracy'".
       reason: a sentence.
-      operation: the operation that mixes rows, as "reduce_sum at loss.py:12 (clip)"; "" if it is not known.
-      lines: this operation, and the operation that takes its result if that is the problem, with their source lines.
+      operation: the operation that mixes rows, as "reduce_sum at loss.py:12 (clip)"; "" if it is
+        not known.
+      lines: this operation, and the operation that takes its result if that is the problem, with
+        their source lines.
       cause: the error of a loss that cannot be traced on a piece.
     """
 
@@ -76,9 +80,10 @@ class Cut(NamedTuple):
 
     Attributes:
       pieces: n, the number of pieces.
-      dims: the dim of each leaf of the batch that is cut, or None for a leaf that all pieces share; by default the first
-        dims.
-      blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces are contiguous.
+      dims: the dim of each leaf of the batch that is cut, or None for a leaf that all pieces share;
+        by default the first dims.
+      blocks: the number of blocks of rows. A piece has an equal part of every block. 1 if pieces
+        are contiguous.
       positions: whether the dims are positions of sequences; if False, they are rows.
     """
 
@@ -111,7 +116,8 @@ class LossCall:
       caller: the function that the user called, for messages.
       key: a random key as shape and dtype, for a loss that takes one.
       training: whether the loss is differentiated, so that derivative rules count.
-      context: the context of `gather_batch`, `batch_mean` and `batch_sum` on a piece; None if a piece knows no other rows.
+      context: the context of `gather_batch`, `batch_mean` and `batch_sum` on a piece; None if a
+        piece knows no other rows.
       axis_sizes: the sizes of the mesh axes that the loss may name.
     """
 
@@ -123,24 +129,33 @@ class LossCall:
 
     def row_axes(self, pieces: int) -> frozenset[str]:
         """Return the axes that so many pieces are spread over."""
-        return frozenset(self.context.axes if self.context is not None and self.context.devices == pieces else ())
+        return frozenset(
+            self.context.axes if self.context is not None and self.context.devices == pieces else ()
+        )
 
     @property
     def other_axes(self) -> frozenset[str]:
         """The axes that divide the work of every piece in the same way."""
-        return frozenset(self.axis_sizes) - frozenset(() if self.context is None else self.context.axes)
+        return frozenset(self.axis_sizes) - frozenset(
+            () if self.context is None else self.context.axes
+        )
 
     def on_whole_batch(self, pieces: int) -> "LossCall":
         """Return the call on the whole batch, for a call on one of so many pieces."""
         context = self.context and self.context._replace(devices=1, micro_batches=1, refused=None)
-        sizes = {axis: 1 if axis in self.row_axes(pieces) else size for axis, size in self.axis_sizes.items()}
+        sizes = {
+            axis: 1 if axis in self.row_axes(pieces) else size
+            for axis, size in self.axis_sizes.items()
+        }
         return dataclasses.replace(self, context=context, axis_sizes=sizes)
 
 
 def find_mixing(
     loss_fn: LossFn, params: PyTree, batch: PyTree, cut: Cut, loss_call: LossCall | None = None
 ) -> Mixing | None:
-    """Return why a loss is not proved to be the (weighted) mean of the losses of its pieces; None if it is.
+    """Return why a loss is not proved to be the (weighted) mean of the losses of its pieces.
+
+    None if it is.
 
     Args:
       loss_fn: the loss, or a `BlockModel`.
@@ -159,7 +174,8 @@ def find_mixing(
     whole_jaxpr, results = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
     dims = [dim for _, dim in cut.dims_of(leaves)]
     if loop_mixing := _find_loop_over_rows(whole_jaxpr, results, num_params, dims):
-        return loop_mixing  # before the loss is traced on a piece, because such losses take long to trace
+        # before the loss is traced on a piece, because such losses take long to trace
+        return loop_mixing
     piece_batch = treedef.unflatten([_cut(*pair, cut.pieces) for pair in cut.dims_of(leaves)])
     try:
         piece_jaxpr, results = _trace_loss(loss_call, loss_fn, params, piece_batch)
@@ -168,8 +184,12 @@ def find_mixing(
         error_line = f"{type(error).__name__}: {error}".splitlines()[0]
         reason = f"a piece is {piece_size}, on which the loss cannot be traced: {error_line}"
         return Mixing("the loss", reason, cause=error)
-    shapes = [[var.aval.shape for var in jaxpr.jaxpr.outvars] for jaxpr in (whole_jaxpr, piece_jaxpr)]
-    shapes_differ = iter(whole_shape != piece_shape for whole_shape, piece_shape in zip(*shapes, strict=True))
+    shapes = [
+        [var.aval.shape for var in jaxpr.jaxpr.outvars] for jaxpr in (whole_jaxpr, piece_jaxpr)
+    ]
+    shapes_differ = iter(
+        whole_shape != piece_shape for whole_shape, piece_shape in zip(*shapes, strict=True)
+    )
     for result in results:
         differing = [next(shapes_differ) for _ in result.leaves]
         if any(differing):
@@ -181,11 +201,21 @@ def find_mixing(
         mixing = _find_unproved(whole_jaxpr, piece_jaxpr, relations, results, cut, loss_call)
     except DifferentTracesError as error:
         op = None if error.eqn is None else Operation(error.eqn)
-        reason = f"it does other things on {lengths[0]} {cut.unit} than on {lengths[0] // cut.pieces}."
-        return Mixing("the loss", reason, operation_name(op), () if op is None else (operation_line(op),))
-    if mixing is None and loss_call.training and (name := _trained_weight_name(whole_jaxpr, results, num_params)):
+        reason = (
+            f"it does other things on {lengths[0]} {cut.unit} than on {lengths[0] // cut.pieces}."
+        )
         return Mixing(
-            "the loss", f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the weight."
+            "the loss", reason, operation_name(op), () if op is None else (operation_line(op),)
+        )
+    if (
+        mixing is None
+        and loss_call.training
+        and (name := _trained_weight_name(whole_jaxpr, results, num_params))
+    ):
+        return Mixing(
+            "the loss",
+            f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the"
+            " weight.",
         )
     return mixing
 
@@ -203,7 +233,8 @@ def _find_unproved(
     Raises:
       DifferentTracesError: if the traces do not have the same equations.
     """
-    # derivative rules are traced one by one, which takes longest. So the values are checked without them first.
+    # derivative rules are traced one by one, which takes longest. So the values are checked without
+    # them first.
     for with_derivative_rules in (False, True)[: 1 + loss_call.training]:
         proof = Proof(
             relate_jaxprs,
@@ -215,14 +246,23 @@ def _find_unproved(
         )
         result_relations = iter(relate_jaxprs(proof, whole_jaxpr, piece_jaxpr, relations))
         for result in results:
-            mixing = _find_problem(result, [next(result_relations) for _ in result.leaves], cut.pieces)
+            mixing = _find_problem(
+                result, [next(result_relations) for _ in result.leaves], cut.pieces
+            )
             if mixing is not None:
-                return mixing._replace(reason=_reworded_for_positions(mixing.reason)) if cut.positions else mixing
+                return (
+                    mixing._replace(reason=_reworded_for_positions(mixing.reason))
+                    if cut.positions
+                    else mixing
+                )
     return None
 
 
-def find_trained_weight(loss_fn: LossFn, params: PyTree, batch: PyTree, loss_call: LossCall) -> str | None:
-    """Return the name of a weight of a `Weighted` loss that follows from the parameters, such as "the weight"; or None.
+def find_trained_weight(
+    loss_fn: LossFn, params: PyTree, batch: PyTree, loss_call: LossCall
+) -> str | None:
+    """Return the name of a weight of a `Weighted` loss that follows from the parameters, such as
+    "the weight"; or None.
 
     Args:
       loss_fn: the loss, or a `BlockModel`.
@@ -234,26 +274,36 @@ def find_trained_weight(loss_fn: LossFn, params: PyTree, batch: PyTree, loss_cal
     return _trained_weight_name(jaxpr, results, len(jax.tree.leaves(params)))
 
 
-def _trace_loss(loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyTree) -> tuple[Any, list[_Result]]:
-    """Return the jaxpr of a loss, and its results: their leaves are the outputs of the jaxpr, in order."""
+def _trace_loss(
+    loss_call: LossCall, loss_fn: LossFn, params: PyTree, batch: PyTree
+) -> tuple[Any, list[_Result]]:
+    """Return the jaxpr of a loss, and its results: their leaves are the outputs of the jaxpr, in
+    order.
+    """
     results: list[_Result] = []
     context = loss_call.context
 
     def traced_loss(params: PyTree, batch: PyTree, key: jax.Array | None) -> list[jax.Array]:
         with analysis():
-            returned = call(loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch)
+            returned = call(
+                loss_fn if context is None else with_rows(context, loss_fn), key, 0, params, batch
+            )
         loss_parts(loss_call.caller, returned, 1)  # raises if this is not a loss
         results[:] = _named_results(returned)
         return [jnp.asarray(leaf) for result in results for leaf in result.leaves]
 
-    jaxpr = jax.make_jaxpr(traced_loss, axis_env=list(loss_call.axis_sizes.items()))(params, batch, loss_call.key)
+    jaxpr = jax.make_jaxpr(traced_loss, axis_env=list(loss_call.axis_sizes.items()))(
+        params, batch, loss_call.key
+    )
     return jaxpr, results
 
 
 def _find_loop_over_rows(
     jaxpr: Any, results: Sequence[_Result], num_params: int, dims: Sequence[int | None]
 ) -> Mixing | None:
-    """Return why the loss is no mean if a result follows from a loop whose number of turns follows from rows."""
+    """Return why the loss is no mean if a result follows from a loop whose number of turns follows
+    from rows.
+    """
     arguments: list[dict[int, None]] = [{} for _ in jaxpr.jaxpr.invars]
     for i, dim in enumerate(dims):
         if dim is not None:
@@ -263,12 +313,17 @@ def _find_loop_over_rows(
         for leaves in [next(used) for _ in result.leaves]:
             if (loop := leaves.get(LOOP)) is not None:
                 op = Operation(loop)
-                return Mixing(result.name, REASONS["loop"], operation_name(op), (operation_line(op),))
+                return Mixing(
+                    result.name, REASONS["loop"], operation_name(op), (operation_line(op),)
+                )
     return None
 
 
 def _trained_weight_name(jaxpr: Any, results: Sequence[_Result], num_params: int) -> str | None:
-    """Return the name of the first weight of the loss that has a gradient; None if there is none."""
+    """Return the name of the first weight of the loss that has a gradient.
+
+    None if there is none.
+    """
     arguments = [{i: None} if i < num_params else {} for i in range(len(jaxpr.jaxpr.invars))]
     used = iter(leaves_used(jaxpr, arguments, differentiated=True))
     num_weights = 0
@@ -282,7 +337,10 @@ def _trained_weight_name(jaxpr: Any, results: Sequence[_Result], num_params: int
 
 
 def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
-    """Return the loss; if it is a `BlockModel`, its blocks check that a result is like the input, as in the step."""
+    """Return the loss.
+
+    If it is a `BlockModel`, its blocks check that a result is like the input, as in the step.
+    """
     model = as_block_model(loss_fn)
     if model is None:
         return loss_fn
@@ -290,7 +348,9 @@ def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
     @functools.wraps(model.block)
     def block(block_params: PyTree, x: PyTree, **key: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(x)
-        return treedef.unflatten(leaves_like(caller, leaves, treedef, model.block(block_params, x, **key)))
+        return treedef.unflatten(
+            leaves_like(caller, leaves, treedef, model.block(block_params, x, **key))
+        )
 
     return model._replace(block=block)
 
@@ -298,7 +358,9 @@ def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
 def _cut(leaf: jax.ShapeDtypeStruct, dim: int | None, pieces: int) -> jax.ShapeDtypeStruct:
     if dim is None:
         return leaf
-    return jax.ShapeDtypeStruct((*leaf.shape[:dim], leaf.shape[dim] // pieces, *leaf.shape[dim + 1 :]), leaf.dtype)
+    return jax.ShapeDtypeStruct(
+        (*leaf.shape[:dim], leaf.shape[dim] // pieces, *leaf.shape[dim + 1 :]), leaf.dtype
+    )
 
 
 def _named_results(returned: PyTree) -> list[_Result]:
@@ -329,7 +391,11 @@ def _results_of_value(name: str, value: Any) -> list[_Result]:
 def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -> Mixing | None:
     """Return why a result of the loss is not the expected mean, sum or extreme; None if it is."""
     shares: list[float] = []  # the c of W = c (P_0 + ... + P_{n-1})
-    ops = [relation.op for relation in relations if isinstance(relation, Total | Extreme) and relation.op is not None]
+    ops = [
+        relation.op
+        for relation in relations
+        if isinstance(relation, Total | Extreme) and relation.op is not None
+    ]
     operation, lines = (operation_name(ops[0]), (operation_line(ops[0]),)) if ops else ("", ())
     for leaf, relation in zip(result.leaves, relations, strict=True):
         relation = _resolve(relation, jnp.asarray(leaf).dtype)
@@ -337,7 +403,8 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
             return _mixing_of_unknown(result.name, relation)
         if isinstance(relation, Split):
             reason = (
-                "it holds a number for each row, and the mean over devices would be taken of those of different rows."
+                "it holds a number for each row, and the mean over devices would be taken of those"
+                " of different rows."
             )
             return Mixing(result.name, reason, operation, lines)
         if result.expected in ("max", "min"):
@@ -351,7 +418,10 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
             return Mixing(result.name, REASONS["mixes"], operation, lines)
         assert isinstance(relation, Same | Total)
         shares.append(relation.ratio / pieces if isinstance(relation, Same) else relation.ratio)
-    equal = lambda a, b: close(a, b, ratio_tolerance(jnp.asarray(result.leaves[0]).dtype))  # noqa: E731
+
+    def equal(a, b):
+        return close(a, b, ratio_tolerance(jnp.asarray(result.leaves[0]).dtype))
+
     if result.expected == "mean" and not equal(shares[0], 1 / pieces):
         summed = equal(shares[0], 1.0)
         return Mixing(
@@ -363,22 +433,33 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
     if result.expected == "sum" and not equal(shares[0], 1.0):
         return Mixing(result.name, "it is no sum over rows.", operation, lines)
     if result.expected == "ratio" and not equal(shares[0], shares[1]):
-        reason = "its total and its weight do not grow alike with the number of rows, as two sums over rows do, or two means."
+        reason = (
+            "its total and its weight do not grow alike with the number of rows, as two sums over"
+            " rows do, or two means."
+        )
         return Mixing(result.name, reason, operation, lines)
     return None
 
 
 def _resolve(relation: Relation, dtype: Any) -> Relation:
-    """Return the relation of a result; known numbers are replaced by the relation that follows from them."""
+    """Return the relation of a result.
+
+    Known numbers are replaced by the relation that follows from them.
+    """
     if not isinstance(relation, Known):
         return relation
-    return relation_of_numbers(relation, (relation.whole_values.shape, relation.piece_values.shape), 1, dtype)
+    return relation_of_numbers(
+        relation, (relation.whole_values.shape, relation.piece_values.shape), 1, dtype
+    )
 
 
 def _reworded_for_positions(reason: str) -> str:
     """Return the reason with positions in place of rows."""
     if reason == REASONS["position"]:
-        return "a position's part depends on its index on its device, which is not that in the sequence."
+        return (
+            "a position's part depends on its index on its device, which is not that in the"
+            " sequence."
+        )
     return reason.replace("rows", "positions").replace("each row", "each position")
 
 

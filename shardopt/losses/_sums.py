@@ -1,4 +1,6 @@
-"""Sums of gradients and losses: over micro-batches in a scan, then over devices along the axes that the axis table names."""
+"""Sums of gradients and losses: over micro-batches in a scan, then over devices along the axes that
+the axis table names.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -17,8 +19,12 @@ from shardopt.losses._parts import LossParts
 from shardopt.partition import LeafPlan
 
 
-def cut(config: StrategyConfig, batch: PyTree, count: int) -> tuple[list[jax.Array], Callable[..., PyTree]]:
-    """Return the rows [..., rows, ...] as micro-batches [count, ..., rows / count, ...], as `cut_batch` does."""
+def cut(
+    config: StrategyConfig, batch: PyTree, count: int
+) -> tuple[list[jax.Array], Callable[..., PyTree]]:
+    """Return the rows [..., rows, ...] as micro-batches [count, ..., rows / count, ...], as
+    `cut_batch` does.
+    """
     # Arrays in the per-device view need no placement, so their key path is not used.
     return cut_batch(config, lambda x, _, dim: shards_of(x, dim, count), batch)
 
@@ -36,15 +42,18 @@ def accumulate(
     sum_weights: Callable[[], Sequence[jax.Array]],
     cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
 ) -> tuple[list[jax.Array], LossParts]:
-    """Sum gradients over micro-batches in a scan, in fp32 at least; loss parts are stacked [count, ...].
+    """Sum gradients over micro-batches in a scan, in fp32 at least.
+
+    Loss parts are stacked [count, ...].
 
     Args:
       run_micro_batch: takes a micro-batch and its number, and returns its gradients and loss parts.
       batch: the rows.
       count: the number of micro-batches.
       constrain_sums: constrains the shardings of the sums.
-      sum_weights: returns the summed weights of a loss of several terms, which each micro-batch then gets. It evaluates
-        the loss once more; the compiler removes all computations that the weights do not need.
+      sum_weights: returns the summed weights of a loss of several terms, which each micro-batch
+        then gets. It evaluates the loss once more; the compiler removes all computations that the
+        weights do not need.
       cut: cuts the rows.
     """
     if count == 1:
@@ -58,9 +67,12 @@ def accumulate(
 
     def body(sums, leaves_and_index):
         grads, parts = run(*leaves_and_index, *weights)
-        return constrain_sums(
-            [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
-        ), parts
+        return (
+            constrain_sums(
+                [total + grad.astype(total.dtype) for total, grad in zip(sums, grads, strict=True)]
+            ),
+            parts,
+        )
 
     micro_batches = leaves, numbers(count)
     grad_shapes, part_shapes = jax.eval_shape(run, *jax.tree.map(lambda x: x[0], micro_batches))
@@ -76,7 +88,10 @@ def parts_of_micro_batches(
     count: int,
     cut: Callable[[PyTree, int], tuple[list[jax.Array], Callable[..., PyTree]]],
 ) -> LossParts:
-    """Return the loss parts of each micro-batch, [count, ...]; the arguments are as for `accumulate`."""
+    """Return the loss parts of each micro-batch, [count, ...].
+
+    The arguments are as for `accumulate`.
+    """
     # A line search differentiates this function. It should hold one micro-batch at a time, too.
     run = jax.checkpoint(run_micro_batch)
     if count == 1:
@@ -90,16 +105,26 @@ def parts_of_micro_batches(
     return jax.lax.scan(body, None, (leaves, numbers(count)))[1]
 
 
-def reduce_scatter_grads(wire: WireOptions, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]) -> list[jax.Array]:
-    """Sum gradients over data, each device keeping its shard; gradients of leaves that stay replicated are not summed."""
-    return reduce_scatter(grads, [leaf_wire(wire, plan) for plan in plans], bucket_bytes=BUCKET_BYTES)
+def reduce_scatter_grads(
+    wire: WireOptions, grads: Sequence[jax.Array], plans: Sequence[LeafPlan]
+) -> list[jax.Array]:
+    """Sum gradients over data, each device keeping its shard.
+
+    Gradients of leaves that stay replicated are not summed.
+    """
+    return reduce_scatter(
+        grads, [leaf_wire(wire, plan) for plan in plans], bucket_bytes=BUCKET_BYTES
+    )
 
 
 def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None) -> LeafWire:
-    """Return how a leaf and its gradient travel; only floating leaves are cast, and before a gather only trained ones.
+    """Return how a leaf and its gradient travel.
 
-    Running statistics would stop changing in half precision. A leaf of a block that has a rounding is rounded before it is
-    gathered, unless tensor shards it or its shards are not rows of a matrix.
+    Only floating leaves are cast, and before a gather only trained ones.
+
+    Running statistics would stop changing in half precision. A leaf of a block that has a rounding
+    is rounded before it is gathered, unless tensor shards it or its shards are not rows of a
+    matrix.
     """
     is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
     gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
@@ -107,7 +132,9 @@ def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = Non
     form = None
     if rounding is not None and plan.dim is not None and not any(plan.tensor):
         form = form_of(tuple(plan.shape), plan.dim, rounding)
-    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable, form)
+    return LeafWire(
+        plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable, form
+    )
 
 
 def all_reduce_grads(
@@ -129,31 +156,50 @@ def scale(grad: jax.Array, factor: jax.Array) -> jax.Array:
 
 
 def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
-    """Add parts up over stacked micro-batches and over devices; updates take the mean, or the maximum if they are integers.
+    """Add parts up over stacked micro-batches and over devices.
 
-    In a pipeline the parts are zeros on all stages but the last block's, so a sum over pipeline gives them to all stages.
+    Updates take the mean, or the maximum if they are integers.
+
+    In a pipeline the parts are zeros on all stages but the last block's, so a sum over pipeline
+    gives them to all stages.
     """
 
     def combine_update(value: jax.Array) -> jax.Array:
         if axes.stages:
-            (value,) = all_reduce([value.astype(jnp.int32) if value.dtype == bool else value], axes.stages)
+            (value,) = all_reduce(
+                [value.astype(jnp.int32) if value.dtype == bool else value], axes.stages
+            )
         if not jnp.issubdtype(value.dtype, jnp.inexact):
             return jax.lax.pmax(value.max(0), axes.summed)
         wide = value.astype(wide_dtype(value.dtype)).mean(0)
-        return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(value.dtype)
+        return (all_reduce([wide], axes.summed)[0] / jax.lax.axis_size(axes.summed)).astype(
+            value.dtype
+        )
 
     summed_metrics = {name: metric for name, metric in parts.metrics.items() if adds_up(metric)}
     sums, treedef = jax.tree.flatten((parts.loss, summed_metrics))
-    loss, summed_metrics = treedef.unflatten(all_reduce([jnp.sum(x, 0) for x in sums], (*axes.summed, *axes.stages)))
+    loss, summed_metrics = treedef.unflatten(
+        all_reduce([jnp.sum(x, 0) for x in sums], (*axes.summed, *axes.stages))
+    )
 
     def extreme(metric: Metric) -> Metric:
-        """Sum over stages, since only the last stage has the metric; then take the largest or smallest over the other axes."""
+        """Sum over stages, since only the last stage has the metric.
+
+        Then take the largest or smallest over the other axes.
+        """
         metric = jax.tree.map(lambda x: all_reduce([x], axes.stages)[0], metric)
-        largest = lambda x: extreme_over(jax.lax.pmax, x.max(0), axes.summed)  # noqa: E731
-        return combined(metric, largest, largest, lambda x: extreme_over(jax.lax.pmin, x.min(0), axes.summed))
+
+        def largest(x):
+            return extreme_over(jax.lax.pmax, x.max(0), axes.summed)
+
+        return combined(
+            metric, largest, largest, lambda x: extreme_over(jax.lax.pmin, x.min(0), axes.summed)
+        )
 
     metrics = {
         name: summed_metrics[name] if name in summed_metrics else extreme(metric)
         for name, metric in parts.metrics.items()
     }
-    return LossParts(loss, metrics, {path: combine_update(value) for path, value in parts.updates.items()})
+    return LossParts(
+        loss, metrics, {path: combine_update(value) for path, value in parts.updates.items()}
+    )

@@ -1,4 +1,7 @@
-"""Chooses the view of a loss: each device runs it on its own rows if a proof allows this; else it runs on the whole batch."""
+"""Chooses the view of a loss: each device runs it on its own rows if a proof allows this.
+
+Else it runs on the whole batch.
+"""
 
 import warnings
 from collections.abc import Hashable
@@ -31,8 +34,8 @@ class ViewChoice(NamedTuple):
 
 
 COST = (
-    "The step is exact. It costs the collectives that the partitioner places for these operations, and an all-reduce where a "
-    "reduce-scatter would do: docs/any_loss.md has the bytes."
+    "The step is exact. It costs the collectives that the partitioner places for these operations,"
+    " and an all-reduce where a reduce-scatter would do: docs/any_loss.md has the bytes."
 )
 
 
@@ -47,7 +50,8 @@ class Views:
     def __init__(self, config: StrategyConfig, *, training: bool):
         self._config, self._training = config, training
         self._choices: dict[Hashable, ViewChoice] = {}
-        self._layouts: list[Layout] = []  # keeps the layouts alive, so that no other layout gets the id of one of them
+        # keeps the layouts alive, so that no other layout gets the id of one of them
+        self._layouts: list[Layout] = []
         self._warned = False
 
     @property
@@ -59,14 +63,18 @@ class Views:
         """Return the view for a batch of these shapes.
 
         Raises:
-          NotSeparableError: if the loss is not proved to be a (weighted) mean over rows, and the strategy has no global view.
+          NotSeparableError: if the loss is not proved to be a (weighted) mean over rows, and the
+            strategy has no global view.
         """
         leaves, treedef = jax.tree.flatten(batch)
-        shapes = tuple((getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves)
+        shapes = tuple(
+            (getattr(leaf, "shape", ()), getattr(leaf, "dtype", type(leaf))) for leaf in leaves
+        )
         key = id(layout), treedef, shapes
         if key in self._choices:
             return self._choices[key].view
-        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):  # the proof traces the loss, and runs nothing
+        # the proof traces the loss, and runs nothing
+        with jax.check_tracer_leaks(False), jax.transfer_guard("allow"):
             choice = self._choose(layout, batch)
         self._choices[key] = choice
         self._layouts.append(layout)
@@ -83,7 +91,9 @@ class Views:
             obstacle = find_obstacle(config, layout, batch, training=self._training)
         if obstacle is None:
             if config.loss.separable:
-                reason = "separable=True says that the loss is a mean over rows; this was not checked."
+                reason = (
+                    "separable=True says that the loss is a mean over rows; this was not checked."
+                )
             elif config.num_pieces == 1:
                 reason = "one device runs the whole batch."
             else:

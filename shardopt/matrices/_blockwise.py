@@ -1,7 +1,9 @@
-"""Whether an optimizer update does the same to every block of the model, so that blocks can be updated one by one.
+"""Whether an optimizer update does the same to every block of the model, so that blocks can be
+updated one by one.
 
-The proof compares two traces: the update of L blocks and the update of one block. They must have the same equations.
-A dim that is k L long in the first trace and k long in the second counts blocks, and no equation may mix along it.
+The proof compares two traces: the update of L blocks and the update of one block. They must have
+the same equations. A dim that is k L long in the first trace and k long in the second counts
+blocks, and no equation may mix along it.
 """
 
 import math
@@ -32,9 +34,12 @@ _REDUCTION_PREFIXES = ("reduce_", "arg")
 
 
 def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var] | None:
-    """Return variable of the full trace -> same variable of the single-block trace; None if the equations differ.
+    """Return variable of the full trace -> same variable of the single-block trace.
 
-    Constants are matched where they are first read. The inputs of an equation that evaluates the loss are not compared.
+    None if the equations differ.
+
+    Constants are matched where they are first read. The inputs of an equation that evaluates the
+    loss are not compared.
     """
     if len(full.eqns) != len(single.eqns) or len(full.invars) != len(single.invars):
         return None
@@ -50,10 +55,14 @@ def match_variables(full: jex.Jaxpr, single: jex.Jaxpr) -> dict[jex.Var, jex.Var
             )
         if full_atom in unmatched_constants[0] and single_atom in unmatched_constants[1]:
             matches.setdefault(full_atom, single_atom)
-        return matches.get(full_atom) is single_atom and len(shape_of(full_atom)) == len(shape_of(single_atom))
+        return matches.get(full_atom) is single_atom and len(shape_of(full_atom)) == len(
+            shape_of(single_atom)
+        )
 
     def inputs_match(full_atoms: Sequence[Atom], single_atoms: Sequence[Atom]) -> bool:
-        return len(full_atoms) == len(single_atoms) and all(map(atoms_match, full_atoms, single_atoms))
+        return len(full_atoms) == len(single_atoms) and all(
+            map(atoms_match, full_atoms, single_atoms)
+        )
 
     for full_eqn, single_eqn in zip(full.eqns, single.eqns, strict=True):
         evaluates_loss = is_opaque(full_eqn) and is_opaque(single_eqn)
@@ -71,7 +80,10 @@ def _same_bits(a: ArrayLike, b: ArrayLike) -> bool:
 
 
 def is_blockwise(
-    full: Sequence[jex.JaxprEqn], single: Sequence[jex.JaxprEqn], matches: Mapping[jex.Var, jex.Var], blocks: int
+    full: Sequence[jex.JaxprEqn],
+    single: Sequence[jex.JaxprEqn],
+    matches: Mapping[jex.Var, jex.Var],
+    blocks: int,
 ) -> bool:
     """Return whether every equation does the same to each block and never mixes blocks.
 
@@ -82,13 +94,20 @@ def is_blockwise(
       blocks: L.
     """
     pairs = zip(full, single, strict=True)
-    return all(_keeps_blocks_apart(full_eqn, single_eqn, matches, blocks) for full_eqn, single_eqn in pairs)
+    return all(
+        _keeps_blocks_apart(full_eqn, single_eqn, matches, blocks) for full_eqn, single_eqn in pairs
+    )
 
 
 def block_dim(var: jex.Var, matches: Mapping[jex.Var, jex.Var], blocks: int) -> int | None:
-    """Return the dim of a variable that counts blocks; None if no dim does; -1 if the two shapes differ in another way."""
+    """Return the dim of a variable that counts blocks.
+
+    None if no dim does; -1 if the two shapes differ in another way.
+    """
     full_shape, single_shape = shape_of(var), shape_of(matches[var])
-    different_dims = [dim for dim, (a, b) in enumerate(zip(full_shape, single_shape, strict=True)) if a != b]
+    different_dims = [
+        dim for dim, (a, b) in enumerate(zip(full_shape, single_shape, strict=True)) if a != b
+    ]
     if not different_dims:
         return None
     dim, *more_dims = different_dims
@@ -98,7 +117,10 @@ def block_dim(var: jex.Var, matches: Mapping[jex.Var, jex.Var], blocks: int) -> 
 def _keeps_blocks_apart(
     eqn: jex.JaxprEqn, single: jex.JaxprEqn, matches: Mapping[jex.Var, jex.Var], blocks: int
 ) -> bool:
-    input_dims = [None if isinstance(var, jex.Literal) else block_dim(var, matches, blocks) for var in eqn.invars]
+    input_dims = [
+        None if isinstance(var, jex.Literal) else block_dim(var, matches, blocks)
+        for var in eqn.invars
+    ]
     output_dims = [block_dim(var, matches, blocks) for var in eqn.outvars]
     if all(dim is None for dim in (*input_dims, *output_dims)):
         return True
@@ -108,7 +130,10 @@ def _keeps_blocks_apart(
     if inner_jaxprs := called_jaxprs(eqn):
         if params.get("length") != single.params.get("length"):
             return False  # a loop over blocks
-        return all(_is_blockwise_inside(a, b, blocks) for a, b in zip(inner_jaxprs, called_jaxprs(single), strict=True))
+        return all(
+            _is_blockwise_inside(a, b, blocks)
+            for a, b in zip(inner_jaxprs, called_jaxprs(single), strict=True)
+        )
     if None in output_dims:
         return False  # blocks were added up, or one block was selected
     if name in ("reshape", "squeeze", "expand_dims"):
@@ -132,14 +157,18 @@ def _keeps_blocks_apart(
 
 
 def _product_keeps_blocks_apart(input_dims: Sequence[int | None], dimension_numbers: Any) -> bool:
-    """Return whether blocks are a batch dim of both factors, or a free dim of one factor of a product."""
+    """Return whether blocks are a batch dim of both factors, or a free dim of one factor of a
+    product.
+    """
     sum_dims, batch_dims = dimension_numbers
     lhs_dim, rhs_dim = input_dims
     if lhs_dim is not None and rhs_dim is not None:
         in_both = lhs_dim in batch_dims[0] and rhs_dim in batch_dims[1]
         return in_both and batch_dims[0].index(lhs_dim) == batch_dims[1].index(rhs_dim)
     return all(
-        dim not in (*sum_dims[side], *batch_dims[side]) for side, dim in enumerate(input_dims) if dim is not None
+        dim not in (*sum_dims[side], *batch_dims[side])
+        for side, dim in enumerate(input_dims)
+        if dim is not None
     )
 
 

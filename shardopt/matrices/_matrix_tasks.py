@@ -1,4 +1,5 @@
-"""Find the parts of an optimizer update that work on matrices, so that each part can run on a single device.
+"""Find the parts of an optimizer update that work on matrices, so that each part can run on a
+single device.
 
 The trace of an update has three kinds of equations:
 
@@ -6,8 +7,8 @@ The trace of an update has three kinds of equations:
 - sums to a number (norms), which the partitioner reduces;
 - products and decompositions of matrices, for which the partitioner would gather.
 
-A `MatrixTask` holds the third kind: the equations of one matrix from the first product to the last. It also holds earlier
-equations, as far as they reduce the bytes of its inputs.
+A `MatrixTask` holds the third kind: the equations of one matrix from the first product to the last.
+It also holds earlier equations, as far as they reduce the bytes of its inputs.
 """
 
 import math
@@ -44,9 +45,11 @@ class MatrixTask(NamedTuple):
 
 
 def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
-    """Return a lower bound of the bytes that products and decompositions would gather if matrices were sharded within.
+    """Return a lower bound of the bytes that products and decompositions would gather if matrices
+    were sharded within.
 
-    Each such equation counts its smallest large operand or result. An equation in a loop counts once per known iteration.
+    Each such equation counts its smallest large operand or result. An equation in a loop counts
+    once per known iteration.
     """
 
     def smallest_operand(eqn: jex.JaxprEqn) -> int | None:
@@ -54,7 +57,9 @@ def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
             return None
         if is_opaque(eqn) or not is_heavy(eqn, min_elements):
             return 0
-        large = [var for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var)) >= min_elements]
+        large = [
+            var for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var)) >= min_elements
+        ]
         return min(map(bytes_of, large), default=0)
 
     return int(sum(cost_of(eqn, smallest_operand) for eqn in jaxpr.eqns))
@@ -63,8 +68,9 @@ def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
 def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:
     """Return the tasks of an update, ordered by stage.
 
-    A matrix has one task, unless one of its values waits for the task of another matrix. An example is a norm over all
-    updates, which a later product reads. The equations after that value are then a task of the next stage.
+    A matrix has one task, unless one of its values waits for the task of another matrix. An example
+    is a norm over all updates, which a later product reads. The equations after that value are then
+    a task of the next stage.
     """
     eqns, stages, heavy_equations = trace.jaxpr.eqns, _Stages(trace, groups), {}
     for i, eqn in enumerate(eqns):
@@ -72,25 +78,35 @@ def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:
         if group is not None and is_heavy(eqn, groups.min_elements):
             heavy_equations.setdefault((stages.stage_of[i], group), []).append(i)
     return [
-        _task(trace, groups, stages, heavy, group, stage) for (stage, group), heavy in sorted(heavy_equations.items())
+        _task(trace, groups, stages, heavy, group, stage)
+        for (stage, group), heavy in sorted(heavy_equations.items())
     ]
 
 
 class _Stages:
-    """The stage of every equation: how many tasks of other matrices it waits for, one after another."""
+    """The stage of every equation: how many tasks of other matrices it waits for, one after
+    another.
+    """
 
     def __init__(self, trace: Trace, groups: Groups):
         self.stage_of: list[int] = []
-        heavy_groups: dict[jex.Var, frozenset[int]] = {}  # the groups whose heavy equations a variable depends on
+        # the groups whose heavy equations a variable depends on
+        heavy_groups: dict[jex.Var, frozenset[int]] = {}
         stage: dict[jex.Var, int] = {}
         for eqn in trace.jaxpr.eqns:
             group, reads = groups.group_of(eqn), inputs_of(eqn)
             this_group = frozenset() if group is None else frozenset({group})
             waits_for = frozenset().union(*(heavy_groups.get(var, frozenset()) for var in reads))
-            next_stages = [stage.get(var, 0) + bool(heavy_groups.get(var, frozenset()) - this_group) for var in reads]
+            next_stages = [
+                stage.get(var, 0) + bool(heavy_groups.get(var, frozenset()) - this_group)
+                for var in reads
+            ]
             input_stages = [stage.get(var, 0) for var in reads]
-            # An equation of no matrix (a sum of norms) does not start a stage; an evaluation of the loss does.
-            eqn_stage = max(input_stages if group is None and not is_opaque(eqn) else next_stages, default=0)
+            # An equation of no matrix (a sum of norms) does not start a stage; an evaluation of the
+            # loss does.
+            eqn_stage = max(
+                input_stages if group is None and not is_opaque(eqn) else next_stages, default=0
+            )
             if group is not None and is_heavy(eqn, groups.min_elements):
                 waits_for |= this_group
             self.stage_of.append(eqn_stage)
@@ -98,12 +114,20 @@ class _Stages:
                 heavy_groups[var], stage[var] = waits_for, eqn_stage
 
 
-def _task(trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], group: int, stage: int) -> MatrixTask:
+def _task(
+    trace: Trace, groups: Groups, stages: _Stages, heavy: Sequence[int], group: int, stage: int
+) -> MatrixTask:
     eqns = trace.jaxpr.eqns
-    core = _equations_between(trace, heavy, [i for i, eqn_stage in enumerate(stages.stage_of) if eqn_stage == stage])
+    core = _equations_between(
+        trace, heavy, [i for i, eqn_stage in enumerate(stages.stage_of) if eqn_stage == stage]
+    )
     core |= _reshapes_after(trace, core)
     core_results = {var for i in core for var in eqns[i].outvars}
-    reads = list(dict.fromkeys(var for i in sorted(core) for var in eqns[i].invars if _is_input(var, core_results)))
+    reads = list(
+        dict.fromkeys(
+            var for i in sorted(core) for var in eqns[i].invars if _is_input(var, core_results)
+        )
+    )
     task_inputs = _smallest_inputs(trace, reads, groups.min_elements)
     preparation, _ = slice_of(trace, reads, stop=set(task_inputs))
     read_outside = {var for var in trace.jaxpr.outvars if not isinstance(var, jex.Literal)}
@@ -140,7 +164,9 @@ def _equations_between(trace: Trace, heavy: Sequence[int], allowed: Sequence[int
 
 
 def _reshapes_after(trace: Trace, core: set[int]) -> set[int]:
-    """Return the equations that only reshape a result of `core`, so that the task returns arrays like the parameter."""
+    """Return the equations that only reshape a result of `core`, so that the task returns arrays
+    like the parameter.
+    """
     reshapes, results = set(), {var for i in core for var in trace.jaxpr.eqns[i].outvars}
     for i, eqn in enumerate(trace.jaxpr.eqns):
         if eqn.primitive.name in _RESHAPES and inputs_of(eqn) & results:
@@ -150,16 +176,22 @@ def _reshapes_after(trace: Trace, core: set[int]) -> set[int]:
 
 
 def _smallest_inputs(trace: Trace, targets: Sequence[jex.Var], min_elements: int) -> list[jex.Var]:
-    """Return the variables of fewest bytes from which light equations compute `targets`; the earliest, if bytes are equal.
+    """Return the variables of fewest bytes from which light equations compute `targets`.
 
-    It is a minimum vertex cut. Inputs of the update and results of heavy equations are sources; the capacity of a
-    variable is its bytes. See `shardopt.remat._split_backward`.
+    The earliest, if bytes are equal.
+
+    It is a minimum vertex cut. Inputs of the update and results of heavy equations are sources; the
+    capacity of a variable is its bytes. See `shardopt.remat._split_backward`.
     """
     if not targets:
         return []
     dependencies, _ = slice_of(trace, targets, stop=set())
     eqns = trace.jaxpr.eqns
-    light = [i for i in sorted(dependencies) if not (is_opaque(eqns[i]) or is_heavy(eqns[i], min_elements))]
+    light = [
+        i
+        for i in sorted(dependencies)
+        if not (is_opaque(eqns[i]) or is_heavy(eqns[i], min_elements))
+    ]
     makes = {var: i for i in light for var in trace.jaxpr.eqns[i].outvars}
     variables, todo = {}, list(targets)
     while todo:

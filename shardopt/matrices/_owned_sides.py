@@ -1,9 +1,10 @@
-"""Decide which equations of an update run at the owners of matrices, and which on the shards of parameters.
+"""Decide which equations of an update run at the owners of matrices, and which on the shards of
+parameters.
 
-State of stacked blocks lives at their owners. Gradients, parameters and averages of parameters do not, and updates must
-return to the parameters.
-A minimum cut of the update's trace finds the variables to move, with the fewest bytes. For Muon and Adam the gradient
-moves to the owner and the update moves back. Weight decay is a term of the parameter, and is added at the parameter.
+State of stacked blocks lives at their owners. Gradients, parameters and averages of parameters do
+not, and updates must return to the parameters. A minimum cut of the update's trace finds the
+variables to move, with the fewest bytes. For Muon and Adam the gradient moves to the owner and the
+update moves back. Weight decay is a term of the parameter, and is added at the parameter.
 """
 
 import math
@@ -37,12 +38,14 @@ class Move(NamedTuple):
 
 
 class Sides(NamedTuple):
-    """The place of each equation of an update, if some state lives at owners, and gradients and parameters do not.
+    """The place of each equation of an update, if some state lives at owners, and gradients and
+    parameters do not.
 
     Attributes:
       at_owners: the equations that run at owners.
       moves: the variables that move between the two sides.
-      returns: for each result of the update, whether it lives with the parameters: updates, and averages of parameters.
+      returns: for each result of the update, whether it lives with the parameters: updates, and
+        averages of parameters.
     """
 
     at_owners: frozenset[int]
@@ -50,12 +53,15 @@ class Sides(NamedTuple):
     returns: tuple[bool, ...]
 
 
-def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collection[int], devices: int) -> Sides:
+def plan_sides(
+    layout: Layout, trace: Trace, min_elements: int, tasks: Collection[int], devices: int
+) -> Sides:
     """Return the side of each of an update's equations.
 
     Args:
       layout: of the parameters.
-      trace: of the update. Its inputs are gradients, state, parameters and loss; its results are updates and state.
+      trace: of the update. Its inputs are gradients, state, parameters and loss; its results are
+        updates and state.
       min_elements: a variable with at least so many elements is large.
       tasks: the equations of the tasks that run at owners because their state is there.
       devices: the number of owners.
@@ -78,7 +84,9 @@ def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collectio
         if not isinstance(var, jex.Literal):
             readers.setdefault(var, set()).add(_PARAMETERS if crossing.returns[i] else _OWNERS)
     maker = {var: node[i] for i in node for var in eqns[i].outvars} | crossing.side_of_input
-    readers = {var: nodes for var, nodes in readers.items() if var in maker and crossing.may_cross(var)}
+    readers = {
+        var: nodes for var, nodes in readers.items() if var in maker and crossing.may_cross(var)
+    }
     # a variable without the shape of a parameter is left to the partitioner, which gathers it
     costs = {var: bytes_of(var) * (1 if crossing.plan(var) else devices) for var in readers}
     unit = max(sum(costs.values()) / (MOST // 4), 1.0)
@@ -88,7 +96,9 @@ def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collectio
         sent_node, returned_node, cost = size, size + 1, math.ceil(costs[var] / unit)
         size += 2
         edges |= {(maker[var], sent_node): cost, (returned_node, maker[var]): cost}
-        edges |= {(sent_node, reader): MOST for reader in nodes} | {(reader, returned_node): MOST for reader in nodes}
+        edges |= {(sent_node, reader): MOST for reader in nodes} | {
+            (reader, returned_node): MOST for reader in nodes
+        }
     owner_nodes = sink_side(edges, size, _PARAMETERS, _OWNERS)
     moves = {}
     for var, nodes in readers.items():
@@ -99,7 +109,8 @@ def plan_sides(layout: Layout, trace: Trace, min_elements: int, tasks: Collectio
 
 
 class _CrossingVariables:
-    """The large variables that may move: they belong to the matrix of a parameter whose state is elsewhere.
+    """The large variables that may move: they belong to the matrix of a parameter whose state is
+    elsewhere.
 
     Attributes:
       groups: the variables that belong to the same matrices.
@@ -122,7 +133,8 @@ class _CrossingVariables:
         opt_state = layout.abstract.opt_state
         averaged = in_averages(opt_state if layout.compression is None else opt_state.optimizer)
         self.returns = (*[True] * count, *averaged)
-        at_parameters = (*self.returns, *[True] * count, False)  # gradients, state, parameters, loss
+        # gradients, state, parameters, loss
+        at_parameters = (*self.returns, *[True] * count, False)
         sides = (_PARAMETERS if stays else _OWNERS for stays in at_parameters)
         self.side_of_input = dict(zip(invars, sides, strict=True))
 
@@ -131,7 +143,9 @@ class _CrossingVariables:
         return bool(self.groups.select_large([var])) and self.groups.root(var) in self.roots
 
     def plan(self, var: jex.Var) -> LeafPlan | None:
-        """Return the plan of the parameters with the shape of a variable, if they are all placed alike and move."""
+        """Return the plan of the parameters with the shape of a variable, if they are all placed
+        alike and move.
+        """
         plans = self.plans.get((self.groups.root(var), shape_of(var)), [])
         placements = {(plan.owned, plan.spec(sharded=True)) for plan in plans}
         return plans[0] if len(placements) == 1 and is_moved(plans[0]) else None

@@ -1,4 +1,6 @@
-"""Run units of work at their owners: an all-to-all sends inputs, each device runs its units, an all-to-all returns outputs."""
+"""Run units of work at their owners: an all-to-all sends inputs, each device runs its units, an
+all-to-all returns outputs.
+"""
 
 import dataclasses
 import functools
@@ -60,32 +62,54 @@ class _Unit(NamedTuple):
 def run_stage(
     config: StrategyConfig, stage: OwnedStage, retrace: Retrace, args: list[list[jax.Array]]
 ) -> list[list[jax.Array]]:
-    """Return the outputs of every task, `local_tasks` last, from the inputs of every task; in the global view."""
+    """Return the outputs of every task, `local_tasks` last, from the inputs of every task.
+
+    In the global view.
+    """
     sent_args, local_args = args[: len(stage.tasks)], args[len(stage.tasks) :]
     local_outputs = [
         _run_locally(config, stage, local_task, retrace, task_args)
         for local_task, task_args in zip(stage.local_tasks, local_args, strict=True)
     ]
-    return [*_run_on_owners(config, stage, retrace, sent_args), *local_outputs] if sent_args else local_outputs
+    return (
+        [*_run_on_owners(config, stage, retrace, sent_args), *local_outputs]
+        if sent_args
+        else local_outputs
+    )
 
 
 def _run_locally(
-    config: StrategyConfig, stage: OwnedStage, owned_task: OwnedTask, retrace: Retrace, args: list[jax.Array]
+    config: StrategyConfig,
+    stage: OwnedStage,
+    owned_task: OwnedTask,
+    retrace: Retrace,
+    args: list[jax.Array],
 ) -> list[jax.Array]:
     """Run a task where its blocks are: one block after another, so that each is computed alone."""
 
     def local(args: list[jax.Array]) -> list[jax.Array]:
         (run,) = _unit_functions(stage, [owned_task], retrace)
         blocks = [
-            run(*(_take_block(x, transfer, block) for x, transfer in zip(args, owned_task.inputs, strict=True)))
+            run(
+                *(
+                    _take_block(x, transfer, block)
+                    for x, transfer in zip(args, owned_task.inputs, strict=True)
+                )
+            )
             for block in range(owned_task.blocks)
         ]
-        return [_join_blocks(pieces, transfer) for *pieces, transfer in zip(*blocks, owned_task.outputs, strict=True)]
+        return [
+            _join_blocks(pieces, transfer)
+            for *pieces, transfer in zip(*blocks, owned_task.outputs, strict=True)
+        ]
 
     specs, out_specs = (
-        [transfer.spec for transfer in transfers] for transfers in (owned_task.inputs, owned_task.outputs)
+        [transfer.spec for transfer in transfers]
+        for transfers in (owned_task.inputs, owned_task.outputs)
     )
-    return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
+    return jax.shard_map(
+        local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
+    )(args)
 
 
 def _run_on_owners(
@@ -94,7 +118,9 @@ def _run_on_owners(
     local = functools.partial(_plan_exchange(config, stage).run, retrace)
     specs = [[transfer.spec for transfer in owned_task.inputs] for owned_task in stage.tasks]
     out_specs = [[transfer.spec for transfer in owned_task.outputs] for owned_task in stage.tasks]
-    return jax.shard_map(local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False)(args)
+    return jax.shard_map(
+        local, mesh=config.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=False
+    )(args)
 
 
 def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> tuple[int, int]:
@@ -103,7 +129,9 @@ def stage_bytes(config: StrategyConfig, stage: OwnedStage) -> tuple[int, int]:
     All rows are padded to the length of the longest row.
     """
     exchange = _plan_exchange(config, stage)
-    row = sum(total * dtype.itemsize for lengths in exchange.totals for dtype, total in lengths.items())
+    row = sum(
+        total * dtype.itemsize for lengths in exchange.totals for dtype, total in lengths.items()
+    )
     slots = [
         slot
         for units in exchange.units_of_owners
@@ -122,8 +150,8 @@ class _Program(NamedTuple):
     Attributes:
       task: a task with this program.
       units: its units on all owners, in the order of their numbers.
-      numbers: the numbers of each owner's units, [owners, the most units of an owner]. An owner with fewer units gets a
-        number that is out of range.
+      numbers: the numbers of each owner's units, [owners, the most units of an owner]. An owner
+        with fewer units gets a number that is out of range.
     """
 
     task: OwnedTask
@@ -135,7 +163,8 @@ class _Program(NamedTuple):
 class _Exchange:
     """The exchange between devices and owners, as each device runs it.
 
-    Devices whose units have the same programs run the same branch. Units of one program differ only in their numbers.
+    Devices whose units have the same programs run the same branch. Units of one program differ only
+    in their numbers.
 
     Attributes:
       stage: the tasks.
@@ -159,7 +188,10 @@ class _Exchange:
         """The programs, in the order of their indices."""
         programs = []
         for i, task in enumerate({task.key: task for task in self.stage.tasks}.values()):
-            numbers = [[unit.number for unit in units if unit.program == i] for units in self.units_of_owners]
+            numbers = [
+                [unit.number for unit in units if unit.program == i]
+                for units in self.units_of_owners
+            ]
             units = [unit for units in self.units_of_owners for unit in units if unit.program == i]
             table = np.full((self.count, max(map(len, numbers))), len(units))
             for owner, unit_numbers in enumerate(numbers):
@@ -172,7 +204,9 @@ class _Exchange:
         axes, tasks = tuple(self.sizes), self.stage.tasks
         device = jax.lax.axis_index(axes)
         device_numbers = [jnp.asarray(program.numbers)[device] for program in self.programs]
-        sent = _pack_buffers([self.pieces_for(units, args) for units in self.units_of_owners], self.totals[0])
+        sent = _pack_buffers(
+            [self.pieces_for(units, args) for units in self.units_of_owners], self.totals[0]
+        )
         received = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in sent.items()}
         unsent_args = [
             _select_unsent(tasks, program.units, args, unit_numbers)
@@ -182,20 +216,35 @@ class _Exchange:
         examples: dict[tuple[int, ...], list[_Unit]] = {}
         for units in self.units_of_owners:
             examples.setdefault(_mixture(units), units)
-        branches = [functools.partial(self.run_units, functions, units) for units in examples.values()]
-        branch_of_owner = np.array([list(examples).index(_mixture(units)) for units in self.units_of_owners])
-        outputs, unsent_outputs = jax.lax.switch(jnp.asarray(branch_of_owner)[device], branches, received, unsent_args)
+        branches = [
+            functools.partial(self.run_units, functions, units) for units in examples.values()
+        ]
+        branch_of_owner = np.array(
+            [list(examples).index(_mixture(units)) for units in self.units_of_owners]
+        )
+        outputs, unsent_outputs = jax.lax.switch(
+            jnp.asarray(branch_of_owner)[device], branches, received, unsent_args
+        )
         returned = {dtype: all_to_all(x, axes, 0, 0) for dtype, x in outputs.items()}
         shared = [
             [_combine_owners(x, unit_numbers, len(program.units), axes) for x in values]
-            for values, unit_numbers, program in zip(unsent_outputs, device_numbers, self.programs, strict=True)
+            for values, unit_numbers, program in zip(
+                unsent_outputs, device_numbers, self.programs, strict=True
+            )
         ]
         return self.join(returned, shared)
 
-    def pieces_for(self, units: Sequence[_Unit], args: list[list[jax.Array]]) -> list[tuple[_Slot, jax.Array]]:
+    def pieces_for(
+        self, units: Sequence[_Unit], args: list[list[jax.Array]]
+    ) -> list[tuple[_Slot, jax.Array]]:
         """Return this device's pieces of the inputs of an owner's units."""
         return [
-            (slot, _take_block(args[unit.task][j], self.stage.tasks[unit.task].inputs[j], unit.block).reshape(1, -1))
+            (
+                slot,
+                _take_block(
+                    args[unit.task][j], self.stage.tasks[unit.task].inputs[j], unit.block
+                ).reshape(1, -1),
+            )
             for unit in units
             for j, slot in enumerate(unit.inputs)
             if slot is not None
@@ -208,36 +257,52 @@ class _Exchange:
         received: Buffers,
         unsent_args: list[list[jax.Array]],
     ) -> tuple[Buffers, list[list[jax.Array]]]:
-        """Return the sent and the unsent outputs of an owner with these units, from received and unsent inputs."""
+        """Return the sent and the unsent outputs of an owner with these units, from received and
+        unsent inputs.
+        """
         rows: list[tuple[_Slot, jax.Array]] = []
         unsent_outputs = [
-            [[] for transfer in program.task.outputs if not transfer.is_sent] for program in self.programs
+            [[] for transfer in program.task.outputs if not transfer.is_sent]
+            for program in self.programs
         ]
         positions = [0] * len(self.programs)
         for unit in units:
-            owned_task, unsent_inputs, args = self.stage.tasks[unit.task], iter(unsent_args[unit.program]), []
+            owned_task, unsent_inputs, args = (
+                self.stage.tasks[unit.task],
+                iter(unsent_args[unit.program]),
+                [],
+            )
             for transfer, slot in zip(owned_task.inputs, unit.inputs, strict=True):
                 if slot is None:
                     args.append(next(unsent_inputs)[positions[unit.program]])
                 else:
-                    pieces = received[slot.dtype][:, slot.start : slot.stop].reshape(self.count, *slot.piece_shape)
+                    pieces = received[slot.dtype][:, slot.start : slot.stop].reshape(
+                        self.count, *slot.piece_shape
+                    )
                     args.append(_assemble(pieces, transfer, self.sizes))
             positions[unit.program] += 1
             output_lists = iter(unsent_outputs[unit.program])
-            for x, transfer, slot in zip(functions[unit.task](*args), owned_task.outputs, unit.outputs, strict=True):
+            for x, transfer, slot in zip(
+                functions[unit.task](*args), owned_task.outputs, unit.outputs, strict=True
+            ):
                 if slot is None:
                     next(output_lists).append(x)
                 else:
                     rows.append((slot, _split(x, transfer, self.sizes).reshape(self.count, -1)))
         padded_outputs = [
-            _padded(outputs, program) for outputs, program in zip(unsent_outputs, self.programs, strict=True)
+            _padded(outputs, program)
+            for outputs, program in zip(unsent_outputs, self.programs, strict=True)
         ]
         return _pack_buffers([rows], self.totals[1], self.count), padded_outputs
 
     def join(self, returned: Buffers, shared: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        """Return the outputs of every task, from returned rows and from results that all devices share."""
+        """Return the outputs of every task, from returned rows and from results that all devices
+        share.
+        """
         tasks = self.stage.tasks
-        results: list[list[list[jax.Array]]] = [[[] for _ in owned_task.outputs] for owned_task in tasks]
+        results: list[list[list[jax.Array]]] = [
+            [[] for _ in owned_task.outputs] for owned_task in tasks
+        ]
         for owner, unit in sorted(
             ((owner, unit) for owner, units in enumerate(self.units_of_owners) for unit in units),
             key=lambda pair: pair[1].block,
@@ -247,16 +312,23 @@ class _Exchange:
                 if slot is None:
                     piece = next(shared_values)[unit.number]
                 else:
-                    piece = returned[slot.dtype][owner, slot.start : slot.stop].reshape(slot.piece_shape)
+                    piece = returned[slot.dtype][owner, slot.start : slot.stop].reshape(
+                        slot.piece_shape
+                    )
                 results[unit.task][j].append(piece)
         return [
-            [_join_blocks(pieces, transfer) for pieces, transfer in zip(task_results, owned_task.outputs, strict=True)]
+            [
+                _join_blocks(pieces, transfer)
+                for pieces, transfer in zip(task_results, owned_task.outputs, strict=True)
+            ]
             for task_results, owned_task in zip(results, tasks, strict=True)
         ]
 
 
 def _padded(outputs: list[list[jax.Array]], program: _Program) -> list[jax.Array]:
-    """Return the unsent outputs of one owner's units of a program, [the most units of an owner, ...]."""
+    """Return the unsent outputs of one owner's units of a program, [the most units of an owner,
+    ...].
+    """
     transfers = [transfer for transfer in program.task.outputs if not transfer.is_sent]
     width = program.numbers.shape[1]
     return [
@@ -265,7 +337,9 @@ def _padded(outputs: list[list[jax.Array]], program: _Program) -> list[jax.Array
     ]
 
 
-def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retrace) -> list[UnitFunction]:
+def _unit_functions(
+    stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retrace
+) -> list[UnitFunction]:
     """Return the function of a unit of each task.
 
     They come from new traces, because equations belong to the mesh under which they are traced.
@@ -283,7 +357,9 @@ def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retr
             for variables in (owned_task.input_vars, owned_task.output_vars)
         )
         task_trace = new_traces[owned_task.cut]
-        part = jaxpr_of_part(task_trace, owned_task.task.equations, inputs, outputs).replace(constvars=[])
+        part = jaxpr_of_part(task_trace, owned_task.task.equations, inputs, outputs).replace(
+            constvars=[]
+        )
         return lambda *args: jax.core.eval_jaxpr(part, (), *args)
 
     return [function(owned_task) for owned_task in tasks]
@@ -292,7 +368,9 @@ def _unit_functions(stage: OwnedStage, tasks: Sequence[OwnedTask], retrace: Retr
 def _plan_exchange(config: StrategyConfig, stage: OwnedStage) -> _Exchange:
     """Give the units of every owner their slots in the rows that devices exchange."""
     sizes = {axis: config.mesh_shape[axis] for axis in stage.axes}
-    programs = {key: i for i, key in enumerate(dict.fromkeys(owned_task.key for owned_task in stage.tasks))}
+    programs = {
+        key: i for i, key in enumerate(dict.fromkeys(owned_task.key for owned_task in stage.tasks))
+    }
     owners: list[list[_Unit]] = [[] for _ in range(math.prod(sizes.values()))]
     totals: tuple[dict[np.dtype, int], dict[np.dtype, int]] = ({}, {})
     counts = [0] * len(programs)
@@ -305,7 +383,9 @@ def _plan_exchange(config: StrategyConfig, stage: OwnedStage) -> _Exchange:
         owned_task = stage.tasks[task]
         inputs, outputs = (
             [_slot(transfer, sizes, end) for transfer in transfers]
-            for transfers, end in zip((owned_task.inputs, owned_task.outputs), ends[owner], strict=True)
+            for transfers, end in zip(
+                (owned_task.inputs, owned_task.outputs), ends[owner], strict=True
+            )
         )
         owners[owner].append(_Unit(task, block, program, counts[program], inputs, outputs))
         counts[program] += 1
@@ -351,26 +431,41 @@ def _join_blocks(blocks: Sequence[jax.Array], transfer: Transfer) -> jax.Array:
 
 
 def _pack_buffers(
-    rows: Sequence[Sequence[tuple[_Slot, jax.Array]]], totals: Mapping[np.dtype, int], num_parts: int = 1
+    rows: Sequence[Sequence[tuple[_Slot, jax.Array]]],
+    totals: Mapping[np.dtype, int],
+    num_parts: int = 1,
 ) -> Buffers:
-    """Return one buffer a dtype: each row joins its pieces [num_parts, elements] and is padded to the same length."""
+    """Return one buffer a dtype: each row joins its pieces [num_parts, elements] and is padded to
+    the same length.
+    """
 
     def row(pieces: Sequence[tuple[_Slot, jax.Array]], dtype: np.dtype, total: int) -> jax.Array:
         arrays = [x for slot, x in pieces if slot.dtype == dtype]
         padding = total - sum(x.shape[1] for x in arrays)
         return jnp.concatenate([*arrays, jnp.zeros((num_parts, padding), dtype)], axis=1)
 
-    return {dtype: jnp.concatenate([row(pieces, dtype, total) for pieces in rows]) for dtype, total in totals.items()}
+    return {
+        dtype: jnp.concatenate([row(pieces, dtype, total) for pieces in rows])
+        for dtype, total in totals.items()
+    }
 
 
 def _select_unsent(
-    tasks: Sequence[OwnedTask], units: Sequence[_Unit], args: list[list[jax.Array]], unit_numbers: jax.Array
+    tasks: Sequence[OwnedTask],
+    units: Sequence[_Unit],
+    args: list[list[jax.Array]],
+    unit_numbers: jax.Array,
 ) -> list[jax.Array]:
-    """Return the unsent inputs of this device's units of one program, [units, ...]; every device has all of them."""
+    """Return the unsent inputs of this device's units of one program, [units, ...].
+
+    Every device has all of them.
+    """
     selected = []
     for j, slot in enumerate(units[0].inputs):
         if slot is None:
-            stacked = jnp.stack([_take_block(args[u.task][j], tasks[u.task].inputs[j], u.block) for u in units])
+            stacked = jnp.stack(
+                [_take_block(args[u.task][j], tasks[u.task].inputs[j], u.block) for u in units]
+            )
             selected.append(jnp.take(stacked, unit_numbers, axis=0, mode="clip"))
     return selected
 
@@ -378,7 +473,9 @@ def _select_unsent(
 def _assemble(pieces: jax.Array, transfer: Transfer, sizes: Mapping[str, int]) -> jax.Array:
     """Return a value from its pieces on all devices, [devices, piece]."""
     order = _dim_order(transfer, sizes)
-    return pieces.reshape(*sizes.values(), *pieces.shape[1:]).transpose(order).reshape(transfer.shape)
+    return (
+        pieces.reshape(*sizes.values(), *pieces.shape[1:]).transpose(order).reshape(transfer.shape)
+    )
 
 
 def _split(x: jax.Array, transfer: Transfer, sizes: Mapping[str, int]) -> jax.Array:
@@ -398,8 +495,12 @@ def _dim_order(transfer: Transfer, sizes: Mapping[str, int]) -> list[int]:
     return order
 
 
-def _combine_owners(x: jax.Array, unit_numbers: jax.Array, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return on every device the results of all units, [count, ...], from this device's results [own units, ...]."""
+def _combine_owners(
+    x: jax.Array, unit_numbers: jax.Array, count: int, axes: tuple[str, ...]
+) -> jax.Array:
+    """Return on every device the results of all units, [count, ...], from this device's results
+    [own units, ...].
+    """
     wide = x.astype(jnp.int32) if x.dtype == bool else x
     scattered = jnp.zeros((count, *x.shape[1:]), wide.dtype).at[unit_numbers].set(wide, mode="drop")
     return jax.lax.psum(scattered, axes).astype(x.dtype)

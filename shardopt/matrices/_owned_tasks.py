@@ -1,4 +1,6 @@
-"""The tasks of an update as units of work on owners: the arrays that each unit exchanges, its cost, and its owner."""
+"""The tasks of an update as units of work on owners: the arrays that each unit exchanges, its cost,
+and its owner.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +24,9 @@ from shardopt.trace._matrix_work import MIN_ELEMENTS, Groups
 from shardopt.trace._parts import Trace, abstract_value, jaxpr_of_part, product_flops
 
 CutLeaves = frozenset[int]
-"""The trained leaves, by index, that have a single block in a trace; an empty set is the trace of the whole update."""
+"""The trained leaves, by index, that have a single block in a trace; an empty set is the trace of
+the whole update.
+"""
 WHOLE: CutLeaves = frozenset()
 
 
@@ -30,8 +34,10 @@ class Transfer(NamedTuple):
     """How an input or output of a unit gets to its owner or back.
 
     Attributes:
-      spec: how it is sharded: over all axes that owners are along if it is sent, over none of them if it is not.
-      is_sent: whether it is sent to the owner, or back. A value that is not sent is at its owner, small, or replicated.
+      spec: how it is sharded: over all axes that owners are along if it is sent, over none of them
+        if it is not.
+      is_sent: whether it is sent to the owner, or back. A value that is not sent is at its owner,
+        small, or replicated.
       shape: the shape of one unit's value, at its owner.
       dtype: its dtype.
       dim: the dim that counts blocks; None if units are not blocks.
@@ -51,7 +57,8 @@ class OwnedTask(NamedTuple):
       task: the task.
       inputs: its large inputs, then its small inputs.
       outputs: its outputs.
-      input_vars: the inputs as variables of the trace that a unit runs: the trace of the update, or of one block.
+      input_vars: the inputs as variables of the trace that a unit runs: the trace of the update, or
+        of one block.
       output_vars: the outputs as variables of that trace.
       key: tasks with equal keys run the same program.
       cut: the leaves whose blocks are units; `WHOLE` if there is a single unit.
@@ -76,7 +83,8 @@ class OwnedStage(NamedTuple):
     """Tasks that run at the same time, unit by unit on their owners.
 
     Attributes:
-      axes: the axes that owners are along. Devices along other axes have other matrices, and share out those.
+      axes: the axes that owners are along. Devices along other axes have other matrices, and share
+        out those.
       tasks: tasks whose inputs are sent to owners.
       local_tasks: tasks of stacked matrices that live at their owners: nothing is sent.
       units: (task, block) of each unit of `tasks`.
@@ -103,7 +111,9 @@ def owner_numbers(config: StrategyConfig, axes: Sequence[str]) -> np.ndarray:
     all_axes, sizes = owner_axes(config), config.mesh_shape
     numbers = np.arange(_size(config, all_axes)).reshape([sizes[axis] for axis in all_axes])
     order = [*(axis for axis in all_axes if axis not in axes), *axes]
-    return numbers.transpose([all_axes.index(axis) for axis in order]).reshape(-1, _size(config, axes))
+    return numbers.transpose([all_axes.index(axis) for axis in order]).reshape(
+        -1, _size(config, axes)
+    )
 
 
 def _size(config: StrategyConfig, axes: Sequence[str]) -> int:
@@ -113,7 +123,9 @@ def _size(config: StrategyConfig, axes: Sequence[str]) -> int:
 def plan_stages(
     config: StrategyConfig, layout: Layout, full_trace: Trace, retrace: Callable[[CutLeaves], Trace]
 ) -> tuple[list[OwnedStage], list[Owned]]:
-    """Return the tasks that run on owners, stage by stage, each unit with its owner; and the matrices that get no owner.
+    """Return the tasks that run on owners, stage by stage, each unit with its owner.
+
+    And the matrices that get no owner.
 
     Args:
       config: of the strategy.
@@ -127,7 +139,9 @@ def plan_stages(
         if groups.select_large([var]):
             leaves.setdefault(groups.group_number(var), []).append(i)
     tasks = find_tasks(full_trace, groups)
-    cuts = _Cuts(layout.trained, full_trace, retrace, [leaves.get(task.group, []) for task in tasks])
+    cuts = _Cuts(
+        layout.trained, full_trace, retrace, [leaves.get(task.group, []) for task in tasks]
+    )
     all_axes, specs = owner_axes(config), _specs_of(layout, full_trace)
     stages: dict[tuple[int, tuple[str, ...]], list[OwnedTask]] = {}
     local_tasks: dict[int, list[OwnedTask]] = {}
@@ -136,19 +150,30 @@ def plan_stages(
         task_leaves = leaves.get(task.group, [])
         task_plans = [layout.trained[i] for i in task_leaves]
         num_at_owners = sum(plan.stacked and plan.owned is not None for plan in task_plans)
-        if 0 < num_at_owners < len(task_plans) or (num_at_owners == 0 and _size(config, all_axes) == 1):
+        if 0 < num_at_owners < len(task_plans) or (
+            num_at_owners == 0 and _size(config, all_axes) == 1
+        ):
             continue
         cut = cuts.cut(task, task_leaves)
         if num_at_owners and cut is None:
             continue  # a task of several blocks is left to the partitioner
-        block_axes = () if cut is None else tuple(spec_axes(task_plans[0].state_spec(sharded=True)[:1]))
+        block_axes = (
+            () if cut is None else tuple(spec_axes(task_plans[0].state_spec(sharded=True)[:1]))
+        )
         axes = tuple(axis for axis in all_axes if axis not in block_axes)
-        if num_at_owners or (cut is not None and (_size(config, axes) == 1 or _are_whole(task_plans))):
-            local_task = _make_owned_task(config, task, task_plans, full_trace, specs, cut, block_axes, is_local=True)
+        if num_at_owners or (
+            cut is not None and (_size(config, axes) == 1 or _are_whole(task_plans))
+        ):
+            local_task = _make_owned_task(
+                config, task, task_plans, full_trace, specs, cut, block_axes, is_local=True
+            )
             local_tasks.setdefault(task.stage, []).append(local_task)
             continue
         if cut is None and any(plan.pipelined for plan in task_plans):
-            because = "the optimizer mixes the blocks of a leaf, and each stage of the pipeline holds only some of them"
+            because = (
+                "the optimizer mixes the blocks of a leaf, and each stage of the pipeline holds"
+                " only some of them"
+            )
             without_owner.append(Owned(tuple(plan.path for plan in task_plans), (), because))
             continue
         owned_task = _make_owned_task(config, task, task_plans, full_trace, specs, cut, block_axes)
@@ -159,7 +184,9 @@ def plan_stages(
             result.append(OwnedStage((), (), tuple(local_tasks[stage]), (), (), cuts.traces))
         loads = np.zeros(_size(config, all_axes))
         # those with the fewest owners first: the others have more freedom to even out
-        for axes in sorted((axes for i, axes in stages if i == stage), key=lambda axes: (len(axes), axes)):
+        for axes in sorted(
+            (axes for i, axes in stages if i == stage), key=lambda axes: (len(axes), axes)
+        ):
             result.append(_make_stage(config, axes, tuple(stages[stage, axes]), loads, cuts.traces))
     return result, without_owner
 
@@ -169,7 +196,11 @@ def _specs_of(layout: Layout, trace: Trace) -> dict[jex.Var, PartitionSpec]:
     count, opt_state = len(layout.trained), layout.specs.opt_state
     specs = jax.tree.leaves(opt_state if layout.compression is None else opt_state.optimizer)
     state_vars = (*trace.jaxpr.invars[count : -count - 1], *trace.jaxpr.outvars[count:])
-    return {var: spec for var, spec in zip(state_vars, specs * 2, strict=True) if not isinstance(var, jex.Literal)}
+    return {
+        var: spec
+        for var, spec in zip(state_vars, specs * 2, strict=True)
+        if not isinstance(var, jex.Literal)
+    }
 
 
 def _make_stage(
@@ -179,26 +210,35 @@ def _make_stage(
     loads: np.ndarray,
     traces: dict[CutLeaves, Trace],
 ) -> OwnedStage:
-    """Return tasks with an owner for each unit, and add the costs of the units to `loads`, the loads of all owners."""
+    """Return tasks with an owner for each unit, and add the costs of the units to `loads`, the
+    loads of all owners.
+    """
     # units of one program are adjacent, so that devices have the same mixtures of programs
     order = sorted(range(len(tasks)), key=lambda i: (-tasks[i].cost, tasks[i].key, i))
     units = tuple((i, block) for i in order for block in range(tasks[i].blocks))
     numbers = owner_numbers(config, axes)
-    owners = share_out([tasks[i].cost for i, _ in units], numbers.shape[1], loads[numbers].max(axis=0))
+    owners = share_out(
+        [tasks[i].cost for i, _ in units], numbers.shape[1], loads[numbers].max(axis=0)
+    )
     stage = OwnedStage(axes, tasks, (), units, tuple(owners), traces)
     add_loads(stage, numbers, loads)
     return stage
 
 
 def add_loads(stage: OwnedStage, numbers: np.ndarray, loads: np.ndarray) -> None:
-    """Add the costs of the units of a stage to the loads of their owners; `numbers` come from `owner_numbers`."""
+    """Add the costs of the units of a stage to the loads of their owners.
+
+    `numbers` come from `owner_numbers`.
+    """
     for (task, _), owner in zip(stage.units, stage.owners, strict=True):
         loads[numbers[:, owner]] += stage.tasks[task].cost
 
 
 def _are_whole(plans: Sequence[LeafPlan]) -> bool:
     """Return whether leaves are sharded by whole matrices, along the first dim."""
-    return all(plan.dim == 0 and not plan.experts and TENSOR not in tuple(plan.tensor) for plan in plans)
+    return all(
+        plan.dim == 0 and not plan.experts and TENSOR not in tuple(plan.tensor) for plan in plans
+    )
 
 
 class _Cut(NamedTuple):
@@ -218,10 +258,12 @@ class _Cut(NamedTuple):
 
 
 class _Cuts:
-    """Finds the tasks that do the same to each block of a `BlockModel`, or to each matrix of any other stacked leaf.
+    """Finds the tasks that do the same to each block of a `BlockModel`, or to each matrix of any
+    other stacked leaf.
 
-    Each leaf of three or more dims may be a stack. The proof is a trace of the update in which each stack has one matrix.
-    All leaves are cut in one trace. If an optimizer works differently then, leaves of each shape are cut in a trace of their own.
+    Each leaf of three or more dims may be a stack. The proof is a trace of the update in which each
+    stack has one matrix. All leaves are cut in one trace. If an optimizer works differently then,
+    leaves of each shape are cut in a trace of their own.
     """
 
     def __init__(
@@ -238,7 +280,9 @@ class _Cuts:
         self.stacks = frozenset(i for leaves in groups if self.are_stacks(leaves) for i in leaves)
 
     def are_stacks(self, leaves: Sequence[int]) -> bool:
-        """Return whether leaves outside of a `BlockModel` may be stacks of equally many matrices, with the same devices."""
+        """Return whether leaves outside of a `BlockModel` may be stacks of equally many matrices,
+        with the same devices.
+        """
         plans = [self.plans[i] for i in leaves]
         if any(plan.stacked or len(plan.shape) < 3 for plan in plans):
             return False
@@ -250,7 +294,10 @@ class _Cuts:
             attempts = [self.blocks]
         elif self.stacks.issuperset(leaves) and leaves:
             shapes = {self.plans[i].shape for i in leaves}
-            attempts = [self.stacks, frozenset(i for i in self.stacks if self.plans[i].shape in shapes)]
+            attempts = [
+                self.stacks,
+                frozenset(i for i in self.stacks if self.plans[i].shape in shapes),
+            ]
         else:
             return None
         blocks = self.plans[leaves[0]].shape[0]
@@ -258,27 +305,42 @@ class _Cuts:
             matches = self.match(cut_leaves)
             if matches is not None:
                 trace = self.traces[cut_leaves]
-                return _Cut(cut_leaves, trace, matches, blocks) if self.is_cut(task, trace, matches, blocks) else None
+                return (
+                    _Cut(cut_leaves, trace, matches, blocks)
+                    if self.is_cut(task, trace, matches, blocks)
+                    else None
+                )
         return None
 
-    def is_cut(self, task: MatrixTask, trace: Trace, matches: dict[jex.Var, jex.Var], blocks: int) -> bool:
+    def is_cut(
+        self, task: MatrixTask, trace: Trace, matches: dict[jex.Var, jex.Var], blocks: int
+    ) -> bool:
         """Return whether a task does the same to each block, and never mixes blocks."""
         indices = sorted(task.equations)
-        pairs = [self.full_trace.jaxpr.eqns[i] for i in indices], [trace.jaxpr.eqns[i] for i in indices]
+        pairs = (
+            [self.full_trace.jaxpr.eqns[i] for i in indices],
+            [trace.jaxpr.eqns[i] for i in indices],
+        )
         block_dims = [block_dim(var, matches, blocks) for var in (*task.inputs, *task.outputs)]
         return None not in block_dims and is_blockwise(*pairs, matches, blocks)
 
     def match(self, leaves: CutLeaves) -> dict[jex.Var, jex.Var] | None:
-        """Return variable of the full trace -> variable of the trace with these leaves cut; None if the traces differ."""
+        """Return variable of the full trace -> variable of the trace with these leaves cut.
+
+        None if the traces differ.
+        """
         if leaves not in self.matches:
             try:
                 self.traces[leaves] = self.retrace(leaves)
             except Exception:
                 if leaves == self.blocks:
                     raise
-                self.matches[leaves] = None  # the optimizer refuses such a shape, so it does not treat it as a stack
+                # the optimizer refuses such a shape, so it does not treat it as a stack
+                self.matches[leaves] = None
             else:
-                self.matches[leaves] = match_variables(self.full_trace.jaxpr, self.traces[leaves].jaxpr)
+                self.matches[leaves] = match_variables(
+                    self.full_trace.jaxpr, self.traces[leaves].jaxpr
+                )
         return self.matches[leaves]
 
 
@@ -317,14 +379,27 @@ def _make_owned_task(
             sent = _sent_spec(config, var, specs.get(var), plans, dim, block_axes)
         if sent is not None:
             return Transfer(sent, True, unit.shape, dtype, dim)
-        local_spec = PartitionSpec(*[None] * dim, block_axes) if dim is not None and num_parts > 1 else PartitionSpec()
+        local_spec = (
+            PartitionSpec(*[None] * dim, block_axes)
+            if dim is not None and num_parts > 1
+            else PartitionSpec()
+        )
         return Transfer(local_spec, False, unit.shape, dtype, dim)
 
     min_elements = max(MIN_ELEMENTS, config.layout.min_shard_elements)
-    is_large = lambda var: math.prod(shape_of(var)) >= min_elements  # noqa: E731
+
+    def is_large(var):
+        return math.prod(shape_of(var)) >= min_elements
+
     reads = [*task.inputs, *task.small_inputs]
-    unit_var = lambda var: var if matches is None else matches[var]  # noqa: E731
-    input_vars, output_vars = [unit_var(var) for var in reads], [unit_var(var) for var in task.outputs]
+
+    def unit_var(var):
+        return var if matches is None else matches[var]
+
+    input_vars, output_vars = (
+        [unit_var(var) for var in reads],
+        [unit_var(var) for var in task.outputs],
+    )
     part = jaxpr_of_part(unit_trace, task.equations, input_vars, output_vars).replace(constvars=[])
     inputs = tuple(transfer_of(var, large=is_large(var)) for var in reads)
     outputs = tuple(transfer_of(var, large=is_large(var)) for var in task.outputs)
@@ -350,9 +425,12 @@ def _sent_spec(
     dim: int | None,
     block_axes: tuple[str, ...],
 ) -> PartitionSpec | None:
-    """Return a spec that shards a value over all axes of owners; None if no dim allows it, or the leaf is replicated.
+    """Return a spec that shards a value over all axes of owners.
 
-    It has as much as possible of `spec`, which is how state is sharded between steps: the partitioner moves the rest.
+    None if no dim allows it, or the leaf is replicated.
+
+    It has as much as possible of `spec`, which is how state is sharded between steps: the
+    partitioner moves the rest.
     """
     shape, sizes = shape_of(var), config.mesh_shape
     plan = next((plan for plan in plans if plan.shape == shape), None)
@@ -367,7 +445,10 @@ def _sent_spec(
         entries[dim] = block_axes
 
     def can_shard(i: int, axis: str) -> bool:
-        return i != dim and shape[i] % (math.prod(sizes[name] for name in entries[i]) * sizes[axis]) == 0
+        return (
+            i != dim
+            and shape[i] % (math.prod(sizes[name] for name in entries[i]) * sizes[axis]) == 0
+        )
 
     for axis in owner_axes(config):
         if any(axis in entry for entry in entries):
@@ -378,11 +459,15 @@ def _sent_spec(
             return None
         best_dim = max(candidates, key=lambda i: (bool(set(entries[i]) - {"pipeline"}), shape[i]))
         entries[best_dim] = (*entries[best_dim], axis)
-    return PartitionSpec(*(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries))
+    return PartitionSpec(
+        *(None if not entry else entry[0] if len(entry) == 1 else entry for entry in entries)
+    )
 
 
 def _flops(eqn: jex.JaxprEqn) -> float:
-    """Return the approximate flops of an equation: exact for products, an estimate for decompositions."""
+    """Return the approximate flops of an equation: exact for products, an estimate for
+    decompositions.
+    """
     return cost_of(eqn, _flops_of_primitive)
 
 
@@ -398,5 +483,15 @@ def _flops_of_primitive(eqn: jex.JaxprEqn) -> float | None:
     return float(sum(math.prod(shape_of(var)) for var in eqn.outvars))
 
 
-_DECOMPOSITION_FLOPS = {"cholesky": 1 / 3, "eig": 25.0, "eigh": 9.0, "lu": 2 / 3, "geqrf": 2.0, "qr": 4.0, "svd": 20.0}
-"""Approximate flops of a decomposition, divided by m n min(m, n). Golub and Van Loan, "Matrix Computations"."""
+_DECOMPOSITION_FLOPS = {
+    "cholesky": 1 / 3,
+    "eig": 25.0,
+    "eigh": 9.0,
+    "lu": 2 / 3,
+    "geqrf": 2.0,
+    "qr": 4.0,
+    "svd": 20.0,
+}
+"""Approximate flops of a decomposition, divided by m n min(m, n). Golub and Van Loan, "Matrix
+Computations".
+"""

@@ -1,4 +1,6 @@
-"""An optimizer's update whose work on matrices is done at owners: all-to-alls send shards there and results back."""
+"""An optimizer's update whose work on matrices is done at owners: all-to-alls send shards there and
+results back.
+"""
 
 import functools
 import math
@@ -34,17 +36,27 @@ from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
 
 
 def owned_update(
-    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
+    config: StrategyConfig,
+    layout: Layout,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    extra_args: ExtraArgs,
 ) -> tuple[PyTree, PyTree]:
-    """Return the result of `call_update`, with products and decompositions of matrices run by their owners; in the global view.
+    """Return the result of `call_update`, with products and decompositions of matrices run by their
+    owners; in the global view.
 
-    Gradients, parameters and updates are sharded as the placement says. Equations that need state at owners run there, see
-    `plan_sides`. Products and decompositions are units, a matrix or stacked block each. Each owner runs a unit alone, so its
-    bits do not depend on the number of devices. If the state of a unit is not at its owner, the owner gets all inputs of the
-    unit, and sends every device its shard of the result. Psi bytes sent and returned cost (N-1)/N^2 Psi per device each way.
+    Gradients, parameters and updates are sharded as the placement says. Equations that need state
+    at owners run there, see `plan_sides`. Products and decompositions are units, a matrix or
+    stacked block each. Each owner runs a unit alone, so its bits do not depend on the number of
+    devices. If the state of a unit is not at its owner, the owner gets all inputs of the unit, and
+    sends every device its shard of the result. Psi bytes sent and returned cost (N-1)/N^2 Psi per
+    device each way.
     """
 
-    def update(grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array) -> tuple[PyTree, PyTree]:
+    def update(
+        grads: PyTree, opt_state: PyTree, params: PyTree, value: jax.Array
+    ) -> tuple[PyTree, PyTree]:
         # the loss and gradients of this trace, because those in the closure belong to another trace
         traced_args = extra_args._replace(value=value, grad=grads)
         return call_update(config.update.tx, grads, opt_state, params, opaque(traced_args))
@@ -81,7 +93,9 @@ def owned_update(
             [read(var, at_owners=local) for var in task_inputs]
             for task_inputs, local in zip(inputs, is_local, strict=True)
         ]
-        for owned_task, outputs in zip(tasks, run_stage(config, stage, retrace_update, args), strict=True):
+        for owned_task, outputs in zip(
+            tasks, run_stage(config, stage, retrace_update, args), strict=True
+        ):
             values |= dict(zip(owned_task.task.outputs, outputs, strict=True))
     compute(trace.jaxpr.outvars)
     results = [
@@ -91,26 +105,42 @@ def owned_update(
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
 
-def _sides(config: StrategyConfig, layout: Layout, trace: Trace, stages: Sequence[OwnedStage]) -> Sides:
+def _sides(
+    config: StrategyConfig, layout: Layout, trace: Trace, stages: Sequence[OwnedStage]
+) -> Sides:
     devices = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
-    tasks = {i for stage in stages for local_task in stage.local_tasks for i in local_task.task.equations}
-    return plan_sides(layout, trace, max(MIN_ELEMENTS, config.layout.min_shard_elements), tasks, devices)
+    tasks = {
+        i for stage in stages for local_task in stage.local_tasks for i in local_task.task.equations
+    }
+    return plan_sides(
+        layout, trace, max(MIN_ELEMENTS, config.layout.min_shard_elements), tasks, devices
+    )
 
 
 def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
-    """Return which devices do the work of an update on matrices; None if it is not divided between owners."""
+    """Return which devices do the work of an update on matrices.
+
+    None if it is not divided between owners.
+    """
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     if config.layout.opt_state_layout != "matrices" or count == 1:
         return None
-    retrace_update = functools.partial(retrace, config, layout, jax.ShapeDtypeStruct((), jnp.float32))
+    retrace_update = functools.partial(
+        retrace, config, layout, jax.ShapeDtypeStruct((), jnp.float32)
+    )
     trace = retrace_update(WHOLE)
     stages, without_owner = plan_stages(config, layout, trace, retrace_update)
     rows, loads = [], np.zeros(count)
-    local_paths = {path for stage in stages for local_task in stage.local_tasks for path in local_task.paths}
+    local_paths = {
+        path for stage in stages for local_task in stage.local_tasks for path in local_task.paths
+    }
     for plan in layout.trained:
         if (plan.stacked and plan.owned is not None) or plan.path in local_paths:
-            block_axes = [axis for axis in spec_axes(plan.state_spec(sharded=True)[:1]) if axis != "pipeline"]
-            # devices along tensor repeat the work if no rule splits the leaf: the first of them is named
+            block_axes = [
+                axis for axis in spec_axes(plan.state_spec(sharded=True)[:1]) if axis != "pipeline"
+            ]
+            # devices along tensor repeat the work if no rule splits the leaf: the first of them is
+            # named
             numbers = owner_numbers(config, block_axes)[0]
             blocks = plan.shape[0] // (config.mesh_shape["pipeline"] if plan.pipelined else 1)
             owners = tuple(int(numbers[i * len(numbers) // blocks]) for i in range(blocks))
@@ -118,12 +148,19 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     for stage in stages:
         numbers = owner_numbers(config, stage.axes)
         for i, owned_task in enumerate(stage.tasks):
-            owners = [owner for (task, _), owner in zip(stage.units, stage.owners, strict=True) if task == i]
+            owners = [
+                owner
+                for (task, _), owner in zip(stage.units, stage.owners, strict=True)
+                if task == i
+            ]
             task_owners = [int(number) for number in numbers[:, owners].ravel()]
             num_sent, num_returned = (
-                sum(transfer.is_sent for transfer in transfers) for transfers in (owned_task.inputs, owned_task.outputs)
+                sum(transfer.is_sent for transfer in transfers)
+                for transfers in (owned_task.inputs, owned_task.outputs)
             )
-            rows.append(Owned(owned_task.paths, tuple(task_owners), arrays=(num_sent, num_returned)))
+            rows.append(
+                Owned(owned_task.paths, tuple(task_owners), arrays=(num_sent, num_returned))
+            )
         local_load = sum(local_task.cost * local_task.blocks for local_task in stage.local_tasks)
         loads += local_load
         add_loads(stage, numbers, loads)
@@ -132,13 +169,19 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     moves = _sides(config, layout, trace, stages).moves
     sent = sum(stage_sent for stage_sent, _ in staged)
     sent += sum(
-        moved_bytes(config, variable_move.plan, abstract_value(var).dtype) for var, variable_move in moves.items()
+        moved_bytes(config, variable_move.plan, abstract_value(var).dtype)
+        for var, variable_move in moves.items()
     )
-    return Owners((*rows, *without_owner), count, imbalance, sent, sum(padding for _, padding in staged))
+    return Owners(
+        (*rows, *without_owner), count, imbalance, sent, sum(padding for _, padding in staged)
+    )
 
 
 def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
-    """Return the bytes that an update sends for its work on matrices with either layout; None if it sends none."""
+    """Return the bytes that an update sends for its work on matrices with either layout.
+
+    None if it sends none.
+    """
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     if not config.placement.opt_state or count == 1:
         return None
@@ -147,14 +190,19 @@ def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
     if not gathered:
         return None
     config = config.replace(opt_state_layout="matrices")
-    shapes = layout.treedef.unflatten([jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in layout.plans])
+    shapes = layout.treedef.unflatten(
+        [jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in layout.plans]
+    )
     owners = owners_of(config, make_layout(config, shapes))
     assert owners is not None
     return LayoutBytes(gathered * (count - 1) // count, owners.bytes_sent)
 
 
-def retrace(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, cut: CutLeaves) -> Trace:
-    """Return the trace of the update of shapes, for the model, or for a model in which some leaves have a single block.
+def retrace(
+    config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct, cut: CutLeaves
+) -> Trace:
+    """Return the trace of the update of shapes, for the model, or for a model in which some leaves
+    have a single block.
 
     Args:
       config: of the strategy.
@@ -166,7 +214,9 @@ def retrace(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct,
         jax.ShapeDtypeStruct((1, *plan.shape[1:]) if i in cut else plan.shape, plan.dtype)
         for i, plan in enumerate(layout.trained)
     ]
-    return trace_of_update(config.update.tx, layout.merge([None] * len(layout.plans), shapes), value)
+    return trace_of_update(
+        config.update.tx, layout.merge([None] * len(layout.plans), shapes), value
+    )
 
 
 def evaluate(
@@ -181,7 +231,8 @@ def evaluate(
       trace: the equations.
       values: the known variables, with their values.
       targets: variables to compute.
-      read: `read(var, i)`, the value of a known variable for equation i; None: its entry of `values`.
+      read: `read(var, i)`, the value of a known variable for equation i; None: its entry of
+        `values`.
     """
     equations, _ = slice_of(trace, targets, stop=set(values))
     for i in sorted(equations):

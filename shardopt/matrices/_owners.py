@@ -19,18 +19,24 @@ def is_moved(plan: LeafPlan) -> bool:
 
 
 def move(config: StrategyConfig, plan: LeafPlan, x: jax.Array, *, to_owners: bool) -> jax.Array:
-    """Move an array from the sharding of its parameter to the sharding of the optimizer state, or back.
+    """Move an array from the sharding of its parameter to the sharding of the optimizer state, or
+    back.
 
-    Over data each device sends 1/N of its shard to every other device, (N-1)/N in total; the same over expert and tensor.
+    Over data each device sends 1/N of its shard to every other device, (N-1)/N in total; the same
+    over expert and tensor.
     """
     param_spec, state_spec = plan.spec(sharded=True), plan.state_spec(sharded=True)
     specs = (param_spec, state_spec) if to_owners else (state_spec, param_spec)
     run = functools.partial(_exchange, plan=plan, to_owners=to_owners)
-    return jax.shard_map(run, mesh=config.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)(x)
+    return jax.shard_map(
+        run, mesh=config.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False
+    )(x)
 
 
 def _exchange(x: jax.Array, plan: LeafPlan, *, to_owners: bool) -> jax.Array:
-    """Cut blocks over the axes and join the shards of each block: over data, then expert, then tensor. Or the inverse."""
+    """Cut blocks over the axes and join the shards of each block: over data, then expert, then
+    tensor. Or the inverse.
+    """
     assert plan.dim is not None
     steps = [] if plan.dim == 0 else [(plan.axes, plan.dim)]
     steps += dims_of_matrix_axes(plan).items()
@@ -44,6 +50,10 @@ def moved_bytes(config: StrategyConfig, plan: LeafPlan, dtype: np.dtype) -> int:
     param_spec, sizes = plan.spec(sharded=True), config.mesh_shape
     steps = [] if plan.dim == 0 else [plan.shard_axes]
     steps += [(axis,) for axis in dims_of_matrix_axes(plan)]
-    shard = math.prod(plan.shape) * dtype.itemsize // math.prod(sizes[axis] for axis in spec_axes(param_spec))
+    shard = (
+        math.prod(plan.shape)
+        * dtype.itemsize
+        // math.prod(sizes[axis] for axis in spec_axes(param_spec))
+    )
     groups = [math.prod(sizes[axis] for axis in axes) for axes in steps]
     return sum(shard * (n - 1) // n for n in groups)

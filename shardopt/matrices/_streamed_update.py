@@ -29,7 +29,8 @@ class Stream(NamedTuple):
       block_trace: the trace of the update of a model of one block.
       matches: variable of `full_trace` -> variable of `block_trace`.
       equations: the equations of a block.
-      block_inputs: the variables that a block reads and that count blocks: gradients, state and parameters.
+      block_inputs: the variables that a block reads and that count blocks: gradients, state and
+        parameters.
       shared_inputs: the variables that all blocks read.
       updates: the indices of the results that are updates of blocks.
       state: the indices of the leaves of the state that are streamed.
@@ -54,34 +55,52 @@ def streamed_update(
     extra_args: ExtraArgs,
     update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
 ) -> tuple[PyTree, PyTree]:
-    """Return `update(grads, opt_state, params)` of a state in host memory; streamed blocks of the new state stay there.
+    """Return `update(grads, opt_state, params)` of a state in host memory.
 
-    If the optimizer does the same to every block and never mixes blocks, a loop copies the state of one block to the device,
-    updates it and copies it back. Computations over all blocks (a norm of all gradients) run before the loop. All of the
-    state is copied at once if the optimizer mixes blocks (a norm of each stacked leaf) or evaluates the loss, or if blocks are
-    sharded.
+    Streamed blocks of the new state stay there.
+
+    If the optimizer does the same to every block and never mixes blocks, a loop copies the state of
+    one block to the device, updates it and copies it back. Computations over all blocks (a norm of
+    all gradients) run before the loop. All of the state is copied at once if the optimizer mixes
+    blocks (a norm of each stacked leaf) or evaluates the loss, or if blocks are sharded.
     """
     grads, opt_state, params = args
-    specs = layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
+    specs = (
+        layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
+    )
     stream = plan_stream(config, layout, abstract(extra_args.value))
     if stream is None:
-        return update(grads, to_device(config.update.offload, opt_state, shardings(config.mesh, specs)), params)
+        return update(
+            grads,
+            to_device(config.update.offload, opt_state, shardings(config.mesh, specs)),
+            params,
+        )
     leaves, treedef = jax.tree.flatten(opt_state)
     on_device = [NamedSharding(config.mesh, spec) for spec in jax.tree.leaves(specs)]
     streamed = set(stream.state)
     host_state = {
-        i: jax.device_put(x, on_device[i].with_memory_kind(HOST)) for i, x in enumerate(leaves) if i in streamed
+        i: jax.device_put(x, on_device[i].with_memory_kind(HOST))
+        for i, x in enumerate(leaves)
+        if i in streamed
     }
-    device_state = [None if i in streamed else jax.device_put(x, on_device[i]) for i, x in enumerate(leaves)]
+    device_state = [
+        None if i in streamed else jax.device_put(x, on_device[i]) for i, x in enumerate(leaves)
+    ]
 
     grad_leaves, jaxpr = jax.tree.leaves(grads), stream.full_trace.jaxpr
     inputs = [*grad_leaves, *device_state, *jax.tree.leaves(params), extra_args.value]
     values = dict(zip(jaxpr.constvars, stream.full_trace.consts, strict=True))
     values |= {var: x for var, x in zip(jaxpr.invars, inputs, strict=True) if x is not None}
     other_results = [
-        i for i in range(len(jaxpr.outvars)) if i not in stream.updates and i - len(grad_leaves) not in streamed
+        i
+        for i in range(len(jaxpr.outvars))
+        if i not in stream.updates and i - len(grad_leaves) not in streamed
     ]
-    evaluate(stream.full_trace, values, [*stream.shared_inputs, *(jaxpr.outvars[i] for i in other_results)])
+    evaluate(
+        stream.full_trace,
+        values,
+        [*stream.shared_inputs, *(jaxpr.outvars[i] for i in other_results)],
+    )
 
     loop_results = [*stream.updates, *(len(grad_leaves) + i for i in stream.state)]
     shardings_on_device = {jaxpr.invars[len(grad_leaves) + i]: on_device[i] for i in stream.state}
@@ -94,21 +113,34 @@ def streamed_update(
         [host_state[i] for i in stream.state],
         _variables(jaxpr.outvars[i] for i in loop_results),
     )
-    read = lambda atom: atom.val if isinstance(atom, jex.Literal) else values[atom]  # noqa: E731
-    results = {i: read(jaxpr.outvars[i]) for i in other_results} | dict(zip(loop_results, loop_values, strict=True))
+
+    def read(atom):
+        return atom.val if isinstance(atom, jex.Literal) else values[atom]
+
+    results = {i: read(jaxpr.outvars[i]) for i in other_results} | dict(
+        zip(loop_results, loop_values, strict=True)
+    )
     ordered = [results[i] for i in range(len(results))]
     updates, new_state = ordered[: len(grad_leaves)], ordered[len(grad_leaves) :]
     return jax.tree.unflatten(jax.tree.structure(grads), updates), treedef.unflatten(new_state)
 
 
-def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct) -> Stream | None:
+def plan_stream(
+    config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStruct
+) -> Stream | None:
     """Return how an update is streamed; None if it has to run on all blocks at once."""
     stacked = [plan for plan in layout.trained if plan.stacked]
-    if not stacked or config.layout.opt_state_layout == "matrices" or any(plan.pipelined for plan in stacked):
+    if (
+        not stacked
+        or config.layout.opt_state_layout == "matrices"
+        or any(plan.pipelined for plan in stacked)
+    ):
         return None
     blocks = stacked[0].shape[0]
     stacked_leaves = frozenset(i for i, plan in enumerate(layout.trained) if plan.stacked)
-    full_trace, block_trace = (retrace(config, layout, value, cut) for cut in (WHOLE, stacked_leaves))
+    full_trace, block_trace = (
+        retrace(config, layout, value, cut) for cut in (WHOLE, stacked_leaves)
+    )
     matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
     if blocks == 1 or matches is None or any(map(is_opaque, full_trace.jaxpr.eqns)):
         return None
@@ -121,7 +153,9 @@ def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
 
     updates = [i for i in range(count) if dim_of_blocks(outvars[i]) is not None]
     state = [i for i in state_range if dim_of_blocks(outvars[count + i]) is not None]
-    loop_outputs = _variables([*(outvars[i] for i in updates), *(outvars[count + i] for i in state)])
+    loop_outputs = _variables(
+        [*(outvars[i] for i in updates), *(outvars[count + i] for i in state)]
+    )
     same_leaves = state == [i for i in state_range if dim_of_blocks(invars[count + i]) is not None]
     if (
         not state
@@ -133,14 +167,31 @@ def plan_stream(config: StrategyConfig, layout: Layout, value: jax.ShapeDtypeStr
     without_blocks = {var for var in (*invars, *results) if dim_of_blocks(var) is None}
     equations, inputs = slice_of(full_trace, loop_outputs, stop={*invars, *without_blocks})
     indices = sorted(equations)
-    pairs = [full_trace.jaxpr.eqns[i] for i in indices], [block_trace.jaxpr.eqns[i] for i in indices]
+    pairs = (
+        [full_trace.jaxpr.eqns[i] for i in indices],
+        [block_trace.jaxpr.eqns[i] for i in indices],
+    )
     block_inputs = [var for var in inputs if var not in without_blocks]
     shared_inputs = [var for var in inputs if var in without_blocks]
-    other_results = [outvars[i] for i in range(len(outvars)) if i not in updates and i - count not in state]
+    other_results = [
+        outvars[i] for i in range(len(outvars)) if i not in updates and i - count not in state
+    ]
     _, read_before_loop = slice_of(full_trace, [*shared_inputs, *other_results], stop=set(invars))
-    if {invars[count + i] for i in state} & set(read_before_loop) or not is_blockwise(*pairs, matches, blocks):
+    if {invars[count + i] for i in state} & set(read_before_loop) or not is_blockwise(
+        *pairs, matches, blocks
+    ):
         return None
-    return Stream(full_trace, block_trace, matches, equations, block_inputs, shared_inputs, updates, state, blocks)
+    return Stream(
+        full_trace,
+        block_trace,
+        matches,
+        equations,
+        block_inputs,
+        shared_inputs,
+        updates,
+        state,
+        blocks,
+    )
 
 
 def _loop(
@@ -151,8 +202,12 @@ def _loop(
     host_state: list[jax.Array],
     outputs: Sequence[jex.Var],
 ) -> list[jax.Array]:
-    """Return the updates, in the memory of `starts`, and the new state in host memory, after a loop over the blocks."""
-    state_index = dict(zip(shardings_on_device, range(len(starts), len(starts) + len(host_state)), strict=True))
+    """Return the updates, in the memory of `starts`, and the new state in host memory, after a loop
+    over the blocks.
+    """
+    state_index = dict(
+        zip(shardings_on_device, range(len(starts), len(starts) + len(host_state)), strict=True)
+    )
     part = part_of(
         stream.block_trace,
         stream.equations,
@@ -164,11 +219,16 @@ def _loop(
 
     def block(i: jax.Array, carried: list[jax.Array]) -> list[jax.Array]:
         remaining_inputs = iter(device_inputs)
-        take = lambda x: jax.lax.dynamic_slice_in_dim(x, i, 1, 0)  # noqa: E731
+
+        def take(x):
+            return jax.lax.dynamic_slice_in_dim(x, i, 1, 0)
+
         args = [
-            jax.device_put(take(carried[state_index[var]]), shardings_on_device[var])
-            if var in state_index
-            else take(next(remaining_inputs))
+            (
+                jax.device_put(take(carried[state_index[var]]), shardings_on_device[var])
+                if var in state_index
+                else take(next(remaining_inputs))
+            )
             for var in stream.block_inputs
         ]
         new = part(*args, *shared_values)
@@ -176,9 +236,13 @@ def _loop(
             jax.device_put(x, sharding.with_memory_kind(HOST))
             for x, sharding in zip(new[len(starts) :], shardings_on_device.values(), strict=True)
         ]
-        put = lambda x, block_value: jax.lax.dynamic_update_slice_in_dim(x, block_value, i, 0)  # noqa: E731
+
+        def put(x, block_value):
+            return jax.lax.dynamic_update_slice_in_dim(x, block_value, i, 0)
+
         return [
-            put(x, block_value) for x, block_value in zip(carried, [*new[: len(starts)], *new_host_state], strict=True)
+            put(x, block_value)
+            for x, block_value in zip(carried, [*new[: len(starts)], *new_host_state], strict=True)
         ]
 
     return jax.lax.fori_loop(0, stream.blocks, block, [*starts, *host_state])
@@ -190,6 +254,8 @@ def _variables(atoms: Iterable[Atom]) -> list[jex.Var]:
 
 
 def _start_like(grad: jax.Array, update: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return the gradient if an update has its shape and dtype, so that the update takes its memory; else zeros."""
+    """Return the gradient if an update has its shape and dtype, so that the update takes its
+    memory; else zeros.
+    """
     fits = (grad.shape, grad.dtype) == (update.shape, update.dtype)
     return grad if fits else jnp.zeros(update.shape, update.dtype)

@@ -1,4 +1,7 @@
-"""Example models that use the library, and open weights; in the library only the commands import them."""
+"""Example models that use the library, and open weights.
+
+In the library only the commands import them.
+"""
 
 from shardopt.models import decoder, gpt, moe
 from shardopt.models._export import export_safetensors

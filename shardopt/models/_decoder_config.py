@@ -23,7 +23,9 @@ Balance = Literal["bias", "loss", "sequence_loss"]
 
 
 def _clamped_swiglu(x: Array) -> Array:
-    """Return (up + 1) gate sigmoid(1.702 gate) of neighbouring pairs (gate, up), clamped to 7: half as many units (GPT-OSS)."""
+    """Return (up + 1) gate sigmoid(1.702 gate) of neighbouring pairs (gate, up), clamped to 7: half
+    as many units (GPT-OSS).
+    """
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     gate, up = jnp.minimum(pairs[..., 0], 7.0), jnp.clip(pairs[..., 1], -7.0, 7.0)
     return (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
@@ -41,7 +43,11 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 
 def not_positive(config: object, *names: str) -> list[str]:
     """Return a problem for each of these sizes that is not positive."""
-    return [f"{name} must be positive, got {getattr(config, name)}" for name in names if getattr(config, name) <= 0]
+    return [
+        f"{name} must be positive, got {getattr(config, name)}"
+        for name in names
+        if getattr(config, name) <= 0
+    ]
 
 
 class BlockKind(NamedTuple):
@@ -64,18 +70,21 @@ class Experts(NamedTuple):
       top_k: experts of a token.
       hidden: hidden units of an expert.
       shared_hidden: hidden units of the shared expert; 0 is none.
-      shared_gate: whether each token weights the shared expert by a sigmoid of its own, "router/shared_gate" (Qwen 2 MoE).
+      shared_gate: whether each token weights the shared expert by a sigmoid of its own,
+        "router/shared_gate" (Qwen 2 MoE).
       score: "softmax" or "sigmoid".
       normalize: whether the weights of a token's experts are divided by their sum.
       groups: (number of groups, how many are open to a token).
       scale: the factor of these weights.
       choice_bias: whether the choice has a bias for each expert, the leaf "router/choice_bias".
       biases: whether the router and the products of experts have biases.
-      num_first: blocks without experts, before the others; their hidden units are `DecoderConfig.hidden`.
-      capacity_factor: the places of an expert, relative to its share of the choices; None drops no token.
+      num_first: blocks without experts, before the others; their hidden units are
+        `DecoderConfig.hidden`.
+      capacity_factor: the places of an expert, relative to its share of the choices; None drops no
+        token.
       chunk: how many tokens of a device are dispatched at a time; None is all.
-      loads: whether the leaf "router_load" holds the loads of the last step. The loss then returns metrics and new loads, see
-        `moe.model`.
+      loads: whether the leaf "router_load" holds the loads of the last step. The loss then returns
+        metrics and new loads, see `moe.model`.
       balance: how experts are balanced, as in `moe.MoEConfig`; it needs `loads`.
       balance_rate: the rate of the biases, or the factor of the balance loss.
       z_loss: factor of the mean of the router's logsumexp squared; it needs `loads`.
@@ -116,19 +125,22 @@ class DecoderConfig:
       kinds: the kinds of blocks.
       pattern: the kind of each block as an index into `kinds`; empty if all are the first.
       positions: rows of the table of learned positions; 0 is no table.
-      norm: "rms" or "layer", which also subtracts the mean and has a bias. In "rms_plus_one" (Gemma) and "layer_plus_one"
-        (Nemotron) the factor is 1 + w. "layer_scale" (Cohere) has no bias, and "layer_fixed" (OLMo) has no weights.
+      norm: "rms" or "layer", which also subtracts the mean and has a bias. In "rms_plus_one"
+        (Gemma) and "layer_plus_one" (Nemotron) the factor is 1 + w. "layer_scale" (Cohere) has no
+        bias, and "layer_fixed" (OLMo) has no weights.
       norm_epsilon: the number that norms add to the mean square.
       pre_norms: whether attention and mlp get normed inputs.
       post_norms: whether their outputs are normed, before they are added.
-      parallel: the mlp and attention of a block add to the same input: with "norm" both read the norm of attention, with
-        "input" each has a norm of its own; None is one branch after the other.
-      qk_norm: norms of queries and keys: "head" norms each head, "rotated_head" does it after rotation, "all" norms all heads
-        of a token together; None is none.
+      parallel: the mlp and attention of a block add to the same input: with "norm" both read the
+        norm of attention, with "input" each has a norm of its own; None is one branch after the
+        other.
+      qk_norm: norms of queries and keys: "head" norms each head, "rotated_head" does it after
+        rotation, "all" norms all heads of a token together; None is none.
       qkv_bias: whether queries, keys and values have biases.
       out_bias: whether the last product of attention has a bias.
       mlp_bias: whether the products of the mlp have biases.
-      activation: the activation of the mlp. "clamped_swiglu" is that of GPT-OSS: "up" then has two columns for each hidden unit.
+      activation: the activation of the mlp. "clamped_swiglu" is that of GPT-OSS: "up" then has two
+        columns for each hidden unit.
       gated: whether the mlp is gated.
       attention_scale: the factor of attention scores; None is 1 / sqrt(head_dim).
       attention_softcap: the cap of attention scores, as in `so.nn.attention`.
@@ -144,23 +156,28 @@ class DecoderConfig:
       max_length: the longest sequence of `sample`.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
       logits_dtype: the dtype of the logits in the loss, see `so.nn.cross_entropy`.
-      fused: which products of a block are one product: "kv" is keys and values [D, G, 2 K], "qkv" is also queries [D, 3, H, K].
-        Either also fuses gate and up of the mlp, [D, 2, F]. One product is faster than several.
-      recompute_activation: whether the backward pass computes the activation of the mlp again, and stores its inputs alone.
-      sequence_parallel: whether tensor shards the positions of block inputs, block outputs and norms. tensor must divide the
-        positions. A block stores 1 / tensor of its input. An all-gather and a reduce-scatter of as many bytes replace each
-        all-reduce. On TPU a dense block computes half of a device's rows while the other half is sent. The step is the same, up to
-        summation order. `so.plan` does not plan for it.
+      fused: which products of a block are one product: "kv" is keys and values [D, G, 2 K], "qkv"
+        is also queries [D, 3, H, K]. Either also fuses gate and up of the mlp, [D, 2, F]. One
+        product is faster than several.
+      recompute_activation: whether the backward pass computes the activation of the mlp again, and
+        stores its inputs alone.
+      sequence_parallel: whether tensor shards the positions of block inputs, block outputs and
+        norms. tensor must divide the positions. A block stores 1 / tensor of its input. An
+        all-gather and a reduce-scatter of as many bytes replace each all-reduce. On TPU a dense
+        block computes half of a device's rows while the other half is sent. The step is the same,
+        up to summation order. `so.plan` does not plan for it.
       param_dtype: dtype that `init` creates and `from_pretrained` loads.
-      dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
-      precision: precision of products with block weights, as in `so.nn.quantized_einsum`; None is `dtype`.
+      dtype: dtype of activations and products; None is the dtype of the parameters that the loss
+        gets.
+      precision: precision of products with block weights, as in `so.nn.quantized_einsum`; None is
+        `dtype`.
 
     Raises:
       ValueError: if sizes do not fit together, or a choice is unknown.
 
     References:
-      Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 4.2.2, for
-      `sequence_parallel`.
+      Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022,
+      section 4.2.2, for `sequence_parallel`.
     """
 
     vocab_size: int = 256
@@ -209,16 +226,31 @@ class DecoderConfig:
         check_precision("DecoderConfig", self.precision)
         if problems := self._problems():
             raise ValueError(
-                format_error("DecoderConfig", f"{plural(len(problems), 'field')} cannot be used.", problems)
+                format_error(
+                    "DecoderConfig", f"{plural(len(problems), 'field')} cannot be used.", problems
+                )
             )
 
     def _problems(self) -> list[str]:
         problems = not_positive(
-            self, "vocab_size", "dim", "num_layers", "num_heads", "hidden", "norm_epsilon", "max_length"
+            self,
+            "vocab_size",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "hidden",
+            "norm_epsilon",
+            "max_length",
         )
         if not problems and self.num_heads % self.kv_heads:
-            problems.append(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
-        choices = {"norm": get_args(Norm), "activation": get_args(Activation), "fused": ("kv", "qkv", None)}
+            problems.append(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
+            )
+        choices = {
+            "norm": get_args(Norm),
+            "activation": get_args(Activation),
+            "fused": ("kv", "qkv", None),
+        }
         choices |= {"qk_norm": (*get_args(QKNorm), None), "parallel": ("norm", "input", None)}
         problems += [
             f"{name} must be one of {', '.join(map(str, values))}, got {getattr(self, name)!r}"
@@ -228,41 +260,58 @@ class DecoderConfig:
         if self.pattern and len(self.pattern) != self.num_layers:
             problems.append(f"pattern has {len(self.pattern)} entries for {self.num_layers} blocks")
         if not set(self.pattern) <= set(range(len(self.kinds))):
-            problems.append(f"pattern names kinds from 0 to {max(self.pattern)}, and there are {len(self.kinds)}")
+            problems.append(
+                f"pattern names kinds from 0 to {max(self.pattern)}, and there are"
+                f" {len(self.kinds)}"
+            )
         widths = {kind.rope.dims or self.rotary_dim for kind in self.kinds if kind.rope}
         if len(widths) > 1 or any(width % 2 for width in widths):
-            problems.append(f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}")
+            problems.append(
+                f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}"
+            )
         if self.latent is not None and (
             self.num_kv_heads not in (None, self.num_heads) or self.qk_norm or self.qkv_bias
         ):
-            problems.append("num_kv_heads, qk_norm and qkv_bias are for attention that is not latent")
+            problems.append(
+                "num_kv_heads, qk_norm and qkv_bias are for attention that is not latent"
+            )
         if self.norm not in ("rms", "rms_plus_one") and self.qk_norm:
             problems.append(f"norm={self.norm!r} is for models without qk_norm")
-        if self.qk_norm == "rotated_head" and any(kind.rope and kind.rope.interleaved for kind in self.kinds):
+        if self.qk_norm == "rotated_head" and any(
+            kind.rope and kind.rope.interleaved for kind in self.kinds
+        ):
             problems.append("qk_norm='rotated_head' is for rotary pairs that are not interleaved")
         if self.parallel and (self.post_norms or not self.pre_norms):
             problems.append("parallel is for blocks with pre_norms and without post_norms")
         if self.latent is not None and self.latent.value > self.head_width:
             problems.append(
-                f"latent.value={self.latent.value} is wider than queries and keys, which have {self.head_width} dims"
+                f"latent.value={self.latent.value} is wider than queries and keys, which have"
+                f" {self.head_width} dims"
             )
         if self.experts is not None:
             groups, num_open = self.experts.groups or (1, 1)
             if self.experts.top_k > (choices_left := self.experts.number * num_open // groups):
                 problems.append(
-                    f"experts.top_k={self.experts.top_k}, but a token can go to {choices_left} experts only"
+                    f"experts.top_k={self.experts.top_k}, but a token can go to {choices_left}"
+                    " experts only"
                 )
         if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
             problems.append(
-                f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers} with experts"
+                f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers}"
+                " with experts"
             )
-        if self.experts is not None and (self.experts.balance or self.experts.z_loss) and not self.experts.loads:
+        if (
+            self.experts is not None
+            and (self.experts.balance or self.experts.z_loss)
+            and not self.experts.loads
+        ):
             problems.append("experts.balance and experts.z_loss need experts.loads")
         if self.fused and self.experts is not None and self.experts.shared_gate:
             problems.append("fused is for models without experts.shared_gate")
         if self.fused == "qkv" and self.kv_heads != self.num_heads:
             problems.append(
-                f"fused='qkv' needs as many heads of keys as of queries, got {self.kv_heads} and {self.num_heads}"
+                f"fused='qkv' needs as many heads of keys as of queries, got {self.kv_heads} and"
+                f" {self.num_heads}"
             )
         return problems
 

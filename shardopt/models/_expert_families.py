@@ -1,4 +1,6 @@
-"""Families with experts, whose routers are softmax or DeepSeek's sigmoid, and families with latent attention."""
+"""Families with experts, whose routers are softmax or DeepSeek's sigmoid, and families with latent
+attention.
+"""
 
 from typing import Any
 
@@ -10,9 +12,16 @@ from shardopt.models._latent_attention import Latent
 from shardopt.models._post_norm_families import POST_NORM_BLOCK
 
 
-def _experts(fields: Fields, hidden: str = "moe_intermediate_size", **changes: Any) -> dict[str, Any]:
-    """Return experts, whose number has one of two names; `hidden` names the field of their hidden units."""
-    number = fields.size("num_experts" if fields["num_experts"] is not None else "num_local_experts")
+def _experts(
+    fields: Fields, hidden: str = "moe_intermediate_size", **changes: Any
+) -> dict[str, Any]:
+    """Return experts, whose number has one of two names.
+
+    `hidden` names the field of their hidden units.
+    """
+    number = fields.size(
+        "num_experts" if fields["num_experts"] is not None else "num_local_experts"
+    )
     sizes = number, fields.size("num_experts_per_tok"), fields.size(hidden)
     options: dict[str, Any] = {"normalize": bool(fields["norm_topk_prob"])} | changes
     return {"experts": Experts(*sizes, **options)}
@@ -54,7 +63,9 @@ def _flex_olmo(fields: Fields) -> dict[str, Any]:
 
 def _mellum(fields: Fields) -> dict[str, Any]:
     fields.require("mlp_layer_types", None, ["sparse"] * fields.size("num_hidden_layers"))
-    fields.skip("num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+    fields.skip(
+        "num_nextn_predict_layers", "num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types"
+    )
     config = base.sizes(fields) | base.biases(fields) | {"qk_norm": "head"} | _experts(fields)
     return config | base.windows(fields, ["full_attention"])
 
@@ -63,7 +74,8 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     fields.require("swiglu_alpha", None, 1.702)
     fields.require("swiglu_limit", None, 7.0)
     fields.require("hidden_act", "silu")
-    fields.skip("experts_per_token", "initial_context_length")  # other names of fields that are there too
+    # other names of fields that are there too
+    fields.skip("experts_per_token", "initial_context_length")
     experts = _experts(fields, "intermediate_size", normalize=True, biases=True)
     changes = {"activation": "clamped_swiglu", "gated": False, "sinks": True}
     kinds = base.windows(fields, base.types_of(fields, 2))
@@ -97,7 +109,9 @@ def _latent(fields: Fields) -> dict[str, Any]:
     fields.require("qk_head_dim", None, latent.nope + latent.rope)
     rope = fields.rope(latent.rope, interleaved=fields["rope_interleave"])
     scaling = fields.record("rope_scaling") or fields.record("rope_parameters")
-    scale = yarn_scale(rope.factor, scaling.get("mscale_all_dim") or 0) if rope.kind == "yarn" else 1.0
+    scale = (
+        yarn_scale(rope.factor, scaling.get("mscale_all_dim") or 0) if rope.kind == "yarn" else 1.0
+    )
     return {
         "num_kv_heads": None,
         "head_dim": None,
@@ -108,7 +122,11 @@ def _latent(fields: Fields) -> dict[str, Any]:
 
 
 def _deepseek_v3(fields: Fields) -> dict[str, Any]:
-    for name, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
+    for name, value in {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    }.items():
         fields.require(name, None, value)
     fields.skip("num_nextn_predict_layers", "num_mtp_layers")
     experts = _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
@@ -134,11 +152,21 @@ def _solar_open(fields: Fields) -> dict[str, Any]:
     fields.require("first_k_dense_replace", None, 0)
     fields.skip("intermediate_size")
     sizes = base.sizes(fields, fields.size("moe_intermediate_size"))
-    return sizes | base.same_kinds(fields) | _scored_by_sigmoid(fields) | {"qkv_bias": bool(fields["attention_bias"])}
+    return (
+        sizes
+        | base.same_kinds(fields)
+        | _scored_by_sigmoid(fields)
+        | {"qkv_bias": bool(fields["attention_bias"])}
+    )
 
 
 def _minimax_m2(fields: Fields) -> dict[str, Any]:
-    required = {"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True}
+    required = {
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    }
     for name, value in required.items():
         fields.require(name, None, value)
     fields.require("shared_intermediate_size", None, 0)
@@ -148,7 +176,9 @@ def _minimax_m2(fields: Fields) -> dict[str, Any]:
     if share is None and fields["rotary_dim"] is not None:
         share = fields.size("rotary_dim") / base.head_dim(fields)
     rope = base.rope(fields, partial_rotary_factor=share)
-    experts = _experts(fields, "intermediate_size", normalize=True, score="sigmoid", choice_bias=True)
+    experts = _experts(
+        fields, "intermediate_size", normalize=True, score="sigmoid", choice_bias=True
+    )
     return base.sizes(fields) | experts | {"qk_norm": "all", "kinds": (BlockKind(rope=rope),)}
 
 
@@ -156,15 +186,28 @@ def _dots1(fields: Fields) -> dict[str, Any]:
     fields.require("moe_layer_freq", None, 1)
     fields.require("topk_method", None, "noaux_tc")
     fields.require("scoring_func", None, "sigmoid", "noaux_tc")
-    window, first, L = fields["sliding_window"], fields["max_window_layers"], fields.size("num_hidden_layers")
+    window, first, L = (
+        fields["sliding_window"],
+        fields["max_window_layers"],
+        fields.size("num_hidden_layers"),
+    )
     types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(L)]
     experts = _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
-    return base.sizes(fields) | base.windows(fields, types) | base.biases(fields) | experts | {"qk_norm": "head"}
+    return (
+        base.sizes(fields)
+        | base.windows(fields, types)
+        | base.biases(fields)
+        | experts
+        | {"qk_norm": "head"}
+    )
 
 
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
     fields.skip("num_nextn_predict_layers", "num_mtp_layers")
-    changes = {"qk_norm": "head" if fields["use_qk_norm"] else None, "qkv_bias": bool(fields["attention_bias"])}
+    changes = {
+        "qk_norm": "head" if fields["use_qk_norm"] else None,
+        "qkv_bias": bool(fields["attention_bias"]),
+    }
     experts = _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
     return base.sizes(fields) | base.same_kinds(fields) | experts | changes
 
@@ -206,7 +249,11 @@ _GLM_DEFAULTS = _SIGMOID_DEFAULTS | {
     "moe_intermediate_size": 1408,
 }
 _EXPERTS = {"mlp.gate.weight": "router/kernel"} | _of_each_expert("mlp.experts")
-_SIGMOID_EXPERTS = _EXPERTS | _shared("mlp.shared_experts") | {"mlp.gate.e_score_correction_bias": "router/choice_bias"}
+_SIGMOID_EXPERTS = (
+    _EXPERTS
+    | _shared("mlp.shared_experts")
+    | {"mlp.gate.e_score_correction_bias": "router/choice_bias"}
+)
 _BLOCK = base.PRE_NORMS | base.ATTENTION | _EXPERTS
 _TWO_OF_EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _MIXTRAL_BLOCK = (
@@ -228,7 +275,9 @@ _LATENT = {
 FAMILIES: dict[str, Family] = {
     "mixtral": Family(
         "MixtralForCausalLM",
-        base.MISTRAL_DEFAULTS | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None} | _TWO_OF_EIGHT,
+        base.MISTRAL_DEFAULTS
+        | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
+        | _TWO_OF_EIGHT,
         _mixtral,
         _MIXTRAL_BLOCK,
     ),
@@ -245,7 +294,9 @@ FAMILIES: dict[str, Family] = {
             "qkv_bias": True,
         },
         _qwen2_moe,
-        _BLOCK | _shared("mlp.shared_expert") | {"mlp.shared_expert_gate.weight": "router/shared_gate"},
+        _BLOCK
+        | _shared("mlp.shared_expert")
+        | {"mlp.shared_expert_gate.weight": "router/shared_gate"},
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -260,13 +311,25 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        _LLAMA | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64},
+        _LLAMA
+        | {
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+        },
         _olmoe,
         _BLOCK,
     ),
     "flex_olmo": Family(
         "FlexOlmoForCausalLM",
-        _LLAMA | {"max_position_embeddings": 4096, "rope_theta": 5e5, "num_experts_per_tok": 5, "num_experts": 7},
+        _LLAMA
+        | {
+            "max_position_embeddings": 4096,
+            "rope_theta": 5e5,
+            "num_experts_per_tok": 5,
+            "num_experts": 7,
+        },
         _flex_olmo,
         POST_NORM_BLOCK | _EXPERTS,
     ),
@@ -372,7 +435,12 @@ FAMILIES: dict[str, Family] = {
     "solar_open": Family(
         "SolarOpenForCausalLM",
         _GLM_DEFAULTS
-        | {"head_dim": 128, "rope_theta": 1e6, "partial_rotary_factor": 1.0, "moe_intermediate_size": 1280},
+        | {
+            "head_dim": 128,
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 1.0,
+            "moe_intermediate_size": 1280,
+        },
         _solar_open,
         base.PRE_NORMS | base.QKV | base.OUT | _SIGMOID_EXPERTS,
     ),

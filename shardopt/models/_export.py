@@ -20,8 +20,11 @@ from shardopt.models.moe import MoEConfig
 
 
 @calling("export_safetensors")
-def export_safetensors(directory: str | os.PathLike[str], params: Params, config: GPTConfig | MoEConfig) -> Path:
-    """Write a folder that transformers and `from_pretrained` read: a GPT as a Llama, a moe as a Mixtral.
+def export_safetensors(
+    directory: str | os.PathLike[str], params: Params, config: GPTConfig | MoEConfig
+) -> Path:
+    """Write a folder that transformers and `from_pretrained` read: a GPT as a Llama, a moe as a
+    Mixtral.
 
     Each process writes its own shards. The loads of a moe's last step are not written.
 
@@ -35,7 +38,8 @@ def export_safetensors(directory: str | os.PathLike[str], params: Params, config
 
     Raises:
       FileExistsError: if the folder has weights already.
-      ValueError: if Mixtral cannot represent a moe: for example with a sigmoid router, biases or a shared expert.
+      ValueError: if Mixtral cannot represent a moe: for example with a sigmoid router, biases or a
+        shared expert.
 
     Example:
       >>> import tempfile, jax
@@ -86,7 +90,15 @@ def _described(config: GPTConfig | MoEConfig, dtype: str) -> dict[str, Any]:
     if isinstance(config, GPTConfig):
         return fields | {"attention_bias": False, "mlp_bias": False}
     defaults = MoEConfig()
-    fixed_fields = ("shared_hidden", "score", "normalize", "groups", "scale", "capacity_factor", "latent")
+    fixed_fields = (
+        "shared_hidden",
+        "score",
+        "normalize",
+        "groups",
+        "scale",
+        "capacity_factor",
+        "latent",
+    )
     problems = [
         f"{name} is {getattr(config, name)!r}, must be {getattr(defaults, name)!r}"
         for name in fixed_fields

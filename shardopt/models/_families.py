@@ -1,6 +1,11 @@
 """The families that `from_pretrained` reads, and the types that it refuses with a reason."""
 
-from shardopt.models import _expert_families, _layer_norm_families, _post_norm_families, _pre_norm_families
+from shardopt.models import (
+    _expert_families,
+    _layer_norm_families,
+    _post_norm_families,
+    _pre_norm_families,
+)
 from shardopt.models._family import Family
 
 FAMILIES: dict[str, Family] = (

@@ -1,4 +1,6 @@
-"""What families of open models share: the record of a family, names of tensors, and the fields that many have."""
+"""What families of open models share: the record of a family, names of tensors, and the fields that
+many have.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,18 +27,20 @@ class Family(NamedTuple):
     """A family of models.
 
     Attributes:
-      architecture: the class in transformers, and others of the same mathematics, with spaces between them.
+      architecture: the class in transformers, and others of the same mathematics, with spaces
+        between them.
       defaults: config.json's fields that may be absent, with transformers' defaults.
       read: returns the fields of `DecoderConfig` for a config.json.
-      block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the tensor joins. "{e}" is the
-        number of an expert.
+      block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the
+        tensor joins. "{e}" is the number of an expert.
       outer: tensor name -> leaf outside of blocks.
       prefix: the prefix of a block's tensors, with "{i}" for its number.
       transposed: whether the weights of linear layers are stored [out, in].
       ignored: regular expressions of tensors that are no weights.
       optional: the beginning of names that files may leave out.
       by_head: names in `block` whose tensors join leaves head by head, not one after the other.
-      has_predictors: whether files may have blocks after the last one, which predict further tokens in training.
+      has_predictors: whether files may have blocks after the last one, which predict further tokens
+        in training.
     """
 
     architecture: str
@@ -61,14 +65,26 @@ def with_biases(modules: Leaves) -> dict[str, str | tuple[str, ...]]:
     tensors: dict[str, str | tuple[str, ...]] = {}
     for module, leaves in modules.items():
         tensors[f"{module}.weight"] = leaves
-        tensors[f"{module}.bias"] = f"{leaves}_bias" if isinstance(leaves, str) else tuple(f"{x}_bias" for x in leaves)
+        tensors[f"{module}.bias"] = (
+            f"{leaves}_bias" if isinstance(leaves, str) else tuple(f"{x}_bias" for x in leaves)
+        )
     return tensors
 
 
-PRE_NORMS = {"input_layernorm.weight": "attention/norm", "post_attention_layernorm.weight": "mlp/norm"}
+PRE_NORMS = {
+    "input_layernorm.weight": "attention/norm",
+    "post_attention_layernorm.weight": "mlp/norm",
+}
 QKV = with_biases({f"self_attn.{name}_proj": f"attention/{name}" for name in "qkv"})
 OUT = with_biases({"self_attn.o_proj": "attention/out"})
-ATTENTION = QKV | OUT | {"self_attn.q_norm.weight": "attention/q_norm", "self_attn.k_norm.weight": "attention/k_norm"}
+ATTENTION = (
+    QKV
+    | OUT
+    | {
+        "self_attn.q_norm.weight": "attention/q_norm",
+        "self_attn.k_norm.weight": "attention/k_norm",
+    }
+)
 MLP = with_biases({f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")})
 LLAMA_BLOCK = PRE_NORMS | ATTENTION | MLP
 
@@ -93,7 +109,10 @@ QWEN_DEFAULTS = LLAMA_DEFAULTS | {
 
 
 def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
-    """Return what nearly all families call by the same names; `hidden` is in place of "intermediate_size"."""
+    """Return what nearly all families call by the same names.
+
+    `hidden` is in place of "intermediate_size".
+    """
     return {
         "vocab_size": fields.size("vocab_size"),
         "dim": fields.size("hidden_size"),
@@ -110,7 +129,9 @@ def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
 
 
 def head_dim(fields: Fields) -> int:
-    return fields.optional_size("head_dim") or fields.size("hidden_size") // fields.size("num_attention_heads")
+    return fields.optional_size("head_dim") or fields.size("hidden_size") // fields.size(
+        "num_attention_heads"
+    )
 
 
 def biases(fields: Fields, name: str = "attention_bias") -> dict[str, Any]:
@@ -134,12 +155,20 @@ def same_kinds(fields: Fields, window: int | None = None) -> dict[str, Any]:
 
 
 def windows(fields: Fields, types: list[str] | None = None) -> dict[str, Any]:
-    """Return blocks with windows by "layer_types", or else by `types`; without both all blocks have the window."""
-    return fields.kinds(fields["layer_types"] or types, fields["sliding_window"], lambda kind: rope(fields, kind))
+    """Return blocks with windows by "layer_types", or else by `types`.
+
+    Without both all blocks have the window.
+    """
+    return fields.kinds(
+        fields["layer_types"] or types, fields["sliding_window"], lambda kind: rope(fields, kind)
+    )
 
 
 def types_of(fields: Fields, period: int) -> list[str]:
-    """Return "layer_types". By default every `period`-th block sees all positions, and the others have a window."""
+    """Return "layer_types".
+
+    By default every `period`-th block sees all positions, and the others have a window.
+    """
     L = fields.size("num_hidden_layers")
     return fields["layer_types"] or [
         "full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(L)
@@ -147,7 +176,9 @@ def types_of(fields: Fields, period: int) -> list[str]:
 
 
 def llama(fields: Fields) -> dict[str, Any]:
-    return sizes(fields) | biases(fields) | {"mlp_bias": bool(fields["mlp_bias"])} | same_kinds(fields)
+    return (
+        sizes(fields) | biases(fields) | {"mlp_bias": bool(fields["mlp_bias"])} | same_kinds(fields)
+    )
 
 
 def mistral(fields: Fields) -> dict[str, Any]:
@@ -155,7 +186,10 @@ def mistral(fields: Fields) -> dict[str, Any]:
 
 
 def qwen(fields: Fields) -> dict[str, Any]:
-    types, window = fields["layer_types"], fields["sliding_window"] if fields["use_sliding_window"] else None
+    types, window = (
+        fields["layer_types"],
+        fields["sliding_window"] if fields["use_sliding_window"] else None,
+    )
     first, L = fields["max_window_layers"], fields.size("num_hidden_layers")
     if window is None:
         types = None

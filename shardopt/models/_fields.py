@@ -1,4 +1,6 @@
-"""The fields of a config.json: each is read, or known not to change the mathematics, or refused by its name."""
+"""The fields of a config.json: each is read, or known not to change the mathematics, or refused by
+its name.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +12,56 @@ from shardopt.models._rope import Rope
 
 NEUTRAL = frozenset(
     [
-        *("architectures", "auto_map", "dtype", "model_type", "torch_dtype", "transformers_version", "tokenizer_class"),
-        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "_sliding_window_pattern"),
-        *("unsloth_fixed", "unsloth_version", "pretraining_tp", "ep_size", "use_mamba_kernels", "use_mrope"),
-        *("cache_implementation", "use_cache", "return_dict", "gradient_checkpointing", "initializer_range"),
-        *("id2label", "label2id", "is_decoder", "task_specific_params", "n_ctx", "n_special", "output_past"),
-        *("embedding_initializer_range", "max_sequence_length", "model_max_length", "predict_special_tokens"),
+        *(
+            "architectures",
+            "auto_map",
+            "dtype",
+            "model_type",
+            "torch_dtype",
+            "transformers_version",
+            "tokenizer_class",
+        ),
+        *(
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "_name_or_path",
+            "_sliding_window_pattern",
+        ),
+        *(
+            "unsloth_fixed",
+            "unsloth_version",
+            "pretraining_tp",
+            "ep_size",
+            "use_mamba_kernels",
+            "use_mrope",
+        ),
+        *(
+            "cache_implementation",
+            "use_cache",
+            "return_dict",
+            "gradient_checkpointing",
+            "initializer_range",
+        ),
+        *(
+            "id2label",
+            "label2id",
+            "is_decoder",
+            "task_specific_params",
+            "n_ctx",
+            "n_special",
+            "output_past",
+        ),
+        *(
+            "embedding_initializer_range",
+            "max_sequence_length",
+            "model_max_length",
+            "predict_special_tokens",
+        ),
         *("summary_activation", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
-        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # softmax is in float32 here
-        *("aux_loss_alpha", "router_aux_loss_coef", "router_z_loss_coef", "seq_aux"),  # losses that are off
+        # softmax is in float32 here
+        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        # losses that are off
+        *("aux_loss_alpha", "router_aux_loss_coef", "router_z_loss_coef", "seq_aux"),
     ]
 )
 """Fields that do not change the logits."""
@@ -52,11 +95,19 @@ class Fields:
         self.problems: list[str] = []
 
     def __getitem__(self, name: str) -> Any:
-        """Return a field, or the default of the family; a field of another kind than the default is a problem."""
+        """Return a field, or the default of the family.
+
+        A field of another kind than the default is a problem.
+        """
         self._read.add(name)
         default = self._defaults.get(name)
         value = self._values.get(name, default)
-        if value is None or default is None or name in _OF_ANY_KIND or _kind(value) == _kind(default):
+        if (
+            value is None
+            or default is None
+            or name in _OF_ANY_KIND
+            or _kind(value) == _kind(default)
+        ):
             return value
         self.problems.append(f"{name} is {value!r}, must be {_kind(default)}")
         return default
@@ -106,7 +157,9 @@ class Fields:
         self._read.update(names)
 
     def unread_problems(self) -> list[str]:
-        """Return a problem for each field that was not read and asks for something: it is neither null nor false."""
+        """Return a problem for each field that was not read and asks for something: it is neither
+        null nor false.
+        """
         return [
             f"{name} is {value!r}, which the decoder does not know"
             for name, value in self._values.items()
@@ -124,23 +177,32 @@ class Fields:
           group: the entry of "rope_parameters" for blocks of one type, if it has entries by type.
           changes: fields of the old form that blocks of this type have differently.
         """
-        old, new = changes.get("rope_scaling", self.record("rope_scaling")), self.record("rope_parameters")
+        old, new = (
+            changes.get("rope_scaling", self.record("rope_scaling")),
+            self.record("rope_parameters"),
+        )
         if old and not ("rope_parameters" in self._values and _is_grouped(new)):
             new = {}  # the old form replaces the new one as a whole, unless that has groups
-        scaling = dict(new.get(group) or {} if group in new else {} if _is_grouped(new) else new) | dict(old)
+        scaling = dict(
+            new.get(group) or {} if group in new else {} if _is_grouped(new) else new
+        ) | dict(old)
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
         base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
         share = self["partial_rotary_factor"]
         share = scaling.pop("partial_rotary_factor", changes.get("partial_rotary_factor", share))
         if "partial_rotary_factor" not in self._defaults and share not in (None, 1):
-            self.problems.append(f"partial_rotary_factor is {share!r}, and all dims of this family's heads rotate")
+            self.problems.append(
+                f"partial_rotary_factor is {share!r}, and all dims of this family's heads rotate"
+            )
         dims = None if share in (None, 1) else int(head_dim * share)
         kind = "longrope" if kind == "su" else kind  # the name in older files
         interleaved = bool(changes.get("interleaved", False))
         make = _KINDS.get(kind)
         if make is None:
-            self.problems.append(f"rope_type is {kind!r}, must be one of {', '.join(map(repr, _KINDS))}")
+            self.problems.append(
+                f"rope_type is {kind!r}, must be one of {', '.join(map(repr, _KINDS))}"
+            )
             return Rope()
         try:
             base, values = float(base), make(scaling, self)
@@ -149,7 +211,8 @@ class Fields:
             return Rope()
         except (TypeError, ValueError):
             self.problems.append(
-                f"rope_scaling is {dict(new) | dict(old)}, and has no numbers where {kind!r} needs them"
+                f"rope_scaling is {dict(new) | dict(old)}, and has no numbers where {kind!r} needs"
+                " them"
             )
             return Rope()
         self.problems += [
@@ -166,13 +229,20 @@ class Fields:
     def kinds(
         self, types: Sequence[str] | None, window: int | None, rope_of: Callable[[str], Rope | None]
     ) -> dict[str, Any]:
-        """Return `kinds` and `pattern` of a `DecoderConfig` from the type of each block, "full_attention" or "sliding_attention"."""
+        """Return `kinds` and `pattern` of a `DecoderConfig` from the type of each block,
+        "full_attention" or "sliding_attention".
+        """
         if types is None:
             return {"kinds": (BlockKind(window, rope_of("full_attention")),)}
         names = list(dict.fromkeys(types))
         if unknown := sorted(set(names) - {"full_attention", "sliding_attention"}):
-            self.problems.append(f"layer_types has {', '.join(map(repr, unknown))}, which the decoder does not know")
-        kinds = tuple(BlockKind(window if name == "sliding_attention" else None, rope_of(name)) for name in names)
+            self.problems.append(
+                f"layer_types has {', '.join(map(repr, unknown))}, which the decoder does not know"
+            )
+        kinds = tuple(
+            BlockKind(window if name == "sliding_attention" else None, rope_of(name))
+            for name in names
+        )
         return {"kinds": kinds, "pattern": tuple(map(names.index, types)) if len(kinds) > 1 else ()}
 
 
@@ -182,14 +252,16 @@ def check_fields(folder: object, fields: Fields) -> None:
     Raises:
       ValueError: if there is a problem.
     """
-    fields.require("is_causal", None, True)  # the only field of all models that asks for something when it is false
+    # the only field of all models that asks for something when it is false
+    fields.require("is_causal", None, True)
     fields.require("router_jitter_noise", None, 0.0)
     if problems := fields.problems + fields.unread_problems():
         raise ValueError(
             error_text(
                 f"{folder} describes a model that the decoder cannot be.",
                 problems,
-                "the decoder reads float weights of text models; docs/howto/open_weights.md lists the families.",
+                "the decoder reads float weights of text models; docs/howto/open_weights.md lists"
+                " the families.",
             )
         )
 
@@ -210,13 +282,23 @@ def _linear(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
 
 def _length(scaling: dict[str, Any], fields: Fields) -> int:
     trained_length = scaling.pop("original_max_position_embeddings", None)
-    return fields["original_max_position_embeddings"] or trained_length or fields["max_position_embeddings"]
+    return (
+        fields["original_max_position_embeddings"]
+        or trained_length
+        or fields["max_position_embeddings"]
+    )
 
 
 def _llama3(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     slow, fast = float(scaling.pop("low_freq_factor")), float(scaling.pop("high_freq_factor"))
     factor = float(scaling.pop("factor"))
-    return {"kind": "llama3", "factor": factor, "length": _length(scaling, fields), "slow": slow, "fast": fast}
+    return {
+        "kind": "llama3",
+        "factor": factor,
+        "length": _length(scaling, fields),
+        "slow": slow,
+        "fast": fast,
+    }
 
 
 def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
@@ -230,15 +312,27 @@ def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
             if scale and scale_of_all
             else yarn_scale(factor, 1)
         )
-    slow, fast = float(scaling.pop("beta_slow", None) or 1), float(scaling.pop("beta_fast", None) or 32)
+    slow, fast = (
+        float(scaling.pop("beta_slow", None) or 1),
+        float(scaling.pop("beta_fast", None) or 32),
+    )
     numbers = {"factor": factor, "length": length, "slow": slow, "fast": fast}
     truncate = scaling.pop("truncate", True)
-    return {"kind": "yarn", **numbers, "truncate": truncate is not False, "attention_factor": float(attention_factor)}
+    return {
+        "kind": "yarn",
+        **numbers,
+        "truncate": truncate is not False,
+        "attention_factor": float(attention_factor),
+    }
 
 
 def _dynamic(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     scaling.pop("original_max_position_embeddings", None)
-    return {"kind": "dynamic", "factor": float(scaling.pop("factor")), "length": fields["max_position_embeddings"]}
+    return {
+        "kind": "dynamic",
+        "factor": float(scaling.pop("factor")),
+        "length": fields["max_position_embeddings"],
+    }
 
 
 def _longrope(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
@@ -246,7 +340,9 @@ def _longrope(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     factor = float(factor or fields["max_position_embeddings"] / length)
     attention_factor = scaling.pop("attention_factor", None)
     if attention_factor is None:
-        attention_factor = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+        attention_factor = (
+            1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+        )
     short, long = (tuple(map(float, scaling.pop(f"{name}_factor"))) for name in ("short", "long"))
     numbers = {"length": length, "attention_factor": float(attention_factor)}
     return {"kind": "longrope", "short": short, "long": long, **numbers}

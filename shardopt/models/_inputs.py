@@ -24,7 +24,8 @@ class Inputs(NamedTuple):
       targets: [B, T], int32, the next token of each.
       weights: [B, T], the weight of each target in the loss; None is 1 for all.
       segment_ids: [B, T], int32, the document of each token; None is one document per row.
-      positions: [B, T], int32, the position of each token in its document, for position embeddings; None uses `order`.
+      positions: [B, T], int32, the position of each token in its document, for position embeddings;
+        None uses `order`.
       order: [B, T], int32, the position of each token in its row; None is natural order.
       whole: whether these are whole rows on each device, in natural order.
     """
@@ -39,19 +40,28 @@ class Inputs(NamedTuple):
 
 
 def read_inputs(caller: str, batch: PyTree) -> Inputs:
-    """Return the checked arrays of a batch: a dict of "tokens" [B, T + 1], or of "tokens" and "targets" [B, T].
+    """Return the checked arrays of a batch: a dict of "tokens" [B, T + 1], or of "tokens" and
+    "targets" [B, T].
 
     Args:
       caller: the model, for errors.
-      batch: the dict; optional "weights", "segment_ids", "positions" and "order" are [B, T] in either form.
+      batch: the dict; optional "weights", "segment_ids", "positions" and "order" are [B, T] in
+        either form.
 
     Raises:
-      TypeError: if it is not a dict with tokens, or a leaf other than the weights does not hold integers.
-      ValueError: if tokens have another shape, or another leaf does not have the shape of the inputs.
+      TypeError: if it is not a dict with tokens, or a leaf other than the weights does not hold
+        integers.
+      ValueError: if tokens have another shape, or another leaf does not have the shape of the
+        inputs.
     """
-    expected = f"{caller}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1"
+    expected = (
+        f"{caller}: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T],"
+        " T at least 1"
+    )
     if not isinstance(batch, Mapping) or "tokens" not in batch:
-        actual = f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        actual = (
+            f"a dict with {sorted(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        )
         raise TypeError(f"{expected}; got {actual}.")
     tokens, has_targets = batch["tokens"], "targets" in batch
     if not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -61,13 +71,23 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
     shape = tokens.shape[0], tokens.shape[1] - (not has_targets)
     names = "targets", "weights", "segment_ids", "positions", "order"
     leaves = {name: batch[name] for name in names if name in batch}
-    if bad_leaves := [f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape]:
-        raise ValueError(format_error(caller, f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves))
+    if bad_leaves := [
+        f"{name}: shape {leaf.shape}" for name, leaf in leaves.items() if leaf.shape != shape
+    ]:
+        raise ValueError(
+            format_error(
+                caller, f"a leaf of the batch is not of shape [B, T] = {shape}.", bad_leaves
+            )
+        )
     integers = {name: leaf for name, leaf in leaves.items() if name != "weights"}
     if bad_leaves := [
-        f"{name}: {leaf.dtype}" for name, leaf in integers.items() if not jnp.issubdtype(leaf.dtype, jnp.integer)
+        f"{name}: {leaf.dtype}"
+        for name, leaf in integers.items()
+        if not jnp.issubdtype(leaf.dtype, jnp.integer)
     ]:
-        raise TypeError(format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves))
+        raise TypeError(
+            format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves)
+        )
     tokens, integers = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), (tokens, integers))
     return Inputs(
         tokens if has_targets else tokens[:, :-1],
@@ -76,12 +96,16 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
         integers.get("segment_ids"),
         integers.get("positions"),
         integers.get("order"),
-        whole=not {"targets", "positions", "order"} & set(leaves),  # a context axis cannot split T + 1 tokens
+        # a context axis cannot split T + 1 tokens
+        whole=not {"targets", "positions", "order"} & set(leaves),
     )
 
 
 def mean_loss(nats: Float[Array, "B T"], inputs: Inputs) -> Float[Array, ""] | Weighted:
-    """Return the mean over targets. If targets have weights, return the weighted mean over the global batch."""
+    """Return the mean over targets.
+
+    If targets have weights, return the weighted mean over the global batch.
+    """
     if inputs.weights is None:
         return jnp.mean(nats)
     weights = jnp.asarray(inputs.weights, nats.dtype)

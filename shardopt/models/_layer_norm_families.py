@@ -9,7 +9,9 @@ from shardopt.models._fields import Fields
 from shardopt.models._rope import Rope
 
 
-def _layer_norms(fields: Fields, epsilon: str = "layer_norm_eps", norm: str = "layer") -> dict[str, Any]:
+def _layer_norms(
+    fields: Fields, epsilon: str = "layer_norm_eps", norm: str = "layer"
+) -> dict[str, Any]:
     return {"norm": norm, "norm_epsilon": fields.number(epsilon)}
 
 
@@ -21,7 +23,10 @@ def _gpt(
     hidden: str = "n_inner",
     length: str = "n_positions",
 ) -> dict[str, Any]:
-    """Return the settings that the GPTs share, by the names of their fields; positions are learned."""
+    """Return the settings that the GPTs share, by the names of their fields.
+
+    Positions are learned.
+    """
     fields.require("scale_attn_weights", None, True)
     max_length = fields.size(length)
     return {
@@ -56,11 +61,24 @@ def _gpt_bigcode(fields: Fields) -> dict[str, Any]:
 
 def _gpt_neo(fields: Fields) -> dict[str, Any]:
     fields.skip("attention_layers")  # transformers takes "attention_types"
-    config = _gpt(fields, "hidden_size", "num_layers", "num_heads", "intermediate_size", "max_position_embeddings")
+    config = _gpt(
+        fields,
+        "hidden_size",
+        "num_layers",
+        "num_heads",
+        "intermediate_size",
+        "max_position_embeddings",
+    )
     names = {"global": "full_attention", "local": "sliding_attention"}
-    types = [str(names.get(name, name)) for group, number in fields["attention_types"] for name in group * number]
+    types = [
+        str(names.get(name, name))
+        for group, number in fields["attention_types"]
+        for name in group * number
+    ]
     if len(types) != config["num_layers"]:
-        fields.problems.append(f"attention_types has {len(types)} types for {config['num_layers']} blocks")
+        fields.problems.append(
+            f"attention_types has {len(types)} types for {config['num_layers']} blocks"
+        )
         return config
     kinds = fields.kinds(types, fields.size("window_size"), lambda kind: None)
     return config | kinds | {"out_bias": True, "attention_scale": 1.0}
@@ -69,7 +87,12 @@ def _gpt_neo(fields: Fields) -> dict[str, Any]:
 def _gptj(fields: Fields) -> dict[str, Any]:
     fields.skip("rotary")
     config, rope = _gpt(fields), Rope(dims=fields.size("rotary_dim"), interleaved=True)
-    return config | {"positions": 0, "kinds": (BlockKind(rope=rope),), "parallel": "norm", "head_bias": True}
+    return config | {
+        "positions": 0,
+        "kinds": (BlockKind(rope=rope),),
+        "parallel": "norm",
+        "head_bias": True,
+    }
 
 
 def _gpt_neox(fields: Fields) -> dict[str, Any]:
@@ -86,7 +109,12 @@ def _gpt_neox(fields: Fields) -> dict[str, Any]:
 
 
 def _falcon(fields: Fields) -> dict[str, Any]:
-    for name, value in {"multi_query": True, "new_decoder_architecture": False, "alibi": False, "bias": False}.items():
+    for name, value in {
+        "multi_query": True,
+        "new_decoder_architecture": False,
+        "alibi": False,
+        "bias": False,
+    }.items():
         fields.require(name, None, value)
     fields.require("num_ln_in_parallel_attn", None)
     fields.skip("num_kv_heads")  # of the new architecture
@@ -120,13 +148,21 @@ def _starcoder2(fields: Fields) -> dict[str, Any]:
     fields.require("mlp_type", None, "default")
     fields.require("norm_type", None, "layer_norm")
     fields.require("scale_attn_weights", None, True)
-    fields.skip("activation_function", "layer_norm_epsilon")  # other names of fields that are there too
+    # other names of fields that are there too
+    fields.skip("activation_function", "layer_norm_epsilon")
     changes = {"gated": False, "mlp_bias": bool(fields["use_bias"])}
-    return base.mistral(fields) | _layer_norms(fields, "norm_epsilon") | base.biases(fields, "use_bias") | changes
+    return (
+        base.mistral(fields)
+        | _layer_norms(fields, "norm_epsilon")
+        | base.biases(fields, "use_bias")
+        | changes
+    )
 
 
 def _nemotron(fields: Fields) -> dict[str, Any]:
-    return base.llama(fields) | _layer_norms(fields, "norm_eps", "layer_plus_one") | {"gated": False}
+    return (
+        base.llama(fields) | _layer_norms(fields, "norm_eps", "layer_plus_one") | {"gated": False}
+    )
 
 
 def _jais2(fields: Fields) -> dict[str, Any]:
@@ -146,13 +182,24 @@ def _cohere(fields: Fields) -> dict[str, Any]:
 
 
 def _cohere2(fields: Fields) -> dict[str, Any]:
-    for name, value in {"use_gated_activation": True, "use_parallel_block": True, "rotary_pct": 1.0}.items():
+    for name, value in {
+        "use_gated_activation": True,
+        "use_parallel_block": True,
+        "rotary_pct": 1.0,
+    }.items():
         fields.require(name, None, value)
     fields.require("position_embedding_type", None, "rope_gptj")
-    fields.skip("use_parallel_embedding", "use_embedding_sharing", "order_of_interleaved_layers", "layer_switch")
+    fields.skip(
+        "use_parallel_embedding",
+        "use_embedding_sharing",
+        "order_of_interleaved_layers",
+        "layer_switch",
+    )
     types = base.types_of(fields, fields["sliding_window_pattern"])
     rope = fields.rope(base.head_dim(fields), interleaved=True)
-    kinds = fields.kinds(types, fields["sliding_window"], lambda kind: None if kind == "full_attention" else rope)
+    kinds = fields.kinds(
+        types, fields["sliding_window"], lambda kind: None if kind == "full_attention" else rope
+    )
     return _cohere(fields) | kinds
 
 
@@ -169,7 +216,11 @@ _BLOCK = _NORMS | base.ATTENTION | base.MLP
 
 
 def _outer(embedding: str, norm: str, head: str = "lm_head") -> dict[str, str]:
-    names = {f"{embedding}.weight": "embedding", f"{norm}.weight": "norm", f"{norm}.bias": "norm_bias"}
+    names = {
+        f"{embedding}.weight": "embedding",
+        f"{norm}.weight": "norm",
+        f"{norm}.bias": "norm_bias",
+    }
     return names | {f"{head}.weight": "head", f"{head}.bias": "head_bias"}
 
 
@@ -190,9 +241,13 @@ _GPT_DEFAULTS = {
 }
 _GPT_NORMS = with_biases({"ln_1": "attention/norm", "ln_2": "mlp/norm"})
 _GPT_BUFFERS = (r"h\.\d+\.attn\.(attention\.)?(masked_)?bias$",)
-_GPT2_OUTER = _outer("transformer.wte", "transformer.ln_f") | {"transformer.wpe.weight": "positions"}
+_GPT2_OUTER = _outer("transformer.wte", "transformer.ln_f") | {
+    "transformer.wpe.weight": "positions"
+}
 _GPT2_BLOCK = (
-    _GPT_NORMS | with_biases({"attn.c_attn": _JOINED, "attn.c_proj": "attention/out"}) | _mlp("c_fc", "c_proj")
+    _GPT_NORMS
+    | with_biases({"attn.c_attn": _JOINED, "attn.c_proj": "attention/out"})
+    | _mlp("c_fc", "c_proj")
 )
 
 FAMILIES: dict[str, Family] = {
@@ -219,7 +274,11 @@ FAMILIES: dict[str, Family] = {
     "gpt_neo": Family(
         "GPTNeoForCausalLM",
         _GPT_DEFAULTS
-        | {"max_position_embeddings": 2048, "window_size": 256, "attention_types": [[["global", "local"], 12]]},
+        | {
+            "max_position_embeddings": 2048,
+            "window_size": 256,
+            "attention_types": [[["global", "local"], 12]],
+        },
         _gpt_neo,
         _GPT_NORMS
         | {f"attn.attention.{name}_proj.weight": f"attention/{name}" for name in "qkv"}
@@ -261,10 +320,17 @@ FAMILIES: dict[str, Family] = {
     "falcon": Family(
         "FalconForCausalLM",
         base.LLAMA_DEFAULTS
-        | {"layer_norm_epsilon": 1e-5, "activation": "gelu", "tie_word_embeddings": True, "parallel_attn": True},
+        | {
+            "layer_norm_epsilon": 1e-5,
+            "activation": "gelu",
+            "tie_word_embeddings": True,
+            "parallel_attn": True,
+        },
         _falcon,
         _NORMS
-        | with_biases({"self_attention.query_key_value": _JOINED, "self_attention.dense": "attention/out"})
+        | with_biases(
+            {"self_attention.query_key_value": _JOINED, "self_attention.dense": "attention/out"}
+        )
         | _OLD_MLP,
         _outer("transformer.word_embeddings", "transformer.ln_f"),
         prefix="transformer.h.{i}.",
@@ -278,7 +344,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "stablelm": Family(
         "StableLmForCausalLM",
-        _DEFAULTS | {"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
+        _DEFAULTS
+        | {
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "partial_rotary_factor": 0.25,
+        },
         _stablelm,
         _BLOCK,
         _OUTER,
@@ -301,20 +372,33 @@ FAMILIES: dict[str, Family] = {
     "nemotron": Family(
         "NemotronForCausalLM",
         base.LLAMA_DEFAULTS
-        | {"hidden_act": "relu2", "max_position_embeddings": 4096, "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+        | {
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
         _nemotron,
         _BLOCK,
         _OUTER,
     ),
     "jais2": Family(
         "Jais2ForCausalLM",
-        _DEFAULTS | {"hidden_act": "relu2", "max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True},
+        _DEFAULTS
+        | {
+            "hidden_act": "relu2",
+            "max_position_embeddings": 8192,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
         _jais2,
         _BLOCK,
         _OUTER,
     ),
     "olmo": Family("OlmoForCausalLM", base.LLAMA_DEFAULTS, _olmo, base.LLAMA_BLOCK),
-    "cohere": Family("CohereForCausalLM", _COHERE_DEFAULTS | {"rope_theta": 5e5}, _cohere, base.LLAMA_BLOCK),
+    "cohere": Family(
+        "CohereForCausalLM", _COHERE_DEFAULTS | {"rope_theta": 5e5}, _cohere, base.LLAMA_BLOCK
+    ),
     "cohere2": Family("Cohere2ForCausalLM", _COHERE_DEFAULTS, _cohere2, base.LLAMA_BLOCK),
 }
 """model_type of config.json -> family."""

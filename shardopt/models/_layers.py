@@ -1,6 +1,8 @@
-"""The parts of the decoder that read no config: casts, rotary positions, layouts, and how sequence parallelism shards activations.
+"""The parts of the decoder that read no config: casts, rotary positions, layouts, and how sequence
+parallelism shards activations.
 
-Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F hidden units.
+Suffixes: B sequences, T positions, S cached positions, D width, H heads, K width of a head, F
+hidden units.
 """
 
 from typing import TypeVar
@@ -25,7 +27,10 @@ Tree = TypeVar("Tree")
 
 
 def cast(tree: Tree, dtype: DTypeLike | None) -> Tree:
-    """Return weights in the dtype of a model's products; None keeps the dtype of each weight. Keys stay as they are."""
+    """Return weights in the dtype of a model's products; None keeps the dtype of each weight.
+
+    Keys stay as they are.
+    """
     if dtype is None:
         return tree
 
@@ -41,13 +46,15 @@ def rotate_by(
     frequencies: Float[Array, " K/2"],
     factor: float | Float[Array, ""] = 1.0,
 ) -> Float[Array, "B T H K"]:
-    """Rotate component pair i of the vector at position t by the angle t * frequencies[i], and scale it by `factor`.
+    """Rotate component pair i of the vector at position t by the angle t * frequencies[i], and
+    scale it by `factor`.
 
-    Positions are [T] or [B, T]. The product of a rotated query and a rotated key depends only on the distance of their positions.
+    Positions are [T] or [B, T]. The product of a rotated query and a rotated key depends only on
+    the distance of their positions.
 
     References:
-      Su, Lu, Pan, Murtadha, Wen and Liu, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
-      2021, equation 34; the pairs here are components i and i + K/2.
+      Su, Lu, Pan, Murtadha, Wen and Liu, "RoFormer: Enhanced Transformer with Rotary Position
+      Embedding", 2021, equation 34; the pairs here are components i and i + K/2.
     """
     half = x.shape[-1] // 2
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -61,7 +68,9 @@ def rotate_by(
     if device_kind_or_default().startswith("TPU"):
         return _rotated_by_product(x, cos, sin)
     first, second = x[..., :half].astype(wide), x[..., half:].astype(wide)
-    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1).astype(x.dtype)
+    return jnp.concatenate(
+        [first * cos - second * sin, first * sin + second * cos], axis=-1
+    ).astype(x.dtype)
 
 
 def _rotated_by_swap(
@@ -69,13 +78,19 @@ def _rotated_by_swap(
 ) -> Float[Array, "B T H K"]:
     """Return x rotated by XLA; a product with a permutation swaps its halves.
 
-    Half a vector fills as many lanes of a TPU as a whole vector, so halves would cost twice the memory, and copies. With a
-    product, XLA rotates in two passes over x. Each sum has one term, so nothing is rounded.
+    Half a vector fills as many lanes of a TPU as a whole vector, so halves would cost twice the
+    memory, and copies. With a product, XLA rotates in two passes over x. Each sum has one term, so
+    nothing is rounded.
     """
-    join = lambda first, second: jnp.concatenate([first, second], axis=-1)  # noqa: E731
+
+    def join(first, second):
+        return jnp.concatenate([first, second], axis=-1)
+
     K = x.shape[-1]
     swap = jnp.roll(jnp.eye(K, dtype=x.dtype), K // 2, axis=-1)
-    swapped = jnp.einsum("bthk,kj->bthj", x, swap, precision="highest", preferred_element_type=cos.dtype)
+    swapped = jnp.einsum(
+        "bthk,kj->bthj", x, swap, precision="highest", preferred_element_type=cos.dtype
+    )
     return (x * join(cos, cos) + swapped * join(-sin, sin)).astype(x.dtype)
 
 
@@ -87,14 +102,22 @@ _rotated_by_product.defvjp(
 )
 
 
-def places(length: int, positions: Int[Array, "B T"] | None, order: Int[Array, "B T"] | None) -> Int[Array, "*B T"]:
-    """Return the positions for position embeddings: `positions`, else `order`, else `nn.positions(length)`."""
+def places(
+    length: int, positions: Int[Array, "B T"] | None, order: Int[Array, "B T"] | None
+) -> Int[Array, "*B T"]:
+    """Return the positions for position embeddings: `positions`, else `order`, else
+    `nn.positions(length)`.
+    """
     explicit_positions = order if positions is None else positions
     return nn.positions(length) if explicit_positions is None else explicit_positions
 
 
-def visible(queries: Int[Array, "B T"], length: int, window: Int[Array, ""] | int) -> Bool[Array, "B T S"]:
-    """Return which of the first `length` positions the queries at these positions see, the last `window` of them."""
+def visible(
+    queries: Int[Array, "B T"], length: int, window: Int[Array, ""] | int
+) -> Bool[Array, "B T S"]:
+    """Return which of the first `length` positions the queries at these positions see, the last
+    `window` of them.
+    """
     distance = queries[:, :, None] - jnp.arange(length)[None, None]
     return (distance >= 0) & (distance < window)
 
@@ -102,7 +125,8 @@ def visible(queries: Int[Array, "B T"], length: int, window: Int[Array, ""] | in
 def split_parts(x: Array, dim: int = 2) -> list[Array]:
     """Cut an array into its entries of a dim, such as [B, T, C, ...] into C parts [B, T, ...].
 
-    The gradient of a split is one concatenation. The gradient of indexing would be a sum of paddings.
+    The gradient of a split is one concatenation. The gradient of indexing would be a sum of
+    paddings.
     """
     return [jnp.squeeze(part, dim) for part in jnp.split(x, x.shape[dim], axis=dim)]
 
@@ -110,9 +134,10 @@ def split_parts(x: Array, dim: int = 2) -> list[Array]:
 def components_last(x: Float[Array, "*dims"]) -> Float[Array, "*dims"]:
     """Return x, on TPU with the components of a token next to each other in memory.
 
-    XLA:TPU would store tokens next to each other in the backward pass. It would copy the input of each block, and read the
-    copy more slowly. This took 1.7% of a step of Llama 3 8B (v5p:4x4x4, 4096 tokens a chip), and copies of kept hidden units
-    5% with tensor=4. The partitioner shards x as it does without the layout.
+    XLA:TPU would store tokens next to each other in the backward pass. It would copy the input of
+    each block, and read the copy more slowly. This took 1.7% of a step of Llama 3 8B (v5p:4x4x4,
+    4096 tokens a chip), and copies of kept hidden units 5% with tensor=4. The partitioner shards x
+    as it does without the layout.
     """
     if not device_kind_or_default().startswith("TPU"):
         return x
@@ -128,7 +153,8 @@ def shard_positions(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     tensor_size = mesh_under_trace().shape.get(TENSOR, 1)
     if x.shape[1] % tensor_size:
         problem = (
-            f"sequence_parallel shards {x.shape[1]} positions over tensor={tensor_size}, which does not divide them."
+            f"sequence_parallel shards {x.shape[1]} positions over tensor={tensor_size}, which does"
+            " not divide them."
         )
         fix = f"choose a length that {tensor_size} divides, or leave sequence_parallel out."
         raise ValueError(format_error("decoder", problem, fix=fix))

@@ -20,8 +20,8 @@ class Parts(NamedTuple):
     Attributes:
       part_product: the einsum formula of the product with a part.
       weight_product: the einsum formula of the product with the whole weight.
-      letter: of `weight_product`: the dim that is parted. If `part_product` does not have it, each of its indices is a
-        part.
+      letter: of `weight_product`: the dim that is parted. If `part_product` does not have it, each
+        of its indices is a part.
       number: of parts.
     """
 
@@ -33,7 +33,11 @@ class Parts(NamedTuple):
     def of(self, weight: Array) -> list[Array]:
         """Return the parts of a weight."""
         dim = parse_subscripts(self.weight_product)[1].index(self.letter)
-        return layers.split_parts(weight, dim) if self.are_indices else jnp.split(weight, self.number, axis=dim)
+        return (
+            layers.split_parts(weight, dim)
+            if self.are_indices
+            else jnp.split(weight, self.number, axis=dim)
+        )
 
     def joined(self, grads: list[Array]) -> Array:
         """Return the gradient of the whole product."""
@@ -47,10 +51,12 @@ class Parts(NamedTuple):
 
 
 def products_with_parts(parts: Parts, x: Float[Array, "B T D"], weight: Array) -> list[Array]:
-    """Return the product with each part of a weight. The gradients are single products with the whole weight.
+    """Return the product with each part of a weight.
 
-    XLA:TPU may copy a single product that is kept, to read its parts in the backward pass: 0.9 of the 54 ms of a block of
-    Llama 3 70B (v5p:8x8x8, 4096 tokens a chip).
+    The gradients are single products with the whole weight.
+
+    XLA:TPU may copy a single product that is kept, to read its parts in the backward pass: 0.9 of
+    the 54 ms of a block of Llama 3 70B (v5p:8x8x8, 4096 tokens a chip).
     """
     return cast(list[Array], _products_with_parts(parts, x, weight))
 
@@ -64,10 +70,15 @@ def _parts_with_residuals(parts: Parts, x: Array, weight: Array) -> Any:
     return _products_with_parts(parts, x, weight), (x, weight)
 
 
-def _gradients_of_parts(parts: Parts, residuals: tuple[Array, Array], grads: list[Array]) -> tuple[Array, Array]:
+def _gradients_of_parts(
+    parts: Parts, residuals: tuple[Array, Array], grads: list[Array]
+) -> tuple[Array, Array]:
     (of_x, of_weight, out), (x, weight) = parse_subscripts(parts.weight_product), residuals
     grad = parts.joined(grads)
-    dx, dw = jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight), jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad)
+    dx, dw = (
+        jnp.einsum(f"{out},{of_weight}->{of_x}", grad, weight),
+        jnp.einsum(f"{of_x},{out}->{of_weight}", x, grad),
+    )
     return dx.astype(x.dtype), dw.astype(weight.dtype)
 
 

@@ -1,4 +1,6 @@
-"""The place of each tensor of a family's files in the decoder, as a view of the tensor with the dims of a block's leaf."""
+"""The place of each tensor of a family's files in the decoder, as a view of the tensor with the
+dims of a block's leaf.
+"""
 
 import math
 import re
@@ -12,7 +14,9 @@ from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._family import Family
 
-_PRODUCTS = frozenset(("q", "k", "v", "kv", "q_down", "kv_down", "gate", "up", "down", "out", "kernel", "shared_gate"))
+_PRODUCTS = frozenset(
+    ("q", "k", "v", "kv", "q_down", "kv_down", "gate", "up", "down", "out", "kernel", "shared_gate")
+)
 
 
 class Place(NamedTuple):
@@ -25,7 +29,8 @@ class Place(NamedTuple):
       start: the first output of the tensor that belongs to the leaf, if it joins several leaves.
       outputs: how many outputs belong to the leaf; 0 if the leaf is no weight of a product.
       transposed: whether the tensor is [outputs, inputs].
-      heads: the tensor has the outputs of this many heads, each with its part of all leaves; 1 has one leaf after the other.
+      heads: the tensor has the outputs of this many heads, each with its part of all leaves; 1 has
+        one leaf after the other.
     """
 
     leaf: str
@@ -39,7 +44,9 @@ class Place(NamedTuple):
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """Return the view of a tensor that has the dims of `leaf[numbers]`."""
         if self.heads > 1:  # start and outputs are of one head
-            part = tensor.reshape(self.heads, -1, *tensor.shape[1:])[:, self.start : self.start + self.shape[-1]]
+            part = tensor.reshape(self.heads, -1, *tensor.shape[1:])[
+                :, self.start : self.start + self.shape[-1]
+            ]
             return part if tensor.ndim == 1 else part.transpose(2, 0, 1)
         if not self.outputs:
             size = math.prod(self.shape)
@@ -54,7 +61,9 @@ class Place(NamedTuple):
         return view.transpose(*range(len(outputs), view.ndim), *range(len(outputs)))
 
     def of_outputs(self, matrix: np.ndarray) -> np.ndarray:
-        """Return the view [columns, *outputs of the leaf] of a matrix [outputs of the tensor, columns]."""
+        """Return the view [columns, *outputs of the leaf] of a matrix [outputs of the tensor,
+        columns].
+        """
         shape = (matrix.shape[1], *self.shape[_num_inputs(self.leaf) :])
         return self._replace(leaf="", shape=shape, transposed=True).of(matrix)
 
@@ -62,12 +71,18 @@ class Place(NamedTuple):
 def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
     """Return tensor name -> its places; it has several if the tensor joins leaves."""
     shapes = decoder.leaf_shapes(config)
-    places = {name: _join([leaf], (), shapes, family) for name, leaf in family.outer.items() if leaf in shapes}
+    places = {
+        name: _join([leaf], (), shapes, family)
+        for name, leaf in family.outer.items()
+        if leaf in shapes
+    }
     for i in range(config.num_layers):
         is_first = i < config.num_first
         group, row = ("first_blocks", i) if is_first else ("blocks", i - config.num_first)
         for name, leaves in family.block.items():
-            paths = [f"{group}/{leaf}" for leaf in ([leaves] if isinstance(leaves, str) else leaves)]
+            paths = [
+                f"{group}/{leaf}" for leaf in ([leaves] if isinstance(leaves, str) else leaves)
+            ]
             if paths[0] not in shapes:
                 continue
             tensor = family.prefix.format(i=i) + name
@@ -89,13 +104,17 @@ def tensor_shape(places: Iterable[Place]) -> tuple[int, ...]:
     first = places[0]
     if not first.outputs:
         size = sum(math.prod(place.shape) for place in places)
-        return first.shape if not first.numbers or _is_packed(first.leaf, first.numbers) else (size,)
+        return (
+            first.shape if not first.numbers or _is_packed(first.leaf, first.numbers) else (size,)
+        )
     outputs = sum(place.outputs for place in places)
     inputs = math.prod(first.shape) // first.outputs
     return (outputs, inputs) if first.transposed else (inputs, outputs)
 
 
-def check_tensors(folder: object, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, list[Place]]) -> None:
+def check_tensors(
+    folder: object, shapes: Mapping[str, tuple[int, ...]], places: Mapping[str, list[Place]]
+) -> None:
     """Refuse files that have other tensors than the decoder.
 
     Raises:
@@ -109,24 +128,34 @@ def check_tensors(folder: object, shapes: Mapping[str, tuple[int, ...]], places:
         if name in shapes and shapes[name] != tensor_shape(tensor_places)
     ]
     if problems:
-        raise ValueError(error_text(f"the tensors in {folder} do not fit its config.json.", problems))
+        raise ValueError(
+            error_text(f"the tensors in {folder} do not fit its config.json.", problems)
+        )
 
 
 def is_ignored(name: str, config: DecoderConfig, family: Family) -> bool:
     """Return whether a tensor of a file is no weight of the decoder.
 
-    It is a buffer, a copy of the tied embedding, or of a block after the last one, which predicts further tokens.
+    It is a buffer, a copy of the tied embedding, or of a block after the last one, which predicts
+    further tokens.
     """
     is_tied_copy = config.tied and family.outer.get(name) == "head"
     before, _, after = family.prefix.partition("{i}")
-    block = re.match(rf"{re.escape(before)}(\d+){re.escape(after)}", name) if family.has_predictors else None
+    block = (
+        re.match(rf"{re.escape(before)}(\d+){re.escape(after)}", name)
+        if family.has_predictors
+        else None
+    )
     if block is not None and int(block[1]) >= config.num_layers:
         return True
     return is_tied_copy or any(re.search(pattern, name) for pattern in family.ignored)
 
 
 def _join(
-    leaves: list[str], numbers: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], family: Family
+    leaves: list[str],
+    numbers: tuple[int, ...],
+    shapes: Mapping[str, tuple[int, ...]],
+    family: Family,
 ) -> list[Place]:
     places, start = [], 0
     for leaf in leaves:
@@ -138,13 +167,19 @@ def _join(
     return places
 
 
-def _join_by_head(leaves: list[str], row: int, shapes: Mapping[str, tuple[int, ...]]) -> list[Place]:
-    """Return the places of a tensor [H parts K, D], or [H parts K], whose heads have a part for each leaf, [D, H, K] or [H, K]."""
+def _join_by_head(
+    leaves: list[str], row: int, shapes: Mapping[str, tuple[int, ...]]
+) -> list[Place]:
+    """Return the places of a tensor [H parts K, D], or [H parts K], whose heads have a part for
+    each leaf, [D, H, K] or [H, K].
+    """
     places = []
     for number, leaf in enumerate(leaves):
         shape = shapes[leaf][1:]
         H, K = shape[-2:]
-        places.append(Place(leaf, (row,), shape, number * K, H * K if len(shape) == 3 else 0, True, heads=H))
+        places.append(
+            Place(leaf, (row,), shape, number * K, H * K if len(shape) == 3 else 0, True, heads=H)
+        )
     return places
 
 

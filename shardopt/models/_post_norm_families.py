@@ -15,23 +15,39 @@ def _olmo2(fields: Fields) -> dict[str, Any]:
 
 def _olmo3(fields: Fields) -> dict[str, Any]:
     def rope(kind: str) -> Rope:
-        return base.rope(fields, kind, **({"rope_scaling": {}} if kind == "sliding_attention" else {}))
+        return base.rope(
+            fields, kind, **({"rope_scaling": {}} if kind == "sliding_attention" else {})
+        )
 
     return _olmo2(fields) | fields.kinds(base.types_of(fields, 4), fields["sliding_window"], rope)
 
 
 def _exaone4(fields: Fields) -> dict[str, Any]:
-    L, window, types = fields.size("num_hidden_layers"), fields["sliding_window"], fields["layer_types"]
+    L, window, types = (
+        fields.size("num_hidden_layers"),
+        fields["sliding_window"],
+        fields["layer_types"],
+    )
     every = fields["sliding_window_pattern"]
     if window is None:
         types = None
     elif types is None and isinstance(every, int):
-        types = ["full_attention" if (i + 1) % every == 0 or i == L - 1 else "sliding_attention" for i in range(L)]
+        types = [
+            "full_attention" if (i + 1) % every == 0 or i == L - 1 else "sliding_attention"
+            for i in range(L)
+        ]
     elif types is None:
-        fields.problems.append(f"sliding_window_pattern is {every!r}, must be an integer if there are no layer_types")
-    hides_positions = types is not None  # blocks that see all rotate nothing, next to blocks with windows
+        fields.problems.append(
+            f"sliding_window_pattern is {every!r}, must be an integer if there are no layer_types"
+        )
+    # blocks that see all rotate nothing, next to blocks with windows
+    hides_positions = types is not None
     kinds = fields.kinds(
-        types, window, lambda kind: None if hides_positions and kind == "full_attention" else base.rope(fields, kind)
+        types,
+        window,
+        lambda kind: (
+            None if hides_positions and kind == "full_attention" else base.rope(fields, kind)
+        ),
     )
     return base.post_normed(base.sizes(fields)) | kinds | {"qk_norm": "head"}
 
@@ -44,7 +60,14 @@ def _gemma(fields: Fields) -> dict[str, Any]:
     """Return what all Gemmas share."""
     fields.require("use_bidirectional_attention", None, False)
     scale = fields.size("hidden_size") ** 0.5
-    return base.sizes(fields) | base.biases(fields) | {"norm": "rms_plus_one", "embedding_scale": scale}
+    return (
+        base.sizes(fields)
+        | base.biases(fields)
+        | {
+            "norm": "rms_plus_one",
+            "embedding_scale": scale,
+        }
+    )
 
 
 def _gemma1(fields: Fields) -> dict[str, Any]:
@@ -54,7 +77,10 @@ def _gemma1(fields: Fields) -> dict[str, Any]:
 
 
 def _gemma2(fields: Fields, period: int = 2, **local: Any) -> dict[str, Any]:
-    """Return Gemma 2; `period` and `local`, the changes of rotary positions in blocks with windows, are for Gemma 3."""
+    """Return Gemma 2.
+
+    `period` and `local`, the changes of rotary positions in blocks with windows, are for Gemma 3.
+    """
 
     def rope(kind: str) -> Rope:
         return base.rope(fields, kind, **(local if kind == "sliding_attention" else {}))
@@ -105,7 +131,10 @@ _POST_NORMS = {
     "post_feedforward_layernorm.weight": "mlp/post_norm",
 }
 POST_NORM_BLOCK = base.ATTENTION | base.MLP | _POST_NORMS
-_GEMMA_PRE_NORMS = {"input_layernorm.weight": "attention/norm", "pre_feedforward_layernorm.weight": "mlp/norm"}
+_GEMMA_PRE_NORMS = {
+    "input_layernorm.weight": "attention/norm",
+    "pre_feedforward_layernorm.weight": "mlp/norm",
+}
 _GEMMA_BLOCK = POST_NORM_BLOCK | _GEMMA_PRE_NORMS
 _GLM4_NORMS = base.PRE_NORMS | {
     "post_self_attn_layernorm.weight": "attention/post_norm",
@@ -122,7 +151,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "exaone4": Family(
         "Exaone4ForCausalLM",
-        _LLAMA | {"num_key_value_heads": 32, "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+        _LLAMA
+        | {
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+        },
         _exaone4,
         POST_NORM_BLOCK,
     ),

@@ -32,7 +32,9 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     L, every = fields.size("num_hidden_layers"), fields["no_rope_layer_interval"]
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     rotates = fields["no_rope_layers"] or [(i + 1) % every != 0 for i in range(L)]
-    types = fields["layer_types"] or ["full_attention" if has_rope else "sliding_attention" for has_rope in rotates]
+    types = fields["layer_types"] or [
+        "full_attention" if has_rope else "sliding_attention" for has_rope in rotates
+    ]
     fields.skip("max_window_layers")
     rope = base.rope(fields)
     blocks = [
@@ -53,12 +55,16 @@ def _arcee(fields: Fields) -> dict[str, Any]:
 
 
 def glm(fields: Fields) -> dict[str, Any]:
-    return base.sizes(fields) | base.interleaved(fields) | {"qkv_bias": bool(fields["attention_bias"])}
+    return (
+        base.sizes(fields) | base.interleaved(fields) | {"qkv_bias": bool(fields["attention_bias"])}
+    )
 
 
 def _ernie(fields: Fields) -> dict[str, Any]:
     mlp_bias = {"mlp_bias": bool(fields["use_bias"])}
-    return base.sizes(fields) | base.interleaved(fields) | base.biases(fields, "use_bias") | mlp_bias
+    return (
+        base.sizes(fields) | base.interleaved(fields) | base.biases(fields, "use_bias") | mlp_bias
+    )
 
 
 def _helium(fields: Fields) -> dict[str, Any]:
@@ -75,12 +81,18 @@ def _granite(fields: Fields) -> dict[str, Any]:
 
 
 def _hyperclovax(fields: Fields) -> dict[str, Any]:
-    changes = {"post_norms": bool(fields["use_post_norm"]), "logits_scale": float(fields["logits_scaling"])}
+    changes = {
+        "post_norms": bool(fields["use_post_norm"]),
+        "logits_scale": float(fields["logits_scaling"]),
+    }
     return _granite(fields) | changes
 
 
 def _hunyuan(fields: Fields) -> dict[str, Any]:
-    scaling, width = fields.record("rope_scaling") or fields.record("rope_parameters"), base.head_dim(fields)
+    scaling, width = (
+        fields.record("rope_scaling") or fields.record("rope_parameters"),
+        base.head_dim(fields),
+    )
     kind, alpha = scaling.get("rope_type", scaling.get("type")), scaling.get("alpha")
     if kind == "dynamic" and alpha:  # alpha alone counts, in rows of any length
         theta = scaling.get("rope_theta") or fields["rope_theta"]
@@ -89,7 +101,14 @@ def _hunyuan(fields: Fields) -> dict[str, Any]:
         rope = fields.rope(width)
     fields.require("use_qk_norm", None, True)
     fields.require("use_cla", None, False)
-    return base.sizes(fields) | base.biases(fields) | {"kinds": (BlockKind(rope=rope),), "qk_norm": "rotated_head"}
+    return (
+        base.sizes(fields)
+        | base.biases(fields)
+        | {
+            "kinds": (BlockKind(rope=rope),),
+            "qk_norm": "rotated_head",
+        }
+    )
 
 
 _LLAMA = base.LLAMA_DEFAULTS
@@ -101,24 +120,45 @@ GLM_DEFAULTS = _LLAMA | {
     "attention_bias": True,
     "partial_rotary_factor": 0.5,
 }
-_WIDE = _LLAMA | {"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "max_position_embeddings": 32768}
+_WIDE = _LLAMA | {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 32768,
+}
 _PHI3_LENGTHS = dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 4096)
 _GRANITE_DEFAULTS = _LLAMA | dict.fromkeys(
     ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
 )
-_JOINED_MLP = {"mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"), "mlp.down_proj.weight": "mlp/down"}
+_JOINED_MLP = {
+    "mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"),
+    "mlp.down_proj.weight": "mlp/down",
+}
 GLM_BLOCK = base.QKV | {"self_attn.o_proj.weight": "attention/out"} | _JOINED_MLP
-_PHI3_BLOCK = {"self_attn.qkv_proj.weight": ("attention/q", "attention/k", "attention/v")} | base.OUT | _JOINED_MLP
-_QK_LAYER_NORMS = {f"self_attn.{name}_layernorm.weight": f"attention/{name[0]}_norm" for name in ("query", "key")}
+_PHI3_BLOCK = (
+    {"self_attn.qkv_proj.weight": ("attention/q", "attention/k", "attention/v")}
+    | base.OUT
+    | _JOINED_MLP
+)
+_QK_LAYER_NORMS = {
+    f"self_attn.{name}_layernorm.weight": f"attention/{name[0]}_norm" for name in ("query", "key")
+}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", _LLAMA, base.llama, base.LLAMA_BLOCK),
     "internlm3": Family(
-        "LlamaForCausalLM InternLM3ForCausalLM", _WIDE | {"num_key_value_heads": 2}, base.llama, base.LLAMA_BLOCK
+        "LlamaForCausalLM InternLM3ForCausalLM",
+        _WIDE | {"num_key_value_heads": 2},
+        base.llama,
+        base.LLAMA_BLOCK,
     ),
-    "iquestcoder": Family("LlamaForCausalLM IQuestCoderForCausalLM", _WIDE, base.llama, base.LLAMA_BLOCK),
+    "iquestcoder": Family(
+        "LlamaForCausalLM IQuestCoderForCausalLM", _WIDE, base.llama, base.LLAMA_BLOCK
+    ),
     "mistral": Family("MistralForCausalLM", base.MISTRAL_DEFAULTS, base.mistral, base.LLAMA_BLOCK),
-    "ministral": Family("MinistralForCausalLM", base.MISTRAL_DEFAULTS, _ministral, base.LLAMA_BLOCK),
+    "ministral": Family(
+        "MinistralForCausalLM", base.MISTRAL_DEFAULTS, _ministral, base.LLAMA_BLOCK
+    ),
     "cwm": Family(
         "CwmForCausalLM",
         base.MISTRAL_DEFAULTS
@@ -139,7 +179,9 @@ FAMILIES: dict[str, Family] = {
         base.LLAMA_BLOCK,
     ),
     "qwen2": Family("Qwen2ForCausalLM", base.QWEN_DEFAULTS, _qwen2, base.LLAMA_BLOCK),
-    "qwen3": Family("Qwen3ForCausalLM", base.QWEN_DEFAULTS | {"head_dim": 128}, base.qwen3, base.LLAMA_BLOCK),
+    "qwen3": Family(
+        "Qwen3ForCausalLM", base.QWEN_DEFAULTS | {"head_dim": 128}, base.qwen3, base.LLAMA_BLOCK
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         _LLAMA | _PHI3_LENGTHS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
@@ -161,7 +203,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "seed_oss": Family(
         "SeedOssForCausalLM",
-        _LLAMA | {"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True},
+        _LLAMA
+        | {
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+        },
         _seed_oss,
         base.LLAMA_BLOCK,
     ),
@@ -204,7 +252,11 @@ FAMILIES: dict[str, Family] = {
         "HyperCLOVAXForCausalLM",
         _GRANITE_DEFAULTS | {"attention_multiplier": None, "use_post_norm": True},
         _hyperclovax,
-        base.LLAMA_BLOCK | {"post_norm1.weight": "attention/post_norm", "post_norm2.weight": "mlp/post_norm"},
+        base.LLAMA_BLOCK
+        | {
+            "post_norm1.weight": "attention/post_norm",
+            "post_norm2.weight": "mlp/post_norm",
+        },
     ),
     "hunyuan_v1_dense": Family(
         "HunYuanDenseV1ForCausalLM",

@@ -1,4 +1,6 @@
-"""Open weights as a decoder: read by each process for its own shards, and written by each process for its own part."""
+"""Open weights as a decoder: read by each process for its own shards, and written by each process
+for its own part.
+"""
 
 import dataclasses
 import functools
@@ -32,7 +34,14 @@ from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._loggers import show_progress
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_COPIED = ("tokenizer*", "*token*.json", "vocab.*", "merges.txt", "*.jinja", "generation_config.json")
+_COPIED = (
+    "tokenizer*",
+    "*token*.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "generation_config.json",
+)
 _UNFINISHED = ".unfinished"
 Bounds = tuple[tuple[int, int], ...]
 Source = Tensor | Quantized
@@ -48,7 +57,8 @@ class Pretrained:
       model: the decoder as a `BlockModel`.
       family: the model_type in `config.json`, or the family that the caller named.
       hf_config: the content of config.json.
-      tensors: the tensors of the files, by name; weights in mxfp4 and fp8 are floats when they are read.
+      tensors: the tensors of the files, by name; weights in mxfp4 and fp8 are floats when they are
+        read.
     """
 
     folder: Path
@@ -71,7 +81,9 @@ class Pretrained:
 
     @property
     def expert_leaves(self) -> tuple[str, ...]:
-        """The `expert_leaves` of a strategy: `decoder.expert_leaves`, or none if the model has no experts."""
+        """The `expert_leaves` of a strategy: `decoder.expert_leaves`, or none if the model has no
+        experts.
+        """
         return decoder.expert_leaves if self.config.experts else ()
 
     @property
@@ -86,11 +98,18 @@ class Pretrained:
 
     @functools.cached_property
     def abstract_params(self) -> PyTree:
-        """The parameters as `jax.ShapeDtypeStruct`; without a `param_dtype` they have the dtypes of the files."""
+        """The parameters as `jax.ShapeDtypeStruct`.
+
+        Without a `param_dtype` they have the dtypes of the files.
+        """
         dtypes: dict[str, np.dtype] = {}
         for name, places in self.places.items():
             for place in places:
-                dtype = self.tensors[name].dtype if self.param_dtype is None else np.dtype(self.param_dtype)
+                dtype = (
+                    self.tensors[name].dtype
+                    if self.param_dtype is None
+                    else np.dtype(self.param_dtype)
+                )
                 dtypes[place.leaf] = np.promote_types(dtypes.get(place.leaf, dtype), dtype)
         tree = jax.tree.structure(decoder.shapes_of(self.config), is_leaf=decoder.is_shape)
         shapes = decoder.leaf_shapes(self.config)
@@ -98,7 +117,9 @@ class Pretrained:
         return jax.tree.unflatten(tree, leaves)
 
     @calling("from_pretrained.load")
-    def load(self, opt: ShardedOptimizer, rng: jax.Array | None = None, *, progress: bool = True) -> TrainState:
+    def load(
+        self, opt: ShardedOptimizer, rng: jax.Array | None = None, *, progress: bool = True
+    ) -> TrainState:
         """Return the first train state of a strategy, with the weights of the folder.
 
         Args:
@@ -138,7 +159,9 @@ class Pretrained:
                 sources.setdefault(place.leaf, []).append((self.tensors[name], place))
         paths_and_leaves, num_bytes, arrays = leaves_with_paths(self.abstract_params), 0, []
         with show_progress(len(paths_and_leaves), shown=progress) as display:
-            for (path, leaf), sharding in zip(paths_and_leaves, jax.tree.leaves(shardings), strict=True):
+            for (path, leaf), sharding in zip(
+                paths_and_leaves, jax.tree.leaves(shardings), strict=True
+            ):
                 arrays.append(_load_leaf(leaf, sharding, sources[path]))
                 num_bytes += sum(shard.data.nbytes for shard in arrays[-1].addressable_shards)
                 display.advance(len(arrays))
@@ -159,7 +182,8 @@ class Pretrained:
 
         Args:
           folder: a new or empty folder, which all processes can write to.
-          params: the parameters, as `load` gave them to the strategy; all processes pass their shards.
+          params: the parameters, as `load` gave them to the strategy; all processes pass their
+            shards.
           dtype: the dtype in the files; None keeps the dtypes of the parameters.
           max_file_bytes: the most bytes of a file with more than one tensor.
           progress: whether the first process shows a bar.
@@ -171,16 +195,26 @@ class Pretrained:
           FileExistsError: if the folder has weights already.
           ValueError: if the parameters have other leaves or shapes than the model.
 
-        Each process writes its own shards into files with unfinished names. When all have written, the first process renames
-        the files, and writes the index last. transformers reads no folder without the index, or without the only file.
+        Each process writes its own shards into files with unfinished names. When all have written,
+        the first process renames the files, and writes the index last. transformers reads no folder
+        without the index, or without the only file.
         """
         leaves = dict(leaves_with_paths(params))
         shapes = {path: tuple(leaf.shape) for path, leaf in leaves.items()}
         if shapes != (expected := decoder.leaf_shapes(self.config)):
-            different = [path for path in shapes.keys() | expected.keys() if shapes.get(path) != expected.get(path)]
-            problems = [f"{path}: {shapes.get(path)}, must be {expected.get(path)}" for path in sorted(different)]
+            different = [
+                path
+                for path in shapes.keys() | expected.keys()
+                if shapes.get(path) != expected.get(path)
+            ]
+            problems = [
+                f"{path}: {shapes.get(path)}, must be {expected.get(path)}"
+                for path in sorted(different)
+            ]
             raise ValueError(error_text("the parameters are not those of the model.", problems))
-        hf_config = {name: value for name, value in self.hf_config.items() if name != "quantization_config"}
+        hf_config = {
+            name: value for name, value in self.hf_config.items() if name != "quantization_config"
+        }
         if dtype is not None:
             hf_config.pop("torch_dtype", None)
             hf_config["dtype"] = np.dtype(dtype).name
@@ -188,8 +222,12 @@ class Pretrained:
         return write_weights(folder, params, self.places, hf_config, source=self.folder, **options)
 
 
-def sharding_of_weight(opt: ShardedOptimizer, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-    """Return how a strategy shards a weight, without the dim of replicas that its spec may have in front."""
+def sharding_of_weight(
+    opt: ShardedOptimizer, spec: PartitionSpec, leaf: jax.ShapeDtypeStruct
+) -> NamedSharding:
+    """Return how a strategy shards a weight, without the dim of replicas that its spec may have in
+    front.
+    """
     return NamedSharding(opt.mesh, PartitionSpec(*spec[-leaf.ndim :]))
 
 
@@ -221,7 +259,9 @@ def write_weights(
     """
     leaves, target = dict(leaves_with_paths(params)), Path(folder)
     if (target / _INDEX).exists() or (target / _WEIGHTS).exists():
-        raise FileExistsError(error_text(f"{target} has weights already.", fix="choose a new folder."))
+        raise FileExistsError(
+            error_text(f"{target} has weights already.", fix="choose a new folder.")
+        )
     plan = _plan_files(target, places, leaves, dtype, max_file_bytes)
     is_first = jax.process_index() == 0
     if is_first:
@@ -257,11 +297,14 @@ def from_pretrained(
     remat: Remat = None,
     loss_chunk: int | None = None,
 ) -> Pretrained:
-    """Read the config.json and the headers of a folder of open weights; no code of the folder is run.
+    """Read the config.json and the headers of a folder of open weights.
+
+    No code of the folder is run.
 
     Args:
       folder: a folder of Hugging Face, with `config.json` and safetensors.
-      family: the family whose mathematics the model has, if its model_type is another; by default its model_type.
+      family: the family whose mathematics the model has, if its model_type is another; by default
+        its model_type.
       param_dtype: the dtype of the parameters; None keeps the dtypes of the files.
       dtype: dtype of activations and products, as in `decoder.DecoderConfig`.
       remat: what the backward pass recomputes, as in `BlockModel`.
@@ -272,8 +315,9 @@ def from_pretrained(
 
     Raises:
       FileNotFoundError: if a file is missing.
-      ValueError: if config.json has a field that the decoder does not know, or asks for something that the decoder cannot do;
-        if a tensor is missing, unexpected or of another shape. The message names all of them.
+      ValueError: if config.json has a field that the decoder does not know, or asks for something
+        that the decoder cannot do; if a tensor is missing, unexpected or of another shape. The
+        message names all of them.
 
     Example:
       >>> import jax, optax, tempfile, shardopt as so
@@ -287,8 +331,9 @@ def from_pretrained(
       >>> state.params["blocks"]["attention"]["q"].shape
       (2, 32, 4, 8)
 
-    An unknown model_type is refused, although its fields and tensors may be those of a known family: the order of rotary pairs, for
-    example, is in the code of a model alone. Name the `family` if you know that the mathematics is the same.
+    An unknown model_type is refused, although its fields and tensors may be those of a known
+    family: the order of rotary pairs, for example, is in the code of a model alone. Name the
+    `family` if you know that the mathematics is the same.
     """
     folder = Path(folder)
     hf_config = _read_object(folder / _CONFIG)
@@ -297,28 +342,41 @@ def from_pretrained(
         problem = f"{folder} has model_type {name!r}, which is none of {', '.join(FAMILIES)}."
         fix = "pass family=... if the mathematics of the model is that of a known family."
         if name in UNFIT:
-            problem = f"{folder} has model_type {name!r}, which the decoder cannot be: {UNFIT[name]}."
+            problem = (
+                f"{folder} has model_type {name!r}, which the decoder cannot be: {UNFIT[name]}."
+            )
             fix = "take a model of a family that docs/howto/open_weights.md lists."
         raise ValueError(error_text(problem, fix=fix))
     fields = Fields(hf_config, FAMILIES[name].defaults)
     if family is None:
-        fields.require("architectures", None, *([architecture] for architecture in FAMILIES[name].architecture.split()))
+        fields.require(
+            "architectures",
+            None,
+            *([architecture] for architecture in FAMILIES[name].architecture.split()),
+        )
     config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
     check_fields(folder, fields)
     config = DecoderConfig(**config_fields)
     headers: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         headers |= read_header(path)
-    headers = {tensor: entry for tensor, entry in headers.items() if not is_ignored(tensor, config, FAMILIES[name])}
+    headers = {
+        tensor: entry
+        for tensor, entry in headers.items()
+        if not is_ignored(tensor, config, FAMILIES[name])
+    }
     tensors: dict[str, Source] = join_quantized(headers, quantization)
     places = places_of(config, FAMILIES[name])
     if not any(tensor.startswith(FAMILIES[name].optional) for tensor in tensors):
         tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
     check_tensors(folder, {tensor: entry.shape for tensor, entry in tensors.items()}, places)
-    dtypes = {tensor: tensors[tensor].dtype for tensor in places}  # other numbers than floats are refused here
+    # other numbers than floats are refused here
+    dtypes = {tensor: tensors[tensor].dtype for tensor in places}
     stored = dtypes[next(iter(places))] if param_dtype is None else param_dtype
     config = dataclasses.replace(config, param_dtype=stored, dtype=dtype, loss_chunk=loss_chunk)
-    return Pretrained(folder, config, decoder.model(config, remat=remat), name, hf_config, tensors, param_dtype)
+    return Pretrained(
+        folder, config, decoder.model(config, remat=remat), name, hf_config, tensors, param_dtype
+    )
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -331,7 +389,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise ValueError(error_text(f"{path} holds no JSON object.", fix="download the file again."))
+        raise ValueError(
+            error_text(f"{path} holds no JSON object.", fix="download the file again.")
+        )
     return content
 
 
@@ -340,14 +400,20 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _INDEX).exists():
         names = sorted(set((_read_object(folder / _INDEX).get("weight_map") or {}).values()))
     if outside := [name for name in names if Path(name).name != name]:
-        raise ValueError(error_text(f"{folder / _INDEX} names files outside of the folder.", outside))
+        raise ValueError(
+            error_text(f"{folder / _INDEX} names files outside of the folder.", outside)
+        )
     if missing := [name for name in names if not (folder / name).exists()]:
         fix = "download the folder again, with its safetensors."
-        raise FileNotFoundError(error_text(f"{folder} lacks {plural(len(missing), 'file')} of weights.", missing, fix))
+        raise FileNotFoundError(
+            error_text(f"{folder} lacks {plural(len(missing), 'file')} of weights.", missing, fix)
+        )
     return [folder / name for name in names]
 
 
-def _load_leaf(leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Source, Place]]) -> jax.Array:
+def _load_leaf(
+    leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Source, Place]]
+) -> jax.Array:
     """Return a leaf whose shards on this process were read from the files."""
     indices = sharding.addressable_devices_indices_map(leaf.shape)
     shards: dict[Bounds, np.ndarray] = {}
@@ -358,15 +424,21 @@ def _load_leaf(leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tup
         view = tensor.view()
         for bounds, shard in shards.items():
             if (places := _places_in(place, bounds)) is not None:
-                shard[places.outer] = tensor.read(place.of(view)[places.inner], view.__array_interface__["data"][0])
+                shard[places.outer] = tensor.read(
+                    place.of(view)[places.inner], view.__array_interface__["data"][0]
+                )
         del view
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)])
+    return jax.make_array_from_callback(
+        leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)]
+    )
 
 
 def _save_leaf(leaf: Any, targets: list[tuple[Tensor, Place]]) -> None:
     """Write the shards of a leaf that no other process writes."""
     if isinstance(leaf, jax.Array):
-        shards = [(shard.index, shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+        shards = [
+            (shard.index, shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0
+        ]
     else:
         shards = [((slice(None),) * leaf.ndim, leaf)] if jax.process_index() == 0 else []
     for index, data in shards:
@@ -374,7 +446,9 @@ def _save_leaf(leaf: Any, targets: list[tuple[Tensor, Place]]) -> None:
         for tensor, place in targets:
             if (places := _places_in(place, bounds)) is not None:
                 view = tensor.view()
-                part = Part(tensor, place.of(view)[places.inner], view.__array_interface__["data"][0])
+                part = Part(
+                    tensor, place.of(view)[places.inner], view.__array_interface__["data"][0]
+                )
                 part.write(numbers[places.outer])
 
 
@@ -401,7 +475,10 @@ def _places_in(place: Place, bounds: Bounds) -> _Slices | None:
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Bounds:
-    return tuple(part.indices(size)[:2] for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True))
+    return tuple(
+        part.indices(size)[:2]
+        for part, size in zip(index or (slice(None),) * len(shape), shape, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -442,7 +519,9 @@ def _plan_files(
     num_bytes = 0
     for name, tensor_places in places.items():
         stored = (
-            np.dtype(dtype) if dtype is not None else np.result_type(*(leaves[p.leaf].dtype for p in tensor_places))
+            np.dtype(dtype)
+            if dtype is not None
+            else np.result_type(*(leaves[p.leaf].dtype for p in tensor_places))
         )
         shape = tensor_shape(tensor_places)
         size = math.prod(shape) * stored.itemsize
@@ -461,8 +540,13 @@ def _plan_files(
     return files
 
 
-def _commit(source: Path | None, folder: Path, plan: Mapping[str, _File], hf_config: Mapping[str, Any]) -> None:
-    """Write config.json, and give the files their names; the only file comes last, or else the index."""
+def _commit(
+    source: Path | None, folder: Path, plan: Mapping[str, _File], hf_config: Mapping[str, Any]
+) -> None:
+    """Write config.json, and give the files their names.
+
+    The only file comes last, or else the index.
+    """
     _write(folder / _CONFIG, hf_config)
     for path in [path for pattern in _COPIED for path in source.glob(pattern)] if source else []:
         if path.is_file() and not (folder / path.name).exists():

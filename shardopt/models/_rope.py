@@ -1,4 +1,6 @@
-"""Rotary positions as data: the frequency of each component pair, by the kinds that open models use."""
+"""Rotary positions as data: the frequency of each component pair, by the kinds that open models
+use.
+"""
 
 import dataclasses
 import math
@@ -17,18 +19,21 @@ class Rope:
 
     Attributes:
       base: the longest wavelength, divided by 2 pi.
-      kind: how frequencies are changed for longer rows than a model was first trained on. "linear" divides all by `factor`.
-        "llama3" divides low ones, and "yarn" too, each with a smooth transition of its own. "longrope" divides each by a number
-        of its own. "dynamic" and "longrope" change frequencies in rows that are longer than `length`.
+      kind: how frequencies are changed for longer rows than a model was first trained on. "linear"
+        divides all by `factor`. "llama3" divides low ones, and "yarn" too, each with a smooth
+        transition of its own. "longrope" divides each by a number of its own. "dynamic" and
+        "longrope" change frequencies in rows that are longer than `length`.
       dims: how many dims of a head rotate, the first ones; None rotates all.
       interleaved: whether a pair is components 2i and 2i + 1, not i and i + dims / 2.
       factor: how many times longer the rows are.
       length: positions of the first training, for all kinds but "default" and "linear".
-      slow: turns within `length` below which a frequency is divided by the whole factor: `low_freq_factor`, `beta_slow`.
+      slow: turns within `length` below which a frequency is divided by the whole factor:
+        `low_freq_factor`, `beta_slow`.
       fast: turns within `length` above which a frequency stays: `high_freq_factor`, `beta_fast`.
       truncate: whether "yarn" rounds the bounds of its transition to whole pairs.
       attention_factor: the factor of rotated queries and keys.
-      short: "longrope" divides the frequencies by these numbers in rows of at most `length` positions.
+      short: "longrope" divides the frequencies by these numbers in rows of at most `length`
+        positions.
       long: "longrope" divides by these in longer rows.
 
     Raises:
@@ -54,7 +59,9 @@ class Rope:
             raise ValueError(format_error("Rope", f"unknown kind {self.kind!r}.", fix=fix))
         names = ("base", "factor", "length", "slow", "fast", "attention_factor")
         if problems := [
-            f"{name} must be positive, got {getattr(self, name)}" for name in names if getattr(self, name) <= 0
+            f"{name} must be positive, got {getattr(self, name)}"
+            for name in names
+            if getattr(self, name) <= 0
         ]:
             raise ValueError(format_error("Rope", "a number cannot be used.", problems))
 
@@ -62,9 +69,9 @@ class Rope:
         """Return the angle of each pair between neighbouring positions, [dims / 2], in float64.
 
         References:
-          "linear": Chen et al., "Extending Context Window of Large Language Models via Positional Interpolation", 2023;
-          "yarn": Peng, Quesnelle, Fan and Shippole, "YaRN", 2023, section 3.2; "longrope": Ding et al., "LongRoPE", 2024;
-          "llama3": Llama 3.1's reference code.
+          "linear": Chen et al., "Extending Context Window of Large Language Models via Positional
+          Interpolation", 2023; "yarn": Peng, Quesnelle, Fan and Shippole, "YaRN", 2023, section
+          3.2; "longrope": Ding et al., "LongRoPE", 2024; "llama3": Llama 3.1's reference code.
         """
         dims = head_dim if self.dims is None else self.dims
         exponents = -np.arange(0, dims, 2) / dims
@@ -86,7 +93,9 @@ class Rope:
         return plain * stays + plain / self.factor * (1 - stays)
 
     def _ramp(self, dims: int) -> np.ndarray:
-        """Return for each pair the share of the whole factor in yarn: 0 for fast ones, 1 for slow ones."""
+        """Return for each pair the share of the whole factor in yarn: 0 for fast ones, 1 for slow
+        ones.
+        """
 
         def pair_of(turns: float) -> float:
             return dims * math.log(self.length / (turns * 2 * math.pi)) / (2 * math.log(self.base))

@@ -1,4 +1,6 @@
-"""The statistics that routers of experts pass from block to block, and what the loss makes of them: balance and metrics."""
+"""The statistics that routers of experts pass from block to block, and what the loss makes of them:
+balance and metrics.
+"""
 
 import functools
 import math
@@ -39,7 +41,10 @@ class Routers(NamedTuple):
 
 
 def _append(old: Array, new: Array) -> Array:
-    """Return [B, L, ...] without its first entry, and with `new` at the end. After L blocks it holds the entries of all blocks."""
+    """Return [B, L, ...] without its first entry, and with `new` at the end.
+
+    After L blocks it holds the entries of all blocks.
+    """
     return jnp.concatenate([old[:, 1:], new[:, None].astype(old.dtype)], axis=1)
 
 
@@ -47,10 +52,15 @@ def first_routers(experts: Experts, outer: Params, x: Float[Array, "B T D"]) -> 
     """Return the statistics before the first block with experts."""
     B, (L, E) = x.shape[0], outer["router_load"].shape
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    needed = {"probability": experts.balance in ("loss", "sequence_loss"), "z_loss": bool(experts.z_loss)}
+    needed = {
+        "probability": experts.balance in ("loss", "sequence_loss"),
+        "z_loss": bool(experts.z_loss),
+    }
     needed["dropped"] = experts.capacity_factor is not None
     shapes = {"probability": (B, L, E), "z_loss": (B, L), "dropped": (B, L)}
-    statistics = {name: jnp.zeros(shapes[name], wide) for name, is_needed in needed.items() if is_needed}
+    statistics = {
+        name: jnp.zeros(shapes[name], wide) for name, is_needed in needed.items() if is_needed
+    }
     return Routers(_current_bias(experts, outer), jnp.zeros((B, L, E), wide), statistics)
 
 
@@ -83,7 +93,10 @@ def balanced_loss(
 
 
 def _balance_terms(experts: Experts, routers: Routers) -> list[Float[Array, " B"]]:
-    """Return the balance terms of the loss, each with one number per row; the term is their mean."""
+    """Return the balance terms of the loss, each with one number per row.
+
+    The term is their mean.
+    """
     terms = []
     if experts.balance in ("loss", "sequence_loss"):
         means = routers.load, routers.statistics["probability"]
@@ -107,7 +120,10 @@ def _batch_mean(x: PyTree) -> PyTree:
 
 
 def _add_terms(loss: Array | Weighted, terms: Sequence[Float[Array, " B"]]) -> Array | Weighted:
-    """Return the loss plus the means of the terms; a weighted loss gets them as a second term with its own weight."""
+    """Return the loss plus the means of the terms.
+
+    A weighted loss gets them as a second term with its own weight.
+    """
     if not terms:
         return loss
     row_sums = functools.reduce(jnp.add, terms)

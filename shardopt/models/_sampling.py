@@ -29,7 +29,8 @@ def sample(
 
     Args:
       params: the parameters, on one device or sharded.
-      config: the shape of the model: of a GPT, of a moe, or a `DecoderConfig` as `from_pretrained` reads it.
+      config: the shape of the model: of a GPT, of a moe, or a `DecoderConfig` as `from_pretrained`
+        reads it.
       prompt: token ids, at least one per row.
       rng: a jax random key.
       num_tokens: how many tokens to add.
@@ -40,8 +41,8 @@ def sample(
       Token ids [B, T + num_tokens], the prompt first.
 
     Raises:
-      ValueError: if the prompt is empty, the result is longer than `config.max_length`, num_tokens or
-        temperature is negative, or top_k is not between 1 and the vocabulary's size.
+      ValueError: if the prompt is empty, the result is longer than `config.max_length`, num_tokens
+        or temperature is negative, or top_k is not between 1 and the vocabulary's size.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -54,7 +55,9 @@ def sample(
     sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
     check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
     config = config if isinstance(config, DecoderConfig) else config.decoder
-    return _sample(params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k)
+    return _sample(
+        params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "num_tokens", "temperature", "top_k"))
@@ -77,7 +80,9 @@ def _sample(
         logits, caches = advance(config, params, token[:, None], caches, prompt_length + i)
         return (logits[:, -1], caches), token
 
-    _, new_tokens = jax.lax.scan(add_token, (logits[:, -1], caches), jnp.arange(num_tokens, dtype=jnp.int32))
+    _, new_tokens = jax.lax.scan(
+        add_token, (logits[:, -1], caches), jnp.arange(num_tokens, dtype=jnp.int32)
+    )
     return jnp.concatenate([prompt, new_tokens.T], axis=1)
 
 
@@ -87,11 +92,19 @@ Caches = dict[str, KVCache]
 def empty_caches(config: DecoderConfig, params: Params, batch_size: int, length: int) -> Caches:
     """Return caches for `advance`: zeros, for each group of stacked blocks."""
     L, G = config.num_layers - config.num_first, config.kv_heads
-    key_width, value_width = config.head_width, config.latent.value if config.latent else config.head_width
+    key_width, value_width = (
+        config.head_width,
+        config.latent.value if config.latent else config.head_width,
+    )
     dtype = config.dtype or params["embedding"].dtype
 
     def zeros(count: int) -> KVCache:
-        return KVCache(*(jnp.zeros((count, batch_size, length, G, width), dtype) for width in (key_width, value_width)))
+        return KVCache(
+            *(
+                jnp.zeros((count, batch_size, length, G, width), dtype)
+                for width in (key_width, value_width)
+            )
+        )
 
     first = {"first_blocks": zeros(config.num_first)} if config.num_first else {}
     return first | {"blocks": zeros(L)}
@@ -100,25 +113,38 @@ def empty_caches(config: DecoderConfig, params: Params, batch_size: int, length:
 def advance(
     config: DecoderConfig, params: Params, tokens: Tokens, caches: Caches, start: Int[Array, ""]
 ) -> tuple[Float[Array, "B T V"], Caches]:
-    """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the new caches."""
+    """Return the logits after each of T tokens at positions `start`, `start` + 1, ..., and the new
+    caches.
+    """
     tokens = jnp.asarray(tokens)
     positions = jnp.broadcast_to(start + jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    stream = decoder.embed_tokens(config, params, Inputs(tokens, tokens, None, None, positions, None))
+    stream = decoder.embed_tokens(
+        config, params, Inputs(tokens, tokens, None, None, positions, None)
+    )
     new_caches = {}
-    run_block = lambda stream, block: apply_cached_block(config, block[0], stream, block[1], start)  # noqa: E731
+
+    def run_block(stream, block):
+        return apply_cached_block(config, block[0], stream, block[1], start)
+
     for group in ("first_blocks", "blocks") if config.num_first else ("blocks",):
         stream, new_caches[group] = jax.lax.scan(run_block, stream, (params[group], caches[group]))
     return decoder.last_logits(config, params, stream.x), new_caches
 
 
 def check_sampling(
-    prompt_length: int, num_tokens: int, temperature: float, top_k: int | None, *, vocab_size: int, max_length: int
+    prompt_length: int,
+    num_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    *,
+    vocab_size: int,
+    max_length: int,
 ) -> None:
     """Refuse arguments that cannot be used.
 
     Raises:
-      ValueError: if the prompt is empty, the result is longer than `max_length`, num_tokens or temperature is negative, or
-        top_k is not between 1 and `vocab_size`.
+      ValueError: if the prompt is empty, the result is longer than `max_length`, num_tokens or
+        temperature is negative, or top_k is not between 1 and `vocab_size`.
     """
     rules = [
         (prompt_length < 1, "prompt must hold at least one token a row"),
@@ -134,11 +160,18 @@ def check_sampling(
         ),
     ]
     if problems := [message for is_wrong, message in rules if is_wrong]:
-        raise ValueError(format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems))
+        raise ValueError(
+            format_error("sample", f"{plural(len(problems), 'argument')} cannot be used.", problems)
+        )
 
 
-def draw(logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None) -> Int[Array, " B"]:
-    """Return one token per row, drawn from the `top_k` likeliest; with temperature 0 the likeliest."""
+def draw(
+    logits: Float[Array, "B V"], rng: jax.Array, temperature: float, top_k: int | None
+) -> Int[Array, " B"]:
+    """Return one token per row, drawn from the `top_k` likeliest.
+
+    With temperature 0 the likeliest.
+    """
     if temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if top_k is not None:

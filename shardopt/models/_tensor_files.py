@@ -1,7 +1,9 @@
-"""Files of tensors in the form of safetensors, read and written a part at a time, by several processes at once.
+"""Files of tensors in the form of safetensors, read and written a part at a time, by several
+processes at once.
 
-A file is eight bytes with the length of the header, the header (JSON: name -> dtype, shape, offsets), and the bytes of the
-tensors. A part is read and written in contiguous runs of bytes, so nothing else of the file moves.
+A file is eight bytes with the length of the header, the header (JSON: name -> dtype, shape,
+offsets), and the bytes of the tensors. A part is read and written in contiguous runs of bytes, so
+nothing else of the file moves.
 """
 
 import json
@@ -57,16 +59,27 @@ class Tensor(NamedTuple):
           ValueError: if the numbers are no floats.
         """
         if self.code not in _DTYPES:
-            problem = f"a tensor of {self.path} has dtype {self.code}, which is none of {', '.join(_DTYPES)}."
-            raise ValueError(error_text(problem, fix="convert the model to bfloat16 with transformers first."))
+            problem = (
+                f"a tensor of {self.path} has dtype {self.code}, which is none of"
+                f" {', '.join(_DTYPES)}."
+            )
+            raise ValueError(
+                error_text(problem, fix="convert the model to bfloat16 with transformers first.")
+            )
         return _DTYPES[self.code]
 
     def view(self) -> np.ndarray:
-        """Return the tensor as a read-only map of its file; reading it in place would read whole pages."""
+        """Return the tensor as a read-only map of its file.
+
+        Reading it in place would read whole pages.
+        """
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
 
     def read(self, view: np.ndarray, start: int) -> np.ndarray:
-        """Return the numbers of a part, a view of `view()`; `start` is the address of its first byte."""
+        """Return the numbers of a part, a view of `view()`.
+
+        `start` is the address of its first byte.
+        """
         return Part(self, view, start).read()
 
 
@@ -83,25 +96,44 @@ def read_header(path: Path) -> dict[str, Tensor]:
     try:
         header = json.loads(text)
         tensors = {
-            name: Tensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+            name: Tensor(
+                path, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0]
+            )
             for name, entry in header.items()
             if name != "__metadata__"
         }
-        ends = [8 + length + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        ends = [
+            8 + length + entry["data_offsets"][1]
+            for name, entry in header.items()
+            if name != "__metadata__"
+        ]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(error_text(f"{path} has no header of safetensors.", fix="download the file again.")) from error
+        raise ValueError(
+            error_text(f"{path} has no header of safetensors.", fix="download the file again.")
+        ) from error
     if ends and max(ends) > size:
         problem = f"{path} has {size} bytes, and its tensors end at byte {max(ends)}."
         raise ValueError(error_text(problem, fix="download the file again."))
     for name, end in zip(tensors, ends, strict=True):
         tensor = tensors[name]
-        if tensor.code in _DTYPES and math.prod(tensor.shape) * tensor.dtype.itemsize != end - tensor.offset:
-            raise ValueError(error_text(f"the bytes of {name} in {path} do not fit its shape {list(tensor.shape)}."))
+        if (
+            tensor.code in _DTYPES
+            and math.prod(tensor.shape) * tensor.dtype.itemsize != end - tensor.offset
+        ):
+            raise ValueError(
+                error_text(
+                    f"the bytes of {name} in {path} do not fit its shape {list(tensor.shape)}."
+                )
+            )
     return tensors
 
 
-def header_of(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int], int]:
-    """Return the first bytes of a file with these tensors, the offset of each tensor, and the size of the file."""
+def header_of(
+    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, int], int]:
+    """Return the first bytes of a file with these tensors, the offset of each tensor, and the size
+    of the file.
+    """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begin = 0
     for name, (dtype, shape) in tensors.items():

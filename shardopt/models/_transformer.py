@@ -1,4 +1,6 @@
-"""The `BlockModel` of a `so.planning.Transformer`, with grouped-query attention, so that published shapes can be compiled."""
+"""The `BlockModel` of a `so.planning.Transformer`, with grouped-query attention, so that published
+shapes can be compiled.
+"""
 
 from typing import Literal
 
@@ -27,20 +29,23 @@ def model(
     sequence_parallel: bool = False,
     precision: Precision | None = None,
 ) -> BlockModel:
-    """Return the model of the shape as a `BlockModel`; its loss is the mean cross-entropy of the next token.
+    """Return the model of the shape as a `BlockModel`.
+
+    Its loss is the mean cross-entropy of the next token.
 
     Args:
       shape: sizes and dtypes.
-      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the same values as `decoder.model`.
+      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the same values as
+        `decoder.model`.
       chunk: positions whose logits are held at a time, as in `so.nn.cross_entropy`.
       logits_dtype: the dtype of the logits, as in `so.nn.cross_entropy`.
       sequence_parallel: whether tensor shards positions, as in `DecoderConfig`.
-      precision: precision of products with block weights: "int8" or "fp8" as in `so.nn.quantized_einsum`; None is the dtype
-        of the shape.
+      precision: precision of products with block weights: "int8" or "fp8" as in
+        `so.nn.quantized_einsum`; None is the dtype of the shape.
 
     Raises:
-      ValueError: if the precision is unknown. While tracing, if `sequence_parallel` is set and tensor does not divide the
-        positions.
+      ValueError: if the precision is unknown. While tracing, if `sequence_parallel` is set and
+        tensor does not divide the positions.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -52,9 +57,10 @@ def model(
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
 
-    A batch is the same as for `decoder.model`. Norms are RMS norms. Positions are rotary, or learned if the shape has rows for them.
-    Without a gate the mlp is GELU. Weights are cast to the dtype of the shape. Attention is `so.nn.attention`: a fused kernel on
-    TPU and GPU. `fused_attention` of the shape changes only the planner's formulas.
+    A batch is the same as for `decoder.model`. Norms are RMS norms. Positions are rotary, or
+    learned if the shape has rows for them. Without a gate the mlp is GELU. Weights are cast to the
+    dtype of the shape. Attention is `so.nn.attention`: a fused kernel on TPU and GPU.
+    `fused_attention` of the shape changes only the planner's formulas.
     """
     check_precision("transformer", precision)
     config = DecoderConfig(
@@ -81,7 +87,9 @@ def model(
     )
 
     def block(weights: Params, stream: Stream) -> Stream:
-        attention = {"norm": weights["norms"][0]} | {name: weights[name] for name in ("q", "kv", "out")}
+        attention = {"norm": weights["norms"][0]} | {
+            name: weights[name] for name in ("q", "kv", "out")
+        }
         mlp = {"norm": weights["norms"][1]} | {name: weights[name] for name in ("up", "down")}
         return apply_block(config, {"attention": attention, "mlp": mlp}, stream)
 
@@ -101,25 +109,32 @@ def init(shape: Transformer, rng: jax.Array) -> Params:
             return jnp.ones(leaf.shape, leaf.dtype)
         return 0.02 * jax.random.normal(key, leaf.shape, leaf.dtype)
 
-    return treedef.unflatten([init_leaf(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)])
+    return treedef.unflatten(
+        [init_leaf(path, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)]
+    )
 
 
 Form = Literal["tokens", "targets", "packed"]
 
 
-def abstract_batch(shape: Transformer, batch_size: int, *, form: Form = "tokens") -> dict[str, jax.ShapeDtypeStruct]:
+def abstract_batch(
+    shape: Transformer, batch_size: int, *, form: Form = "tokens"
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shapes of a batch.
 
     Args:
       shape: the model, whose length is T.
       batch_size: B.
-      form: "tokens": tokens [B, T + 1]. "targets": tokens and targets [B, T], as `so.data.next_token` returns them and a
-        context axis needs them. "packed": the arrays of `so.data.pack`.
+      form: "tokens": tokens [B, T + 1]. "targets": tokens and targets [B, T], as
+        `so.data.next_token` returns them and a context axis needs them. "packed": the arrays of
+        `so.data.pack`.
     """
     length = shape.length + (form == "tokens")
     names_by_form = {"tokens": ("tokens",), "targets": ("tokens", "targets")}
     packed_names = "tokens", "targets", "weights", "segment_ids", "positions"
     return {
-        name: jax.ShapeDtypeStruct((batch_size, length), jnp.float32 if name == "weights" else jnp.int32)
+        name: jax.ShapeDtypeStruct(
+            (batch_size, length), jnp.float32 if name == "weights" else jnp.int32
+        )
         for name in names_by_form.get(form, packed_names)
     }

@@ -1,4 +1,6 @@
-"""One decoder described by data: it can be a Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-OSS or DeepSeek."""
+"""One decoder described by data: it can be a Llama, Mistral, Qwen, Gemma, Phi, OLMo, GPT-2, GPT-OSS
+or DeepSeek.
+"""
 
 import functools
 import math
@@ -16,7 +18,14 @@ from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._types import Loss, PyTree, leaves_with_paths
 from shardopt.models import _layers as layers
-from shardopt.models._decoder_block import Stream, apply_block, apply_norm, block_shapes, norm_leaves, roundings
+from shardopt.models._decoder_block import (
+    Stream,
+    apply_block,
+    apply_norm,
+    block_shapes,
+    norm_leaves,
+    roundings,
+)
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
 from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
@@ -66,11 +75,15 @@ expert_leaves = ("(^|/)blocks/experts/",)
 """Leaves of experts, for the `expert_leaves` of a strategy."""
 
 frozen = ("(^|/)blocks/router/choice_bias$",)
-"""Leaves without a gradient, for the `frozen` of a strategy: the biases that balance DeepSeek-V3's experts."""
+"""Leaves without a gradient, for the `frozen` of a strategy: the biases that balance DeepSeek-V3's
+experts.
+"""
 
 
 def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
-    """Return tensor rules that shard heads, hidden units and the vocabulary; they match below a prefix such as "base/" too.
+    """Return tensor rules that shard heads, hidden units and the vocabulary.
+
+    They match below a prefix such as "base/" too.
 
     Example:
       >>> for pattern, spec in rules(DecoderConfig(tied=True)):
@@ -91,7 +104,8 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
 
 
 def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
-    """Return the leaves of blocks that are matrices, for the `matrices` of `so.optimizers` and of `shardopt.adapters`.
+    """Return the leaves of blocks that are matrices, for the `matrices` of `so.optimizers` and of
+    `shardopt.adapters`.
 
     Args:
       config: the description of the model.
@@ -100,10 +114,14 @@ def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
       [(regex, Matrix), ...]; each regex matches a leaf of the model.
     """
     fused = [("mlp/up$", Matrix(rows=1, columns=3))] if config.fused else []
-    return _that_match(config, [(f"blocks/{pattern}", matrix) for pattern, matrix in (*fused, *_BLOCK_MATRICES)])
+    return _that_match(
+        config, [(f"blocks/{pattern}", matrix) for pattern, matrix in (*fused, *_BLOCK_MATRICES)]
+    )
 
 
-def _that_match(config: DecoderConfig, entries: Iterable[tuple[str, _Entry]]) -> tuple[tuple[str, _Entry], ...]:
+def _that_match(
+    config: DecoderConfig, entries: Iterable[tuple[str, _Entry]]
+) -> tuple[tuple[str, _Entry], ...]:
     """Return the entries (regex, ...) that match a leaf of the model."""
     paths = leaf_shapes(config)
     return tuple(entry for entry in entries if any(re.search(entry[0], path) for path in paths))
@@ -120,7 +138,10 @@ def shapes_of(config: DecoderConfig) -> Params:
 
     def stacked(count: int, *, dense: bool) -> Params:
         parts = block_shapes(config, dense=dense)
-        return {part: {name: (count, *shape) for name, shape in leaves.items()} for part, leaves in parts.items()}
+        return {
+            part: {name: (count, *shape) for name, shape in leaves.items()}
+            for part, leaves in parts.items()
+        }
 
     shapes: Params = {"embedding": (V, D)}
     if first:
@@ -140,22 +161,25 @@ def shapes_of(config: DecoderConfig) -> Params:
 
 
 def init(config: DecoderConfig, rng: jax.Array) -> Params:
-    """Return random normal parameters, so that the loss starts at the loss of a uniform guess; norms are ones, biases zeros.
+    """Return random normal parameters, so that the loss starts at the loss of a uniform guess.
 
-    The standard deviation is 0.02; it is 0.02 / sqrt(2 num_layers) for the last product of each branch, and 1 / dim for a
-    tied embedding.
+    Norms are ones, biases zeros.
+
+    The standard deviation is 0.02; it is 0.02 / sqrt(2 num_layers) for the last product of each
+    branch, and 1 / dim for a tied embedding.
 
     Args:
       config: the description of the model, with L blocks of width D.
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D] and "blocks". Some configs add "head", "head_bias", "positions", "norm_bias",
-      "first_blocks", "router_load" and "router_bias".
+      A dict with "embedding" [V, D], "norm" [D] and "blocks". Some configs add "head", "head_bias",
+      "positions", "norm_bias", "first_blocks", "router_load" and "router_bias".
 
-      "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K, D], or the shapes of
-      `Latent.shapes`. It also has "mlp" with "gate" and "up" [L, D, F] and "down" [L, F, D], or it has "router", "experts" and
-      "shared". Norms and biases are in the part that they belong to.
+      "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K,
+      D], or the shapes of `Latent.shapes`. It also has "mlp" with "gate" and "up" [L, D, F] and
+      "down" [L, F, D], or it has "router", "experts" and "shared". Norms and biases are in the part
+      that they belong to.
 
     Example:
       >>> import jax
@@ -167,8 +191,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       True
     """
     keys = iter(jax.random.split(rng, len(leaf_shapes(config))))
-    # the sum of the 2 L branches then has the variance of one branch; a tied embedding is also the head, and with 0.02 each
-    # token would predict itself with a logit of 0.02 D
+    # the sum of the 2 L branches then has the variance of one branch; a tied embedding is also the
+    # head, and with 0.02 each token would predict itself with a logit of 0.02 D
     branch_scale = 0.02 / (2 * config.num_layers) ** 0.5
     scales: dict[str, float] = {"out": branch_scale, "down": branch_scale}
     scales |= {"embedding": 1 / config.dim} if config.tied else {}
@@ -193,8 +217,14 @@ def is_shape(x: object) -> bool:
 
 
 def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
-    """Return the number of trained parameters, or with `active` the number that one token goes through."""
-    sizes = {path: math.prod(shape) for path, shape in leaf_shapes(config).items() if not path.startswith("router_")}
+    """Return the number of trained parameters, or with `active` the number that one token goes
+    through.
+    """
+    sizes = {
+        path: math.prod(shape)
+        for path, shape in leaf_shapes(config).items()
+        if not path.startswith("router_")
+    }
     total = sum(sizes.values())
     if active and config.experts is not None:
         in_experts = sum(size for path, size in sizes.items() if path.startswith("blocks/experts/"))
@@ -203,17 +233,23 @@ def num_parameters(config: DecoderConfig, *, active: bool = False) -> int:
 
 
 def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
-    """Return the decoder as a `BlockModel`; its loss is the mean cross-entropy of the next token, in nats.
+    """Return the decoder as a `BlockModel`.
+
+    Its loss is the mean cross-entropy of the next token, in nats.
 
     Args:
       config: the description of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these values:
+      remat: what the backward pass recomputes, as in `BlockModel`. With T tokens, blocks name these
+        values:
 
-        - "qkv", queries, keys and values: [3 T D] for a GPT. Queries and keys are rotated, unless a norm of heads comes before
-          the rotation or a kernel for TPU rotates them. No norm of heads is in them;
+        - "qkv", queries, keys and values: [3 T D] for a GPT. Queries and keys are rotated, unless a
+          norm of heads comes before the rotation or a kernel for TPU rotates them. No norm of heads
+          is in them;
         - "attention" [T D], the output of attention;
-        - "attention_out" [T D], the block's input plus attention's branch. With post norms it is the branch's last product;
-        - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does not need the last product;
+        - "attention_out" [T D], the block's input plus attention's branch. With post norms it is
+          the branch's last product;
+        - "mlp_hidden", the first products of the mlp: [2 T F] with a gate. The backward pass does
+          not need the last product;
         - "mlp_out" [T D], with post norms alone: the last product of the mlp, which its norm needs;
         - "router", "dispatched" and "experts" of `so.nn.mixture_of_experts`.
 
@@ -226,24 +262,27 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       >>> bool(abs(loss - jnp.log(256)) < 0.05)
       True
 
-    A batch is a dict of "tokens", integers [B, T + 1]: the first T are the input and the last T are the targets. Or it has
-    "tokens" and "targets", integers [B, T] each; a context axis can split this form (`so.data.next_token` converts to it).
-    It may also have, [B, T] each:
+    A batch is a dict of "tokens", integers [B, T + 1]: the first T are the input and the last T are
+    the targets. Or it has "tokens" and "targets", integers [B, T] each; a context axis can split
+    this form (`so.data.next_token` converts to it). It may also have, [B, T] each:
 
-    - "weights", one per target (0 leaves it out): the loss is then a `so.Weighted`, the weighted mean over the whole global
-      batch;
-    - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens attend to their own
-      document only, and no gradient crosses from one document to another;
-    - "positions", integers, the position of each token in its document, for position embeddings alone. By default it is the
-      position in the row. With rotary positions this gives the same result, since they act by their distances;
-    - "order", integers, the position of each token in a row that was permuted (`so.nn.zigzag`). Attention then uses plain XLA,
-      not the kernel of the devices. Rows in natural order need no "order", packed or not.
+    - "weights", one per target (0 leaves it out): the loss is then a `so.Weighted`, the weighted
+      mean over the whole global batch;
+    - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens
+      attend to their own document only, and no gradient crosses from one document to another;
+    - "positions", integers, the position of each token in its document, for position embeddings
+      alone. By default it is the position in the row. With rotary positions this gives the same
+      result, since they act by their distances;
+    - "order", integers, the position of each token in a row that was permuted (`so.nn.zigzag`).
+      Attention then uses plain XLA, not the kernel of the devices. Rows in natural order need no
+      "order", packed or not.
 
-    A token id outside the vocabulary makes the loss NaN. With experts give strategies `expert_leaves=decoder.expert_leaves`,
-    and `frozen=decoder.frozen` if the choice of experts has a bias.
+    A token id outside the vocabulary makes the loss NaN. With experts give strategies
+    `expert_leaves=decoder.expert_leaves`, and `frozen=decoder.frozen` if the choice of experts has
+    a bias.
 
-    **Kinds of blocks**: all blocks run one program. The number of a block goes with the activations, and selects its window and
-    its row in a table of frequencies.
+    **Kinds of blocks**: all blocks run one program. The number of a block goes with the
+    activations, and selects its window and its row in a table of frequencies.
     """
     return block_model(config, remat, "decoder")
 
@@ -280,15 +319,23 @@ def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> Stream
     if config.sequence_parallel:
         x = layers.shard_positions(x)
     layer = jnp.zeros((), jnp.int32) if len(config.used_kinds) > 1 else None
-    routers = first_routers(config.experts, outer, x) if config.experts is not None and config.experts.loads else None
+    routers = (
+        first_routers(config.experts, outer, x)
+        if config.experts is not None and config.experts.loads
+        else None
+    )
     return Stream(x, layer, inputs.segment_ids, inputs.positions, inputs.order, routers)
 
 
 def _run_blocks(config: DecoderConfig, blocks: Params, stream: Stream) -> Stream:
-    return jax.lax.scan(lambda stream, weights: (apply_block(config, weights, stream), None), stream, blocks)[0]
+    return jax.lax.scan(
+        lambda stream, weights: (apply_block(config, weights, stream), None), stream, blocks
+    )[0]
 
 
-def _final_norm_and_head(config: DecoderConfig, outer: Params, x: Float[Array, "B T D"]) -> tuple[Array, Array]:
+def _final_norm_and_head(
+    config: DecoderConfig, outer: Params, x: Float[Array, "B T D"]
+) -> tuple[Array, Array]:
     outer = layers.cast(
         {
             name: outer[name]
@@ -297,7 +344,10 @@ def _final_norm_and_head(config: DecoderConfig, outer: Params, x: Float[Array, "
         },
         config.dtype,
     )
-    normed, head = apply_norm(config, outer, "norm", x), outer["embedding" if config.tied else "head"]
+    normed, head = (
+        apply_norm(config, outer, "norm", x),
+        outer["embedding" if config.tied else "head"],
+    )
     if config.logits_scale != 1:
         normed = normed * jnp.asarray(config.logits_scale, normed.dtype)
     if config.head_bias:  # a component of x that is one has the bias as its weight
@@ -310,7 +360,11 @@ def _loss(config: DecoderConfig, caller: str, outer: Params, stream: Stream, bat
     inputs = read_inputs(caller, batch)
     normed, head = _final_norm_and_head(config, outer, stream.x)
     normed = layers.gather_positions(normed) if config.sequence_parallel else normed
-    options = {"chunk": config.loss_chunk, "softcap": config.logits_softcap, "logits_dtype": config.logits_dtype}
+    options = {
+        "chunk": config.loss_chunk,
+        "softcap": config.logits_softcap,
+        "logits_dtype": config.logits_dtype,
+    }
     loss = mean_loss(nn.cross_entropy(normed, head, inputs.targets, **options), inputs)
     if stream.routers is None:
         return loss
@@ -334,8 +388,14 @@ def logits_of(config: DecoderConfig, params: Params, tokens: Tokens) -> Float[Ar
     return last_logits(config, params, _run_blocks(config, params["blocks"], stream).x)
 
 
-def last_logits(config: DecoderConfig, outer: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
-    """Return the logits for the output of the last block, in float32 at least, since bfloat16 would cost a digit of the loss."""
+def last_logits(
+    config: DecoderConfig, outer: Params, x: Float[Array, "B T D"]
+) -> Float[Array, "B T V"]:
+    """Return the logits for the output of the last block, in float32 at least, since bfloat16 would
+    cost a digit of the loss.
+    """
     normed, head = _final_norm_and_head(config, outer, x)
     wide = jnp.promote_types(normed.dtype, jnp.float32)
-    return capped(jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide), config.logits_softcap)
+    return capped(
+        jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide), config.logits_softcap
+    )

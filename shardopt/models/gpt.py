@@ -1,4 +1,6 @@
-"""A decoder-only GPT: rotary positions, RMS norm, SwiGLU, and products that are fused where they can be."""
+"""A decoder-only GPT: rotary positions, RMS norm, SwiGLU, and products that are fused where they
+can be.
+"""
 
 import dataclasses
 
@@ -32,13 +34,15 @@ class GPTConfig:
       rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       param_dtype: dtype that `init` creates.
-      dtype: dtype of activations and products; None is the dtype of the parameters that the loss gets.
+      dtype: dtype of activations and products; None is the dtype of the parameters that the loss
+        gets.
       logits_dtype: the dtype of the logits in the loss, as in `so.nn.cross_entropy`.
-      precision: precision of products with block weights: "int8" or "fp8" as in `so.nn.quantized_einsum`; None is `dtype`.
+      precision: precision of products with block weights: "int8" or "fp8" as in
+        `so.nn.quantized_einsum`; None is `dtype`.
 
     Raises:
-      ValueError: if a size is not positive, `num_heads` does not divide `dim`, heads have odd width, or the precision is
-        unknown.
+      ValueError: if a size is not positive, `num_heads` does not divide `dim`, heads have odd
+        width, or the precision is unknown.
     """
 
     vocab_size: int = 256
@@ -57,14 +61,25 @@ class GPTConfig:
     def __post_init__(self):
         check_precision("GPTConfig", self.precision)
         problems = not_positive(
-            self, "vocab_size", "dim", "num_layers", "num_heads", "mlp_multiple", "max_length", "rope_base"
+            self,
+            "vocab_size",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "mlp_multiple",
+            "max_length",
+            "rope_base",
         )
         if not problems and self.dim % (2 * self.num_heads):
-            problems = [f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"]
+            problems = [
+                f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"
+            ]
         if problems:
             fix = "choose positive sizes, and dim a multiple of 2 * num_heads."
             raise ValueError(
-                format_error("GPTConfig", f"{plural(len(problems), 'size')} cannot be used.", problems, fix)
+                format_error(
+                    "GPTConfig", f"{plural(len(problems), 'size')} cannot be used.", problems, fix
+                )
             )
 
     @property
@@ -83,39 +98,44 @@ class GPTConfig:
         names = ("vocab_size", "dim", "num_layers", "num_heads", "hidden", "max_length", "tied")
         dtypes = ("param_dtype", "dtype", "logits_dtype", "precision")
         kinds = (BlockKind(rope=Rope(base=self.rope_base)),)
-        return DecoderConfig(**{name: getattr(self, name) for name in names + dtypes}, kinds=kinds, fused="qkv")
+        return DecoderConfig(
+            **{name: getattr(self, name) for name in names + dtypes}, kinds=kinds, fused="qkv"
+        )
 
 
 rules = decoder.rules(GPTConfig().decoder)
-"""Tensor rules that shard heads, hidden units and the vocabulary; each block then needs two all-reduces over the axis.
+"""Tensor rules that shard heads, hidden units and the vocabulary; each block then needs two
+all-reduces over the axis.
 
-The first product of attention and mlp is sharded by column, the second by row (Shoeybi, Patwary, Puri, LeGresley,
-Casper and Catanzaro, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-2019, section 3). Specs are for one block, without the stacked dim. The rules match below a prefix such as "base/" too.
-"""
+The first product of attention and mlp is sharded by column, the second by row (Shoeybi, Patwary,
+Puri, LeGresley, Casper and Catanzaro, "Megatron-LM: Training Multi-Billion Parameter Language
+Models Using Model Parallelism", 2019, section 3). Specs are for one block, without the stacked dim.
+The rules match below a prefix such as "base/" too. """
 
 matrices = decoder.matrices(GPTConfig().decoder)
 """The leaves that `so.optimizers` treats as matrices: the products of the blocks.
 
-Queries, keys and values are separate matrices, and so are gate and up. AdamW updates embedding, head and norms, as in
-Jordan et al., "Muon", 2024.
-"""
+Queries, keys and values are separate matrices, and so are gate and up. AdamW updates embedding,
+head and norms, as in Jordan et al., "Muon", 2024. """
 
 
 def init(config: GPTConfig, rng: jax.Array) -> Params:
-    """Return random normal parameters, so that the loss starts at the loss of a uniform guess; norms are ones.
+    """Return random normal parameters, so that the loss starts at the loss of a uniform guess.
 
-    The standard deviation is 0.02; it is 0.02 / sqrt(2 num_layers) for the last product of each branch, and 1 / dim for
-    a tied embedding.
+    Norms are ones.
+
+    The standard deviation is 0.02; it is 0.02 / sqrt(2 num_layers) for the last product of each
+    branch, and 1 / dim for a tied embedding.
 
     Args:
-      config: the shape of the model, L blocks of width D with H heads of width K and F hidden units.
+      config: the shape of the model, L blocks of width D with H heads of width K and F hidden
+        units.
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D], and "head" [V, D] unless tied. Its "blocks" have "attention/norm"
-      [L, D], "attention/qkv" [L, D, 3, H, K], "attention/out" [L, H, K, D], "mlp/norm" [L, D], "mlp/up"
-      [L, D, 2, F] and "mlp/down" [L, F, D].
+      A dict with "embedding" [V, D], "norm" [D], and "head" [V, D] unless tied. Its "blocks" have
+      "attention/norm" [L, D], "attention/qkv" [L, D, 3, H, K], "attention/out" [L, H, K, D],
+      "mlp/norm" [L, D], "mlp/up" [L, D, 2, F] and "mlp/down" [L, F, D].
 
     Example:
       >>> import jax
@@ -135,11 +155,14 @@ def num_parameters(config: GPTConfig) -> int:
 
 
 def model(config: GPTConfig, *, remat: Remat = None) -> BlockModel:
-    """Return the GPT as a `BlockModel`; its loss is the mean cross-entropy of the next token, in nats.
+    """Return the GPT as a `BlockModel`.
+
+    Its loss is the mean cross-entropy of the next token, in nats.
 
     Args:
       config: the shape of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the same values as `decoder.model`.
+      remat: what the backward pass recomputes, as in `BlockModel`; blocks name the same values as
+        `decoder.model`.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -28,13 +28,18 @@ rules = (
     ("(^|/)blocks/experts/(gate|up)$", P(None, None, "tensor")),
     ("(^|/)blocks/experts/down$", P(None, "tensor")),
 )
-"""Tensor rules that shard heads, hidden units of each expert and the vocabulary, like the rules of the GPT."""
+"""Tensor rules that shard heads, hidden units of each expert and the vocabulary, like the rules of
+the GPT.
+"""
 
 expert_leaves = decoder.expert_leaves
-"""Leaves of experts, for the `expert_leaves` of a strategy: each device of an expert axis holds its own experts."""
+"""Leaves of experts, for the `expert_leaves` of a strategy: each device of an expert axis holds its
+own experts.
+"""
 
 frozen = ("^router_(load|bias)$",)
-"""Leaves that are not trained, for the `frozen` of a strategy; the loss returns their new values."""
+"""Leaves that are not trained, for the `frozen` of a strategy; the loss returns their new values.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +52,14 @@ class MoEConfig:
       num_layers: number of blocks.
       num_heads: attention heads; each has dim / num_heads components, an even number.
       num_kv_heads: heads of keys and values; must divide `num_heads`. None is `num_heads`.
-      latent: sizes of latent attention (DeepSeek-V3), `moe.Latent(query=1536, key=512, nope=128, rope=64, value=128)`. With None,
-        queries, keys and values come directly from the residual stream.
+      latent: sizes of latent attention (DeepSeek-V3), `moe.Latent(query=1536, key=512, nope=128,
+        rope=64, value=128)`. With None, queries, keys and values come directly from the residual
+        stream.
       num_experts: experts of each block.
       top_k: how many experts each token goes through.
       hidden: hidden units of an expert.
-      shared_hidden: hidden units of the shared expert, which every token goes through; 0 is no shared expert.
+      shared_hidden: hidden units of the shared expert, which every token goes through; 0 is no
+        shared expert.
       score: "softmax" (Mixtral) or "sigmoid" (DeepSeek-V3).
       normalize: whether the weights of a token's experts are divided by their sum.
       groups: (number of groups, how many are open to a token), see `so.nn.mixture_of_experts`.
@@ -60,28 +67,33 @@ class MoEConfig:
       capacity_factor: None drops no token.
       chunk: how many tokens of a device are dispatched at a time; None is all.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
-      balance: how experts are balanced. "bias": by `so.nn.update_router_bias`, without a loss. "loss": by a loss over the global
-        batch; it does not work with micro-batches and pipelines. "sequence_loss": by a loss of each row; it does not work
-        with a context axis, which splits rows. None: not at all.
-      balance_rate: the rate of the biases, or the factor of the loss. None is 0.001 for "bias", 0.01 for "loss" and 0.0001 for
-        "sequence_loss".
+      balance: how experts are balanced. "bias": by `so.nn.update_router_bias`, without a loss.
+        "loss": by a loss over the global batch; it does not work with micro-batches and pipelines.
+        "sequence_loss": by a loss of each row; it does not work with a context axis, which splits
+        rows. None: not at all.
+      balance_rate: the rate of the biases, or the factor of the loss. None is 0.001 for "bias",
+        0.01 for "loss" and 0.0001 for "sequence_loss".
       z_loss: factor of the mean of the router's logsumexp squared; 0 leaves it out.
       max_length: the longest sequence of `sample`.
       rope_base: the longest wavelength of the rotary positions, divided by 2 pi.
-      norm_epsilon: the number that norms add to the mean square; the narrow vectors of latent attention have 1e-6.
+      norm_epsilon: the number that norms add to the mean square; the narrow vectors of latent
+        attention have 1e-6.
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       param_dtype: dtype that `init` creates.
-      dtype: dtype of activations and of all products except the router's; None is the dtype of the parameters that the loss gets.
-      precision: precision of products with block weights except the router's, as in `so.nn.quantized_einsum` and
-        `so.nn.mixture_of_experts`; None is `dtype`.
+      dtype: dtype of activations and of all products except the router's; None is the dtype of the
+        parameters that the loss gets.
+      precision: precision of products with block weights except the router's, as in
+        `so.nn.quantized_einsum` and `so.nn.mixture_of_experts`; None is `dtype`.
 
     Raises:
-      ValueError: if a size is not positive; if heads do not divide or have odd width; if top_k is above num_experts; if latent
-        attention has values wider than its keys, or is combined with `num_kv_heads`.
+      ValueError: if a size is not positive; if heads do not divide or have odd width; if top_k is
+        above num_experts; if latent attention has values wider than its keys, or is combined with
+        `num_kv_heads`.
 
     References:
-      Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1. Three parts of
-      DeepSeek-V3 are left out: the first blocks without experts, the prediction of a second token, and yarn.
+      Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024, section 2.1. Three
+      parts of DeepSeek-V3 are left out: the first blocks without experts, the prediction of a
+      second token, and yarn.
     """
 
     vocab_size: int = 256
@@ -118,22 +130,34 @@ class MoEConfig:
         if self.latent is not None:
             problems += self._latent_problems(self.latent)
         elif not problems and self.dim % (2 * self.num_heads):
-            problems.append(f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width")
+            problems.append(
+                f"dim={self.dim} cannot be cut into num_heads={self.num_heads} of even width"
+            )
         if not problems and self.num_heads % self.kv_heads:
-            problems.append(f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}")
+            problems.append(
+                f"num_heads={self.num_heads} is no multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.top_k > self.num_experts:
             problems.append(f"top_k={self.top_k} is above num_experts={self.num_experts}")
         if problems:
-            raise ValueError(format_error("MoEConfig", f"{plural(len(problems), 'size')} cannot be used.", problems))
+            raise ValueError(
+                format_error(
+                    "MoEConfig", f"{plural(len(problems), 'size')} cannot be used.", problems
+                )
+            )
 
     def _latent_problems(self, latent: Latent) -> list[str]:
         problems = [
-            f"latent.{name} must be positive, got {size}" for name, size in latent._asdict().items() if size <= 0
+            f"latent.{name} must be positive, got {size}"
+            for name, size in latent._asdict().items()
+            if size <= 0
         ]
         if latent.rope % 2:
             problems.append(f"latent.rope must be even, got {latent.rope}")
         if latent.value > latent.nope + latent.rope:
-            problems.append(f"latent.value={latent.value} is above nope + rope = {latent.nope + latent.rope}")
+            problems.append(
+                f"latent.value={latent.value} is above nope + rope = {latent.nope + latent.rope}"
+            )
         if self.num_kv_heads is not None:
             problems.append(f"num_kv_heads={self.num_kv_heads} is for attention that is not latent")
         return problems
@@ -157,7 +181,16 @@ class MoEConfig:
     @property
     def decoder(self) -> DecoderConfig:
         """This model as a decoder."""
-        names = ("vocab_size", "dim", "num_layers", "num_heads", "num_kv_heads", "latent", "loss_chunk", "max_length")
+        names = (
+            "vocab_size",
+            "dim",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "latent",
+            "loss_chunk",
+            "max_length",
+        )
         names += ("norm_epsilon", "tied", "param_dtype", "dtype", "precision")
         experts = (
             "top_k",
@@ -185,18 +218,21 @@ class MoEConfig:
 
 
 def init(config: MoEConfig, rng: jax.Array) -> Params:
-    """Return random parameters like the GPT's: normal with standard deviation 0.02, less for last products; norms are ones.
+    """Return random parameters like the GPT's: normal with standard deviation 0.02, less for last
+    products; norms are ones.
 
     Args:
-      config: the shape of the model, L blocks of width D, H heads of width K, G of keys and values, E experts of F hidden units.
+      config: the shape of the model, L blocks of width D, H heads of width K, G of keys and values,
+        E experts of F hidden units.
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D], and "head" [V, D] unless tied. "router_load" [L, E] has the loads of the last
-      step; "router_bias" [L, E] exists if balance is "bias". "blocks" has
+      A dict with "embedding" [V, D], "norm" [D], and "head" [V, D] unless tied. "router_load" [L,
+      E] has the loads of the last step; "router_bias" [L, E] exists if balance is "bias". "blocks"
+      has
 
-      - "attention/norm" [L, D], "attention/q" [L, D, H, K], "attention/kv" [L, D, G, 2 K], "attention/out" [L, H, K, D], or the
-        shapes of `Latent.shapes`;
+      - "attention/norm" [L, D], "attention/q" [L, D, H, K], "attention/kv" [L, D, G, 2 K],
+        "attention/out" [L, H, K, D], or the shapes of `Latent.shapes`;
       - "mlp/norm" [L, D], "router/kernel" [L, D, E];
       - "experts/gate" and "experts/up" [L, E, D, F], "experts/down" [L, E, F, D];
       - for a shared expert "shared/gate" and "shared/up" [L, D, F'], "shared/down" [L, F', D].
@@ -215,17 +251,22 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
 
 
 def num_parameters(config: MoEConfig, *, active: bool = False) -> int:
-    """Return the number of trained parameters, or with `active` the number that one token goes through."""
+    """Return the number of trained parameters, or with `active` the number that one token goes
+    through.
+    """
     return decoder.num_parameters(config.decoder, active=active)
 
 
 def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
-    """Return the decoder as a `BlockModel`; its loss is the mean cross-entropy of the next token in nats, plus balance terms.
+    """Return the decoder as a `BlockModel`.
+
+    Its loss is the mean cross-entropy of the next token in nats, plus balance terms.
 
     Args:
       config: the shape of the model.
-      remat: what the backward pass recomputes, as in `BlockModel`. Blocks name "qkv", "attention" and "attention_out" like the GPT,
-        and "router", "dispatched" and "experts" like `so.nn.mixture_of_experts`.
+      remat: what the backward pass recomputes, as in `BlockModel`. Blocks name "qkv", "attention"
+        and "attention_out" like the GPT, and "router", "dispatched" and "experts" like
+        `so.nn.mixture_of_experts`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -235,17 +276,20 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
       >>> bool(abs(loss - jnp.log(256)) < 0.05), aux["routers"].values["router_load"].shape
       (True, (2, 4))
 
-    A batch is the same as for `decoder.model`. Give strategies `expert_leaves=moe.expert_leaves`, `frozen=moe.frozen` and, over tensor,
-    `rules=moe.rules`. The loss returns `so.Updated` with "router_load", each expert's share of the choices in this step, and with
-    "router_bias". Metrics:
+    A batch is the same as for `decoder.model`. Give strategies `expert_leaves=moe.expert_leaves`,
+    `frozen=moe.frozen` and, over tensor, `rules=moe.rules`. The loss returns `so.Updated` with
+    "router_load", each expert's share of the choices in this step, and with "router_bias". Metrics:
 
     - "cross_entropy", without the balance terms;
-    - "load_imbalance" of the previous step: the load of the busiest expert over the mean, averaged over blocks; 1 if balanced;
-    - "router_entropy" of the previous step: the entropy of the loads in nats over log(E); 1 if balanced;
+    - "load_imbalance" of the previous step: the load of the busiest expert over the mean, averaged
+      over blocks; 1 if balanced;
+    - "router_entropy" of the previous step: the entropy of the loads in nats over log(E); 1 if
+      balanced;
     - "dropped", the share of the choices without a place, with a `capacity_factor`.
 
-    **Equivalence**: exact on any mesh, with micro-batches and in pipelines. balance="loss" needs the whole batch at once, and is
-    refused there. In a pipeline a batch with weights cannot have a balance loss, since a pipeline takes only one term.
+    **Equivalence**: exact on any mesh, with micro-batches and in pipelines. balance="loss" needs
+    the whole batch at once, and is refused there. In a pipeline a batch with weights cannot have a
+    balance loss, since a pipeline takes only one term.
     """
     return decoder.block_model(config.decoder, remat, "moe")
 

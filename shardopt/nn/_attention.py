@@ -1,8 +1,10 @@
-"""Attention with the fastest kernel of the devices: splash on TPU, cudnn on GPU, otherwise plain XLA.
+"""Attention with the fastest kernel of the devices: splash on TPU, cudnn on GPU, otherwise plain
+XLA.
 
 Over a context axis, keys and values travel by a ring, an exchange of heads, or a gather.
 
-Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys and values, K width of a head, V of its values.
+Suffixes: B sequences, T queries, S keys, H heads of queries, G heads of keys and values, K width of
+a head, V of its values.
 """
 
 import functools
@@ -19,7 +21,13 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.mesh import axes_of_role, device_kind_or_default, is_analysed, mesh_under_trace, not_manual_axes
+from shardopt.mesh import (
+    axes_of_role,
+    device_kind_or_default,
+    is_analysed,
+    mesh_under_trace,
+    not_manual_axes,
+)
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
 from shardopt.nn._flash import NAME, Marks, Rule, capped, factor_of_scores, sees
 from shardopt.nn._kernel_tiles import LANES, is_local
@@ -31,7 +39,9 @@ from shardopt.trace._marks import ATTENTION, marked
 Implementation = Literal["splash", "cudnn", "xla"]
 Method = Literal["ring", "all_to_all", "all_gather"]
 _MAX_GATHERED_LENGTH = 4096
-"""The longest row for which one gather is chosen: its bytes take less time than the start of many sends."""
+"""The longest row for which one gather is chosen: its bytes take less time than the start of many
+sends.
+"""
 
 
 def attention(
@@ -51,37 +61,46 @@ def attention(
 ) -> Float[Array, "B T H V"]:
     """Return softmax(scale query key^T) value for each head, over the keys that each query may see.
 
-    Query head h uses key and value head h // (H / G). Softmax and sums are computed in float32 at least. Inside a strategy
-    whose mesh has a context axis, T is the number of positions on this device. Queries see the keys of all devices of the axis.
+    Query head h uses key and value head h // (H / G). Softmax and sums are computed in float32 at
+    least. Inside a strategy whose mesh has a context axis, T is the number of positions on this
+    device. Queries see the keys of all devices of the axis.
 
     Args:
       query: [B, T, H, K].
-      key: [B, T, G, K], with G a divisor of H: grouped-query attention. Position embeddings are already applied.
-      value: [B, T, G, V], with V up to K. If V is less, cudnn, positions and a context axis pad values with zeros to K.
+      key: [B, T, G, K], with G a divisor of H: grouped-query attention. Position embeddings are
+        already applied.
+      value: [B, T, G, V], with V up to K. If V is less, cudnn, positions and a context axis pad
+        values with zeros to K.
       causal: whether a query sees only keys at its own position and before.
-      segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed document. None: all keys.
-      window: the most positions that a query sees: its own and the ones before it. Needs `causal`. None: no limit.
+      segment_ids: [B, T], integers; a query sees only keys of its own segment, such as a packed
+        document. None: all keys.
+      window: the most positions that a query sees: its own and the ones before it. Needs `causal`.
+        None: no limit.
       scale: the factor of scores. None: 1 / sqrt(K).
-      softcap: c: scores s become c tanh(s / c) before the mask (Gemma 2). cudnn cannot compute it. None: no cap.
-      sinks: [H]: each query also sees a key with this score and a value of zeros (GPT-OSS). cudnn cannot compute them. None:
-        no sinks.
-      positions: [B, T] or [T], integers: the position of each token in its row, which `causal` and `window` compare. The
-        "order" of `so.nn.zigzag` is such an array. None: natural order: device i of a context axis holds the positions
-        i T, ..., i T + T - 1. Packed documents in natural order need only their segment ids.
-      implementation: "splash", "cudnn", "xla", or None to choose by the devices of the mesh; see **Implementations**.
-      method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses), "all_gather", or None to choose; see
-        **Methods**. It has no effect without a context axis.
+      softcap: c: scores s become c tanh(s / c) before the mask (Gemma 2). cudnn cannot compute it.
+        None: no cap.
+      sinks: [H]: each query also sees a key with this score and a value of zeros (GPT-OSS). cudnn
+        cannot compute them. None: no sinks.
+      positions: [B, T] or [T], integers: the position of each token in its row, which `causal` and
+        `window` compare. The "order" of `so.nn.zigzag` is such an array. None: natural order:
+        device i of a context axis holds the positions i T, ..., i T + T - 1. Packed documents in
+        natural order need only their segment ids.
+      implementation: "splash", "cudnn", "xla", or None to choose by the devices of the mesh; see
+        **Implementations**.
+      method: how devices of a context axis share keys: "ring", "all_to_all" (Ulysses),
+        "all_gather", or None to choose; see **Methods**. It has no effect without a context axis.
 
     Returns:
       [B, T, H, V] in the dtype of value.
 
     Raises:
       TypeError: if positions are not integers.
-      ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks or positions have another shape.
-      ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G (of one tensor shard) and C
-        have no common divisor.
-      ValueError: if an option is out of range or unknown, or does not go with another: `window` without `causal`, or a kernel
-        that cannot be used.
+      ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks or positions
+        have another shape.
+      ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G
+        (of one tensor shard) and C have no common divisor.
+      ValueError: if an option is out of range or unknown, or does not go with another: `window`
+        without `causal`, or a kernel that cannot be used.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -89,64 +108,85 @@ def attention(
       >>> attention(query, key[:, :, :2], value[:, :, :2], window=3).shape
       (2, 5, 4, 8)
 
-    **Implementations**: None chooses splash on TPU from 128 positions on, cudnn on GPU in half precision, and xla otherwise. It
-    also chooses xla if the kernel cannot be used.
+    **Implementations**: None chooses splash on TPU from 128 positions on, cudnn on GPU in half
+    precision, and xla otherwise. It also chooses xla if the kernel cannot be used.
 
-    - "splash": jax's Pallas kernel for TPU. On other devices it runs interpreted, for tests. It needs natural order (no
-      `positions`). Over context it takes whole rows ("all_to_all" with d = C), or the blocks of a ring without a window,
-      each a multiple of 128 positions. It rounds the results of blocks to the dtype of query before they are summed.
-    - "cudnn": flash attention of `jax.nn.dot_product_attention`, for half precision on GPU. It needs natural order. Over
-      context it takes whole rows only.
+    - "splash": jax's Pallas kernel for TPU. On other devices it runs interpreted, for tests. It
+      needs natural order (no `positions`). Over context it takes whole rows ("all_to_all" with d =
+      C), or the blocks of a ring without a window, each a multiple of 128 positions. It rounds the
+      results of blocks to the dtype of query before they are summed.
+    - "cudnn": flash attention of `jax.nn.dot_product_attention`, for half precision on GPU. It
+      needs natural order. Over context it takes whole rows only.
     - "xla": plain XLA.
 
     **Methods**: None chooses the first that applies:
 
-    - "all_gather" for rows of at most 4096 positions, if no kernel is asked for: their bytes take less time than the start
-      of many sends;
-    - "all_to_all" if C divides G (of one tensor shard), and it sends no more bytes than the ring. Causal work is then
-      equal in any order, and the kernels can be used;
+    - "all_gather" for rows of at most 4096 positions, if no kernel is asked for: their bytes take
+      less time than the start of many sends;
+    - "all_to_all" if C divides G (of one tensor shard), and it sends no more bytes than the ring.
+      Causal work is then equal in any order, and the kernels can be used;
     - "ring".
 
-    **Equivalence**: every implementation and method computes the same result, up to summation order. Below float32 it is the
-    same up to the dtype of the rounded products.
+    **Equivalence**: every implementation and method computes the same result, up to summation
+    order. Below float32 it is the same up to the dtype of the rounded products.
 
-    **Placement**: inside a strategy, rules may shard heads over tensor. Rows are sharded over the axes that carry them, and
-    positions over context. Each device computes its own rows and heads.
+    **Placement**: inside a strategy, rules may shard heads over tensor. Rows are sharded over the
+    axes that carry them, and positions over context. Each device computes its own rows and heads.
 
-    **Communication**: none without a context axis. With C context devices, b bytes a number, T positions a device, and
-    KV = 2 B T G K b the bytes of a device's keys and values, each device sends per layer:
+    **Communication**: none without a context axis. With C context devices, b bytes a number, T
+    positions a device, and KV = 2 B T G K b the bytes of a device's keys and values, each device
+    sends per layer:
 
         ring          forward (C-1) KV in C-1 hops; backward the same (C-1) KV, and (C-1) KV w/b for the gradients of keys
-                      and values, which are summed in w = 4 bytes (8 in float64). With a window of W positions in natural
-                      order, ceil((W-1) / T) hops if that is fewer.
+                      and values, which are summed in w = 4 bytes (8 in float64). With a window of W
+                      positions in natural order, ceil((W-1) / T) hops if that is fewer.
         all_gather    the same bytes, in one gather each of keys and values, and one scatter each of their gradients
         all_to_all    forward 2 (d-1)/d B T (H + G) K b in four exchanges; backward the same. d is the greatest divisor of C
-                      that divides G. Across the C/d groups of d neighbours runs a ring, with blocks of d T positions and
-                      G/d heads.
+                      that divides G. Across the C/d groups of d neighbours runs a ring, with blocks
+                      of d T positions and G/d heads.
 
-    Positions and segment ids are sent only if they are given. On CPU, a ring in a pipeline gathers at every hop.
+    Positions and segment ids are sent only if they are given. On CPU, a ring in a pipeline gathers
+    at every hop.
 
-    **Memory**: "splash" and "cudnn" never hold the T x T scores. "xla" holds them, except with `positions` or over a context
-    axis: then it computes tiles of 512 x 512 scores, and skips tiles that the mask hides. A ring holds two blocks of other
-    devices' keys and values at a time, and stores none of them. "all_gather" holds all C blocks and their gradients while it runs.
+    **Memory**: "splash" and "cudnn" never hold the T x T scores. "xla" holds them, except with
+    `positions` or over a context axis: then it computes tiles of 512 x 512 scores, and skips tiles
+    that the mask hides. A ring holds two blocks of other devices' keys and values at a time, and
+    stores none of them. "all_gather" holds all C blocks and their gradients while it runs.
 
-    **Remat**: the output has the `checkpoint_name` "attention". If that is saved, the backward pass does not run splash or the
-    tiles again. "xla" recomputes the scores alone. cudnn runs again, for statistics that jax does not name.
+    **Remat**: the output has the `checkpoint_name` "attention". If that is saved, the backward pass
+    does not run splash or the tiles again. "xla" recomputes the scores alone. cudnn runs again, for
+    statistics that jax does not name.
 
     References:
-      Vaswani et al., "Attention Is All You Need", 2017, equation 1; Ainslie et al., "GQA", 2023; Dao et al.,
-      "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention; Liu, Zaharia, Abbeel, "Ring Attention with
-      Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed Ulysses", 2023.
+      Vaswani et al., "Attention Is All You Need", 2017, equation 1; Ainslie et al., "GQA", 2023;
+      Dao et al., "FlashAttention", 2022; jax.experimental.pallas.ops.tpu.splash_attention; Liu,
+      Zaharia, Abbeel, "Ring Attention with Blockwise Transformers", 2023; Jacobs et al., "DeepSpeed
+      Ulysses", 2023.
     """
-    _check(query, key, value, causal=causal, window=window, implementation=implementation, method=method)
+    _check(
+        query,
+        key,
+        value,
+        causal=causal,
+        window=window,
+        implementation=implementation,
+        method=method,
+    )
     _check_scores(query, softcap, sinks, implementation)
     if positions is not None:
         problem = "works on rows in natural order, not with positions"
-        _refuse_kernel(implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order")
+        _refuse_kernel(
+            implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order"
+        )
     scale = None if scale is None else float(scale)  # one of numpy would widen the queries
-    rule, marks = Rule(causal, window, softcap, scale), Marks(_as_rows(positions, query), segment_ids)
+    rule, marks = (
+        Rule(causal, window, softcap, scale),
+        Marks(_as_rows(positions, query), segment_ids),
+    )
     if is_analysed():
-        return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(query, key, value, marks, sinks)
+        return marked(ATTENTION, functools.partial(_plain_attention, rule=rule))(
+            query, key, value, marks, sinks
+        )
     mesh = mesh_under_trace()
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
     kernel = implementation or _default_implementation(query)
@@ -155,7 +195,9 @@ def attention(
     if context_axes:
         run_attention = _AttentionOverContext(context_axes, rule, implementation, method)
     elif positions is not None:
-        run_attention = functools.partial(ring_attention, ring_of((), 1, query.shape[1], rule, natural=False))
+        run_attention = functools.partial(
+            ring_attention, ring_of((), 1, query.shape[1], rule, natural=False)
+        )
     elif kernel == "xla":
         return _plain_attention(query, key, value, marks, sinks, rule=rule)
     else:
@@ -167,7 +209,8 @@ def attention(
 
 @dataclass(frozen=True)
 class _AttentionOverContext:
-    """Attention over a context axis, in a region that is manual over every axis: arrays are the shards of one device.
+    """Attention over a context axis, in a region that is manual over every axis: arrays are the
+    shards of one device.
 
     Attributes:
       axes: names of the context axis.
@@ -194,39 +237,73 @@ class _AttentionOverContext:
         if method == "all_gather":
             problem = "works on whole rows or the blocks of a ring, not by method='all_gather'"
             _refuse_kernel(
-                self.implementation, "splash", "cudnn", problem=problem, fix="use method='all_to_all' or 'ring'"
+                self.implementation,
+                "splash",
+                "cudnn",
+                problem=problem,
+                fix="use method='all_to_all' or 'ring'",
             )
             return gathered_attention(self.axes, self.rule, query, key, value, marks, sinks)
         if method == "ring":
             return ring_attention(self._ring(query, natural), query, key, value, marks, sinks)
         degree = math.gcd(size, key.shape[2])
         if degree == 1:
-            problem = f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among {size} context devices."
-            fix = "use method='ring', repeat the heads of keys and values, or take another size of context or tensor."
+            problem = (
+                f"{key.shape[2]} heads of keys and values on each device cannot be exchanged among"
+                f" {size} context devices."
+            )
+            fix = (
+                "use method='ring', repeat the heads of keys and values, or take another size of"
+                " context or tensor."
+            )
             raise ValueError(format_error("attention", problem, fix=fix))
         kernel = self.implementation or _default_implementation(query, size * query.shape[1])
-        by_kernel = kernel == "splash" or (kernel == "cudnn" and self.rule.softcap is None and sinks is None)
+        by_kernel = kernel == "splash" or (
+            kernel == "cudnn" and self.rule.softcap is None and sinks is None
+        )
         if natural and degree == size and by_kernel:
-            run_attention = _kernel(kernel, self.rule)
+            run_attention = _kernel(kernel, self.rule)  # pyright: ignore[reportAssignmentType]
         else:
-            run_attention = lambda query, *others: ring_attention(self._ring(query, natural, degree), query, *others)  # noqa: E731
-        return exchanged_attention(self.axes, degree, query, key, value, marks, sinks, run_attention)
+
+            def run_attention(query, *others):  # pyright: ignore[reportRedeclaration]
+                return ring_attention(self._ring(query, natural, degree), query, *others)
+
+        return exchanged_attention(
+            self.axes, degree, query, key, value, marks, sinks, run_attention
+        )
 
     def _default_method(self, query: Array, key: Array, natural: bool) -> Method:
         size, length = jax.lax.axis_size(self.axes), query.shape[1]
         hops = ring_of(self.axes, size, length, self.rule, natural=natural).hops
-        heads = {"heads": query.shape[2], "kv_heads": key.shape[2], "itemsize": query.dtype.itemsize}
-        return choose_method(size * length, size, hops, **heads, kernel=self.implementation not in (None, "xla"))
+        heads = {
+            "heads": query.shape[2],
+            "kv_heads": key.shape[2],
+            "itemsize": query.dtype.itemsize,
+        }
+        return choose_method(
+            size * length, size, hops, **heads, kernel=self.implementation not in (None, "xla")
+        )
 
     def _ring(self, query: Array, natural: bool, stride: int = 1) -> Ring:
-        """Return the ring; it uses splash for its blocks if splash is asked for or is the default, and can be used."""
+        """Return the ring.
+
+        It uses splash for its blocks if splash is asked for or is the default, and can be used.
+        """
         length, rule = query.shape[1], self.rule
         fix = "use method='all_to_all'"
-        _refuse_kernel(self.implementation, "cudnn", problem="works on whole rows, not in hops", fix=fix)
+        _refuse_kernel(
+            self.implementation, "cudnn", problem="works on whole rows, not in hops", fix=fix
+        )
         splash_fits = natural and rule.window is None and length % LANES == 0
         if not splash_fits:
-            problem = f"takes blocks of a multiple of {LANES} positions without a window, got {length} positions"
-            problem, fix = f"{problem} and window={rule.window}", f"{fix} where context divides the heads"
+            problem = (
+                f"takes blocks of a multiple of {LANES} positions without a window, got {length}"
+                " positions"
+            )
+            problem, fix = (
+                f"{problem} and window={rule.window}",
+                f"{fix} where context divides the heads",
+            )
             _refuse_kernel(self.implementation, "splash", problem=problem, fix=fix)
         splash = splash_fits and (self.implementation or _default_implementation(query)) == "splash"
         size = jax.lax.axis_size(self.axes)
@@ -234,7 +311,14 @@ class _AttentionOverContext:
 
 
 def choose_method(
-    length: int, size: int, hops: int, *, heads: float, kv_heads: float, itemsize: int, kernel: bool = False
+    length: int,
+    size: int,
+    hops: int,
+    *,
+    heads: float,
+    kv_heads: float,
+    itemsize: int,
+    kernel: bool = False,
 ) -> Method:
     """Return the method that `attention` uses if the caller names none.
 
@@ -260,9 +344,13 @@ def choose_method(
 def _pad_values(
     run_attention: Attention,
 ) -> Attention:
-    """Return attention for values narrower than keys: pad values with zeros, and cut the result to their width."""
+    """Return attention for values narrower than keys: pad values with zeros, and cut the result to
+    their width.
+    """
 
-    def padded_attention(query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
+    def padded_attention(
+        query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
+    ) -> Array:
         value_width, key_width = value.shape[3], query.shape[3]
         if value_width == key_width:
             return run_attention(query, key, value, marks, sinks)
@@ -272,7 +360,9 @@ def _pad_values(
     return padded_attention
 
 
-def _refuse_kernel(implementation: Implementation | None, *names: str, problem: str, fix: str) -> None:
+def _refuse_kernel(
+    implementation: Implementation | None, *names: str, problem: str, fix: str
+) -> None:
     if implementation in names:
         fix = f"leave implementation out, or {fix}."
         raise ValueError(format_error("attention", f"{implementation} {problem}.", fix=fix))
@@ -288,7 +378,9 @@ def _as_rows(positions: Array | None, query: Array) -> Array | None:
     B, T = query.shape[:2]
     if positions.shape not in ((T,), (B, T)):
         problem = f"positions have shape {positions.shape}, for queries {query.shape}."
-        raise ValueError(format_error("attention", problem, fix=f"give [T] = ({T},) or [B, T] = ({B}, {T})."))
+        raise ValueError(
+            format_error("attention", problem, fix=f"give [T] = ({T},) or [B, T] = ({B}, {T}).")
+        )
     return positions.reshape(-1, T).astype(jnp.int32)
 
 
@@ -296,7 +388,9 @@ def _plain_attention(
     query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None = None, *, rule: Rule
 ) -> Array:
     mask = _mask(marks, rule, query.shape[1])
-    return masked_attention(query, key, value, mask, softcap=rule.softcap, scale=rule.scale, sinks=sinks)
+    return masked_attention(
+        query, key, value, mask, softcap=rule.softcap, scale=rule.scale, sinks=sinks
+    )
 
 
 def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
@@ -318,17 +412,23 @@ def masked_attention(
     scale: float | None = None,
     sinks: Float[Array, " H"] | None = None,
 ) -> Float[Array, "B T H V"]:
-    """Return attention by plain XLA; `mask` [1 or B, T, S] says which keys a query sees. The others are as in `attention`.
+    """Return attention by plain XLA; `mask` [1 or B, T, S] says which keys a query sees.
 
-    The softmax is divided by its sum after the values are mixed. So K numbers per query are divided, not S. Of the arrays of
-    size S, only the exponentials are stored for the backward pass.
+    The others are as in `attention`.
+
+    The softmax is divided by its sum after the values are mixed. So K numbers per query are
+    divided, not S. Of the arrays of size S, only the exponentials are stored for the backward pass.
     """
     B, T, H, K = query.shape
     wide, query_dims, key_dims = jnp.promote_types(query.dtype, jnp.float32), "h", "h"
     if (G := key.shape[2]) != H:  # R heads of queries to each of the G heads of keys
         query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
-    mask_bias = jnp.expand_dims(jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims)))
-    scores = jnp.einsum(f"bt{query_dims}k,bs{key_dims}k->b{query_dims}ts", query, key, preferred_element_type=wide)
+    mask_bias = jnp.expand_dims(
+        jnp.where(mask, 0, -1e30).astype(wide), range(1, 1 + len(query_dims))
+    )
+    scores = jnp.einsum(
+        f"bt{query_dims}k,bs{key_dims}k->b{query_dims}ts", query, key, preferred_element_type=wide
+    )
     scores = capped(scores * factor_of_scores(scale, K), softcap) + mask_bias
     top = jnp.max(scores, axis=-1, keepdims=True)
     if sinks is not None:
@@ -373,20 +473,35 @@ def _check(
     if H % G:
         problem = f"{H} heads of queries are not a multiple of {G} heads of keys and values."
         raise ValueError(
-            format_error("attention", problem, fix="give keys and values a number of heads that divides it.")
+            format_error(
+                "attention", problem, fix="give keys and values a number of heads that divides it."
+            )
         )
     if value.shape[3] > query.shape[3]:
-        problem = f"values are {value.shape[3]} wide, wider than the {query.shape[3]} of queries and keys."
-        raise ValueError(format_error("attention", problem, fix="pad queries and keys with zeros, and give `scale`."))
+        problem = (
+            f"values are {value.shape[3]} wide, wider than the {query.shape[3]} of queries and"
+            " keys."
+        )
+        raise ValueError(
+            format_error(
+                "attention", problem, fix="pad queries and keys with zeros, and give `scale`."
+            )
+        )
     if window is not None:
         check_count("window", window, minimum=1)
         if not causal:
             problem = "a window looks back from each position, so it needs causal=True."
-            raise ValueError(format_error("attention", problem, fix="pass causal=True, or leave window out."))
+            raise ValueError(
+                format_error("attention", problem, fix="pass causal=True, or leave window out.")
+            )
     if implementation is not None and implementation not in get_args(Implementation):
         problem = f"unknown implementation {implementation!r}."
         raise ValueError(
-            format_error("attention", problem, fix="use 'splash', 'cudnn', 'xla', or None to choose by device.")
+            format_error(
+                "attention",
+                problem,
+                fix="use 'splash', 'cudnn', 'xla', or None to choose by device.",
+            )
         )
     if method is not None and method not in get_args(Method):
         fix = "use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length."
@@ -398,9 +513,13 @@ def _check_scores(
     query: Array, softcap: float | None, sinks: Array | None, implementation: Implementation | None
 ) -> None:
     if softcap is not None and not softcap > 0:
-        raise ValueError(error_text(f"softcap must be above 0, got {softcap}.", fix="None does not cap scores."))
+        raise ValueError(
+            error_text(f"softcap must be above 0, got {softcap}.", fix="None does not cap scores.")
+        )
     if sinks is not None and sinks.shape != query.shape[2:3]:
-        raise ValueError(error_text(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}."))
+        raise ValueError(
+            error_text(f"sinks have shape {sinks.shape}.", fix=f"give [H] = {query.shape[2:3]}.")
+        )
     if softcap is not None or sinks is not None:
         problem = "computes neither softcap nor sinks"
         _refuse_kernel(implementation, "cudnn", problem=problem, fix="use implementation='xla'")
@@ -415,12 +534,21 @@ def _default_implementation(query: Array, length: int | None = None) -> Implemen
     return "cudnn"
 
 
-def _on_each_device(run: Attention, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
-    """Call `run` on local rows, positions and heads, in a region that is manual over every axis that is still automatic."""
+def _on_each_device(
+    run: Attention, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
+) -> Array:
+    """Call `run` on local rows, positions and heads, in a region that is manual over every axis
+    that is still automatic.
+    """
     mesh, auto_axes = mesh_under_trace(), not_manual_axes()
     if is_local():
         return run(query, key, value, marks, sinks)
-    row_axes = tuple(axis for role in ("replica", "data", "expert") for axis in axes_of_role(role) if axis in auto_axes)
+    row_axes = tuple(
+        axis
+        for role in ("replica", "data", "expert")
+        for axis in axes_of_role(role)
+        if axis in auto_axes
+    )
     position_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     head_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
     for axes, count, counted, fix in (
@@ -435,24 +563,38 @@ def _on_each_device(run: Attention, query: Array, key: Array, value: Array, mark
         size = math.prod(mesh.shape[axis] for axis in axes)
         if count % size and (axes, count) != (head_axes, 1):
             axis_names = " x ".join(map(repr, axes))
-            problem = f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
+            problem = (
+                f"{count} {counted} cannot be sharded over mesh axis {axis_names} (size {size})."
+            )
             raise ValueError(format_error("attention", problem, fix=fix))
     spec = PartitionSpec(row_axes or None, position_axes or None, head_axes or None, None)
     mark_specs = jax.tree.map(
-        lambda x: PartitionSpec((row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None),
+        lambda x: PartitionSpec(
+            (row_axes or None) if x.shape[0] == query.shape[0] else None, position_axes or None
+        ),
         marks,
     )
     # the queries of every device use a single head of keys and values
     kv_spec = spec if key.shape[2] > 1 else PartitionSpec(row_axes or None, position_axes or None)
-    specs = (spec, kv_spec, kv_spec, mark_specs, None if sinks is None else PartitionSpec(head_axes or None))
-    region = jax.shard_map(run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False)
+    specs = (
+        spec,
+        kv_spec,
+        kv_spec,
+        mark_specs,
+        None if sinks is None else PartitionSpec(head_axes or None),
+    )
+    region = jax.shard_map(
+        run, in_specs=specs, out_specs=spec, axis_names=auto_axes, check_vma=False
+    )
     return region(query, key, value, marks, sinks)
 
 
 def _kernel(implementation: Implementation, rule: Rule) -> Attention:
     """Return the kernel as a function, for rows in natural order."""
     kernel = splash_attention if implementation == "splash" else _cudnn
-    return lambda query, key, value, marks, sinks: kernel(query, key, value, marks.segments, sinks, rule)
+    return lambda query, key, value, marks, sinks: kernel(
+        query, key, value, marks.segments, sinks, rule
+    )
 
 
 def _cudnn(

@@ -1,4 +1,6 @@
-"""Cross-entropy of the next token, computed for a few positions at a time, so that the logits of all positions are never held."""
+"""Cross-entropy of the next token, computed for a few positions at a time, so that the logits of
+all positions are never held.
+"""
 
 import functools
 
@@ -29,8 +31,8 @@ def cross_entropy(
       head: [V, D], the embedding of each token of the vocabulary.
       targets: [B, T], token ids.
       chunk: positions at a time; the last chunk may be shorter. None: all at once.
-      logits_dtype: the dtype of the logits; bfloat16 halves the memory, as in MaxText and torch's autocast. None: float32 at
-        least.
+      logits_dtype: the dtype of the logits; bfloat16 halves the memory, as in MaxText and torch's
+        autocast. None: float32 at least.
       softcap: c: logits z become c tanh(z / c) before the softmax (Gemma 2). None: no cap.
 
     Returns:
@@ -46,17 +48,18 @@ def cross_entropy(
       >>> bool(jnp.allclose(cross_entropy(x, head, targets, chunk=2), jnp.log(8)))
       True
 
-    Logits are products in float32 at least, unless `logits_dtype` rounds them. The softmax and its sums are in float32 at
-    least. A mask and a sum pick the target's logit, not an index. So a vocabulary that is sharded over tensor is reduced on
-    its devices, not gathered.
+    Logits are products in float32 at least, unless `logits_dtype` rounds them. The softmax and its
+    sums are in float32 at least. A mask and a sum pick the target's logit, not an index. So a
+    vocabulary that is sharded over tensor is reduced on its devices, not gathered.
 
-    **Equivalence**: every chunk size gives the same result, up to summation order. `logits_dtype` rounds differently, but in
-    the same way on any number of devices.
+    **Equivalence**: every chunk size gives the same result, up to summation order. `logits_dtype`
+    rounds differently, but in the same way on any number of devices.
 
-    **Memory**: B T V logits, stored for the backward pass, and as many gradients. With `chunk`, B chunk V at a time: in the
-    forward pass, and again in the backward pass, which recomputes them.
+    **Memory**: B T V logits, stored for the backward pass, and as many gradients. With `chunk`, B
+    chunk V at a time: in the forward pass, and again in the backward pass, which recomputes them.
 
-    **Communication**: none over data. With the vocabulary sharded over tensor, sums of [B, chunk] over tensor.
+    **Communication**: none over data. With the vocabulary sharded over tensor, sums of [B, chunk]
+    over tensor.
 
     References:
       Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models", 2024, for why.
@@ -68,8 +71,15 @@ def cross_entropy(
     if chunk is None or chunk >= T or is_analysed():
         return _nats(x, head, targets, logits_dtype, softcap)
     count, num_last = divmod(T, chunk)
-    chunk_nats = jax.checkpoint(functools.partial(_nats, dtype=logits_dtype, softcap=softcap), prevent_cse=False)
-    split = lambda a: jnp.moveaxis(a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0)  # noqa: E731
+    chunk_nats = jax.checkpoint(
+        functools.partial(_nats, dtype=logits_dtype, softcap=softcap), prevent_cse=False
+    )
+
+    def split(a):
+        return jnp.moveaxis(
+            a[:, : count * chunk].reshape(a.shape[0], count, chunk, *a.shape[2:]), 1, 0
+        )
+
     _, nats = jax.lax.scan(
         lambda _, x_and_targets: (None, chunk_nats(x_and_targets[0], head, x_and_targets[1])),
         None,
@@ -78,7 +88,9 @@ def cross_entropy(
     nats = jnp.moveaxis(nats, 0, 1).reshape(x.shape[0], count * chunk)
     if not num_last:
         return nats
-    return jnp.concatenate([nats, chunk_nats(x[:, -num_last:], head, targets[:, -num_last:])], axis=1)
+    return jnp.concatenate(
+        [nats, chunk_nats(x[:, -num_last:], head, targets[:, -num_last:])], axis=1
+    )
 
 
 def _nats(
@@ -93,11 +105,16 @@ def _nats(
     if logits.dtype == wide or is_analysed():
         return _nats_of_logits(logits, targets, wide, softcap)
     # only the rounded logits are stored; the backward pass recomputes float32 exponentials
-    return jax.checkpoint(_nats_of_logits, prevent_cse=False, static_argnums=(2, 3))(logits, targets, wide, softcap)
+    return jax.checkpoint(_nats_of_logits, prevent_cse=False, static_argnums=(2, 3))(
+        logits, targets, wide, softcap
+    )
 
 
 def _nats_of_logits(
-    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], wide: DTypeLike, softcap: float | None
+    logits: Float[Array, "B T V"],
+    targets: Int[Array, "B T"],
+    wide: DTypeLike,
+    softcap: float | None,
 ) -> Float[Array, "B T"]:
     logits = capped(logits.astype(wide), softcap)
     is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]

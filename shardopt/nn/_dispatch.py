@@ -1,7 +1,9 @@
-"""Send tokens to their experts and back: sort them by expert, and exchange them over the expert axis.
+"""Send tokens to their experts and back: sort them by expert, and exchange them over the expert
+axis.
 
-There is one ragged exchange in each direction. Devices hold the experts in order. A slice is sent for each expert,
-directly to the place where its rows begin at the receiver. So the received rows are sorted by expert too.
+There is one ragged exchange in each direction. Devices hold the experts in order. A slice is sent
+for each expert, directly to the place where its rows begin at the receiver. So the received rows
+are sorted by expert too.
 """
 
 from typing import NamedTuple
@@ -55,8 +57,12 @@ spread.defvjp(
 )
 
 
-def combine(rows: Float[Array, "nK D"], order: Array, inverse: Array, tokens: int) -> Float[Array, "n D"]:
-    """Return the sum over each token's choices, computed in float32 at least: the transpose of `spread`."""
+def combine(
+    rows: Float[Array, "nK D"], order: Array, inverse: Array, tokens: int
+) -> Float[Array, "n D"]:
+    """Return the sum over each token's choices, computed in float32 at least: the transpose of
+    `spread`.
+    """
     return _combine(tokens, rows, order, inverse)
 
 
@@ -76,7 +82,8 @@ _combine.defvjp(
 
 
 class Slices(NamedTuple):
-    """The arguments of `jax.lax.ragged_all_to_all`: S slices for each device in turn, all [X S], int32.
+    """The arguments of `jax.lax.ragged_all_to_all`: S slices for each device in turn, all [X S],
+    int32.
 
     Attributes:
       input_offsets: where each slice begins in this device's rows.
@@ -106,7 +113,10 @@ class Exchange(NamedTuple):
 
 
 def plan_exchange(axes: Axes, sizes: Int[Array, " E"]) -> Exchange:
-    """Return the slices of an exchange; to know the sizes of all devices takes an all-gather of 4 X E bytes."""
+    """Return the slices of an exchange.
+
+    To know the sizes of all devices takes an all-gather of 4 X E bytes.
+    """
     devices, device = lax.axis_size(axes), lax.axis_index(axes)
     all_sizes = lax.all_gather(sizes, axes)  # [X, E]
     num_local = sizes.shape[0] // devices
@@ -114,16 +124,32 @@ def plan_exchange(axes: Axes, sizes: Int[Array, " E"]) -> Exchange:
     begin_at_sender = jnp.cumsum(all_sizes, axis=1) - all_sizes
     totals = jnp.sum(all_sizes, axis=0).reshape(devices, num_local)
     begin_at_receiver = (
-        (jnp.cumsum(totals, axis=1) - totals).reshape(-1)[None] + jnp.cumsum(all_sizes, axis=0) - all_sizes
+        (jnp.cumsum(totals, axis=1) - totals).reshape(-1)[None]
+        + jnp.cumsum(all_sizes, axis=0)
+        - all_sizes
     )
-    select_local = lambda x: lax.dynamic_slice_in_dim(x, device * num_local, num_local, axis=1).reshape(-1)  # noqa: E731
-    to_experts = Slices(begin_at_sender[device], sizes, begin_at_receiver[device], select_local(all_sizes))
-    to_tokens = Slices(select_local(begin_at_receiver), select_local(all_sizes), select_local(begin_at_sender), sizes)
+
+    def select_local(x):
+        return lax.dynamic_slice_in_dim(x, device * num_local, num_local, axis=1).reshape(-1)
+
+    to_experts = Slices(
+        begin_at_sender[device], sizes, begin_at_receiver[device], select_local(all_sizes)
+    )
+    to_tokens = Slices(
+        select_local(begin_at_receiver),
+        select_local(all_sizes),
+        select_local(begin_at_sender),
+        sizes,
+    )
     return Exchange(to_experts, to_tokens, totals[device])
 
 
-def send(axes: Axes, max_rows: int, num_rows: int, rows: Array, outgoing: Slices, returning: Slices) -> Array:
-    """Return the `num_rows` rows that this device receives, 0 where no row arrives. Backwards, their gradients return.
+def send(
+    axes: Axes, max_rows: int, num_rows: int, rows: Array, outgoing: Slices, returning: Slices
+) -> Array:
+    """Return the `num_rows` rows that this device receives, 0 where no row arrives.
+
+    Backwards, their gradients return.
 
     Args:
       axes: the mesh axes over which rows travel.
@@ -143,22 +169,36 @@ def _exchange_rows(axes: Axes, max_rows: int, num_rows: int, rows: Array, slices
     return lax.ragged_all_to_all(rows, output, *slices, axis_name=axes)
 
 
-def _exchange_padded_rows(axes: Axes, max_rows: int, rows: Array, output: Array, slices: Slices) -> Array:
-    """Do the work of `jax.lax.ragged_all_to_all` by an all_to_all of `max_rows` rows for each device."""
+def _exchange_padded_rows(
+    axes: Axes, max_rows: int, rows: Array, output: Array, slices: Slices
+) -> Array:
+    """Do the work of `jax.lax.ragged_all_to_all` by an all_to_all of `max_rows` rows for each
+    device.
+    """
     devices = lax.axis_size(axes)
     received_at = lax.all_to_all(slices.output_offsets, axes, 0, 0, tiled=True)
-    sent_places = _slice_places(slices.input_offsets, slices.send_sizes, devices, max_rows, rows.shape[0])
-    received_places = _slice_places(received_at, slices.recv_sizes, devices, max_rows, output.shape[0])
+    sent_places = _slice_places(
+        slices.input_offsets, slices.send_sizes, devices, max_rows, rows.shape[0]
+    )
+    received_places = _slice_places(
+        received_at, slices.recv_sizes, devices, max_rows, output.shape[0]
+    )
     sent_rows = jnp.take(rows, sent_places, axis=0, mode="fill", fill_value=0)
     return output.at[received_places].set(all_to_all(sent_rows, axes, 0, 0), mode="drop")
 
 
 def _slice_places(offsets: Array, sizes: Array, devices: int, max_rows: int, missing: int) -> Array:
-    """Return [X max_rows], the row at each place if slices are packed device by device; `missing` at places without a row."""
+    """Return [X max_rows], the row at each place if slices are packed device by device.
+
+    `missing` at places without a row.
+    """
     offsets, sizes = offsets.reshape(devices, -1), sizes.reshape(devices, -1)
     ends, places = jnp.cumsum(sizes, axis=1), jnp.arange(max_rows)
-    slice_index = jnp.sum(places[None, :, None] >= ends[:, None], axis=2)  # which of the slices of a device
-    shift = jnp.take_along_axis(offsets - (ends - sizes), jnp.minimum(slice_index, offsets.shape[1] - 1), axis=1)
+    # which of the slices of a device
+    slice_index = jnp.sum(places[None, :, None] >= ends[:, None], axis=2)
+    shift = jnp.take_along_axis(
+        offsets - (ends - sizes), jnp.minimum(slice_index, offsets.shape[1] - 1), axis=1
+    )
     return jnp.where(slice_index < offsets.shape[1], shift + places[None], missing).reshape(-1)
 
 

@@ -1,9 +1,10 @@
 """Look up rows of a table that is whole on each device, or sharded by columns over data.
 
-Each of n devices has R ids and the columns [V, D/n] of a table. An all-gather brings all ids to all devices, and each
-looks up its columns of all n R rows. An all-to-all then brings each device all columns of its own R rows. Backwards, an
-all-to-all sends the gradients of rows to the devices of the columns. Each device then has the complete gradient of its
-columns: no sum over the axis remains.
+Each of n devices has R ids and the columns [V, D/n] of a table. An all-gather brings all ids to all
+devices, and each looks up its columns of all n R rows. An all-to-all then brings each device all
+columns of its own R rows. Backwards, an all-to-all sends the gradients of rows to the devices of
+the columns. Each device then has the complete gradient of its columns: no sum over the axis
+remains.
 """
 
 import dataclasses
@@ -18,7 +19,14 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.collectives import LeafWire, MeshAxes, all_gather, all_to_all, constrain_tensor, shard_by_shard
+from shardopt.collectives import (
+    LeafWire,
+    MeshAxes,
+    all_gather,
+    all_to_all,
+    constrain_tensor,
+    shard_by_shard,
+)
 from shardopt.core._errors import format_error
 from shardopt.core._stand_in import StandIn
 from shardopt.core._types import wide_dtype
@@ -35,17 +43,23 @@ _TILE = 128
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ColumnTable(StandIn):
-    """A table [V, D] sharded by columns over a mesh axis; `embed` gets it for a leaf that `BlockModel.tables` names.
+    """A table [V, D] sharded by columns over a mesh axis.
+
+    `embed` gets it for a leaf that `BlockModel.tables` names.
 
     Attributes:
       shard: [V, D/n], the columns of this device.
       axis: the mesh axis, or several, of size n.
-      tensor: how the table is sharded over tensor: `PartitionSpec("tensor", None)`, or an empty spec.
-      sums: the dtype of the reduce-scatter of its gradient, if the table were gathered; None for a frozen table.
+      tensor: how the table is sharded over tensor: `PartitionSpec("tensor", None)`, or an empty
+        spec.
+      sums: the dtype of the reduce-scatter of its gradient, if the table were gathered; None for a
+        frozen table.
     """
 
     caller = "embedding"
-    problem = "a table that BlockModel.tables names was used as an array, and it is sharded by columns."
+    problem = (
+        "a table that BlockModel.tables names was used as an array, and it is sharded by columns."
+    )
     fix = "read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
 
     shard: jax.Array
@@ -54,7 +68,9 @@ class ColumnTable(StandIn):
     sums: DTypeLike | None = dataclasses.field(metadata={"static": True})
 
     def astype(self, dtype: DTypeLike) -> "ColumnTable":
-        """Return the table in another dtype, which is also the dtype of its rows when they are sent."""
+        """Return the table in another dtype, which is also the dtype of its rows when they are
+        sent.
+        """
         return dataclasses.replace(self, shard=self.shard.astype(dtype))
 
 
@@ -81,23 +97,28 @@ def embedding(
       [[0. 0. 1.]
        [1. 0. 0.]]
 
-    **Equivalence**: the result does not depend on the placement of the table, up to the order of sums. Gradients of one row
-    are added in fp32 at least, also for a table in half precision. In bfloat16 a sum of many small numbers stops growing,
-    and a frequent token would learn too little.
+    **Equivalence**: the result does not depend on the placement of the table, up to the order of
+    sums. Gradients of one row are added in fp32 at least, also for a table in half precision. In
+    bfloat16 a sum of many small numbers stops growing, and a frequent token would learn too little.
 
     **Memory**: a sum of gradients has 4 V D bytes, until it is rounded to the dtype of the table.
 
-    **Communication**: none if the device has the whole table, as when fsdp gathers it. If `BlockModel.tables` names the
-    table, fsdp leaves it sharded by columns over the N devices of data. With R ids on a device and b bytes per number, each
-    micro-batch takes the way that sends fewer bytes:
+    **Communication**: none if the device has the whole table, as when fsdp gathers it. If
+    `BlockModel.tables` names the table, fsdp leaves it sharded by columns over the N devices of
+    data. With R ids on a device and b bytes per number, each micro-batch takes the way that sends
+    fewer bytes:
 
-    - an exchange of the rows: an all-gather of 4 N R bytes and two all-to-alls of R D b (one if the table is frozen);
+    - an exchange of the rows: an all-gather of 4 N R bytes and two all-to-alls of R D b (one if the
+      table is frozen);
     - a gather of the table: an all-gather of V D b, and a reduce-scatter of its gradient.
 
-    So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the look-up communicates over tensor.
+    So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the
+    look-up communicates over tensor.
     """
     if mode not in ("fill", "clip"):
-        raise ValueError(format_error("embedding", f"unknown mode {mode!r}.", fix="use 'fill' or 'clip'."))
+        raise ValueError(
+            format_error("embedding", f"unknown mode {mode!r}.", fix="use 'fill' or 'clip'.")
+        )
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
@@ -106,14 +127,17 @@ def embedding(
     if sent_by_exchange(table, ids) < sent_by_gather(table):
         rows = _look_up_by_exchange(table, ids.reshape(-1), mode)
         return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), LOOKED_UP)
-    (full_table,) = all_gather([table.shard], [LeafWire(1, table.tensor, table.axis, scatter_dtype=table.sums)])
+    (full_table,) = all_gather(
+        [table.shard], [LeafWire(1, table.tensor, table.axis, scatter_dtype=table.sums)]
+    )
     return checkpoint_name(_look_up(full_table, ids, mode), LOOKED_UP)
 
 
 def exchange_bytes(
     ids: float, width: float, *, devices: int, itemsize: int, trained: bool = True
 ) -> tuple[float, float]:
-    """Return the buffer bytes of a look-up by exchange on each device: of the all-gather of ids, and of all all-to-alls.
+    """Return the buffer bytes of a look-up by exchange on each device: of the all-gather of ids,
+    and of all all-to-alls.
 
     Buffers are counted as in `so.audit`; (n - 1) / n of their bytes travel.
 
@@ -132,12 +156,20 @@ def sent_by_exchange(table: ColumnTable, ids: jax.Array) -> float:
     devices, columns = jax.lax.axis_size(table.axis), table.shard.shape[1]
     itemsize = table.shard.dtype.itemsize
     return sum(
-        exchange_bytes(ids.size, columns * devices, devices=devices, itemsize=itemsize, trained=table.sums is not None)
+        exchange_bytes(
+            ids.size,
+            columns * devices,
+            devices=devices,
+            itemsize=itemsize,
+            trained=table.sums is not None,
+        )
     )
 
 
 def sent_by_gather(table: ColumnTable) -> float:
-    """Return the buffer bytes of the gather of the table, and of the reduce-scatter of its gradient."""
+    """Return the buffer bytes of the gather of the table, and of the reduce-scatter of its
+    gradient.
+    """
     elements = table.shard.size * jax.lax.axis_size(table.axis)
     elements /= math.prod(mesh_under_trace().shape[axis] for axis in spec_axes(table.tensor))
     sums = 0 if table.sums is None else jnp.dtype(table.sums).itemsize
@@ -167,7 +199,9 @@ def _look_up_with_wide_sums(table: jax.Array, ids: jax.Array, mode: Mode) -> jax
 
 
 @_look_up_with_wide_sums.defjvp
-def _tangents(mode: Mode, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> tuple:
+def _tangents(
+    mode: Mode, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]
+) -> tuple:
     """Look the tangent up in a wide table. The transpose then adds wide numbers."""
     (table, ids), (d_table, _) = primals, tangents
     d_table, rows = d_table.astype(wide_dtype(table.dtype)), _rows_of(table, ids, mode)
@@ -181,14 +215,17 @@ def _look_up_or_zero(table: jax.Array, places: jax.Array) -> jax.Array:
 
 
 def _look_up_in_tiles(table: jax.Array, places: jax.Array) -> jax.Array:
-    """Look up rows in tiles of sorted places: each row once in a tile, from where a product copies it.
+    """Look up rows in tiles of sorted places: each row once in a tile, from where a product copies
+    it.
 
-    So the transpose adds the rows of one place in a tile by a product, and few additions to one place are left. A GPU adds
-    them by atomic operations, one after another. On an H200, 16,384 rows of 768 with few ids took 32 of 76 ms of a step.
-    Sums of a tile that has NaN or infinity are NaN.
+    So the transpose adds the rows of one place in a tile by a product, and few additions to one
+    place are left. A GPU adds them by atomic operations, one after another. On an H200, 16,384 rows
+    of 768 with few ids took 32 of 76 ms of a step. Sums of a tile that has NaN or infinity are NaN.
     """
     outside, order = len(table), jnp.argsort(places.reshape(-1))
-    tiles = jnp.pad(places.reshape(-1)[order], (0, -order.size % _TILE), constant_values=outside).reshape(-1, _TILE)
+    tiles = jnp.pad(
+        places.reshape(-1)[order], (0, -order.size % _TILE), constant_values=outside
+    ).reshape(-1, _TILE)
     is_first = jnp.pad(tiles[:, 1:] != tiles[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     copies = (tiles[:, :, None] == tiles[:, None, :]) & is_first[:, None, :]
     first_rows = _look_up_or_zero(table.reshape(outside, -1), jnp.where(is_first, tiles, outside))
@@ -203,10 +240,14 @@ def _look_up_by_exchange(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.
     shape, dtype, axis = table.shard.shape, table.shard.dtype, table.axis
 
     def exchange(x: jax.Array, split: int, concat: int) -> jax.Array:
-        return shard_by_shard(lambda xs: [all_to_all(xs[0], axis, split, concat)], [x], [PartitionSpec()])[0]
+        return shard_by_shard(
+            lambda xs: [all_to_all(xs[0], axis, split, concat)], [x], [PartitionSpec()]
+        )[0]
 
     def forward(shard: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        gather = lambda xs: [jax.lax.all_gather(xs[0], axis, tiled=True)]  # noqa: E731
+        def gather(xs):
+            return [jax.lax.all_gather(xs[0], axis, tiled=True)]
+
         (all_ids,) = shard_by_shard(gather, [ids], [PartitionSpec()])
         return exchange(_look_up(shard, all_ids, mode), 0, 1), all_ids
 

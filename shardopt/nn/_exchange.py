@@ -1,4 +1,6 @@
-"""Attention with whole rows of keys on each device: gathered over the context axis, or exchanged for heads."""
+"""Attention with whole rows of keys on each device: gathered over the context axis, or exchanged
+for heads.
+"""
 
 import functools
 from collections.abc import Callable
@@ -38,31 +40,44 @@ def exchanged_attention(
     sinks: Float[Array, " H"] | None,
     run: Attention,
 ) -> Float[Array, "B T H K"]:
-    """Exchange heads for positions among `degree` neighbours, attend, and exchange back; several groups form a ring.
+    """Exchange heads for positions among `degree` neighbours, attend, and exchange back.
+
+    Several groups form a ring.
 
     Args:
       axes: names of the context axis.
-      degree: a divisor of the size of the axis and of G: device i has outer index i // degree, inner index i % degree.
+      degree: a divisor of the size of the axis and of G: device i has outer index i // degree,
+        inner index i % degree.
       query: [B, T, H, K], T positions of this device.
       key: [B, T, G, K].
       value: [B, T, G, K].
       marks: the marks of these positions.
       sinks: the sinks of all H heads.
-      run: attention of [B, degree T, H / degree, K] and so on; it includes the ring across groups, if there are several.
+      run: attention of [B, degree T, H / degree, K] and so on; it includes the ring across groups,
+        if there are several.
     """
     size, groups = lax.axis_size(axes), None
     if degree < size:
         groups = [list(range(first, first + degree)) for first in range(0, size, degree)]
     to_heads = functools.partial(
-        lax.all_to_all, axis_name=axes, split_axis=2, concat_axis=1, axis_index_groups=groups, tiled=True
+        lax.all_to_all,
+        axis_name=axes,
+        split_axis=2,
+        concat_axis=1,
+        axis_index_groups=groups,
+        tiled=True,
     )
-    gather = functools.partial(lax.all_gather, axis_name=axes, axis=1, axis_index_groups=groups, tiled=True)
+    gather = functools.partial(
+        lax.all_gather, axis_name=axes, axis=1, axis_index_groups=groups, tiled=True
+    )
     marks = jax.tree.map(lambda x: gather(x), marks)
     if sinks is not None:  # those of this device's heads
         count = sinks.shape[0] // degree
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(axes) % degree * count, count)
     mixed = run(to_heads(query), to_heads(key), to_heads(value), marks, sinks)
-    return lax.all_to_all(mixed, axis_name=axes, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True)
+    return lax.all_to_all(
+        mixed, axis_name=axes, split_axis=1, concat_axis=2, axis_index_groups=groups, tiled=True
+    )
 
 
 def gathered_attention(
@@ -82,19 +97,35 @@ def gathered_attention(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend(axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
+def _attend(
+    axes: Axes,
+    rule: Rule,
+    query: Array,
+    key: Array,
+    value: Array,
+    marks: Marks,
+    sinks: Array | None,
+) -> Array:
     return _forward(axes, rule, query, key, value, marks, sinks)[0]
 
 
 def _forward(
-    axes: Axes, rule: Rule, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
+    axes: Axes,
+    rule: Rule,
+    query: Array,
+    key: Array,
+    value: Array,
+    marks: Marks,
+    sinks: Array | None,
 ) -> tuple[Array, tuple]:
     state = absorb(empty_state(query), query, *_gather_keys(axes, key, value, marks), rule)
     out, logsumexp = finish(state, value.dtype, sinks)
     return out, (query, key, value, marks, sinks, out, logsumexp)
 
 
-def _backward(axes: Axes, rule: Rule, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
+def _backward(
+    axes: Axes, rule: Rule, residuals: tuple, d_out: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
     query, key, value, marks, sinks, out, logsumexp = residuals
     # otherwise XLA stores the keys and values that the forward pass gathered
     key, value, d_out = lax.optimization_barrier((key, value, d_out))
@@ -117,7 +148,9 @@ def _gather_keys(axes: Axes, key: Array, value: Array, query_marks: Marks) -> tu
     key, value = gather(key, axis=2), gather(value, axis=2)
     if query_marks.positions is None:
         all_positions = jnp.arange(key.shape[2], dtype=jnp.int32)[None]
-        local_positions = lax.dynamic_slice_in_dim(all_positions, lax.axis_index(axes) * length, length, axis=1)
+        local_positions = lax.dynamic_slice_in_dim(
+            all_positions, lax.axis_index(axes) * length, length, axis=1
+        )
         query_marks, key_marks = (
             query_marks._replace(positions=local_positions),
             key_marks._replace(positions=all_positions),

@@ -1,4 +1,5 @@
-"""Products of rows sorted by expert in 8 bits, with gradients: by kernels on TPU, and elsewhere of the same numbers by XLA.
+"""Products of rows sorted by expert in 8 bits, with gradients: by kernels on TPU, and elsewhere of
+the same numbers by XLA.
 
 Suffixes: M rows, E experts, K summed dims, N channels.
 """
@@ -12,12 +13,31 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import Form, Precision, RoundedWeight, Rounding, as_bits, eight_bits, from_bits
+from shardopt.core._rounded_weight import (
+    Form,
+    Precision,
+    RoundedWeight,
+    Rounding,
+    as_bits,
+    eight_bits,
+    from_bits,
+)
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._first_order import first_order
-from shardopt.nn._grouped_product import grouped_product, implementation_here, outer_of_groups, product_of_groups
-from shardopt.nn._low_precision import Rounded, check_intact, kernels_multiply, largest_over, round_array
+from shardopt.nn._grouped_product import (
+    grouped_product,
+    implementation_here,
+    outer_of_groups,
+    product_of_groups,
+)
+from shardopt.nn._low_precision import (
+    Rounded,
+    check_intact,
+    kernels_multiply,
+    largest_over,
+    round_array,
+)
 from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product, takes
 from shardopt.nn._rounded_product import MatrixWeight
 
@@ -55,19 +75,26 @@ def expert_products(
 
     Args:
       rows: sorted by expert, see `grouped_product`. Rows of no expert give 0.
-      weights: in the dtype of the rows. Weights that `BlockModel.rounded` names are rounded already.
+      weights: in the dtype of the rows. Weights that `BlockModel.rounded` names are rounded
+        already.
       sizes: rows of each expert.
-      precision: of `quantized_einsum`. A row has a scale, and so has a channel of an expert. The gradient of a weight is not
-        rounded.
+      precision: of `quantized_einsum`. A row has a scale, and so has a channel of an expert. The
+        gradient of a weight is not rounded.
       sharded: the mesh axes that shard the dims of a weight.
     """
-    weights = [_opened(weight, precision) if isinstance(weight, RoundedWeight) else weight for weight in weights]
+    weights = [
+        _opened(weight, precision) if isinstance(weight, RoundedWeight) else weight
+        for weight in weights
+    ]
     if precision is None:
         return [grouped_product(rows, cast(Array, weight), sizes) for weight in weights]
     if sharded == LOCAL and _kernels_take(precision, weights):
         rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes, eight_bits(precision).numbers)
         operands = [_matrix_weight(weight, precision) for weight in weights]
-        return [rounded_expert_product(layout, rows, rounded, operand, sizes) for layout, operand in operands]
+        return [
+            rounded_expert_product(layout, rows, rounded, operand, sizes)
+            for layout, operand in operands
+        ]
     product = _Product(precision, sharded)
     return [_by_xla(product, rows, *_unpacked(product, weight), sizes) for weight in weights]
 
@@ -81,9 +108,17 @@ def _opened(weight: RoundedWeight, precision: Precision | None) -> RoundedWeight
     """
     check_intact("mixture_of_experts", weight)
     rounding = weight.form.rounding
-    if (rounding.precision, rounding.experts, rounding.summed, rounding.parts) != (precision, True, 1, 1):
+    if (rounding.precision, rounding.experts, rounding.summed, rounding.parts) != (
+        precision,
+        True,
+        1,
+        1,
+    ):
         problem = f"a weight was rounded by {rounding}, and is used with precision {precision!r}."
-        fix = f"describe it as so.nn.Rounding({precision!r}, experts=True) in BlockModel.rounded, or take it out."
+        fix = (
+            f"describe it as so.nn.Rounding({precision!r}, experts=True) in BlockModel.rounded, or"
+            " take it out."
+        )
         if precision is None:
             fix = f"give precision={rounding.precision!r}, or take it out of BlockModel.rounded."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
@@ -92,10 +127,14 @@ def _opened(weight: RoundedWeight, precision: Precision | None) -> RoundedWeight
 
 def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]) -> bool:
     """Return whether the kernels for TPU run here, and take these weights."""
-    return kernels_multiply(precision) and all(takes(size) for weight in weights for size in weight.shape[1:])
+    return kernels_multiply(precision) and all(
+        takes(size) for weight in weights for size in weight.shape[1:]
+    )
 
 
-def _matrix_weight(weight: Array | RoundedWeight, precision: Precision) -> tuple[Layout, MatrixWeight]:
+def _matrix_weight(
+    weight: Array | RoundedWeight, precision: Precision
+) -> tuple[Layout, MatrixWeight]:
     """Return a weight as kernels read it."""
     if isinstance(weight, RoundedWeight):
         operand = MatrixWeight(weight.zeros, weight.matrix, weight.channel_scale)
@@ -107,22 +146,30 @@ def _matrix_weight(weight: Array | RoundedWeight, precision: Precision) -> tuple
 
 
 def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, Array, Array]:
-    """Return an array that has the gradient of a weight, its numbers, and the scales [E, N] of its channels."""
+    """Return an array that has the gradient of a weight, its numbers, and the scales [E, N] of its
+    channels.
+    """
     if isinstance(weight, RoundedWeight):
         numbers, scale, zeros = weight.unpacked()
         return zeros, numbers, scale
     maximum = functools.partial(largest_over, axes=product.sharded.summed)
-    rounded = round_array(jax.lax.stop_gradient(weight), "ekn", "en", eight_bits(product.precision).numbers, maximum)
+    rounded = round_array(
+        jax.lax.stop_gradient(weight), "ekn", "en", eight_bits(product.precision).numbers, maximum
+    )
     return weight, rounded.numbers, rounded.scale
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_xla(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Array:
+def _by_xla(
+    product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array
+) -> Array:
     return _forward(product, x, zeros, numbers, scale, sizes)[0]
 
 
 @first_order
-def _forward(product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array) -> Any:
+def _forward(
+    product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array
+) -> Any:
     maximum = functools.partial(largest_over, axes=product.sharded.summed)
     rounded = round_array(x, "mk", "m", eight_bits(product.precision).numbers, maximum)
     y = _multiply(rounded, numbers, sizes) * scale[_expert_of_each_row(len(x), sizes)]
@@ -145,14 +192,18 @@ _by_xla.defvjp(_forward, _backward)
 
 
 def _multiply(rows: Rounded, numbers: Array, sizes: Array, *, transposed: bool = False) -> Array:
-    """Return the product of rounded rows and the experts' numbers, without the scales of channels; 0 for rows of no expert.
+    """Return the product of rounded rows and the experts' numbers, without the scales of channels.
+
+    0 for rows of no expert.
 
     Numbers of 8 bits are exact in bfloat16. They are summed in the wide dtype of scales.
     """
     wide = rows.scale.dtype
     dtype = wide if device_kind_or_default() == "cpu" else jnp.bfloat16
     factors = rows.numbers.astype(dtype), numbers.astype(dtype)
-    sums = product_of_groups(implementation_here(), *factors, sizes, transposed=transposed, dtype=wide)
+    sums = product_of_groups(
+        implementation_here(), *factors, sizes, transposed=transposed, dtype=wide
+    )
     has_expert = jnp.arange(len(sums)) < jnp.sum(sizes)
     return sums * jnp.where(has_expert, rows.scale, 0)[:, None]
 

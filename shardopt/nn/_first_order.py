@@ -15,7 +15,8 @@ Results = TypeVar("Results")
 def first_order(function: Callable[..., Results], num_static: int = 1) -> Callable[..., Results]:
     """Return a forward or backward function of a `custom_vjp` that cannot be differentiated.
 
-    jax does it for a gradient of a gradient. It would differentiate roundings and scales, and return wrong numbers or zeros.
+    jax does it for a gradient of a gradient. It would differentiate roundings and scales, and
+    return wrong numbers or zeros.
 
     Args:
       function: a function whose last arguments are pytrees of arrays.
@@ -25,7 +26,8 @@ def first_order(function: Callable[..., Results], num_static: int = 1) -> Callab
     @functools.wraps(function)
     def run(*args: Any) -> Results:
         if not is_analysed():
-            _not_differentiated(*args[num_static:])  # nothing reads the result, so that it changes no program
+            # nothing reads the result, so that it changes no program
+            _not_differentiated(*args[num_static:])
         return function(*args)
 
     return run

@@ -1,10 +1,12 @@
-"""Attention tile by tile in plain XLA with an online softmax: it never holds more than one tile of scores.
+"""Attention tile by tile in plain XLA with an online softmax: it never holds more than one tile of
+scores.
 
-`absorb` adds one block of keys to the softmax, and `gradients` is its backward pass for one block. The callers decide
-where blocks come from: `ring` gets them from neighbours, `exchange` from a gather.
+`absorb` adds one block of keys to the softmax, and `gradients` is its backward pass for one block.
+The callers decide where blocks come from: `ring` gets them from neighbours, `exchange` from a
+gather.
 
-Suffixes: B sequences, G heads of keys and values, R heads of queries to each of them, T queries, S keys, K width. Heads come
-before positions in these arrays, so that the products need no transposes.
+Suffixes: B sequences, G heads of keys and values, R heads of queries to each of them, T queries, S
+keys, K width. Heads come before positions in these arrays, so that the products need no transposes.
 """
 
 import functools
@@ -26,7 +28,9 @@ NAME = "attention"
 TILE = 512
 """The most queries, and the most keys, in one tile of scores."""
 HIDDEN = -1e30
-"""The score of a key that a query does not see; finite, so that a row of hidden keys alone gives no NaN."""
+"""The score of a key that a query does not see; finite, so that a row of hidden keys alone gives no
+NaN.
+"""
 _PADDING_POSITION = np.iinfo(np.int32).max  # the position of padding keys: after every query
 Carry = TypeVar("Carry")
 
@@ -37,7 +41,10 @@ def factor_of_scores(scale: float | None, width: int) -> float:
 
 
 class Rule(NamedTuple):
-    """Which keys a query sees by position, and the cap and the factor of scores; see `so.nn.attention`."""
+    """Which keys a query sees by position, and the cap and the factor of scores.
+
+    See `so.nn.attention`.
+    """
 
     causal: bool
     window: int | None
@@ -77,7 +84,9 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The operands of the backward pass on the side of the queries; `...` is [B, G, R], or [B, H] in the splash kernel.
+    """The operands of the backward pass on the side of the queries.
+
+    `...` is [B, G, R], or [B, H] in the splash kernel.
 
     Attributes:
       query: [..., T, K].
@@ -111,7 +120,10 @@ class State(NamedTuple):
 def heads_first(
     query: Float[Array, "B T H K"], key: Float[Array, "B T G K"], value: Float[Array, "B T G K"]
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G T K"], Float[Array, "B G T K"]]:
-    """Return the arrays with heads before positions; heads of queries are grouped by the head of keys that they use."""
+    """Return the arrays with heads before positions.
+
+    Heads of queries are grouped by the head of keys that they use.
+    """
     B, T, H, K = query.shape
     G = key.shape[2]
     grouped = jnp.transpose(query.reshape(B, T, G, H // G, K), (0, 2, 3, 1, 4))
@@ -128,24 +140,35 @@ def empty_state(query: Float[Array, "B G R T K"]) -> State:
     """Return the state before the first block of keys."""
     wide = _wide_dtype(query)
     return State(
-        jnp.full(query.shape[:-1], HIDDEN, wide), jnp.zeros(query.shape[:-1], wide), jnp.zeros(query.shape, wide)
+        jnp.full(query.shape[:-1], HIDDEN, wide),
+        jnp.zeros(query.shape[:-1], wide),
+        jnp.zeros(query.shape, wide),
     )
 
 
-def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule) -> State:
-    """Return the state after a block of keys: m' = max(m, m_i), l' = l e^(m-m') + l_i e^(m_i-m'), o' likewise.
+def absorb(
+    state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule
+) -> State:
+    """Return the state after a block of keys: m' = max(m, m_i), l' = l e^(m-m') + l_i e^(m_i-m'),
+    o' likewise.
 
     The marks must have positions. A query that sees no key of any block has no defined result.
     """
-    states = State(_split_tiles(state.top, -1), _split_tiles(state.total, -1), _split_tiles(state.mixed, -2))
+    states = State(
+        _split_tiles(state.top, -1), _split_tiles(state.total, -1), _split_tiles(state.mixed, -2)
+    )
     query_tiles = _split_tiles(query, -2), _split_marks(query_marks, -1), states
     key_tiles = _split_keys(keys)
 
-    def absorb_into_query_tile(_: None, query_tile: tuple[Array, Marks, State]) -> tuple[None, State]:
+    def absorb_into_query_tile(
+        _: None, query_tile: tuple[Array, Marks, State]
+    ) -> tuple[None, State]:
         query, query_marks, state = query_tile
 
         def absorb_key_tile(state: State, keys: Keys) -> tuple[State, None]:
-            update = lambda state: _absorb_tile(state, query, query_marks, keys, rule)  # noqa: E731
+            def update(state):
+                return _absorb_tile(state, query, query_marks, keys, rule)
+
             return _unless_hidden(update, state, query_marks, keys.marks, rule), None
 
         return None, _scan(absorb_key_tile, state, key_tiles)[0]
@@ -158,36 +181,49 @@ def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, k
 def finish(
     state: State, dtype: DTypeLike, sinks: Float[Array, " H"] | None
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G R T"]]:
-    """Return o / l in a dtype, and m + log l; a sink is one more key, with a value of zeros, of each query of its head.
+    """Return o / l in a dtype, and m + log l.
 
-    Both have a `checkpoint_name`: if they are saved, the backward pass does not run the forward again.
+    A sink is one more key, with a value of zeros, of each query of its head.
+
+    Both have a `checkpoint_name`: if they are saved, the backward pass does not run the forward
+    again.
     """
     if sinks is not None:
         scores = jnp.broadcast_to(_score_of_sinks(sinks, state.top), state.top.shape)
         top = jnp.maximum(state.top, scores)
         rescale = jnp.exp(state.top - top)
-        state = State(top, state.total * rescale + jnp.exp(scores - top), state.mixed * rescale[..., None])
+        state = State(
+            top, state.total * rescale + jnp.exp(scores - top), state.mixed * rescale[..., None]
+        )
     mixed, logsumexp = state.mixed / state.total[..., None], state.top + jnp.log(state.total)
     return checkpoint_name(mixed.astype(dtype), NAME), checkpoint_name(logsumexp, NAME)
 
 
 def sink_gradient(
-    sinks: Float[Array, " H"] | None, logsumexp: Float[Array, "B ... T"], delta: Float[Array, "B ... T"]
+    sinks: Float[Array, " H"] | None,
+    logsumexp: Float[Array, "B ... T"],
+    delta: Float[Array, "B ... T"],
 ) -> Float[Array, " H"] | None:
-    """Return the gradient of the sinks for these queries: ds = p (0 - delta) with p = exp(sink - logsumexp), summed."""
+    """Return the gradient of the sinks for these queries: ds = p (0 - delta) with p = exp(sink -
+    logsumexp), summed.
+    """
     if sinks is None:
         return None
     d_scores = -jnp.exp(_score_of_sinks(sinks, logsumexp) - logsumexp) * delta
     return jnp.sum(d_scores, axis=(0, -1)).reshape(sinks.shape).astype(sinks.dtype)
 
 
-def _score_of_sinks(sinks: Float[Array, " H"], rows: Float[Array, "B ... T"]) -> Float[Array, "1 ... 1"]:
+def _score_of_sinks(
+    sinks: Float[Array, " H"], rows: Float[Array, "B ... T"]
+) -> Float[Array, "1 ... 1"]:
     """Return the sinks with the dims of `rows`, which are [B, G, R, T] or [B, H, T]."""
     return sinks.astype(rows.dtype).reshape(1, *rows.shape[1:-1], 1)
 
 
 def delta_of(
-    out: Float[Array, "B G R T K"], d_out: Float[Array, "B G R T K"], logsumexp: Float[Array, "B G R T"]
+    out: Float[Array, "B G R T K"],
+    d_out: Float[Array, "B G R T K"],
+    logsumexp: Float[Array, "B G R T"],
 ) -> Float[Array, "B G R T"]:
     """Return sum_k out dout, an operand of `gradients` for every block."""
     return jnp.sum(d_out.astype(logsumexp.dtype) * out.astype(logsumexp.dtype), axis=-1)
@@ -196,16 +232,22 @@ def delta_of(
 def gradients(
     queries: Queries, keys: Keys, rule: Rule
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
-    """Return what one block of keys adds to dQ, and its dK and dV from these queries, in float32 at least.
+    """Return what one block of keys adds to dQ, and its dK and dV from these queries, in float32 at
+    least.
 
-    With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p (dout v^T - delta).
+    With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p
+    (dout v^T - delta).
     """
     wide = _wide_dtype(queries.query)
     query_tiles, key_tiles = _split_queries(queries), _split_keys(keys)
     d_key_tiles = jnp.zeros(key_tiles.key.shape, wide), jnp.zeros(key_tiles.value.shape, wide)
 
-    def add_query_tile(sums: tuple[Array, Array], queries: Queries) -> tuple[tuple[Array, Array], Array]:
-        def add_key_tile(dq: Array, key_tile: tuple[Keys, tuple]) -> tuple[Array, tuple[Array, Array]]:
+    def add_query_tile(
+        sums: tuple[Array, Array], queries: Queries
+    ) -> tuple[tuple[Array, Array], Array]:
+        def add_key_tile(
+            dq: Array, key_tile: tuple[Keys, tuple]
+        ) -> tuple[Array, tuple[Array, Array]]:
             keys, sums = key_tile
 
             def update(partial_sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -219,17 +261,31 @@ def gradients(
 
     (dk, dv), dq = _scan(add_query_tile, d_key_tiles, query_tiles)
     length = keys.key.shape[-2]
-    return _join_tiles(dq, -2, queries.query.shape[-2]), _join_tiles(dk, -2, length), _join_tiles(dv, -2, length)
+    return (
+        _join_tiles(dq, -2, queries.query.shape[-2]),
+        _join_tiles(dk, -2, length),
+        _join_tiles(dv, -2, length),
+    )
 
 
 def _absorb_tile(state: State, query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> State:
     scores, value = _scores(query, query_marks, keys, rule), keys.value
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
-    # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30) = 0.
+    # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30)
+    # = 0.
     weights = jnp.exp(scores - top[..., None])
     rescale = jnp.exp(state.top - top)
-    mixed = jnp.einsum("bgrts,bgsk->bgrtk", weights.astype(value.dtype), value, preferred_element_type=weights.dtype)
-    return State(top, state.total * rescale + jnp.sum(weights, axis=-1), state.mixed * rescale[..., None] + mixed)
+    mixed = jnp.einsum(
+        "bgrts,bgsk->bgrtk",
+        weights.astype(value.dtype),
+        value,
+        preferred_element_type=weights.dtype,
+    )
+    return State(
+        top,
+        state.total * rescale + jnp.sum(weights, axis=-1),
+        state.mixed * rescale[..., None] + mixed,
+    )
 
 
 def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Array, Array]:
@@ -241,20 +297,26 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Ar
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
     ds = rule.scaled(p * (dp - delta[..., None]), query.shape[-1])
     if rule.softcap is not None:
-        ds = ds * (1 - jnp.square(jnp.maximum(scores, -rule.softcap) / rule.softcap))  # hidden keys have p = 0
+        # hidden keys have p = 0
+        ds = ds * (1 - jnp.square(jnp.maximum(scores, -rule.softcap) / rule.softcap))
     ds = ds.astype(query.dtype)
     dv = product("bgrts,bgrtk->bgsk", p.astype(value.dtype), d_out)
     return product("bgrts,bgsk->bgrtk", ds, key), product("bgrts,bgrtk->bgsk", ds, query), dv
 
 
 def _scores(query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> Float[Array, "B G R T S"]:
-    scores = jnp.einsum("bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query))
+    scores = jnp.einsum(
+        "bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query)
+    )
     mask_bias = jnp.where(sees(query_marks, keys.marks, rule), 0, HIDDEN).astype(scores.dtype)
     return capped(rule.scaled(scores, query.shape[-1]), rule.softcap) + mask_bias[:, None, None]
 
 
 def capped(scores: Array, softcap: float | None) -> Array:
-    """Return softcap tanh(scores / softcap), which lies between -softcap and softcap; None changes nothing."""
+    """Return softcap tanh(scores / softcap), which lies between -softcap and softcap.
+
+    None changes nothing.
+    """
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
@@ -263,7 +325,11 @@ def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T 
     assert query_marks.positions is not None
     assert key_marks.positions is not None
     query, key = query_marks.positions[:, :, None], key_marks.positions[:, None, :]
-    mask = query >= key if rule.causal else jnp.broadcast_to(key < _PADDING_POSITION, (*query.shape[:2], key.shape[2]))
+    mask = (
+        query >= key
+        if rule.causal
+        else jnp.broadcast_to(key < _PADDING_POSITION, (*query.shape[:2], key.shape[2]))
+    )
     if rule.window is not None:
         mask = mask & (query - key < rule.window)
     if query_marks.segments is not None and key_marks.segments is not None:
@@ -274,7 +340,9 @@ def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T 
 def _unless_hidden(
     update: Callable[[Carry], Carry], carry: Carry, query_marks: Marks, key_marks: Marks, rule: Rule
 ) -> Carry:
-    """Skip a tile if no query sees a key, judged by the least and greatest position and segment of the tile."""
+    """Skip a tile if no query sees a key, judged by the least and greatest position and segment of
+    the tile.
+    """
     smallest, largest = functools.partial(jnp.min, axis=-1), functools.partial(jnp.max, axis=-1)
     assert query_marks.positions is not None
     assert key_marks.positions is not None
@@ -288,7 +356,11 @@ def _unless_hidden(
             largest(key_marks.segments) >= smallest(query_marks.segments)
         )
         needed = segments_overlap if needed is None else needed & segments_overlap
-    return update(carry) if needed is None else lax.cond(jnp.any(needed), update, lambda carry: carry, carry)
+    return (
+        update(carry)
+        if needed is None
+        else lax.cond(jnp.any(needed), update, lambda carry: carry, carry)
+    )
 
 
 def _num_tiles(length: int) -> int:
@@ -296,7 +368,10 @@ def _num_tiles(length: int) -> int:
 
 
 def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
-    """Cut a dim, counted from the end, into tiles, [tiles, ..., tile, ...]; the last tile may be padded."""
+    """Cut a dim, counted from the end, into tiles, [tiles, ..., tile, ...].
+
+    The last tile may be padded.
+    """
     length = x.shape[dim]
     count = _num_tiles(length)
     if count == 1:
@@ -306,11 +381,17 @@ def _split_tiles(x: Array, dim: int, fill: float = 0) -> Array:
     widths[dim] = (0, count * size - length)
     x = jnp.pad(x, widths, constant_values=fill)
     dim_index = x.ndim + dim
-    return jnp.moveaxis(x.reshape(*x.shape[:dim_index], count, size, *x.shape[dim_index + 1 :]), dim_index, 0)
+    return jnp.moveaxis(
+        x.reshape(*x.shape[:dim_index], count, size, *x.shape[dim_index + 1 :]), dim_index, 0
+    )
 
 
 def _split_keys(keys: Keys) -> Keys:
-    return Keys(_split_tiles(keys.key, -2), _split_tiles(keys.value, -2), _split_marks(keys.marks, _PADDING_POSITION))
+    return Keys(
+        _split_tiles(keys.key, -2),
+        _split_tiles(keys.value, -2),
+        _split_marks(keys.marks, _PADDING_POSITION),
+    )
 
 
 def _split_queries(queries: Queries) -> Queries:

@@ -1,4 +1,6 @@
-"""Shared parts of Pallas kernels: where they run, their calls, products and masks of a tile, and the memory that they may use."""
+"""Shared parts of Pallas kernels: where they run, their calls, products and masks of a tile, and
+the memory that they may use.
+"""
 
 import functools
 import math
@@ -28,7 +30,8 @@ def product(a: Array, b: Array, dim_a: int, dim_b: int, dtype: DTypeLike = jnp.f
 
 
 def hide(scores: Array, query_lead: Any, dim: int, same_segment: Array | None, rule: Rule) -> Array:
-    """Return the scores of a tile, or of several heads' tiles, with `HIDDEN` where a query does not see a key.
+    """Return the scores of a tile, or of several heads' tiles, with `HIDDEN` where a query does not
+    see a key.
 
     Args:
       scores: [..., block, block].
@@ -38,7 +41,11 @@ def hide(scores: Array, query_lead: Any, dim: int, same_segment: Array | None, r
       rule: what a query sees by position.
     """
     shape = scores.shape[-2:]
-    gap = query_lead + lax.broadcasted_iota(jnp.int32, shape, dim) - lax.broadcasted_iota(jnp.int32, shape, 1 - dim)
+    gap = (
+        query_lead
+        + lax.broadcasted_iota(jnp.int32, shape, dim)
+        - lax.broadcasted_iota(jnp.int32, shape, 1 - dim)
+    )
     masks = [] if same_segment is None else [same_segment]
     if rule.causal:
         masks.append(gap >= 0)
@@ -61,7 +68,8 @@ def divisors(heads: int) -> list[int]:
 
 
 def kernels_run_on(kind: str, sharded: int = 1) -> bool:
-    """Return whether kernels for TPU run here, on a kind of device, and the program is not analysed.
+    """Return whether kernels for TPU run here, on a kind of device, and the program is not
+    analysed.
 
     Args:
       kind: of device.
@@ -72,7 +80,9 @@ def kernels_run_on(kind: str, sharded: int = 1) -> bool:
 
 
 def num_shards() -> int:
-    """Return the size of tensor if XLA partitions over it alone, 1 if arrays under trace are local, and otherwise 0."""
+    """Return the size of tensor if XLA partitions over it alone, 1 if arrays under trace are local,
+    and otherwise 0.
+    """
     mesh = mesh_under_trace()
     sizes = {axis: mesh.shape[axis] for axis in not_manual_axes() if mesh.shape[axis] > 1}
     if sizes.keys() == {TENSOR} and mesh.axis_types[mesh.axis_names.index(TENSOR)] == AxisType.Auto:
@@ -81,7 +91,8 @@ def num_shards() -> int:
 
 
 def on_tensor_shards(run: Callable, in_dims: Any, out_dims: Any) -> Callable:
-    """Return `run` on shards of its arguments where tensor is automatic, since XLA cannot partition a kernel.
+    """Return `run` on shards of its arguments where tensor is automatic, since XLA cannot partition
+    a kernel.
 
     Args:
       run: the function.
@@ -90,21 +101,32 @@ def on_tensor_shards(run: Callable, in_dims: Any, out_dims: Any) -> Callable:
     """
     if is_local():
         return run
-    specs = lambda dims: jax.tree.map(  # noqa: E731
-        lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, TENSOR), dims
-    )
+
+    def specs(dims):
+        return jax.tree.map(
+            lambda dim: PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, TENSOR), dims
+        )
+
     axes = not_manual_axes()
-    return jax.shard_map(run, in_specs=specs(in_dims), out_specs=specs(out_dims), axis_names=axes, check_vma=False)
+    return jax.shard_map(
+        run, in_specs=specs(in_dims), out_specs=specs(out_dims), axis_names=axes, check_vma=False
+    )
 
 
 def is_local() -> bool:
-    """Return whether one device holds the whole of arrays under trace: each mesh axis is manual, or has size 1."""
+    """Return whether one device holds the whole of arrays under trace: each mesh axis is manual, or
+    has size 1.
+    """
     return num_shards() == 1
 
 
 def vmem(kind: str | None = None) -> int:
-    """Return the bytes of VMEM that a kernel may use: a core has 16 MiB up to TPU v4, 128 on v6e, and 64 or more on others."""
-    mebibytes = {"TPU v2": 16, "TPU v3": 16, "TPU v4": 16, "TPU v6 lite": 96}.get(kind or device_kind_or_default(), 48)
+    """Return the bytes of VMEM that a kernel may use: a core has 16 MiB up to TPU v4, 128 on v6e,
+    and 64 or more on others.
+    """
+    mebibytes = {"TPU v2": 16, "TPU v3": 16, "TPU v4": 16, "TPU v6 lite": 96}.get(
+        kind or device_kind_or_default(), 48
+    )
     return mebibytes * 2**20
 
 
@@ -112,11 +134,15 @@ def by_strips(size: int, strip: int, run: Any) -> None:
     """Run a function on each strip of a block: a loop has less code, which compiles faster."""
     from jax.experimental import pallas as pl
 
-    lax.fori_loop(0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None)
+    lax.fori_loop(
+        0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None
+    )
 
 
 def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
-    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2, that fits into VMEM."""
+    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2,
+    that fits into VMEM.
+    """
     block = math.gcd(size, largest)
     while block > smallest and block * bytes_per_index > vmem():
         block //= 2
@@ -137,15 +163,20 @@ def call_kernel(
     sequential: int = 0,
     scalars: Sequence[Array] = (),
 ) -> Any:
-    """Run a kernel; the last `sequential` dims of its grid run in order, and the others on any core.
+    """Run a kernel.
 
-    `scalars` are arrays of integers that it gets before the inputs, and index maps after the indices of the grid.
+    The last `sequential` dims of its grid run in order, and the others on any core.
+
+    `scalars` are arrays of integers that it gets before the inputs, and index maps after the
+    indices of the grid.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
-    bytes_accessed = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape))
+    bytes_accessed = sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape)
+    )
     call = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -156,8 +187,12 @@ def call_kernel(
             scratch_shapes=scratch_shapes,
         ),
         out_shape=out_shape,
-        compiler_params=pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem()),
-        cost_estimate=pl.CostEstimate(flops=flops, transcendentals=0, bytes_accessed=bytes_accessed),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=vmem()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=0, bytes_accessed=bytes_accessed
+        ),
         name=name,
         interpret=not device_kind_or_default().startswith("TPU"),
     )

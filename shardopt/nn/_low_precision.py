@@ -1,6 +1,7 @@
 """Products in 8 bits, with gradients.
 
-Scales are of one token, one channel of a weight, or one row of tokens, so many devices quantise as one does.
+Scales are of one token, one channel of a weight, or one row of tokens, so many devices quantise as
+one does.
 """
 
 import functools
@@ -47,10 +48,12 @@ from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 
 class Normed(NamedTuple):
-    """Activations and the arguments of the norm that returned them, from which one kernel norms and rounds.
+    """Activations and the arguments of the norm that returned them, from which one kernel norms and
+    rounds.
 
     Attributes:
-      normed: the activations, `rms_norm(x, scale, epsilon)`. They have the gradient. XLA does not compute them for kernels.
+      normed: the activations, `rms_norm(x, scale, epsilon)`. They have the gradient. XLA does not
+        compute them for kernels.
       x: the first argument of the norm.
       scale: its second argument.
       epsilon: its third argument.
@@ -90,23 +93,28 @@ def quantized_einsum(
     precision: Precision | None,
     added: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits, with gradients.
+    """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits,
+    with gradients.
 
     Args:
-      subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all others are in the result.
+      subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all
+        others are in the result.
       x: activations, or a `Normed` with them.
-      weight: in the dtype of the product without quantisation. A weight with an adapter (`shardopt.adapters`) adds the
-        product of x and the adapter, which is not quantised. A weight that `BlockModel.rounded` names is rounded already.
-      precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the rounded numbers are multiplied in
-        float32. None: `jnp.einsum`.
-      added: an array of the product's shape that is added to it. In the dtype of the product, kernels add it in the same pass.
+      weight: in the dtype of the product without quantisation. A weight with an adapter
+        (`shardopt.adapters`) adds the product of x and the adapter, which is not quantised. A
+        weight that `BlockModel.rounded` names is rounded already.
+      precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the
+        rounded numbers are multiplied in float32. None: `jnp.einsum`.
+      added: an array of the product's shape that is added to it. In the dtype of the product,
+        kernels add it in the same pass.
 
     Returns:
       The product, in the dtype of x and weight, plus `added`.
 
     Raises:
-      ValueError: if `precision` is unknown, subscripts do not have this form, operands do not fit them or are not floating, or
-        `added` has another shape; if `BlockModel.rounded` describes another product of the weight.
+      ValueError: if `precision` is unknown, subscripts do not have this form, operands do not fit
+        them or are not floating, or `added` has another shape; if `BlockModel.rounded` describes
+        another product of the weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,35 +129,41 @@ def quantized_einsum(
         dx = s_g (q(g s_w) q(w))      s_g of each token
         dw = s_h (q(x)^T q(g s_x))    s_h of each row and channel
 
-    g is the gradient of y. One copy of a weight and one of x serve both passes, because their scales are multiplied into g before
-    it is rounded. "int8" rounds to the nearest of -127 to 127. "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses
-    e5m2, with 2 bits, up to 57344. Gradients ignore the rounding (straight through).
+    g is the gradient of y. One copy of a weight and one of x serve both passes, because their
+    scales are multiplied into g before it is rounded. "int8" rounds to the nearest of -127 to 127.
+    "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses e5m2, with 2 bits, up to 57344.
+    Gradients ignore the rounding (straight through).
 
-    **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With a single dim of tokens, dw
-    is x^T g without rounding, since devices may share this dim.
+    **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With
+    a single dim of tokens, dw is x^T g without rounding, since devices may share this dim.
 
-    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, of "fp8" on TPU 7x alone. They need whole rows and
-    weights on a device (neither tensor nor context axes, no `view="global"`), at least one dim of rows, x as "rows, positions,
-    summed dims", sizes in multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its tokens.
-    Otherwise, and on GPU, XLA multiplies y and dx in 8 bits. It multiplies the same rounded numbers of dw in the dtype of the
-    gradients. `docs/notes/low_precision.md` compares a step of Llama 3 8B with its step in bfloat16.
+    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, of "fp8" on TPU 7x
+    alone. They need whole rows and weights on a device (neither tensor nor context axes, no
+    `view="global"`), at least one dim of rows, x as "rows, positions, summed dims", sizes in
+    multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its
+    tokens. Otherwise, and on GPU, XLA multiplies y and dx in 8 bits. It multiplies the same rounded
+    numbers of dw in the dtype of the gradients. `docs/notes/low_precision.md` compares a step of
+    Llama 3 8B with its step in bfloat16.
 
-    **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over context, where devices take the
-    maximum of all. So strategies, mesh sizes and micro-batches equal one device with the same `precision`, up to summation order. If a
-    different order moves a number across a rounding boundary, the number changes by one step of the 8 bits (in float64:
+    **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over
+    context, where devices take the maximum of all. So strategies, mesh sizes and micro-batches
+    equal one device with the same `precision`, up to summation order. If a different order moves a
+    number across a rounding boundary, the number changes by one step of the 8 bits (in float64:
     practically never).
 
     **Placement**: weights are not cast, so master weights stay in float32.
 
-    **Communication**: none over data, where fsdp gathers weights. It gathers them in 8 bits if `BlockModel.rounded` names
-    them; then each device rounds its own shards, and a channel of several devices takes the maximum of all. Over context, the maxima of g s_x are sent, 4 bytes a row and channel. If summed dims are
-    sharded over tensor, maxima of tokens and channels and partial sums in 32 bits are sent. If channels are, maxima of tokens'
-    gradients.
+    **Communication**: none over data, where fsdp gathers weights. It gathers them in 8 bits if
+    `BlockModel.rounded` names them; then each device rounds its own shards, and a channel of
+    several devices takes the maximum of all. Over context, the maxima of g s_x are sent, 4 bytes a
+    row and channel. If summed dims are sharded over tensor, maxima of tokens and channels and
+    partial sums in 32 bits are sent. If channels are, maxima of tokens' gradients.
 
     References:
-      Wortsman et al., "Stable and low-precision training for large-scale vision-language models", 2023, algorithm 1
-      (SwitchBack, which has one scale for w; there the product over tokens keeps its precision). Micikevicius et al., "FP8
-      Formats for Deep Learning", 2022 (e4m3 forwards, e5m2 backwards).
+      Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
+      2023, algorithm 1 (SwitchBack, which has one scale for w; there the product over tokens keeps
+      its precision). Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (e4m3 forwards,
+      e5m2 backwards).
     """
     if isinstance(weight, LowRank):
         product = quantized_einsum(subscripts, x, weight.base, precision=precision, added=added)
@@ -167,7 +181,11 @@ def quantized_einsum(
     if y is not None:
         return y
     x = plain(x)
-    y = _by_xla_rounded(product, x, weight) if isinstance(weight, RoundedWeight) else _by_xla(product, x, weight)
+    y = (
+        _by_xla_rounded(product, x, weight)
+        if isinstance(weight, RoundedWeight)
+        else _by_xla(product, x, weight)
+    )
     return _plus(cast(Array, y), added)
 
 
@@ -175,23 +193,33 @@ def _plus(y: Array, added: Array | None) -> Array:
     return y if added is None else added + y
 
 
-def _check_operands(subscripts: str, x: Array | Normed, weight: Array | RoundedWeight, *, any_dtype: bool) -> None:
-    """Refuse operands with more or fewer dims than the subscripts, and without `any_dtype` those that are not floating."""
+def _check_operands(
+    subscripts: str, x: Array | Normed, weight: Array | RoundedWeight, *, any_dtype: bool
+) -> None:
+    """Refuse operands with more or fewer dims than the subscripts, and without `any_dtype` those
+    that are not floating.
+    """
     for operand, letters in zip((x, weight), parse_subscripts(subscripts)[:2], strict=True):
-        if len(operand.shape) != len(letters) or not (any_dtype or jnp.issubdtype(operand.dtype, jnp.floating)):
+        if len(operand.shape) != len(letters) or not (
+            any_dtype or jnp.issubdtype(operand.dtype, jnp.floating)
+        ):
             problem = f"an operand of {subscripts!r} is {operand.dtype}{list(operand.shape)}."
             fix = f"give it a floating dtype, and the {plural(len(letters), 'dim')} of {letters!r}."
             raise ValueError(format_error("quantized_einsum", problem, fix=fix))
 
 
-def _check_added(subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]) -> None:
+def _check_added(
+    subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]
+) -> None:
     """Refuse an array that has another shape than the product."""
     *operands, out = parse_subscripts(subscripts)
     sizes = dict(zip("".join(operands), x + weight, strict=True))
     shape = tuple(sizes[letter] for letter in out)
     if jnp.shape(added) != shape:
         problem = f"`added` has shape {jnp.shape(added)}, and the product {shape}."
-        raise ValueError(format_error("quantized_einsum", problem, fix="give an array of the product's shape."))
+        raise ValueError(
+            format_error("quantized_einsum", problem, fix="give an array of the product's shape.")
+        )
 
 
 def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> RoundedWeight:
@@ -204,11 +232,14 @@ def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> Ro
     rounding = weight.form.rounding
     check_intact("quantized_einsum", weight)
     x, letters, _ = parse_subscripts(subscripts)
-    is_product = precision == rounding.precision and set(letters[: rounding.summed]) == set(x) & set(letters)
+    is_product = precision == rounding.precision and set(letters[: rounding.summed]) == set(
+        x
+    ) & set(letters)
     if rounding.experts or not is_product:
         problem = (
-            f"the weight was rounded to {rounding.precision} for a product that sums over its first "
-            f"{plural(rounding.summed, 'dim')}, and is used in {subscripts!r} with precision {precision!r}."
+            f"the weight was rounded to {rounding.precision} for a product that sums over its first"
+            f" {plural(rounding.summed, 'dim')}, and is used in {subscripts!r} with precision"
+            f" {precision!r}."
         )
         fix = "describe this product in BlockModel.rounded, or take the weight out of it."
         raise ValueError(format_error("quantized_einsum", problem, fix=fix))
@@ -216,20 +247,33 @@ def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> Ro
 
 
 def check_intact(caller: str, weight: RoundedWeight) -> None:
-    """Refuse a rounded weight whose arrays were cast, or that the block did not cast as its rounding says.
+    """Refuse a rounded weight whose arrays were cast, or that the block did not cast as its
+    rounding says.
 
     Raises:
-      TypeError: if numbers or scales have another dtype than that of their rounding, or the block has not cast the weight to it.
+      TypeError: if numbers or scales have another dtype than that of their rounding, or the block
+        has not cast the weight to it.
     """
     if not weight.is_cast:
         dtype = weight.form.rounding.dtype
         problem = (
-            f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not cast it to that."
+            f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not"
+            " cast it to that."
         )
-        raise TypeError(format_error(caller, problem, fix="leave out the dtype of its Rounding, or cast the weight."))
+        raise TypeError(
+            format_error(
+                caller, problem, fix="leave out the dtype of its Rounding, or cast the weight."
+            )
+        )
     if not weight.is_intact:
-        problem = "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded to 8 bits."
-        fix = 'cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf, "astype").'
+        problem = (
+            "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded"
+            " to 8 bits."
+        )
+        fix = (
+            "cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf,"
+            ' "astype").'
+        )
         raise TypeError(format_error(caller, problem, fix=fix))
 
 
@@ -241,7 +285,9 @@ def check_precision(caller: str, precision: str | None) -> None:
     """
     if precision is not None and precision not in get_args(Precision):
         problem = f"unknown precision {precision!r}."
-        raise ValueError(format_error(caller, problem, fix="use 'int8', 'fp8', or None for that of the dtype."))
+        raise ValueError(
+            format_error(caller, problem, fix="use 'int8', 'fp8', or None for that of the dtype.")
+        )
 
 
 def parse_subscripts(subscripts: str) -> tuple[str, str, str]:
@@ -315,7 +361,9 @@ class Product(NamedTuple):
 
     @property
     def rounds_weight_gradient(self) -> bool:
-        """Whether the product over tokens is rounded: a single dim of tokens may be one that devices share."""
+        """Whether the product over tokens is rounded: a single dim of tokens may be one that
+        devices share.
+        """
         return len(self.tokens) > 1
 
 
@@ -330,11 +378,15 @@ def _by_xla(product: Product, x: Array, weight: Array) -> Array:
 
 @first_order
 def _forward(product: Product, x: Array, weight: Array) -> tuple[Array, tuple[Any, ...]]:
-    rounded = round_array(weight, product.weight, product.channels, eight_bits(product.precision).numbers)
+    rounded = round_array(
+        weight, product.weight, product.channels, eight_bits(product.precision).numbers
+    )
     return _multiply_rounded(product, x, weight.dtype, rounded)
 
 
-def _multiply_rounded(product: Product, x: Array, dtype: DTypeLike, weight: Rounded) -> tuple[Array, tuple[Any, ...]]:
+def _multiply_rounded(
+    product: Product, x: Array, dtype: DTypeLike, weight: Rounded
+) -> tuple[Array, tuple[Any, ...]]:
     """Return the product with a rounded weight, and the residuals of its gradients."""
     rounded_x = round_array(x, product.x, product.tokens, eight_bits(product.precision).numbers)
     y = _multiply(rounded_x, product.x, weight, product.weight, product.out)
@@ -351,9 +403,18 @@ def _backward(product: Product, residuals: tuple[Any, ...], grad: Array) -> tupl
     qx, qw = (from_bits(each, product.precision) for each in bits)
     dtype = eight_bits(product.precision).gradients
     wide = grad.astype(wide_dtype(grad.dtype))
-    rounded_x, rounded_weight = Rounded(qx, x_scale, product.tokens), Rounded(qw, weight_scale, product.channels)
-    rounded = round_array(_scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype)
-    dx = _scaled(_multiply(rounded, product.out, rounded_weight, product.weight, product.x), product.x, rounded)
+    rounded_x, rounded_weight = (
+        Rounded(qx, x_scale, product.tokens),
+        Rounded(qw, weight_scale, product.channels),
+    )
+    rounded = round_array(
+        _scaled(wide, product.out, rounded_weight), product.out, product.tokens, dtype
+    )
+    dx = _scaled(
+        _multiply(rounded, product.out, rounded_weight, product.weight, product.x),
+        product.x,
+        rounded,
+    )
     factors = x, grad
     if product.rounds_weight_gradient:
         kept = product.tokens[:-1] + product.channels
@@ -376,10 +437,14 @@ def _by_xla_rounded(product: Product, x: Array, weight: RoundedWeight) -> Array:
     def multiply(x: Array, zeros: Array, numbers: Array, scale: Array) -> Array:
         return forward(x, zeros, numbers, scale)[0]
 
-    def forward(x: Array, zeros: Array, numbers: Array, scale: Array) -> tuple[Array, tuple[Any, ...]]:
+    def forward(
+        x: Array, zeros: Array, numbers: Array, scale: Array
+    ) -> tuple[Array, tuple[Any, ...]]:
         return _multiply_rounded(product, x, zeros.dtype, Rounded(numbers, scale, product.channels))
 
-    backward = lambda residuals, grad: (*_backward(product, residuals, grad), None, None)  # noqa: E731
+    def backward(residuals, grad):
+        return (*_backward(product, residuals, grad), None, None)
+
     multiply.defvjp(first_order(forward, 0), backward)
     return multiply(x, zeros, numbers, scale)
 
@@ -387,11 +452,14 @@ def _by_xla_rounded(product: Product, x: Array, weight: RoundedWeight) -> Array:
 def _multiply(a: Rounded, a_letters: str, b: Rounded, b_letters: str, out: str) -> Array:
     """Return the product of the numbers in 8 bits, without scales, in a wide dtype."""
     wide, numbers, sums = a.scale.dtype, (a.numbers, b.numbers), jnp.float32
-    if device_kind_or_default() == "cpu":  # CPU has no 8-bit products: multiply the same numbers in a wider dtype
+    # CPU has no 8-bit products: multiply the same numbers in a wider dtype
+    if device_kind_or_default() == "cpu":
         numbers, sums = (a.numbers.astype(wide), b.numbers.astype(wide)), wide
     elif a.numbers.dtype == jnp.int8:
         sums = jnp.int32
-    return jnp.einsum(f"{a_letters},{b_letters}->{out}", *numbers, preferred_element_type=sums).astype(wide)
+    return jnp.einsum(
+        f"{a_letters},{b_letters}->{out}", *numbers, preferred_element_type=sums
+    ).astype(wide)
 
 
 def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
@@ -402,7 +470,9 @@ def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
 
 
 def largest_over(a: Array, dims: tuple[int, ...], axes: tuple[str, ...]) -> Array:
-    """Return the largest absolute number over dims, which stay with size 1, and over the devices along axes, if any."""
+    """Return the largest absolute number over dims, which stay with size 1, and over the devices
+    along axes, if any.
+    """
     largest = largest_magnitude(a, dims)
     return maximum_over(largest, axes) if axes else largest
 
@@ -414,7 +484,10 @@ def round_array(
     dtype: DTypeLike,
     maximum: Callable[[Array, tuple[int, ...]], Array] = largest_magnitude,
 ) -> Rounded:
-    """Return a / scale, rounded, with a scale for each index of the `kept` dims. NaN and infinity become NaN."""
+    """Return a / scale, rounded, with a scale for each index of the `kept` dims.
+
+    NaN and infinity become NaN.
+    """
     dims = tuple(i for i, letter in enumerate(letters) if letter not in kept)
     wide = a.astype(wide_dtype(a.dtype))
     largest = maximum(wide, dims)
@@ -427,7 +500,9 @@ def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
     """Return an array times the scales of another one, by the letters of its dims."""
     order = [letter for letter in letters if letter in rounded.letters]
     scale = jnp.transpose(rounded.scale, [rounded.letters.index(letter) for letter in order])
-    return a * jnp.expand_dims(scale, [i for i, letter in enumerate(letters) if letter not in rounded.letters])
+    return a * jnp.expand_dims(
+        scale, [i for i, letter in enumerate(letters) if letter not in rounded.letters]
+    )
 
 
 def gated_mlp(
@@ -439,7 +514,8 @@ def gated_mlp(
     precision: Precision | None,
     added: Float[Array, "B T D"] | None = None,
 ) -> Float[Array, "B T D"] | None:
-    """Return `added + down(activation(gate) * up)` by the kernels for TPU, with gate and up in `up` [D, 2, F]; None if they do not take it.
+    """Return `added + down(activation(gate) * up)` by the kernels for TPU, with gate and up in `up`
+    [D, 2, F]; None if they do not take it.
 
     It equals the two products by `quantized_einsum`, but the activation is computed in float32.
     """
@@ -448,7 +524,9 @@ def gated_mlp(
     up = _opened("btd,dcf->cbtf", up, precision) if isinstance(up, RoundedWeight) else up
     down = _opened("btf,fd->btd", down, precision) if isinstance(down, RoundedWeight) else down
     up_operand = _kernel_weight(Product("btd", "dcf", "cbtf", precision), x.shape, up)
-    down_operand = _kernel_weight(Product("btf", "fd", "btd", precision), (*x.shape[:2], up.shape[2]), down)
+    down_operand = _kernel_weight(
+        Product("btf", "fd", "btd", precision), (*x.shape[:2], up.shape[2]), down
+    )
     if up.shape[1] != 2 or up_operand is None or down_operand is None:
         return None
     (up_sizes, up_weight), (down_sizes, down_weight) = up_operand, down_operand
@@ -460,12 +538,16 @@ def gated_mlp(
     return y if in_kernel is not None else _plus(y, added)
 
 
-def _has_dtype_of_product(added: Array | None, x: Array | Normed, weight: Array | RoundedWeight) -> TypeGuard[Array]:
+def _has_dtype_of_product(
+    added: Array | None, x: Array | Normed, weight: Array | RoundedWeight
+) -> TypeGuard[Array]:
     """Return whether there is an array to add in the dtype of the product, as kernels add it."""
     return added is not None and added.dtype == jnp.result_type(x.dtype, weight.dtype)
 
 
-def _rounded_tokens(precision: Precision, x: Array | Normed, by_heads: Float[Array, "B H T W"]) -> RoundedTokens:
+def _rounded_tokens(
+    precision: Precision, x: Array | Normed, by_heads: Float[Array, "B H T W"]
+) -> RoundedTokens:
     if isinstance(x, Normed):
         return x.rounded(precision)
     return round_rows([jax.lax.stop_gradient(by_heads)], eight_bits(precision).numbers)
@@ -487,8 +569,13 @@ def _by_kernels(
     in_kernel = None
     if _has_dtype_of_product(added, x, weight) and kernel_sizes.heads == 1 and not parts:
         in_kernel = added.reshape(-1, 1, sizes[product.tokens[-1]], kernel_weight.scale.shape[1])
-    y = cast(tuple[Array, ...], rounded_product(kernel_sizes, by_heads, tokens, kernel_weight, in_kernel))
-    y = [part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels]) for part in y]
+    y = cast(
+        tuple[Array, ...], rounded_product(kernel_sizes, by_heads, tokens, kernel_weight, in_kernel)
+    )
+    y = [
+        part.swapaxes(1, 2).reshape([sizes[letter] for letter in product.tokens + channels])
+        for part in y
+    ]
     y = jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
     return y if in_kernel is not None else _plus(y, added)
 
@@ -496,12 +583,18 @@ def _by_kernels(
 def _kernel_weight(
     product: Product, x_shape: tuple[int, ...], weight: Array | RoundedWeight
 ) -> tuple[Sizes, MatrixWeight] | None:
-    """Return the sizes and the weight of a product by the kernels for TPU; None if they do not take it.
+    """Return the sizes and the weight of a product by the kernels for TPU.
 
-    They run on a TPU where each device multiplies its own whole rows and weights, in multiples of 128.
+    None if they do not take it.
+
+    They run on a TPU where each device multiplies its own whole rows and weights, in multiples of
+    128.
     """
     parts, channels = _parts(product)
-    fits = parts + product.tokens + channels == product.out and product.tokens + product.summed == product.x
+    fits = (
+        parts + product.tokens + channels == product.out
+        and product.tokens + product.summed == product.x
+    )
     if not kernels_multiply(product.precision):
         return None
     if not (fits and product.rounds_weight_gradient) or manual_context_axes():
@@ -515,8 +608,12 @@ def _kernel_weight(
         return None
     order = product.summed + parts + channels
     if not isinstance(weight, RoundedWeight):
-        matrix = jnp.transpose(weight, [product.weight.index(letter) for letter in order]).reshape(K, C * N)
-        rounded = rounded_matrix(jax.lax.stop_gradient(matrix), eight_bits(product.precision).numbers)
+        matrix = jnp.transpose(weight, [product.weight.index(letter) for letter in order]).reshape(
+            K, C * N
+        )
+        rounded = rounded_matrix(
+            jax.lax.stop_gradient(matrix), eight_bits(product.precision).numbers
+        )
         operand = MatrixWeight(tuple(jnp.split(matrix, C, axis=1)), *rounded)
         return Sizes(C, _heads(channels, sizes), False, product.precision), operand
     if product.weight != order or weight.form.rounding.parts != C:
@@ -526,14 +623,20 @@ def _kernel_weight(
 
 
 def kernels_multiply(precision: Precision) -> bool:
-    """Return whether kernels for TPU multiply in a precision here: fp8 on TPU 7x, whose matrix unit has it."""
+    """Return whether kernels for TPU multiply in a precision here: fp8 on TPU 7x, whose matrix unit
+    has it.
+    """
     kind = device_kind_or_default()
     return kernels_run_on(kind) and (precision == "int8" or kind == "TPU7x")
 
 
 def _heads(letters: str, sizes: dict[str, int]) -> int:
     """Return how many heads the last of these dims has, if their widths fill registers; else 1."""
-    return math.prod(sizes[letter] for letter in letters[:-1]) if sizes[letters[-1]] % LANES == 0 else 1
+    return (
+        math.prod(sizes[letter] for letter in letters[:-1])
+        if sizes[letters[-1]] % LANES == 0
+        else 1
+    )
 
 
 def _parts(product: Product) -> tuple[str, str]:

@@ -21,15 +21,17 @@ _LETTERS = "ABCDEFGHIJKLMNOPQSTUVWXYZ"  # without R, the letter of the rank
 class LowRank:
     """A weight W + scale A B. W is a stack of matrices, and each matrix has its own A and B.
 
-    The order of dims in `lora_a` is: dims that count matrices, row dims, rank. In `lora_b` it is: dims that count
-    matrices, rank, column dims. So A is sharded as the input of W, and B as its output.
+    The order of dims in `lora_a` is: dims that count matrices, row dims, rank. In `lora_b` it is:
+    dims that count matrices, rank, column dims. So A is sharded as the input of W, and B as its
+    output.
 
     Attributes:
       base: W, an array, or its quantised form while it is stored.
       lora_a: A.
       lora_b: B.
       key: a random key for dropout; None drops nothing.
-      matrix: the row and column dims of W, as negative numbers, so that a block and a stack of blocks have the same.
+      matrix: the row and column dims of W, as negative numbers, so that a block and a stack of
+        blocks have the same.
       scale: the factor of A B.
       dropout: the probability with which a component of the input of A is 0.
 
@@ -63,14 +65,18 @@ class LowRank:
     def astype(self, dtype: Any) -> "LowRank":
         """Return the node with W, A and B in another dtype."""
         weights = (weight.astype(dtype) for weight in (self.base, self.lora_a, self.lora_b))
-        return dataclasses.replace(self, **dict(zip(("base", "lora_a", "lora_b"), weights, strict=True)))
+        return dataclasses.replace(
+            self, **dict(zip(("base", "lora_a", "lora_b"), weights, strict=True))
+        )
 
     def merged(self) -> Float[Array, "..."]:
         """Return W + scale A B as an array, in the dtype of W."""
         weight = _LETTERS[: self.ndim]
         first, second = self._factor_letters(weight)
         wide = jnp.promote_types(self.lora_a.dtype, jnp.float32)
-        update = jnp.einsum(f"{first},{second}->{weight}", self.lora_a, self.lora_b, preferred_element_type=wide)
+        update = jnp.einsum(
+            f"{first},{second}->{weight}", self.lora_a, self.lora_b, preferred_element_type=wide
+        )
         return (self.base + self.scale * update).astype(self.base.dtype)
 
     def einsum(self, x: Float[Array, "..."], letters: tuple[str, str, str]) -> Float[Array, "..."]:
@@ -86,7 +92,11 @@ class LowRank:
         if not summed <= set(factors[0][1]):  # the product sums over columns, as x W^T does
             factors.reverse()
         (near, near_letters), (far, far_letters) = factors
-        middle = "".join(letter for letter in dict.fromkeys(x_letters + near_letters) if letter in out + far_letters)
+        middle = "".join(
+            letter
+            for letter in dict.fromkeys(x_letters + near_letters)
+            if letter in out + far_letters
+        )
         if self.key is not None and self.dropout:
             mask = jax.random.bernoulli(self.key, 1 - self.dropout, x.shape)
             x = jnp.where(mask, x / (1 - self.dropout), 0).astype(x.dtype)
@@ -94,7 +104,9 @@ class LowRank:
         return self.scale * jnp.einsum(f"{middle},{far_letters}->{out}", near_product, far)
 
     def _factor_letters(self, weight: str) -> tuple[str, str]:
-        counting, rows, columns = ("".join(weight[dim] for dim in dims) for dims in self.matrix.order(len(weight)))
+        counting, rows, columns = (
+            "".join(weight[dim] for dim in dims) for dims in self.matrix.order(len(weight))
+        )
         return f"{counting}{rows}R", f"{counting}R{columns}"
 
 
@@ -107,7 +119,9 @@ def as_array(weight: Any) -> Any:
     return weight.merged() if isinstance(weight, LowRank) else weight
 
 
-def low_rank_shapes(shape: tuple[int, ...], matrix: Matrix, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def low_rank_shapes(
+    shape: tuple[int, ...], matrix: Matrix, rank: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of A and B for a weight."""
     counting, rows, columns = ([shape[dim] for dim in dims] for dims in matrix.order(len(shape)))
     return (*counting, *rows, rank), (*counting, rank, *columns)

@@ -1,6 +1,8 @@
-"""A mixture of experts: each token goes through the few experts that its router chooses, on any device of the expert axis.
+"""A mixture of experts: each token goes through the few experts that its router chooses, on any
+device of the expert axis.
 
-Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to, F hidden units of an expert.
+Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to, F hidden
+units of an expert.
 """
 
 import functools
@@ -56,46 +58,55 @@ def mixture_of_experts(
     chunk: int | None = None,
     precision: Precision | None = None,
 ) -> tuple[Float[Array, "B T D"], RouterStatistics]:
-    """Send each token through the K experts with its highest scores, and return the weighted sum of their outputs.
+    """Send each token through the K experts with its highest scores, and return the weighted sum of
+    their outputs.
 
-    With s = softmax(x router), or sigmoid, and e_1, ..., e_K the K highest of s + bias (the first of equal scores):
+    With s = softmax(x router), or sigmoid, and e_1, ..., e_K the K highest of s + bias (the first
+    of equal scores):
 
         y = shared(x) + sum_k w_k expert_{e_k}(x)        w_k = scale s_{e_k} / sum_j s_{e_j}
         expert_e(x) = (activation(x gate_e) * (x up_e)) down_e        without "gate": activation(x up_e) down_e
 
-    Router and scores are computed in float32 at least. No token is dropped unless there is a `capacity_factor`.
+    Router and scores are computed in float32 at least. No token is dropped unless there is a
+    `capacity_factor`.
 
     Args:
-      weights: "up" [E, D, F] and "down" [E, F, D], and "gate" [E, D, F] for gated experts, in the dtype of x; dim 0 is E, or E/X
-        on a device of an expert axis of size X. "gate_bias" and "up_bias" [E, F] and "down_bias" [E, D] are added to the products.
-        Without a gate, "up" may be [E, D, n F]: the activation then returns F units (GPT-OSS).
+      weights: "up" [E, D, F] and "down" [E, F, D], and "gate" [E, D, F] for gated experts, in the
+        dtype of x; dim 0 is E, or E/X on a device of an expert axis of size X. "gate_bias" and
+        "up_bias" [E, F] and "down_bias" [E, D] are added to the products. Without a gate, "up" may
+        be [E, D, n F]: the activation then returns F units (GPT-OSS).
       x: [B, T, D].
       router: [D, E].
       top_k: K.
-      capacity_factor: c: each expert takes the first ceil(c K T / E) tokens of a row that chose it. It contributes nothing to the
-        other tokens of the row; the weights of their other choices do not change. None: every token is taken.
+      capacity_factor: c: each expert takes the first ceil(c K T / E) tokens of a row that chose it.
+        It contributes nothing to the other tokens of the row; the weights of their other choices do
+        not change. None: every token is taken.
       score: "softmax" over the experts (Mixtral), or "sigmoid" of each (DeepSeek-V3).
       normalize: whether the K weights are divided by their sum.
-      bias: [E], added to the scores for the choice alone, and not differentiated: see `so.nn.update_router_bias`.
+      bias: [E], added to the scores for the choice alone, and not differentiated: see
+        `so.nn.update_router_bias`.
       router_bias: [E], added to the logits x router (GPT-OSS).
-      groups: (number of groups, how many are open): experts are in groups of neighbours. A token may use the groups whose two
-        best scores have the highest sum (DeepSeek-V3). None: all groups.
+      groups: (number of groups, how many are open): experts are in groups of neighbours. A token
+        may use the groups whose two best scores have the highest sum (DeepSeek-V3). None: all
+        groups.
       scale: the factor of all weights.
-      shared: an expert [D, F'], [F', D] that every token goes through with weight 1; F' need not be F.
+      shared: an expert [D, F'], [F', D] that every token goes through with weight 1; F' need not be
+        F.
       activation: the activation of the hidden units.
       chunk: how many tokens of a device are dispatched at a time. None: all.
-      precision: "int8" or "fp8" multiplies in 8 bits, as `quantized_einsum` does. A token has a scale, and so has a channel of
-        an expert. The gradients of the experts' weights are not rounded, since devices share their rows. None: the dtype of x.
+      precision: "int8" or "fp8" multiplies in 8 bits, as `quantized_einsum` does. A token has a
+        scale, and so has a channel of an expert. The gradients of the experts' weights are not
+        rounded, since devices share their rows. None: the dtype of x.
 
     Returns:
-      (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the choices of each row: load and
-      probability [B, E], z_loss and dropped [B].
+      (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the
+      choices of each row: load and probability [B, E], z_loss and dropped [B].
 
     Raises:
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
       ValueError: if a shape does not fit, or weights have neither E nor E/X experts.
-      ValueError: if a number is not positive, top_k is above the number of open experts, `groups` does not divide E, or the
-        score or the precision is unknown.
+      ValueError: if a number is not positive, top_k is above the number of open experts, `groups`
+        does not divide E, or the score or the precision is unknown.
       ValueError: if `capacity_factor` is used over a context axis, which splits rows.
 
     Example:
@@ -108,35 +119,42 @@ def mixture_of_experts(
       >>> y.shape, statistics.load.shape, bool(jnp.allclose(statistics.load.sum(axis=1), 1))
       ((2, 5, 4), (2, 8), True)
 
-    **Equivalence**: the result equals sending every token through its experts one by one, up to summation order, on any number
-    of devices. Tokens are sorted by expert, and each expert multiplies its own tokens. With `capacity_factor` places are
-    counted in each row of the batch, so the same tokens are dropped on any number of devices.
+    **Equivalence**: the result equals sending every token through its experts one by one, up to
+    summation order, on any number of devices. Tokens are sorted by expert, and each expert
+    multiplies its own tokens. With `capacity_factor` places are counted in each row of the batch,
+    so the same tokens are dropped on any number of devices.
 
-    **Placement**: inside a strategy, rows are sharded over the axes that carry them. If the local weights are E/X experts, device
-    i of the X devices of the expert axis has the experts i E/X, ..., (i+1) E/X - 1, and tokens travel. If the local weights are
-    all E experts, no token travels. F is sharded over tensor, if tensor divides it.
+    **Placement**: inside a strategy, rows are sharded over the axes that carry them. If the local
+    weights are E/X experts, device i of the X devices of the expert axis has the experts i E/X,
+    ..., (i+1) E/X - 1, and tokens travel. If the local weights are all E experts, no token travels.
+    F is sharded over tensor, if tensor divides it.
 
-    **Communication** over expert, per layer and micro-batch, with N = B T tokens on a device and b bytes a number:
+    **Communication** over expert, per layer and micro-batch, with N = B T tokens on a device and b
+    bytes a number:
 
-    - Forward, N K rows are sent and returned: 2 N K D b (X-1)/X bytes if loads are equal. N K weights of 4 bytes are sent too.
-      Backward the same. Under remat the rows are sent once more, unless "dispatched" is saved.
+    - Forward, N K rows are sent and returned: 2 N K D b (X-1)/X bytes if loads are equal. N K
+      weights of 4 bytes are sent too. Backward the same. Under remat the rows are sent once more,
+      unless "dispatched" is saved.
     - An all-gather of 4 X E bytes tells how many rows each device sends.
-    - On TPU and GPU each direction is one `jax.lax.ragged_all_to_all`, which sends only real rows. On TPU a weight is a row
-      of 512 bytes.
-    - XLA:CPU has no ragged all-to-all. There each direction is an all-to-all of X min(K, E/X) N padded rows.
+    - On TPU and GPU each direction is one `jax.lax.ragged_all_to_all`, which sends only real rows.
+      On TPU a weight is a row of 512 bytes.
+    - XLA:CPU has no ragged all-to-all. There each direction is an all-to-all of X min(K, E/X) N
+      padded rows.
 
     Over tensor it is a sum of [B, T, D].
 
-    **Memory**: a device may receive all tokens of all devices. With X > 1 the receive buffer has X min(K, E/X) N rows of D
-    numbers, and the hidden units are two such buffers with F numbers a row. `chunk` divides these by N / chunk; a chunk is
-    then computed again in the backward pass. Products multiply only the rows that arrived.
+    **Memory**: a device may receive all tokens of all devices. With X > 1 the receive buffer has X
+    min(K, E/X) N rows of D numbers, and the hidden units are two such buffers with F numbers a row.
+    `chunk` divides these by N / chunk; a chunk is then computed again in the backward pass.
+    Products multiply only the rows that arrived.
 
-    **Remat**: "router" names the logits, "dispatched" the rows as they arrive, "experts" the products with gate and up.
+    **Remat**: "router" names the logits, "dispatched" the rows as they arrive, "experts" the
+    products with gate and up.
 
     References:
-      Shazeer et al., "Outrageously Large Neural Networks", 2017; Lepikhin et al., "GShard", 2020 (capacity by groups);
-      Gale et al., "MegaBlocks", 2022 (dropless); Jiang et al., "Mixtral of Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024,
-      equations 12 to 16.
+      Shazeer et al., "Outrageously Large Neural Networks", 2017; Lepikhin et al., "GShard", 2020
+      (capacity by groups); Gale et al., "MegaBlocks", 2022 (dropless); Jiang et al., "Mixtral of
+      Experts", 2024; DeepSeek-AI, "DeepSeek-V3", 2024, equations 12 to 16.
     """
     E = router.shape[-1]
     weights = {name: as_array(weight) for name, weight in weights.items()}
@@ -157,18 +175,24 @@ def mixture_of_experts(
     num_held = weights["up"].shape[0]
     if num_held not in (E, E / devices):
         problem = f"the router chooses among {E} experts, the weights here are those of {num_held}."
-        local_shape = f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
+        local_shape = (
+            f", or [{E // devices}, ...] of this device" if devices > 1 and E % devices == 0 else ""
+        )
         fix = f"give weights [{E}, ...]{local_shape}."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
     inputs = _Inputs(dict(weights), x, router, bias, router_bias)
     if is_analysed():
         y, statistics = _analysed_experts(inputs, routing, activation)
     else:
-        run_experts = functools.partial(_route_and_run, _Settings(routing, activation, chunk, precision))
+        run_experts = functools.partial(
+            _route_and_run, _Settings(routing, activation, chunk, precision)
+        )
         y, statistics = _on_each_device(run_experts, inputs, expert_axes, travels=num_held < E)
     if shared is not None:
         product = functools.partial(quantized_einsum, precision=precision)
-        hidden = _hidden_units(shared, lambda name: product("btd,df->btf", x, shared[name]), activation)
+        hidden = _hidden_units(
+            shared, lambda name: product("btd,df->btf", x, shared[name]), activation
+        )
         y = y + product("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
     return y, statistics
 
@@ -205,8 +229,12 @@ class _Axes(NamedTuple):
     tensor: tuple[str, ...] = ()
 
 
-def _route_and_run(settings: _Settings, axes: _Axes, inputs: _Inputs) -> tuple[Float[Array, "B T D"], RouterStatistics]:
-    """Run in a region that is manual over every axis: arrays are shards of one device, and rows travel over `axes.expert`, if any."""
+def _route_and_run(
+    settings: _Settings, axes: _Axes, inputs: _Inputs
+) -> tuple[Float[Array, "B T D"], RouterStatistics]:
+    """Run in a region that is manual over every axis: arrays are shards of one device, and rows
+    travel over `axes.expert`, if any.
+    """
     weights, x, router, *biases = inputs
     B, T, D = x.shape
     routes, chunk = route(settings.routing, x, router, *biases), settings.chunk
@@ -218,11 +246,15 @@ def _route_and_run(settings: _Settings, axes: _Axes, inputs: _Inputs) -> tuple[F
     padding = -N % chunk
     fill = 0, E, 0  # the expert number E means that padded tokens have no place
     chunks = [
-        jnp.pad(array, ((0, padding), (0, 0)), constant_values=value).reshape(-1, chunk, array.shape[1])
+        jnp.pad(array, ((0, padding), (0, 0)), constant_values=value).reshape(
+            -1, chunk, array.shape[1]
+        )
         for array, value in zip(flat_tokens, fill, strict=True)
     ]
     recomputed_experts = jax.checkpoint(run_experts, prevent_cse=False)
-    _, y = jax.lax.scan(lambda _, chunk_inputs: (None, recomputed_experts(*chunk_inputs)), None, chunks)
+    _, y = jax.lax.scan(
+        lambda _, chunk_inputs: (None, recomputed_experts(*chunk_inputs)), None, chunks
+    )
     return y.reshape(-1, D)[:N].reshape(B, T, D), routes.statistics
 
 
@@ -249,18 +281,33 @@ def _dispatch_and_combine(
     max_rows = min(K, num_local) * n
 
     def send_to_experts(a: Array) -> Array:
-        return send(axes.expert, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens)
+        return send(
+            axes.expert, max_rows, devices * max_rows, a, exchange.to_experts, exchange.to_tokens
+        )
 
     rows, scales = checkpoint_name((send_to_experts(rows), send_to_experts(scales)), ARRIVED)
     out = run_experts(rows, scales, exchange.sizes)
-    return combine(send(axes.expert, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts), order, inverse, n)
+    return combine(
+        send(axes.expert, max_rows, n * K, out, exchange.to_tokens, exchange.to_experts),
+        order,
+        inverse,
+        n,
+    )
 
 
 def _run_experts(
-    settings: _Settings, tensor_axes: tuple[str, ...], weights: Weights, rows: Array, scales: Array, sizes: Array
+    settings: _Settings,
+    tensor_axes: tuple[str, ...],
+    weights: Weights,
+    rows: Array,
+    scales: Array,
+    sizes: Array,
 ) -> Array:
     """Return the output of each row's expert, times the row's scale [M, 1]."""
-    bias_rows = lambda name, rows: grouped_product(rows, weights[f"{name}_bias"][:, None], sizes)  # noqa: E731
+
+    def bias_rows(name, rows):
+        return grouped_product(rows, weights[f"{name}_bias"][:, None], sizes)
+
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
     names = [name for name in ("gate", "up") if name in weights]
     run = functools.partial(expert_products, sizes=sizes, precision=settings.precision)
@@ -273,29 +320,43 @@ def _run_experts(
 
     @jax.checkpoint
     def down(first_products: Weights, scales: Array, weights: Array) -> Array:
-        # The last product is linear, so scales can multiply its input. Then their gradient does not need its output.
-        hidden = _hidden_units(first_products, lambda name: first_products[name], settings.activation) * scales
+        # The last product is linear, so scales can multiply its input. Then their gradient does not
+        # need its output.
+        hidden = (
+            _hidden_units(first_products, lambda name: first_products[name], settings.activation)
+            * scales
+        )
         return run(hidden.astype(weights.dtype), [weights], sharded=Sharded(summed=tensor_axes))[0]
 
     out = down(first_products, scales, weights["down"])
     return out + bias_rows("down", scales.astype(rows.dtype)) if "down_bias" in weights else out
 
 
-def _hidden_units(weights: Weights, product: Callable[[str], Array], activation: Activation) -> Array:
+def _hidden_units(
+    weights: Weights, product: Callable[[str], Array], activation: Activation
+) -> Array:
     up = product("up")
-    widen = lambda array: array.astype(wide_dtype(array.dtype))  # noqa: E731
+
+    def widen(array):
+        return array.astype(wide_dtype(array.dtype))
+
     if "gate" not in weights:
         return activation(widen(up))
     return activation(widen(product("gate"))) * widen(up)
 
 
-def _analysed_experts(inputs: _Inputs, routing: Routing, activation: Activation) -> tuple[Array, RouterStatistics]:
-    """Return every expert's output for every token times its weight, so that the check of losses sees independent rows.
+def _analysed_experts(
+    inputs: _Inputs, routing: Routing, activation: Activation
+) -> tuple[Array, RouterStatistics]:
+    """Return every expert's output for every token times its weight, so that the check of losses
+    sees independent rows.
 
     The check and `so.planning.trace` recognise the experts by their mark.
     """
 
-    def run(weights: Weights, x: Array, router: Array, *biases: Array | None) -> tuple[Array, RouterStatistics]:
+    def run(
+        weights: Weights, x: Array, router: Array, *biases: Array | None
+    ) -> tuple[Array, RouterStatistics]:
         routes = route(routing, x, router, *biases)
         weights_of_all = dense_weights(routes.experts, routes.weights, router.shape[1])
         rows = checkpoint_name(x, ARRIVED)  # `BlockModel.remat` finds its names in this trace
@@ -323,18 +384,26 @@ def _on_each_device(
     *,
     travels: bool,
 ) -> tuple[Array, RouterStatistics]:
-    """Call `run` on local rows and hidden units, in a region that is manual over every axis that is still automatic."""
+    """Call `run` on local rows and hidden units, in a region that is manual over every axis that is
+    still automatic.
+    """
     mesh, weights = mesh_under_trace(), inputs.weights
     auto_axes = {axis for axis in not_manual_axes() if mesh.shape[axis] > 1}
     if not auto_axes:
         return run(_Axes(axes if travels else ()), inputs)
-    row_axes = tuple(axis for role in ("replica", "data", EXPERT) for axis in axes_of_role(role) if axis in auto_axes)
+    row_axes = tuple(
+        axis
+        for role in ("replica", "data", EXPERT)
+        for axis in axes_of_role(role)
+        if axis in auto_axes
+    )
     context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
     tensor_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
     is_rounded = any(isinstance(weight, RoundedWeight) for weight in weights.values())
     if is_rounded or weights["up"].shape[2] % math.prod(mesh.shape[axis] for axis in tensor_axes):
         tensor_axes = ()
-    # replicated experts are split over their axis if its size divides them: slicing a replicated array costs nothing
+    # replicated experts are split over their axis if its size divides them: slicing a replicated
+    # array costs nothing
     splits_experts = (
         not is_rounded
         and axes
@@ -343,16 +412,30 @@ def _on_each_device(
     )
     expert_spec, hidden_spec = (axes if splits_experts else None), tensor_axes or None
     inner_spec = PartitionSpec(expert_spec, None, hidden_spec)
-    specs_by_name = {"down": PartitionSpec(expert_spec, hidden_spec, None), "down_bias": PartitionSpec(expert_spec)}
-    specs_by_name |= dict.fromkeys(("gate_bias", "up_bias"), PartitionSpec(expert_spec, hidden_spec))
+    specs_by_name = {
+        "down": PartitionSpec(expert_spec, hidden_spec, None),
+        "down_bias": PartitionSpec(expert_spec),
+    }
+    specs_by_name |= dict.fromkeys(
+        ("gate_bias", "up_bias"), PartitionSpec(expert_spec, hidden_spec)
+    )
     specs = {
-        name: PartitionSpec() if isinstance(weight, RoundedWeight) else specs_by_name.get(name, inner_spec)
+        name: (
+            PartitionSpec()
+            if isinstance(weight, RoundedWeight)
+            else specs_by_name.get(name, inner_spec)
+        )
         for name, weight in weights.items()
     }
     if "down_bias" in weights:  # each tensor shard adds its part
         num_shards = math.prod(mesh.shape[axis] for axis in tensor_axes)
-        inputs = inputs._replace(weights={**weights, "down_bias": weights["down_bias"] / num_shards})
-    token_spec, row_spec = PartitionSpec(row_axes or None, context_axes or None, None), PartitionSpec(row_axes or None)
+        inputs = inputs._replace(
+            weights={**weights, "down_bias": weights["down_bias"] / num_shards}
+        )
+    token_spec, row_spec = (
+        PartitionSpec(row_axes or None, context_axes or None, None),
+        PartitionSpec(row_axes or None),
+    )
     axes_of_region = _Axes(axes if travels or splits_experts else (), tensor_axes)
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
@@ -373,13 +456,20 @@ def _on_each_device(
 
 
 def _check_arrays(
-    weights: Weights, x: Array, router: Array, shared: Weights | None, biases: tuple[Array | None, ...]
+    weights: Weights,
+    x: Array,
+    router: Array,
+    shared: Weights | None,
+    biases: tuple[Array | None, ...],
 ) -> None:
     if x.ndim != 3 or router.ndim != 2 or router.shape[0] != x.shape[2]:
         problem = f"x has shape {x.shape}, the router {router.shape}."
         raise ValueError(error_text(problem, fix="give x [B, T, D] and router [D, E]."))
     E = router.shape[1]
-    for label, leaves, dims in (("weights", weights, ("E", "D", "F")), ("shared weights", shared, ("D", "F"))):
+    for label, leaves, dims in (
+        ("weights", weights, ("E", "D", "F")),
+        ("shared weights", shared, ("D", "F")),
+    ):
         if leaves is not None:
             _check_weights(label, leaves, dims, x)
     for name, bias in zip(("bias", "router_bias"), biases, strict=True):
@@ -396,23 +486,40 @@ def _check_arrays(
 
 def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array) -> None:
     width = x.shape[2]
-    if other_dtypes := [f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype]:
+    if other_dtypes := [
+        f"{name}: {leaf.dtype}" for name, leaf in weights.items() if leaf.dtype != x.dtype
+    ]:
         problem = f"the {label} are not of the dtype of x, {x.dtype}."
-        raise TypeError(format_error("mixture_of_experts", problem, other_dtypes, "cast one to the other."))
+        raise TypeError(
+            format_error("mixture_of_experts", problem, other_dtypes, "cast one to the other.")
+        )
     weights = {name: leaf for name, leaf in weights.items() if not name.endswith("_bias")}
     names = {"up", "down"} | ({"gate"} & set(weights))
     shapes = {name: tuple(leaf.shape) for name, leaf in weights.items()}
-    is_valid = set(weights) == names and len({len(shape) for shape in shapes.values()} | {len(dims)}) == 1
+    is_valid = (
+        set(weights) == names and len({len(shape) for shape in shapes.values()} | {len(dims)}) == 1
+    )
     if is_valid:
         *expert_dims, _, hidden_dim = shapes["up"]
-        num_units = shapes["down"][-2] if "gate" not in weights and hidden_dim % shapes["down"][-2] == 0 else hidden_dim
+        num_units = (
+            shapes["down"][-2]
+            if "gate" not in weights and hidden_dim % shapes["down"][-2] == 0
+            else hidden_dim
+        )
         up_shape, down_shape = (*expert_dims, width, hidden_dim), (*expert_dims, num_units, width)
-        is_valid = all(shape == (down_shape if name == "down" else up_shape) for name, shape in shapes.items())
+        is_valid = all(
+            shape == (down_shape if name == "down" else up_shape) for name, shape in shapes.items()
+        )
     if not is_valid:
         up_shape, down_shape = ", ".join(dims), ", ".join((*dims[:-2], dims[-1], dims[-2]))
-        fix = f"give 'up' [{up_shape}], 'down' [{down_shape}] and, for gated experts, 'gate' [{up_shape}], with D = {width}."
+        fix = (
+            f"give 'up' [{up_shape}], 'down' [{down_shape}] and, for gated experts, 'gate'"
+            f" [{up_shape}], with D = {width}."
+        )
         shapes_text = [f"{name}: shape {shape}" for name, shape in shapes.items()]
-        raise ValueError(format_error("mixture_of_experts", f"the {label} do not fit.", shapes_text, fix))
+        raise ValueError(
+            format_error("mixture_of_experts", f"the {label} do not fit.", shapes_text, fix)
+        )
 
 
 def _check_capacity(factor: float, context_axes: tuple[str, ...]) -> None:
@@ -420,5 +527,12 @@ def _check_capacity(factor: float, context_axes: tuple[str, ...]) -> None:
         problem = f"capacity_factor must be above 0, got {factor}."
         raise ValueError(format_error("mixture_of_experts", problem, fix="None takes every token."))
     if context_axes:
-        problem = f"capacity_factor={factor} counts places in each row, which mesh axis {context_axes[0]!r} splits."
-        raise ValueError(format_error("mixture_of_experts", problem, fix="leave it out (dropless), or take context=1."))
+        problem = (
+            f"capacity_factor={factor} counts places in each row, which mesh axis"
+            f" {context_axes[0]!r} splits."
+        )
+        raise ValueError(
+            format_error(
+                "mixture_of_experts", problem, fix="leave it out (dropless), or take context=1."
+            )
+        )

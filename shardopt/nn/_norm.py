@@ -1,6 +1,7 @@
 """Root mean square norm, with two kernels for TPU.
 
-One kernel computes the statistics of a norm. The other computes the whole gradient of an input that other layers read too.
+One kernel computes the statistics of a norm. The other computes the whole gradient of an input that
+other layers read too.
 """
 
 import functools
@@ -47,12 +48,16 @@ def rms_norm(
 def rms_norm_plus_one(
     x: Float[Array, "*batch D"], weight: Float[Array, " D"], epsilon: float = 1e-6
 ) -> Float[Array, "*batch D"]:
-    """Return `rms_norm` with the factor 1 + weight, rounded to the dtype of x after this factor alone (Gemma)."""
+    """Return `rms_norm` with the factor 1 + weight, rounded to the dtype of x after this factor
+    alone (Gemma).
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return _scaled_plus_one(wide, rsqrt_of_mean_square(wide, epsilon), weight, x.dtype)
 
 
-def rsqrt_of_mean_square(x: Float[Array, "*batch D"], epsilon: float | Float[Array, ""]) -> Float[Array, "*batch 1"]:
+def rsqrt_of_mean_square(
+    x: Float[Array, "*batch D"], epsilon: float | Float[Array, ""]
+) -> Float[Array, "*batch 1"]:
     """Return 1 / sqrt(mean of squares + epsilon) of every vector. Kernels call it, too."""
     return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
@@ -79,16 +84,21 @@ def norm_of_stream(
     has_sharded_positions: bool = False,
     plus_one: bool = False,
 ) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
-    """Return x, and `rms_norm(x, scale, epsilon)`, or `rms_norm_plus_one`, once for each of its uses.
+    """Return x, and `rms_norm(x, scale, epsilon)`, or `rms_norm_plus_one`, once for each of its
+    uses.
 
-    On TPU a kernel reads the gradients of all of them, and adds them up while it computes the gradient of x. XLA takes two
-    passes for a norm, and one for each sum between kernels. Another kernel computes the inverses of the root mean
-    squares, four bytes a token. They are not computed again if remat saves `name`.
-    With `has_sharded_positions`, x is sharded over tensor, and T is the number of all positions.
+    On TPU a kernel reads the gradients of all of them, and adds them up while it computes the
+    gradient of x. XLA takes two passes for a norm, and one for each sum between kernels. Another
+    kernel computes the inverses of the root mean squares, four bytes a token. They are not computed
+    again if remat saves `name`. With `has_sharded_positions`, x is sharded over tensor, and T is
+    the number of all positions.
     """
     if not _takes(x, uses, has_sharded_positions):
         return x, [(rms_norm_plus_one if plus_one else rms_norm)(x, scale, epsilon)] * uses
-    norms = lambda x, scale: _norm_of_stream(x, scale, epsilon, uses, name, plus_one)  # noqa: E731
+
+    def norms(x, scale):
+        return _norm_of_stream(x, scale, epsilon, uses, name, plus_one)
+
     x, normed = on_tensor_shards(norms, (1, -1), (1, (1,) * uses))(x, scale)
     return x, list(normed)
 
@@ -100,12 +110,16 @@ def _norm_of_stream(
     return _with_residuals(x, scale, epsilon, uses, name, plus_one)[0]
 
 
-def _with_residuals(x: Array, scale: Array, epsilon: float, uses: int, name: str, plus_one: bool) -> Any:
-    x = lax.optimization_barrier(x)  # otherwise XLA copies the input of a block for each kernel that reads it
+def _with_residuals(
+    x: Array, scale: Array, epsilon: float, uses: int, name: str, plus_one: bool
+) -> Any:
+    # otherwise XLA copies the input of a block for each kernel that reads it
+    x = lax.optimization_barrier(x)
     inverse = checkpoint_name(inverse_rms(x, epsilon), name)
     scaled = _scaled_plus_one if plus_one else _scaled
     normed = scaled(x.astype(jnp.float32), inverse[..., None], scale, x.dtype)
-    # A vmap over scale alone would otherwise return one x for all, and add its gradient once for each. XLA drops this zero.
+    # A vmap over scale alone would otherwise return one x for all, and add its gradient once for
+    # each. XLA drops this zero.
     zero = jnp.sum(scale[:0]).astype(x.dtype)
     return (x + zero, (normed,) * uses), (x, scale)
 
@@ -114,7 +128,9 @@ def _gradients(
     epsilon: float, uses: int, name: str, plus_one: bool, residuals: tuple[Array, Array], grads: Any
 ) -> tuple[Array, Array]:
     (x, scale), (grad, norm_grads) = residuals, grads
-    dx, scale_grad = gradient_of_norm(x, _plus_one(scale) if plus_one else scale, epsilon, grad, norm_grads)
+    dx, scale_grad = gradient_of_norm(
+        x, _plus_one(scale) if plus_one else scale, epsilon, grad, norm_grads
+    )
     return dx, scale_grad.astype(scale.dtype)
 
 
@@ -174,7 +190,10 @@ def gradient_of_norm(
         [scale[None], *arrays],
         [pl.BlockSpec((1, D), lambda b, i: (0, 0))] + [tokens] * len(arrays),
         [tokens, pl.BlockSpec((None, None, 1, D), lambda b, i: (b, i, 0, 0))],
-        [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((B, T // block, 1, D), jnp.float32)],
+        [
+            jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.ShapeDtypeStruct((B, T // block, 1, D), jnp.float32),
+        ],
         name="gradient_of_norm",
     )
     return dx, jnp.sum(scale_grads, axis=(0, 1, 2)).astype(scale.dtype)
@@ -192,14 +211,20 @@ def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
         scale_grad[...] += jnp.sum(norm_grad * unit, axis=0, keepdims=True)
         norm_grad = norm_grad * scale[...].astype(jnp.float32)
         radial = unit * jnp.mean(norm_grad * unit, axis=1, keepdims=True)
-        dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (norm_grad - radial)).astype(dx.dtype)
+        dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (norm_grad - radial)).astype(
+            dx.dtype
+        )
 
     by_strips(x.shape[0], ROWS, compute)
 
 
 def _takes(x: Array, uses: int, has_sharded_positions: bool) -> bool:
-    """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128, that fit into VMEM."""
-    if x.ndim != 3 or not kernels_run_on(device_kind_or_default(), x.shape[1] if has_sharded_positions else 1):
+    """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128,
+    that fit into VMEM.
+    """
+    if x.ndim != 3 or not kernels_run_on(
+        device_kind_or_default(), x.shape[1] if has_sharded_positions else 1
+    ):
         return False
     is_whole = not (x.shape[1] // num_shards() % LANES or x.shape[2] % LANES)
     return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x, uses) * ROWS <= vmem()
@@ -210,5 +235,7 @@ def _block(x: Array, uses: int) -> int:
 
 
 def _bytes_per_row(x: Array, uses: int) -> int:
-    """Return the bytes of VMEM for a token: two buffers of each array, and some in float32 while it is computed."""
+    """Return the bytes of VMEM for a token: two buffers of each array, and some in float32 while it
+    is computed.
+    """
     return x.shape[2] * (2 * x.dtype.itemsize * (uses + 3) + 8)

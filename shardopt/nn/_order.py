@@ -1,4 +1,6 @@
-"""Which positions of its rows a device of the context axis holds: in natural order, zigzag or striped."""
+"""Which positions of its rows a device of the context axis holds: in natural order, zigzag or
+striped.
+"""
 
 import functools
 import math
@@ -21,7 +23,9 @@ Order = Literal["zigzag", "striped"]
 
 
 def positions(length: int) -> Int[Array, " T"]:
-    """Return the positions, in their row, of the tokens that this device holds; for use inside a loss.
+    """Return the positions, in their row, of the tokens that this device holds.
+
+    For use inside a loss.
 
     Args:
       length: how many positions the local arrays have, such as `tokens.shape[1]`.
@@ -37,11 +41,13 @@ def positions(length: int) -> Int[Array, " T"]:
       >>> positions(3).tolist()
       [0, 1, 2]
 
-    Device i of the context axis holds i length, ..., i length + length - 1, with `length` positions a device. On one device,
-    without a context axis and in `view="global"`, where a loss sees whole rows, they are 0, ..., length - 1.
+    Device i of the context axis holds i length, ..., i length + length - 1, with `length` positions
+    a device. On one device, without a context axis and in `view="global"`, where a loss sees whole
+    rows, they are 0, ..., length - 1.
 
-    **Equivalence**: position embeddings (rope, learned ones) at these positions equal the embeddings on one device. A batch in
-    another order (`so.nn.zigzag`) brings its own positions. **Communication**: none.
+    **Equivalence**: position embeddings (rope, learned ones) at these positions equal the
+    embeddings on one device. A batch in another order (`so.nn.zigzag`) brings its own positions.
+    **Communication**: none.
     """
     with calling("positions"):
         check_count("length", length, minimum=1)
@@ -49,7 +55,11 @@ def positions(length: int) -> Int[Array, " T"]:
         return marked(POSITIONS, functools.partial(jnp.arange, length, dtype=jnp.int32))()
     local_positions = jnp.arange(length, dtype=jnp.int32)
     axes = tuple(manual_context_axes())
-    return local_positions + (jax.lax.axis_index(axes) * length).astype(jnp.int32) if axes else local_positions
+    return (
+        local_positions + (jax.lax.axis_index(axes) * length).astype(jnp.int32)
+        if axes
+        else local_positions
+    )
 
 
 def row_length(length: int) -> int:
@@ -72,22 +82,25 @@ def zigzag(
     axis: str | tuple[str, ...] = CONTEXT,
     inverse: bool = False,
 ) -> PyTree:
-    """Permute the positions of a batch so that all devices of the context axis have the same amount of causal attention.
+    """Permute the positions of a batch so that all devices of the context axis have the same amount
+    of causal attention.
 
     Args:
       batch: pytree of arrays, numpy or jax; dim 1 of every leaf of two dims or more is permuted.
-      mesh: the mesh with the context axis. Without this axis, or with size 1, the batch is returned unchanged.
+      mesh: the mesh with the context axis. Without this axis, or with size 1, the batch is returned
+        unchanged.
       order: "zigzag" or "striped".
       axis: the name or names of the context axis, if the mesh does not call it "context".
       inverse: undo the permutation, for example of outputs [B, T, ...]. Then no order is added.
 
     Returns:
-      The batch. If it is a dict, "order" is the position of each token in its original row: [B, T], int32. If the batch already
-      has "order", that is permuted too, and still refers to the rows before the first permutation.
+      The batch. If it is a dict, "order" is the position of each token in its original row: [B, T],
+      int32. If the batch already has "order", that is permuted too, and still refers to the rows
+      before the first permutation.
 
     Raises:
-      ValueError: if 2C (zigzag) or C (striped) does not divide T; if the order is unknown; if no leaf has two dims; if an order is
-        to be added and leaves differ in T.
+      ValueError: if 2C (zigzag) or C (striped) does not divide T; if the order is unknown; if no
+        leaf has two dims; if an order is to be added and leaves differ in T.
 
     Example:
       >>> import jax, numpy as np, shardopt as so
@@ -100,33 +113,50 @@ def zigzag(
         zigzag    chunks i and 2C - 1 - i of 2C equal chunks
         striped   tokens i, i + C, i + 2C, ...
 
-    In natural order the last device has 2C - 1 times the work of the first, and all wait for it. With "zigzag" each device has
-    (2C + 1) / (2C) of the mean. With "striped" each device has as much, up to one token in T/C.
+    In natural order the last device has 2C - 1 times the work of the first, and all wait for it.
+    With "zigzag" each device has (2C + 1) / (2C) of the mean. With "striped" each device has as
+    much, up to one token in T/C.
 
-    **Equivalence**: exact, if the loss passes the batch's "order" to `so.nn.attention` as `positions`, and takes position
-    embeddings at these positions; the example models do. A batch's own "positions", such as those of packed documents, are
-    permuted like any leaf. Make next-token targets before: afterwards the next token is at another place.
-    **Communication**: none; this runs on the host, or on the array's devices.
+    **Equivalence**: exact, if the loss passes the batch's "order" to `so.nn.attention` as
+    `positions`, and takes position embeddings at these positions; the example models do. A batch's
+    own "positions", such as those of packed documents, are permuted like any leaf. Make next-token
+    targets before: afterwards the next token is at another place. **Communication**: none; this
+    runs on the host, or on the array's devices.
 
     References:
-      Brandon et al., "Striped Attention", 2023; zigzag is that of Llama 3's context parallelism (Grattafiori et al., "The
-      Llama 3 Herd of Models", 2024, section 3.3.2).
+      Brandon et al., "Striped Attention", 2023; zigzag is that of Llama 3's context parallelism
+      (Grattafiori et al., "The Llama 3 Herd of Models", 2024, section 3.3.2).
     """
     if order not in get_args(Order):
-        raise ValueError(format_error("zigzag", f"unknown order {order!r}.", fix="use 'zigzag' or 'striped'."))
+        raise ValueError(
+            format_error("zigzag", f"unknown order {order!r}.", fix="use 'zigzag' or 'striped'.")
+        )
     axes = (axis,) if isinstance(axis, str) else axis
     num_devices = int(np.prod([mesh.shape.get(name, 1) for name in axes]))
     pieces = 2 * num_devices if order == "zigzag" else num_devices
-    leaves_with_positions = [(path, leaf) for path, leaf in leaves_with_paths(batch) if np.ndim(leaf) > 1]
+    leaves_with_positions = [
+        (path, leaf) for path, leaf in leaves_with_paths(batch) if np.ndim(leaf) > 1
+    ]
     if not leaves_with_positions:
-        raise ValueError(format_error("zigzag", "no leaf has a dim of positions.", fix="give arrays [B, T, ...]."))
+        raise ValueError(
+            format_error(
+                "zigzag", "no leaf has a dim of positions.", fix="give arrays [B, T, ...]."
+            )
+        )
     if num_devices == 1:
         return batch
     if bad_leaves := [
-        f"{path or 'batch'}: shape {leaf.shape}" for path, leaf in leaves_with_positions if leaf.shape[1] % pieces
+        f"{path or 'batch'}: shape {leaf.shape}"
+        for path, leaf in leaves_with_positions
+        if leaf.shape[1] % pieces
     ]:
-        problem = f"{order} over {num_devices} devices needs a number of positions (dim 1) divisible by {pieces}."
-        raise ValueError(format_error("zigzag", problem, bad_leaves, f"pad the rows to a multiple of {pieces}."))
+        problem = (
+            f"{order} over {num_devices} devices needs a number of positions (dim 1) divisible by"
+            f" {pieces}."
+        )
+        raise ValueError(
+            format_error("zigzag", problem, bad_leaves, f"pad the rows to a multiple of {pieces}.")
+        )
 
     def permute(leaf: Any) -> Any:
         if np.ndim(leaf) < 2:
@@ -141,7 +171,9 @@ def zigzag(
     if len(shapes) > 1:
         listed = [f"{path}: shape {leaf.shape}" for path, leaf in leaves_with_positions]
         problem = "leaves have rows of several lengths, so that one order does not fit all."
-        raise ValueError(format_error("zigzag", problem, listed, "add 'order' [B, T] to the batch yourself."))
+        raise ValueError(
+            format_error("zigzag", problem, listed, "add 'order' [B, T] to the batch yourself.")
+        )
     rows, length = shapes.pop()
     order_of_positions = _permutation(length, num_devices, order).astype(np.int32)
     return {**result, "order": np.tile(order_of_positions, (rows, 1))}

@@ -61,7 +61,8 @@ def ring_of(
     stride: int = 1,
     splash: bool = False,
 ) -> Ring:
-    """Return the ring without unneeded hops: with a window of w, keys travel only ceil((w - 1) / T) devices far.
+    """Return the ring without unneeded hops: with a window of w, keys travel only ceil((w - 1) / T)
+    devices far.
 
     Args:
       axes: names of the context axis; empty for attention on one device.
@@ -86,17 +87,21 @@ def ring_attention(
     marks: Marks,
     sinks: Float[Array, " H"] | None,
 ) -> Float[Array, "B T H K"]:
-    """Return attention of these queries over the keys of all devices of the ring; a ring of one device is allowed.
+    """Return attention of these queries over the keys of all devices of the ring.
 
-    In the forward pass, K and V make `hops` hops. In the backward pass they make the same hops, and dK and dV in float32
-    (float64) make as many. dK and dV start at the first neighbour; their own device adds its part at the end. No device stores
-    the keys of another for the backward pass.
+    A ring of one device is allowed.
+
+    In the forward pass, K and V make `hops` hops. In the backward pass they make the same hops, and
+    dK and dV in float32 (float64) make as many. dK and dV start at the first neighbour; their own
+    device adds its part at the end. No device stores the keys of another for the backward pass.
     """
     return heads_last(_attend(ring, *heads_first(query, key, value), marks, sinks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(ring: Ring, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None) -> Array:
+def _attend(
+    ring: Ring, query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None
+) -> Array:
     return _forward(ring, query, key, value, marks, sinks)[0]
 
 
@@ -111,11 +116,15 @@ def _forward(
             keys = keys._replace(marks=key_marks_at(hop, keys.marks))
             return absorb(state, query, query_marks, keys, ring.rule)
         rule = _rule_of_block(ring, hop)
-        update = lambda state: splash.absorb(state, query, query_marks, keys, rule)  # noqa: E731
+
+        def update(state):
+            return splash.absorb(state, query, query_marks, keys, rule)
+
         return _unless_ahead(ring, hop, update, state)
 
     state, blocks = empty_state(query), Keys(key, value, marks)
-    next_blocks = send(ring, blocks) if ring.hops else blocks  # sent while the product runs, also below
+    # sent while the product runs, also below
+    next_blocks = send(ring, blocks) if ring.hops else blocks
     state = absorb_block(state, 0, blocks)
 
     def hop_step(carry: tuple, hop: Array) -> tuple[tuple, None]:
@@ -131,19 +140,28 @@ def _forward(
     return out, (query, key, value, marks, sinks, out, logsumexp)
 
 
-def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array, Array, None, Array | None]:
+def _backward(
+    ring: Ring, residuals: tuple, d_out: Array
+) -> tuple[Array, Array, Array, None, Array | None]:
     query, key, value, marks, sinks, out, logsumexp = residuals
     # otherwise XLA may store the keys and values that the forward pass received
     key, value, d_out = lax.optimization_barrier((key, value, d_out))
     key_marks_at = _key_marks(ring, query.shape[-2])
-    queries = Queries(query, d_out, logsumexp, delta_of(out, d_out, logsumexp), key_marks_at(0, marks))
+    queries = Queries(
+        query, d_out, logsumexp, delta_of(out, d_out, logsumexp), key_marks_at(0, marks)
+    )
 
     def block_gradients(hop: Array | int, keys: Keys) -> list[Array]:
         if not ring.splash:
-            return list(gradients(queries, keys._replace(marks=key_marks_at(hop, keys.marks)), ring.rule))
+            return list(
+                gradients(queries, keys._replace(marks=key_marks_at(hop, keys.marks)), ring.rule)
+            )
         rule = _rule_of_block(ring, hop)
         zeros = [jnp.zeros(x.shape, logsumexp.dtype) for x in (query, keys.key, keys.value)]
-        kernel_gradients = lambda _: splash.gradients(queries, keys, rule)  # noqa: E731
+
+        def kernel_gradients(_):
+            return splash.gradients(queries, keys, rule)
+
         return _unless_ahead(ring, hop, kernel_gradients, zeros)
 
     local_keys = Keys(key, value, marks)
@@ -156,7 +174,8 @@ def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array,
 
         def hop_step(carry: tuple, hop: Array, *, last: bool = False) -> tuple[tuple, None]:
             dq, sums, blocks = carry
-            sums, next_blocks = send(ring, (sums, () if last else blocks))  # sent while the product runs
+            # sent while the product runs
+            sums, next_blocks = send(ring, (sums, () if last else blocks))
             dq_part, *key_gradients = block_gradients(hop, blocks)
             return (dq + dq_part, jax.tree.map(jnp.add, sums, key_gradients), next_blocks), None
 
@@ -165,7 +184,9 @@ def _backward(ring: Ring, residuals: tuple, d_out: Array) -> tuple[Array, Array,
         if ring.hops > 1:
             carry, _ = hop_step(carry, jnp.int32(ring.hops), last=True)
         dq, sums, _ = carry
-        local_key_gradients = jax.tree.map(jnp.add, local_key_gradients, send(ring, sums, -ring.hops))
+        local_key_gradients = jax.tree.map(
+            jnp.add, local_key_gradients, send(ring, sums, -ring.hops)
+        )
     dk, dv = local_key_gradients
     d_sinks = sink_gradient(sinks, logsumexp, queries.delta)
     return dq.astype(query.dtype), dk.astype(key.dtype), dv.astype(value.dtype), None, d_sinks
@@ -175,12 +196,17 @@ _attend.defvjp(_forward, _backward)
 
 
 def _rule_of_block(ring: Ring, hop: Array | int) -> Rule:
-    """Return the rule of a block without its position: this device's own block (a hop that is an int) alone is causal."""
+    """Return the rule of a block without its position: this device's own block (a hop that is an
+    int) alone is causal.
+    """
     return ring.rule._replace(causal=ring.rule.causal and isinstance(hop, int))
 
 
 def _unless_ahead(ring: Ring, hop: Array | int, update: Callable[[T], T], unchanged: T) -> T:
-    """Skip a block whose keys are after these queries; in natural order such a block has passed the end of the ring."""
+    """Skip a block whose keys are after these queries.
+
+    In natural order such a block has passed the end of the ring.
+    """
     if not ring.rule.causal or isinstance(hop, int):
         return update(unchanged)
     return lax.cond(_block_number(ring) >= hop, update, lambda unchanged: unchanged, unchanged)
@@ -192,7 +218,9 @@ def _block_number(ring: Ring) -> Array | int:
 
 
 def _key_marks(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]:
-    """Return a function from a hop, and the marks that came with the keys, to these marks with positions."""
+    """Return a function from a hop, and the marks that came with the keys, to these marks with
+    positions.
+    """
     block = _block_number(ring)
     devices = ring.size // ring.stride
 
@@ -200,7 +228,9 @@ def _key_marks(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]
         if marks.positions is not None:
             return marks
         first_position = (block - hop) % devices * length
-        return marks._replace(positions=(first_position + jnp.arange(length, dtype=jnp.int32)).astype(jnp.int32)[None])
+        return marks._replace(
+            positions=(first_position + jnp.arange(length, dtype=jnp.int32)).astype(jnp.int32)[None]
+        )
 
     return marks_at
 
@@ -208,8 +238,8 @@ def _key_marks(ring: Ring, length: int) -> Callable[[Array | int, Marks], Marks]
 def send(ring: Ring, tree: PyTree, hops: int = 1) -> PyTree:
     """Return the tree of the device that is `hops` before this one on its ring.
 
-    On XLA:CPU all devices of the mesh must meet at a permute, but devices of other pipeline stages do not. There it is an
-    all-gather of the axis instead.
+    On XLA:CPU all devices of the mesh must meet at a permute, but devices of other pipeline stages
+    do not. There it is an all-gather of the axis instead.
     """
     shift = hops * ring.stride
     stages = [axis for axis in axes_of_role("pipeline") if mesh_under_trace().shape[axis] > 1]

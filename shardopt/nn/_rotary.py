@@ -7,20 +7,34 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, kernels_run_on, largest_block, vmem
+from shardopt.nn._kernel_tiles import (
+    LANES,
+    ROWS,
+    by_strips,
+    call_kernel,
+    kernels_run_on,
+    largest_block,
+    vmem,
+)
 
 
 @jax.custom_vjp
 def rotate_halves(
     x: Float[Array, "B T H K"], cos: Float[Array, "#B T 1 K/2"], sin: Float[Array, "#B T 1 K/2"]
 ) -> Float[Array, "B T H K"]:
-    """Return x with component pairs i and i + K/2 rotated, by the kernel. Cosines and sines get no gradient."""
+    """Return x with component pairs i and i + K/2 rotated, by the kernel.
+
+    Cosines and sines get no gradient.
+    """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
     heads = x.swapaxes(1, 2)
     B, H, T, K = heads.shape
     block = largest_block(T, 256, ROWS, _bytes_per_row(x))
-    table = lambda first, second: jnp.concatenate([first, second], axis=-1)[:, :, 0]  # noqa: E731
+
+    def table(first, second):
+        return jnp.concatenate([first, second], axis=-1)[:, :, 0]
+
     tables = [table(cos, cos), table(-sin, sin)]
     per_row = len(tables[0]) > 1
     head_spec = pl.BlockSpec((None, H, block, K), lambda b, i: (b, 0, i, 0))
@@ -56,7 +70,10 @@ rotate_halves.defvjp(
 
 
 def takes_rotation(x: Float[Array, "B T H K"]) -> bool:
-    """Return whether the kernel rotates x: on a TPU with whole rows, in multiples of 128; tensor may shard heads."""
+    """Return whether the kernel rotates x: on a TPU with whole rows, in multiples of 128.
+
+    Tensor may shard heads.
+    """
     if not kernels_run_on(device_kind_or_default(), x.shape[2]):
         return False
     is_whole = not (x.shape[1] % LANES or x.shape[3] % LANES)
@@ -64,6 +81,8 @@ def takes_rotation(x: Float[Array, "B T H K"]) -> bool:
 
 
 def _bytes_per_row(x: Array) -> int:
-    """Return the bytes of VMEM for a position: two buffers of its heads and their rotation, and of the tables."""
+    """Return the bytes of VMEM for a position: two buffers of its heads and their rotation, and of
+    the tables.
+    """
     _, _, H, K = x.shape
     return 4 * K * (H * x.dtype.itemsize + 8)

@@ -1,7 +1,8 @@
-"""Pallas kernels for TPU that round rows sorted by expert to 8 bits, and multiply them by the weights of their experts.
+"""Pallas kernels for TPU that round rows sorted by expert to 8 bits, and multiply them by the
+weights of their experts.
 
-The experts are the parts of one matrix, see `core._rounded_weight.Form`. A step of a kernel visits the rows of one expert in
-one tile of rows. Rows of no expert are neither rounded nor multiplied.
+The experts are the parts of one matrix, see `core._rounded_weight.Form`. A step of a kernel visits
+the rows of one expert in one tile of rows. Rows of no expert are neither rounded nor multiplied.
 
 Suffixes: M rows, E experts, K summed dims, N channels, V visits.
 """
@@ -16,9 +17,25 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._rounded_weight import Precision, as_bits, eight_bits, from_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import (
+    Precision,
+    as_bits,
+    eight_bits,
+    from_bits,
+    inverse,
+    largest_number,
+    narrow,
+)
 from shardopt.nn._first_order import first_order
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
+from shardopt.nn._kernel_tiles import (
+    LANES,
+    ROWS,
+    by_strips,
+    call_kernel,
+    largest_block,
+    product,
+    vmem,
+)
 from shardopt.nn._rounded_product import (
     NO_GRADIENT,
     STRIP,
@@ -32,9 +49,12 @@ from shardopt.nn._rounded_product import (
 )
 
 _TILE_ROWS = 256
-"""Rows of a tile of a product. Larger tiles would more often have rows of two experts, and be multiplied twice."""
+"""Rows of a tile of a product. Larger tiles would more often have rows of two experts, and be
+multiplied twice.
+"""
 _BYTES = 24
-"""The bytes of VMEM for a number that is rounded: two buffers of it and of its factor, and float32."""
+"""The bytes of VMEM for a number that is rounded: two buffers of it and of its factor, and float32.
+"""
 
 
 class Visits(NamedTuple):
@@ -53,7 +73,9 @@ class Visits(NamedTuple):
     end: Int[Array, " V"]
 
     @classmethod
-    def of(cls, sizes: Int[Array, " E"], num_rows: int, tile_rows: int, *, by_expert: bool) -> "Visits":
+    def of(
+        cls, sizes: Int[Array, " E"], num_rows: int, tile_rows: int, *, by_expert: bool
+    ) -> "Visits":
         """Return visits in the order of experts or of tiles, with at least one visit of each.
 
         Args:
@@ -70,7 +92,9 @@ class Visits(NamedTuple):
             first, last = starts // tile_rows, (ends - 1) // tile_rows
         else:
             rows = jnp.arange(num_tiles) * tile_rows
-            first, last = (place(ends, jnp.minimum(row, ends[-1] - 1)) for row in (rows, rows + tile_rows - 1))
+            first, last = (
+                place(ends, jnp.minimum(row, ends[-1] - 1)) for row in (rows, rows + tile_rows - 1)
+            )
         counts = jnp.maximum(last - first, 0) + 1
         totals, step = jnp.cumsum(counts), jnp.arange(num_tiles + E)
         outer = jnp.minimum(place(totals, step), counts.shape[0] - 1)
@@ -103,10 +127,13 @@ def rounded_expert_product(
     weight: MatrixWeight,
     sizes: Int[Array, " E"],
 ) -> Float[Array, "M N"]:
-    """Return the product of each rounded row and its expert's part of a rounded weight; 0 for rows of no expert.
+    """Return the product of each rounded row and its expert's part of a rounded weight.
 
-    The gradient of x is rounded, too, with a scale for each row. The gradient of the weight is not: a row and a channel of it
-    would need a scale, and the rows of an expert come from many rows of the batch. K and N are multiples of 128.
+    0 for rows of no expert.
+
+    The gradient of x is rounded, too, with a scale for each row. The gradient of the weight is not:
+    a row and a channel of it would need a scale, and the rows of an expert come from many rows of
+    the batch. K and N are multiples of 128.
 
     Args:
       layout: the form of the weight.
@@ -119,10 +146,20 @@ def rounded_expert_product(
 
 
 @first_order
-def _with_residuals(layout: Layout, x: Array, rows: RoundedTokens, weight: MatrixWeight, sizes: Array) -> Any:
+def _with_residuals(
+    layout: Layout, x: Array, rows: RoundedTokens, weight: MatrixWeight, sizes: Array
+) -> Any:
     (zeros,), numbers, scale = weight
     dtype = jnp.result_type(x, zeros)
-    y = multiply(rows, numbers, scale, sizes, layout.precision, summed_rows=not layout.by_channel, dtype=dtype)
+    y = multiply(
+        rows,
+        numbers,
+        scale,
+        sizes,
+        layout.precision,
+        summed_rows=not layout.by_channel,
+        dtype=dtype,
+    )
     return y, (x, like(zeros), as_bits(numbers), scale, sizes)
 
 
@@ -131,7 +168,9 @@ def _gradients(layout: Layout, residuals: Any, grad: Array) -> Any:
     x, like_weight, bits, scale, sizes = residuals
     numbers = from_bits(bits, layout.precision)
     rows = round_by_expert(grad, sizes, eight_bits(layout.precision).gradients, scale)
-    dx = multiply(rows, numbers, None, sizes, layout.precision, summed_rows=layout.by_channel, dtype=x.dtype)
+    dx = multiply(
+        rows, numbers, None, sizes, layout.precision, summed_rows=layout.by_channel, dtype=x.dtype
+    )
     factors = (grad, x) if layout.by_channel else (x, grad)
     dw = gradient_of_experts(*factors, sizes, dtype=like_weight.dtype)
     return dx, NO_GRADIENT, gradient_of((dw,)), None
@@ -141,7 +180,9 @@ rounded_expert_product.defvjp(_with_residuals, _gradients)
 
 
 def _begins(places: Any, visit: Any) -> Any:
-    """Return whether a visit is the first of its tile, or of its expert: `places` has the tile or expert of each visit."""
+    """Return whether a visit is the first of its tile, or of its expert: `places` has the tile or
+    expert of each visit.
+    """
     return (visit == 0) | (places[visit] != places[jnp.maximum(visit - 1, 0)])
 
 
@@ -152,20 +193,30 @@ def _rows_between(first: Any, end: Any, start: Any, count: int) -> Array:
 
 
 def round_by_expert(
-    x: Float[Array, "M K"], sizes: Int[Array, " E"], dtype: DTypeLike, factor: Float[Array, "1 EK"] | None = None
+    x: Float[Array, "M K"],
+    sizes: Int[Array, " E"],
+    dtype: DTypeLike,
+    factor: Float[Array, "1 EK"] | None = None,
 ) -> RoundedTokens:
-    """Return rows, times a factor of each expert's columns, rounded, and a scale for each row; rows of no expert are not defined."""
+    """Return rows, times a factor of each expert's columns, rounded, and a scale for each row.
+
+    Rows of no expert are not defined.
+    """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
     M, K = x.shape
     block = largest_block(512, 512, ROWS, _BYTES * K)
     visits = Visits.of(sizes, M, block, by_expert=False)
-    by_row = lambda width: pl.BlockSpec((block, width), lambda v, tile, *_: (tile[v], 0))  # noqa: E731
+
+    def by_row(width):
+        return pl.BlockSpec((block, width), lambda v, tile, *_: (tile[v], 0))
+
     rounded = call_kernel(
         _round_by_expert,
         visits.tile.shape,
         [x, *([] if factor is None else [factor])],
-        [by_row(K)] + [pl.BlockSpec((1, K), lambda v, _, expert, *__: (0, expert[v]))] * (factor is not None),
+        [by_row(K)]
+        + [pl.BlockSpec((1, K), lambda v, _, expert, *__: (0, expert[v]))] * (factor is not None),
         [by_row(K), by_row(1)],
         [jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((M, 1), jnp.float32)],
         name="round_by_expert",
@@ -195,7 +246,8 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
         numbers[rows] = narrow(rounded, numbers.dtype)
         scale[rows] = new_scale
 
-    # The first strip may begin with rows of the visit before. The last one may end with rows of the next, which comes later.
+    # The first strip may begin with rows of the visit before. The last one may end with rows of the
+    # next, which comes later.
     begin, shared = (first[visit] - start) // ROWS, lax.rem(first[visit], ROWS) > 0
 
     @pl.when(shared & (first[visit] < end[visit]))
@@ -203,11 +255,15 @@ def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs
         round_strip(begin, keeps=True)
 
     end_strip = (end[visit] - start + ROWS - 1) // ROWS
-    lax.fori_loop(begin + shared.astype(jnp.int32), end_strip, lambda i, _: round_strip(i, keeps=False), None)
+    lax.fori_loop(
+        begin + shared.astype(jnp.int32), end_strip, lambda i, _: round_strip(i, keeps=False), None
+    )
 
 
 def takes(size: int) -> bool:
-    """Return whether the kernels take a summed dim, or channels, of a size: whole rows fit into VMEM."""
+    """Return whether the kernels take a summed dim, or channels, of a size: whole rows fit into
+    VMEM.
+    """
     return size % LANES == 0 and _BYTES * ROWS * size <= vmem()
 
 
@@ -221,7 +277,9 @@ def multiply(
     summed_rows: bool,
     dtype: DTypeLike,
 ) -> Float[Array, "M N"]:
-    """Return the products of rows and their experts' parts of a matrix, with their scales; 0 for rows of no expert.
+    """Return the products of rows and their experts' parts of a matrix, with their scales.
+
+    0 for rows of no expert.
 
     Args:
       rows: the rounded rows.
@@ -238,9 +296,20 @@ def multiply(
     N = matrix.shape[1] // E if summed_rows else matrix.shape[0]
     tile_rows, columns = tile_of(_TILE_ROWS, N, K, largest=2048)
     visits, blocks = Visits.of(sizes, M, tile_rows, by_expert=False), N // columns
-    by_row = lambda width: pl.BlockSpec((tile_rows, width), lambda j, v, tile, *_: (tile[v], 0))  # noqa: E731
-    by_column = lambda rows: pl.BlockSpec((rows, columns), lambda j, v, _, expert, *__: (0, expert[v] * blocks + j))  # noqa: E731
-    of_matrix = by_column(K) if summed_rows else pl.BlockSpec((columns, K), lambda j, v, _, expert, *__: (j, expert[v]))
+
+    def by_row(width):
+        return pl.BlockSpec((tile_rows, width), lambda j, v, tile, *_: (tile[v], 0))
+
+    def by_column(rows):
+        return pl.BlockSpec(
+            (rows, columns), lambda j, v, _, expert, *__: (0, expert[v] * blocks + j)
+        )
+
+    of_matrix = (
+        by_column(K)
+        if summed_rows
+        else pl.BlockSpec((columns, K), lambda j, v, _, expert, *__: (j, expert[v]))
+    )
     return call_kernel(
         functools.partial(_multiply, int(not summed_rows)),
         (blocks, visits.tile.shape[0]),
@@ -256,7 +325,15 @@ def multiply(
 
 
 def _multiply(
-    summed: int, tile: Any, _: Any, first: Any, end: Any, x: Any, x_scale: Any, matrix: Any, *refs: Any
+    summed: int,
+    tile: Any,
+    _: Any,
+    first: Any,
+    end: Any,
+    x: Any,
+    x_scale: Any,
+    matrix: Any,
+    *refs: Any,
 ) -> None:
     from jax.experimental import pallas as pl
 
@@ -273,7 +350,10 @@ def _multiply(
 
         def multiply_strip(columns: Any) -> None:
             strip = matrix[columns] if summed else matrix[:, columns]
-            y = product(x[...], strip, 1, summed, sums_dtype(strip.dtype)).astype(jnp.float32) * x_scale[...]
+            y = (
+                product(x[...], strip, 1, summed, sums_dtype(strip.dtype)).astype(jnp.float32)
+                * x_scale[...]
+            )
             y = y * channel_scale[0][:, columns] if channel_scale else y
             out[:, columns] = jnp.where(mine, y.astype(out.dtype), out[:, columns])
 
@@ -299,7 +379,11 @@ def gradient_of_experts(
             pl.BlockSpec((tile_rows, height), lambda i, j, v, tile, *_: (tile[v], i)),
             pl.BlockSpec((tile_rows, width), lambda i, j, v, tile, *_: (tile[v], j)),
         ],
-        [pl.BlockSpec((height, width), lambda i, j, v, _, expert, *__: (i, expert[v] * blocks + j))],
+        [
+            pl.BlockSpec(
+                (height, width), lambda i, j, v, _, expert, *__: (i, expert[v] * blocks + j)
+            )
+        ],
         [jax.ShapeDtypeStruct((R, E * C), dtype)],
         name="gradient_of_experts",
         flops=2 * M * R * C,
@@ -309,7 +393,9 @@ def gradient_of_experts(
     )[0]
 
 
-def _gradient_of_experts(tile: Any, expert: Any, first: Any, end: Any, a: Any, b: Any, out: Any, sums: Any) -> None:
+def _gradient_of_experts(
+    tile: Any, expert: Any, first: Any, end: Any, a: Any, b: Any, out: Any, sums: Any
+) -> None:
     from jax.experimental import pallas as pl
 
     visit, last = pl.program_id(2), pl.num_programs(2) - 1

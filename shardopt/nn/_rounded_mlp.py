@@ -1,7 +1,8 @@
 """A gated mlp in 8 bits for TPU, whose activation is computed while its results are rounded.
 
-XLA fuses an elementwise function into a product in bfloat16, but not into a Pallas kernel. Between two kernels it would write
-the hidden units, and each of their gradients, to HBM, and read them again to round them.
+XLA fuses an elementwise function into a product in bfloat16, but not into a Pallas kernel. Between
+two kernels it would write the hidden units, and each of their gradients, to HBM, and read them
+again to round them.
 """
 
 import functools
@@ -16,7 +17,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.core._rounded_weight import as_bits, eight_bits, from_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import (
+    as_bits,
+    eight_bits,
+    from_bits,
+    inverse,
+    largest_number,
+    narrow,
+)
 from shardopt.nn._first_order import first_order
 from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
 from shardopt.nn._rounded_product import (
@@ -68,43 +76,70 @@ def rounded_mlp(
     down: MatrixWeight,
     added: Float[Array, "B 1 T D"] | None = None,
 ) -> Float[Array, "B 1 T D"]:
-    """Return `added + down(activation(gate(x)) * up(x))` with the products of `rounded_product`; the activation is in float32.
+    """Return `added + down(activation(gate(x)) * up(x))` with the products of `rounded_product`.
 
-    `tokens` is x, rounded; x is not read, and has the gradient. The parts before the activation have the name "mlp_hidden", and
-    are not recomputed where remat saves it.
+    The activation is in float32.
+
+    `tokens` is x, rounded; x is not read, and has the gradient. The parts before the activation
+    have the name "mlp_hidden", and are not recomputed where remat saves it.
     """
     return _with_residuals(mlp, x, tokens, up, down, added)[0]
 
 
 @first_order
 def _with_residuals(
-    mlp: Mlp, x: Array, tokens: RoundedTokens, up: MatrixWeight, down: MatrixWeight, added: Array | None = None
+    mlp: Mlp,
+    x: Array,
+    tokens: RoundedTokens,
+    up: MatrixWeight,
+    down: MatrixWeight,
+    added: Array | None = None,
 ) -> Any:
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, up.zeros[0].dtype)
-    parts = [forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)]
+    parts = [
+        forward(qx, x_scale, up.numbers, up.scale, mlp.up, part, dtype=dtype) for part in range(2)
+    ]
     parts = checkpoint_name(parts, "mlp_hidden")
     ((hidden, hidden_scale),) = round_rows_of(parts, [mlp.hidden], [None], [qx.dtype])
     y = forward(hidden, hidden_scale, down.numbers, down.scale, mlp.down, 0, added, dtype=dtype)
-    likes = jnp.zeros(0, x.dtype), jnp.zeros(0, up.zeros[0].dtype), jnp.zeros(0, down.zeros[0].dtype)
+    likes = (
+        jnp.zeros(0, x.dtype),
+        jnp.zeros(0, up.zeros[0].dtype),
+        jnp.zeros(0, down.zeros[0].dtype),
+    )
     bits = [as_bits(numbers) for numbers in (qx, up.numbers, down.numbers)]
     return y, (likes, like(added), bits, parts, (x_scale, up.scale, down.scale))
 
 
 @first_order
 def _gradients(mlp: Mlp, residuals: Any, grad: Array) -> Any:
-    (like_x, like_up, like_down), like_added, bits, parts, (x_scale, up_scale, down_scale) = residuals
+    (like_x, like_up, like_down), like_added, bits, parts, (x_scale, up_scale, down_scale) = (
+        residuals
+    )
     qx, up, down = (from_bits(each, mlp.up.precision) for each in bits)
     dtype = eight_bits(mlp.up.precision).gradients
     rows, row_scale = round_rows([grad], dtype, down_scale)
     d_hidden = gradient_of_tokens(rows, row_scale, down, mlp.down, 1, dtype=parts[0].dtype)
     both, functions = [*parts, d_hidden], [lambda gate, up, _: mlp.hidden(gate, up), mlp.gradients]
-    (hidden, hidden_scale), (rows, row_scale) = round_rows_of(both, functions, [None, up_scale], [qx.dtype, dtype])
-    d_down = gradient_of_weight(hidden, *round_columns(grad, dtype, hidden_scale), mlp.down, dtype=like_down.dtype)
+    (hidden, hidden_scale), (rows, row_scale) = round_rows_of(
+        both, functions, [None, up_scale], [qx.dtype, dtype]
+    )
+    d_down = gradient_of_weight(
+        hidden, *round_columns(grad, dtype, hidden_scale), mlp.down, dtype=like_down.dtype
+    )
     dx = gradient_of_tokens(rows, row_scale, up, mlp.up, 1, dtype=like_x.dtype)
     columns = round_columns_of(both, mlp.gradients, x_scale, dtype)
-    d_up = tuple(gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns)
-    return dx, NO_GRADIENT, gradient_of(d_up), gradient_of((d_down,)), None if like_added is None else grad
+    d_up = tuple(
+        gradient_of_weight(qx, *rounded, mlp.up, dtype=like_up.dtype) for rounded in columns
+    )
+    return (
+        dx,
+        NO_GRADIENT,
+        gradient_of(d_up),
+        gradient_of((d_down,)),
+        None if like_added is None else grad,
+    )
 
 
 rounded_mlp.defvjp(_with_residuals, _gradients)
@@ -119,7 +154,8 @@ def round_rows_of(
     factors: Sequence[Float[Array, "1 S"] | None],
     dtypes: Sequence[DTypeLike],
 ) -> list[tuple[EightBits[Array, "B T S"], Float[Array, "B T 1"]]]:
-    """Return the results of each function of the inputs side by side, rounded, and a scale for each token over all of them.
+    """Return the results of each function of the inputs side by side, rounded, and a scale for each
+    token over all of them.
 
     Args:
       inputs: arrays of one shape.
@@ -134,9 +170,14 @@ def round_rows_of(
     widths = [_count(function, len(inputs)) * W for function in functions]
     block = largest_block(T, 256, ROWS, 2 * (2 * len(inputs) * W + sum(widths)))
     used_factors = [factor for factor in factors if factor is not None]
-    by_token = lambda width: pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0))  # noqa: E731
+
+    def by_token(width):
+        return pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0))
+
     results = call_kernel(
-        functools.partial(_round_rows_of, tuple(functions), tuple(factor is not None for factor in factors)),
+        functools.partial(
+            _round_rows_of, tuple(functions), tuple(factor is not None for factor in factors)
+        ),
         (B, T // block),
         [*inputs, *used_factors],
         [pl.BlockSpec((None, None, block, W), lambda b, i: (b, 0, i, 0)) for _ in inputs]
@@ -153,12 +194,18 @@ def round_rows_of(
     return list(zip(results[::2], results[1::2], strict=True))
 
 
-def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool], *refs: Any) -> None:
+def _round_rows_of(
+    functions: Sequence[Elementwise], has_factor: Sequence[bool], *refs: Any
+) -> None:
     from jax.experimental import pallas as pl
 
     count, num_factors = len(functions), sum(has_factor)
     inputs, refs = refs[: -num_factors - 3 * count], refs[-num_factors - 3 * count :]
-    factors, results, wides = iter(refs[:num_factors]), refs[num_factors : num_factors + 2 * count], refs[-count:]
+    factors, results, wides = (
+        iter(refs[:num_factors]),
+        refs[num_factors : num_factors + 2 * count],
+        refs[-count:],
+    )
     factors = [next(factors) if has else None for has in has_factor]
     block, W = inputs[0].shape
     chunk = math.gcd(W, _CHUNK)
@@ -168,7 +215,9 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
             start = pl.multiple_of(j * chunk, chunk)
             strips = [ref[rows, pl.ds(start, chunk)].astype(jnp.float32) for ref in inputs]
             new_maxima = []
-            for function, factor, wide, maximum in zip(functions, factors, wides, maxima, strict=True):
+            for function, factor, wide, maximum in zip(
+                functions, factors, wides, maxima, strict=True
+            ):
                 for part, value in enumerate(function(*strips)):
                     columns = pl.ds(pl.multiple_of(part * W + start, chunk), chunk)
                     value = value if factor is None else value * factor[:, columns]
@@ -178,12 +227,16 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
             return tuple(new_maxima)
 
         maxima = lax.fori_loop(0, W // chunk, compute, (jnp.zeros((ROWS, 1), jnp.float32),) * count)
-        for maximum, wide, numbers, scale in zip(maxima, wides, results[::2], results[1::2], strict=True):
+        for maximum, wide, numbers, scale in zip(
+            maxima, wides, results[::2], results[1::2], strict=True
+        ):
             scales = maximum / largest_number(numbers.dtype)
             scale[rows] = scales
             factor = inverse(scales)
 
-            def divide(columns: Any, wide: Any = wide, numbers: Any = numbers, factor: Array = factor) -> None:
+            def divide(
+                columns: Any, wide: Any = wide, numbers: Any = numbers, factor: Array = factor
+            ) -> None:
                 numbers[rows, columns] = narrow(wide[:, columns] * factor, numbers.dtype)
 
             by_strips(wide.shape[1], chunk, divide)
@@ -192,15 +245,23 @@ def _round_rows_of(functions: Sequence[Elementwise], has_factor: Sequence[bool],
 
 
 def round_columns_of(
-    inputs: Sequence[Float[Array, "B 1 T W"]], function: Elementwise, factor: Float[Array, "B T 1"], dtype: DTypeLike
+    inputs: Sequence[Float[Array, "B 1 T W"]],
+    function: Elementwise,
+    factor: Float[Array, "B T 1"],
+    dtype: DTypeLike,
 ) -> list[tuple[EightBits[Array, "B T W"], Float[Array, "B 1 W"]]]:
-    """Return each result of a function of the inputs times a factor of each position, rounded, and a scale for each row and column."""
+    """Return each result of a function of the inputs times a factor of each position, rounded, and
+    a scale for each row and column.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     B, _, T, W = inputs[0].shape
     count = _count(function, len(inputs))
-    by_column = lambda rows: pl.BlockSpec((None, rows, LANES), lambda b, j: (b, 0, j))  # noqa: E731
+
+    def by_column(rows):
+        return pl.BlockSpec((None, rows, LANES), lambda b, j: (b, 0, j))
+
     results = call_kernel(
         functools.partial(_round_columns_of, function, len(inputs)),
         (B, W // LANES),
@@ -230,7 +291,10 @@ def _round_columns_of(function: Elementwise, num_inputs: int, *refs: Any) -> Non
 
     def compute(i: Any, maxima: tuple[Array, ...]) -> tuple[Array, ...]:
         rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-        values = [value * factor[rows] for value in function(*[ref[rows].astype(jnp.float32) for ref in inputs])]
+        values = [
+            value * factor[rows]
+            for value in function(*[ref[rows].astype(jnp.float32) for ref in inputs])
+        ]
         for value, wide in zip(values, wides, strict=True):
             wide[rows] = value
         return tuple(

@@ -1,11 +1,14 @@
-"""Pallas kernels for TPU that round matrices to 8 bits and multiply them, each in one pass over its operands.
+"""Pallas kernels for TPU that round matrices to 8 bits and multiply them, each in one pass over its
+operands.
 
-XLA reads an array twice to round it, for its maxima and for its numbers, and writes sums in 32 bits. Here a block of whole rows
-or columns is rounded while it is in VMEM, and sums are scaled before they leave it. No operand is transposed in HBM. On other
-devices the kernels run interpreted, for tests.
+XLA reads an array twice to round it, for its maxima and for its numbers, and writes sums in 32
+bits. Here a block of whole rows or columns is rounded while it is in VMEM, and sums are scaled
+before they leave it. No operand is transposed in HBM. On other devices the kernels run interpreted,
+for tests.
 
-Activations are "B H T W": the T positions of a row, and H heads of W components, as attention has them in memory. Without
-heads H is 1. A weight is a matrix of its K summed dims and C parts of N channels, see `core._rounded_weight.Form`.
+Activations are "B H T W": the T positions of a row, and H heads of W components, as attention has
+them in memory. Without heads H is 1. A weight is a matrix of its K summed dims and C parts of N
+channels, see `core._rounded_weight.Form`.
 """
 
 import functools
@@ -19,9 +22,25 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from shardopt.core._rounded_weight import Precision, as_bits, eight_bits, from_bits, inverse, largest_number, narrow
+from shardopt.core._rounded_weight import (
+    Precision,
+    as_bits,
+    eight_bits,
+    from_bits,
+    inverse,
+    largest_number,
+    narrow,
+)
 from shardopt.nn._first_order import first_order
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block, product, vmem
+from shardopt.nn._kernel_tiles import (
+    LANES,
+    ROWS,
+    by_strips,
+    call_kernel,
+    largest_block,
+    product,
+    vmem,
+)
 from shardopt.nn._norm import rsqrt_of_mean_square
 
 EightBits = Shaped
@@ -62,7 +81,9 @@ class MatrixWeight(NamedTuple):
 
 
 class RoundedTokens(NamedTuple):
-    """Activations rounded by token, side by side with their heads; or rows sorted by expert, [M, K].
+    """Activations rounded by token, side by side with their heads.
+
+    Or rows sorted by expert, [M, K].
 
     Attributes:
       numbers: the matrix.
@@ -85,10 +106,13 @@ def rounded_product(
     weight: MatrixWeight,
     added: Float[Array, "B 1 T N"] | None = None,
 ) -> tuple[Float[Array, "B H T W"], ...]:
-    """Return the product over K of rounded activations and each part of a rounded weight; gradients are rounded, too.
+    """Return the product over K of rounded activations and each part of a rounded weight.
 
-    A token has a scale, and so has a channel of the weight. The scales of a gradient are of a token for the gradient of x, and
-    of a row and a channel for the gradient of the weight. T, K, N and W are multiples of 128.
+    Gradients are rounded, too.
+
+    A token has a scale, and so has a channel of the weight. The scales of a gradient are of a token
+    for the gradient of x, and of a row and a channel for the gradient of the weight. T, K, N and W
+    are multiples of 128.
 
     Args:
       sizes: parts, heads of the result, and the form of the weight.
@@ -107,7 +131,10 @@ def _with_residuals(
     zeros, numbers, scale = weight
     qx, x_scale = tokens
     dtype = jnp.result_type(x.dtype, zeros[0].dtype)
-    y = tuple(forward(qx, x_scale, numbers, scale, sizes, part, added, dtype=dtype) for part in range(sizes.parts))
+    y = tuple(
+        forward(qx, x_scale, numbers, scale, sizes, part, added, dtype=dtype)
+        for part in range(sizes.parts)
+    )
     like_x, like_weight = jnp.zeros((0, x.shape[1]), x.dtype), jnp.zeros(0, zeros[0].dtype)
     return y, (like_x, like_weight, like(added), as_bits(qx), x_scale, as_bits(numbers), scale)
 
@@ -121,7 +148,9 @@ def _gradients(sizes: Sizes, residuals: Any, grads: tuple[Array, ...]) -> Any:
     heads = like_x.shape[1]
     dx = gradient_of_tokens(by_token, token_scale, numbers, sizes, heads, dtype=like_x.dtype)
     by_channel = [round_columns(grad, dtype, x_scale) for grad in grads]
-    dw = tuple(gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel)
+    dw = tuple(
+        gradient_of_weight(qx, *rounded, sizes, dtype=like_weight.dtype) for rounded in by_channel
+    )
     return dx, NO_GRADIENT, gradient_of(dw), None if like_added is None else grads[0]
 
 
@@ -129,7 +158,9 @@ rounded_product.defvjp(_with_residuals, _gradients)
 
 
 def like(added: Array | None) -> Array | None:
-    """Return an empty array for an array, and None for None: the residual that tells whether one was added."""
+    """Return an empty array for an array, and None for None: the residual that tells whether one
+    was added.
+    """
     return None if added is None else jnp.zeros(0, added.dtype)
 
 
@@ -160,9 +191,13 @@ class Tile(NamedTuple):
 
 
 def round_rows(
-    parts: Sequence[Float[Array, "B H T W"]], dtype: DTypeLike, factor: Float[Array, "1 S"] | None = None
+    parts: Sequence[Float[Array, "B H T W"]],
+    dtype: DTypeLike,
+    factor: Float[Array, "1 S"] | None = None,
 ) -> RoundedTokens:
-    """Return parts side by side, times a factor of each column, rounded, and a scale for each token over all of them."""
+    """Return parts side by side, times a factor of each column, rounded, and a scale for each token
+    over all of them.
+    """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
 
     B, H, T, W = parts[0].shape
@@ -212,7 +247,10 @@ def norm_and_round(
         functools.partial(_norm_and_round, epsilon),
         (B, T // block),
         [x, scale[None]],
-        [pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0)), pl.BlockSpec((1, D), lambda b, i: (0, 0))],
+        [
+            pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0)),
+            pl.BlockSpec((1, D), lambda b, i: (0, 0)),
+        ],
         [pl.BlockSpec((None, block, width), lambda b, i: (b, i, 0)) for width in (D, 1)],
         [jax.ShapeDtypeStruct((B, T, D), dtype), jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
         name="norm_and_round",
@@ -225,9 +263,13 @@ def _norm_and_round(epsilon: float, x: Any, factor: Any, numbers: Any, scale: An
         wide = x[rows].astype(jnp.float32)
         inverse_norm = rsqrt_of_mean_square(wide, epsilon)
         # rounded to the dtype of x like the norm outside of the kernel
-        normed = (wide * inverse_norm).astype(x.dtype).astype(jnp.float32) * factor[...].astype(jnp.float32)
+        normed = (wide * inverse_norm).astype(x.dtype).astype(jnp.float32) * factor[...].astype(
+            jnp.float32
+        )
         normed = normed.astype(jnp.result_type(x.dtype, factor.dtype)).astype(jnp.float32)
-        scale[rows] = jnp.max(jnp.abs(normed), axis=1, keepdims=True) / largest_number(numbers.dtype)
+        scale[rows] = jnp.max(jnp.abs(normed), axis=1, keepdims=True) / largest_number(
+            numbers.dtype
+        )
         numbers[rows] = narrow(normed * inverse(scale[rows]), numbers.dtype)
 
     by_strips(x.shape[0], ROWS, round_strip)
@@ -236,7 +278,9 @@ def _norm_and_round(epsilon: float, x: Any, factor: Any, numbers: Any, scale: An
 def round_columns(
     x: Float[Array, "B H T W"], dtype: DTypeLike, factor: Float[Array, "B T 1"] | None = None
 ) -> tuple[EightBits[Array, "B T HW"], Float[Array, "B 1 HW"]]:
-    """Return heads side by side, times a factor of each position, rounded, and a scale for each row and column over T."""
+    """Return heads side by side, times a factor of each position, rounded, and a scale for each row
+    and column over T.
+    """
     from jax.experimental import pallas as pl
 
     B, H, T, W = x.shape
@@ -248,8 +292,14 @@ def round_columns(
         (B, H, W // block),
         [x, *([] if factor is None else [factor])],
         in_specs,
-        [pl.BlockSpec((None, rows, block), lambda b, h, j: (b, 0, h * (W // block) + j)) for rows in (T, 1)],
-        [jax.ShapeDtypeStruct((B, T, H * W), dtype), jax.ShapeDtypeStruct((B, 1, H * W), jnp.float32)],
+        [
+            pl.BlockSpec((None, rows, block), lambda b, h, j: (b, 0, h * (W // block) + j))
+            for rows in (T, 1)
+        ],
+        [
+            jax.ShapeDtypeStruct((B, T, H * W), dtype),
+            jax.ShapeDtypeStruct((B, 1, H * W), jnp.float32),
+        ],
         name="round_columns",
     )
 
@@ -272,7 +322,8 @@ class _Result(NamedTuple):
 
     Attributes:
       shape: the array.
-      block: the shape of a block. Rows are positions. Columns are components of one head, or of several whole heads.
+      block: the shape of a block. Rows are positions. Columns are components of one head, or of
+        several whole heads.
       columns: the columns of a block.
     """
 
@@ -322,7 +373,9 @@ def forward(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B H T W"]:
-    """Return the product of activations and a part of a weight over K, with their scales, plus `added`."""
+    """Return the product of activations and a part of a weight over K, with their scales, plus
+    `added`.
+    """
     from jax.experimental import pallas as pl
 
     (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts
@@ -359,7 +412,9 @@ def _forward(summed: int, x: Any, x_scale: Any, weight: Any, weight_scale: Any, 
         sums = product(x[...], strip, 1, summed, sums_dtype(strip.dtype)).astype(jnp.float32)
         y = (sums * x_scale[...] * weight_scale[:, columns]).astype(out.dtype)
         if added:  # rounded to the dtype of the result before and after, like outside of the kernel
-            y = (y.astype(jnp.float32) + added[0][0, :, columns].astype(jnp.float32)).astype(out.dtype)
+            y = (y.astype(jnp.float32) + added[0][0, :, columns].astype(jnp.float32)).astype(
+                out.dtype
+            )
         _write(out, columns, y)
 
     size = weight_scale.shape[1]
@@ -375,7 +430,10 @@ def gradient_of_tokens(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "B H T W"]:
-    """Return the product of gradients and a weight over C and N; the gradients contain the scales of the weight."""
+    """Return the product of gradients and a weight over C and N.
+
+    The gradients contain the scales of the weight.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -406,7 +464,9 @@ def gradient_of_tokens(
     )[0]
 
 
-def _gradient_of_tokens(summed: int, grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any) -> None:
+def _gradient_of_tokens(
+    summed: int, grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any
+) -> None:
     from jax.experimental import pallas as pl
 
     part, last, size = pl.program_id(3), pl.num_programs(3) - 1, sums.shape[1]
@@ -435,7 +495,9 @@ def gradient_of_weight(
     *,
     dtype: DTypeLike,
 ) -> Float[Array, "R S/C"]:
-    """Return the product over tokens as a part of the weight; a row is summed in 32 bits, rows in float32.
+    """Return the product over tokens as a part of the weight.
+
+    A row is summed in 32 bits, rows in float32.
 
     The gradients contain the scales of x.
     """
@@ -444,7 +506,8 @@ def gradient_of_weight(
 
     (B, T, K), N = x.shape, grad.shape[2]
     by_channel, (rows, columns) = sizes.by_channel, (N, K) if sizes.by_channel else (K, N)
-    block, piece = (1024, 8192) if vmem() >= 96 * 2**20 else (512, 4096)  # whole rows of x need no sums in VMEM
+    # whole rows of x need no sums in VMEM
+    block, piece = (1024, 8192) if vmem() >= 96 * 2**20 else (512, 4096)
     tile, piece = Tile(math.gcd(rows, block), math.gcd(columns, 2048)), math.gcd(T, piece)
     row_spec = pl.BlockSpec((None, piece, tile.rows), lambda i, j, b, t: (b, t, i))
     column_spec = pl.BlockSpec((None, piece, tile.columns), lambda i, j, b, t: (b, t, j))
@@ -463,18 +526,24 @@ def gradient_of_weight(
         [jax.ShapeDtypeStruct((rows, columns), dtype)],
         name=f"{sizes.precision}_gradient_of_weight",
         flops=2 * B * T * K * N,
-        scratch_shapes=[pltpu.VMEM(tuple(tile), sums_dtype(x.dtype)), pltpu.VMEM(tuple(tile), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM(tuple(tile), sums_dtype(x.dtype)),
+            pltpu.VMEM(tuple(tile), jnp.float32),
+        ],
         sequential=2,
     )[0]
 
 
-def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: Any, row_sums: Any, sums: Any) -> None:
+def _gradient_of_weight(
+    row_factor: Any, column_factor: Any, scale: Any, out: Any, row_sums: Any, sums: Any
+) -> None:
     from jax.experimental import pallas as pl
 
     row, piece = pl.program_id(2), pl.program_id(3)
     last_row, last_piece = pl.num_programs(2) - 1, pl.num_programs(3) - 1
 
-    def multiply_strip(rows: Any) -> None:  # not of columns: each would transpose the first factor again
+    # not of columns: each would transpose the first factor again
+    def multiply_strip(rows: Any) -> None:
         total = product(row_factor[:, rows], column_factor[...], 0, 0, row_sums.dtype)
         total += jnp.where(piece == 0, 0, row_sums[rows])
 
@@ -484,7 +553,9 @@ def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: An
 
         @pl.when(piece == last_piece)
         def _add_row() -> None:
-            scaled = total.astype(jnp.float32) * (scale[rows] if scale.shape[1] == 1 else scale[...])
+            scaled = total.astype(jnp.float32) * (
+                scale[rows] if scale.shape[1] == 1 else scale[...]
+            )
             scaled += jnp.where(row == 0, 0, sums[rows])
 
             @pl.when(row < last_row)
@@ -499,18 +570,24 @@ def _gradient_of_weight(row_factor: Any, column_factor: Any, scale: Any, out: An
 
 
 def tile_of(rows: int, columns: int, summed: int, largest: int = 1024) -> Tile:
-    """Return the tile of a result that fits and reads its operands least often; `largest` is the longest side.
+    """Return the tile of a result that fits and reads its operands least often.
+
+    `largest` is the longest side.
 
     Two buffers of the operands, and sums, take three quarters of VMEM.
     """
     sizes = [size for size in (2048, 1024, 512, 256, LANES) if size <= largest]
     tiles = [Tile(math.gcd(rows, a), math.gcd(columns, b)) for a in sizes for b in sizes]
-    fits = [tile for tile in tiles if 2 * summed * sum(tile) + 12 * math.prod(tile) <= vmem() * 3 // 4]
+    fits = [
+        tile for tile in tiles if 2 * summed * sum(tile) + 12 * math.prod(tile) <= vmem() * 3 // 4
+    ]
     return max(fits or tiles[-1:], key=lambda tile: math.prod(tile) / sum(tile))
 
 
 def takes(parts: int, length: int, summed: int, channels: int) -> bool:
-    """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and columns fit into VMEM."""
+    """Return whether the kernels take a product: sizes are multiples of 128, and whole rows and
+    columns fit into VMEM.
+    """
     row, column = parts * max(summed, channels), max(length, summed)
     is_whole = not (length % LANES or summed % LANES or channels % LANES)
     return is_whole and _BYTES * max(ROWS * row, LANES * column) <= vmem()

@@ -22,13 +22,17 @@ NAME = "router"
 
 
 class RouterStatistics(NamedTuple):
-    """The statistics of a router for each row, for balance and metrics, over the positions on this device.
+    """The statistics of a router for each row, for balance and metrics, over the positions on this
+    device.
 
-    Every number is a mean over the positions of a row, so means over rows, devices and micro-batches are exact.
+    Every number is a mean over the positions of a row, so means over rows, devices and
+    micro-batches are exact.
 
     Attributes:
-      load: [B, E], each expert's share of the row's T K choices, before any choice was dropped; 1/E if balanced.
-      probability: [B, E], the mean probability of each expert: its softmax, or its share of the sum of sigmoids.
+      load: [B, E], each expert's share of the row's T K choices, before any choice was dropped; 1/E
+        if balanced.
+      probability: [B, E], the mean probability of each expert: its softmax, or its share of the sum
+        of sigmoids.
       z_loss: [B], the mean of logsumexp(logits)^2.
       dropped: [B], the share of the choices without a place; 0 without a capacity factor.
     """
@@ -73,7 +77,9 @@ class Routing:
         """
         check_count("top_k", self.top_k, minimum=1)
         if self.score not in get_args(Score):
-            raise ValueError(error_text(f"unknown score {self.score!r}.", fix="use 'softmax' or 'sigmoid'."))
+            raise ValueError(
+                error_text(f"unknown score {self.score!r}.", fix="use 'softmax' or 'sigmoid'.")
+            )
         num_open = num_experts
         if self.groups is not None:
             num_groups, num_best = self.groups
@@ -81,7 +87,8 @@ class Routing:
             check_count("groups[1]", num_best, minimum=1)
             if num_experts % num_groups or num_best > num_groups:
                 problem = (
-                    f"groups={self.groups}: {num_groups} groups of {num_experts} experts, {num_best} of them open."
+                    f"groups={self.groups}: {num_groups} groups of {num_experts} experts,"
+                    f" {num_best} of them open."
                 )
                 fix = "take a number of groups that divides the experts, and open at most as many."
                 raise ValueError(error_text(problem, fix=fix))
@@ -103,7 +110,9 @@ def route(
     E = router.shape[1]
     wide = wide_dtype(x.dtype)
     # without this precision a TPU multiplies float32 as bfloat16
-    logits = jnp.einsum("btd,de->bte", x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
+    logits = jnp.einsum(
+        "btd,de->bte", x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST
+    )
     if router_bias is not None:
         logits = logits + router_bias.astype(wide)[None, None]
     logits = checkpoint_name(logits, NAME)
@@ -112,7 +121,9 @@ def route(
     else:
         scores = jax.nn.sigmoid(logits)
         probability = scores / jnp.sum(scores, axis=-1, keepdims=True)
-    ranked_scores = jax.lax.stop_gradient(scores if bias is None else scores + bias.astype(wide)[None, None])
+    ranked_scores = jax.lax.stop_gradient(
+        scores if bias is None else scores + bias.astype(wide)[None, None]
+    )
     if routing.groups is not None:
         ranked_scores = _scores_of_best_groups(ranked_scores, *routing.groups)
     _, experts = jax.lax.top_k(ranked_scores, top_k)
@@ -144,8 +155,13 @@ def capacity(length: int, num_experts: int, top_k: int, factor: float) -> int:
     return math.ceil(factor * top_k * length / num_experts)
 
 
-def _scores_of_best_groups(scores: Float[Array, "B T E"], num_groups: int, num_best: int) -> Float[Array, "B T E"]:
-    """Return the scores, and -inf outside of the best groups; a group's score is the sum of its two best experts."""
+def _scores_of_best_groups(
+    scores: Float[Array, "B T E"], num_groups: int, num_best: int
+) -> Float[Array, "B T E"]:
+    """Return the scores, and -inf outside of the best groups.
+
+    A group's score is the sum of its two best experts.
+    """
     B, T, E = scores.shape
     grouped = scores.reshape(B, T, num_groups, E // num_groups)
     best_scores, _ = jax.lax.top_k(grouped, min(2, E // num_groups))
@@ -157,6 +173,9 @@ def _scores_of_best_groups(scores: Float[Array, "B T E"], num_groups: int, num_b
 def dense_weights(
     experts: Int[Array, "B T K"], weights: Float[Array, "B T K"], num_experts: int
 ) -> Float[Array, "B T E"]:
-    """Return [B, T, E], the weight of every expert for every token; 0 for experts that the token does not use."""
+    """Return [B, T, E], the weight of every expert for every token.
+
+    0 for experts that the token does not use.
+    """
     is_chosen = experts[..., None] == jnp.arange(num_experts)[None, None, None]
     return jnp.sum(jnp.where(is_chosen, weights[..., None], 0), axis=2)

@@ -1,4 +1,5 @@
-"""Splash attention, jax's Pallas kernel for TPU, with a backward pass of shardopt: for whole rows, and for a block of a ring.
+"""Splash attention, jax's Pallas kernel for TPU, with a backward pass of shardopt: for whole rows,
+and for a block of a ring.
 
 On other devices it runs interpreted, for tests.
 """
@@ -13,7 +14,18 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import NAME, TILE, Keys, Marks, Queries, Rule, State, delta_of, finish, sink_gradient
+from shardopt.nn._flash import (
+    NAME,
+    TILE,
+    Keys,
+    Marks,
+    Queries,
+    Rule,
+    State,
+    delta_of,
+    finish,
+    sink_gradient,
+)
 from shardopt.nn._kernel_tiles import LANES, vmem
 from shardopt.nn._splash_backward import gradients as backward
 from shardopt.nn._splash_forward import attend, heads_of_step
@@ -34,7 +46,10 @@ def splash_attention(
         segments = jnp.zeros(query.shape[:2], jnp.int32)
     if segments is not None:  # padding is of no segment
         segments = jnp.pad(segments, ((0, 0), (0, length - T)), constant_values=-1)
-    heads_first = lambda x: jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)  # noqa: E731
+
+    def heads_first(x):
+        return jnp.swapaxes(jnp.pad(x, ((0, 0), (0, length - T), (0, 0), (0, 0))), 1, 2)
+
     qkv = heads_first(rule.scaled(query, query.shape[-1])), heads_first(key), heads_first(value)
     mixed: Any = _whole_rows(*qkv, segments, sinks, rule)
     return jnp.swapaxes(mixed, 1, 2)[:, :T].astype(value.dtype)
@@ -54,7 +69,9 @@ def _whole_rows_forward(
     if sinks is None:
         mixed, logsumexp = checkpoint_name(mixed, NAME), checkpoint_name(logsumexp, NAME)
     else:  # the kernel's result is that of one key with this score
-        mixed, logsumexp = finish(State(logsumexp, jnp.ones_like(logsumexp), mixed), mixed.dtype, sinks)
+        mixed, logsumexp = finish(
+            State(logsumexp, jnp.ones_like(logsumexp), mixed), mixed.dtype, sinks
+        )
     return mixed, (query, key, value, segments, sinks, mixed, logsumexp)
 
 
@@ -71,15 +88,19 @@ def _whole_rows_backward(
 _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
-def absorb(state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule) -> State:
+def absorb(
+    state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule
+) -> State:
     """Absorb a block of keys as `flash.absorb` does, for a block with as many keys as queries.
 
-    If the rule is causal, each query sees the keys up to its own index. T is a multiple of 128. The kernel's output is rounded to the
-    dtype of query before blocks are summed.
+    If the rule is causal, each query sees the keys up to its own index. T is a multiple of 128. The
+    kernel's output is rounded to the dtype of query before blocks are summed.
     """
     B, G, R, T, K = query.shape
     scaled_query = rule.scaled(query, K).reshape(B, G * R, T, K)
-    mixed, logsumexp = _run_kernel(scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, rule)
+    mixed, logsumexp = _run_kernel(
+        scaled_query, keys.key, keys.value, query_marks.segments, keys.marks.segments, rule
+    )
     mixed, logsumexp = mixed.reshape(query.shape), logsumexp.reshape(query.shape[:-1])
     top = jnp.maximum(state.top, logsumexp)
     state_weight, block_weight = jnp.exp(state.top - top), jnp.exp(logsumexp - top)
@@ -94,7 +115,10 @@ def gradients(queries: Queries, keys: Keys, rule: Rule) -> list[Array]:
     """Return the gradients of `flash.gradients`, for a block as in `absorb`."""
     query, d_out, logsumexp, delta, marks = queries
     B, G, R, _, K = query.shape
-    merge_heads = lambda x: x.reshape(B, G * R, *x.shape[3:])  # noqa: E731
+
+    def merge_heads(x):
+        return x.reshape(B, G * R, *x.shape[3:])
+
     rows = merge_heads(logsumexp), merge_heads(delta), marks
     queries = Queries(merge_heads(rule.scaled(query, K)), merge_heads(d_out), *rows)
     dq, dk, dv = backward(queries, keys, rule, dtype=logsumexp.dtype)
@@ -109,7 +133,9 @@ def _run_kernel(
     key_segments: Int[Array, "B T"] | None,
     rule: Rule,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
-    """Return the mixed values for scores query key^T, and the logarithm of the sum of their exponentials."""
+    """Return the mixed values for scores query key^T, and the logarithm of the sum of their
+    exponentials.
+    """
     H, T = query.shape[1:3]
     if heads_of_step(query.shape, key.shape, value.shape[3], value.dtype, vmem()):
         return attend(query, key, value, query_segments, key_segments, rule)
@@ -128,6 +154,10 @@ def _run_kernel(
         attn_logits_soft_cap=rule.softcap,
         interpret=not device_kind_or_default().startswith("TPU"),
     )
-    ids = None if query_segments is None or key_segments is None else splash.SegmentIds(query_segments, key_segments)
+    ids = (
+        None
+        if query_segments is None or key_segments is None
+        else splash.SegmentIds(query_segments, key_segments)
+    )
     mixed, (logsumexp,) = jax.vmap(kernel)(query, key, value, ids)
     return mixed, logsumexp

@@ -1,11 +1,14 @@
-"""Splash attention by a Pallas kernel for TPU that visits visible tiles alone, for several heads of queries at a time.
+"""Splash attention by a Pallas kernel for TPU that visits visible tiles alone, for several heads of
+queries at a time.
 
-jax's kernel has a step of its grid for each tile of the mask, also for hidden tiles, and masks every tile. It writes the
-logarithms as float32 [H, T, 128]. This kernel has a step for a block of queries of some heads, which use the same keys. It
-loops over the visible tiles, masks those on an edge, and writes [H, 1, T]. No step depends on another one, so that two cores
-of a device share them. On other devices it runs interpreted, for tests.
+jax's kernel has a step of its grid for each tile of the mask, also for hidden tiles, and masks
+every tile. It writes the logarithms as float32 [H, T, 128]. This kernel has a step for a block of
+queries of some heads, which use the same keys. It loops over the visible tiles, masks those on an
+edge, and writes [H, 1, T]. No step depends on another one, so that two cores of a device share
+them. On other devices it runs interpreted, for tests.
 
-Suffixes: B sequences, H heads of queries, G heads of keys and values, T positions, K width of a head, V of its values.
+Suffixes: B sequences, H heads of queries, G heads of keys and values, T positions, K width of a
+head, V of its values.
 """
 
 import functools
@@ -24,10 +27,15 @@ from shardopt.nn._flash import TILE, Rule, capped
 from shardopt.nn._kernel_tiles import LANES, divisors, hide, padded, product, vmem
 
 
-def heads_of_step(query: tuple[int, ...], key: tuple[int, ...], value_width: int, dtype: DTypeLike, memory: int) -> int:
-    """Return how many heads of queries share a step; 0 if not even the keys and values of a row fit into VMEM.
+def heads_of_step(
+    query: tuple[int, ...], key: tuple[int, ...], value_width: int, dtype: DTypeLike, memory: int
+) -> int:
+    """Return how many heads of queries share a step.
 
-    Two cores need two steps. With heads of 128 in half precision, 32,768 positions fit on v5p, and 8,192 on v4.
+    0 if not even the keys and values of a row fit into VMEM.
+
+    Two cores need two steps. With heads of 128 in half precision, 32,768 positions fit on v5p, and
+    8,192 on v4.
 
     Args:
       query: the shape of queries, [B, H, T, K].
@@ -37,7 +45,11 @@ def heads_of_step(query: tuple[int, ...], key: tuple[int, ...], value_width: int
       memory: bytes of VMEM.
     """
     B, H, T, K = query
-    block, width, itemsize = math.gcd(T, TILE), padded(K) + padded(value_width), np.dtype(dtype).itemsize
+    block, width, itemsize = (
+        math.gcd(T, TILE),
+        padded(K) + padded(value_width),
+        np.dtype(dtype).itemsize,
+    )
     row = 2 * T * width * itemsize
     head = 8 * block**2 + block * (2 * width * itemsize + 4 * padded(value_width))
     counts = [count for count in divisors(H // key[1]) if row + count * head <= 5 * memory // 6]
@@ -52,9 +64,11 @@ def attend(
     key_segments: Int[Array, "B T"] | None,
     rule: Rule,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
-    """Return the mixed values for scores query key^T, and the logarithm of the sum of their exponentials.
+    """Return the mixed values for scores query key^T, and the logarithm of the sum of their
+    exponentials.
 
-    T is a multiple of 128, and a step has a head. A query that sees no key has a logarithm near `HIDDEN`, and some mean of values.
+    T is a multiple of 128, and a step has a head. A query that sees no key has a logarithm near
+    `HIDDEN`, and some mean of values.
     """
     from jax.experimental import pallas as pl  # imported late, since the import takes long
     from jax.experimental.pallas import tpu as pltpu
@@ -62,26 +76,42 @@ def attend(
     (B, H, T, K), (G, V) = query.shape, value.shape[1::2]
     block, R = math.gcd(T, TILE), H // G
     heads = heads_of_step(query.shape, key.shape, V, value.dtype, vmem())
-    query_spec = lambda width: pl.BlockSpec((None, heads, block, width), lambda b, h, i: (b, h, i, 0))  # noqa: E731
-    key_spec = lambda width: pl.BlockSpec((None, None, T, width), lambda b, h, _: (b, h * heads // R, 0, 0))  # noqa: E731
+
+    def query_spec(width):
+        return pl.BlockSpec((None, heads, block, width), lambda b, h, i: (b, h, i, 0))
+
+    def key_spec(width):
+        return pl.BlockSpec((None, None, T, width), lambda b, h, _: (b, h * heads // R, 0, 0))
+
     inputs, in_specs = [query, key, value], [query_spec(K), key_spec(K), key_spec(V)]
     if query_segments is not None and key_segments is not None:
-        inputs += [jnp.broadcast_to(query_segments[:, :, None], (B, T, LANES)), key_segments[:, None]]
+        inputs += [
+            jnp.broadcast_to(query_segments[:, :, None], (B, T, LANES)),
+            key_segments[:, None],
+        ]
         in_specs += [
             pl.BlockSpec((None, block, LANES), lambda b, h, i: (b, i, 0)),
             pl.BlockSpec((None, 1, T), lambda b, h, i: (b, 0, 0)),
         ]
-    out_shape = [jax.ShapeDtypeStruct((B, H, T, V), query.dtype), jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32)]
+    out_shape = [
+        jax.ShapeDtypeStruct((B, H, T, V), query.dtype),
+        jax.ShapeDtypeStruct((B, H, 1, T), jnp.float32),
+    ]
     rows, blocks = heads * block, T // block
     tiles = sum(_last(i, blocks, rule) - _first(i, block, rule, max) for i in range(blocks))
     kernel = pl.pallas_call(
         functools.partial(_mix, rule=rule, block=block),
         grid=(B, H // heads, blocks),
         in_specs=in_specs,
-        out_specs=[query_spec(V), pl.BlockSpec((None, heads, 1, block), lambda b, h, i: (b, h, 0, i))],
+        out_specs=[
+            query_spec(V),
+            pl.BlockSpec((None, heads, 1, block), lambda b, h, i: (b, h, 0, i)),
+        ],
         out_shape=out_shape,
         scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, V)],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem()),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem()
+        ),
         cost_estimate=pl.CostEstimate(
             flops=2 * block**2 * tiles * B * H * (K + V),
             transcendentals=block**2 * tiles * B * H,
@@ -90,7 +120,8 @@ def attend(
         name="splash_forward",
         interpret=not device_kind_or_default().startswith("TPU"),
     )
-    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function: the forward pass would run again
+    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function: the forward
+    # pass would run again
     mixed, logsumexp = jax.jit(kernel)(*inputs)
     return mixed, logsumexp[:, :, 0]
 
@@ -106,7 +137,10 @@ def _last(i: Any, blocks: int, rule: Rule) -> Any:
 
 
 def _mix(query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any, rule: Rule, block: int) -> None:
-    """Write what the queries of a block mix, with a softmax over blocks of keys; rows are the queries of all heads."""
+    """Write what the queries of a block mix, with a softmax over blocks of keys.
+
+    Rows are the queries of all heads.
+    """
     from jax.experimental import pallas as pl
 
     *segments, out, logsumexp, top, total, mixed = refs
@@ -117,10 +151,13 @@ def _mix(query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any, rule: Rule, b
         scores = product(query_ref[...].reshape(heads * block, -1), key_ref[keys], 1, 1)
         scores = capped(scores, rule.softcap)
         if masked:
-            same_segment = _wide(segments[0][...], block) == segments[1][:, keys] if segments else None
+            same_segment = (
+                _wide(segments[0][...], block) == segments[1][:, keys] if segments else None
+            )
             tiles = scores.reshape(heads, block, block)
             scores = hide(tiles, (i - j) * block, 0, same_segment, rule).reshape(scores.shape)
-        # numbers of a row stand in each of its lanes, except that `total` has a sum for each lane, which are added at the end
+        # numbers of a row stand in each of its lanes, except that `total` has a sum for each lane,
+        # which are added at the end
         largest = jnp.max(functools.reduce(jnp.maximum, _columns(scores)), axis=1, keepdims=True)
         new_top = jnp.broadcast_to(largest, top.shape) if first else jnp.maximum(top[...], largest)
         weights, value = jnp.exp(scores - _wide(new_top, block)), value_ref[keys]
@@ -128,7 +165,10 @@ def _mix(query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any, rule: Rule, b
         new_mixed = product(weights.astype(value.dtype), value, 1, 0)
         if not first:
             rescale = jnp.exp(top[...] - new_top)
-            new_total, new_mixed = new_total + total[...] * rescale, new_mixed + mixed[...] * _wide(rescale, V)
+            new_total, new_mixed = (
+                new_total + total[...] * rescale,
+                new_mixed + mixed[...] * _wide(rescale, V),
+            )
         top[...], total[...], mixed[...] = new_top, new_total, new_mixed
 
     def visit(j: Array, _: None) -> None:

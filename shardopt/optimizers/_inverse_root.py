@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 HIGHEST = jax.lax.Precision.HIGHEST
 _LAST = 8
-"""The number of iterations after the smallest eigenvalue is near 1, where each iteration squares the error."""
+"""The number of iterations after the smallest eigenvalue is near 1, where each iteration squares
+the error.
+"""
 
 
 def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array:
@@ -19,7 +21,8 @@ def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array
     Args:
       a: matrices [..., m, m] of a floating dtype, fp32 or wider.
       root: 2 or 4.
-      ridge: the number added to the diagonal, as a fraction of |A|. It must be above the rounding of the dtype.
+      ridge: the number added to the diagonal, as a fraction of |A|. It must be above the rounding
+        of the dtype.
 
     Example:
       >>> import jax.numpy as jnp
@@ -32,12 +35,14 @@ def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array
 
     from X = z^(1/root) I and M = z A. They keep X^root = M A^-1, and M converges to I.
 
-    The number of iterations depends only on the ridge, not on the matrices. So no device waits for a comparison across a
-    batch. No device factorises: XLA:TPU would gather a sharded batch for `jnp.linalg.eigh`.
+    The number of iterations depends only on the ridge, not on the matrices. So no device waits for
+    a comparison across a batch. No device factorises: XLA:TPU would gather a sharded batch for
+    `jnp.linalg.eigh`.
 
     References:
-      Higham and Iannazzo in Higham, "Functions of Matrices", 2008, section 7.3, equation 7.14; Anil, Gupta, Koren, Regan and
-      Singer, "Scalable Second Order Optimization for Deep Learning", 2020, appendix.
+      Higham and Iannazzo in Higham, "Functions of Matrices", 2008, section 7.3, equation 7.14;
+      Anil, Gupta, Koren, Regan and Singer, "Scalable Second Order Optimization for Deep Learning",
+      2020, appendix.
     """
     eye = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
     norm = jnp.sqrt(jnp.sum(jnp.square(a), (-2, -1), keepdims=True))
@@ -46,7 +51,9 @@ def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array
     scaled = a / norm + ridge_array * eye  # its eigenvalues are between the ridge and 1 + ridge
     z = (1 + root) / (2 * (1 + ridge_array))
     # An eigenvalue of M that is far from 1 grows by ((root + 1) / root)^root per iteration.
-    num_iterations = jnp.ceil(-jnp.log(ridge_array) / (root * jnp.log1p(1 / root))).astype(jnp.int32) + _LAST
+    num_iterations = (
+        jnp.ceil(-jnp.log(ridge_array) / (root * jnp.log1p(1 / root))).astype(jnp.int32) + _LAST
+    )
 
     def iterate(_, carry):
         x, m = carry
@@ -61,9 +68,9 @@ def inverse_root(a: jax.Array, root: int, ridge: float | jax.Array) -> jax.Array
 def product(a: jax.Array, b: jax.Array, *, flip_a: bool = False, flip_b: bool = False) -> jax.Array:
     """Return A B of batches of matrices [..., m, k] and [..., k, n].
 
-    `flip_a` and `flip_b` transpose A and B first. `jnp.matmul` and `jnp.einsum` drop batch dims of length 1. The update of
-    one block would then have other equations than the update of several, and `opt_state_layout="matrices"` could not
-    separate the blocks.
+    `flip_a` and `flip_b` transpose A and B first. `jnp.matmul` and `jnp.einsum` drop batch dims of
+    length 1. The update of one block would then have other equations than the update of several,
+    and `opt_state_layout="matrices"` could not separate the blocks.
     """
     batch_dims = tuple(range(a.ndim - 2))
     contracted_dims = (a.ndim - (2 if flip_a else 1),), (b.ndim - (1 if flip_b else 2),)

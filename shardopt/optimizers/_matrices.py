@@ -1,4 +1,7 @@
-"""Rules for which dims of a leaf are the rows and columns of matrices; the other dims count matrices."""
+"""Rules for which dims of a leaf are the rows and columns of matrices.
+
+The other dims count matrices.
+"""
 
 import math
 import re
@@ -17,12 +20,13 @@ Dims = int | tuple[int, ...]
 class Matrix(NamedTuple):
     """The matrices within a leaf: one or more dims together are the rows, others are the columns.
 
-    All other dims count matrices. Take a leaf [L, D, 3, H, K] with D as rows and with H, K together as columns: it holds
-    3 L matrices [D, H K].
+    All other dims count matrices. Take a leaf [L, D, 3, H, K] with D as rows and with H, K together
+    as columns: it holds 3 L matrices [D, H K].
 
     Attributes:
       rows: the dim, or the dims in order, of the row index.
-      columns: the dim, or the dims in order, of the column index. Negative dims count from the last.
+      columns: the dim, or the dims in order, of the column index. Negative dims count from the
+        last.
 
     Example:
       >>> Matrix(rows=1, columns=(3, 4)).shape_in((2, 64, 3, 4, 16))  # 2 blocks of fused queries, keys, values
@@ -33,7 +37,9 @@ class Matrix(NamedTuple):
     columns: Dims = -1
 
     def order(self, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return three tuples of dims of a leaf with `ndim` dims: dims that count matrices, row dims and column dims."""
+        """Return three tuples of dims of a leaf with `ndim` dims: dims that count matrices, row
+        dims and column dims.
+        """
         rows, columns = (_nonnegative_dims(dims, ndim) for dims in self)
         return tuple(dim for dim in range(ndim) if dim not in rows + columns), rows, columns
 
@@ -59,23 +65,28 @@ class Matrix(NamedTuple):
 Matrices = Sequence[tuple[str | re.Pattern[str], Matrix | None]] | None
 """Rules `[(regex, Matrix), ...]`. The regex is searched in the key path, and the first match wins.
 
-None as rules makes each leaf of two dims a matrix. None as the `Matrix` of a rule marks leaves that are not matrices.
-"""
+None as rules makes each leaf of two dims a matrix. None as the `Matrix` of a rule marks leaves that
+are not matrices. """
 
 
 def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
     """Return the `Matrix` of each leaf; None for a leaf without matrices.
 
-    A rule may match a path without a leaf, since `optax.masked` and frozen parameters leave holes in the tree.
+    A rule may match a path without a leaf, since `optax.masked` and frozen parameters leave holes
+    in the tree.
 
     Raises:
       TypeError: if `matrices` is not a sequence of (regex, Matrix or None).
-      ValueError: if a rule matches no path, names a dim that its leaf does not have, or names a dim twice.
+      ValueError: if a rule matches no path, names a dim that its leaf does not have, or names a dim
+        twice.
     """
     rules = check_matrices(matrices)
     if rules is None:
         return [Matrix() if leaf.ndim == 2 else None for leaf in jax.tree.leaves(params)]
-    is_hole = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
+
+    def is_hole(x):
+        return x is None or isinstance(x, optax.MaskedNode)
+
     paths_and_leaves, leaf_matrices, misfits = leaves_with_paths(params, is_leaf=is_hole), [], []
     for path, leaf in paths_and_leaves:
         if is_hole(leaf):
@@ -86,12 +97,18 @@ def match_matrices(matrices: Matrices, params: PyTree) -> list[Matrix | None]:
             misfits.append(f"{path}: shape {leaf.shape}, {matrix} {misfit}")
     if misfits:
         fix = "name each dim once, as it stands in the whole leaf, counting that of stacked blocks."
-        raise ValueError(error_text(f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix))
+        raise ValueError(
+            error_text(f"matrices= does not fit {plural(len(misfits), 'leaf')}.", misfits, fix)
+        )
     unused = [
-        repr(pattern.pattern) for pattern, _ in rules if not any(pattern.search(path) for path, _ in paths_and_leaves)
+        repr(pattern.pattern)
+        for pattern, _ in rules
+        if not any(pattern.search(path) for path, _ in paths_and_leaves)
     ]
     if unused:
-        examples = ", ".join(path for path, _ in paths_and_leaves[:8]) + (", ..." if len(paths_and_leaves) > 8 else "")
+        examples = ", ".join(path for path, _ in paths_and_leaves[:8]) + (
+            ", ..." if len(paths_and_leaves) > 8 else ""
+        )
         problem = f"{plural(len(unused), 'rule')} of matrices= matched no parameter."
         raise ValueError(error_text(problem, unused, f"match a key path, such as: {examples}."))
     return leaf_matrices
@@ -111,13 +128,19 @@ def check_matrices(matrices: Matrices) -> list[tuple[re.Pattern[str], Matrix | N
         raise TypeError(error_text(f"{expected}, got {type(matrices).__name__}."))
     rules = []
     for rule in matrices:
-        if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[1], Matrix | None):
+        if (
+            not isinstance(rule, tuple | list)
+            or len(rule) != 2
+            or not isinstance(rule[1], Matrix | None)
+        ):
             raise TypeError(error_text(f"{expected}; got the rule {rule!r}."))
         try:
             rules.append((re.compile(rule[0]), rule[1]))
         except (re.error, TypeError) as error:
             problem = f"matrices: {rule[0]!r} is not a regular expression: {error}."
-            raise ValueError(error_text(problem, fix="give a regex that is searched in key paths.")) from error
+            raise ValueError(
+                error_text(problem, fix="give a regex that is searched in key paths.")
+            ) from error
     return rules
 
 

@@ -1,4 +1,6 @@
-"""`muon_dimension_numbers`: the matrix dims of fused, stacked and convolution leaves, for optax's Muon."""
+"""`muon_dimension_numbers`: the matrix dims of fused, stacked and convolution leaves, for optax's
+Muon.
+"""
 
 from collections.abc import Callable
 
@@ -12,20 +14,24 @@ from shardopt.optimizers._matrices import Matrices, check_matrices, match_matric
 
 @calling("muon_dimension_numbers")
 def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
-    """Return dimension numbers for `optax.contrib.muon`, from the same rules as `soap` and `shampoo`.
+    """Return dimension numbers for `optax.contrib.muon`, from the same rules as `soap` and
+    `shampoo`.
 
-    Muon orthogonalises each matrix of a leaf separately. Leaves without a rule go to AdamW, as usual in optax.
+    Muon orthogonalises each matrix of a leaf separately. Leaves without a rule go to AdamW, as
+    usual in optax.
 
     Args:
-      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths, and the first match wins;
-        None instead of a `Matrix` for leaves that are not matrices. `matrices=None` takes the leaves of two dims.
+      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths,
+        and the first match wins; None instead of a `Matrix` for leaves that are not matrices.
+        `matrices=None` takes the leaves of two dims.
 
     Returns:
       A function for the argument `muon_weight_dimension_numbers` of `optax.contrib.muon`.
 
     Raises:
       TypeError: if `matrices` has another form.
-      ValueError: if a regex does not compile; in `init`, if a rule matches nothing or does not fit its leaf.
+      ValueError: if a regex does not compile; in `init`, if a rule matches nothing or does not fit
+        its leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so

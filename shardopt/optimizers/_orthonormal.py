@@ -7,10 +7,10 @@ import jax.numpy as jnp
 def orthonormal(x: jax.Array) -> jax.Array:
     """Return Q of X = Q R, for X [..., m, m] of full rank; the signs of columns are arbitrary.
 
-    The method depends on the backend. TPU and GPU use `jnp.linalg.qr`, which XLA:TPU leaves sharded over its batch. On CPU
-    that would be LAPACK, which spreads a batch over threads on which other simulated devices wait in collectives: with
-    several simulated devices the step hangs. So CPU runs modified Gram-Schmidt twice. A single run loses more digits the
-    worse X is conditioned.
+    The method depends on the backend. TPU and GPU use `jnp.linalg.qr`, which XLA:TPU leaves sharded
+    over its batch. On CPU that would be LAPACK, which spreads a batch over threads on which other
+    simulated devices wait in collectives: with several simulated devices the step hangs. So CPU
+    runs modified Gram-Schmidt twice. A single run loses more digits the worse X is conditioned.
 
     Example:
       >>> import jax.numpy as jnp

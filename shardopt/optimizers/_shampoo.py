@@ -26,7 +26,8 @@ class ShampooState(NamedTuple):
     Attributes:
       step: int32, the number of gradients so far.
       mu: the moving mean of gradients, in the shape of the leaf.
-      nu: the moving mean of squared gradients, in the shape of the leaf; None unless `graft="adam"`.
+      nu: the moving mean of squared gradients, in the shape of the leaf; None unless
+        `graft="adam"`.
       left: the moving mean of G G^T, [..., m, m]; None for a side longer than `max_dim`.
       right: the moving mean of G^T G, [..., n, n]; None for a side longer than `max_dim`.
       left_root: the last inverse root of `left`.
@@ -57,28 +58,31 @@ def shampoo(
 ) -> optax.GradientTransformationExtraArgs:
     """Precondition each matrix from both sides; use AdamW for leaves that are not matrices.
 
-    For a gradient G [m, n], let L, R and M be the bias-corrected moving means of G G^T, G^T G and G:
+    For a gradient G [m, n], let L, R and M be the bias-corrected moving means of G G^T, G^T G and
+    G:
 
     Args:
       learning_rate: a number or a schedule, also for AdamW.
       b1: decay of the mean of gradients, also for AdamW.
       b2: decay of the means of squares, of L and of R, also for AdamW.
       eps: added to the root of Adam's second moment.
-      ridge: added to the diagonals of L and R before a root, as a fraction of their Frobenius norms; in fp32 not below
-        1e-6.
+      ridge: added to the diagonals of L and R before a root, as a fraction of their Frobenius
+        norms; in fp32 not below 1e-6.
       weight_decay: decoupled weight decay, also for AdamW.
       interval: the number of steps from one computation of the roots to the next.
       graft: the optimizer whose step size to use, "adam" or "sgd"; None uses D without rescaling.
       max_dim: sides that are longer are not preconditioned.
-      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths, and the first match wins;
-        None instead of a `Matrix` for leaves that are not matrices. By default the leaves of two dims.
+      matrices: rules `[(regex, so.optimizers.Matrix), ...]`. The regex is searched in key paths,
+        and the first match wins; None instead of a `Matrix` for leaves that are not matrices. By
+        default the leaves of two dims.
 
     Returns:
       An optax transformation.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if an argument is out of range; in `init`, if a rule matches nothing or does not fit its leaf.
+      ValueError: if an argument is out of range; in `init`, if a rule matches nothing or does not
+        fit its leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -91,25 +95,28 @@ def shampoo(
 
         D = L^(-1/4) M R^(-1/4),   W <- W - learning_rate (D |A| / |D| + weight_decay W)
 
-    A is the step of Adam (`graft="adam"`), or M (`graft="sgd"`), and |.| is the Frobenius norm of each matrix. So D gives
-    the direction, and A the size of the step. The roots are computed on the first step and then every `interval` steps;
-    steps in between use the old roots. If one side is longer than `max_dim`, only the other side is preconditioned, with
-    the power -1/2.
+    A is the step of Adam (`graft="adam"`), or M (`graft="sgd"`), and |.| is the Frobenius norm of
+    each matrix. So D gives the direction, and A the size of the step. The roots are computed on the
+    first step and then every `interval` steps; steps in between use the old roots. If one side is
+    longer than `max_dim`, only the other side is preconditioned, with the power -1/2.
 
-    **Equivalence**: a plain optax transformation. Under any strategy it equals one device, up to summation order. With b1=0,
-    graft=None and interval=1 it is Shampoo as published, except that it uses means instead of sums.
+    **Equivalence**: a plain optax transformation. Under any strategy it equals one device, up to
+    summation order. With b1=0, graft=None and interval=1 it is Shampoo as published, except that it
+    uses means instead of sums.
 
-    **Placement**: a leaf holds its two moments, in fp32 or wider. Each of its matrices has 2 m^2 + 2 n^2 more numbers, in
-    leaves [..., m, m] and [..., n, n]. The first dims of these leaves are the dims that count matrices.
+    **Placement**: a leaf holds its two moments, in fp32 or wider. Each of its matrices has 2 m^2 +
+    2 n^2 more numbers, in leaves [..., m, m] and [..., n, n]. The first dims of these leaves are
+    the dims that count matrices.
 
-    **Communication**: none. The computation consists of products, batched over the dims that count matrices. If these dims
-    are sharded, as blocks are, each device works only on the matrices that it owns. If rows or columns are sharded, the
-    partitioner gathers the matrices.
+    **Communication**: none. The computation consists of products, batched over the dims that count
+    matrices. If these dims are sharded, as blocks are, each device works only on the matrices that
+    it owns. If rows or columns are sharded, the partitioner gathers the matrices.
 
     References:
-      Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018, algorithm 1; Anil, Gupta, Koren,
-      Regan and Singer, "Scalable Second Order Optimization for Deep Learning", 2020, grafting and stale roots; Shi et al.,
-      "A Distributed Data-Parallel PyTorch Implementation of the Distributed Shampoo Optimizer", 2023, algorithm 2.
+      Gupta, Koren and Singer, "Shampoo: Preconditioned Stochastic Tensor Optimization", 2018,
+      algorithm 1; Anil, Gupta, Koren, Regan and Singer, "Scalable Second Order Optimization for
+      Deep Learning", 2020, grafting and stale roots; Shi et al., "A Distributed Data-Parallel
+      PyTorch Implementation of the Distributed Shampoo Optimizer", 2023, algorithm 2.
     """
     if graft not in ("adam", "sgd", None):
         raise ValueError(f"{CALLER}: graft must be 'adam', 'sgd' or None, got {graft!r}.")
@@ -136,7 +143,10 @@ class _Shampoo(NamedTuple):
         leaves, treedef = jax.tree.flatten(params)
         leaf_matrices = sides.matrices_of(self.matrices, params)
         moments, roots = (
-            [sides.zero_sides(*args, self.max_dim) for args in zip(leaves, leaf_matrices, strict=True)]
+            [
+                sides.zero_sides(*args, self.max_dim)
+                for args in zip(leaves, leaf_matrices, strict=True)
+            ]
             for _ in range(2)
         )
         nu = wide_zeros(params) if self.graft == "adam" else None
@@ -144,7 +154,9 @@ class _Shampoo(NamedTuple):
         return ShampooState(jnp.zeros((), jnp.int32), wide_zeros(params), nu, *side_trees)
 
     @calling(CALLER)
-    def update(self, updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, ShampooState]:
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None
+    ) -> tuple[PyTree, ShampooState]:
         del params
         leaves, treedef = jax.tree.flatten(updates)
         leaf_matrices, count = sides.matrices_of(self.matrices, updates), state.step + 1
@@ -157,7 +169,10 @@ class _Shampoo(NamedTuple):
         moments = [
             sides.second_moments(matrix.of(g), pair, self.b2)
             for g, matrix, pair in zip(
-                jax.tree.leaves(wide), leaf_matrices, sides.as_pairs(treedef, state.left, state.right), strict=True
+                jax.tree.leaves(wide),
+                leaf_matrices,
+                sides.as_pairs(treedef, state.left, state.right),
+                strict=True,
             )
         ]
         roots = [
@@ -167,11 +182,15 @@ class _Shampoo(NamedTuple):
                 lambda pair=pair: _inverse_roots(pair, self.b2, count, self.ridge),
                 old_pair,
             )
-            for pair, old_pair in zip(moments, sides.as_pairs(treedef, state.left_root, state.right_root), strict=True)
+            for pair, old_pair in zip(
+                moments, sides.as_pairs(treedef, state.left_root, state.right_root), strict=True
+            )
         ]
         new_updates = []
         graft_steps = jax.tree.leaves(self.graft_step(mean, nu, count))
-        per_leaf = zip(leaves, leaf_matrices, jax.tree.leaves(mean), graft_steps, roots, strict=True)
+        per_leaf = zip(
+            leaves, leaf_matrices, jax.tree.leaves(mean), graft_steps, roots, strict=True
+        )
         for leaf, matrix, leaf_mean, leaf_graft_step, root_pair in per_leaf:
             direction = sides.multiply_sides(root_pair, matrix.of(leaf_mean))
             if self.graft is not None:
@@ -185,20 +204,33 @@ class _Shampoo(NamedTuple):
         if nu is None:
             return mean
         return jax.tree.map(
-            lambda m, v: m / (jnp.sqrt(sides.unbiased(v, self.b2, count)) + jnp.asarray(self.eps, v.dtype)), mean, nu
+            lambda m, v: (
+                m / (jnp.sqrt(sides.unbiased(v, self.b2, count)) + jnp.asarray(self.eps, v.dtype))
+            ),
+            mean,
+            nu,
         )
 
 
 def _inverse_roots(pair: Pair, b2: Number, count: jax.Array, ridge: Number) -> Pair:
-    """Return the inverse fourth roots of both second moments; the inverse square root if there is only one moment."""
+    """Return the inverse fourth roots of both second moments.
+
+    The inverse square root if there is only one moment.
+    """
     root = 2 if any(moment is None for moment in pair) else 4
     left_root, right_root = (
-        None if moment is None else inverse_root(sides.unbiased(moment, b2, count), root, ridge) for moment in pair
+        None if moment is None else inverse_root(sides.unbiased(moment, b2, count), root, ridge)
+        for moment in pair
     )
     return left_root, right_root
 
 
 def _with_norm_of(direction: jax.Array, graft_step: jax.Array) -> jax.Array:
-    """Return each matrix of `direction`, scaled to the norm of the matrix of `graft_step`; a zero matrix stays zero."""
-    norm, graft_norm = (jnp.sqrt(jnp.sum(jnp.square(x), (-2, -1), keepdims=True)) for x in (direction, graft_step))
+    """Return each matrix of `direction`, scaled to the norm of the matrix of `graft_step`.
+
+    A zero matrix stays zero.
+    """
+    norm, graft_norm = (
+        jnp.sqrt(jnp.sum(jnp.square(x), (-2, -1), keepdims=True)) for x in (direction, graft_step)
+    )
     return direction * (graft_norm / jnp.where(norm > 0, norm, jnp.ones_like(norm)))

@@ -1,4 +1,6 @@
-"""Helpers of Shampoo and SOAP: second moments of rows and columns, and the choice of the optimizer of each leaf."""
+"""Helpers of Shampoo and SOAP: second moments of rows and columns, and the choice of the optimizer
+of each leaf.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -28,10 +30,11 @@ def on_matrices(
     interval: int,
     **numbers: Number,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that applies `scale` to matrices with a side of at most `max_dim`, and AdamW to all other leaves.
+    """Return an optimizer that applies `scale` to matrices with a side of at most `max_dim`, and
+    AdamW to all other leaves.
 
-    Invalid rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") raise an error. Numbers that are arrays,
-    as from `optax.inject_hyperparams`, are not checked.
+    Invalid rules, counts and numbers ("b1", "b2", "eps", "ridge", "weight_decay") raise an error.
+    Numbers that are arrays, as from `optax.inject_hyperparams`, are not checked.
     """
     with calling(caller):
         check_matrices(matrices)
@@ -46,12 +49,19 @@ def on_matrices(
     def labels(tree: PyTree) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaves, match_matrices(matrices, tree), strict=True)
-        is_scaled = [matrix is not None and min(matrix.shape_in(leaf.shape)[-2:]) <= max_dim for leaf, matrix in pairs]
+        is_scaled = [
+            matrix is not None and min(matrix.shape_in(leaf.shape)[-2:]) <= max_dim
+            for leaf, matrix in pairs
+        ]
         return treedef.unflatten(["matrices" if scaled else "others" for scaled in is_scaled])
 
     decay = numbers["weight_decay"]
-    matrix_optimizer = optax.chain(scale, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(learning_rate))
-    other_optimizer = optax.adamw(learning_rate, *(numbers[name] for name in ("b1", "b2", "eps")), weight_decay=decay)
+    matrix_optimizer = optax.chain(
+        scale, optax.add_decayed_weights(decay), optax.scale_by_learning_rate(learning_rate)
+    )
+    other_optimizer = optax.adamw(
+        learning_rate, *(numbers[name] for name in ("b1", "b2", "eps")), weight_decay=decay
+    )
     return optax.partition({"matrices": matrix_optimizer, "others": other_optimizer}, labels)
 
 
@@ -66,13 +76,17 @@ def zero_sides(leaf: jax.Array, matrix: Matrix, max_dim: int) -> Pair:
     """Return zeros [..., m, m] and [..., n, n] for the matrices [..., m, n] of a leaf."""
     *batch, m, n = matrix.shape_in(leaf.shape)
     dtype = wide_dtype(leaf.dtype)
-    left, right = (jnp.zeros((*batch, side, side), dtype) if side <= max_dim else None for side in (m, n))
+    left, right = (
+        jnp.zeros((*batch, side, side), dtype) if side <= max_dim else None for side in (m, n)
+    )
     return left, right
 
 
 def as_trees(treedef: TreeDef, pairs: Sequence[Pair]) -> tuple[PyTree, PyTree]:
     """Return the pairs of all leaves as two trees: one of the row sides, one of the column sides."""
-    return treedef.unflatten([pair[0] for pair in pairs]), treedef.unflatten([pair[1] for pair in pairs])
+    return treedef.unflatten([pair[0] for pair in pairs]), treedef.unflatten(
+        [pair[1] for pair in pairs]
+    )
 
 
 def as_pairs(treedef: TreeDef, left: PyTree, right: PyTree) -> list[Pair]:
@@ -80,8 +94,11 @@ def as_pairs(treedef: TreeDef, left: PyTree, right: PyTree) -> list[Pair]:
     return list(zip(treedef.flatten_up_to(left), treedef.flatten_up_to(right), strict=True))
 
 
-def refresh_every(interval: int, step: jax.Array, refresh: Callable[[], Pair], old_pair: Pair) -> Pair:
-    """Return the result of `refresh` on steps 0, interval, 2 interval, ..., and the old pair on all other steps.
+def refresh_every(
+    interval: int, step: jax.Array, refresh: Callable[[], Pair], old_pair: Pair
+) -> Pair:
+    """Return the result of `refresh` on steps 0, interval, 2 interval, ..., and the old pair on all
+    other steps.
 
     Call it once for each leaf. One branch for all leaves would tie their matrices together, and
     `opt_state_layout="matrices"` could not separate them.
@@ -102,7 +119,10 @@ def second_moments(g: jax.Array, pair: Pair, decay: Number) -> Pair:
 
 
 def multiply_sides(pair: Pair, g: jax.Array, *, into_basis: bool = False) -> jax.Array:
-    """Return P G Q^T for matrices G and sides P, Q; with `into_basis` P^T G Q. A side that is None acts as the identity."""
+    """Return P G Q^T for matrices G and sides P, Q; with `into_basis` P^T G Q.
+
+    A side that is None acts as the identity.
+    """
     left, right = pair
     if left is not None:
         g = product(left, g, flip_a=into_basis)

@@ -1,4 +1,6 @@
-"""Training without barriers: a parameter server with bounded staleness, its event log, replay and simulation."""
+"""Training without barriers: a parameter server with bounded staleness, its event log, replay and
+simulation.
+"""
 
 from shardopt.parameter_server import durations, rules
 from shardopt.parameter_server._clock import should_sync

@@ -60,15 +60,17 @@ RunUpdate = Callable[[PyTree, tuple[PyTree, PyTree], Pushes], UpdateResult]
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs that a server runs on its trained leaves: all leaves, a fragment of them, or a range of each.
+    """The programs that a server runs on its trained leaves: all leaves, a fragment of them, or a
+    range of each.
 
-    `args` are `run_arguments` of these leaves, of their states, and of updates with their gradients.
+    `args` are `run_arguments` of these leaves, of their states, and of updates with their
+    gradients.
 
     Attributes:
       tx: the optimizer.
       rule: the staleness rule.
-      donate: let each update take over the memory of the optimizer's and the rule's state. The parameters are never
-        donated: workers may still hold them.
+      donate: let each update take over the memory of the optimizer's and the rule's state. The
+        parameters are never donated: workers may still hold them.
       servers: the number of servers, each with a range of every leaf.
       codec: the decoder of pushes; None if they are not encoded.
     """
@@ -81,7 +83,9 @@ class Programs:
 
     @cached_property
     def _jitted(self) -> tuple[Callable[..., Any], ...]:
-        """The update of all rows, the update of some rows, and the phases of an update before and after sums over servers."""
+        """The update of all rows, the update of some rows, and the phases of an update before and
+        after sums over servers.
+        """
         run, donated = update_program(self.tx, self.rule, self.codec), (1,) if self.donate else ()
         sums, finish = split_at_sums(run, self.servers)
         after_one = [1 + i for i in donated]
@@ -118,14 +122,20 @@ class Programs:
         _, _, sums, _ = self._jitted
         return sums(*args)
 
-    def finish(self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]) -> UpdateResult:
+    def finish(
+        self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]
+    ) -> UpdateResult:
         """Return the updated leaves and states, with the terms of all servers."""
         *_, finish = self._jitted
         return finish(server_sums, *args) if server_sums and server_sums[0] else self.update(args)
 
 
-def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compressor | None = None) -> RunUpdate:
-    """Return the update as a pure function: average the pushed gradients, then the rule, then the optimizer."""
+def update_program(
+    tx: optax.GradientTransformation, rule: Rule, codec: Compressor | None = None
+) -> RunUpdate:
+    """Return the update as a pure function: average the pushed gradients, then the rule, then the
+    optimizer.
+    """
     update = optax.with_extra_args_support(tx).update
 
     def run(params: PyTree, states: tuple[PyTree, PyTree], pushes: Pushes) -> UpdateResult:
@@ -135,7 +145,9 @@ def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compress
         grads, metrics = _average(pushed, rows)
         pulled = params if pulled is None else pulled
         old_rule_state = rule_state
-        grads, rule_state = rule.gradient(grads, rule_state, params=params, pulled=pulled, delay=delay)
+        grads, rule_state = rule.gradient(
+            grads, rule_state, params=params, pulled=pulled, delay=delay
+        )
         old_opt_state = opt_state
         step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
         if rule.scale is not None:
@@ -148,7 +160,9 @@ def update_program(tx: optax.GradientTransformation, rule: Rule, codec: Compress
     return run
 
 
-def run_arguments(arrays: Sequence[PyTree], updates: Sequence[Update], pulled: PyTree, delay: int) -> tuple[Any, ...]:
+def run_arguments(
+    arrays: Sequence[PyTree], updates: Sequence[Update], pulled: PyTree, delay: int
+) -> tuple[Any, ...]:
     """Return the arguments of a `RunUpdate`."""
     pushed = [(update.grads, update.loss, dict(update.metrics)) for update in updates]
     rows = np.asarray([update.rows for update in updates], np.float32)
@@ -163,7 +177,9 @@ def metrics_of(updates: Sequence[Update]) -> dict[str, jax.Array]:
 
 
 @jax.jit
-def _metrics(pushed: Sequence[tuple[PyTree, Weighted, dict[str, Metric]]], rows: jax.Array) -> dict[str, jax.Array]:
+def _metrics(
+    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Metric]]], rows: jax.Array
+) -> dict[str, jax.Array]:
     return _average(pushed, rows)[1]
 
 
@@ -179,14 +195,21 @@ def _average(
 
     def mean(*leaves):
         wide = wide_dtype(leaves[0].dtype)
-        scaled = [leaf.astype(wide) * factor.astype(wide) for leaf, factor in zip(leaves, factors, strict=True)]
+        scaled = [
+            leaf.astype(wide) * factor.astype(wide)
+            for leaf, factor in zip(leaves, factors, strict=True)
+        ]
         return sum(scaled[1:], start=scaled[0]).astype(leaves[0].dtype)
 
     grads = jax.tree.map(mean, *[pushed_grads for pushed_grads, _, _ in pushed])
 
     means = {}
     for name in pushed[0][2]:
-        push_metrics = [of_rows(metrics[name], n) for (_, _, metrics), n in zip(pushed, counts, strict=True)]
-        total = functools.reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), push_metrics)
+        push_metrics = [
+            of_rows(metrics[name], n) for (_, _, metrics), n in zip(pushed, counts, strict=True)
+        ]
+        total = functools.reduce(
+            lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), push_metrics
+        )
         means[name] = jnp.asarray(value_of(total))
     return grads, {"loss": jnp.asarray(loss), **means}

@@ -17,11 +17,23 @@ from shardopt.core._types import Devices, PyTree, TrainState
 from shardopt.parameter_server._async_sgd import check_not_shared, check_servers
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._fragments import FragmentPlan, check_fragments
-from shardopt.parameter_server._islands import Island, Islands, Streaming, check_streaming, first_local_device
+from shardopt.parameter_server._islands import (
+    Island,
+    Islands,
+    Streaming,
+    check_streaming,
+    first_local_device,
+)
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
-from shardopt.parameter_server._worker import Streams, WorkerCompressors, check_codec, check_sgd_params, codec_header
+from shardopt.parameter_server._worker import (
+    Streams,
+    WorkerCompressors,
+    check_codec,
+    check_sgd_params,
+    codec_header,
+)
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor, Reducer
 from shardopt.step._optimizer import ShardedOptimizer
@@ -53,47 +65,58 @@ def async_local_sgd(
     max_restarts: int = 0,
     hang_timeout: float | None = None,
 ) -> AsyncOptimizer:
-    """Train islands independently, and apply an outer optimizer to the change of each island when it arrives.
+    """Train islands independently, and apply an outer optimizer to the change of each island when
+    it arrives.
 
-    Island i pulls the parameters theta. It takes H steps of its strategy on its own batches, which change theta to
-    theta_i, and pushes Delta_i = theta - theta_i. The server does theta' <- theta' + outer.update(rule(Delta_i)), with
-    its current parameters theta'. The island keeps its optimizer state and continues from the next pull.
+    Island i pulls the parameters theta. It takes H steps of its strategy on its own batches, which
+    change theta to theta_i, and pushes Delta_i = theta - theta_i. The server does theta' <- theta'
+    + outer.update(rule(Delta_i)), with its current parameters theta'. The island keeps its
+    optimizer state and continues from the next pull.
 
     Args:
-      strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on its own devices. They train the same
-        parameters; optimizers, meshes and micro-batches may differ. On Ray, for each island a function
-        `devices -> strategy`, which is called in the island's process with its devices.
-      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With several islands and no
-        bound, stale changes enter its momentum one by one. Liu et al. then found that `optax.sgd(0.7)` with
-        `rules.delayed_nesterov(every=n)` trains well.
+      strategies: the islands, from `ddp`, `zero`, `fsdp` or `hybrid`, each on its own devices. They
+        train the same parameters; optimizers, meshes and micro-batches may differ. On Ray, for each
+        island a function `devices -> strategy`, which is called in the island's process with its
+        devices.
+      outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With
+        several islands and no bound, stale changes enter its momentum one by one. Liu et al. then
+        found that `optax.sgd(0.7)` with `rules.delayed_nesterov(every=n)` trains well.
       local_steps: H; or one number for each island, for instance from `rules.dynamic_local_steps`.
       max_staleness: the bound in pushes; None for no bound.
       rule: the treatment of late changes, from `parameter_server.rules`.
       fragments: P, the number of fragments, which are pushed one after another; divides H.
-      delay: steps that an island takes while a push and its answer travel; below H / P. After these steps the island waits.
-      mix: the share of its own parameters that an island keeps when it takes the server's, from 0 to 1.
+      delay: steps that an island takes while a push and its answer travel; below H / P. After these
+        steps the island waits.
+      mix: the share of its own parameters that an island keeps when it takes the server's, from 0
+        to 1.
       reducer: the encoding of changes on their way to the server, as for `async_sgd`.
-      backend: "threads", with islands in this process; or "ray", with one process or several for each island.
-      nonfinite: the treatment of changes that are not finite: "raise", which ends the run, or "skip".
+      backend: "threads", with islands in this process; or "ray", with one process or several for
+        each island.
+      nonfinite: the treatment of changes that are not finite: "raise", which ends the run, or
+        "skip".
       devices: on Ray, the number of devices of each process of an island.
-      hosts_per_island: on Ray, the number of processes of each island, which join by `jax.distributed`. The island's
-        function gets the devices of all of them. Only the first process talks to the server. An island that loses a
-        process is restarted with all its processes.
-      servers: n, the number of servers that parameters and the outer optimizer's state are sharded over, as for
-        `async_sgd`; not with a reducer or fragments.
+      hosts_per_island: on Ray, the number of processes of each island, which join by
+        `jax.distributed`. The island's function gets the devices of all of them. Only the first
+        process talks to the server. An island that loses a process is restarted with all its
+        processes.
+      servers: n, the number of servers that parameters and the outer optimizer's state are sharded
+        over, as for `async_sgd`; not with a reducer or fragments.
       address: the address of the Ray cluster, as for `async_sgd`.
       max_restarts: on Ray, how often each island is restarted.
-      hang_timeout: on Ray, as for `async_sgd`. If one process of an island hangs, all its processes are killed.
+      hang_timeout: on Ray, as for `async_sgd`. If one process of an island hangs, all its processes
+        are killed.
 
     Returns:
-      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H / P of the global batches of
-      `batches_of(worker)`. `metrics["history"]` has the means over these steps of all metrics of the strategies. `so.Sum`
-      is added up over the steps; `so.Max` and `so.Min` are the largest and the smallest.
+      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H / P of the
+      global batches of `batches_of(worker)`. `metrics["history"]` has the means over these steps of
+      all metrics of the strategies. `so.Sum` is added up over the steps; `so.Max` and `so.Min` are
+      the largest and the smallest.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if there are no islands, two islands share devices, a number is out of range, the backend is unknown, one
-        sender cannot encode the reducer, or there are more fragments than blocks and leaves.
+      ValueError: if there are no islands, two islands share devices, a number is out of range, the
+        backend is unknown, one sender cannot encode the reducer, or there are more fragments than
+        blocks and leaves.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -106,29 +129,32 @@ def async_local_sgd(
       >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1
       ('completed', True)
 
-    With P fragments, a delay or a mix this is Streaming DiLoCo. An island pushes after every H / P steps: push k has only
-    fragment f = k mod P, with the same fragments as `diloco`. The island continues to train while the push travels. `delay`
-    steps later it takes the server's current fragment: theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has
-    its own outer optimizer state. A pull has one fragment too; only the first pull has all.
+    With P fragments, a delay or a mix this is Streaming DiLoCo. An island pushes after every H / P
+    steps: push k has only fragment f = k mod P, with the same fragments as `diloco`. The island
+    continues to train while the push travels. `delay` steps later it takes the server's current
+    fragment: theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has its own outer
+    optimizer state. A pull has one fragment too; only the first pull has all.
 
-    **Equivalence**: with max_staleness=0 the changes of a round are averaged and applied once. The result is equal to
-    `diloco` with `sync_every=local_steps` and the same fragments, delay and mix, up to summation order. Otherwise the
-    result is equal to the replay of its own event log, bit for bit.
+    **Equivalence**: with max_staleness=0 the changes of a round are averaged and applied once. The
+    result is equal to `diloco` with `sync_every=local_steps` and the same fragments, delay and mix,
+    up to summation order. Otherwise the result is equal to the replay of its own event log, bit for
+    bit.
 
-    **State**: an island that joins again begins with a fresh optimizer state. A loss with `rng` draws from a key that
-    depends on the island and on the clock at which it joined.
+    **State**: an island that joins again begins with a fresh optimizer state. A loss with `rng`
+    draws from a key that depends on the island and on the clock at which it joined.
 
-    **Placement**: each island places its parameters by its strategy. The server keeps parameters and the outer optimizer's
-    state, replicated, on the first device of the first island. With n servers each has 1/n of them. Server i is
-    on the first device of island i modulo the number of islands.
+    **Placement**: each island places its parameters by its strategy. The server keeps parameters
+    and the outer optimizer's state, replicated, on the first device of the first island. With n
+    servers each has 1/n of them. Server i is on the first device of island i modulo the number of
+    islands.
 
-    **Communication** for each push, every H / P steps: a fragment of the parameters to the island, and its change to the
-    server, both during the next `delay` steps.
+    **Communication** for each push, every H / P steps: a fragment of the parameters to the island,
+    and its change to the server, both during the next `delay` steps.
 
     References:
-      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al., "DiLoCo: Distributed
-      Low-Communication Training of Language Models", 2023; Douillard et al., "Streaming DiLoCo with overlapping
-      communication", 2025.
+      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al.,
+      "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
+      "Streaming DiLoCo with overlapping communication", 2025.
     """
     check_max_staleness(max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -137,13 +163,19 @@ def async_local_sgd(
     check_count("devices", devices, minimum=1)
     check_count("hosts_per_island", hosts_per_island, minimum=1)
     if hosts_per_island > 1 and backend != "ray":
-        problem = f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
-        raise ValueError(format_error(CALLER, problem, fix="use backend='ray', or leave hosts_per_island out."))
+        problem = (
+            f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
+        )
+        raise ValueError(
+            format_error(CALLER, problem, fix="use backend='ray', or leave hosts_per_island out.")
+        )
     devices_per_island = devices * hosts_per_island
     if backend == "ray":
         island_makers: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
         # These islands only serve to check the strategies and to get their meshes.
-        islands = _check_islands(_local_islands(island_makers, jax.local_devices()[:devices_per_island]))
+        islands = _check_islands(
+            _local_islands(island_makers, jax.local_devices()[:devices_per_island])
+        )
     else:
         island_makers = islands = _check_islands(strategies)
         check_not_shared([island.mesh for island in islands], "island")
@@ -153,13 +185,23 @@ def async_local_sgd(
     if (fragments, delay, mix) != (1, 0, 0):
         config = islands[0].config
         plan = FragmentPlan(
-            int(fragments), as_block_model(config.loss.loss_fn) is not None, tuple(config.layout.frozen)
+            int(fragments),
+            as_block_model(config.loss.loss_fn) is not None,
+            tuple(config.layout.frozen),
         )
         streaming = Streaming(plan, int(delay), float(mix))
     plan = streaming.fragments if streaming.is_streaming else None
-    check_servers(servers, {"reducer": reducer is not None, "fragments, delay or mix": plan is not None})
-    server_devices = [] if backend == "ray" or servers == 1 else [first_local_device(island) for island in islands]
-    settings = ServerSettings(max_staleness, rule, nonfinite, reducer, servers, server_devices, plan)
+    check_servers(
+        servers, {"reducer": reducer is not None, "fragments, delay or mix": plan is not None}
+    )
+    server_devices = (
+        []
+        if backend == "ray" or servers == 1
+        else [first_local_device(island) for island in islands]
+    )
+    settings = ServerSettings(
+        max_staleness, rule, nonfinite, reducer, servers, server_devices, plan
+    )
     check_params = partial(check_sgd_params, outer, rule, servers)
     spec = RunSpec(
         CALLER,
@@ -180,9 +222,14 @@ def async_local_sgd(
     return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, outer, max_staleness, rule)
 
 
-def _local_islands(strategies: Sequence[ShardedOptimizer | MakeIsland], devices: Devices) -> list[ShardedOptimizer]:
+def _local_islands(
+    strategies: Sequence[ShardedOptimizer | MakeIsland], devices: Devices
+) -> list[ShardedOptimizer]:
     """Return the strategies; call the functions among them with devices of this process."""
-    return [strategy if isinstance(strategy, ShardedOptimizer) else strategy(devices) for strategy in strategies]
+    return [
+        strategy if isinstance(strategy, ShardedOptimizer) else strategy(devices)
+        for strategy in strategies
+    ]
 
 
 @dataclass(frozen=True)
@@ -203,21 +250,31 @@ class IslandsProblem:
     codec: Compressor | None
     streaming: Streaming
 
-    def make_compute(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+    def make_compute(
+        self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
+    ) -> Compute:
         """Return all islands; or with `worker` one of them, on all devices of its processes."""
         if worker is None:
-            islands = dict(enumerate(_local_islands(self.strategies, jax.local_devices()[: self.devices])))
+            islands = dict(
+                enumerate(_local_islands(self.strategies, jax.local_devices()[: self.devices]))
+            )
         else:
-            islands = dict(zip([worker], _local_islands([self.strategies[worker]], jax.devices()), strict=True))
+            islands = dict(
+                zip([worker], _local_islands([self.strategies[worker]], jax.devices()), strict=True)
+            )
 
         def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
             island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
             return islands[worker].init(_copy(params), jax.random.fold_in(island_key, clock))
 
         num_fragments = self.streaming.fragments.num_fragments
-        streams = Streams(CALLER, batches_of, [steps // num_fragments for steps in self.local_steps])
+        streams = Streams(
+            CALLER, batches_of, [steps // num_fragments for steps in self.local_steps]
+        )
         made_islands = {worker: Island(opt, self.streaming) for worker, opt in islands.items()}
-        return Islands(made_islands, self.streaming, first_state, streams, WorkerCompressors(self.codec)).compute()
+        return Islands(
+            made_islands, self.streaming, first_state, streams, WorkerCompressors(self.codec)
+        ).compute()
 
 
 @jax.jit
@@ -228,14 +285,21 @@ def _copy(params: PyTree) -> PyTree:
 def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:
     fix = "pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
     if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence):
-        problem = f"strategies must be a sequence of synchronous strategies, got {type(strategies).__name__}."
+        problem = (
+            "strategies must be a sequence of synchronous strategies, got"
+            f" {type(strategies).__name__}."
+        )
         raise TypeError(format_error(CALLER, problem, fix=fix))
     if not strategies:
         raise ValueError(format_error(CALLER, "strategies must be at least 1, got none.", fix=fix))
     islands: list[ShardedOptimizer] = []
     for number, strategy in enumerate(strategies):
         if not isinstance(strategy, ShardedOptimizer) or strategy.config.local_updates is not None:
-            got = strategy.config.strategy if isinstance(strategy, ShardedOptimizer) else type(strategy).__name__
+            got = (
+                strategy.config.strategy
+                if isinstance(strategy, ShardedOptimizer)
+                else type(strategy).__name__
+            )
             problem = f"strategies[{number}] must be a synchronous strategy, got {got}."
             raise TypeError(format_error(CALLER, problem, fix=fix))
         islands.append(strategy)
@@ -243,13 +307,27 @@ def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[
 
 
 def _check_makers(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[MakeIsland]:
-    if isinstance(strategies, str | ShardedOptimizer) or not isinstance(strategies, Sequence) or not strategies:
-        problem = f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
-    elif not_functions := [maker for maker in strategies if isinstance(maker, tuple) or not callable(maker)]:
-        problem = f"on Ray strategies must be functions, got {type(not_functions[0]).__name__}: devices cannot cross."
+    if (
+        isinstance(strategies, str | ShardedOptimizer)
+        or not isinstance(strategies, Sequence)
+        or not strategies
+    ):
+        problem = (
+            f"on Ray strategies must be a sequence of functions, got {type(strategies).__name__}."
+        )
+    elif not_functions := [
+        maker for maker in strategies if isinstance(maker, tuple) or not callable(maker)
+    ]:
+        problem = (
+            f"on Ray strategies must be functions, got {type(not_functions[0]).__name__}: devices"
+            " cannot cross."
+        )
     else:
         return [maker for maker in strategies if not isinstance(maker, ShardedOptimizer)]
-    fix = "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
+    fix = (
+        "pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four"
+        " islands."
+    )
     raise TypeError(format_error(CALLER, problem, fix=fix))
 
 
@@ -262,7 +340,9 @@ def _check_local_steps(local_steps: int | Sequence[int], num_islands: int) -> li
         raise TypeError(f"{CALLER}: {problem} ({type(local_steps).__name__}).")
     if len(local_steps) != num_islands:
         problem = f"local_steps has {len(local_steps)} numbers for {num_islands} islands."
-        raise ValueError(format_error(CALLER, problem, fix="pass one number, or one for each island."))
+        raise ValueError(
+            format_error(CALLER, problem, fix="pass one number, or one for each island.")
+        )
     for number, steps in enumerate(local_steps):
         check_count(f"local_steps[{number}]", steps, minimum=1)
     return [int(steps) for steps in local_steps]

@@ -23,7 +23,9 @@ from shardopt.reducers import Reducer
 CALLER = "async_sgd"
 
 Workers = int | Sequence[int | jax.Device | Sequence[jax.Device] | Mesh]
-"""The number of workers, or for each worker a device, a sequence of devices or a mesh; on Ray its number of devices."""
+"""The number of workers, or for each worker a device, a sequence of devices or a mesh; on Ray its
+number of devices.
+"""
 
 
 @calling(CALLER)
@@ -45,38 +47,46 @@ def async_sgd(
 ) -> AsyncOptimizer:
     """Train with workers that wait for each other only as much as a staleness bound requires.
 
-    Each worker pulls the parameters w, computes the gradient g of its own batch, and pushes g. The server does
-    w <- w + tx.update(rule(g)) with each push when it arrives. A worker may begin a step only if it is at most
-    `max_staleness` steps ahead of the slowest; see `parameter_server.make_server` for the exact meaning.
+    Each worker pulls the parameters w, computes the gradient g of its own batch, and pushes g. The
+    server does w <- w + tx.update(rule(g)) with each push when it arrives. A worker may begin a
+    step only if it is at most `max_staleness` steps ahead of the slowest; see
+    `parameter_server.make_server` for the exact meaning.
 
     Args:
-      tx: any optax transformation that needs no more than gradient, parameters and the loss `value`.
+      tx: any optax transformation that needs no more than gradient, parameters and the loss
+        `value`.
       loss_fn: as for `ddp`. Leaves that are not floating are not trained.
-      workers: the number of workers, which share this process's devices in turn. Or for each worker a device, a sequence
-        of devices or a mesh, over which its batch is split. On Ray the number of workers, or for each worker its number
-        of devices (GPUs if the cluster has any).
+      workers: the number of workers, which share this process's devices in turn. Or for each worker
+        a device, a sequence of devices or a mesh, over which its batch is split. On Ray the number
+        of workers, or for each worker its number of devices (GPUs if the cluster has any).
       servers: n, the number of servers that parameters and optimizer state are sharded over.
       max_staleness: the bound in steps; None for no bound.
       rule: the treatment of late gradients, from `parameter_server.rules`.
-      reducer: the encoding of gradients on their way to the server; see `so.reducers.compressor`. Each worker has its own
-        `error_feedback`, which is lost when the worker leaves, is killed or is resumed: see `metrics["lost_memory"]`.
-      sparse: regexes of key paths of leaves [rows, ...], such as embedding tables. Only their rows with a gradient that is
-        not zero are pushed and updated; see below.
-      backend: "threads"; or "ray", with server and workers as processes; see `parameter_server.AsyncOptimizer`.
-      nonfinite: the treatment of gradients that are not finite: "raise", which ends the run, or "skip".
-      address: the address of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray starts, and ends with the run.
-      max_restarts: on Ray, how often each killed worker is restarted; it joins at the clock of the slowest.
-      hang_timeout: on Ray, a worker without progress for so many seconds is named in the log, killed and restarted. Choose
-        it longer than a step. It is ten times as long for the first step, which compiles. None for never.
+      reducer: the encoding of gradients on their way to the server; see `so.reducers.compressor`.
+        Each worker has its own `error_feedback`, which is lost when the worker leaves, is killed or
+        is resumed: see `metrics["lost_memory"]`.
+      sparse: regexes of key paths of leaves [rows, ...], such as embedding tables. Only their rows
+        with a gradient that is not zero are pushed and updated; see below.
+      backend: "threads"; or "ray", with server and workers as processes; see
+        `parameter_server.AsyncOptimizer`.
+      nonfinite: the treatment of gradients that are not finite: "raise", which ends the run, or
+        "skip".
+      address: the address of the Ray cluster, such as "10.0.0.1:6379"; by default a local Ray
+        starts, and ends with the run.
+      max_restarts: on Ray, how often each killed worker is restarted; it joins at the clock of the
+        slowest.
+      hang_timeout: on Ray, a worker without progress for so many seconds is named in the log,
+        killed and restarted. Choose it longer than a step. It is ten times as long for the first
+        step, which compiles. None for never.
 
     Returns:
       An `AsyncOptimizer`; its `run(params, batches_of, *, num_updates, ...)` trains.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, there are no workers, the backend or `nonfinite` is unknown, or one sender
-        cannot encode the reducer. Also if two of a reducer, `sparse` and several servers are combined. From `run`, if
-        several servers cannot share the optimizer.
+      ValueError: if a number is out of range, there are no workers, the backend or `nonfinite` is
+        unknown, or one sender cannot encode the reducer. Also if two of a reducer, `sparse` and
+        several servers are combined. From `run`, if several servers cannot share the optimizer.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -87,36 +97,41 @@ def async_sgd(
       >>> result.metrics["stopped"], max(result.metrics["staleness"]) <= 2, round(float(result.params["w"].sum()), 3)
       ('completed', True, 1.0)
 
-    **Equivalence**: with max_staleness=0 the pushes of a clock are averaged and applied once. The result is equal to `ddp`
-    on the union of the workers' batches, up to summation order. The loss must then be proved a (weighted) mean over rows,
-    as for `ddp`; other losses are refused, because a worker does not see the rows of other workers. With a larger bound
-    the loss is the loss of each worker's own batch, over all devices of the worker. Such a run is equal to the replay of its
-    event log, bit for bit. With `rng`, worker w draws at its step c the same numbers as device w of `ddp` at step c.
+    **Equivalence**: with max_staleness=0 the pushes of a clock are averaged and applied once. The
+    result is equal to `ddp` on the union of the workers' batches, up to summation order. The loss
+    must then be proved a (weighted) mean over rows, as for `ddp`; other losses are refused, because
+    a worker does not see the rows of other workers. With a larger bound the loss is the loss of
+    each worker's own batch, over all devices of the worker. Such a run is equal to the replay of
+    its event log, bit for bit. With `rng`, worker w draws at its step c the same numbers as device
+    w of `ddp` at step c.
 
-    **Placement**: the server keeps parameters and optimizer state, replicated, on the first device of worker 0 (on Ray
-    in host memory). Each worker has parameters and gradient, replicated, on each of its devices. Rules that correct
-    for delay keep the parameters that each worker has pulled. With n servers each has an equal range of every leaf, 1/n of
-    the bytes. Server i is on the first device of worker i modulo the number of workers; on Ray each server is a process.
+    **Placement**: the server keeps parameters and optimizer state, replicated, on the first device
+    of worker 0 (on Ray in host memory). Each worker has parameters and gradient, replicated, on
+    each of its devices. Rules that correct for delay keep the parameters that each worker has
+    pulled. With n servers each has an equal range of every leaf, 1/n of the bytes. Server i is on
+    the first device of worker i modulo the number of workers; on Ray each server is a process.
 
-    **Several servers**: one clock orders the pushes for all servers. So a push is applied by all servers or by none, and a
-    pull has the same version of all ranges. An elementwise optimizer gives the same bits as with one server. Other
-    optimizers are refused, with one exception: clipping by the global norm,
-    `so.transforms.clip_by_global_norm(c, "servers", split=True)`. Each server sums the squares of its range, and every
-    server adds these sums in the order of the servers. The result is equal to one server up to summation order, and to the
-    replay of its own log bit for bit.
+    **Several servers**: one clock orders the pushes for all servers. So a push is applied by all
+    servers or by none, and a pull has the same version of all ranges. An elementwise optimizer
+    gives the same bits as with one server. Other optimizers are refused, with one exception:
+    clipping by the global norm, `so.transforms.clip_by_global_norm(c, "servers", split=True)`. Each
+    server sums the squares of its range, and every server adds these sums in the order of the
+    servers. The result is equal to one server up to summation order, and to the replay of its own
+    log bit for bit.
 
-    **Sparse leaves**: SGD without momentum gives the same result as with dense gradients, up to summation order. Other
-    optimizers become lazy: in rows without a gradient, moments and weights do not decay, while counts increase. An
-    optimizer that is not proved to act on each row by itself is refused at the first push: trust ratios, adaptive and
-    block-wise clips, factors of the number of rows. A clip by the global norm of the gradients is accepted. Other leaves
-    may have any optimizer, through `optax.multi_transform`. The rule must have no state. Pulls are dense.
+    **Sparse leaves**: SGD without momentum gives the same result as with dense gradients, up to
+    summation order. Other optimizers become lazy: in rows without a gradient, moments and weights
+    do not decay, while counts increase. An optimizer that is not proved to act on each row by
+    itself is refused at the first push: trust ratios, adaptive and block-wise clips, factors of the
+    number of rows. A clip by the global norm of the gradients is accepted. Other leaves may have
+    any optimizer, through `optax.multi_transform`. The rule must have no state. Pulls are dense.
 
-    **Communication** for each push: the parameters to the worker, and the gradients to the server. A worker with several
-    devices all-reduces its gradients over its devices.
+    **Communication** for each push: the parameters to the worker, and the gradients to the server.
+    A worker with several devices all-reduces its gradients over its devices.
 
     References:
-      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Dean et al.,
-      "Large Scale Distributed Deep Networks", 2012.
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
+      2013; Dean et al., "Large Scale Distributed Deep Networks", 2012.
     """
     check_max_staleness(max_staleness)
     check_backend(backend, address, max_restarts, hang_timeout)
@@ -127,7 +142,11 @@ def async_sgd(
     devices = [] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes]
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer, servers, devices)
     spec = sgd_spec(CALLER, tx, loss_fn, worker_devices, settings, sparse=check_sparse(sparse))
-    ray_options = {"address": address, "max_restarts": int(max_restarts), "hang_timeout": hang_timeout}
+    ray_options = {
+        "address": address,
+        "max_restarts": int(max_restarts),
+        "hang_timeout": hang_timeout,
+    }
     spec = spec._replace(backend=backend, devices=worker_devices if on_ray else (), **ray_options)
     return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, tx, max_staleness, rule)
 
@@ -141,13 +160,17 @@ def check_servers(servers: int, is_used: dict[str, bool]) -> None:
     if servers > 1 and (used_names := [name for name, used in is_used.items() if used]):
         name = used_names[0]
         problem = (
-            f"servers={servers} and {name} cannot be combined: each server gets a range of every leaf of each push."
+            f"servers={servers} and {name} cannot be combined: each server gets a range of every"
+            " leaf of each push."
         )
         raise ValueError(error_text(problem, fix=f"leave out servers or {name}."))
 
 
 def worker_meshes(workers: Workers) -> list[Mesh]:
-    """Return the mesh of each worker. If `workers` is a number, they get the devices of this process in turn."""
+    """Return the mesh of each worker.
+
+    If `workers` is a number, they get the devices of this process in turn.
+    """
     if is_integer(workers):
         check_count("workers", workers, minimum=1)
         devices = jax.local_devices()
@@ -167,19 +190,30 @@ def _mesh(number: int, worker: object, fix: str) -> Mesh:
     if not isinstance(worker, Mesh):
         devices = list(worker) if isinstance(worker, Sequence | np.ndarray) else [worker]
         if not devices or not all(isinstance(device, jax.Device) for device in devices):
-            problem = f"worker {number} must be a device, a sequence of devices or a mesh, got {worker!r}."
+            problem = (
+                f"worker {number} must be a device, a sequence of devices or a mesh, got"
+                f" {worker!r}."
+            )
             raise TypeError(error_text(problem, fix=fix))
         return make_mesh(data=len(devices), devices=devices)
     sizes = worker.shape.items()
-    if unused := [f"{axis} (size {size})" for axis, size in sizes if size > 1 and axis not in data_axes(worker)]:
-        problem = f"the mesh of worker {number} has axes that nothing is split over: {', '.join(unused)}."
+    if unused := [
+        f"{axis} (size {size})"
+        for axis, size in sizes
+        if size > 1 and axis not in data_axes(worker)
+    ]:
+        problem = (
+            f"the mesh of worker {number} has axes that nothing is split over: {', '.join(unused)}."
+        )
         fix = "an async_sgd worker splits its batch: use so.make_mesh(data=...)."
         raise ValueError(error_text(problem, fix=fix))
     return worker
 
 
 def check_not_shared(meshes: Sequence[Mesh], noun: str = "worker") -> None:
-    """Refuse shared devices: of two programs with collectives, each can wait for a device that the other one has."""
+    """Refuse shared devices: of two programs with collectives, each can wait for a device that the
+    other one has.
+    """
     owners = defaultdict(list)
     for number, mesh in enumerate(meshes):
         for device in mesh.devices.flat:
@@ -190,8 +224,13 @@ def check_not_shared(meshes: Sequence[Mesh], noun: str = "worker") -> None:
         if len(numbers) > 1 and any(meshes[number].size > 1 for number in numbers)
     ]
     if shared:
-        problem = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for itself."
-        raise ValueError(error_text(problem, shared, f"give each its own, or one device to several {noun}s."))
+        problem = (
+            f"{'an' if noun[0] in 'aeiou' else 'a'} {noun} with several devices must have them for"
+            " itself."
+        )
+        raise ValueError(
+            error_text(problem, shared, f"give each its own, or one device to several {noun}s.")
+        )
 
 
 def process_sizes(workers: Workers) -> list[int]:
@@ -199,9 +238,17 @@ def process_sizes(workers: Workers) -> list[int]:
     if is_integer(workers):
         check_count("workers", workers, minimum=1)
         return [1] * int(workers)
-    if isinstance(workers, str | bytes) or not isinstance(workers, Sequence) or not all(map(is_integer, workers)):
-        problem = f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
-        raise TypeError(error_text(problem, fix="pass workers=4, or workers=[2, 2] for two devices each."))
+    if (
+        isinstance(workers, str | bytes)
+        or not isinstance(workers, Sequence)
+        or not all(map(is_integer, workers))
+    ):
+        problem = (
+            f"on Ray workers must be an integer or for each its number of devices, got {workers!r}."
+        )
+        raise TypeError(
+            error_text(problem, fix="pass workers=4, or workers=[2, 2] for two devices each.")
+        )
     if not workers:
         raise ValueError(error_text("workers must be at least 1, got none.", fix="pass workers=4."))
     sizes = [int(size) for size in workers if is_integer(size)]

@@ -1,4 +1,6 @@
-"""The work of the caller's thread during a run: checkpoints, evaluation, early stopping and progress."""
+"""The work of the caller's thread during a run: checkpoints, evaluation, early stopping and
+progress.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +28,10 @@ _PROGRESS_SECONDS = 0.25
 
 @dataclass
 class Callbacks:
-    """Saves and evaluates milestones; arguments as in `AsyncOptimizer.run`. To show a run, set `show`, from `show_workers`."""
+    """Saves and evaluates milestones; arguments as in `AsyncOptimizer.run`.
+
+    To show a run, set `show`, from `show_workers`.
+    """
 
     caller: str
     checkpoints: Checkpoints | None = None
@@ -38,16 +43,27 @@ class Callbacks:
     def __post_init__(self):
         check_flag("progress", self.progress)
         if self.checkpoints is not None and not isinstance(self.checkpoints, Checkpoints):
-            problem = f"checkpoints must be a shardopt.Checkpoints, got {type(self.checkpoints).__name__}."
-            raise TypeError(error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3)."))
+            problem = (
+                "checkpoints must be a shardopt.Checkpoints, got"
+                f" {type(self.checkpoints).__name__}."
+            )
+            raise TypeError(
+                error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3).")
+            )
         if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
             problem = (
-                f"early_stopping must be a shardopt.training.EarlyStopping, got {type(self.early_stopping).__name__}."
+                "early_stopping must be a shardopt.training.EarlyStopping, got"
+                f" {type(self.early_stopping).__name__}."
             )
-            raise TypeError(error_text(problem, fix='pass so.training.EarlyStopping("loss", patience=5).'))
+            raise TypeError(
+                error_text(problem, fix='pass so.training.EarlyStopping("loss", patience=5).')
+            )
         if self.evaluate is not None and not callable(self.evaluate):
             raise TypeError(
-                error_text(f"evaluate must be a function (params) -> metrics, got {type(self.evaluate).__name__}.")
+                error_text(
+                    "evaluate must be a function (params) -> metrics, got"
+                    f" {type(self.evaluate).__name__}."
+                )
             )
         check_count("evaluate_every", self.evaluate_every, minimum=1)
         evaluates = self.early_stopping is not None or self.evaluate is not None
@@ -58,7 +74,8 @@ class Callbacks:
         self.resumed_from: int | None = None
         self.saved_version: int | None = None
         self.evaluations: list[dict[str, float]] = []
-        self._new_history: list[Mapping[str, jax.Array | np.ndarray]] = []  # metrics since the last evaluation
+        # metrics since the last evaluation
+        self._new_history: list[Mapping[str, jax.Array | np.ndarray]] = []
         self._last_metrics: dict[str, float] = {}
 
     @property
@@ -73,14 +90,19 @@ class Callbacks:
             self.resumed_from = self.saved_version = run.state.version
 
     def load_latest(self, server: Server, params: PyTree) -> RunSnapshot | None:
-        """Read the newest checkpoint, and the state of early stopping in it; return None without a checkpoint."""
+        """Read the newest checkpoint, and the state of early stopping in it.
+
+        Return None without a checkpoint.
+        """
         checkpoints = self.checkpoints
         if checkpoints is None or (step := checkpoints.latest()) is None:
             return None
         check_may_resume(self.caller, checkpoints, step)
         snapshot = load_snapshot(self.caller, checkpoints, server, params, step)
         saved_state = snapshot.record.get("early_stopping")
-        self.stopping_state = stopping.from_json(self.early_stopping, saved_state) or StoppingState()
+        self.stopping_state = (
+            stopping.from_json(self.early_stopping, saved_state) or StoppingState()
+        )
         return snapshot
 
     def watch(self, coordinator: Coordinator) -> None:
@@ -88,7 +110,9 @@ class Callbacks:
         if self.has_no_milestones and not self.progress:
             return
         timeout = _PROGRESS_SECONDS if self.progress else None
-        while (milestone := coordinator.next_milestone(timeout)) is not None or coordinator.running_workers:
+        while (
+            milestone := coordinator.next_milestone(timeout)
+        ) is not None or coordinator.running_workers:
             if milestone is not None and self.handle(milestone):
                 coordinator.finish_early()
             self.show(coordinator.status)
@@ -112,7 +136,9 @@ class Callbacks:
         self.checkpoints.wait()
 
     def metrics(self) -> dict[str, object]:
-        """Return the metrics of the result: the version of the restored checkpoint, the evaluations and the best one."""
+        """Return the metrics of the result: the version of the restored checkpoint, the evaluations
+        and the best one.
+        """
         metrics: dict[str, object] = {"resumed_from": self.resumed_from}
         if self.policy.evaluate_every is not None:
             metrics["evaluations"] = self.evaluations
@@ -125,7 +151,9 @@ class Callbacks:
         record, version = dict(snapshot.record), int(snapshot.state.step)
         if self.early_stopping is not None:
             record["early_stopping"] = stopping.to_json(self.early_stopping, self.stopping_state)
-        self.checkpoints.save(snapshot.state, step=version, metrics=self._last_metrics, extra={"server": record})
+        self.checkpoints.save(
+            snapshot.state, step=version, metrics=self._last_metrics, extra={"server": record}
+        )
         self.saved_version = version
 
     def _observe(self, version: int, params: PyTree) -> None:
@@ -137,10 +165,14 @@ class Callbacks:
             results = self.evaluate(params)
             if not isinstance(results, Mapping):
                 problem = f"evaluate must return a dict of metrics, got {type(results).__name__}."
-                raise TypeError(format_error(self.caller, problem, fix='return {"val_loss": loss}.'))
+                raise TypeError(
+                    format_error(self.caller, problem, fix='return {"val_loss": loss}.')
+                )
             metrics |= {name: float(value) for name, value in results.items()}
         with calling(self.caller):
             stopping.check_metric(self.early_stopping, metrics)
-        self.stopping_state = stopping.update(self.early_stopping, self.stopping_state, version, metrics)
+        self.stopping_state = stopping.update(
+            self.early_stopping, self.stopping_state, version, metrics
+        )
         self.evaluations.append({"step": version, **metrics})
         self._last_metrics = metrics

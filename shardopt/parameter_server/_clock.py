@@ -1,4 +1,6 @@
-"""The step of every worker, and the stale synchronous parallel bound, which decides who may start the next step."""
+"""The step of every worker, and the stale synchronous parallel bound, which decides who may start
+the next step.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple, TypeVar
@@ -13,10 +15,12 @@ _BITS = 6
 
 
 class PersistentMap(Mapping[int, Value]):
-    """An immutable mapping from integers; `put` and `drop` return a new mapping that shares most of its memory.
+    """An immutable mapping from integers.
 
-    Keys that differ only in their last six bits share a bucket. A change copies one bucket and the table of buckets:
-    for n keys about n / 64 + 64 references, while a dict would copy n.
+    `put` and `drop` return a new mapping that shares most of its memory.
+
+    Keys that differ only in their last six bits share a bucket. A change copies one bucket and the
+    table of buckets: for n keys about n / 64 + 64 references, while a dict would copy n.
 
     Example:
       >>> first = PersistentMap().put(3, "a")
@@ -67,18 +71,22 @@ class PersistentMap(Mapping[int, Value]):
 
 
 class Clock(NamedTuple):
-    """The number of steps that each worker has finished. It is immutable: every function below returns a new clock.
+    """The number of steps that each worker has finished.
 
-    A worker that has finished c steps is *at clock c*, and its next step is step c. Its **staleness** when it starts
-    that step is c minus the clock of the slowest worker. The parameters that it reads contain every update of the steps
-    0 .. c - staleness - 1, and maybe some later updates. It may start while staleness <= max_staleness. The slowest
-    worker may always start, so no worker waits for ever.
+    It is immutable: every function below returns a new clock.
+
+    A worker that has finished c steps is *at clock c*, and its next step is step c. Its
+    **staleness** when it starts that step is c minus the clock of the slowest worker. The
+    parameters that it reads contain every update of the steps 0 .. c - staleness - 1, and maybe
+    some later updates. It may start while staleness <= max_staleness. The slowest worker may always
+    start, so no worker waits for ever.
 
     Attributes:
       max_staleness: the bound, in clocks; None for no bound.
       steps: worker -> steps finished.
       counts: clock -> number of workers at this clock.
-      slowest: the least clock of any worker; it never decreases. Without workers, the clock of the next worker to join.
+      slowest: the least clock of any worker; it never decreases. Without workers, the clock of the
+        next worker to join.
       fastest: the greatest clock that any worker ever had.
     """
 
@@ -104,7 +112,8 @@ def make_clock(max_staleness: int | None) -> Clock:
       (2, False, True)
 
     References:
-      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
+      2013.
     """
     check_max_staleness(max_staleness)
     return Clock(None if max_staleness is None else int(max_staleness))
@@ -112,10 +121,14 @@ def make_clock(max_staleness: int | None) -> Clock:
 
 @calling(CALLER)
 def join(clock: Clock, worker: int) -> Clock:
-    """Add a worker at the clock of the slowest: it need not wait, and other workers need not wait longer."""
+    """Add a worker at the clock of the slowest: it need not wait, and other workers need not wait
+    longer.
+    """
     check_count("worker", worker, minimum=0)
     if worker in clock.steps:
-        problem = f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
+        problem = (
+            f"worker {worker} cannot join: it is there already, at clock {clock.steps[worker]}."
+        )
         fix = "let it leave first, or give the newcomer a number of its own."
         raise ValueError(format_error(CALLER, problem, fix=fix))
     first_step = clock.slowest
@@ -128,12 +141,14 @@ def join(clock: Clock, worker: int) -> Clock:
 def leave(clock: Clock, worker: int) -> Clock:
     """Remove a worker; if it was the slowest, other workers may start now.
 
-    After the last worker has left, the next worker to join starts at the greatest clock that any worker ever had. So no
-    worker does two steps of the same number.
+    After the last worker has left, the next worker to join starts at the greatest clock that any
+    worker ever had. So no worker does two steps of the same number.
     """
     finished_steps = clock_of(clock, worker)
     counts = _decrement(clock.counts, finished_steps)
-    return clock._replace(steps=clock.steps.drop(worker), counts=counts, slowest=min(counts, default=clock.fastest))
+    return clock._replace(
+        steps=clock.steps.drop(worker), counts=counts, slowest=min(counts, default=clock.fastest)
+    )
 
 
 def tick(clock: Clock, worker: int) -> Clock:
@@ -141,7 +156,8 @@ def tick(clock: Clock, worker: int) -> Clock:
     step = clock_of(clock, worker)
     counts = _decrement(clock.counts, step)
     counts[step + 1] = counts.get(step + 1, 0) + 1
-    # If no worker is left at the least clock, the new least clock is one more: this worker is there.
+    # If no worker is left at the least clock, the new least clock is one more: this worker is
+    # there.
     slowest = step + 1 if step == clock.slowest and step not in counts else clock.slowest
     steps = clock.steps.put(worker, step + 1)
     return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, step + 1))
@@ -160,14 +176,25 @@ def may_start(clock: Clock, worker: int) -> bool:
 def clock_of(clock: Clock, worker: int) -> int:
     """Return the number of steps that a worker has finished."""
     if worker not in clock.steps:
-        worker_list = ", ".join(map(str, sorted(clock.steps)[:8])) + (" ..." if len(clock.steps) > 8 else "")
-        problem = f"worker {worker} is not among the {plural(len(clock.steps), 'worker')} ({worker_list or 'none'})."
-        raise ValueError(format_error(CALLER, problem, fix="let it join; what a worker pushes after it left is lost."))
+        worker_list = ", ".join(map(str, sorted(clock.steps)[:8])) + (
+            " ..." if len(clock.steps) > 8 else ""
+        )
+        problem = (
+            f"worker {worker} is not among the {plural(len(clock.steps), 'worker')}"
+            f" ({worker_list or 'none'})."
+        )
+        raise ValueError(
+            format_error(
+                CALLER, problem, fix="let it join; what a worker pushes after it left is lost."
+            )
+        )
     return clock.steps[worker]
 
 
 def _decrement(counts: Mapping[int, int], step: int) -> dict[int, int]:
-    """Return the counts with one worker less at a clock, and without the clock if no worker is left there."""
+    """Return the counts with one worker less at a clock, and without the clock if no worker is left
+    there.
+    """
     new_counts = dict(counts)
     new_counts[step] -= 1
     if not new_counts[step]:
@@ -183,18 +210,26 @@ def check_max_staleness(max_staleness: int | None) -> None:
     if max_staleness is None:
         return
     if not is_integer(max_staleness):
-        problem = f"max_staleness must be an integer or None, got {max_staleness!r} ({type(max_staleness).__name__})."
+        problem = (
+            f"max_staleness must be an integer or None, got {max_staleness!r}"
+            f" ({type(max_staleness).__name__})."
+        )
         raise TypeError(error_text(problem, fix=_UNBOUNDED_FIX))
     if max_staleness < 0:
-        raise ValueError(error_text(f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX))
+        raise ValueError(
+            error_text(
+                f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX
+            )
+        )
 
 
 @calling("should_sync")
 def should_sync(step: int, max_staleness: int) -> bool:
-    """Return whether a worker that may be `max_staleness` steps behind fetches the parameters before this step.
+    """Return whether a worker that may be `max_staleness` steps behind fetches the parameters
+    before this step.
 
-    It fetches them at every step with step mod (max_staleness + 1) = 0: every step if max_staleness = 0. The parameters
-    are used for this step and the max_staleness steps after it.
+    It fetches them at every step with step mod (max_staleness + 1) = 0: every step if max_staleness
+    = 0. The parameters are used for this step and the max_staleness steps after it.
 
     Args:
       step: the worker's step, counted from 0.
@@ -214,8 +249,8 @@ def should_sync(step: int, max_staleness: int) -> bool:
       [True, True, True]
 
     References:
-      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013, section 3:
-      the cache of a worker is read until it is too old.
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
+      2013, section 3: the cache of a worker is read until it is too old.
     """
     check_count("step", step, minimum=0)
     check_count("max_staleness", max_staleness, minimum=0)

@@ -1,4 +1,6 @@
-"""The server behind one lock: workers call it, from threads or other processes, and wait in its calls."""
+"""The server behind one lock: workers call it, from threads or other processes, and wait in its
+calls.
+"""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -28,7 +30,9 @@ class WorkerTask(NamedTuple):
 
 
 class CoordinatorClient(NamedTuple):
-    """The calls that a worker makes: the methods of a `Coordinator`, or calls of a coordinator in another process."""
+    """The calls that a worker makes: the methods of a `Coordinator`, or calls of a coordinator in
+    another process.
+    """
 
     enter: Callable[[int, int], int | None]
     pull: Callable[[int, int, bool], WorkerTask | None]
@@ -67,7 +71,8 @@ class SavePolicy(NamedTuple):
 
 
 class Coordinator:
-    """Lets workers enter, pull, push and leave: each call blocks until it may proceed, or tells that the run has ended.
+    """Lets workers enter, pull, push and leave: each call blocks until it may proceed, or tells
+    that the run has ended.
 
     All calls wait on one condition variable, until one of four conditions is true:
 
@@ -76,23 +81,27 @@ class Coordinator:
     - a milestone was taken away;
     - the run has ended.
 
-    Every call names the worker's incarnation, the number of times that it was restarted. A call of an earlier
-    incarnation, from before the worker was killed, has no effect, however late it arrives.
+    Every call names the worker's incarnation, the number of times that it was restarted. A call of
+    an earlier incarnation, from before the worker was killed, has no effect, however late it
+    arrives.
 
     Args:
       run: the server, new or restored.
       num_updates: the version to stop at; pushes that are in flight then are dropped.
-      availability: the periods of each worker. At the end of a period the worker dies, and its step is lost.
+      availability: the periods of each worker. At the end of a period the worker dies, and its step
+        is lost.
       policy: which versions are milestones.
     """
 
     def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy):
         self.run, self.num_updates, self.policy = run, num_updates, policy
-        self.period_ends: dict[int, float] = {}  # worker -> the version at which its current period ends
+        # worker -> the version at which its current period ends
+        self.period_ends: dict[int, float] = {}
         self.incarnations = dict.fromkeys(availability, 0)
         self.restarting: set[int] = set()  # workers that were killed and will join again
         self.stop_reason: str | None = None
-        self.completion_reason = "completed"  # the end reason of a run that has reached `num_updates`
+        # the end reason of a run that has reached `num_updates`
+        self.completion_reason = "completed"
         self.running_workers = set(availability)  # workers whose thread or process has not ended
         self.milestones: list[Milestone] = []
         self.milestone_version = run.state.version  # the version of the last milestone
@@ -106,7 +115,10 @@ class Coordinator:
             self._admit_first_workers()
 
     def enter(self, worker: int, incarnation: int = 0) -> int | None:
-        """Wait until the worker's period begins; return its position in its data, or None if no period is left."""
+        """Wait until the worker's period begins.
+
+        Return its position in its data, or None if no period is left.
+        """
         with self.changed:
             self.changed.wait_for(
                 lambda: (
@@ -116,7 +128,9 @@ class Coordinator:
                     or self._is_stuck()
                 )
             )
-            if self.must_end(worker, incarnation) or not (worker in self.period_ends or self._join_if_due(worker)):
+            if self.must_end(worker, incarnation) or not (
+                worker in self.period_ends or self._join_if_due(worker)
+            ):
                 self.changed.notify_all()
                 return None
             self.changed.notify_all()
@@ -130,7 +144,10 @@ class Coordinator:
         return task._replace(params=self.run.server.whole(task.params))
 
     def begin_step(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
-        """Wait until the worker may start its next step; return None if it must not. A worker without data leaves."""
+        """Wait until the worker may start its next step; return None if it must not.
+
+        A worker without data leaves.
+        """
         asked_at = self.run.now()
         with self.changed:
             self.changed.wait_for(
@@ -160,17 +177,25 @@ class Coordinator:
             previous_version = self.run.state.version
             self.run.push(worker, update, version)
             self._notify_change(previous_version)
-            # Milestones are copies and need memory: a worker waits if they are made faster than they are taken away.
-            self.changed.wait_for(lambda: len(self.milestones) < 2 or self.must_end(worker, incarnation))
+            # Milestones are copies and need memory: a worker waits if they are made faster than
+            # they are taken away.
+            self.changed.wait_for(
+                lambda: len(self.milestones) < 2 or self.must_end(worker, incarnation)
+            )
             return not self.must_end(worker, incarnation)
 
     def worker_died(self, worker: int, *, restarting: bool = False) -> None:
-        """Remove a worker that was killed; with `restarting` it will join again, in its next incarnation."""
+        """Remove a worker that was killed.
+
+        With `restarting` it will join again, in its next incarnation.
+        """
         with self.changed:
             self.incarnations[worker] += 1
             if worker in self.period_ends:
                 if restarting:
-                    self.periods[worker].insert(0, (self.run.state.version, self.period_ends[worker]))
+                    self.periods[worker].insert(
+                        0, (self.run.state.version, self.period_ends[worker])
+                    )
                 self._leave(worker)
             if restarting:
                 self.restarting.add(worker)
@@ -192,7 +217,9 @@ class Coordinator:
             self.changed.notify_all()
 
     def finish_early(self) -> None:
-        """End the run now, or with max_staleness=0 at the end of the open clock: no push that was taken is lost."""
+        """End the run now, or with max_staleness=0 at the end of the open clock: no push that was
+        taken is lost.
+        """
         with self.changed:
             if not self.is_over():
                 self.num_updates = self.run.state.version + bool(self.run.state.waiting)
@@ -200,7 +227,10 @@ class Coordinator:
             self.changed.notify_all()
 
     def next_milestone(self, timeout: float | None = None) -> Milestone | None:
-        """Wait for the next milestone and take it away; return None at the timeout, or when all workers have ended."""
+        """Wait for the next milestone and take it away.
+
+        Return None at the timeout, or when all workers have ended.
+        """
         with self.changed:
             self.changed.wait_for(lambda: self.milestones or not self.running_workers, timeout)
             milestone = self.milestones.pop(0) if self.milestones else None
@@ -217,7 +247,9 @@ class Coordinator:
         return self.stop_reason is not None or self.run.state.version >= self.num_updates
 
     def must_end(self, worker: int, incarnation: int) -> bool:
-        """Return whether this incarnation of a worker must end: the run is over, or the worker was restarted."""
+        """Return whether this incarnation of a worker must end: the run is over, or the worker was
+        restarted.
+        """
         return self.is_over() or incarnation != self.incarnations[worker]
 
     def end_reason(self) -> str:
@@ -227,14 +259,19 @@ class Coordinator:
         )
 
     def _admit_first_workers(self) -> None:
-        """Let the workers that are due join in order, so that the log does not depend on the speed of their threads."""
+        """Let the workers that are due join in order, so that the log does not depend on the speed
+        of their threads.
+        """
         for worker in sorted(set(self.run.state.clock.steps) - set(self.periods)):
-            self.run.leave(worker)  # it worked when the checkpoint was saved, and is not part of this run
+            # it worked when the checkpoint was saved, and is not part of this run
+            self.run.leave(worker)
         for worker in sorted(self.periods):
             if worker in self.run.state.clock.steps:
                 self.run.resume(worker)
                 self.period_ends[worker] = (
-                    self.periods[worker].pop(0)[1] if self._is_due(worker) else self.run.state.version
+                    self.periods[worker].pop(0)[1]
+                    if self._is_due(worker)
+                    else self.run.state.version
                 )
             else:
                 self._join_if_due(worker)
@@ -254,7 +291,10 @@ class Coordinator:
         self._notify_change(previous_version)
 
     def _notify_change(self, previous_version: int) -> None:
-        """Wake all waiting calls; make a milestone if the version is new and the policy asks for one."""
+        """Wake all waiting calls.
+
+        Make a milestone if the version is new and the policy asks for one.
+        """
         version = self.run.state.version
         saves = self.policy.saves(version)
         if version > previous_version and (saves or self.policy.evaluates(version)):
@@ -266,7 +306,11 @@ class Coordinator:
     def _is_due(self, worker: int) -> bool:
         """Return whether the worker's next period has begun."""
         periods = self.periods[worker]
-        return bool(periods) and worker not in self.period_ends and periods[0][0] <= self.run.state.version
+        return (
+            bool(periods)
+            and worker not in self.period_ends
+            and periods[0][0] <= self.run.state.version
+        )
 
     def _period_is_over(self, worker: int) -> bool:
         """Return whether the worker's current period has ended."""
@@ -274,4 +318,8 @@ class Coordinator:
 
     def _is_stuck(self) -> bool:
         """Return whether no worker is present or due, so that no new version will ever come."""
-        return not self.period_ends and not self.restarting and not any(self._is_due(worker) for worker in self.periods)
+        return (
+            not self.period_ends
+            and not self.restarting
+            and not any(self._is_due(worker) for worker in self.periods)
+        )

@@ -1,4 +1,6 @@
-"""Fragments of the parameters, which are pushed, updated and pulled one at a time (Streaming DiLoCo), on one server."""
+"""Fragments of the parameters, which are pushed, updated and pulled one at a time (Streaming
+DiLoCo), on one server.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +23,8 @@ class Fragment:
     """The leaves, or slices of leaves, that belong to one fragment.
 
     Attributes:
-      tree: like the parameters, with None for leaves outside of the fragment; or the message of a reducer.
+      tree: like the parameters, with None for leaves outside of the fragment; or the message of a
+        reducer.
       number: f, from 0.
     """
 
@@ -30,7 +33,9 @@ class Fragment:
 
 
 class FragmentPlan(NamedTuple):
-    """The assignment of parameters to fragments, as in `diloco`: blocks f, f + P, f + 2P, ...; other leaves in turn.
+    """The assignment of parameters to fragments, as in `diloco`: blocks f, f + P, f + 2P, ....
+
+    Other leaves in turn.
 
     Attributes:
       num_fragments: P.
@@ -43,14 +48,22 @@ class FragmentPlan(NamedTuple):
     frozen: tuple[str, ...]
 
     def numbers(self, params: PyTree) -> list[int | None]:
-        """Return the fragment number of each leaf: -1 for a stacked leaf, which is in all; None for one in no fragment."""
+        """Return the fragment number of each leaf: -1 for a stacked leaf, which is in all.
+
+        None for one in no fragment.
+        """
 
         def is_stacked(path: str, leaf: jax.Array) -> bool | None:
-            if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(re.search(regex, path) for regex in self.frozen):
+            if not jnp.issubdtype(leaf.dtype, jnp.inexact) or any(
+                re.search(regex, path) for regex in self.frozen
+            ):
                 return None
             return self.stacked and path.split("/")[0] == BLOCKS
 
-        return deal_out((is_stacked(*path_and_leaf) for path_and_leaf in leaves_with_paths(params)), self.num_fragments)
+        return deal_out(
+            (is_stacked(*path_and_leaf) for path_and_leaf in leaves_with_paths(params)),
+            self.num_fragments,
+        )
 
     def take(self, params: PyTree, number: int) -> PyTree:
         """Return the leaves of a fragment, with None for all other leaves."""
@@ -68,10 +81,16 @@ class FragmentPlan(NamedTuple):
         leaves, treedef = jax.tree.flatten(params)
         fragment_leaves = treedef.flatten_up_to(fragment)
 
-        def put_leaf(leaf: jax.Array, leaf_number: int | None, new_leaf: jax.Array | None) -> jax.Array:
+        def put_leaf(
+            leaf: jax.Array, leaf_number: int | None, new_leaf: jax.Array | None
+        ) -> jax.Array:
             if new_leaf is None:
                 return leaf
-            return leaf.at[number :: self.num_fragments].set(new_leaf) if leaf_number == -1 else new_leaf
+            return (
+                leaf.at[number :: self.num_fragments].set(new_leaf)
+                if leaf_number == -1
+                else new_leaf
+            )
 
         return treedef.unflatten(map(put_leaf, leaves, self.numbers(params), fragment_leaves))
 
@@ -87,17 +106,25 @@ put_fragment = jax.jit(FragmentPlan.put, static_argnums=(0, 2))
 
 
 def check_fragments(plan: FragmentPlan, params: PyTree) -> None:
-    """Refuse parameters that `check_params` refuses, and plans with a fragment that gets no parameters.
+    """Refuse parameters that `check_params` refuses, and plans with a fragment that gets no
+    parameters.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
-      ValueError: if nothing is trained, or there are more fragments than leaves and blocks to deal out.
+      ValueError: if nothing is trained, or there are more fragments than leaves and blocks to deal
+        out.
     """
     check_params(params)
     params = jax.eval_shape(lambda params: params, params)
     numbers, leaves = plan.numbers(params), jax.tree.leaves(params)
-    num_blocks = max((leaf.shape[0] for leaf, number in zip(leaves, numbers, strict=True) if number == -1), default=0)
+    num_blocks = max(
+        (leaf.shape[0] for leaf, number in zip(leaves, numbers, strict=True) if number == -1),
+        default=0,
+    )
     max_fragments = max(num_blocks, sum(number is not None and number >= 0 for number in numbers))
     if plan.num_fragments > max_fragments:
-        problem = f"fragments={plan.num_fragments}, but {max_fragments} blocks or leaves can be dealt out."
+        problem = (
+            f"fragments={plan.num_fragments}, but {max_fragments} blocks or leaves can be dealt"
+            " out."
+        )
         raise ValueError(error_text(problem, fix=f"use at most {max_fragments}."))

@@ -1,4 +1,6 @@
-"""Islands that push the change of their parameters: all of it, or one fragment at a time (Streaming DiLoCo)."""
+"""Islands that push the change of their parameters: all of it, or one fragment at a time (Streaming
+DiLoCo).
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +27,9 @@ StepMetrics = dict[str, jax.Array | Metric]
 
 
 class Streaming(NamedTuple):
-    """The schedule by which an island sends and takes fragments; by default all parameters are one push.
+    """The schedule by which an island sends and takes fragments.
+
+    By default all parameters are one push.
 
     Attributes:
       fragments: the assignment of parameters to fragments.
@@ -50,14 +54,20 @@ def check_streaming(local_steps: Sequence[int], fragments: int, delay: int, mix:
 
     Raises:
       TypeError: if a count is not an integer, or the mix not a number.
-      ValueError: if a number is out of range, fragments do not divide the local steps, or the delay is too long.
+      ValueError: if a number is out of range, fragments do not divide the local steps, or the delay
+        is too long.
     """
     check_count("fragments", fragments, minimum=1)
     check_count("delay", delay, minimum=0)
     if indivisible := sorted({steps for steps in local_steps if steps % fragments}):
         steps = indivisible[0]
-        problem = f"local_steps={steps} is not divisible by fragments={fragments}, remainder {steps % fragments}."
-        raise ValueError(error_text(problem, fix=f"use local_steps={(steps // fragments + 1) * fragments}."))
+        problem = (
+            f"local_steps={steps} is not divisible by fragments={fragments}, remainder"
+            f" {steps % fragments}."
+        )
+        raise ValueError(
+            error_text(problem, fix=f"use local_steps={(steps // fragments + 1) * fragments}.")
+        )
     check_delay_and_mix(delay, mix, min(local_steps) // fragments, every="local_steps", verb="push")
 
 
@@ -68,7 +78,8 @@ class Island:
       opt: the strategy of the island.
       device: the island's first device that belongs to this process.
       state: the train state; None if the island has not joined.
-      base: the server's parameters on the island's first device, each fragment as the island last took it.
+      base: the server's parameters on the island's first device, each fragment as the island last
+        took it.
       step_metrics: the metrics of each step since the last push.
     """
 
@@ -89,7 +100,10 @@ class Island:
         if self._mix is None:
             shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
             self._mix = jax.jit(
-                partial(_mixed, self._streaming), static_argnums=1, donate_argnums=0, out_shardings=shardings
+                partial(_mixed, self._streaming),
+                static_argnums=1,
+                donate_argnums=0,
+                out_shardings=shardings,
             )
 
     def step(self, batches: Sequence[PyTree]) -> None:
@@ -100,40 +114,64 @@ class Island:
             self.step_metrics.append(metrics)
 
     def merge(self, number: int, params: PyTree) -> None:
-        """Mix a fragment of the server's parameters into the island's; `params` is this fragment, or all parameters."""
+        """Mix a fragment of the server's parameters into the island's.
+
+        `params` is this fragment, or all parameters.
+        """
         assert self.state is not None
         assert self._mix is not None
         plan = self._streaming.fragments
-        fragment = params.tree if isinstance(params, Fragment) else take_fragment(plan, params, number)
+        fragment = (
+            params.tree if isinstance(params, Fragment) else take_fragment(plan, params, number)
+        )
         self.base = put_fragment(plan, self.base, number, jax.device_put(fragment, self.device))
         leaves, treedef = jax.tree.flatten(self.state.params)
         placed = map(self._placed, treedef.flatten_up_to(fragment), leaves)
-        self.state = self.state._replace(params=self._mix(self.state.params, number, treedef.unflatten(placed)))
+        self.state = self.state._replace(
+            params=self._mix(self.state.params, number, treedef.unflatten(placed))
+        )
 
     def take_push(self, number: int) -> tuple[PyTree, PyTree, list[StepMetrics]]:
-        """Return the fragment as it was taken, the fragment as it is now, and the metrics since the last push.
+        """Return the fragment as it was taken, the fragment as it is now, and the metrics since the
+        last push.
 
         Raises:
-          ValueError: if leaves that are not trained have changed: they are not pushed, so each island would have others.
+          ValueError: if leaves that are not trained have changed: they are not pushed, so each
+            island would have others.
         """
         assert self.state is not None
         plan = self._streaming.fragments
-        frozen = FragmentPlan(1, stacked=False, frozen=tuple(self.opt.config.layout.frozen)).untrained
+        frozen = FragmentPlan(
+            1, stacked=False, frozen=tuple(self.opt.config.layout.frozen)
+        ).untrained
         end = take_fragment(plan, self.state.params, number), frozen(self.state.params)
-        (end, end_frozen), step_metrics = jax.device_put(gather_to_local_device((end, self.step_metrics)), self.device)
-        if changed := [path for path, leaf in frozen(self.base).items() if not jnp.array_equal(leaf, end_frozen[path])]:
+        (end, end_frozen), step_metrics = jax.device_put(
+            gather_to_local_device((end, self.step_metrics)), self.device
+        )
+        if changed := [
+            path
+            for path, leaf in frozen(self.base).items()
+            if not jnp.array_equal(leaf, end_frozen[path])
+        ]:
             problem = "loss_fn returns so.Updated, for which islands have no common value."
             fix = "train such leaves with ddp, zero, fsdp or diloco."
             raise ValueError(format_error("async_local_sgd", problem, changed, fix))
         self.step_metrics = []
         return take_fragment(plan, self.base, number), end, step_metrics
 
-    def _placed(self, leaf: jax.Array | np.ndarray | None, island_leaf: jax.Array) -> jax.Array | None:
-        """Return a leaf placed like the island's; a slice of a stacked leaf on all devices of the island."""
+    def _placed(
+        self, leaf: jax.Array | np.ndarray | None, island_leaf: jax.Array
+    ) -> jax.Array | None:
+        """Return a leaf placed like the island's.
+
+        A slice of a stacked leaf on all devices of the island.
+        """
         if leaf is None:
             return None
         sharding = (
-            island_leaf.sharding if leaf.shape == island_leaf.shape else jax.NamedSharding(self.opt.mesh, jax.P())
+            island_leaf.sharding
+            if leaf.shape == island_leaf.shape
+            else jax.NamedSharding(self.opt.mesh, jax.P())
         )
         return put(leaf, sharding)
 
@@ -157,7 +195,10 @@ class Islands:
     compressors: WorkerCompressors
 
     def compute(self) -> Compute:
-        """Return the work as a run takes it. A fragment travels while its island takes the next `delay` steps."""
+        """Return the work as a run takes it.
+
+        A fragment travels while its island takes the next `delay` steps.
+        """
         ahead = self.ahead if self.streaming.is_streaming else None
         return Compute(self.begin, self.streams.next_batch, self.update, self.on_server, ahead)
 
@@ -195,8 +236,14 @@ class Islands:
 
 
 def gather_to_local_device(tree: PyTree) -> PyTree:
-    """Return arrays of a mesh over several processes as full arrays, each on a device of this process."""
-    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable]
+    """Return arrays of a mesh over several processes as full arrays, each on a device of this
+    process.
+    """
+    leaves = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+    ]
     if not leaves:
         return tree
     replicated = jax.NamedSharding(leaves[0].sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
@@ -211,15 +258,21 @@ def gather_to_local_device(tree: PyTree) -> PyTree:
 
 def first_local_device(opt: ShardedOptimizer) -> Any:
     """Return the island's first device that belongs to this process."""
-    return next(device for device in opt.mesh.devices.flat if device.process_index == jax.process_index())
+    return next(
+        device for device in opt.mesh.devices.flat if device.process_index == jax.process_index()
+    )
 
 
-def _mixed(streaming: Streaming, island_params: PyTree, number: int, server_fragment: PyTree) -> PyTree:
+def _mixed(
+    streaming: Streaming, island_params: PyTree, number: int, server_fragment: PyTree
+) -> PyTree:
     fragments, mix = streaming.fragments, streaming.mix
     if mix:
         island_fragment = fragments.take(island_params, number)
         server_fragment = jax.tree.map(
-            lambda server_leaf, island_leaf: ((1 - mix) * server_leaf + mix * island_leaf).astype(island_leaf.dtype),
+            lambda server_leaf, island_leaf: ((1 - mix) * server_leaf + mix * island_leaf).astype(
+                island_leaf.dtype
+            ),
             server_fragment,
             island_fragment,
         )
@@ -237,8 +290,12 @@ def _change(start: PyTree, end: PyTree, step_metrics: list[StepMetrics]) -> Upda
 
 
 def _over_steps(values: Sequence[jax.Array | Metric]) -> Metric:
-    """Return a metric over several steps: combined as its kind (`Weighted`, `Sum`, `Max`, `Min`), else the mean."""
+    """Return a metric over several steps: combined as its kind (`Weighted`, `Sum`, `Max`, `Min`),
+    else the mean.
+    """
     if metrics := [value for value in values if isinstance(value, Metric)]:
         return reduce(lambda a, b: combined(a, jnp.add, jnp.maximum, jnp.minimum, b), metrics)
-    mean = jnp.stack([jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in values]).mean(0)
+    mean = jnp.stack(
+        [jnp.asarray(value, wide_dtype(jnp.asarray(value).dtype)) for value in values]
+    ).mean(0)
     return Weighted(mean, jnp.ones((), mean.dtype))

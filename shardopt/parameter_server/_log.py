@@ -18,15 +18,18 @@ class Event(NamedTuple):
     """One entry of the log.
 
     Attributes:
-      kind: "join", "pull", "push" or "leave"; "refuse" for a push that was not used because it was not finite; "resume"
-        for a worker that continues after the server was restored from a checkpoint, and gives up its step in flight.
+      kind: "join", "pull", "push" or "leave"; "refuse" for a push that was not used because it was
+        not finite; "resume" for a worker that continues after the server was restored from a
+        checkpoint, and gives up its step in flight.
       worker: the number of the worker.
       clock: the step that a pull begins or a push finishes; for other kinds the worker's next step.
       version: the number of updates applied to the parameters, after this event.
       pulled: for a push, the version that it was computed from; otherwise `version`.
-      staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0 to max_staleness.
+      staleness: by how many *clocks* the worker was ahead of the slowest when it began this step: 0
+        to max_staleness.
       time: seconds since the run began, measured or virtual. The mathematics does not depend on it.
-      waited: for a pull or a leave, for how many seconds before it the bound held back the worker, which was ready.
+      waited: for a pull or a leave, for how many seconds before it the bound held back the worker,
+        which was ready.
     """
 
     kind: str
@@ -44,16 +47,21 @@ class Event(NamedTuple):
 
     @property
     def ends_round(self) -> bool:
-        """Whether the worker has finished a round of its data; it draws a round that it did not finish again."""
+        """Whether the worker has finished a round of its data.
+
+        It draws a round that it did not finish again.
+        """
         return self.kind in ("push", "refuse")
 
     @property
     def delay(self) -> int:
-        """Versions that passed between the pull and the push, without the version that the push made.
+        """Versions that passed between the pull and the push, without the version that the push
+        made.
 
-        With a bound of s clocks and n workers that stay, the delay is at most (n - 1)(2s + 1). Each of the other workers
-        may be s steps behind at the pull and s + 1 steps ahead at the push. With max_staleness=0 the delay is 0, because
-        all pushes of a clock are applied as one update.
+        With a bound of s clocks and n workers that stay, the delay is at most (n - 1)(2s + 1). Each
+        of the other workers may be s steps behind at the pull and s + 1 steps ahead at the push.
+        With max_staleness=0 the delay is 0, because all pushes of a clock are applied as one
+        update.
         """
         return max(0, self.version - self.pulled - (self.kind == "push"))
 
@@ -67,12 +75,14 @@ Header = Mapping[str, Any]
 
 
 class Log:
-    """The events of a run in order, and the settings of the run. An event takes about 64 bytes of memory.
+    """The events of a run in order, and the settings of the run.
+
+    An event takes about 64 bytes of memory.
 
     Attributes:
-      header: the settings that a replay needs, and checksums of the parameters. The settings are `max_staleness`, `rule`,
-        `nonfinite`, `rng` and the `devices` of each worker. The checksums are `initial` and `final`, which is None for a
-        run that was interrupted.
+      header: the settings that a replay needs, and checksums of the parameters. The settings are
+        `max_staleness`, `rule`, `nonfinite`, `rng` and the `devices` of each worker. The checksums
+        are `initial` and `final`, which is None for a run that was interrupted.
 
     Example:
       >>> from shardopt.parameter_server._log import Event
@@ -84,7 +94,8 @@ class Log:
 
     def __init__(self, header: Header):
         self.header = dict(header)
-        self._columns = tuple(array(kind) for kind in "qqqqqqdd")  # integers, and the two times as floats
+        # integers, and the two times as floats
+        self._columns = tuple(array(kind) for kind in "qqqqqqdd")
 
     def append(self, event: Event) -> None:
         """Add an event at the end."""
@@ -92,8 +103,13 @@ class Log:
             column.append(value)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return a copy of the events as arrays, one for each field of `Event`; kinds are numbers."""
-        return {name: np.array(column) for name, column in zip(_COLUMNS, self._columns, strict=True)}
+        """Return a copy of the events as arrays, one for each field of `Event`.
+
+        Kinds are numbers.
+        """
+        return {
+            name: np.array(column) for name, column in zip(_COLUMNS, self._columns, strict=True)
+        }
 
     @classmethod
     def from_columns(cls, header: Header, columns: Mapping[str, np.ndarray]) -> "Log":
@@ -124,9 +140,11 @@ class Log:
         return f"Log({len(self)} events, max_staleness={self.header.get('max_staleness')})"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write JSON lines: the header, then one list per event, in the order that the header's `columns` names.
+        """Write JSON lines: the header, then one list per event, in the order that the header's
+        `columns` names.
 
-        The lines are written to a temporary file, which is then moved to `path`. So a file at `path` is always complete.
+        The lines are written to a temporary file, which is then moved to `path`. So a file at
+        `path` is always complete.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,12 +177,16 @@ class Log:
             event = _parse(line)
             if not _is_event(event):
                 raise ValueError(
-                    format_error(caller, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}.")
+                    format_error(
+                        caller, f"line {number} of {os.fspath(path)} is no event: {line[:80]!r}."
+                    )
                 )
             log.append(Event(*event))
         if len(log) != count:
             raise ValueError(
-                format_error(caller, f"{os.fspath(path)} has {len(log)} events, and its header says {count}.")
+                format_error(
+                    caller, f"{os.fspath(path)} has {len(log)} events, and its header says {count}."
+                )
             )
         return log
 

@@ -20,7 +20,9 @@ ServerArrays = tuple[PyTree, PyTree, PyTree]
 
 
 class Mathematics(Protocol):
-    """The placement of parameters and optimizer state, and the functions that update them: on one server, or on several."""
+    """The placement of parameters and optimizer state, and the functions that update them: on one
+    server, or on several.
+    """
 
     def begin(self, params: PyTree, /) -> ServerArrays:
         """Return the parameters and the initial states."""
@@ -35,15 +37,22 @@ class Mathematics(Protocol):
         ...
 
     def changed_by(self, update: Update, params: PyTree, /) -> PyTree:
-        """Return the trained parameters that an update changes, or their shapes and dtypes; None for all others."""
+        """Return the trained parameters that an update changes, or their shapes and dtypes.
+
+        None for all others.
+        """
         ...
 
     def check(self, update: Update | None, params: PyTree, worker: int, /) -> Update:
         """Return the update, or refuse it if it does not fit."""
         ...
 
-    def apply(self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int, /) -> UpdateResult:
-        """Apply the mean of the updates, summed in list order, so that the same updates give the same bits."""
+    def apply(
+        self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int, /
+    ) -> UpdateResult:
+        """Apply the mean of the updates, summed in list order, so that the same updates give the
+        same bits.
+        """
         ...
 
     def copy(self, arrays: ServerArrays, /) -> ServerArrays:
@@ -52,7 +61,9 @@ class Mathematics(Protocol):
 
 
 def copy_states(arrays: ServerArrays) -> ServerArrays:
-    """Return the same parameters and copies of the states, because the next update takes over the states' memory."""
+    """Return the same parameters and copies of the states, because the next update takes over the
+    states' memory.
+    """
     return arrays[0], *jax.tree.map(jnp.copy, arrays[1:])
 
 
@@ -62,53 +73,79 @@ class OneServer:
 
     Attributes:
       programs: the programs of an update.
-      plan: the assignment of parameters to fragments, each with its own states; None if a push changes all parameters.
+      plan: the assignment of parameters to fragments, each with its own states; None if a push
+        changes all parameters.
       messages: shapes and dtypes of trained parameters -> shapes of their message.
     """
 
     programs: Programs
     plan: FragmentPlan | None = None
-    messages: dict[Hashable, PyTree] = field(default_factory=dict, init=False, repr=False, compare=False)
+    messages: dict[Hashable, PyTree] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     adopt = full_params = staticmethod(lambda value: value)
     copy = staticmethod(copy_states)
 
     def begin(self, params: PyTree) -> ServerArrays:
-        """Return copies of the parameters, and the initial states; with fragments a tuple of them."""
+        """Return copies of the parameters, and the initial states.
+
+        With fragments a tuple of them.
+        """
         params, plan = copied(params), self.plan
         if plan is None:
             return params, *self.programs.begin(trained(params))
-        states = [self.programs.begin(plan.take(params, number)) for number in range(plan.num_fragments)]
+        states = [
+            self.programs.begin(plan.take(params, number)) for number in range(plan.num_fragments)
+        ]
         return params, *map(tuple, zip(*states, strict=True))
 
     def changed_by(self, update: Update, params: PyTree) -> PyTree:
         """Return the trained parameters that an update changes, with None for all others."""
-        return trained(params) if self.plan is None else take_fragment(self.plan, params, update.grads.number)
+        return (
+            trained(params)
+            if self.plan is None
+            else take_fragment(self.plan, params, update.grads.number)
+        )
 
     def check(self, update: Any, params: PyTree, worker: int) -> Update:
         """Return the update, or refuse it if it does not match the parameters, or their message."""
-        if self.plan is not None and not (isinstance(update, Update) and isinstance(update.grads, Fragment)):
-            problem = f"worker {worker} must push an Update of a fragment, got {type(update).__name__}."
+        if self.plan is not None and not (
+            isinstance(update, Update) and isinstance(update.grads, Fragment)
+        ):
+            problem = (
+                f"worker {worker} must push an Update of a fragment, got {type(update).__name__}."
+            )
             raise TypeError(format_error("parameter_server", problem))
         changed_params = self.changed_by(update, params)
-        check_update(_without_fragment(update), changed_params, worker, self._message(changed_params))
+        check_update(
+            _without_fragment(update), changed_params, worker, self._message(changed_params)
+        )
         return update
 
-    def apply(self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int) -> UpdateResult:
+    def apply(
+        self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int
+    ) -> UpdateResult:
         """Apply the mean of the updates to the parameters and states that they change."""
         (params, *states), number = arrays, None if self.plan is None else updates[0].grads.number
         old = self.changed_by(updates[0], params)
         pulled = None if pulled is None else self.changed_by(updates[0], pulled)
-        old_states = states if number is None else [fragment_states[number] for fragment_states in states]
+        old_states = (
+            states if number is None else [fragment_states[number] for fragment_states in states]
+        )
         row_indices, updates = None, [_without_fragment(update) for update in updates]
         if has_rows(updates[0].grads):
             grads, row_indices = gather_union_rows([update.grads for update in updates], old)
             updates = [update._replace(grads=g) for g, update in zip(grads, updates, strict=True)]
-        result = self.programs.update(run_arguments((old, *old_states), updates, pulled, delay), row_indices)
+        result = self.programs.update(
+            run_arguments((old, *old_states), updates, pulled, delay), row_indices
+        )
         if self.plan is None or number is None:
             return result._replace(params=replace_trained(params, result.params))
         opt_state, rule_state = (
             (*fragment_states[:number], new_state, *fragment_states[number + 1 :])
-            for fragment_states, new_state in zip(states, (result.opt_state, result.rule_state), strict=True)
+            for fragment_states, new_state in zip(
+                states, (result.opt_state, result.rule_state), strict=True
+            )
         )
         new_params = put_fragment(self.plan, params, number, result.params)
         return UpdateResult(new_params, opt_state, rule_state, result.metrics)

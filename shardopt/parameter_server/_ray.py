@@ -1,7 +1,7 @@
 """A run on Ray: the server and the workers are processes, which the caller starts and watches.
 
-`RayDriver` is the caller's side: it notices dead processes, restarts them, and saves checkpoints. `ServerProcess` and
-`WorkerProcess` are the two kinds of processes, each with its own JAX runtime.
+`RayDriver` is the caller's side: it notices dead processes, restarts them, and saves checkpoints.
+`ServerProcess` and `WorkerProcess` are the two kinds of processes, each with its own JAX runtime.
 """
 
 import contextlib
@@ -26,7 +26,12 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 from shardopt.core._errors import format_error
 from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._callbacks import Callbacks
-from shardopt.parameter_server._coordinator import Coordinator, CoordinatorClient, Milestone, WorkerTask
+from shardopt.parameter_server._coordinator import (
+    Coordinator,
+    CoordinatorClient,
+    Milestone,
+    WorkerTask,
+)
 from shardopt.parameter_server._fragments import Fragment
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._ray_groups import (
@@ -67,7 +72,9 @@ def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
     with cluster(spec.caller, spec.address, spec.num_processes):
         job = job._replace(params=jax.device_put(job.params))
         snapshot = callbacks.load_latest(spec.make_server(donate=False), job.params)
-        callbacks.resumed_from = callbacks.saved_version = None if snapshot is None else int(snapshot.state.step)
+        callbacks.resumed_from = callbacks.saved_version = (
+            None if snapshot is None else int(snapshot.state.step)
+        )
         driver = RayDriver(spec, job, callbacks)
         log = None
         try:
@@ -92,12 +99,23 @@ def cluster(caller: str, address: str | None, num_processes: int) -> Iterator[No
     if ray.is_initialized():
         connected_address = ray.get_runtime_context().gcs_address
         if address not in (None, "auto", connected_address):
-            problem = f"this process is connected to the Ray at {connected_address} already, not to {address}."
-            raise ValueError(format_error(caller, problem, fix="call ray.shutdown() first, or leave address out."))
+            problem = (
+                f"this process is connected to the Ray at {connected_address} already, not to"
+                f" {address}."
+            )
+            raise ValueError(
+                format_error(
+                    caller, problem, fix="call ray.shutdown() first, or leave address out."
+                )
+            )
         yield
         return
     if address is None:
-        options = {"num_cpus": num_processes, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+        options = {
+            "num_cpus": num_processes,
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+        }
         with warnings.catch_warnings():
             # JAX warns of forks, but the processes that Ray forks load another program at once.
             warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
@@ -114,12 +132,19 @@ def _connect(caller: str, address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     try:
         if host and port.isdecimal():
-            with contextlib.closing(socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)):
+            with contextlib.closing(
+                socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS)
+            ):
                 pass
         ray.init(address=address, log_to_driver=False)
     except (OSError, ConnectionError, ValueError, RuntimeError) as error:
-        problem = f"no Ray answers at {address!r} ({type(error).__name__}: {str(error).splitlines()[0]})."
-        fix = "start Ray there (ray start --head), correct the address, or leave it out for a local Ray."
+        problem = (
+            f"no Ray answers at {address!r} ({type(error).__name__}: {str(error).splitlines()[0]})."
+        )
+        fix = (
+            "start Ray there (ray start --head), correct the address, or leave it out for a local"
+            " Ray."
+        )
         raise ConnectionError(format_error(caller, problem, fix=fix)) from error
 
 
@@ -127,9 +152,14 @@ def check_capacity(spec: RunSpec) -> None:
     """Refuse a cluster with too few CPUs, on which some processes would never start."""
     available_cpus = ray.cluster_resources().get("CPU", 0)
     if available_cpus < spec.num_processes:
-        server_text = "a server" if spec.servers == 1 else f"{spec.servers} servers and their coordinator"
+        server_text = (
+            "a server" if spec.servers == 1 else f"{spec.servers} servers and their coordinator"
+        )
         hosts_text = "" if spec.hosts == 1 else f" of {spec.hosts} processes each"
-        needs = f"{spec.num_workers} workers{hosts_text} and {server_text} need {spec.num_processes} CPUs"
+        needs = (
+            f"{spec.num_workers} workers{hosts_text} and {server_text} need {spec.num_processes}"
+            " CPUs"
+        )
         problem = f"{needs}, and the Ray cluster has {available_cpus:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
         raise ValueError(format_error(spec.caller, problem, fix=fix))
@@ -140,7 +170,9 @@ _LULL_SECONDS = 10.0
 _POLL_SECONDS = 0.5
 """Seconds that the caller waits for a milestone before it looks at the workers again."""
 _COMPILE_FACTOR = 10
-"""The factor on `hang_timeout` for a worker that has pushed nothing since it joined, and may be compiling."""
+"""The factor on `hang_timeout` for a worker that has pushed nothing since it joined, and may be
+compiling.
+"""
 
 
 class RayDriver:
@@ -158,9 +190,11 @@ class RayDriver:
         self.restarts_left = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
         self.hung: list[int] = []
-        # For each worker its activity when the driver last looked, and the time since which it has not changed.
+        # For each worker its activity when the driver last looked, and the time since which it has
+        # not changed.
         self.last_progress: dict[int, tuple[object, float]] = {}
-        self.callback_seconds = 0.0  # the time of evaluations and checkpoints, for which workers may have waited
+        # the time of evaluations and checkpoints, for which workers may have waited
+        self.callback_seconds = 0.0
         self.last_version, self.lost_updates = 0, 0
         self.server: Any = None
         # The calls of `WorkerProcess.work` that have not ended -> (worker, rank of the process).
@@ -181,9 +215,14 @@ class RayDriver:
         result, last_snapshot = ray.get(self.server.finish.remote(metrics, with_snapshot))
         self.callbacks.finish(last_snapshot)
         if all_died:
-            problem = f"all {len(self.job.availability)} workers were killed, the last one at version"
+            problem = (
+                f"all {len(self.job.availability)} workers were killed, the last one at version"
+            )
             problem += f" {result.metrics['updates']} of {self.job.num_updates}."
-            fix = "pass max_restarts so that they are started again, or checkpoints to go on from here."
+            fix = (
+                "pass max_restarts so that they are started again, or checkpoints to go on from"
+                " here."
+            )
             error = WorkersLostError(format_error(self.spec.caller, problem, fix=fix))
             error.add_note(f"Killed, in this order: {self.killed}.")
             raise error
@@ -206,13 +245,25 @@ class RayDriver:
         """Start the server, from a checkpoint or from the beginning."""
         params, snapshot = jax.device_get((self.job.params, snapshot))
         job = self.job._replace(params=params, batches_of=lambda _: (), log_path=None)
-        if self.server is not None:  # the new server must not wait for workers that are not restarted
-            job = job._replace(availability={worker: job.availability[worker] for worker in self.alive})
+        # the new server must not wait for workers that are not restarted
+        if self.server is not None:
+            job = job._replace(
+                availability={worker: job.availability[worker] for worker in self.alive}
+            )
         # The loss and the data are not sent to the server.
         programs = cloudpickle.dumps(partial(programs_of, self.spec.make_server))
-        start = self.spec._replace(make_compute=no_compute), job, self.callbacks.policy, snapshot, programs
-        # Every worker may block in its own call, and the call of a killed worker ends only when its death is noticed.
-        process = ray.remote(ServerProcess).options(num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8)
+        start = (
+            self.spec._replace(make_compute=no_compute),
+            job,
+            self.callbacks.policy,
+            snapshot,
+            programs,
+        )
+        # Every worker may block in its own call, and the call of a killed worker ends only when its
+        # death is noticed.
+        process = ray.remote(ServerProcess).options(
+            num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8
+        )
         self.server = process.remote(self.settings, self.token, cloudpickle.dumps(start))
         self.incarnations = dict.fromkeys(self.job.availability, 0)
 
@@ -220,7 +271,8 @@ class RayDriver:
         """Start a worker's processes."""
         devices, hosts = self.spec.devices[worker], self.spec.hosts
         options: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices if self.has_gpus else 0}
-        if hosts > 1:  # one thread works, another receives the answers that the first process shares
+        # one thread works, another receives the answers that the first process shares
+        if hosts > 1:
             options |= {"max_concurrency": 2, "scheduling_strategy": "SPREAD"}
         process = ray.remote(WorkerProcess).options(**options)
         arguments = self.settings, self.token, devices, self.spec.servers
@@ -236,10 +288,15 @@ class RayDriver:
             for rank, actor in enumerate(group):
                 followers = group[1:] if rank == 0 else ()
                 place = GroupPlace(worker, self.incarnations[worker], len(group), rank, followers)
-                self.running[actor.work.remote(self.server, self.pickled_compute, place, address)] = worker, rank
+                self.running[
+                    actor.work.remote(self.server, self.pickled_compute, place, address)
+                ] = worker, rank
 
     def watch(self) -> bool:
-        """Handle milestones and dead workers until no worker runs; return False if the server has died."""
+        """Handle milestones and dead workers until no worker runs.
+
+        Return False if the server has died.
+        """
         milestone, server_lost = self.server.next_milestone.remote(_POLL_SECONDS), False
         while self.running:
             waiting = [*self.running] if server_lost else [*self.running, milestone]
@@ -256,7 +313,8 @@ class RayDriver:
                     server_lost = True
         if server_lost or not self.is_server_alive():
             return False
-        self.handle_milestone(ray.get(milestone))  # this call was in flight when the last worker ended
+        # this call was in flight when the last worker ended
+        self.handle_milestone(ray.get(milestone))
         has_more = not self.callbacks.has_no_milestones
         while has_more:
             next_milestone: Any = ray.get(self.server.next_milestone.remote(_POLL_SECONDS))
@@ -275,7 +333,9 @@ class RayDriver:
             self.callback_seconds += time.monotonic() - began
 
     def kill_hung_workers(self) -> None:
-        """Kill the workers that made no progress for `hang_timeout` seconds although nothing held them back."""
+        """Kill the workers that made no progress for `hang_timeout` seconds although nothing held
+        them back.
+        """
         timeout = self.spec.hang_timeout
         if timeout is None:
             return
@@ -287,22 +347,30 @@ class RayDriver:
             last_progress, since = self.last_progress.get(status.worker, (None, now))
             if progress != last_progress or status.doing in ("waits", "gone"):
                 self.last_progress[status.worker] = progress, now
-            elif now - since > timeout * (_COMPILE_FACTOR if status.is_new else 1) and status.worker in running_workers:
+            elif (
+                now - since > timeout * (_COMPILE_FACTOR if status.is_new else 1)
+                and status.worker in running_workers
+            ):
                 _LOG.warning(
-                    "%s: worker %d hangs: it %s without progress for %.0f s, at its step %d; its processes are killed.",
+                    "%s: worker %d hangs: it %s without progress for %.0f s, at its step %d; its"
+                    " processes are killed.",
                     *(self.spec.caller, status.worker, status.doing, now - since, status.clock),
                 )
                 self.hung.append(status.worker)
                 self.handle_dead_worker(status.worker)
 
     def handle_ended_process(self, reference: ObjectRef, worker: int, rank: int) -> bool:
-        """Handle the result of a worker's process that has ended; return whether the server has died."""
+        """Handle the result of a worker's process that has ended.
+
+        Return whether the server has died.
+        """
         try:
             outcome = ray.get(reference)
         except RayActorError:
             self.handle_dead_worker(worker)
             return False
-        if isinstance(outcome, ServerLostReport):  # only the first process talks to the server and can know
+        # only the first process talks to the server and can know
+        if isinstance(outcome, ServerLostReport):
             self.last_version = max(self.last_version, outcome.version)
             return rank == 0
         if isinstance(outcome, ProcessFailure):
@@ -312,7 +380,8 @@ class RayDriver:
             step = ray.get(self.server.clock_of.remote(worker)) if self.is_server_alive() else None
             at_step = "" if step is None else f" at its step {step}"
             outcome.error.add_note(
-                f"This happened in worker {worker} of {self.spec.caller}{at_step}, a process of its own:"
+                f"This happened in worker {worker} of {self.spec.caller}{at_step}, a process of its"
+                " own:"
             )
             outcome.error.add_note(outcome.trace)
             raise outcome.error
@@ -321,9 +390,17 @@ class RayDriver:
         return False
 
     def has_dead_process(self, worker: int) -> bool:
-        """Return whether another process of a worker, one of whose processes has failed, is dead or dies within seconds."""
-        running = [work for work, (other_worker, _) in self.running.items() if other_worker == worker]
-        ended, _ = ray.wait(running, num_returns=len(running), timeout=_LULL_SECONDS) if running else ([], [])
+        """Return whether another process of a worker, one of whose processes has failed, is dead or
+        dies within seconds.
+        """
+        running = [
+            work for work, (other_worker, _) in self.running.items() if other_worker == worker
+        ]
+        ended, _ = (
+            ray.wait(running, num_returns=len(running), timeout=_LULL_SECONDS)
+            if running
+            else ([], [])
+        )
         for work in ended:
             try:
                 ray.get(work)
@@ -332,11 +409,15 @@ class RayDriver:
         return False
 
     def handle_dead_worker(self, worker: int) -> None:
-        """Remove a worker that lost a process: kill its other processes, and restart it if it has restarts left."""
+        """Remove a worker that lost a process: kill its other processes, and restart it if it has
+        restarts left.
+        """
         self.killed.append(worker)
         for actor in self.alive.pop(worker):
             ray.kill(actor)
-        self.running = {work: process for work, process in self.running.items() if process[0] != worker}
+        self.running = {
+            work: process for work, process in self.running.items() if process[0] != worker
+        }
         will_restart = self.restarts_left[worker] > 0
         self.notify("worker_died", worker, restarting=will_restart)
         self.incarnations[worker] += 1
@@ -351,12 +432,18 @@ class RayDriver:
         problem = f"the process of the server was killed, at version {self.last_version} or later,"
         if checkpoints is None:
             fix = "pass checkpoints=so.Checkpoints(folder, every=..., keep=...)."
-            raise ServerLostError(format_error(caller, f"{problem} and no checkpoints were kept.", fix=fix))
+            raise ServerLostError(
+                format_error(caller, f"{problem} and no checkpoints were kept.", fix=fix)
+            )
         checkpoints.wait()
-        snapshot = self.callbacks.load_latest(self.spec.make_server(donate=False), jax.device_put(self.job.params))
+        snapshot = self.callbacks.load_latest(
+            self.spec.make_server(donate=False), jax.device_put(self.job.params)
+        )
         if snapshot is None:
             fix = "save more often, or run again."
-            raise ServerLostError(format_error(caller, f"{problem} before its first checkpoint.", fix=fix))
+            raise ServerLostError(
+                format_error(caller, f"{problem} before its first checkpoint.", fix=fix)
+            )
         self.lost_updates += max(0, self.last_version - int(snapshot.state.step))
         self.start_server(snapshot)
         self.start_work()
@@ -388,13 +475,18 @@ def programs_of(make_server: MakeServer) -> Programs | None:
 
 
 class ServerLostReport(NamedTuple):
-    """The answer of a worker that could not reach the server: the newest version that the worker knows."""
+    """The answer of a worker that could not reach the server: the newest version that the worker
+    knows.
+    """
 
     version: int
 
 
 class ServerProcess:
-    """A `Coordinator` in its own process; parameters go to the workers through Ray's object store."""
+    """A `Coordinator` in its own process.
+
+    Parameters go to the workers through Ray's object store.
+    """
 
     def __init__(self, settings: dict[str, object], token: str, start: bytes):
         begin_process(settings, devices=1, platform="cpu")
@@ -403,17 +495,22 @@ class ServerProcess:
         header = spec.settings(job.key)
         server, self.servers = spec.make_server(donate=True), None
         if server.programs is not None:
-            self.servers = RayServers(settings, token, programs, spec.servers, server.programs.has_sums)
+            self.servers = RayServers(
+                settings, token, programs, spec.servers, server.programs.has_sums
+            )
             server = spec.make_server(donate=True, mathematics=self.servers)
         self.token = token
-        self.pulled_params: dict[int, RemoteParams] = {}  # worker -> the parameters of its step in flight
+        # worker -> the parameters of its step in flight
+        self.pulled_params: dict[int, RemoteParams] = {}
         run = Run(server, job.params, header, lambda: time.perf_counter() - began)
         if snapshot is not None:
             restore_run(spec.caller, run, snapshot)
         self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
-        # A version, and references to its parameters: fragment number -> fragment, None -> all parameters.
+        # A version, and references to its parameters: fragment number -> fragment, None -> all
+        # parameters.
         self.shared_params: tuple[int, dict[int | None, ObjectRef]] = (-1, {})
-        self.new_workers: set[int] = set()  # workers that get all parameters at their next pull, not a fragment
+        # workers that get all parameters at their next pull, not a fragment
+        self.new_workers: set[int] = set()
         self.share_lock = threading.Lock()
 
     def enter(self, token: str, worker: int, incarnation: int) -> int | None:
@@ -423,7 +520,10 @@ class ServerProcess:
         return self.coordinator.enter(worker, incarnation)
 
     def pull(self, token: str, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
-        """See `Coordinator.pull`; the parameters are references into the object store, one for each version and server."""
+        """See `Coordinator.pull`.
+
+        The parameters are references into the object store, one for each version and server.
+        """
         check_token(self.token, token)
         task = self.coordinator.begin_step(worker, incarnation, ready)
         if task is None or self.servers is None:
@@ -432,7 +532,9 @@ class ServerProcess:
         return task
 
     def pull_again(self, token: str, worker: int) -> list[ObjectRef]:
-        """Restart the servers that have died, and return references to the parameters that the worker has pulled."""
+        """Restart the servers that have died, and return references to the parameters that the
+        worker has pulled.
+        """
         check_token(self.token, token)
         assert self.servers is not None
         self.servers.restart_lost_servers()
@@ -441,7 +543,10 @@ class ServerProcess:
     def push(
         self, token: str, worker: int, incarnation: int, update: Update, version: int
     ) -> tuple[bool, int] | ProcessFailure:
-        """See `Coordinator.push`; the version is returned too, and an error is returned as a `ProcessFailure`."""
+        """See `Coordinator.push`.
+
+        The version is returned too, and an error is returned as a `ProcessFailure`.
+        """
         check_token(self.token, token)
         try:
             if self.servers is not None:
@@ -460,7 +565,10 @@ class ServerProcess:
         return jax.device_get(self.coordinator.next_milestone(timeout))
 
     def clock_of(self, worker: int) -> int | None:
-        """Return the number of steps that a worker has finished; None if the worker has not joined."""
+        """Return the number of steps that a worker has finished.
+
+        None if the worker has not joined.
+        """
         return self.coordinator.run.state.clock.steps.get(worker)
 
     def log(self) -> Log:
@@ -468,7 +576,9 @@ class ServerProcess:
         with self.coordinator.changed:
             return self.coordinator.run.log
 
-    def finish(self, metrics: dict[str, object], with_snapshot: bool) -> tuple[AsyncResult, RunSnapshot | None]:
+    def finish(
+        self, metrics: dict[str, object], with_snapshot: bool
+    ) -> tuple[AsyncResult, RunSnapshot | None]:
         """Return the result, and a snapshot if asked for, as numpy arrays."""
         run = self.coordinator.run
         if self.servers is not None:
@@ -478,7 +588,9 @@ class ServerProcess:
         return result._replace(params=jax.device_get(result.params)), snapshot
 
     def _share_params(self, task: WorkerTask, worker: int) -> list[ObjectRef]:
-        """Return a reference to the parameters, or to the fragment that the worker pushed last if it has the others."""
+        """Return a reference to the parameters, or to the fragment that the worker pushed last if
+        it has the others.
+        """
         fragments, params, number = self.coordinator.run.server.fragments, task.params, None
         with self.share_lock:
             if fragments is not None and worker not in self.new_workers:
@@ -533,7 +645,10 @@ class WorkerProcess:
     def work(
         self, server: ActorHandle, pickled_compute: bytes, place: GroupPlace, address: str
     ) -> ServerLostReport | ProcessFailure | None:
-        """Work until the run ends; return the failure that ended it, or None. `address` joins the processes of a group."""
+        """Work until the run ends; return the failure that ended it, or None.
+
+        `address` joins the processes of a group.
+        """
         coordinator = RemoteCoordinator(server, self.token, self.servers)
         try:
             compute = self.compute
@@ -544,7 +659,9 @@ class WorkerProcess:
                 compute = self.compute = make_compute(batches_of, key, place.worker)
             client = CoordinatorClient(coordinator.enter, coordinator.pull, coordinator.push)
             if place.followers:
-                client = leader_client(client, self.token, place.followers, self.shared_answers.numbers)
+                client = leader_client(
+                    client, self.token, place.followers, self.shared_answers.numbers
+                )
             elif place.rank:
                 client = follower_client(self.shared_answers)
             run_worker(client, compute, place.worker, place.incarnation)
@@ -567,7 +684,9 @@ class RemoteCoordinator:
 
     def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """See `Coordinator.pull`."""
-        task: WorkerTask | None = self._get(self.server.pull.remote(self.token, worker, incarnation, ready))
+        task: WorkerTask | None = self._get(
+            self.server.pull.remote(self.token, worker, incarnation, ready)
+        )
         if task is None:
             return None
         self.version = max(self.version, task.version)
@@ -581,13 +700,18 @@ class RemoteCoordinator:
         return task._replace(params=params.fetch(restart_servers))
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
-        """See `Coordinator.push`; the update is one message, which arrives completely or not at all."""
+        """See `Coordinator.push`.
+
+        The update is one message, which arrives completely or not at all.
+        """
         assert update is not None
         message = jax.device_get(update._replace(rows=None))._replace(rows=update.rows)
         if self.servers > 1:
             shards = shard(message.grads, self.servers)
             message = message._replace(grads=[ray.put(grad_shard) for grad_shard in shards])
-        answer = self._get(self.server.push.remote(self.token, worker, incarnation, message, version))
+        answer = self._get(
+            self.server.push.remote(self.token, worker, incarnation, message, version)
+        )
         if isinstance(answer, ProcessFailure):
             raise CoordinatorError(answer)
         self.version = max(self.version, answer[1])

@@ -1,7 +1,8 @@
 """A worker that consists of several processes on Ray: a group of `jax.distributed`.
 
-All processes of a group run the same `run_worker` on a mesh over all of their devices. Only the first process calls the
-server. It shares each answer with the other processes, with parameters in Ray's object store, so that all do the same step.
+All processes of a group run the same `run_worker` on a mesh over all of their devices. Only the
+first process calls the server. It shares each answer with the other processes, with parameters in
+Ray's object store, so that all do the same step.
 """
 
 import itertools
@@ -25,7 +26,10 @@ class ProcessFailure(NamedTuple):
 
 
 class CoordinatorError(Exception):
-    """The server's process has died; or, with `failure`, its answer was an error, which ends the run."""
+    """The server's process has died.
+
+    Or, with `failure`, its answer was an error, which ends the run.
+    """
 
     def __init__(self, failure: ProcessFailure | None = None):
         super().__init__()
@@ -33,7 +37,8 @@ class CoordinatorError(Exception):
 
 
 class SharedAnswers:
-    """The answers that the first process of a group shares, numbered: sent by it, and received by another process.
+    """The answers that the first process of a group shares, numbered: sent by it, and received by
+    another process.
 
     The threads of a Ray actor may receive two answers in another order than they were sent.
 
@@ -65,7 +70,9 @@ class SharedAnswers:
 def leader_client(
     client: CoordinatorClient, token: str, followers: Sequence[ActorHandle], numbers: Iterator[int]
 ) -> CoordinatorClient:
-    """Return the client of the first process of a group: it sends each answer of `client` to the other processes."""
+    """Return the client of the first process of a group: it sends each answer of `client` to the
+    other processes.
+    """
 
     def and_share(call: Callable[..., Any]) -> Callable[..., Any]:
         def call_and_share(*arguments: object) -> Any:
@@ -74,7 +81,8 @@ def leader_client(
                 answer = call(*arguments)
                 return answer
             finally:
-                number, shared = next(numbers), ray.put(answer)  # once for all: it may have all parameters
+                # once for all: it may have all parameters
+                number, shared = next(numbers), ray.put(answer)
                 for process in followers:
                     process.receive.remote(token, number, shared)
 
@@ -84,7 +92,9 @@ def leader_client(
 
 
 def follower_client(answers: SharedAnswers) -> CoordinatorClient:
-    """Return the client of another process of a group: it gets the answers that the first process received."""
+    """Return the client of another process of a group: it gets the answers that the first process
+    received.
+    """
 
     def next_answer(*_: object) -> Any:
         answer = answers.next()
@@ -96,7 +106,9 @@ def follower_client(answers: SharedAnswers) -> CoordinatorClient:
 
 
 def free_address() -> str:
-    """Return an address of this host that other hosts of the Ray cluster can reach, with a port that is free now."""
+    """Return an address of this host that other hosts of the Ray cluster can reach, with a port
+    that is free now.
+    """
     with socket.socket() as probe:
         probe.bind(("", 0))
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"

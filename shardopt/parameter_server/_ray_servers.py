@@ -1,8 +1,11 @@
-"""Several servers on Ray: each is a process with its shard; the coordinator orders their updates and sends no arrays.
+"""Several servers on Ray: each is a process with its shard.
 
-A push is accepted when every server has stored its range of the gradient in Ray's object store. These objects belong to the
-coordinator, so they outlive the worker and the server. A server that is killed restarts from its last snapshot and repeats
-the later updates: nothing is lost. Only when the coordinator dies does the run go back to a checkpoint.
+The coordinator orders their updates and sends no arrays.
+
+A push is accepted when every server has stored its range of the gradient in Ray's object store.
+These objects belong to the coordinator, so they outlive the worker and the server. A server that is
+killed restarts from its last snapshot and repeats the later updates: nothing is lost. Only when the
+coordinator dies does the run go back to a checkpoint.
 """
 
 import hmac
@@ -29,7 +32,9 @@ from shardopt.parameter_server._updates import Update, trained, untrained
 from shardopt.step._inputs import copied
 
 SNAPSHOT_EVERY = 8
-"""Updates between two snapshots of a server. The object store has all pushes since the second last snapshot."""
+"""Updates between two snapshots of a server. The object store has all pushes since the second last
+snapshot.
+"""
 TRIES = 5
 """How often servers are restarted for one call, before its error is raised."""
 
@@ -44,12 +49,17 @@ def check_token(run_token: str, call_token: str) -> None:
     """
     if not hmac.compare_digest(run_token.encode(), str(call_token).encode()):
         problem = "a call without the token of this run was refused."
-        raise PermissionError(format_error("parameter_server", problem, fix="start workers through opt.run only."))
+        raise PermissionError(
+            format_error("parameter_server", problem, fix="start workers through opt.run only.")
+        )
 
 
 @dataclass(eq=False)
 class StoredGradient:
-    """The gradient of a push in the object store: for each server a reference to its range; `nbytes` of all ranges."""
+    """The gradient of a push in the object store: for each server a reference to its range.
+
+    `nbytes` of all ranges.
+    """
 
     refs: list[ObjectRef]
     nbytes: int
@@ -57,7 +67,9 @@ class StoredGradient:
 
 @dataclass(eq=False)
 class StoredParams:
-    """The parameters after an update: for each server a reference to its shard, which changes if the server restarts."""
+    """The parameters after an update: for each server a reference to its shard, which changes if
+    the server restarts.
+    """
 
     version: int
     refs: list[ObjectRef]
@@ -68,20 +80,27 @@ class RemoteParams(NamedTuple):
 
     Attributes:
       stored: references to the trained parameters.
-      abstract: all else: the other parameters, and shapes and dtypes in place of the shards of the trained ones.
+      abstract: all else: the other parameters, and shapes and dtypes in place of the shards of the
+        trained ones.
     """
 
     stored: StoredParams
     abstract: ServerShards
 
     def fetch(self, restart_servers: Callable[[], object]) -> PyTree:
-        """Return the parameters as users know them; after an error call `restart_servers`, which may renew `stored`."""
+        """Return the parameters as users know them.
+
+        After an error call `restart_servers`, which may renew `stored`.
+        """
         shards = with_restarts(lambda: ray.get(self.stored.refs), restart_servers)
         return replace(self.abstract, trees=shards).full()
 
 
 def with_restarts(call: Callable[[], Value], restart_servers: Callable[[], object]) -> Value:
-    """Return `call()`; while it fails, restart the servers that have died and call it again, at most `TRIES` times."""
+    """Return `call()`.
+
+    While it fails, restart the servers that have died and call it again, at most `TRIES` times.
+    """
     for _ in range(TRIES):
         try:
             return call()
@@ -129,37 +148,67 @@ class ShardProcess:
     def adopt(self, token: str, snapshot: tuple[int, PyTree, PyTree, PyTree]) -> PyTree:
         """Continue from a snapshot; return its shard of the parameters."""
         check_token(self.token, token)
-        # The states are copied: arrays from Ray are memory of its object store, which the next update would take over.
+        # The states are copied: arrays from Ray are memory of its object store, which the next
+        # update would take over.
         version, shard, *states = snapshot
-        self.version, self.shard, self.states = version, jax.device_put(shard), tuple(jax.tree.map(_copy, states))
+        self.version, self.shard, self.states = (
+            version,
+            jax.device_put(shard),
+            tuple(jax.tree.map(_copy, states)),
+        )
         return shard
 
     def hold(self, token: str, grads: PyTree) -> tuple[bool, PyTree]:
-        """Return a gradient: as the result of a call it belongs to the coordinator, which made the call."""
+        """Return a gradient: as the result of a call it belongs to the coordinator, which made the
+        call.
+        """
         check_token(self.token, token)
         return True, grads
 
-    def sums(self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads: PyTree) -> list[Any]:
+    def sums(
+        self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads: PyTree
+    ) -> list[Any]:
         """Return the terms that this shard adds to the sums over servers."""
-        return jax.device_get(self.programs.sums(self._arguments(token, number, pushed, delay, pulled, grads)))
+        return jax.device_get(
+            self.programs.sums(self._arguments(token, number, pushed, delay, pulled, grads))
+        )
 
     def apply(
-        self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, *grads_and_sums: Any
+        self,
+        token: str,
+        number: int,
+        pushed: list[Any],
+        delay: int,
+        pulled: PyTree,
+        *grads_and_sums: Any,
     ) -> PyTree:
         """Make an update; return the new shard of the parameters."""
         grads, server_sums = grads_and_sums[: len(pushed)], grads_and_sums[len(pushed) :]
         args = self._arguments(token, number, pushed, delay, pulled, grads)
         result = self.programs.finish(list(server_sums), args)
-        self.shard, self.states, self.version = result.params, (result.opt_state, result.rule_state), number
+        self.shard, self.states, self.version = (
+            result.params,
+            (result.opt_state, result.rule_state),
+            number,
+        )
         return jax.device_get(result.params)
 
     def _arguments(
-        self, token: str, number: int, pushed: list[Any], delay: int, pulled: PyTree, grads: Sequence[PyTree]
+        self,
+        token: str,
+        number: int,
+        pushed: list[Any],
+        delay: int,
+        pulled: PyTree,
+        grads: Sequence[PyTree],
     ) -> tuple[Any, ...]:
         check_token(self.token, token)
         if number != self.version + 1:
             raise AssertionError(f"update {number} comes to a server that has made {self.version}")
-        updates = [Update(g, loss, metrics, rows) for g, (loss, metrics, rows) in zip(grads, pushed, strict=True)]
+        updates = [
+            Update(g, loss, metrics, rows)
+            for g, (loss, metrics, rows) in zip(grads, pushed, strict=True)
+        ]
         return run_arguments((self.shard, *self.states), updates, pulled, delay)
 
     def current_version(self, token: str) -> int:
@@ -179,7 +228,9 @@ def _copy(leaf: np.ndarray) -> jax.Array:
 
 @dataclass
 class RayServers:
-    """The coordinator's handle of several servers: the `Mathematics` of their updates. Every call takes its lock.
+    """The coordinator's handle of several servers: the `Mathematics` of their updates.
+
+    Every call takes its lock.
 
     Attributes:
       settings: the settings that `begin_process` takes.
@@ -199,9 +250,12 @@ class RayServers:
         self.sums_needed = False
         self.lock = threading.RLock()
         self.journal: list[JournalEntry] = []
-        self.versions: weakref.WeakValueDictionary[int, StoredParams] = weakref.WeakValueDictionary()
+        self.versions: weakref.WeakValueDictionary[int, StoredParams] = (
+            weakref.WeakValueDictionary()
+        )
         self.killed: list[int] = []
-        # For each server its version, the name of the `ShardProcess` method that reads the snapshot, and the snapshot.
+        # For each server its version, the name of the `ShardProcess` method that reads the
+        # snapshot, and the snapshot.
         self.snapshots: list[tuple[int, str, ObjectRef]] = []
         self.pending_snapshots: list[tuple[ObjectRef, ObjectRef]] = []
         self.version, self.nbytes = 0, 0
@@ -211,23 +265,31 @@ class RayServers:
         """Send each server its shard."""
         params = jax.device_get(copied(params))
         shards = shard(trained(params), self.servers)
-        return self._begin("begin", shards, ServerShards(shards, untrained(params), shapes_of(trained(params))))
+        return self._begin(
+            "begin", shards, ServerShards(shards, untrained(params), shapes_of(trained(params)))
+        )
 
     def adopt(self, arrays: ServerArrays) -> ServerArrays:
         """Send each server its shard of a checkpoint, which counts as update 0 from then on."""
         params, opt_state, rule_state = jax.device_get(arrays)
         return self._begin(
-            "adopt", [(0, *arrays) for arrays in zip(params.trees, opt_state, rule_state, strict=True)], params
+            "adopt",
+            [(0, *arrays) for arrays in zip(params.trees, opt_state, rule_state, strict=True)],
+            params,
         )
 
-    def _begin(self, method: str, snapshots: Sequence[PyTree], params: ServerShards) -> ServerArrays:
+    def _begin(
+        self, method: str, snapshots: Sequence[PyTree], params: ServerShards
+    ) -> ServerArrays:
         snapshot_refs = [ray.put(snapshot) for snapshot in snapshots]
         params = replace(params, trees=abstract(params.trees))
         with self.lock:
             self.version, self.journal, self.pending_snapshots = 0, [], []
             self.snapshots = [(0, method, ref) for ref in snapshot_refs]
             self.sums_needed = self.has_sums(params.trees[0])
-            self.nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.trees))
+            self.nbytes = sum(
+                leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.trees)
+            )
             pairs = zip(self.processes, snapshot_refs, strict=True)
             refs = [getattr(process, method).remote(self.token, ref) for process, ref in pairs]
             stored = self.versions[0] = StoredParams(0, refs)
@@ -243,17 +305,30 @@ class RayServers:
 
     def check(self, update: Update | None, params: RemoteParams, worker: int) -> Update:
         """Refuse an update whose gradient is not stored with every server."""
-        if not isinstance(update, Update) or not isinstance(update.grads, StoredGradient) or update.is_finite is None:
-            problem = f"worker {worker} must push an Update that the servers hold, got {type(update).__name__}."
+        if (
+            not isinstance(update, Update)
+            or not isinstance(update.grads, StoredGradient)
+            or update.is_finite is None
+        ):
+            problem = (
+                f"worker {worker} must push an Update that the servers hold, got"
+                f" {type(update).__name__}."
+            )
             raise TypeError(format_error("parameter_server", problem))
         return update
 
     def apply(
-        self, arrays: ServerArrays, updates: Sequence[Update], pulled: RemoteParams | None, delay: int
+        self,
+        arrays: ServerArrays,
+        updates: Sequence[Update],
+        pulled: RemoteParams | None,
+        delay: int,
     ) -> UpdateResult:
         """Start an update on all servers, in order, without waiting for its end."""
         with self.lock:
-            pushed = jax.device_get([(update.loss, dict(update.metrics), update.rows) for update in updates])
+            pushed = jax.device_get(
+                [(update.loss, dict(update.metrics), update.rows) for update in updates]
+            )
             pulled_params = None if pulled is None else pulled.stored
             self.version += 1
             grads = [update.grads for update in updates]
@@ -279,23 +354,34 @@ class RayServers:
 
         with self.lock:
             snapshots = with_restarts(read_snapshots, self.restart_lost_servers)
-        shards, opt_states, rule_states = zip(*(snapshot[1:] for _, snapshot in snapshots), strict=True)
+        shards, opt_states, rule_states = zip(
+            *(snapshot[1:] for _, snapshot in snapshots), strict=True
+        )
         params: RemoteParams = arrays[0]
         return replace(params.abstract, trees=shards), opt_states, rule_states
 
     def hold(self, grads: Sequence[ObjectRef]) -> StoredGradient:
-        """Take a gradient over from its worker, which may die then; wait until every server has stored its range."""
+        """Take a gradient over from its worker, which may die then.
+
+        Wait until every server has stored its range.
+        """
 
         def store() -> StoredGradient:
             pairs = zip(self.processes, grads, strict=True)
-            answers = [process.hold.options(num_returns=2).remote(self.token, grad) for process, grad in pairs]
-            ray.get([is_stored for is_stored, _ in answers])  # the gradients themselves stay in the object store
+            answers = [
+                process.hold.options(num_returns=2).remote(self.token, grad)
+                for process, grad in pairs
+            ]
+            # the gradients themselves stay in the object store
+            ray.get([is_stored for is_stored, _ in answers])
             return StoredGradient([ref for _, ref in answers], self.nbytes)
 
         return with_restarts(store, self.restart_lost_servers)
 
     def restart_lost_servers(self) -> None:
-        """Restart the servers that have died from their snapshots, and repeat the updates that a server has not made."""
+        """Restart the servers that have died from their snapshots, and repeat the updates that a
+        server has not made.
+        """
         with self.lock:
             versions = []
             for i in range(self.servers):

@@ -35,17 +35,19 @@ def replay(
 ) -> PyTree:
     """Return the final parameters of a run, by repeating the events of its log in order.
 
-    Each pull takes a batch, each push computes its gradient from the parameters of its pull, and each event goes to the
-    same pure server. The replay checks that the server makes the same events as the log, and that the checksums of the
-    parameters before and after the run are the same.
+    Each pull takes a batch, each push computes its gradient from the parameters of its pull, and
+    each event goes to the same pure server. The replay checks that the server makes the same events
+    as the log, and that the checksums of the parameters before and after the run are the same.
 
     Args:
       log: the log of `async_sgd(...).run` or `simulate`, or `Log.load(path)`.
       tx: the optimizer of the run.
       loss_fn: the loss of the run.
       params: the initial parameters of the run.
-      batches_of: the data of the run: `batches_of(worker)` returns the same batches again; it is called at each join.
-      rule: the rule of the run. Rules of `parameter_server.rules` need not be passed: the log has their settings.
+      batches_of: the data of the run: `batches_of(worker)` returns the same batches again; it is
+        called at each join.
+      rule: the rule of the run. Rules of `parameter_server.rules` need not be passed: the log has
+        their settings.
       reducer: the reducer of the run; the log has only its name.
 
     Returns:
@@ -53,8 +55,9 @@ def replay(
 
     Raises:
       TypeError: if `log` is not a `Log`, or another argument is of the wrong kind.
-      ValueError: if the run had other parameters, another rule or another reducer, the batches end too soon, an event of
-        the server differs from the log, or the result differs from the result of the run.
+      ValueError: if the run had other parameters, another rule or another reducer, the batches end
+        too soon, an event of the server differs from the log, or the result differs from the result
+        of the run.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -67,17 +70,27 @@ def replay(
       >>> bool((again["w"] == result.params["w"]).all())
       True
 
-    **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same kind as in the run.
+    **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same kind
+    as in the run.
     """
     check_log(log)
     header = log.header
     if "local_steps" in header:
-        fix = "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
-        raise ValueError(format_error(CALLER, "this is the log of a run of async_local_sgd.", fix=fix))
+        fix = (
+            "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd"
+            " returns."
+        )
+        raise ValueError(
+            format_error(CALLER, "this is the log of a run of async_local_sgd.", fix=fix)
+        )
     _check_reducer(header.get("reducer"), reducer)
-    meshes = [make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]]
+    meshes = [
+        make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]
+    ]
     recorded_rule, servers = _rule(header["rule"], rule), header.get("servers", 1)
-    settings = ServerSettings(header["max_staleness"], recorded_rule, header["nonfinite"], reducer, servers)
+    settings = ServerSettings(
+        header["max_staleness"], recorded_rule, header["nonfinite"], reducer, servers
+    )
     spec = sgd_spec(CALLER, tx, loss_fn, meshes, settings, sparse=header.get("sparse", ()))
     compute = spec.make_compute(batches_of, np.asarray(header["rng"], np.uint32))
     return replay_events(log, spec.make_server(donate=False), compute, params)
@@ -87,19 +100,30 @@ def check_log(log: Log) -> None:
     """Refuse an argument that is not a `Log`, and the log of a simulation without parameters."""
     if not isinstance(log, Log):
         problem = f"log must be a parameter_server.Log, got {type(log).__name__}."
-        raise TypeError(format_error(CALLER, problem, fix="pass result.log, or parameter_server.Log.load(path)."))
+        raise TypeError(
+            format_error(
+                CALLER, problem, fix="pass result.log, or parameter_server.Log.load(path)."
+            )
+        )
     if log.header.get("initial") is None:
         fix = "give simulate an optimizer, a loss, parameters and data."
-        raise ValueError(format_error(CALLER, "this is the log of a simulation of time only.", fix=fix))
+        raise ValueError(
+            format_error(CALLER, "this is the log of a simulation of time only.", fix=fix)
+        )
 
 
 def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
-    """Return the parameters after the events of a log, computed on one thread; for the checks see `replay`."""
+    """Return the parameters after the events of a log, computed on one thread.
+
+    For the checks see `replay`.
+    """
     header = log.header
     state = server.init(compute.on_server(params))
     if digest(server.whole(state.params)) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
-        raise ValueError(format_error(CALLER, "the parameters are not those that the run began with.", fix=fix))
+        raise ValueError(
+            format_error(CALLER, "the parameters are not those that the run began with.", fix=fix)
+        )
 
     positions: Counter[int] = Counter()
     steps: dict[int, tuple[PyTree, PyTree]] = {}
@@ -109,7 +133,9 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
         if recorded.kind in ("join", "resume"):
             compute.begin(worker, positions[worker])
             steps.pop(worker, None)
-            state, event = (server.join if recorded.kind == "join" else server.resume)(state, worker)
+            state, event = (server.join if recorded.kind == "join" else server.resume)(
+                state, worker
+            )
         elif recorded.kind == "pull":
             steps[worker] = (server.whole(state.params), _next(compute, worker, recorded.clock))
             state, event = server.pull(state, worker)
@@ -119,12 +145,21 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             update = compute.update(worker, *steps.pop(worker), recorded.clock)
             state, event = server.push(state, worker, update, recorded.pulled)
         if event != recorded.without_times():
-            problem = f"event {number} of the log is {recorded.without_times()}, and the server comes to {event}."
+            problem = (
+                f"event {number} of the log is {recorded.without_times()}, and the server comes to"
+                f" {event}."
+            )
             fix = "the log is damaged, or its data or loss is not that of the run."
             raise ValueError(format_error(CALLER, problem, fix=fix))
     if header["final"] is not None and digest(server.whole(state.params)) != header["final"]:
-        problem = "the parameters at the end are not those of the run, although they were the same at the start."
-        fix = "pass the data, loss and optimizer of the run; devices of another kind round differently."
+        problem = (
+            "the parameters at the end are not those of the run, although they were the same at the"
+            " start."
+        )
+        fix = (
+            "pass the data, loss and optimizer of the run; devices of another kind round"
+            " differently."
+        )
         raise ValueError(format_error(CALLER, problem, fix=fix))
     return server.whole(state.params)
 
@@ -142,13 +177,16 @@ def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
     name = None if codec is None else codec.name
     if name != recorded:
         problem = (
-            f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got {name or 'none'}."
+            f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got"
+            f" {name or 'none'}."
         )
         raise ValueError(format_error(CALLER, problem, fix="pass the reducer of the run."))
 
 
 def _rule(recorded: Header, rule: Rule | None) -> Rule:
-    """Return the rule of the run: the argument, or without one a rule of this package from its recorded settings."""
+    """Return the rule of the run: the argument, or without one a rule of this package from its
+    recorded settings.
+    """
     name, config = recorded["name"], _as_json(recorded["config"])
     if rule is None and (recorded_rule := from_config(name, recorded["config"])) is not None:
         return recorded_rule

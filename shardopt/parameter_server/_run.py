@@ -34,12 +34,15 @@ class Compute(NamedTuple):
     """The work of the workers, without their communication with the server.
 
     Attributes:
-      begin: `begin(worker, position)`, at each join: the worker's batches continue after `position` rounds.
+      begin: `begin(worker, position)`, at each join: the worker's batches continue after `position`
+        rounds.
       next_batch: `next_batch(worker) -> batch`, or None at the end of the data.
-      update: `update(worker, params, batch, clock) -> Update`, fully computed, on the device of the server.
-      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first device of the first worker.
-      ahead: `ahead(worker, batch)`: do the steps of a round that do not need its pull, while this pull and the previous
-        push travel. None if every step needs the pull.
+      update: `update(worker, params, batch, clock) -> Update`, fully computed, on the device of the
+        server.
+      on_server: `on_server(tree) -> tree`, moved to the device of the server: the first device of
+        the first worker.
+      ahead: `ahead(worker, batch)`: do the steps of a round that do not need its pull, while this
+        pull and the previous push travel. None if every step needs the pull.
     """
 
     begin: Callable[[int, int], None]
@@ -52,13 +55,16 @@ class Compute(NamedTuple):
 class MakeCompute(Protocol):
     """Makes the workers of a run."""
 
-    def __call__(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+    def __call__(
+        self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
+    ) -> Compute:
         """Return all workers, in this process; or one worker, which has a process to itself."""
         ...
 
 
 class RunSpec(NamedTuple):
-    """The description of a run without its data: threads, Ray, replays and simulations start from it.
+    """The description of a run without its data: threads, Ray, replays and simulations start from
+    it.
 
     Attributes:
       caller: the function that the user called, for messages.
@@ -66,14 +72,16 @@ class RunSpec(NamedTuple):
       make_server: `make_server(donate=...) -> Server`.
       make_compute: `make_compute(batches_of, key, worker=None) -> Compute`.
       header: the settings of the workers that the log records, without the random key.
-      backend: "threads" or "ray". On Ray the functions above are pickled and sent to other processes.
+      backend: "threads" or "ray". On Ray the functions above are pickled and sent to other
+        processes.
       devices: on Ray, the number of devices of each worker's process.
       address: the address of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is restarted.
       check_params: `check_params(params)` refuses parameters that this run cannot train.
       servers: the number of servers that the parameters are sharded over.
       hosts: on Ray, the number of processes of each worker, each with its `devices`.
-      hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for never.
+      hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for
+        never.
     """
 
     caller: str
@@ -92,7 +100,10 @@ class RunSpec(NamedTuple):
 
     @property
     def num_processes(self) -> int:
-        """The number of processes on Ray, one CPU each; a single server is in the coordinator's process."""
+        """The number of processes on Ray, one CPU each.
+
+        A single server is in the coordinator's process.
+        """
         return self.num_workers * self.hosts + 1 + (self.servers if self.servers > 1 else 0)
 
     def settings(self, key: np.ndarray) -> Header:
@@ -128,15 +139,17 @@ class AsyncResult(NamedTuple):
       log: the event log, for `parameter_server.replay` and `Log.save`.
       metrics: a dict of the entries below.
 
-    The metrics are those of `parameter_server.summarize(log)`: rates, histograms of staleness (clocks) and delay (versions),
-    and the seconds that each worker waited. In addition:
+    The metrics are those of `parameter_server.summarize(log)`: rates, histograms of staleness
+    (clocks) and delay (versions), and the seconds that each worker waited. In addition:
 
-    - "stopped": "completed" (num_updates reached), "exhausted" (no worker is left, or the data is at its end), "early" (early
-      stopping) or "until" (the time limit of a simulation).
+    - "stopped": "completed" (num_updates reached), "exhausted" (no worker is left, or the data is
+      at its end), "early" (early stopping) or "until" (the time limit of a simulation).
     - "push_bytes": bytes of the encoded gradients that were pushed since the run last began.
     - "history": the loss and aux metrics of every update, as arrays [updates].
-    - "unsent", with error feedback: {worker: norm of its error memory}, relative to the norm of its last pushed gradient.
-    - "lost_memory", with error feedback: {worker: [norm of the memory at each leave or resume]}, in the same units.
+    - "unsent", with error feedback: {worker: norm of its error memory}, relative to the norm of its
+      last pushed gradient.
+    - "lost_memory", with error feedback: {worker: [norm of the memory at each leave or resume]}, in
+      the same units.
     """
 
     params: PyTree
@@ -177,13 +190,17 @@ class Run:
         settings |= {"servers": server.servers} if server.servers > 1 else {}
         initial = None if params is None else digest(self.params)
         self.log = Log({**settings, **header, "initial": initial, "final": None})
-        self.positions: Counter[int] = Counter()  # worker -> rounds of its data that it has finished
+        # worker -> rounds of its data that it has finished
+        self.positions: Counter[int] = Counter()
         self.stats = WorkerStats()
         self.push_bytes = 0
-        self.unsent: dict[int, jax.Array | float] = {}  # worker -> relative norm of its error memory
+        # worker -> relative norm of its error memory
+        self.unsent: dict[int, jax.Array | float] = {}
         self.lost_memory: dict[int, list[float]] = {}
-        self.old_history: list[Mapping[str, np.ndarray]] = []  # metrics of old updates, which are certainly computed
-        self.recent_history: list[Mapping[str, jax.Array]] = []  # metrics of later updates, which may be in flight
+        # metrics of old updates, which are certainly computed
+        self.old_history: list[Mapping[str, np.ndarray]] = []
+        # metrics of later updates, which may be in flight
+        self.recent_history: list[Mapping[str, jax.Array]] = []
 
     @property
     def params(self) -> PyTree:
@@ -199,7 +216,10 @@ class Run:
         return self.server.may_pull(self.state, worker)
 
     def pull(self, worker: int, asked_at: float) -> Event:
-        """Begin a step that the worker asked for at the time `asked_at`; its parameters are `state.params`."""
+        """Begin a step that the worker asked for at the time `asked_at`.
+
+        Its parameters are `state.params`.
+        """
         return self._record(*self.server.pull(self.state, worker), asked_at)
 
     def push(self, worker: int, update: Update | None, pulled_version: int) -> Event:
@@ -212,7 +232,10 @@ class Run:
         return event
 
     def leave(self, worker: int, asked_at: float | None = None) -> Event:
-        """Let a worker leave; `asked_at` is the time since which it has waited for a step, None if it has not."""
+        """Let a worker leave.
+
+        `asked_at` is the time since which it has waited for a step, None if it has not.
+        """
         self._drop_memory(worker)
         return self._record(*self.server.leave(self.state, worker), asked_at)
 
@@ -228,8 +251,14 @@ class Run:
         return Status(now, self.state.version, num_updates, workers)
 
     def history(self, since: int = 0) -> list[Mapping[str, jax.Array | np.ndarray]]:
-        """Return the metrics of each update after version `since`; the latest may still be in flight."""
-        return [*self.old_history[since:], *self.recent_history[max(0, since - len(self.old_history)) :]]
+        """Return the metrics of each update after version `since`.
+
+        The latest may still be in flight.
+        """
+        return [
+            *self.old_history[since:],
+            *self.recent_history[max(0, since - len(self.old_history)) :],
+        ]
 
     def finish(self, stopped: str, **more_metrics: object) -> AsyncResult:
         """Return the result of a run whose workers have all ended."""
@@ -240,19 +269,24 @@ class Run:
         metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes}
         metrics |= {"history": _as_arrays(self.history()), **more_metrics}
         if self.server.reducer is not None:
-            metrics["unsent"] = {worker: float(value) for worker, value in sorted(self.unsent.items())}
+            metrics["unsent"] = {
+                worker: float(value) for worker, value in sorted(self.unsent.items())
+            }
             metrics["lost_memory"] = dict(sorted(self.lost_memory.items()))
         return AsyncResult(params, self.log, metrics)
 
     def _drop_memory(self, worker: int) -> None:
-        """Record the error memory of a worker as lost: the worker joins or resumes with an empty one."""
+        """Record the error memory of a worker as lost: the worker joins or resumes with an empty
+        one.
+        """
         if worker in self.unsent:
             self.lost_memory.setdefault(worker, []).append(float(self.unsent.pop(worker)))
 
     def _record(self, state: ServerState, event: Event, asked_at: float | None = None) -> Event:
         if state.version > self.state.version and state.metrics:
             self.recent_history.append(state.metrics)
-            if len(self.recent_history) == 2 * _IN_FLIGHT:  # so that `device_get` does not wait for updates in flight
+            # so that `device_get` does not wait for updates in flight
+            if len(self.recent_history) == 2 * _IN_FLIGHT:
                 self.old_history += jax.device_get(self.recent_history[:_IN_FLIGHT])
                 del self.recent_history[:_IN_FLIGHT]
         now = self.now()
@@ -273,7 +307,8 @@ class RunSnapshot(NamedTuple):
     """A copy of a run right after an update, from which `restore_run` continues.
 
     Attributes:
-      state: the server's arrays: `step` is the version, `opt_state` has the states of the optimizer and of the rule.
+      state: the server's arrays: `step` is the version, `opt_state` has the states of the optimizer
+        and of the rule.
       record: clocks, log and history, as JSON.
     """
 
@@ -284,7 +319,8 @@ class RunSnapshot(NamedTuple):
 def take_snapshot(run: Run) -> RunSnapshot:
     """Copy a run right after an update, when no push waits for others.
 
-    The optimizer's state is copied, because the next update takes over its memory. The parameters are not copied.
+    The optimizer's state is copied, because the next update takes over its memory. The parameters
+    are not copied.
     """
     state, clock = run.state, run.state.clock
     if state.waiting:
@@ -314,12 +350,20 @@ def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
     for worker, finished_steps in record["steps"]:
         steps = steps.put(worker, finished_steps)
     clock = make_clock(run.server.max_staleness)._replace(
-        slowest=record["slowest"], fastest=record["fastest"], counts=dict(Counter(steps.values())), steps=steps
+        slowest=record["slowest"],
+        fastest=record["fastest"],
+        counts=dict(Counter(steps.values())),
+        steps=steps,
     )
     log, history = _unpack(record["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
     run.state = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
-    run.log, run.stats, run.unsent, run.lost_memory = log, WorkerStats(log), dict(record.get("unsent", ())), {}
+    run.log, run.stats, run.unsent, run.lost_memory = (
+        log,
+        WorkerStats(log),
+        dict(record.get("unsent", ())),
+        {},
+    )
     run.positions = Counter(event.worker for event in log if event.ends_round)
     run.old_history, run.recent_history = list(history), []
     last_time, now = log[len(log) - 1].time if len(log) else 0.0, run.now
@@ -327,7 +371,9 @@ def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
     run.now = lambda: last_time + now() - start
 
 
-def load_snapshot(caller: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int) -> RunSnapshot:
+def load_snapshot(
+    caller: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int
+) -> RunSnapshot:
     """Read a snapshot from a checkpoint, onto the device of the parameters."""
 
     def initial_state(params: PyTree) -> TrainState:
@@ -338,7 +384,9 @@ def load_snapshot(caller: str, checkpoints: Checkpoints, server: Server, params:
     abstract_state = jax.eval_shape(initial_state, params)
     (device,) = jax.tree.leaves(params)[0].devices()
     sharding = jax.sharding.SingleDeviceSharding(device)
-    target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state)
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), abstract_state
+    )
     state, extra = checkpoints.restore(target, step=step)
     if "server" not in extra:
         problem = f"the checkpoints in {checkpoints.directory} are not of an asynchronous run."
@@ -354,10 +402,14 @@ def _check_settings(caller: str, saved: Header, current: Header) -> None:
         if saved.get(name) != current.get(name)
     ]
     devices = zip(saved.get("devices") or [], current.get("devices") or [], strict=False)
-    differences += [f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b]
+    differences += [
+        f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b
+    ]
     if differences:
         problem = "the checkpoint is of a run with other settings."
-        raise ValueError(format_error(caller, problem, differences, "use the same settings, or another folder."))
+        raise ValueError(
+            format_error(caller, problem, differences, "use the same settings, or another folder.")
+        )
 
 
 def _pack(run: Run) -> str:
@@ -375,7 +427,9 @@ def _pack(run: Run) -> str:
 def _unpack(text: str, header: Header) -> tuple[Log, list[Mapping[str, np.ndarray]]]:
     with np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False) as file:
         arrays = dict(file)
-    log = Log.from_columns(header, {name[4:]: value for name, value in arrays.items() if name.startswith("log/")})
+    log = Log.from_columns(
+        header, {name[4:]: value for name, value in arrays.items() if name.startswith("log/")}
+    )
     history = {name[8:]: value for name, value in arrays.items() if name.startswith("history/")}
     length = len(next(iter(history.values()), ()))
     return log, [{name: value[i] for name, value in history.items()} for i in range(length)]

@@ -20,7 +20,13 @@ from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._mathematics import Mathematics, OneServer, copy_states
 from shardopt.parameter_server._sharded import LocalServers
-from shardopt.parameter_server._updates import NO_WEIGHT, NonFiniteUpdateError, Update, check_params, faults
+from shardopt.parameter_server._updates import (
+    NO_WEIGHT,
+    NonFiniteUpdateError,
+    Update,
+    check_params,
+    faults,
+)
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Reducer, compressor
 
@@ -44,7 +50,9 @@ class ServerSettings(NamedTuple):
 
 
 class Pulled(NamedTuple):
-    """The server's record of a step in flight: its version and staleness, and the parameters if the rule needs them."""
+    """The server's record of a step in flight: its version and staleness, and the parameters if the
+    rule needs them.
+    """
 
     version: int
     staleness: int
@@ -94,7 +102,8 @@ class Server:
       nonfinite: "raise" or "skip".
       reducer: the name of the reducer that encodes pushes; None without a reducer.
       servers: the number of servers that the parameters are sharded over.
-      fragments: the assignment of parameters to fragments, if they are pushed and pulled in fragments.
+      fragments: the assignment of parameters to fragments, if they are pushed and pulled in
+        fragments.
     """
 
     mathematics: Mathematics | None
@@ -130,16 +139,30 @@ class Server:
         return clocks.may_start(state.clock, worker) and worker not in state.working
 
     def pull(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
-        """Start the worker's next step; its parameters are `state.params`, their version is `event.version`."""
-        step, staleness = clocks.clock_of(state.clock, worker), clocks.staleness(state.clock, worker)
+        """Start the worker's next step.
+
+        Its parameters are `state.params`, their version is `event.version`.
+        """
+        step, staleness = (
+            clocks.clock_of(state.clock, worker),
+            clocks.staleness(state.clock, worker),
+        )
         if worker in state.working:
             problem = f"worker {worker} cannot pull: it has not pushed its step {step} yet."
-            raise ValueError(format_error(CALLER, problem, fix="push first, or let it leave and join again."))
+            raise ValueError(
+                format_error(CALLER, problem, fix="push first, or let it leave and join again.")
+            )
         if not clocks.may_start(state.clock, worker):
-            problem = f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
+            problem = (
+                f"worker {worker} cannot start step {step}: the slowest is at {state.clock.slowest}"
+            )
             fix = "ask may_pull first."
-            raise ValueError(format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix=fix))
-        is_needed = self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
+            raise ValueError(
+                format_error(CALLER, f"{problem}, and max_staleness={self.max_staleness}.", fix=fix)
+            )
+        is_needed = (
+            self.rule.uses_pulled and self.max_staleness != 0 and self.mathematics is not None
+        )
         pulled = Pulled(state.version, staleness, state.params if is_needed else None)
         event = Event("pull", worker, step, state.version, state.version, staleness)
         return state._replace(working=state.working.put(worker, pulled)), event
@@ -153,12 +176,15 @@ class Server:
         if pulled is None or pulled.version != pulled_version:
             pulled_text = "nothing" if pulled is None else f"version {pulled.version}"
             problem = (
-                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has pulled {pulled_text}."
+                f"worker {worker} pushes for version {pulled_version} at its step {step}, but has"
+                f" pulled {pulled_text}."
             )
             fix = "push once for each pull, with the version of its event."
             raise ValueError(format_error(CALLER, problem, fix=fix))
         refused = self._is_refused(state, worker, step, update)
-        state = state._replace(working=state.working.drop(worker), clock=clocks.tick(state.clock, worker))
+        state = state._replace(
+            working=state.working.drop(worker), clock=clocks.tick(state.clock, worker)
+        )
         if not refused and self.max_staleness == 0:
             state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
         elif not refused:
@@ -191,15 +217,20 @@ class Server:
         return ServerState(*self.mathematics.adopt(state[:3]), *state[3:])
 
     def copy(self, state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
-        """Return copies of parameters and states for a checkpoint, which the next update does not overwrite."""
+        """Return copies of parameters and states for a checkpoint, which the next update does not
+        overwrite.
+        """
         copy_arrays = copy_states if self.mathematics is None else self.mathematics.copy
         return copy_arrays(state[:3])
 
-    def _is_refused(self, state: ServerState, worker: int, step: int, update: Update | None) -> bool:
+    def _is_refused(
+        self, state: ServerState, worker: int, step: int, update: Update | None
+    ) -> bool:
         if self.mathematics is not None:
             update = self.mathematics.check(update, state.params, worker)
         reasons = self._faults(state, update)
-        if self.max_staleness == 0:  # a push of weight 0 adds nothing to the mean of the clock, and is no error
+        # a push of weight 0 adds nothing to the mean of the clock, and is no error
+        if self.max_staleness == 0:
             reasons = [reason for reason in reasons if reason != NO_WEIGHT]
         return self._refuse_or_raise(worker, step, reasons)
 
@@ -212,13 +243,21 @@ class Server:
         """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
         if reasons and self.nonfinite == "raise":
             problem = f"the push of worker {worker} at its step {step} was refused:"
-            fix = 'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
-            raise NonFiniteUpdateError(format_error(CALLER, problem, reasons, fix), worker=worker, clock=step)
+            fix = (
+                'look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
+            )
+            raise NonFiniteUpdateError(
+                format_error(CALLER, problem, reasons, fix), worker=worker, clock=step
+            )
         return bool(reasons)
 
     def _close_clock(self, state: ServerState) -> ServerState:
-        """With max_staleness=0, apply the mean of the open clock once all present workers have pushed."""
-        is_open = state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
+        """With max_staleness=0, apply the mean of the open clock once all present workers have
+        pushed.
+        """
+        is_open = (
+            state.waiting and state.clock.steps and state.clock.slowest <= state.waiting[0].clock
+        )
         if not state.waiting or is_open:
             return state
         ordered = sorted(state.waiting, key=lambda waiting: waiting.worker)
@@ -228,7 +267,9 @@ class Server:
             return state
         return self._apply(state, updates, None, 0)
 
-    def _apply(self, state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int) -> ServerState:
+    def _apply(
+        self, state: ServerState, updates: Sequence[Update | None], pulled: PyTree, delay: int
+    ) -> ServerState:
         state = state._replace(version=state.version + 1)
         if self.mathematics is None:
             return state
@@ -259,31 +300,38 @@ def make_server(
 ) -> Server:
     """Return a parameter server: a state machine without threads, wall-clock time or randomness.
 
-    With max_staleness = 0 the pushes of one clock are averaged in the order of the workers' numbers. The mean is applied
-    once, when all present workers have pushed. Otherwise each push is applied when it arrives: w <- w + tx.update(rule(g)).
+    With max_staleness = 0 the pushes of one clock are averaged in the order of the workers'
+    numbers. The mean is applied once, when all present workers have pushed. Otherwise each push is
+    applied when it arrives: w <- w + tx.update(rule(g)).
 
     Args:
-      tx: any optax transformation that needs no more than gradient, parameters, `value` and `grad`. With None the server
-        only counts updates and clocks, and its parameters and updates are None.
+      tx: any optax transformation that needs no more than gradient, parameters, `value` and `grad`.
+        With None the server only counts updates and clocks, and its parameters and updates are
+        None.
       max_staleness: the bound in clocks; None for no bound.
       rule: the treatment of late gradients, from `parameter_server.rules`; None for none.
-      nonfinite: the treatment of a push that is not finite. "raise" raises `NonFiniteUpdateError`. "skip" drops the push,
-        which still counts as a step of the worker, and is a "refuse" in the log.
-      reducer: the reducer that encodes pushes: `update.grads` is the message of its `so.reducers.compressor`.
-      donate: let each update take over the memory of the previous optimizer state, which must not be used afterwards.
+      nonfinite: the treatment of a push that is not finite. "raise" raises `NonFiniteUpdateError`.
+        "skip" drops the push, which still counts as a step of the worker, and is a "refuse" in the
+        log.
+      reducer: the reducer that encodes pushes: `update.grads` is the message of its
+        `so.reducers.compressor`.
+      donate: let each update take over the memory of the previous optimizer state, which must not
+        be used afterwards.
       servers: n, the number of servers that leaves are sharded over; see `so.async_sgd`.
-      devices: the devices of the servers, in turn; by default the device on which `init` finds the parameters.
+      devices: the devices of the servers, in turn; by default the device on which `init` finds the
+        parameters.
       mathematics: the functions of servers in other processes, for internal use.
-      fragments: the assignment of parameters to fragments, with one server: a push then updates one fragment. By default
-        a push updates all parameters.
+      fragments: the assignment of parameters to fragments, with one server: a push then updates one
+        fragment. By default a push updates all parameters.
 
     Returns:
       A `Server`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_staleness` is negative, `nonfinite` is unknown, or a reducer is combined with several servers.
-        With several servers `init` raises it if the optimizer or the rule is not proved to act element by element.
+      ValueError: if `max_staleness` is negative, `nonfinite` is unknown, or a reducer is combined
+        with several servers. With several servers `init` raises it if the optimizer or the rule is
+        not proved to act element by element.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -296,23 +344,25 @@ def make_server(
       >>> float(state.params["w"]), pushed.version, pushed.staleness, pushed.delay
       (0.0, 1, 0, 0)
 
-    **Equivalence**: the same events in the same order give the same bits. With max_staleness=0, equal to `ddp` on the
-    union batch.
+    **Equivalence**: the same events in the same order give the same bits. With max_staleness=0,
+    equal to `ddp` on the union batch.
 
     **Staleness** has two measures:
 
-    - In *clocks*: a worker begins step c only while the slowest worker has finished at least c - max_staleness steps. Each
-      event records c minus the clock of the slowest, so 0 <= staleness <= max_staleness.
-    - In *versions*: `event.delay`, the tau of the rules, counts the updates between pull and push. See `Event.delay`
-      for its bound.
+    - In *clocks*: a worker begins step c only while the slowest worker has finished at least c -
+      max_staleness steps. Each event records c minus the clock of the slowest, so 0 <= staleness <=
+      max_staleness.
+    - In *versions*: `event.delay`, the tau of the rules, counts the updates between pull and push.
+      See `Event.delay` for its bound.
 
-    **Placement**: one copy of parameters and optimizer state, on the device on which `init` finds the parameters. With
-    several servers each has an equal range of every leaf, and the optimizer state of this range. Server i of n has the
-    elements i ceil(size / n) to (i + 1) ceil(size / n), padded with zeros.
+    **Placement**: one copy of parameters and optimizer state, on the device on which `init` finds
+    the parameters. With several servers each has an equal range of every leaf, and the optimizer
+    state of this range. Server i of n has the elements i ceil(size / n) to (i + 1) ceil(size / n),
+    padded with zeros.
 
     References:
-      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013; Li et al.,
-      "Scaling Distributed Machine Learning with the Parameter Server", 2014.
+      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
+      2013; Li et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014.
     """
     if tx is not None:
         check_optimizer(tx)
@@ -325,16 +375,27 @@ def make_server(
     try:
         json.dumps(dict(rule.config))
     except TypeError:
-        problem = f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
-        raise TypeError(format_error(CALLER, problem, fix="keep plain numbers and strings in it.")) from None
+        problem = (
+            f"the config of rule {rule.name!r} cannot be written to a log: {dict(rule.config)}."
+        )
+        raise TypeError(
+            format_error(CALLER, problem, fix="keep plain numbers and strings in it.")
+        ) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
     check_count("servers", servers, minimum=1)
     codec = None if reducer is None else compressor(reducer)
     if codec is not None and servers > 1:
-        problem = f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot share."
+        problem = (
+            f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot"
+            " share."
+        )
         raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
     if mathematics is None and tx is not None:
         programs = Programs(tx, rule, donate, int(servers), codec)
-        mathematics = OneServer(programs, fragments) if servers == 1 else LocalServers(programs, devices)
-    return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments)
+        mathematics = (
+            OneServer(programs, fragments) if servers == 1 else LocalServers(programs, devices)
+        )
+    return Server(
+        mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments
+    )

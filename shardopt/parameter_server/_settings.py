@@ -19,10 +19,11 @@ _THREAD_SETTINGS = {
 
 
 def capture_settings() -> Callable[[], AbstractContextManager[object]]:
-    """Return a context manager that gives another thread the settings of this one: `with settings(): ...`.
+    """Return a context manager that gives another thread the settings of this one: `with
+    settings(): ...`.
 
-    A context such as `jax.enable_x64(True)` holds only for the thread that entered it. Without this copy workers would
-    compute in another precision than their caller.
+    A context such as `jax.enable_x64(True)` holds only for the thread that entered it. Without this
+    copy workers would compute in another precision than their caller.
     """
     values = settings_values()
 
@@ -40,10 +41,21 @@ def settings_values() -> dict[str, object]:
     return {name: getattr(jax.config, name) for name in _THREAD_SETTINGS}
 
 
-def begin_process(settings: dict[str, object], *, devices: int, platform: str | None = None) -> None:
-    """Set up JAX in a new process with the settings of the caller's process; `devices` is the number of CPU devices."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"])
+def begin_process(
+    settings: dict[str, object], *, devices: int, platform: str | None = None
+) -> None:
+    """Set up JAX in a new process with the settings of the caller's process.
+
+    `devices` is the number of CPU devices.
+    """
+    flags = [
+        flag
+        for flag in os.environ.get("XLA_FLAGS", "").split()
+        if "host_platform_device_count" not in flag
+    ]
+    os.environ["XLA_FLAGS"] = " ".join(
+        [*flags, f"--xla_force_host_platform_device_count={devices}"]
+    )
     if platform is not None:
         jax.config.update("jax_platforms", platform)
     for name, value in settings.items():

@@ -1,4 +1,6 @@
-"""Parameters and optimizer state that are sharded over several servers: each has an equal range of every leaf."""
+"""Parameters and optimizer state that are sharded over several servers: each has an equal range of
+every leaf.
+"""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +14,13 @@ import optax
 
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import Devices, PyTree, Weighted, abstract, wide_dtype
-from shardopt.parameter_server._apply import Programs, Pushes, UpdateResult, run_arguments, update_program
+from shardopt.parameter_server._apply import (
+    Programs,
+    Pushes,
+    UpdateResult,
+    run_arguments,
+    update_program,
+)
 from shardopt.parameter_server._mathematics import ServerArrays, copy_states
 from shardopt.parameter_server._sparse import has_rows
 from shardopt.parameter_server._sums import AXIS
@@ -30,7 +38,8 @@ class ServerShards:
     """Parameters that are sharded over n servers. Checkpoints name their leaves `trees` and `rest`.
 
     Attributes:
-      trees: for each server its shard of the trained leaves, [ceil(size / n), 1, ...], with as many dims as the full leaf.
+      trees: for each server its shard of the trained leaves, [ceil(size / n), 1, ...], with as many
+        dims as the full leaf.
       rest: the parameters that are not trained, with None for the trained ones.
       shapes: the shapes of the full trained leaves, in order.
     """
@@ -46,21 +55,27 @@ class ServerShards:
     def trained_types(self) -> PyTree:
         """Return shapes and dtypes of the full trained leaves, with None for all others."""
         leaves, treedef = jax.tree.flatten(self.trees[0])
-        full_leaves = [jax.ShapeDtypeStruct(s, leaf.dtype) for s, leaf in zip(self.shapes, leaves, strict=True)]
+        full_leaves = [
+            jax.ShapeDtypeStruct(s, leaf.dtype) for s, leaf in zip(self.shapes, leaves, strict=True)
+        ]
         return treedef.unflatten(full_leaves)
 
 
 def shard(tree: PyTree, servers: int) -> tuple[PyTree, ...]:
-    """Return the shard of each server: an equal range of every leaf, flat; shards of numpy leaves are views.
+    """Return the shard of each server: an equal range of every leaf, flat.
 
-    A leaf without dims belongs to the first server, and is zero on the others. The ends of other leaves are padded
-    with zeros.
+    Shards of numpy leaves are views.
+
+    A leaf without dims belongs to the first server, and is zero on the others. The ends of other
+    leaves are padded with zeros.
 
     Example:
       >>> [server_shard["w"].tolist() for server_shard in shard({"w": np.arange(3.0)}, 2)]
       [[0.0, 1.0], [2.0, 0.0]]
     """
-    return tuple(jax.tree.map(partial(_range, servers=servers, index=i), tree) for i in range(servers))
+    return tuple(
+        jax.tree.map(partial(_range, servers=servers, index=i), tree) for i in range(servers)
+    )
 
 
 def _range(leaf: jax.Array | np.ndarray, *, servers: int, index: int) -> jax.Array | np.ndarray:
@@ -94,8 +109,13 @@ def shapes_of(trained_params: PyTree) -> tuple[tuple[int, ...], ...]:
 
 def _combined(trained_params: PyTree, untrained_params: PyTree) -> PyTree:
     """Return all parameters, from the trained and the untrained ones."""
-    is_none = lambda leaf: leaf is None  # noqa: E731
-    return jax.tree.map(lambda a, b: b if a is None else a, trained_params, untrained_params, is_leaf=is_none)
+
+    def is_none(leaf):
+        return leaf is None
+
+    return jax.tree.map(
+        lambda a, b: b if a is None else a, trained_params, untrained_params, is_leaf=is_none
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +130,9 @@ class LocalServers:
 
     programs: Programs
     devices: Devices = ()
-    has_sums: dict[Hashable, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    has_sums: dict[Hashable, bool] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
     copy = staticmethod(copy_states)
 
     @calling(CALLER)
@@ -120,7 +142,8 @@ class LocalServers:
         params = copied(params)
         trained_params = trained(params)
         trees = self._placed(_shard(trained_params, self.programs.servers))
-        states = self._placed([self.programs.begin(tree) for tree in trees])  # zeros are made on the default device
+        # zeros are made on the default device
+        states = self._placed([self.programs.begin(tree) for tree in trees])
         shards = ServerShards(trees, untrained(params), shapes_of(trained_params))
         return shards, *map(tuple, zip(*states, strict=True))
 
@@ -143,11 +166,17 @@ class LocalServers:
         """Return the update, or refuse it if it is sparse or does not match the parameters."""
         if isinstance(update, Update) and has_rows(update.grads):
             problem = f"a sparse push cannot be shared out over {self.programs.servers} servers."
-            raise ValueError(format_error(CALLER, problem, fix="push dense gradients, or use one server."))
+            raise ValueError(
+                format_error(CALLER, problem, fix="push dense gradients, or use one server.")
+            )
         return check_update(update, params.trained_types(), worker)
 
     def apply(
-        self, arrays: ServerArrays, updates: Sequence[Update], pulled: ServerShards | None, delay: int
+        self,
+        arrays: ServerArrays,
+        updates: Sequence[Update],
+        pulled: ServerShards | None,
+        delay: int,
     ) -> UpdateResult:
         """Update the shard of each server, after the sums over servers if the optimizer has any."""
         params, opt_state, rule_state = arrays
@@ -156,17 +185,25 @@ class LocalServers:
         for i, tree in enumerate(params.trees):
             device = _device_of(tree)
             shard_updates = [
-                jax.device_put(update._replace(grads=grads[i], rows=None, is_finite=None), device)._replace(
-                    rows=update.rows
-                )
+                jax.device_put(
+                    update._replace(grads=grads[i], rows=None, is_finite=None), device
+                )._replace(rows=update.rows)
                 for update, grads in zip(updates, grad_shards, strict=True)
             ]
             pulled_shard = None if pulled is None else pulled.trees[i]
-            server_args.append(run_arguments((tree, opt_state[i], rule_state[i]), shard_updates, pulled_shard, delay))
+            server_args.append(
+                run_arguments(
+                    (tree, opt_state[i], rule_state[i]), shard_updates, pulled_shard, delay
+                )
+            )
         key = jax.tree.structure(params)
         if key not in self.has_sums:
             self.has_sums[key] = self.programs.has_sums(params.trees[0])
-        server_sums = [jax.device_get(self.programs.sums(args)) for args in server_args] if self.has_sums[key] else []
+        server_sums = (
+            [jax.device_get(self.programs.sums(args)) for args in server_args]
+            if self.has_sums[key]
+            else []
+        )
         results = [self.programs.finish(server_sums, args) for args in server_args]
         trees, opt_states, rule_states, metrics = zip(*results, strict=True)
         return UpdateResult(replace(params, trees=trees), opt_states, rule_states, metrics[0])
@@ -174,11 +211,17 @@ class LocalServers:
     def _placed(self, trees: Sequence[PyTree]) -> tuple[PyTree, ...]:
         if not self.devices:
             return tuple(trees)
-        return tuple(jax.device_put(tree, self.devices[i % len(self.devices)]) for i, tree in enumerate(trees))
+        return tuple(
+            jax.device_put(tree, self.devices[i % len(self.devices)])
+            for i, tree in enumerate(trees)
+        )
 
 
-def check_shardable(tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int) -> None:
-    """Refuse an optimizer or a rule that is not proved to treat ranges of leaves as it treats full leaves.
+def check_shardable(
+    tx: optax.GradientTransformation, rule: Rule, params: PyTree, servers: int
+) -> None:
+    """Refuse an optimizer or a rule that is not proved to treat ranges of leaves as it treats full
+    leaves.
 
     Raises:
       ValueError: if that cannot be proved.
@@ -210,11 +253,17 @@ def check_shardable(tx: optax.GradientTransformation, rule: Rule, params: PyTree
     try:
         jax.make_jaxpr(check, axis_env=[(AXIS, servers)])()
     except ValueError as error:
-        reason = str(error).split("\n")[0].partition(": ")[2].replace("inner", "the optimizer or the rule", 1)
+        reason = (
+            str(error)
+            .split("\n")[0]
+            .partition(": ")[2]
+            .replace("inner", "the optimizer or the rule", 1)
+        )
         problem = f"servers={servers} gives each server a range of every leaf, and {reason}"
         fix = (
-            "use what works element by element (sgd, adam, adamw, lion, ...); for clipping by the global norm "
-            'so.transforms.clip_by_global_norm(max_norm, "servers", split=True); or servers=1, which takes any optimizer.'
+            "use what works element by element (sgd, adam, adamw, lion, ...); for clipping by the"
+            ' global norm so.transforms.clip_by_global_norm(max_norm, "servers", split=True); or'
+            " servers=1, which takes any optimizer."
         )
         raise ValueError(error_text(problem, fix=fix)) from error
 

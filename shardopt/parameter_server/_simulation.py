@@ -31,12 +31,12 @@ class SimulatedWorker(NamedTuple):
     """A worker of `simulate`.
 
     Attributes:
-      step_seconds: the duration of a gradient: seconds, or a function `(numpy generator) -> seconds`; see
-        `parameter_server.durations`.
+      step_seconds: the duration of a gradient: seconds, or a function `(numpy generator) ->
+        seconds`; see `parameter_server.durations`.
       latency: seconds that a message takes in each direction, in addition to its size / bandwidth.
       bandwidth: bytes per second, in each direction.
-      availability: periods `(from, to)`, in seconds, in which it works. It joins at the start of each period. At the end
-        of a period it dies, and its step in flight is lost.
+      availability: periods `(from, to)`, in seconds, in which it works. It joins at the start of
+        each period. At the end of a period it dies, and its step in flight is lost.
 
     Example:
       >>> SimulatedWorker(step_seconds=0.5, availability=((0.0, 60.0), (90.0, float("inf")))).latency
@@ -72,26 +72,30 @@ def simulate(
     batches_of: BatchesOf | None = None,
     rng: jax.Array | None = None,
 ) -> AsyncResult:
-    """Simulate an asynchronous run in virtual time, event by event, on the same server that real workers use.
+    """Simulate an asynchronous run in virtual time, event by event, on the same server that real
+    workers use.
 
     Each step of a worker has four phases:
 
     Args:
       workers: the workers, or a number of equal workers with steps of one second.
       max_staleness: as for `async_sgd`, in clocks; None for no bound.
-      num_updates: stop when this many updates have been applied; with max_staleness=0 an update is a whole clock.
+      num_updates: stop when this many updates have been applied; with max_staleness=0 an update is
+        a whole clock.
       until: stop at this virtual time, in seconds.
       rule: a staleness rule.
       reducer: as for `async_sgd`.
       nonfinite: as for `make_server`.
-      message_bytes: the size of a pull and of a push. By default a pull has the size of the parameters, and a push the
-        size of their encoding by the reducer; without parameters both are 0.
+      message_bytes: the size of a pull and of a push. By default a pull has the size of the
+        parameters, and a push the size of their encoding by the reducer; without parameters both
+        are 0.
       server_seconds: the seconds that the server needs for a push.
       seed: the seed of the durations; each worker has its own generator.
       tx: the optimizer, for real updates.
       loss_fn: the loss, as for `async_sgd`.
       params: the parameters to start from.
-      batches_of: `batches_of(worker)` returns its batches, as for `run` of `async_sgd`. A worker without batches leaves.
+      batches_of: `batches_of(worker)` returns its batches, as for `run` of `async_sgd`. A worker
+        without batches leaves.
       rng: a random key for losses that take one.
 
     Returns:
@@ -99,8 +103,8 @@ def simulate(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, `num_updates` is None and `until` is infinite, or only some of `tx`,
-        `loss_fn`, `params` and `batches_of` are given.
+      ValueError: if a number is out of range, `num_updates` is None and `until` is infinite, or
+        only some of `tx`, `loss_fn`, `params` and `batches_of` are given.
       NonFiniteUpdateError: as the server raises it.
 
     Example:
@@ -112,16 +116,17 @@ def simulate(
     1. It waits while the staleness bound holds it back.
     2. It pulls: latency + message_bytes / bandwidth.
     3. It computes: step_seconds.
-    4. It pushes: latency + message_bytes / bandwidth again. The server takes pushes in the order of arrival, and needs
-       server_seconds for each.
+    4. It pushes: latency + message_bytes / bandwidth again. The server takes pushes in the order of
+       arrival, and needs server_seconds for each.
 
     Of two events at the same time, the event that was scheduled first happens first.
 
-    With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and updates, on one thread.
-    Without them only time is simulated, and thousands of workers take seconds.
+    With `tx`, `loss_fn`, `params` and `batches_of` the run also computes the real gradients and
+    updates, on one thread. Without them only time is simulated, and thousands of workers take
+    seconds.
 
-    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose events have the same order
-    gives the same parameters, bit for bit.
+    **Equivalence**: the same arguments give the same log. A run on threads or a cluster whose
+    events have the same order gives the same parameters, bit for bit.
     """
     workers = _check_workers(workers)
     _check_numbers(num_updates, until, message_bytes, server_seconds, seed)
@@ -129,41 +134,62 @@ def simulate(
     training_arguments = {"tx": tx, "loss_fn": loss_fn, "params": params, "batches_of": batches_of}
     missing = [name for name, value in training_arguments.items() if value is None]
     if missing and len(missing) < len(training_arguments):
-        problem = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real mathematics."
-        raise ValueError(format_error(CALLER, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."))
+        problem = (
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing for real"
+            " mathematics."
+        )
+        raise ValueError(
+            format_error(
+                CALLER, problem, fix="pass tx, loss_fn, params and batches_of, or none of them."
+            )
+        )
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     if tx is None or loss_fn is None or batches_of is None:
         make_server, header, compute, sizes = settings.maker(None), {}, no_compute(), (0, 0)
     else:
         mesh = make_mesh(data=1, devices=jax.local_devices()[:1])
         spec, key = sgd_spec(CALLER, tx, loss_fn, [mesh] * len(workers), settings), key_data(rng)
-        make_server, header, compute = spec.make_server, spec.settings(key), spec.make_compute(batches_of, key)
+        make_server, header, compute = (
+            spec.make_server,
+            spec.settings(key),
+            spec.make_compute(batches_of, key),
+        )
         spec.check_params(params)
         params = compute.on_server(params)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         sizes = (size, size if codec is None else codec.nbytes(trained(params)))
     if message_bytes is not None:
         sizes = (message_bytes, message_bytes)
-    transfers = [(worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers]
+    transfers = [
+        (worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers
+    ]
     loop = EventLoop(workers, transfers, compute, server_seconds, seed)
     loop.run = Run(make_server(donate=False), params, header, lambda: loop.now)
     return loop.run.finish(loop.run_until(num_updates, until))
 
 
 def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[SimulatedWorker]:
-    """Return the sequence of workers, or a number of equal workers as a list; refuse other arguments."""
+    """Return the sequence of workers, or a number of equal workers as a list.
+
+    Refuse other arguments.
+    """
     if is_integer(workers):
         check_count("workers", workers, minimum=1)
         return [SimulatedWorker()] * int(workers)
     if isinstance(workers, SimulatedWorker) or not isinstance(workers, Sequence):
-        problem = f"workers must be an integer or a sequence of SimulatedWorker, got {type(workers).__name__}."
+        problem = (
+            "workers must be an integer or a sequence of SimulatedWorker, got"
+            f" {type(workers).__name__}."
+        )
         raise TypeError(format_error(CALLER, problem))
     if not workers:
         raise ValueError(f"{CALLER}: workers must be at least 1, got none.")
     for number, worker in enumerate(workers):
         name = f"workers[{number}]"
         if not isinstance(worker, SimulatedWorker):
-            raise TypeError(f"{CALLER}: {name} must be a SimulatedWorker, got {type(worker).__name__}.")
+            raise TypeError(
+                f"{CALLER}: {name} must be a SimulatedWorker, got {type(worker).__name__}."
+            )
         check_duration(f"{name}.step_seconds", worker.step_seconds)
         check_number(f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
@@ -173,20 +199,33 @@ def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[Simulat
 
 
 def check_availability(name: str, availability: Sequence[tuple[float, float]]) -> None:
-    """Refuse periods that are not pairs of numbers, or whose numbers do not increase from each to the next."""
+    """Refuse periods that are not pairs of numbers, or whose numbers do not increase from each to
+    the next.
+    """
     numbers = []
-    if isinstance(availability, Sequence) and all(isinstance(p, Sequence) and len(p) == 2 for p in availability):
+    if isinstance(availability, Sequence) and all(
+        isinstance(p, Sequence) and len(p) == 2 for p in availability
+    ):
         numbers = [number for period in availability for number in period]
     if not numbers or not all(map(is_number, numbers)):
         raise TypeError(
-            error_text(f"{name}.availability must be a sequence of periods (from, to), got {availability!r}.")
+            error_text(
+                f"{name}.availability must be a sequence of periods (from, to), got"
+                f" {availability!r}."
+            )
         )
     if not numbers[0] >= 0 or not all(a < b for a, b in itertools.pairwise(numbers)):
-        raise ValueError(error_text(f"{name}.availability must rise from at least 0, got {availability!r}."))
+        raise ValueError(
+            error_text(f"{name}.availability must rise from at least 0, got {availability!r}.")
+        )
 
 
 def _check_numbers(
-    num_updates: int | None, until: float, message_bytes: float | None, server_seconds: float, seed: int
+    num_updates: int | None,
+    until: float,
+    message_bytes: float | None,
+    server_seconds: float,
+    seed: int,
 ) -> None:
     if num_updates is not None:
         check_count("num_updates", num_updates, minimum=0)
@@ -205,7 +244,9 @@ _JOIN, _ARRIVE, _PUSH, _DIE = range(4)
 
 
 class Step(NamedTuple):
-    """A step in flight: its version, its clock, its batch, and the parameters from which it started."""
+    """A step in flight: its version, its clock, its batch, and the parameters from which it
+    started.
+    """
 
     version: int
     clock: int
@@ -215,7 +256,9 @@ class Step(NamedTuple):
 
 @dataclass
 class EventLoop:
-    """A simulation: a queue of events in virtual time, and the `run` that they change, which must be set before use."""
+    """A simulation: a queue of events in virtual time, and the `run` that they change, which must
+    be set before use.
+    """
 
     workers: Sequence[SimulatedWorker]
     transfers: Sequence[tuple[float, float]]
@@ -226,10 +269,14 @@ class EventLoop:
 
     def __post_init__(self):
         self.now = 0.0
-        self.generators = [np.random.default_rng([self.seed, worker]) for worker in range(len(self.workers))]
-        self.incarnations = [0] * len(self.workers)  # counts deaths: messages of an earlier incarnation are lost
+        self.generators = [
+            np.random.default_rng([self.seed, worker]) for worker in range(len(self.workers))
+        ]
+        # counts deaths: messages of an earlier incarnation are lost
+        self.incarnations = [0] * len(self.workers)
         self.steps: dict[int, Step] = {}
-        self.asked_at: dict[int, float] = {}  # worker between steps -> time since which it asks, in the order of asking
+        # worker between steps -> time since which it asks, in the order of asking
+        self.asked_at: dict[int, float] = {}
         self.server_free_at = 0.0
         self.num_scheduled = 0
         self.queue: list[tuple[float, int, int, int, int]] = []
@@ -240,12 +287,19 @@ class EventLoop:
                     self.schedule(end, _DIE, worker, 0)
 
     def schedule(self, time: float, kind: int, worker: int, incarnation: int) -> None:
-        """Put an event into the queue; events at the same time happen in the order of these calls."""
+        """Put an event into the queue.
+
+        Events at the same time happen in the order of these calls.
+        """
         heapq.heappush(self.queue, (time, self.num_scheduled, kind, worker, incarnation))
         self.num_scheduled += 1
 
     def run_until(self, num_updates: int | None, end: float) -> str:
-        """Process events; return "completed" after enough updates, "until" at the end time, "exhausted" without events."""
+        """Process events.
+
+        Return "completed" after enough updates, "until" at the end time, "exhausted" without
+        events.
+        """
         while num_updates is None or self.run.state.version < num_updates:
             if not self.queue:
                 return "exhausted"

@@ -1,4 +1,6 @@
-"""Sparse leaves, where a step changes few rows: only these rows are pushed, and only these are updated."""
+"""Sparse leaves, where a step changes few rows: only these rows are pushed, and only these are
+updated.
+"""
 
 import itertools
 import re
@@ -17,11 +19,15 @@ from shardopt.transforms._primitives import ELEMENT, SAME, SHAPE, Label, LeafSpl
 CALLER = "parameter_server"
 FIX = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
 _LEAST = 8
-"""The least number of rows of a program. Row counts are padded to powers of two, so that few programs are compiled."""
+"""The least number of rows of a program. Row counts are padded to powers of two, so that few
+programs are compiled.
+"""
 
 
 class SparseRows(NamedTuple):
-    """The gradient of a leaf [n, ...] that is zero except in a few rows; rows that are listed twice are summed.
+    """The gradient of a leaf [n, ...] that is zero except in a few rows.
+
+    Rows that are listed twice are summed.
 
     Attributes:
       indices: integers [k].
@@ -49,29 +55,47 @@ def values_of(grads: PyTree) -> PyTree:
 
 def check_sparse(sparse: Iterable[str]) -> tuple[str, ...]:
     """Return the regular expressions as a tuple, or raise if one is not a valid regular expression."""
-    if isinstance(sparse, str) or not isinstance(sparse, Iterable) or not all(isinstance(p, str) for p in sparse):
-        raise TypeError(error_text(f"sparse must be a sequence of regular expressions, got {sparse!r}."))
+    if (
+        isinstance(sparse, str)
+        or not isinstance(sparse, Iterable)
+        or not all(isinstance(p, str) for p in sparse)
+    ):
+        raise TypeError(
+            error_text(f"sparse must be a sequence of regular expressions, got {sparse!r}.")
+        )
     for pattern in sparse:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise ValueError(error_text(f"sparse must be regular expressions, got {pattern!r} ({error}).")) from None
+            raise ValueError(
+                error_text(f"sparse must be regular expressions, got {pattern!r} ({error}).")
+            ) from None
     return tuple(sparse)
 
 
 def check_matches(sparse: Sequence[str], trained_params: PyTree) -> None:
     """Refuse patterns that match no trained leaf with rows."""
     leaves = leaves_with_paths(trained_params)
-    unmatched = [p for p in sparse if not any(re.search(p, path) and leaf.ndim >= 1 for path, leaf in leaves)]
+    unmatched = [
+        p for p in sparse if not any(re.search(p, path) and leaf.ndim >= 1 for path, leaf in leaves)
+    ]
     if unmatched:
         fix = f"the trained leaves are {', '.join(path for path, _ in leaves[:8])}."
-        raise ValueError(error_text("sparse has patterns that match no trained leaf with rows.", unmatched, fix))
+        raise ValueError(
+            error_text("sparse has patterns that match no trained leaf with rows.", unmatched, fix)
+        )
 
 
 def to_sparse_rows(grads: PyTree, sparse: Sequence[str]) -> PyTree:
-    """Return the gradient with each matching leaf as the `SparseRows`, in numpy, of its rows that are not zero."""
+    """Return the gradient with each matching leaf as the `SparseRows`, in numpy, of its rows that
+    are not zero.
+    """
     leaves = [
-        _nonzero_rows(leaf) if leaf.ndim and any(re.search(pattern, path) for pattern in sparse) else leaf
+        (
+            _nonzero_rows(leaf)
+            if leaf.ndim and any(re.search(pattern, path) for pattern in sparse)
+            else leaf
+        )
         for path, leaf in leaves_with_paths(grads)
     ]
     return jax.tree.unflatten(jax.tree.structure(grads), leaves)
@@ -99,9 +123,11 @@ def _padded_count(count: int) -> int:
 
 
 def gather_union_rows(grads: Sequence[PyTree], params: PyTree) -> tuple[list[PyTree], PyTree]:
-    """Return gradients whose sparse leaves are dense over the union of their rows, and the indices of these rows.
+    """Return gradients whose sparse leaves are dense over the union of their rows, and the indices
+    of these rows.
 
-    The indices are padded with the index after the last row. For a dense leaf the array of indices is empty.
+    The indices are padded with the index after the last row. For a dense leaf the array of indices
+    is empty.
     """
     grad_leaves = [jax.tree.leaves(grad, is_leaf=is_rows) for grad in grads]
     row_indices: list[np.ndarray] = []
@@ -124,22 +150,30 @@ def gather_union_rows(grads: Sequence[PyTree], params: PyTree) -> tuple[list[PyT
     return [treedef.unflatten(leaves) for leaves in grad_leaves], treedef.unflatten(row_indices)
 
 
-def restrict_to_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an update like `run` that reads and changes only some rows of parameters and optimizer state.
+def restrict_to_rows(
+    tx: optax.GradientTransformation, run: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return an update like `run` that reads and changes only some rows of parameters and optimizer
+    state.
 
-    `run(params, states, pushes)` is an update program as in `apply.RunUpdate`. The returned function takes the
-    `row_indices` from `gather_union_rows` as an additional first argument. It refuses an update whose result for
-    some rows would differ from its result for the same rows among all rows.
+    `run(params, states, pushes)` is an update program as in `apply.RunUpdate`. The returned
+    function takes the `row_indices` from `gather_union_rows` as an additional first argument. It
+    refuses an update whose result for some rows would differ from its result for the same rows
+    among all rows.
     """
 
     def run_on_rows(row_indices, params, states, pushes):
         opt_state, rule_state = states
         if jax.tree.leaves(rule_state):
-            raise ValueError(format_error(CALLER, "a rule with a state cannot take sparse pushes.", fix=FIX))
+            raise ValueError(
+                format_error(CALLER, "a rule with a state cannot take sparse pushes.", fix=FIX)
+            )
         owners = _owners(tx, params, row_indices)
         _check_by_row(run, (params, states, pushes), owners, row_indices)
         leaf_indices = [*jax.tree.leaves(row_indices), np.zeros(0, np.int32)]
-        state_indices = jax.tree.unflatten(jax.tree.structure(opt_state), [leaf_indices[owner] for owner in owners])
+        state_indices = jax.tree.unflatten(
+            jax.tree.structure(opt_state), [leaf_indices[owner] for owner in owners]
+        )
         param_rows = jax.tree.map(_take_rows, params, row_indices)
         state_rows = jax.tree.map(_take_rows, opt_state, state_indices)
         if pushes.pulled is not None:
@@ -154,11 +188,16 @@ def restrict_to_rows(tx: optax.GradientTransformation, run: Callable[..., Any]) 
 
 
 DENSE = -1
-"""The owner of a leaf that has no rows. As an index -1 also picks the last, empty array of row indices."""
+"""The owner of a leaf that has no rows. As an index -1 also picks the last, empty array of row
+indices.
+"""
 
 
 def _owners(tx: optax.GradientTransformation, params: PyTree, row_indices: PyTree) -> list[int]:
-    """Return for each leaf of the optimizer's state the index of the sparse leaf whose rows it has; or DENSE."""
+    """Return for each leaf of the optimizer's state the index of the sparse leaf whose rows it has.
+
+    Or DENSE.
+    """
     leaves, treedef = jax.tree.flatten(abstract(params))
     before = jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten(leaves)))
     owners, bad_states = [DENSE] * len(before), []
@@ -172,7 +211,10 @@ def _owners(tx: optax.GradientTransformation, params: PyTree, row_indices: PyTre
         for j, (old, new) in enumerate(zip(before, after, strict=True)):
             if old.shape != new.shape:
                 owners[j] = i
-                if old.shape[:1] != leaf.shape[:1] or new.shape != (longer_leaf.shape[0], *old.shape[1:]):
+                if old.shape[:1] != leaf.shape[:1] or new.shape != (
+                    longer_leaf.shape[0],
+                    *old.shape[1:],
+                ):
                     state = f"state {old.dtype}{list(old.shape)}"
                     bad_states.append(f"{state} of a parameter {leaf.dtype}{list(leaf.shape)}")
     if bad_states:
@@ -181,17 +223,22 @@ def _owners(tx: optax.GradientTransformation, params: PyTree, row_indices: PyTre
     return owners
 
 
-def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: list[int], row_indices: PyTree) -> None:
+def _check_by_row(
+    run: Callable[..., Any], args: tuple[Any, ...], state_owners: list[int], row_indices: PyTree
+) -> None:
     """Refuse an update that is not proved to treat some rows as it treats the same rows among all.
 
-    The update is traced twice, for all rows and for some. The gradient of a row that nobody pushed is known to be 0,
-    but its parameters are not known. So a norm of the gradients over some rows equals the norm over all rows, and a norm
-    of the parameters does not.
+    The update is traced twice, for all rows and for some. The gradient of a row that nobody pushed
+    is known to be 0, but its parameters are not known. So a norm of the gradients over some rows
+    equals the norm over all rows, and a norm of the parameters does not.
     """
     params, _, pushes = args
-    param_owners = [i if x.shape != (0,) else DENSE for i, x in enumerate(jax.tree.leaves(row_indices))]
+    param_owners = [
+        i if x.shape != (0,) else DENSE for i, x in enumerate(jax.tree.leaves(row_indices))
+    ]
     all_counts = [
-        leaf.shape[0] if i != DENSE else 0 for i, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
+        leaf.shape[0] if i != DENSE else 0
+        for i, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
     ]
     # each differs from the counts of other leaves, so that rows of two leaves are not mixed
     some_counts: list[int] = []
@@ -230,9 +277,17 @@ def _check_by_row(run: Callable[..., Any], args: tuple[Any, ...], state_owners: 
         if label.kind != (SAME if a.shape == b.shape else ELEMENT):
             mixing_operations |= label.primitives or {SHAPE}
     if mixing_operations:
-        operations = ", ".join(sorted(mixing_operations - {SHAPE})) or "it depends on the number of rows"
-        problem = f"the optimizer or the rule does not act on each row of a sparse leaf by itself ({operations})."
-        fix = "use what acts row by row, such as sgd, adam or a clip of gradients before them; or leave sparse out."
+        operations = (
+            ", ".join(sorted(mixing_operations - {SHAPE})) or "it depends on the number of rows"
+        )
+        problem = (
+            "the optimizer or the rule does not act on each row of a sparse leaf by itself"
+            f" ({operations})."
+        )
+        fix = (
+            "use what acts row by row, such as sgd, adam or a clip of gradients before them; or"
+            " leave sparse out."
+        )
         raise ValueError(format_error(CALLER, problem, fix=fix))
 
 

@@ -1,4 +1,6 @@
-"""Sums over servers, for optimizers with a global norm: a program is split into the phases before and after the sums."""
+"""Sums over servers, for optimizers with a global norm: a program is split into the phases before
+and after the sums.
+"""
 
 import functools
 import operator
@@ -15,7 +17,9 @@ from shardopt.trace._parts import part_of, slice_of, trace_of
 
 CALLER = "parameter_server"
 AXIS = "servers"
-"""The axis name by which an optimizer sums over servers: `so.transforms.clip_by_global_norm(1.0, "servers", split=True)`."""
+"""The axis name by which an optimizer sums over servers: `so.transforms.clip_by_global_norm(1.0,
+"servers", split=True)`.
+"""
 
 SumsFn = Callable[..., list[jax.Array]]
 FinishFn = Callable[..., PyTree]
@@ -24,12 +28,13 @@ FinishFn = Callable[..., PyTree]
 def split_at_sums(run: Callable[..., PyTree], servers: int) -> tuple[SumsFn, FinishFn]:
     """Return two functions, the phases of `run` before and after its sums over the axis "servers".
 
-    `sums(*args)` returns the terms that one server adds to the sums. `finish(server_sums, *args)` returns `run(*args)`,
-    given the terms of all servers. It adds them in the order of the servers: the same bits, wherever the servers are.
+    `sums(*args)` returns the terms that one server adds to the sums. `finish(server_sums, *args)`
+    returns `run(*args)`, given the terms of all servers. It adds them in the order of the servers:
+    the same bits, wherever the servers are.
 
     Raises:
-      ValueError: from both functions, if a sum needs another sum, is in a branch or a loop, or `run` uses the axis for
-        anything else.
+      ValueError: from both functions, if a sum needs another sum, is in a branch or a loop, or
+        `run` uses the axis for anything else.
     """
 
     def sums(*args: Any) -> list[jax.Array]:
@@ -44,7 +49,9 @@ def split_at_sums(run: Callable[..., PyTree], servers: int) -> tuple[SumsFn, Fin
     return sums, finish
 
 
-def _trace(run: Callable[..., PyTree], servers: int, args: tuple[Any, ...]) -> tuple[ClosedJaxpr, list[Any], Any]:
+def _trace(
+    run: Callable[..., PyTree], servers: int, args: tuple[Any, ...]
+) -> tuple[ClosedJaxpr, list[Any], Any]:
     leaves, treedef = jax.tree.flatten(args)
     out_trees: list[PyTree] = []
 
@@ -57,10 +64,14 @@ def _trace(run: Callable[..., PyTree], servers: int, args: tuple[Any, ...]) -> t
 
 
 def _phases(closed: ClosedJaxpr) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """Return `terms(*leaves)`, which a program adds to its sums, and `results(*leaves, *totals)` of the program."""
+    """Return `terms(*leaves)`, which a program adds to its sums, and `results(*leaves, *totals)` of
+    the program.
+    """
     trace = trace_of(closed)
     eqns, leaves = trace.jaxpr.eqns, trace.jaxpr.invars
-    sums = [i for i, eqn in enumerate(eqns) if eqn.primitive.name in SUMS and axes_of(eqn) == {AXIS}]
+    sums = [
+        i for i, eqn in enumerate(eqns) if eqn.primitive.name in SUMS and axes_of(eqn) == {AXIS}
+    ]
     terms = [term for i in sums for term in eqns[i].invars]
     totals = [total for i in sums for total in eqns[i].outvars]
     before, _ = slice_of(trace, terms, stop=set())
@@ -74,5 +85,10 @@ def _phases(closed: ClosedJaxpr) -> tuple[Callable[..., list[Any]], Callable[...
 
 
 def _refuse(reason: str) -> None:
-    fix = 'use one so.transforms.clip_by_global_norm(max_norm, "servers", split=True), not inside of another rule.'
-    raise ValueError(format_error(CALLER, f"the optimizer cannot run on several servers: {reason}", fix=fix))
+    fix = (
+        'use one so.transforms.clip_by_global_norm(max_norm, "servers", split=True), not inside of'
+        " another rule."
+    )
+    raise ValueError(
+        format_error(CALLER, f"the optimizer cannot run on several servers: {reason}", fix=fix)
+    )

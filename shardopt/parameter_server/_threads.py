@@ -14,14 +14,18 @@ from shardopt.parameter_server._worker import run_worker
 
 
 def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks) -> AsyncResult:
-    """Train on threads; `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run."""
+    """Train on threads.
+
+    `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run.
+    """
     compute = spec.make_compute(job.batches_of, job.key)
     began = time.perf_counter()
     params = compute.on_server(job.params)
     run = Run(server, params, spec.settings(job.key), lambda: time.perf_counter() - began)
     callbacks.begin(run, params)
     if job.log_path is not None:
-        run.log.save(job.log_path)  # so that a path that cannot be written is noticed before the training
+        # so that a path that cannot be written is noticed before the training
+        run.log.save(job.log_path)
     try:
         coordinator = Coordinator(run, job.num_updates, job.availability, callbacks.policy)
         with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
@@ -34,11 +38,15 @@ def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks
             run.log.save(job.log_path)
 
 
-def run_threads(caller: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]) -> None:
-    """Run the worker threads until the run is over. However it ends, every thread has ended when this returns.
+def run_threads(
+    caller: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]
+) -> None:
+    """Run the worker threads until the run is over.
 
-    `watch(coordinator)` handles milestones on the caller's thread until all workers have ended. An error that a worker
-    raised is raised here, with its traceback and a note that names the worker.
+    However it ends, every thread has ended when this returns.
+
+    `watch(coordinator)` handles milestones on the caller's thread until all workers have ended. An
+    error that a worker raised is raised here, with its traceback and a note that names the worker.
     """
     if coordinator.is_over():
         return

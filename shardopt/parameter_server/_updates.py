@@ -1,4 +1,6 @@
-"""The update that a worker pushes, and the checks that the server makes before it accepts an update."""
+"""The update that a worker pushes, and the checks that the server makes before it accepts an
+update.
+"""
 
 import zlib
 from collections.abc import Mapping
@@ -29,19 +31,20 @@ NO_WEIGHT = "loss: its weight is 0"
 class Update(NamedTuple):
     """One push: the gradient of a loss that is not yet divided by its weight.
 
-    With T_i, W_i the total and weight of the loss on the n_i rows of push i, both per row, several pushes are averaged
-    as sum n_i grad T_i / sum n_i W_i: the gradient on the union of their rows. A plain mean loss has W_i = 1.
+    With T_i, W_i the total and weight of the loss on the n_i rows of push i, both per row, several
+    pushes are averaged as sum n_i grad T_i / sum n_i W_i: the gradient on the union of their rows.
+    A plain mean loss has W_i = 1.
 
     Attributes:
-      grads: grad T, like the parameters, with None for leaves that are not trained, and `SparseRows` for sparse leaves. With
-        a reducer, its message.
+      grads: grad T, like the parameters, with None for leaves that are not trained, and
+        `SparseRows` for sparse leaves. With a reducer, its message.
       loss: T and W.
       metrics: the aux metrics of the loss, each as its kind: `Weighted`, `Sum`, `Max`, `Min`.
       rows: n, the number of rows that the update was computed from.
-      is_finite: bool [2 + trained leaves]: the weight is not 0, the loss is finite, each leaf of `grads` is finite. None if
-        not known yet.
-      unsent: with a reducer, the norm of the worker's error memory after this push, divided by the norm of the gradient;
-        None without a reducer.
+      is_finite: bool [2 + trained leaves]: the weight is not 0, the loss is finite, each leaf of
+        `grads` is finite. None if not known yet.
+      unsent: with a reducer, the norm of the worker's error memory after this push, divided by the
+        norm of the gradient; None without a reducer.
     """
 
     grads: PyTree
@@ -94,44 +97,75 @@ def make_update(
 
 def finiteness(update: Update) -> jax.Array:
     """Return the bool vector of `Update.is_finite`; traceable."""
-    checks = [update.loss.weight != 0, jnp.isfinite(update.loss.total) & jnp.isfinite(update.loss.weight)]
-    return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values_of(update.grads))])
+    checks = [
+        update.loss.weight != 0,
+        jnp.isfinite(update.loss.total) & jnp.isfinite(update.loss.weight),
+    ]
+    return jnp.stack(
+        checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values_of(update.grads))]
+    )
 
 
 _jitted_finiteness = jax.jit(finiteness)
 
 
 def faults(update: Update, trained_params: PyTree) -> list[str]:
-    """Return the reasons why an update cannot be used: a weight of 0, and the loss and leaves that are not finite.
+    """Return the reasons why an update cannot be used: a weight of 0, and the loss and leaves that
+    are not finite.
 
-    The names come from `trained_params`. For an encoded gradient `is_finite` describes the decoded gradient.
+    The names come from `trained_params`. For an encoded gradient `is_finite` describes the decoded
+    gradient.
     """
     is_finite = np.asarray(
-        _jitted_finiteness(update._replace(rows=None)) if update.is_finite is None else update.is_finite
+        _jitted_finiteness(update._replace(rows=None))
+        if update.is_finite is None
+        else update.is_finite
     )
     if is_finite.all():
         return []
     names = ["loss", *(path for path, _ in leaves_with_paths(trained_params))]
     reasons = [] if is_finite[0] else [NO_WEIGHT]
-    return reasons + [f"{name}: not finite" for name, finite in zip(names, is_finite[1:], strict=True) if not finite]
+    return reasons + [
+        f"{name}: not finite"
+        for name, finite in zip(names, is_finite[1:], strict=True)
+        if not finite
+    ]
 
 
-def check_update(update: Update | None, trained_params: PyTree, worker: int, message: PyTree = None) -> Update:
-    """Return the update, or refuse it if it does not match the parameters, or `message` if pushes are encoded."""
+def check_update(
+    update: Update | None, trained_params: PyTree, worker: int, message: PyTree = None
+) -> Update:
+    """Return the update, or refuse it if it does not match the parameters, or `message` if pushes
+    are encoded.
+    """
     if not isinstance(update, Update):
         problem = f"worker {worker} must push an Update, got {type(update).__name__}."
-        raise TypeError(format_error(CALLER, problem, fix="make one with parameter_server.make_update(grads)."))
+        raise TypeError(
+            format_error(CALLER, problem, fix="make one with parameter_server.make_update(grads).")
+        )
     if message is not None:
-        if jax.tree.map(_leaf_type, update.grads) != jax.tree.map(_leaf_type, message) or update.is_finite is None:
+        if (
+            jax.tree.map(_leaf_type, update.grads) != jax.tree.map(_leaf_type, message)
+            or update.is_finite is None
+        ):
             problem = f"the push of worker {worker} is not encoded as the server reads it."
-            raise ValueError(format_error(CALLER, problem, fix="push what the compressor of the same reducer writes."))
+            raise ValueError(
+                format_error(
+                    CALLER, problem, fix="push what the compressor of the same reducer writes."
+                )
+            )
         return update
     pushed = update
     if has_rows(update.grads):
         update = update._replace(grads=_dense_shapes(update.grads, trained_params, worker))
     if jax.tree.structure(update.grads) != jax.tree.structure(trained_params):
-        pushed_paths, trained_paths = (dict(leaves_with_paths(x)).keys() for x in (update.grads, trained_params))
-        offenders = [f"{path}: pushed, but not a trained parameter" for path in sorted(pushed_paths - trained_paths)]
+        pushed_paths, trained_paths = (
+            dict(leaves_with_paths(x)).keys() for x in (update.grads, trained_params)
+        )
+        offenders = [
+            f"{path}: pushed, but not a trained parameter"
+            for path in sorted(pushed_paths - trained_paths)
+        ]
         offenders += [f"{path}: missing" for path in sorted(trained_paths - pushed_paths)]
         problem = f"the push of worker {worker} has another structure than the trained parameters."
         fix = "push the gradient of the parameters that were pulled."
@@ -151,7 +185,9 @@ def check_update(update: Update | None, trained_params: PyTree, worker: int, mes
 
 
 def _dense_shapes(grads: PyTree, trained_params: PyTree, worker: int) -> PyTree:
-    """Check the rows of sparse leaves, and return the gradient with abstract dense leaves in their place."""
+    """Check the rows of sparse leaves, and return the gradient with abstract dense leaves in their
+    place.
+    """
     sizes = {path: leaf.shape[0] for path, leaf in leaves_with_paths(trained_params) if leaf.ndim}
     paths = [path for path, _ in leaves_with_paths(values_of(grads))]
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_rows)
@@ -194,15 +230,22 @@ def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
 def check_params(params: PyTree) -> None:
     """Refuse parameters that are not a pytree of arrays, or have no leaf to train."""
     if isinstance(params, TrainState):
-        raise TypeError(error_text("parameters were expected, got a TrainState.", fix="pass its .params."))
+        raise TypeError(
+            error_text("parameters were expected, got a TrainState.", fix="pass its .params.")
+        )
     leaves = leaves_with_paths(params)
     non_arrays = [
         f"{path}: {type(leaf).__name__}"
         for path, leaf in leaves
-        if not (is_array_like(leaf) or isinstance(leaf, int | float)) or isinstance(leaf, jax.ShapeDtypeStruct)
+        if not (is_array_like(leaf) or isinstance(leaf, int | float))
+        or isinstance(leaf, jax.ShapeDtypeStruct)
     ]
     if non_arrays:
-        raise TypeError(error_text("parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."))
+        raise TypeError(
+            error_text(
+                "parameters must be a pytree of arrays.", non_arrays, "pass arrays with values."
+            )
+        )
     if not any(_is_trained(leaf) for leaf in jax.tree.leaves(abstract(params))):
         problem = f"nothing is trainable among {plural(len(leaves), 'parameter leaf')}."
         raise ValueError(error_text(problem, fix="pass floating leaves."))
@@ -216,7 +259,9 @@ def digest(params: PyTree) -> str:
             leaf = jax.random.key_data(leaf)
         value = np.ascontiguousarray(jax.device_get(leaf))
         checksum = zlib.crc32(f"{path}:{value.dtype}{list(np.shape(leaf))}".encode(), checksum)
-        checksum = zlib.crc32(value.view(np.uint8).data if value.ndim else value.tobytes(), checksum)
+        checksum = zlib.crc32(
+            value.view(np.uint8).data if value.ndim else value.tobytes(), checksum
+        )
     return f"{checksum:08x}"
 
 

@@ -1,4 +1,6 @@
-"""Views of a run: the summary, the timeline and the plot of its log, and the current activity of its workers."""
+"""Views of a run: the summary, the timeline and the plot of its log, and the current activity of
+its workers.
+"""
 
 import sys
 import time
@@ -28,7 +30,8 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
     Returns:
       A dict with these entries.
 
-      - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and "refused";
+      - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and
+        "refused";
       - "updates_per_second" and "pushes_per_second";
       - "staleness" {clocks: pushes} and "delay" {versions: pushes};
       - "wait_seconds" {worker: seconds in which the bound held it back};
@@ -52,7 +55,9 @@ def summarize(log: Iterable[Event]) -> dict[str, Any]:
         if event.ends_round:
             staleness[event.staleness] += 1
             delay[event.delay] += 1
-    seconds_doing = {doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")}
+    seconds_doing = {
+        doing: dict.fromkeys(sorted(workers), 0.0) for doing in ("wait", "step", "data", "lost")
+    }
     for segment in timeline(events):
         seconds_doing[segment.doing][segment.worker] += segment.end - segment.start
     rate = 1 / seconds if seconds > 0 else 0.0
@@ -80,8 +85,9 @@ class Segment(NamedTuple):
 
     Attributes:
       worker: the number of the worker.
-      doing: "step", from a pull to its push, with transfers; "lost", a step that was never pushed; "wait", when the bound
-        held it back; "data", between its steps without waiting, for instance while it loads its next batch.
+      doing: "step", from a pull to its push, with transfers; "lost", a step that was never pushed;
+        "wait", when the bound held it back; "data", between its steps without waiting, for instance
+        while it loads its next batch.
       start: seconds since the run began.
       end: seconds since the run began.
     """
@@ -102,7 +108,8 @@ def timeline(log: Iterable[Event]) -> list[Segment]:
       Segment(worker=0, doing='step', start=0.0, end=1.0)
     """
     segments: list[Segment] = []
-    since: dict[int, tuple[str, float]] = {}  # worker -> ("step" or "between" steps, the time since which it is)
+    # worker -> ("step" or "between" steps, the time since which it is)
+    since: dict[int, tuple[str, float]] = {}
     last_time = 0.0
 
     def add(worker: int, doing: str, start: float, end: float) -> None:
@@ -114,7 +121,12 @@ def timeline(log: Iterable[Event]) -> list[Segment]:
         if worker in since:
             activity, start = since.pop(worker)
             if activity == "step":
-                add(worker, "lost" if event.kind in ("leave", "resume") else "step", start, last_time)
+                add(
+                    worker,
+                    "lost" if event.kind in ("leave", "resume") else "step",
+                    start,
+                    last_time,
+                )
             else:
                 asked_at = last_time - event.waited
                 asked_at = start if asked_at - start <= _SHORTEST else asked_at
@@ -138,7 +150,9 @@ _INK, _IDLE = "#22272e", "#eceef2"
 _MAX_ROWS = 64  # more rows cannot be told apart
 
 
-def plot_timeline(log: Iterable[Event], path: FilePath = None, *, until: float | None = None) -> "Figure":
+def plot_timeline(
+    log: Iterable[Event], path: FilePath = None, *, until: float | None = None
+) -> "Figure":
     """Plot the periods in which each worker computed or waited.
 
     Args:
@@ -163,8 +177,14 @@ def plot_timeline(log: Iterable[Event], path: FilePath = None, *, until: float |
     if not events:
         raise ValueError(f"{caller}: the log has no events.")
     if len(workers) > _MAX_ROWS:
-        problem = f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
-        raise ValueError(format_error(caller, problem, fix="pick some: [event for event in log if event.worker < 32]."))
+        problem = (
+            f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
+        )
+        raise ValueError(
+            format_error(
+                caller, problem, fix="pick some: [event for event in log if event.worker < 32]."
+            )
+        )
     summary, segments = summarize(events), timeline(events)
     end = summary["seconds"] if until is None else until
     with calling(caller):
@@ -175,13 +195,26 @@ def plot_timeline(log: Iterable[Event], path: FilePath = None, *, until: float |
     for row, worker in enumerate(workers):
         axes.broken_barh([(0, end)], (row - 0.4, 0.8), facecolor=_IDLE, zorder=0)
         for doing, color in _COLORS.items():
-            row_segments = [s for s in segments if (s.worker, s.doing) == (worker, doing) and s.start < end]
-            bars = [(segment.start, min(segment.end, end) - segment.start) for segment in row_segments]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.3)
+            row_segments = [
+                s for s in segments if (s.worker, s.doing) == (worker, doing) and s.start < end
+            ]
+            bars = [
+                (segment.start, min(segment.end, end) - segment.start) for segment in row_segments
+            ]
+            axes.broken_barh(
+                bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.3
+            )
     _style_axes(axes, workers, summary, end)
     handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
     handles.append(Patch(facecolor=_IDLE, label="not there"))
-    figure.legend(handles=handles, loc="outside lower left", ncols=5, frameon=False, fontsize=8, labelcolor=_INK)
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=5,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+    )
     return saved(figure, path)
 
 
@@ -201,7 +234,8 @@ class WorkerStatus(NamedTuple):
 
     Attributes:
       worker: the number of the worker.
-      doing: "computes", "waits" (held back by the bound), "loads" (between its steps, without waiting) or "gone".
+      doing: "computes", "waits" (held back by the bound), "loads" (between its steps, without
+        waiting) or "gone".
       seconds: for how long it has been doing that.
       clock: the number of its current step.
       staleness: by how many clocks it was ahead of the slowest when it began its last step.
@@ -247,7 +281,8 @@ class WorkerStats:
 
     def __init__(self, events: Iterable[Event] = ()):
         self._last_event: dict[int, Event] = {}
-        self._stats: dict[int, WorkerStatus] = {}  # up to the last event; `doing` and `seconds` are not known
+        # up to the last event; `doing` and `seconds` are not known
+        self._stats: dict[int, WorkerStatus] = {}
         for event in events:
             self.record(event)
 
@@ -265,11 +300,16 @@ class WorkerStats:
         )
 
     def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
-        """Return the current status of each worker; `waits(worker)`: does the bound hold back a worker between its steps?"""
+        """Return the current status of each worker.
+
+        `waits(worker)`: does the bound hold back a worker between its steps?
+        """
 
         def status_of(worker: int) -> WorkerStatus:
             last = self._last_event[worker]
-            between_steps = "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
+            between_steps = (
+                "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
+            )
             doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between_steps)
             return self._stats[worker]._replace(doing=doing, seconds=now - last.time)
 
@@ -277,7 +317,10 @@ class WorkerStats:
 
 
 class Show(Protocol):
-    """Shows a run. It may be called very often, and calls `status()` only when it shows the result."""
+    """Shows a run.
+
+    It may be called very often, and calls `status()` only when it shows the result.
+    """
 
     def __call__(self, status: Callable[[], Status], last: bool = False) -> None:
         """Show the status if enough time has passed since the previous one, or if it is the `last`."""
@@ -301,29 +344,43 @@ def show_workers(caller: str, *, shown: bool, console: "Console | None" = None) 
         console = Console(stderr=True)
     if console is None or not (console.is_terminal or console.is_jupyter):
         file = sys.stderr if console is None else console.file
-        yield _show_every(_LINE_SECONDS, lambda status: print(progress_line(caller, status), file=file, flush=True))
+        yield _show_every(
+            _LINE_SECONDS,
+            lambda status: print(progress_line(caller, status), file=file, flush=True),
+        )
         return
     from rich.live import Live
 
     with Live(console=console, auto_refresh=False) as live:
-        yield _show_every(_TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True))
+        yield _show_every(
+            _TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True)
+        )
 
 
 def progress_line(caller: str, status: Status) -> str:
     """Return the state of a run as one line."""
     activities = Counter(worker.doing for worker in status.workers)
     workers = ", ".join(
-        f"{count} {doing.removesuffix('s') if count > 1 else doing}" for doing, count in activities.items()
+        f"{count} {doing.removesuffix('s') if count > 1 else doing}"
+        for doing, count in activities.items()
     )
-    return f"{caller}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s  workers: {workers}"
+    return (
+        f"{caller}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s "
+        f" workers: {workers}"
+    )
 
 
 def progress_table(caller: str, status: Status) -> "Table":
-    """Return the state of a run as a table with one row per worker: at most the 32 that have pushed least."""
+    """Return the state of a run as a table with one row per worker: at most the 32 that have pushed
+    least.
+    """
     from rich.table import Table
 
     seconds = max(status.seconds, 1e-9)
-    title = f"{caller}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s, {seconds:.0f} s"
+    title = (
+        f"{caller}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s,"
+        f" {seconds:.0f} s"
+    )
     table = Table(title=title, title_justify="left")
     for name in ("worker", "doing", "for s", "step", "ahead", "pushes", "pushes/s", "waited"):
         table.add_column(name, justify="left" if name == "doing" else "right")

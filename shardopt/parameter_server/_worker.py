@@ -1,4 +1,6 @@
-"""The loop of a worker, in a thread or a process: enter, pull, compute the gradient of a batch, push."""
+"""The loop of a worker, in a thread or a process: enter, pull, compute the gradient of a batch,
+push.
+"""
 
 import functools
 import itertools
@@ -30,7 +32,13 @@ from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._settings import capture_settings
 from shardopt.parameter_server._sharded import check_shardable
 from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
-from shardopt.parameter_server._updates import Update, check_params, finiteness, replace_trained, trained
+from shardopt.parameter_server._updates import (
+    Update,
+    check_params,
+    finiteness,
+    replace_trained,
+    trained,
+)
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.reducers._reducer import check_reducer
@@ -41,20 +49,30 @@ WorkerDevices = Sequence[Mesh] | Sequence[int]
 """The mesh of each worker, or the number of devices of each worker's process."""
 
 
-def run_worker(coordinator: CoordinatorClient, compute: Compute, worker: int, incarnation: int = 0) -> None:
-    """Run a worker through all its periods of availability; `incarnation` is the number of its restarts.
+def run_worker(
+    coordinator: CoordinatorClient, compute: Compute, worker: int, incarnation: int = 0
+) -> None:
+    """Run a worker through all its periods of availability.
 
-    With `compute.ahead` it takes the first steps of a round while its pull and the previous push travel.
+    `incarnation` is the number of its restarts.
+
+    With `compute.ahead` it takes the first steps of a round while its pull and the previous push
+    travel.
     """
     settings, ahead = capture_settings(), compute.ahead
-    wire = None if ahead is None else ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}")
+    wire = (
+        None
+        if ahead is None
+        else ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}")
+    )
 
     def send(update: Update | None, version: int) -> bool:
         with settings():
             return coordinator.push(worker, incarnation, update, version)
 
     def pull(pushed: Future[bool] | None, ready: bool) -> WorkerTask | None:
-        if pushed is not None and not pushed.result():  # `wire` has one thread, so the push has ended
+        # `wire` has one thread, so the push has ended
+        if pushed is not None and not pushed.result():
             return None
         with settings():
             return coordinator.pull(worker, incarnation, ready)
@@ -81,7 +99,8 @@ def run_worker(coordinator: CoordinatorClient, compute: Compute, worker: int, in
                     pushed = wire.submit(send, update, task.version)
     finally:
         if wire is not None:
-            wire.shutdown(wait=False)  # without waiting, because after an error the server may never answer
+            # without waiting, because after an error the server may never answer
+            wire.shutdown(wait=False)
 
 
 def sgd_spec(
@@ -108,7 +127,9 @@ def sgd_spec(
     problem.config_of(local_meshes(workers[:1])[0])  # checks the optimizer and the loss
     with calling(caller):
         codec = check_codec(settings.reducer, sparse)
-    header = {"devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]}
+    header = {
+        "devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]
+    }
     header |= {"sparse": list(sparse)} if sparse else {}
     return RunSpec(
         caller,
@@ -121,12 +142,16 @@ def sgd_spec(
     )
 
 
-def check_sgd_params(tx: optax.GradientTransformation, rule: Rule | None, servers: int, params: PyTree) -> None:
-    """Refuse parameters that cannot be trained, or that have random keys, which no update would change.
+def check_sgd_params(
+    tx: optax.GradientTransformation, rule: Rule | None, servers: int, params: PyTree
+) -> None:
+    """Refuse parameters that cannot be trained, or that have random keys, which no update would
+    change.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
-      ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share the parameters.
+      ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share
+        the parameters.
     """
     check_params(params)
     check_keys(abstract(params))
@@ -138,9 +163,11 @@ def local_meshes(workers: WorkerDevices) -> list[Mesh]:
     """Return a mesh of this process for each worker, also for workers that run in other processes."""
     devices = jax.local_devices()
     return [
-        worker
-        if isinstance(worker, Mesh)
-        else make_mesh(data=min(worker, len(devices)), devices=devices[: int(worker)])
+        (
+            worker
+            if isinstance(worker, Mesh)
+            else make_mesh(data=min(worker, len(devices)), devices=devices[: int(worker)])
+        )
         for worker in workers
     ]
 
@@ -169,9 +196,13 @@ class SgdProblem:
 
     def config_of(self, mesh: Mesh) -> StrategyConfig:
         """Check the optimizer and the loss, and return the configuration of a mesh."""
-        return check_config(configure(self.caller, self.tx, mesh, self.loss_fn, DDP, {"view": "global"}))
+        return check_config(
+            configure(self.caller, self.tx, mesh, self.loss_fn, DDP, {"view": "global"})
+        )
 
-    def make_compute(self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None) -> Compute:
+    def make_compute(
+        self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
+    ) -> Compute:
         """Return all workers; or with `worker` one of them, on all devices of its process."""
         if worker is None:
             meshes = dict(enumerate(local_meshes(self.workers)))
@@ -183,10 +214,11 @@ class SgdProblem:
 
 @dataclass(frozen=True)
 class SgdWorkers:
-    """Workers that push the gradient of a batch: of the loss total over all rows, in the global view.
+    """Workers that push the gradient of a batch: of the loss total over all rows, in the global
+    view.
 
-    A loss with `rng` gets another key for each clock and worker: the same key that `ddp` gives device `worker` at step
-    `clock`.
+    A loss with `rng` gets another key for each clock and worker: the same key that `ddp` gives
+    device `worker` at step `clock`.
 
     Attributes:
       problem: the loss and the encoding of its gradients.
@@ -230,11 +262,16 @@ class SgdWorkers:
         update = self._gradient(mesh, params, batch, worker, clock)
         if sparse:
             update = update._replace(grads=to_sparse_rows(update.grads, sparse))
-        if self.compressors.codec is not None:  # on the first device of the worker: all have the same gradient
+        # on the first device of the worker: all have the same gradient
+        if self.compressors.codec is not None:
             update = self.compressors.encode(worker, to_device(update, mesh.devices.flat[0]))
-        return jax.block_until_ready(to_device(update, next(iter(self.meshes.values())).devices.flat[0]))
+        return jax.block_until_ready(
+            to_device(update, next(iter(self.meshes.values())).devices.flat[0])
+        )
 
-    def _gradient(self, mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int) -> Update:
+    def _gradient(
+        self, mesh: Mesh, params: PyTree, batch: PyTree, worker: int, clock: int
+    ) -> Update:
         config, program = self.prepared.get(mesh) or self._prepare(mesh)
         batch = as_arrays(self.problem.caller, batch)
         check_batch(config, batch)
@@ -248,21 +285,35 @@ class SgdWorkers:
         config = self.problem.config_of(mesh)
         program = jax.jit(on_mesh(config.mesh, _program(config)))
         # Several threads may be here at once: all of them use the program of the first one.
-        return self.prepared.setdefault(mesh, (config, self.programs.setdefault(config.mesh.abstract_mesh, program)))
+        return self.prepared.setdefault(
+            mesh, (config, self.programs.setdefault(config.mesh.abstract_mesh, program))
+        )
 
     def _check_loss(self, config: StrategyConfig, params: PyTree, batch: PyTree) -> None:
-        """Refuse a loss whose gradient is not the sum of the pushes; check each batch shape once."""
+        """Refuse a loss whose gradient is not the sum of the pushes.
+
+        Check each batch shape once.
+        """
         shapes = abstract((params, batch))
-        key = jax.tree.structure(shapes), *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes))
+        key = (
+            jax.tree.structure(shapes),
+            *((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(shapes)),
+        )
         if key in self.checked:
             return
         loss_fn, num_workers = config.loss.loss_fn, self.problem.num_averaged
         rng = jax.eval_shape(lambda: jax.random.key(0)) if takes_rng(loss_fn) else None
-        if weight := find_trained_weight(loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng)):
+        if weight := find_trained_weight(
+            loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng)
+        ):
             problem = (
-                f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of the total only."
+                f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of"
+                " the total only."
             )
-            fix = "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes it exactly."
+            fix = (
+                "stop_gradient on the weight, if its gradient is not wanted; or so.ddp, which takes"
+                " it exactly."
+            )
             raise NotSeparableError(format_error(config.strategy, problem, fix=fix))
         if num_workers > 1 and len(row_counts(config, batch)) == 1:
             _check_mean(config, shapes[0], shapes[1], num_workers, rng)
@@ -271,41 +322,61 @@ class SgdWorkers:
 
 def no_compute(*_: object) -> Compute:
     """Return workers that compute nothing and have endless empty batches."""
-    return Compute(lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree)
+    return Compute(
+        lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree
+    )
 
 
-def _check_mean(config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None) -> None:
+def _check_mean(
+    config: StrategyConfig, params: PyTree, batch: PyTree, num_workers: int, rng: jax.Array | None
+) -> None:
     union = resized(config, batch, rows=num_workers * num_rows(config, batch))
     dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(union)]
-    mixing = find_mixing(config.loss.loss_fn, params, union, Cut(num_workers, dims), LossCall(config.strategy, rng))
+    mixing = find_mixing(
+        config.loss.loss_fn, params, union, Cut(num_workers, dims), LossCall(config.strategy, rng)
+    )
     if mixing is None:
         return
     problem = (
-        f"{mixing.result} is not shown to be a (weighted) mean over rows, so with max_staleness=0 {num_workers} workers could train on "
-        f"another than so.ddp: {mixing.reason}"
+        f"{mixing.result} is not shown to be a (weighted) mean over rows, so with max_staleness=0"
+        f" {num_workers} workers could train on another than so.ddp: {mixing.reason}"
     )
-    fix = "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each worker's own batch."
-    raise NotSeparableError(format_error(config.strategy, problem, mixing.lines, fix), operation=mixing.operation)
+    fix = (
+        "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each"
+        " worker's own batch."
+    )
+    raise NotSeparableError(
+        format_error(config.strategy, problem, mixing.lines, fix), operation=mixing.operation
+    )
 
 
 def _program(config: StrategyConfig) -> Callable[..., Update]:
     caller = config.strategy
 
-    def program(params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array) -> Update:
+    def program(
+        params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array
+    ) -> Update:
         key = step_key(config, clock, jnp.asarray(rng), 0, device=worker)
 
         def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
             parts = _loss(config, replace_trained(params, trained_params), batch, key)
             if isinstance(parts.loss.total, tuple):
                 problem = (
-                    "a loss of several terms needs the weights of all workers before any of them differentiates it."
+                    "a loss of several terms needs the weights of all workers before any of them"
+                    " differentiates it."
                 )
-                raise ValueError(format_error(caller, problem, fix="return so.Weighted with one total and one weight."))
+                raise ValueError(
+                    format_error(
+                        caller, problem, fix="return so.Weighted with one total and one weight."
+                    )
+                )
             return parts.loss.total, parts
 
         grads, parts = jax.grad(loss_total, has_aux=True)(trained(params))
         if parts.updates:
-            problem = "loss_fn returns so.Updated, for which asynchronous workers have no common value."
+            problem = (
+                "loss_fn returns so.Updated, for which asynchronous workers have no common value."
+            )
             fix = "train such leaves with ddp, zero or fsdp."
             raise ValueError(format_error(caller, problem, [*parts.updates], fix))
         if config.mesh.size > 1:
@@ -317,7 +388,9 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
     return program
 
 
-def _loss(config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
+def _loss(
+    config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array | None
+) -> LossParts:
     model, rows = as_block_model(config.loss.loss_fn), num_rows(config, batch)
     if model is not None:
         return loss_parts(config.strategy, run_blocks(model, params, batch, key), rows)
@@ -325,8 +398,14 @@ def _loss(config: StrategyConfig, params: PyTree, batch: PyTree, key: jax.Array 
 
 
 def to_device(update: Update, device: Any) -> Update:
-    """Move the arrays of an update to a device; its number of rows stays an int, and sparse leaves stay in numpy."""
-    put = lambda leaf: leaf if is_rows(leaf) else jax.device_put(leaf, device)  # noqa: E731
+    """Move the arrays of an update to a device.
+
+    Its number of rows stays an int, and sparse leaves stay in numpy.
+    """
+
+    def put(leaf):
+        return leaf if is_rows(leaf) else jax.device_put(leaf, device)
+
     return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
 
 
@@ -344,13 +423,16 @@ def key_data(rng: jax.Array | None) -> np.ndarray:
 class Streams:
     """The data of each worker, in rounds; a round is the data of one push.
 
-    A round is a batch, or with `sizes` a list of `sizes[worker]` batches. Batches at the end that do not fill a round are
-    not used.
+    A round is a batch, or with `sizes` a list of `sizes[worker]` batches. Batches at the end that
+    do not fill a round are not used.
     """
 
     def __init__(self, caller: str, batches_of: BatchesOf, sizes: Sequence[int] | None = None):
         if not callable(batches_of):
-            problem = f"batches_of must be a function (worker) -> iterable of batches, got {type(batches_of).__name__}."
+            problem = (
+                "batches_of must be a function (worker) -> iterable of batches, got"
+                f" {type(batches_of).__name__}."
+            )
             fix = "to share out one stream: lambda w: itertools.islice(stream(), w, None, n)."
             raise TypeError(format_error(caller, problem, fix=fix))
         self.caller, self.batches_of, self.sizes = caller, batches_of, sizes
@@ -360,10 +442,15 @@ class Streams:
         """Start a worker's batches from the beginning, and skip the first `position` rounds."""
         batches = self.batches_of(worker)
         if not isinstance(batches, Iterable):
-            problem = f"batches_of({worker}) must return an iterable of batches, got {type(batches).__name__}."
+            problem = (
+                f"batches_of({worker}) must return an iterable of batches, got"
+                f" {type(batches).__name__}."
+            )
             raise TypeError(format_error(self.caller, problem))
         skipped = position * (1 if self.sizes is None else self.sizes[worker])
-        self.streams[worker] = itertools.islice(batches, skipped, None) if skipped else iter(batches)
+        self.streams[worker] = (
+            itertools.islice(batches, skipped, None) if skipped else iter(batches)
+        )
 
     def next_batch(self, worker: int) -> PyTree | None:
         """Return the next round, or None at the end of the data."""
@@ -375,7 +462,9 @@ class Streams:
 
 @dataclass(frozen=True)
 class WorkerCompressors:
-    """The encoders of the workers' updates. Each has its own error feedback, on the device of its gradient.
+    """The encoders of the workers' updates.
+
+    Each has its own error feedback, on the device of its gradient.
 
     With fragments, `worker` is a pair of the worker and the number of the fragment.
 
@@ -409,7 +498,10 @@ def check_codec(reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compress
     check_reducer(reducer)
     codec = compressor(reducer)
     if sparse:
-        problem = f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows travel as they are."
+        problem = (
+            f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows"
+            " travel as they are."
+        )
         raise ValueError(error_text(problem, fix="leave one of them out."))
     return codec
 
@@ -423,21 +515,30 @@ def codec_header(codec: Compressor | None) -> dict[str, str]:
 def _codec_programs(
     codec: Compressor,
 ) -> tuple[Callable[[PyTree], CompressorState], Callable[..., tuple[Update, CompressorState]]]:
-    """Return the jitted initialization of an error memory and the jitted encoding of an update, cached between runs."""
+    """Return the jitted initialization of an error memory and the jitted encoding of an update,
+    cached between runs.
+    """
 
     def encode_update(update: Update, memory: CompressorState) -> tuple[Update, CompressorState]:
         assert update.is_finite is not None
         message, memory = codec.encode(update.grads, memory)
         decoded = codec.decode(message, update.grads)
         # A finite gradient may be too large for the dtype of the message.
-        finite = [jnp.ones(2, bool), *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(decoded))]
+        finite = [
+            jnp.ones(2, bool),
+            *(jnp.isfinite(leaf).all()[None] for leaf in jax.tree.leaves(decoded)),
+        ]
         is_finite = update.is_finite & jnp.concatenate(finite)
-        unsent = _norm(memory.unsent) / jnp.maximum(_norm(update.grads), jnp.finfo(jnp.float32).tiny)
+        unsent = _norm(memory.unsent) / jnp.maximum(
+            _norm(update.grads), jnp.finfo(jnp.float32).tiny
+        )
         return update._replace(grads=message, is_finite=is_finite, unsent=unsent), memory
 
     return jax.jit(codec.init), jax.jit(encode_update, donate_argnums=1)
 
 
 def _norm(tree: PyTree) -> jax.Array:
-    squares = [jnp.sum(jnp.square(jnp.abs(leaf)).astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    squares = [
+        jnp.sum(jnp.square(jnp.abs(leaf)).astype(jnp.float32)) for leaf in jax.tree.leaves(tree)
+    ]
     return jnp.sqrt(sum(squares, start=jnp.zeros(())))

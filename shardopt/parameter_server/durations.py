@@ -14,7 +14,8 @@ Duration = float | Callable[[np.random.Generator], float]
 
 @calling("exponential")
 def exponential(mean: float) -> Duration:
-    """Return a duration that is exponentially distributed: often short, sometimes several times the mean.
+    """Return a duration that is exponentially distributed: often short, sometimes several times the
+    mean.
 
     Example:
       >>> 0 < exponential(2.0)(np.random.default_rng(0)) < 20
@@ -26,7 +27,8 @@ def exponential(mean: float) -> Duration:
 
 @calling("lognormal")
 def lognormal(mean: float, spread: float) -> Duration:
-    """Return a log-normal duration of this mean, whose standard deviation is `spread` times the mean.
+    """Return a log-normal duration of this mean, whose standard deviation is `spread` times the
+    mean.
 
     Example:
       >>> generator = np.random.default_rng(0)

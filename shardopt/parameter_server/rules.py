@@ -1,4 +1,6 @@
-"""Rules for late gradients, each from a paper: they change the gradient, or the optimizer's update, by its delay."""
+"""Rules for late gradients, each from a paper: they change the gradient, or the optimizer's update,
+by its delay.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -34,10 +36,12 @@ class GradientFn(Protocol):
 
 
 class Rule(NamedTuple):
-    """A treatment of late gradients by the server: pure functions, traced by jit. You can make your own.
+    """A treatment of late gradients by the server: pure functions, traced by jit.
 
-    Let g be the pushed gradient, w the server's parameters, w_pulled the parameters from which g was computed, and tau
-    the number of versions since then (`delay`). The server does
+    You can make your own.
+
+    Let g be the pushed gradient, w the server's parameters, w_pulled the parameters from which g
+    was computed, and tau the number of versions since then (`delay`). The server does
 
         g', state = gradient(g, state, params=w, pulled=w_pulled, delay=tau)
         w <- w + scale(tau) * tx.update(g')
@@ -76,10 +80,11 @@ def plain() -> Rule:
 
 
 def staleness_learning_rate() -> Rule:
-    """Divide the learning rate by how many versions late a gradient is: w <- w + tx.update(g) / max(1, tau).
+    """Divide the learning rate by how many versions late a gradient is: w <- w + tx.update(g) /
+    max(1, tau).
 
-    The rule divides the optimizer's update. So it divides the learning rate of every optimizer, also of Adam, which does
-    not depend on the size of a gradient.
+    The rule divides the optimizer's update. So it divides the learning rate of every optimizer,
+    also of Adam, which does not depend on the size of a gradient.
 
     Returns:
       A `Rule`. It keeps no state.
@@ -91,16 +96,19 @@ def staleness_learning_rate() -> Rule:
     **Equivalence**: the plain rule wherever tau <= 1, so with max_staleness=0 equal to ddp.
 
     References:
-      Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0 / tau.
+      Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0
+      / tau.
     """
     return Rule("staleness_learning_rate", {}, scale=lambda delay: 1.0 / jnp.maximum(1, delay))
 
 
 @calling("dc_asgd")
 def dc_asgd(strength: float = 0.04) -> Rule:
-    """Correct a late gradient to first order, with a cheap Hessian: g' = g + lambda g*g*(w - w_pulled).
+    """Correct a late gradient to first order, with a cheap Hessian: g' = g + lambda g*g*(w -
+    w_pulled).
 
-    This is the Taylor expansion of the gradient at w around w_pulled, with the diagonal of g g^T in place of the Hessian.
+    This is the Taylor expansion of the gradient at w around w_pulled, with the diagonal of g g^T in
+    place of the Hessian.
 
     Args:
       strength: lambda.
@@ -119,15 +127,19 @@ def dc_asgd(strength: float = 0.04) -> Rule:
 
     **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
 
-    **Placement**: the server keeps the parameters that each worker has pulled, while its step is in flight.
+    **Placement**: the server keeps the parameters that each worker has pulled, while its step is in
+    flight.
 
     References:
-      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, equation 10.
+      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
+      equation 10.
     """
     check_number("strength", strength)
 
     def gradient(grads, state, *, params, pulled, delay):
-        corrected = jax.tree.map(lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled)
+        corrected = jax.tree.map(
+            lambda g, w, old: g + strength * g * g * (w - old), grads, params, pulled
+        )
         return corrected, state
 
     return Rule("dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True)
@@ -135,7 +147,8 @@ def dc_asgd(strength: float = 0.04) -> Rule:
 
 @calling("dc_asgd_adaptive")
 def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
-    """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each gradient element.
+    """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each
+    gradient element.
 
     m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
 
@@ -161,17 +174,21 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
 
     **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
 
-    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at least.
+    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at
+    least.
 
     References:
-      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017, section 5: DC-ASGD-a.
+      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
+      section 5: DC-ASGD-a.
     """
     check_number("strength", strength)
     check_number("decay", decay, below=1.0)
     check_number("eps", eps, positive=True)
 
     def gradient(grads, state, *, params, pulled, delay):
-        mean_square = jax.tree.map(lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads)
+        mean_square = jax.tree.map(
+            lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads
+        )
 
         def correct(g, w, old, m):
             return g + (strength / jnp.sqrt(m + eps)).astype(g.dtype) * g * g * (w - old)
@@ -200,11 +217,11 @@ class DelayedNesterovState(NamedTuple):
 def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> Rule:
     """Apply each gradient at once, and the momentum only with every N-th push.
 
-    Each push does buf <- buf + g. On every N-th push m <- beta m + buf/N, then g' = g/N + (1 - (N - 1) c) beta m, and
-    buf = 0. On the other pushes g' = g/N + c beta m.
+    Each push does buf <- buf + g. On every N-th push m <- beta m + buf/N, then g' = g/N + (1 - (N -
+    1) c) beta m, and buf = 0. On the other pushes g' = g/N + c beta m.
 
-    The rule is meant for `optax.sgd(eps)`, which steps by -eps g'. N pushes are then one step of SGD with Nesterov
-    momentum, and stale gradients do not enter the momentum one by one.
+    The rule is meant for `optax.sgd(eps)`, which steps by -eps g'. N pushes are then one step of
+    SGD with Nesterov momentum, and stale gradients do not enter the momentum one by one.
 
     Args:
       every: N, usually the number of workers.
@@ -228,27 +245,37 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
       >>> steps
       [0.5, 2.5, 0.5]
 
-    **Placement**: m and buf on the server, each as large as the trained parameters, in fp32 at least.
+    **Placement**: m and buf on the server, each as large as the trained parameters, in fp32 at
+    least.
 
     References:
-      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: delayed Nesterov update.
+      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: delayed Nesterov
+      update.
     """
     check_count("every", every, minimum=1)
     check_number("momentum", momentum, below=1.0)
     check_number("activation", activation)
     if activation * every > 1:
-        raise ValueError(error_text(f"activation must be at most 1/every = {1 / every:g}, got {activation}."))
+        raise ValueError(
+            error_text(f"activation must be at most 1/every = {1 / every:g}, got {activation}.")
+        )
 
     def init(params: PyTree) -> DelayedNesterovState:
-        return DelayedNesterovState(wide_zeros(params), wide_zeros(params), jnp.zeros((), jnp.int32))
+        return DelayedNesterovState(
+            wide_zeros(params), wide_zeros(params), jnp.zeros((), jnp.int32)
+        )
 
     def gradient(grads, state, *, params, pulled, delay):
         is_nth = state.count == every - 1
         buffer = jax.tree.map(lambda b, g: b + g.astype(b.dtype), state.buffer, grads)
-        velocity = jax.tree.map(lambda m, b: jnp.where(is_nth, momentum * m + b / every, m), state.momentum, buffer)
+        velocity = jax.tree.map(
+            lambda m, b: jnp.where(is_nth, momentum * m + b / every, m), state.momentum, buffer
+        )
         share = jnp.where(is_nth, 1 - (every - 1) * activation, activation) * momentum
         new_grads = jax.tree.map(
-            lambda g, m: (g.astype(m.dtype) / every + share.astype(m.dtype) * m).astype(g.dtype), grads, velocity
+            lambda g, m: (g.astype(m.dtype) / every + share.astype(m.dtype) * m).astype(g.dtype),
+            grads,
+            velocity,
         )
         buffer = jax.tree.map(lambda b: jnp.where(is_nth, jnp.zeros_like(b), b), buffer)
         return new_grads, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
@@ -261,7 +288,8 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
 def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
     """Return fewer local steps for slower workers, so that all push at about the same time.
 
-    H_w = max(1, floor(v_w / max v * H)): the fastest worker does H steps, a worker of half its speed H / 2.
+    H_w = max(1, floor(v_w / max v * H)): the fastest worker does H steps, a worker of half its
+    speed H / 2.
 
     Args:
       speeds: steps per second of each worker.
@@ -279,8 +307,8 @@ def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
       [50, 25, 12, 1]
 
     References:
-      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local updates. The
-      minimum of one step is ours.
+      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local
+      updates. The minimum of one step is ours.
     """
     check_count("local_steps", local_steps, minimum=1)
     if not len(speeds):
@@ -301,5 +329,8 @@ _KNOWN = {
 
 
 def from_config(name: str, config: Mapping[str, Any]) -> Rule | None:
-    """Return the rule with this name and these settings, which a log records; None if this module has no such rule."""
+    """Return the rule with this name and these settings, which a log records.
+
+    None if this module has no such rule.
+    """
     return _KNOWN[name](**config) if name in _KNOWN else None

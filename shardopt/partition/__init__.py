@@ -1,7 +1,17 @@
-"""Which mesh axes shard each leaf: tensor by rules, data by divisibility, and optimizer state like its parameter."""
+"""Which mesh axes shard each leaf: tensor by rules, data by divisibility, and optimizer state like
+its parameter.
+"""
 
 from shardopt.partition._owners import owned_by_blocks
-from shardopt.partition._plan import COLUMNS, LeafPlan, PlanOptions, ShardAxes, plan_leaves, shard_axes, state_specs
+from shardopt.partition._plan import (
+    COLUMNS,
+    LeafPlan,
+    PlanOptions,
+    ShardAxes,
+    plan_leaves,
+    shard_axes,
+    state_specs,
+)
 from shardopt.partition._report import LayoutBytes, Owned, Owners, Report, report
 from shardopt.partition._rules import match_rules, rules_from_logical_axes
 

@@ -4,15 +4,20 @@ import heapq
 from collections.abc import Sequence
 
 _BISECTION_STEPS = 12
-"""The number of bisection steps between the lower bound of the busiest load and the load found so far."""
+"""The number of bisection steps between the lower bound of the busiest load and the load found so
+far.
+"""
 
 
-def share_out(costs: Sequence[float], owners: int, loads: Sequence[float] | None = None) -> list[int]:
+def share_out(
+    costs: Sequence[float], owners: int, loads: Sequence[float] | None = None
+) -> list[int]:
     """Return the owner of each piece of work, so that the busiest owner has little.
 
-    The better of two assignments is returned. The first gives pieces, the largest first, to the owner with the least
-    work; it is within 4/3 of the best, and even if pieces are equal. The second gives each piece to the first owner
-    that stays below a limit; the lowest possible limit is found by bisection.
+    The better of two assignments is returned. The first gives pieces, the largest first, to the
+    owner with the least work; it is within 4/3 of the best, and even if pieces are equal. The
+    second gives each piece to the first owner that stays below a limit; the lowest possible limit
+    is found by bisection.
 
     Args:
       costs: the cost of each piece, in any unit.
@@ -26,8 +31,8 @@ def share_out(costs: Sequence[float], owners: int, loads: Sequence[float] | None
       [0, 0, 1, 1, 1]
 
     References:
-      Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; Coffman, Garey and Johnson, "An Application of
-      Bin-Packing to Multiprocessor Scheduling", 1978.
+      Graham, "Bounds on Multiprocessing Timing Anomalies", 1969; Coffman, Garey and Johnson, "An
+      Application of Bin-Packing to Multiprocessor Scheduling", 1978.
     """
     if not costs:
         return []
@@ -56,7 +61,9 @@ def busiest(costs: Sequence[float], owner_of: Sequence[int], loads: Sequence[flo
     return max(loads)
 
 
-def _assign_to_least_loaded(costs: Sequence[float], order: Sequence[int], loads: Sequence[float]) -> list[int]:
+def _assign_to_least_loaded(
+    costs: Sequence[float], order: Sequence[int], loads: Sequence[float]
+) -> list[int]:
     heap = [(load, owner) for owner, load in enumerate(loads)]
     heapq.heapify(heap)
     owner_of = [0] * len(costs)

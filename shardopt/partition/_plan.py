@@ -1,4 +1,6 @@
-"""Plan the sharding of leaves: which axis shards which dim of a parameter, or why none does, and of optimizer state."""
+"""Plan the sharding of leaves: which axis shards which dim of a parameter, or why none does, and of
+optimizer state.
+"""
 
 import dataclasses
 import math
@@ -55,24 +57,29 @@ def shard_axes(sizes: Mapping[str, int]) -> ShardAxes:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """The possible shardings of one parameter leaf. Not a pytree: a tree of plans mirrors the parameters.
+    """The possible shardings of one parameter leaf.
+
+    Not a pytree: a tree of plans mirrors the parameters.
 
     Attributes:
       path: the key path, such as "blocks/attention/qkv".
       shape: the global shape, including the stacked dim if there is one.
       dtype: the dtype.
       tensor: the spec over the tensor axis alone, one entry per dim.
-      dim: the dim that is sharded over `axes` if a placement shards the leaf; None if it stays replicated.
+      dim: the dim that is sharded over `axes` if a placement shards the leaf; None if it stays
+        replicated.
       reason: why `dim` is None; empty otherwise.
       stacked: whether dim 0 counts blocks.
       trainable: whether the optimizer updates the leaf.
       pipelined: whether dim 0, which counts blocks, is sharded over the pipeline axis.
-      axes: the axes that a placement shards over, as in a `PartitionSpec`; for a leaf of experts all of them but
-        expert.
-      experts: whether the first dim (of a block) counts experts and is sharded over the expert axis.
-      owned: the spec of optimizer state and update if they are sharded by whole matrices; None if they use `spec`.
-      spread: the dim of a stacked leaf that is sharded over pipeline if stages have unequal numbers of blocks; else
-        None.
+      axes: the axes that a placement shards over, as in a `PartitionSpec`; for a leaf of experts
+        all of them but expert.
+      experts: whether the first dim (of a block) counts experts and is sharded over the expert
+        axis.
+      owned: the spec of optimizer state and update if they are sharded by whole matrices; None if
+        they use `spec`.
+      spread: the dim of a stacked leaf that is sharded over pipeline if stages have unequal numbers
+        of blocks; else None.
     """
 
     path: str
@@ -95,22 +102,35 @@ class LeafPlan:
         return (self.axes,) if isinstance(self.axes, str) else self.axes
 
     def state_spec(self, *, sharded: bool) -> PartitionSpec:
-        """Return the spec of the update, and of optimizer state with the shape of the leaf: `owned` if set, else `spec`."""
+        """Return the spec of the update, and of optimizer state with the shape of the leaf: `owned`
+        if set, else `spec`.
+        """
         return self.owned if sharded and self.owned is not None else self.spec(sharded=sharded)
 
     def spec(self, *, sharded: bool) -> PartitionSpec:
-        """Return the full spec: tensor, pipeline and expert; if `sharded`, also the axes of the placement."""
+        """Return the full spec: tensor, pipeline and expert.
+
+        If `sharded`, also the axes of the placement.
+        """
         return PartitionSpec(*map(_first_if_not_none, self.tensor, self.data_spec(sharded=sharded)))
 
     def of_block(self) -> "LeafPlan":
         """Return the plan of one block of a stacked leaf, without the stacked dim."""
         dim = None if self.dim is None else self.dim - 1
-        block_fields = {"shape": self.shape[1:], "tensor": PartitionSpec(*self.tensor[1:]), "dim": dim}
-        return dataclasses.replace(self, **block_fields, stacked=False, pipelined=False, spread=None)
+        block_fields = {
+            "shape": self.shape[1:],
+            "tensor": PartitionSpec(*self.tensor[1:]),
+            "dim": dim,
+        }
+        return dataclasses.replace(
+            self, **block_fields, stacked=False, pipelined=False, spread=None
+        )
 
     def data_spec(self, *, sharded: bool) -> PartitionSpec:
         """Return the spec over all axes but tensor, for the per-device view."""
-        entries = [self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))]
+        entries = [
+            self.axes if sharded and dim == self.dim else None for dim in range(len(self.shape))
+        ]
         if self.pipelined:
             entries[0] = "pipeline"
         if self.spread is not None:
@@ -120,7 +140,9 @@ class LeafPlan:
         return PartitionSpec(*entries)
 
 
-def _first_if_not_none(first: str | None, second: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+def _first_if_not_none(
+    first: str | None, second: str | tuple[str, ...] | None
+) -> str | tuple[str, ...] | None:
     return second if first is None else first
 
 
@@ -130,13 +152,14 @@ class PlanOptions(NamedTuple):
     Attributes:
       rules: see `match_rules`; for stacked leaves rules describe one block.
       stacked: whether the leaves of "blocks" are stacked along dim 0.
-      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated over data.
+      min_shard_elements: leaves (one block of a stacked leaf) with fewer elements stay replicated
+        over data.
       is_trainable: whether a floating leaf with this key path is trained.
       pipelined: whether the stacked leaves are sharded over the pipeline axis.
-      even: whether all pipeline stages have equally many blocks. If not, pipeline shards the largest free dim of a
-        block that it divides.
-      tables: key paths of leaves [V, D] that data shards by columns, if it divides the columns and tensor does not
-        shard them.
+      even: whether all pipeline stages have equally many blocks. If not, pipeline shards the
+        largest free dim of a block that it divides.
+      tables: key paths of leaves [V, D] that data shards by columns, if it divides the columns and
+        tensor does not shard them.
       expert_leaves: regexes of the key paths of leaves whose first dim (of a block) counts experts.
     """
 
@@ -173,10 +196,12 @@ class _Leaf(NamedTuple):
 
 
 def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> PyTree:
-    """Plan every leaf: rules place tensor, and data shards the largest dim that it divides (see `largest_divisible_dim`).
+    """Plan every leaf: rules place tensor, and data shards the largest dim that it divides (see
+    `largest_divisible_dim`).
 
-    For expert leaves data shards the first dim that it divides. Kernels of grouped products read expert weights [E, D, F]
-    as they are stored. If the weights were gathered along F, they would be transposed before each product.
+    For expert leaves data shards the first dim that it divides. Kernels of grouped products read
+    expert weights [E, D, F] as they are stored. If the weights were gathered along F, they would be
+    transposed before each product.
 
     Args:
       abstract_params: the parameters; only shapes and dtypes are read.
@@ -187,8 +212,9 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> Py
       A tree like the parameters, of `LeafPlan`.
 
     Raises:
-      ValueError: if rules do not fit, or the axis size does not divide a dim that a rule names. If the tensor axis is
-        above 1 and shards no leaf. If the expert axis has the same problems with expert leaves.
+      ValueError: if rules do not fit, or the axis size does not divide a dim that a rule names. If
+        the tensor axis is above 1 and shards no leaf. If the expert axis has the same problems with
+        expert leaves.
     """
     leaves = _ruled_leaves(abstract_params, options)
     _check_tensor(leaves, mesh.shape.get("tensor", 1))
@@ -202,7 +228,9 @@ def _ruled_leaves(abstract_params: PyTree, options: PlanOptions) -> list[_Leaf]:
     paths = [path for path, _ in arrays]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
         problem = f"{plural(len(repeated), 'key path')} written alike belong to several leaves."
-        raise ValueError(error_text(problem, repeated, "rename a key; '/' in a key reads as nesting."))
+        raise ValueError(
+            error_text(problem, repeated, "rename a key; '/' in a key reads as nesting.")
+        )
     is_block = {path: options.stacked and path.split("/")[0] == BLOCKS for path in paths}
     shapes = {path: array.shape[1:] if is_block[path] else array.shape for path, array in arrays}
     specs = match_rules(options.rules, list(shapes.items()))
@@ -224,8 +252,15 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) 
     spec_with_expert = PartitionSpec(EXPERT, *spec[1:]) if experts else spec
     dim, reason = data_dim(shape, spec_with_expert, axes, options.min_shard_elements)
     if dim is not None and counts_experts:
-        dim = min(divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert)))
-    if leaf.path in options.tables and dim is not None and spec[COLUMNS] is None and shape[COLUMNS] % axes.size == 0:
+        dim = min(
+            divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert))
+        )
+    if (
+        leaf.path in options.tables
+        and dim is not None
+        and spec[COLUMNS] is None
+        and shape[COLUMNS] % axes.size == 0
+    ):
         dim = COLUMNS
     spread, is_staged = None, leaf.is_block and options.pipelined
     if is_staged and not options.even and math.prod(shape) >= options.min_shard_elements:
@@ -250,7 +285,8 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) 
 def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> int | None:
     """Return the largest free dim divisible by an axis size (the first of equal dims), or None.
 
-    In large leaves, dims come first whose shards fill the tiles of TPUs, and next the dims whose shards fill parts of tiles.
+    In large leaves, dims come first whose shards fill the tiles of TPUs, and next the dims whose
+    shards fill parts of tiles.
     """
     is_large = math.prod(shape) >= _LARGE
 
@@ -263,18 +299,25 @@ def largest_divisible_dim(shape: tuple[int, ...], size: int, taken: tuple[bool, 
 
 
 _LARGE, _TILE_ROWS, _MOST_PADDING = 2**20, 16, 0.05
-"""The elements of a leaf that is large, the rows of a tile of 2-byte numbers, and the part of them that may be padding. XLA:TPU
-copies other shards before it sends them, or sends all-reduces of padded buffers. 56 rows of [28672, 8192] on each of 512
-devices (v5p:8x8x8) took 500 ms of a step of Llama 3 70B, and 28 rows of [14336, 4096] took 70 ms of 8B."""
+"""The elements of a leaf that is large, the rows of a tile of 2-byte numbers, and the part of them
+that may be padding. XLA:TPU copies other shards before it sends them, or sends all-reduces of
+padded buffers. 56 rows of [28672, 8192] on each of 512 devices (v5p:8x8x8) took 500 ms of a step of
+Llama 3 70B, and 28 rows of [14336, 4096] took 70 ms of 8B."""
 
 
 def divisible_dims(shape: tuple[int, ...], size: int, taken: tuple[bool, ...]) -> list[int]:
     """Return the free dims divisible by an axis size."""
-    return [dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]]
+    return [
+        dim for dim, length in enumerate(shape) if length and length % size == 0 and not taken[dim]
+    ]
 
 
-def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_elements: int) -> tuple[int | None, str]:
-    """Return the dim that the axes shard and "", or None and the reason why the leaf stays replicated."""
+def data_dim(
+    shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_elements: int
+) -> tuple[int | None, str]:
+    """Return the dim that the axes shard and "", or None and the reason why the leaf stays
+    replicated.
+    """
     elements = math.prod(shape)
     taken = tuple(entry is not None for entry in spec)
     if elements < min_elements:
@@ -288,10 +331,14 @@ def data_dim(shape: tuple[int, ...], spec: PartitionSpec, axes: ShardAxes, min_e
     return None, f"shape {shape}: no dim is divisible by {axes}"
 
 
-def _find_expert_leaves(leaves: Sequence[_Leaf], patterns: Sequence[str], size: int | None) -> frozenset[str]:
+def _find_expert_leaves(
+    leaves: Sequence[_Leaf], patterns: Sequence[str], size: int | None
+) -> frozenset[str]:
     """Return the key paths of the expert leaves; an empty set if the mesh has no expert axis."""
     paths = [leaf.path for leaf in leaves]
-    if unmatched := [repr(pattern) for pattern in patterns if not any(re.search(pattern, path) for path in paths)]:
+    if unmatched := [
+        repr(pattern) for pattern in patterns if not any(re.search(pattern, path) for path in paths)
+    ]:
         problem = f"{plural(len(unmatched), 'pattern')} of expert_leaves matched no parameter."
         fix = f"match a key path, such as: {', '.join(paths[:8])}."
         raise ValueError(error_text(problem, unmatched, fix))
@@ -302,22 +349,41 @@ def _find_expert_leaves(leaves: Sequence[_Leaf], patterns: Sequence[str], size: 
         if any(re.search(pattern, path) for pattern in patterns):
             expert_paths.append(path)
             if not shape or shape[0] % size:
-                reason = f"dim 0 is {shape[0]}, remainder {shape[0] % size}" if shape else "no dim counts experts"
+                reason = (
+                    f"dim 0 is {shape[0]}, remainder {shape[0] % size}"
+                    if shape
+                    else "no dim counts experts"
+                )
                 indivisible.append(f"{path}: shape {shape}; {reason}")
             elif spec[0] is not None:
                 already_split.append(f"{path}: shape {shape}")
     axis = f"mesh axis 'expert' (size {size})"
     if indivisible:
-        fix = "name in expert_leaves only leaves [experts, ...], or choose a size that divides the experts."
+        fix = (
+            "name in expert_leaves only leaves [experts, ...], or choose a size that divides the"
+            " experts."
+        )
         raise ValueError(
-            error_text(f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.", indivisible, fix)
+            error_text(
+                f"{plural(len(indivisible), 'leaf')} of experts cannot be split over {axis}.",
+                indivisible,
+                fix,
+            )
         )
     if already_split:
-        problem = f"rules split the first dim of {plural(len(already_split), 'leaf')} of experts, which {axis} splits."
-        raise ValueError(error_text(problem, already_split, "let the rules name other dims of these leaves."))
+        problem = (
+            f"rules split the first dim of {plural(len(already_split), 'leaf')} of experts, which"
+            f" {axis} splits."
+        )
+        raise ValueError(
+            error_text(problem, already_split, "let the rules name other dims of these leaves.")
+        )
     if size > 1 and not expert_paths:
         problem = f"{axis} is above 1, but no leaf is split over it."
-        fix = "name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make the mesh with expert=1."
+        fix = (
+            "name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make"
+            " the mesh with expert=1."
+        )
         raise ValueError(error_text(problem, fix=fix))
     return frozenset(expert_paths)
 
@@ -330,16 +396,25 @@ def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
                 is_split = True
                 if shape[dim] % size:
                     indivisible.append(
-                        f"{path}: shape {shape}; dim {dim} is {shape[dim]}, remainder {shape[dim] % size}"
+                        f"{path}: shape {shape}; dim {dim} is {shape[dim]}, remainder"
+                        f" {shape[dim] % size}"
                     )
     if indivisible:
-        problem = f"{plural(len(indivisible), 'parameter leaf')} cannot be split over mesh axis 'tensor' (size {size})."
+        problem = (
+            f"{plural(len(indivisible), 'parameter leaf')} cannot be split over mesh axis 'tensor'"
+            f" (size {size})."
+        )
         raise ValueError(
-            error_text(problem, indivisible, "pad the dim, change the rule, or choose another tensor size.")
+            error_text(
+                problem, indivisible, "pad the dim, change the rule, or choose another tensor size."
+            )
         )
     if size > 1 and not is_split:
         problem = f"mesh axis 'tensor' (size {size}) is above 1, but nothing is split over it."
-        fix = "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1."
+        fix = (
+            "give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with"
+            " tensor=1."
+        )
         raise ValueError(error_text(problem, fix=fix))
 
 
@@ -354,13 +429,16 @@ def state_specs(
 ) -> PyTree:
     """Return the `PartitionSpec` of every leaf of an optimizer state.
 
-    - A leaf whose key path ends in the path of a parameter of the same shape (a moment) is sharded like the parameter.
-      So is a leaf with as many dims, if each dim is cut equally evenly (one scale for every 64 numbers of a moment).
-    - A leaf that belongs to a parameter on owners and has its blocks (a preconditioner [L, m, m]) is sharded by owners
-      too. If data shards the matrices of the parameter, data shards the largest other dim of the leaf that it divides.
-    - An average of the parameters (`average_params`) is never at owners: a step adds the parameters to it.
-    - Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is sharded over data on the largest dim
-      that data divides.
+    - A leaf whose key path ends in the path of a parameter of the same shape (a moment) is sharded
+      like the parameter. So is a leaf with as many dims, if each dim is cut equally evenly (one
+      scale for every 64 numbers of a moment).
+    - A leaf that belongs to a parameter on owners and has its blocks (a preconditioner [L, m, m])
+      is sharded by owners too. If data shards the matrices of the parameter, data shards the
+      largest other dim of the leaf that it divides.
+    - An average of the parameters (`average_params`) is never at owners: a step adds the parameters
+      to it.
+    - Any other leaf (Adafactor's factored moments, SM3's accumulators, a count) is sharded over
+      data on the largest dim that data divides.
 
     The update runs in the global view, so this choice never changes the numbers, only the bytes.
 
@@ -380,14 +458,20 @@ def state_specs(
     def place(path, leaf, in_average):
         for start in range(len(path) + 1):  # the longest ending first
             plan = by_path.get(tuple(path[start:]))
-            if plan is not None and (plan.shape == leaf.shape or _is_coarser(leaf.shape, plan, sharded, sizes)):
-                return plan.spec(sharded=sharded) if in_average else plan.state_spec(sharded=sharded)
+            if plan is not None and (
+                plan.shape == leaf.shape or _is_coarser(leaf.shape, plan, sharded, sizes)
+            ):
+                return (
+                    plan.spec(sharded=sharded) if in_average else plan.state_spec(sharded=sharded)
+                )
         ends = range(len(path), 0, -1) if sharded and leaf.shape else ()
         for plan in (by_path.get(tuple(path[start:end])) for end in ends for start in range(end)):
             if plan is not None and plan.owned is not None and leaf.shape[0] % plan.shape[0] == 0:
                 return _spec_of_stack(leaf.shape, plan, axes, sizes, min_shard_elements)
         replicated = PartitionSpec(*[None] * len(leaf.shape))
-        dim, _ = data_dim(leaf.shape, replicated, axes, min_shard_elements) if sharded else (None, "")
+        dim, _ = (
+            data_dim(leaf.shape, replicated, axes, min_shard_elements) if sharded else (None, "")
+        )
         return PartitionSpec(*(axes.entry if i == dim else None for i in range(len(leaf.shape))))
 
     in_average = jax.tree.structure(abstract_state).unflatten(in_averages(abstract_state))
@@ -395,7 +479,11 @@ def state_specs(
 
 
 def _spec_of_stack(
-    shape: tuple[int, ...], plan: LeafPlan, axes: ShardAxes, sizes: Mapping[str, int], min_shard_elements: int
+    shape: tuple[int, ...],
+    plan: LeafPlan,
+    axes: ShardAxes,
+    sizes: Mapping[str, int],
+    min_shard_elements: int,
 ) -> PartitionSpec:
     """Return the spec of state that has the blocks of a parameter on owners."""
     assert plan.owned is not None
@@ -408,13 +496,18 @@ def _spec_of_stack(
     return PartitionSpec(*(axes.entry if i == dim else entry for i, entry in enumerate(spec)))
 
 
-def _is_coarser(shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]) -> bool:
-    """Return whether a leaf has one number for each tile of a parameter, and shard borders fall between tiles."""
+def _is_coarser(
+    shape: tuple[int, ...], plan: LeafPlan, sharded: bool, sizes: Mapping[str, int]
+) -> bool:
+    """Return whether a leaf has one number for each tile of a parameter, and shard borders fall
+    between tiles.
+    """
     if len(shape) != len(plan.shape) or not all(
         n and length % n == 0 for length, n in zip(plan.shape, shape, strict=True)
     ):
         return False
     spec = plan.state_spec(sharded=sharded)
     return math.prod(shape) > 1 and all(
-        n % math.prod(sizes[axis] for axis in spec_axes((entry,))) == 0 for n, entry in zip(shape, spec, strict=False)
+        n % math.prod(sizes[axis] for axis in spec_axes((entry,))) == 0
+        for n, entry in zip(shape, spec, strict=False)
     )

@@ -1,4 +1,6 @@
-"""Report the sharding of all leaves as a table: specs, bytes per device, and why some leaves stay replicated."""
+"""Report the sharding of all leaves as a table: specs, bytes per device, and why some leaves stay
+replicated.
+"""
 
 import math
 from typing import NamedTuple
@@ -15,8 +17,8 @@ from shardopt.partition._plan import LeafPlan, data_dim, shard_axes
 class ReportRow(NamedTuple):
     """One parameter leaf.
 
-    `params` is the spec of the leaf. `opt_state` is the spec of optimizer state of the same shape, if there is any. Bytes
-    are the bytes of the parameter alone.
+    `params` is the spec of the leaf. `opt_state` is the spec of optimizer state of the same shape,
+    if there is any. Bytes are the bytes of the parameter alone.
     """
 
     path: str
@@ -43,7 +45,8 @@ class Owned(NamedTuple):
 
     Attributes:
       paths: the key paths of the parameters.
-      owners: for each matrix or block, the index of its owner along the axes; empty if the partitioner gathers instead.
+      owners: for each matrix or block, the index of its owner along the axes; empty if the
+        partitioner gathers instead.
       because: why there are no owners.
       state: whether owners also hold the optimizer state.
       arrays: if they do not, how many large arrays per matrix a step sends to the owner, and back.
@@ -64,7 +67,8 @@ class Owners(NamedTuple):
       num_owners: the number of owners.
       imbalance: the share by which the flops of the busiest owner exceed the mean.
       bytes_sent: the bytes that each device sends in a step to bring matrices to owners and back.
-      padding: how many of these bytes are padding, because all owners receive as much as the busiest one.
+      padding: how many of these bytes are padding, because all owners receive as much as the
+        busiest one.
     """
 
     rows: tuple[Owned, ...]
@@ -82,20 +86,31 @@ class Owners(NamedTuple):
                 lines.append(f"matrices of {names} are gathered for their products: {row.because}")
                 continue
             num_sent, num_received = row.arrays
-            state_text = f"; their optimizer state is not: {num_sent} arrays of each go there, {num_received} come back"
+            state_text = (
+                f"; their optimizer state is not: {num_sent} arrays of each go there,"
+                f" {num_received} come back"
+            )
             state_text = ", with their optimizer state" if row.state else state_text
             lines.append(f"matrices of {names} are at owners {_ranges(row.owners)}{state_text}")
-        total = f"{self.bytes_sent:,} bytes sent per device and step to {self.num_owners} owners and back"
+        total = (
+            f"{self.bytes_sent:,} bytes sent per device and step to {self.num_owners} owners and"
+            " back"
+        )
         share = f", {self.padding / self.bytes_sent:.1%} of them padding" if self.padding else ""
-        return [*lines, f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean"]
+        return [
+            *lines,
+            f"{total}{share}; the busiest has {self.imbalance:.1%} more flops than the mean",
+        ]
 
 
 class LayoutBytes(NamedTuple):
-    """The additional bytes that a device sends in a step because the optimizer works on matrices, for each state layout.
+    """The additional bytes that a device sends in a step because the optimizer works on matrices,
+    for each state layout.
 
     Attributes:
-      within: about the bytes with `opt_state_layout="within"`. Each product or decomposition gathers the smallest of its
-        operands and results. Loops with a known number of iterations count each iteration.
+      within: about the bytes with `opt_state_layout="within"`. Each product or decomposition
+        gathers the smallest of its operands and results. Loops with a known number of iterations
+        count each iteration.
       matrices: the bytes with `opt_state_layout="matrices"`.
     """
 
@@ -110,7 +125,8 @@ class LayoutBytes(NamedTuple):
     def __str__(self) -> str:
         """Return the comparison as one line."""
         comparison = (
-            f"'within' sends about {self.within:,} bytes per device and step for matrices, 'matrices' {self.matrices:,}"
+            f"'within' sends about {self.within:,} bytes per device and step for matrices,"
+            f" 'matrices' {self.matrices:,}"
         )
         return f"opt_state_layout: {comparison}; recommended: {self.recommended!r}"
 
@@ -131,12 +147,13 @@ class Report(NamedTuple):
 
     Attributes:
       rows: one row for each parameter leaf.
-      replicated_state: optimizer state, except scalars, that stays replicated although the strategy shards state.
+      replicated_state: optimizer state, except scalars, that stays replicated although the strategy
+        shards state.
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
       owners: the owners of matrices, with `opt_state_layout="matrices"`.
-      layouts: the bytes that each `opt_state_layout` sends; None if the optimizer works on no matrices, or its state is
-        replicated.
+      layouts: the bytes that each `opt_state_layout` sends; None if the optimizer works on no
+        matrices, or its state is replicated.
       view: one line that names the view of the loss, and the reason.
     """
 
@@ -150,11 +167,20 @@ class Report(NamedTuple):
 
     @property
     def replicated(self) -> tuple[ReportRow, ...]:
-        """The rows of leaves that stay replicated over data although the strategy shards parameters or state."""
+        """The rows of leaves that stay replicated over data although the strategy shards parameters
+        or state.
+        """
         return tuple(row for row in self.rows if row.replicated_because)
 
     def __str__(self) -> str:
-        head = ("leaf", "shape", "parameters", "optimizer state", "bytes per device", "replicated because")
+        head = (
+            "leaf",
+            "shape",
+            "parameters",
+            "optimizer state",
+            "bytes per device",
+            "replicated because",
+        )
         table = [head] + [
             (
                 row.path,
@@ -168,13 +194,17 @@ class Report(NamedTuple):
         ]
         lines = aligned(table)
         lines += [
-            f"optimizer state {leaf.path} {list(leaf.shape)}, {leaf.bytes:,} bytes, stays replicated: {leaf.because}"
+            f"optimizer state {leaf.path} {list(leaf.shape)}, {leaf.bytes:,} bytes, stays"
+            f" replicated: {leaf.because}"
             for leaf in self.replicated_state
         ]
         lines += [] if self.owners is None else self.owners.lines()
         lines += [] if self.layouts is None else [str(self.layouts)]
         lines += [self.view] * bool(self.view)
-        total = f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,} of state"
+        total = (
+            f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,}"
+            " of state"
+        )
         return "\n".join([*lines, total])
 
 
@@ -202,12 +232,18 @@ def report(
                 opt_state=state if plan.trainable else PartitionSpec(),
                 bytes_total=bytes_total,
                 bytes_per_device=bytes_total // num_shards(params, mesh),
-                replicated_because=plan.reason if state_split and shard_axes(mesh.shape).size > 1 else "",
+                replicated_because=(
+                    plan.reason if state_split and shard_axes(mesh.shape).size > 1 else ""
+                ),
             )
         )
     return Report(
         rows=tuple(rows),
-        replicated_state=_replicated_state(specs, abstract_state, mesh, min_shard_elements) if state_split else (),
+        replicated_state=(
+            _replicated_state(specs, abstract_state, mesh, min_shard_elements)
+            if state_split
+            else ()
+        ),
         params_bytes=sum(row.bytes_per_device for row in rows),
         opt_state_bytes=device_bytes(abstract_state.opt_state, specs.opt_state, mesh),
     )
@@ -219,10 +255,16 @@ def _replicated_state(
     axes = shard_axes(mesh.shape)
     leaf_specs = jax.tree.leaves(specs.opt_state)
     replicated = []
-    for (path, leaf), spec in zip(leaves_with_paths(abstract_state.opt_state), leaf_specs, strict=True):
+    for (path, leaf), spec in zip(
+        leaves_with_paths(abstract_state.opt_state), leaf_specs, strict=True
+    ):
         if axes.size > 1 and math.prod(leaf.shape) > 1 and axes.names[0] not in spec_axes(spec):
             _, reason = data_dim(leaf.shape, spec, axes, min_shard_elements)
-            replicated.append(ReplicatedState(path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason))
+            replicated.append(
+                ReplicatedState(
+                    path, leaf.shape, math.prod(leaf.shape) * leaf.dtype.itemsize, reason
+                )
+            )
     return tuple(replicated)
 
 

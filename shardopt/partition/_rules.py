@@ -12,23 +12,27 @@ from shardopt.mesh import spec_axes
 
 @calling("rules_from_logical_axes")
 def rules_from_logical_axes(
-    logical_specs: PyTree, axis_rules: Sequence[tuple[str, str | None]], *, stacked: str | None = None
+    logical_specs: PyTree,
+    axis_rules: Sequence[tuple[str, str | None]],
+    *,
+    stacked: str | None = None,
 ) -> list[tuple[str, PartitionSpec]]:
     """Return the tensor rules of a model whose dims have names.
 
-    A mesh axis splits only one dim of a leaf. If several dims of a leaf have names that map to "tensor", the name that
-    comes first in `axis_rules` is split.
+    A mesh axis splits only one dim of a leaf. If several dims of a leaf have names that map to
+    "tensor", the name that comes first in `axis_rules` is split.
 
     Args:
-      logical_specs: a tree like the parameters, with a `PartitionSpec` of dim names for each leaf, as
-        `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` return it.
-      axis_rules: (name, "tensor") or (name, None) for every name, in the format of flax. The strategy places data,
-        pipeline and replica itself.
-      stacked: regex of the key paths whose first dim stacks the blocks of a `BlockModel`, such as "^blocks/". Rules
-        describe one block, so that dim is left out.
+      logical_specs: a tree like the parameters, with a `PartitionSpec` of dim names for each leaf,
+        as `flax.linen.get_partition_spec` and `flax.nnx.get_partition_spec` return it.
+      axis_rules: (name, "tensor") or (name, None) for every name, in the format of flax. The
+        strategy places data, pipeline and replica itself.
+      stacked: regex of the key paths whose first dim stacks the blocks of a `BlockModel`, such as
+        "^blocks/". Rules describe one block, so that dim is left out.
 
     Returns:
-      [(regex, PartitionSpec), ...] for the `rules` of a strategy: one rule for each leaf that is split.
+      [(regex, PartitionSpec), ...] for the `rules` of a strategy: one rule for each leaf that is
+      split.
 
     Raises:
       TypeError: if a leaf is not a `PartitionSpec`.
@@ -43,21 +47,34 @@ def rules_from_logical_axes(
     _check_axis_rules(axis_rules)
     leaves = leaves_with_paths(logical_specs)
     if wrong_leaves := [
-        f"{path}: {type(leaf).__name__}" for path, leaf in leaves if not isinstance(leaf, PartitionSpec)
+        f"{path}: {type(leaf).__name__}"
+        for path, leaf in leaves
+        if not isinstance(leaf, PartitionSpec)
     ]:
         fix = "pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns."
-        raise TypeError(error_text("leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix))
+        raise TypeError(
+            error_text("leaves must be PartitionSpecs of logical axes.", wrong_leaves, fix)
+        )
     known = {name for name, _ in axis_rules}
-    unknown = [f"{path}: {name!r}" for path, spec in leaves for name in spec_axes(spec) if name not in known]
+    unknown = [
+        f"{path}: {name!r}"
+        for path, spec in leaves
+        for name in spec_axes(spec)
+        if name not in known
+    ]
     if unknown:
         problem = f"{plural(len(unknown), 'logical axis')} without a rule."
-        raise ValueError(error_text(problem, unknown, 'give each ("name", "tensor") or ("name", None).'))
+        raise ValueError(
+            error_text(problem, unknown, 'give each ("name", "tensor") or ("name", None).')
+        )
 
     order = [name for name, axis in axis_rules if axis == "tensor"]
     rules = []
     for path, spec in leaves:
         entries = list(spec)[1:] if stacked is not None and re.search(stacked, path) else list(spec)
-        dims = [i for name in order for i, entry in enumerate(entries) if name in spec_axes((entry,))]
+        dims = [
+            i for name in order for i, entry in enumerate(entries) if name in spec_axes((entry,))
+        ]
         if dims:
             split = PartitionSpec(*("tensor" if i == dims[0] else None for i in range(dims[0] + 1)))
             rules.append((f"^{re.escape(path)}$", split))
@@ -65,7 +82,9 @@ def rules_from_logical_axes(
 
 
 def _check_axis_rules(axis_rules: Sequence[tuple[str, str | None]]) -> None:
-    wrong_rules = [f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)]
+    wrong_rules = [
+        f"{name!r}: {axis!r}" for name, axis in axis_rules if axis not in ("tensor", None)
+    ]
     if wrong_rules:
         problem = f"{plural(len(wrong_rules), 'rule')} for another axis than tensor."
         fix = "map these to None; the strategy places data, pipeline and replica itself."
@@ -81,18 +100,19 @@ def match_rules(
     """Return for each leaf the spec of the first rule that matches its key path.
 
     Args:
-      rules: `[(regex, PartitionSpec), ...]`, searched in the key path, where the first match wins; or a callable
-        `(path, shape) -> PartitionSpec | None`.
+      rules: `[(regex, PartitionSpec), ...]`, searched in the key path, where the first match wins;
+        or a callable `(path, shape) -> PartitionSpec | None`.
       paths_and_shapes: the key path ("blocks/attention/qkv") and shape of each leaf.
       axes: mesh axes that a rule may name.
 
     Returns:
-      One `PartitionSpec` for each leaf, with one entry per dim; a leaf that no rule matches gets a spec without axes.
+      One `PartitionSpec` for each leaf, with one entry per dim; a leaf that no rule matches gets a
+      spec without axes.
 
     Raises:
       TypeError: if `rules` is neither of the two forms.
-      ValueError: if a regex does not compile or matches no leaf, a spec names an axis outside `axes` or one
-        twice, or has more entries than the leaf has dims.
+      ValueError: if a regex does not compile or matches no leaf, a spec names an axis outside
+        `axes` or one twice, or has more entries than the leaf has dims.
 
     Example:
       >>> rules = [("qkv$", PartitionSpec(None, "tensor"))]
@@ -106,14 +126,26 @@ def match_rules(
         spec = choose(path, shape)
         spec = PartitionSpec() if spec is None else spec
         if not isinstance(spec, PartitionSpec):
-            raise TypeError(error_text(f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."))
+            raise TypeError(
+                error_text(
+                    f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."
+                )
+            )
         if len(spec) > len(shape):
-            problems.append(f"{path}: shape {shape} has {plural(len(shape), 'dim')}, its spec {spec} has {len(spec)}")
+            problems.append(
+                f"{path}: shape {shape} has {plural(len(shape), 'dim')}, its spec {spec} has"
+                f" {len(spec)}"
+            )
         problems += [f"{path}: {problem}" for problem in _axis_problems(spec, axes)]
         specs.append(PartitionSpec(*spec, *[None] * (len(shape) - len(spec))))
     if problems:
-        fix = "give a spec one entry a dim of the leaf; for leaves of 'blocks' it speaks of one block."
-        raise ValueError(error_text(f"rules do not fit {plural(len(problems), 'leaf')}.", problems, fix))
+        fix = (
+            "give a spec one entry a dim of the leaf; for leaves of 'blocks' it speaks of one"
+            " block."
+        )
+        raise ValueError(
+            error_text(f"rules do not fit {plural(len(problems), 'leaf')}.", problems, fix)
+        )
     return specs
 
 
@@ -126,7 +158,9 @@ def check_rules(rules: Rules, *, axes: Iterable[str] = ("tensor",)) -> Rules:
     """
     if callable(rules):
         return rules
-    form = "rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec"
+    form = (
+        "rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec"
+    )
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
         raise TypeError(error_text(f"{form}, got {type(rules).__name__}."))
     checked, problems = [], []
@@ -140,32 +174,55 @@ def check_rules(rules: Rules, *, axes: Iterable[str] = ("tensor",)) -> Rules:
             problems.append(f"{pattern!r}: not a regular expression: {error}")
         problems += [f"{pattern!r}: {problem}" for problem in _axis_problems(spec, axes)]
     if problems:
-        fix = f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places the other axes."
-        raise ValueError(error_text(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix))
+        fix = (
+            f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places the"
+            " other axes."
+        )
+        raise ValueError(
+            error_text(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix)
+        )
     return tuple(checked)
 
 
-def _first_match(rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]]) -> PlaceLeaf:
+def _first_match(
+    rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]]
+) -> PlaceLeaf:
     paths = [path for path, _ in paths_and_shapes]
     compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
-    unmatched = [repr(pattern.pattern) for pattern, _ in compiled if not any(pattern.search(path) for path in paths)]
+    unmatched = [
+        repr(pattern.pattern)
+        for pattern, _ in compiled
+        if not any(pattern.search(path) for path in paths)
+    ]
     if unmatched:
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         problem = f"{plural(len(unmatched), 'rule')} matched no parameter."
         raise ValueError(error_text(problem, unmatched, f"match a key path, such as: {known}."))
-    return lambda path, shape: next((spec for pattern, spec in compiled if pattern.search(path)), None)
+    return lambda path, shape: next(
+        (spec for pattern, spec in compiled if pattern.search(path)), None
+    )
 
 
 def _is_rule(rule: object) -> bool:
-    if not isinstance(rule, tuple | list) or len(rule) != 2 or not isinstance(rule[1], PartitionSpec):
+    if (
+        not isinstance(rule, tuple | list)
+        or len(rule) != 2
+        or not isinstance(rule[1], PartitionSpec)
+    ):
         return False
-    return isinstance(rule[0], str) or (isinstance(rule[0], re.Pattern) and isinstance(rule[0].pattern, str))
+    return isinstance(rule[0], str) or (
+        isinstance(rule[0], re.Pattern) and isinstance(rule[0].pattern, str)
+    )
 
 
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:
     named = spec_axes(spec)
     problems = [f"{spec} names axis {axis!r}" for axis in named if axis not in axes]
     problems += [
-        f"{spec} has None among the axes of a dim" for entry in spec if isinstance(entry, tuple) and None in entry
+        f"{spec} has None among the axes of a dim"
+        for entry in spec
+        if isinstance(entry, tuple) and None in entry
     ]
-    return problems + [f"{spec} names axis {axis!r} twice" for axis in set(named) if named.count(axis) > 1]
+    return problems + [
+        f"{spec} names axis {axis!r} twice" for axis in set(named) if named.count(axis) > 1
+    ]

@@ -1,4 +1,6 @@
-"""`send_ahead`: turn a schedule into one whose messages travel while the next tick runs, so that stages wait less for each other."""
+"""`send_ahead`: turn a schedule into one whose messages travel while the next tick runs, so that
+stages wait less for each other.
+"""
 
 import functools
 from collections.abc import Callable
@@ -21,10 +23,12 @@ def send_ahead(schedule: Callable[[int, int], Schedule]) -> Callable[[int, int],
 def send_ahead(
     schedule: Schedule | Callable[[int, int], Schedule],
 ) -> Schedule | Callable[[int, int], Schedule]:
-    """Send every message while the next tick runs: a stage then waits for messages that its neighbours made two ticks ago.
+    """Send every message while the next tick runs: a stage then waits for messages that its
+    neighbours made two ticks ago.
 
     Args:
-      schedule: a `Schedule`, or a builder `(num_stages, num_micro_batches) -> Schedule`, as `so.hybrid` takes it.
+      schedule: a `Schedule`, or a builder `(num_stages, num_micro_batches) -> Schedule`, as
+        `so.hybrid` takes it.
 
     Returns:
       A `Schedule` with the same passes. For a builder, a builder of such schedules.
@@ -39,31 +43,38 @@ def send_ahead(
       >>> ahead.peak_activations == plain.peak_activations
       True
 
-    Each stage runs the same passes in the same order, one per tick, as early as it can. A message that is computed on
-    tick t travels during tick t + 1. Another stage can use it from tick t + 2 on, the same stage from t + 1 on.
+    Each stage runs the same passes in the same order, one per tick, as early as it can. A message
+    that is computed on tick t travels during tick t + 1. Another stage can use it from tick t + 2
+    on, the same stage from t + 1 on.
 
-    Let d(s, t) be the time of the passes of stage s on tick t, and c the time of a message. Then the program begins a
-    tick at
+    Let d(s, t) be the time of the passes of stage s on tick t, and c the time of a message. Then
+    the program begins a tick at
 
         b(s, t + 1) = max(b(s, t) + d(s, t), max_n b(n, t) + c)
 
-    over the neighbours n of s. Without `send_ahead` the second term is b(n, t) + d(n, t) + c: a stage waits on every tick
-    for a neighbour whose pass takes longer. With it, a forward next to a backward takes only its own time, and messages
-    travel while passes run.
+    over the neighbours n of s. Without `send_ahead` the second term is b(n, t) + d(n, t) + c: a
+    stage waits on every tick for a neighbour whose pass takes longer. With it, a forward next to a
+    backward takes only its own time, and messages travel while passes run.
 
-    **Bubble**: `program_time` comes near `table_time`, even if stages run different kinds of passes at a time
-    (`zero_bubble_2`, `zero_bubble_v`, `dual_pipe_v`, schedules of `search`). Schedules that already run in lockstep gain
-    nothing. `one_f_one_b`, with its S activations, waits as much longer for messages as it saves.
+    **Bubble**: `program_time` comes near `table_time`, even if stages run different kinds of passes
+    at a time (`zero_bubble_2`, `zero_bubble_v`, `dual_pipe_v`, schedules of `search`). Schedules
+    that already run in lockstep gain nothing. `one_f_one_b`, with its S activations, waits as much
+    longer for messages as it saves.
 
-    **Memory**: as many activations as before. More messages wait, and one more message per direction is on its way.
+    **Memory**: as many activations as before. More messages wait, and one more message per
+    direction is on its way.
     """
     if not isinstance(schedule, Schedule):
         return functools.partial(_build_and_send_ahead, schedule)
     ticks, orders = schedule.ticks, [""] * schedule.num_stages
     for kind, v, m in in_order(ticks):
         orders[ticks.stage_of[v]] += f" {LETTERS[kind]}{m}.{ticks.chunk_of[v]}"
-    return from_order(orders, stage_of=ticks.stage_of, message_ticks=2, name=f"{schedule.name}, sent ahead")
+    return from_order(
+        orders, stage_of=ticks.stage_of, message_ticks=2, name=f"{schedule.name}, sent ahead"
+    )
 
 
-def _build_and_send_ahead(builder: Callable[[int, int], Schedule], num_stages: int, num_micro_batches: int) -> Schedule:
+def _build_and_send_ahead(
+    builder: Callable[[int, int], Schedule], num_stages: int, num_micro_batches: int
+) -> Schedule:
     return send_ahead(builder(num_stages, num_micro_batches))

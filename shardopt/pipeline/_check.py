@@ -15,15 +15,23 @@ _PASS_NAMES = {"forward": "forward", "backward": "backward", "weight": "weight g
 
 def check(ticks: Ticks, slots: Slots | None = None) -> None:
     """Raise ValueError for a schedule that cannot be run, as `Schedule.validate` says."""
-    # in this order: a table of the wrong shape has no ticks, and with a wrong tick every slot looks wrong
+    # in this order: a table of the wrong shape has no ticks, and with a wrong tick every slot looks
+    # wrong
     if faults := list(_shape_faults(ticks, slots)):
-        _refuse(faults, "give every table one row per virtual stage and one column per micro-batch.")
+        _refuse(
+            faults, "give every table one row per virtual stage and one column per micro-batch."
+        )
     if faults := [*_missing_passes(ticks), *_early_passes(ticks), *_shared_ticks(ticks)]:
         arrival = "the next" if ticks.message_ticks == 1 else "the next but one"
-        fix = f"run each pass once, when its inputs are there; what is sent on a tick arrives on {arrival}."
+        fix = (
+            "run each pass once, when its inputs are there; what is sent on a tick arrives on"
+            f" {arrival}."
+        )
         _refuse(faults, fix)
     if slots and (faults := list(_slot_faults(ticks, slots))):
-        _refuse(faults, "keep apart what is live at the same tick, or leave the slots to from_ticks.")
+        _refuse(
+            faults, "keep apart what is live at the same tick, or leave the slots to from_ticks."
+        )
 
 
 def _refuse(faults: list[str], fix: str) -> None:
@@ -33,8 +41,16 @@ def _refuse(faults: list[str], fix: str) -> None:
 def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
     counts = Counter(ticks.stage_of)
     per_stage = [counts[stage] for stage in range(ticks.num_stages)]
-    if not per_stage or min(per_stage) < 1 or min(per_stage) != max(per_stage) or sum(per_stage) != len(ticks.stage_of):
-        yield f"stage_of must name each of {plural(ticks.num_stages, 'stage')} equally often, got {ticks.stage_of}"
+    if (
+        not per_stage
+        or min(per_stage) < 1
+        or min(per_stage) != max(per_stage)
+        or sum(per_stage) != len(ticks.stage_of)
+    ):
+        yield (
+            f"stage_of must name each of {plural(ticks.num_stages, 'stage')} equally often, got"
+            f" {ticks.stage_of}"
+        )
     shape = len(ticks.stage_of), len(ticks.forward[0]) if ticks.forward else 0
     if shape[1] < 1:
         yield "there is no micro-batch"
@@ -49,12 +65,21 @@ def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
 def _missing_passes(ticks: Ticks) -> Iterator[str]:
     for kind, pass_ticks in ticks.passes.items():
         for v, m in np.argwhere(pass_ticks < 0):
-            yield f"{_PASS_NAMES[kind]} of micro-batch {m} at virtual stage {v} never runs (tick {pass_ticks[v, m]})"
+            yield (
+                f"{_PASS_NAMES[kind]} of micro-batch {m} at virtual stage {v} never runs (tick"
+                f" {pass_ticks[v, m]})"
+            )
 
 
 def _early_passes(ticks: Ticks) -> Iterator[str]:
-    """Yield every pass that runs before its input arrives; `_missing_passes` alone reports inputs that never arrive."""
-    passes, first_ticks = ticks.passes, {buffer: first_ticks for buffer, (first_ticks, _) in lifetimes(ticks).items()}
+    """Yield every pass that runs before its input arrives.
+
+    `_missing_passes` alone reports inputs that never arrive.
+    """
+    passes, first_ticks = (
+        ticks.passes,
+        {buffer: first_ticks for buffer, (first_ticks, _) in lifetimes(ticks).items()},
+    )
     requirements = [
         ("forward", first_ticks["input"], "input arrives"),
         ("backward", passes["forward"], "forward runs"),
@@ -64,7 +89,10 @@ def _early_passes(ticks: Ticks) -> Iterator[str]:
     for kind, input_ticks, event in requirements:
         pass_ticks = passes.get(kind, input_ticks)
         for v, m in np.argwhere((pass_ticks >= 0) & (pass_ticks < input_ticks)):
-            timing = f"{_PASS_NAMES[kind]} of micro-batch {m} at virtual stage {v} is at tick {pass_ticks[v, m]}"
+            timing = (
+                f"{_PASS_NAMES[kind]} of micro-batch {m} at virtual stage {v} is at tick"
+                f" {pass_ticks[v, m]}"
+            )
             yield f"{timing}, but its {event} at tick {input_ticks[v, m]}"
 
 
@@ -72,10 +100,15 @@ def _shared_ticks(ticks: Ticks) -> Iterator[str]:
     for kind, pass_ticks in ticks.passes.items():
         passes_at = defaultdict(list)
         for v, m in np.argwhere(pass_ticks >= 0):
-            passes_at[int(pass_ticks[v, m]), ticks.stage_of[v]].append(f"micro-batch {m} at virtual stage {v}")
+            passes_at[int(pass_ticks[v, m]), ticks.stage_of[v]].append(
+                f"micro-batch {m} at virtual stage {v}"
+            )
         for (tick, stage), clashing in sorted(passes_at.items()):
             if len(clashing) > 1:
-                yield f"stage {stage} has {len(clashing)} {_PASS_NAMES[kind]}s at tick {tick}: {', '.join(clashing)}"
+                yield (
+                    f"stage {stage} has {len(clashing)} {_PASS_NAMES[kind]}s at tick {tick}:"
+                    f" {', '.join(clashing)}"
+                )
 
 
 def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
@@ -83,16 +116,25 @@ def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
         slots_of, is_stored = np.asarray(getattr(slots, buffer)), last >= first
         for v, m in np.argwhere((slots_of >= 0) != is_stored):
             slot_missing = f"needs a slot at ticks {first[v, m]} to {last[v, m]}"
-            fault = slot_missing if is_stored[v, m] else f"has slot {slots_of[v, m]}, but nothing to keep"
+            fault = (
+                slot_missing
+                if is_stored[v, m]
+                else f"has slot {slots_of[v, m]}, but nothing to keep"
+            )
             yield f"{buffer} of micro-batch {m} at virtual stage {v} {fault}"
         uses_of = defaultdict(list)
         for v, m in np.argwhere(is_stored & (slots_of >= 0)):
-            uses_of[ticks.stage_of[v], int(slots_of[v, m])].append((int(first[v, m]), int(last[v, m]), int(m), int(v)))
+            uses_of[ticks.stage_of[v], int(slots_of[v, m])].append(
+                (int(first[v, m]), int(last[v, m]), int(m), int(v))
+            )
         for (stage, index), uses in sorted(uses_of.items()):
             holder, *later_uses = sorted(uses)
             for next_use in later_uses:
                 if next_use[0] <= holder[1]:
-                    yield f"stage {stage} keeps two things in {buffer} slot {index}: {_use_text(holder)} and {_use_text(next_use)}"
+                    yield (
+                        f"stage {stage} keeps two things in {buffer} slot {index}:"
+                        f" {_use_text(holder)} and {_use_text(next_use)}"
+                    )
                 holder = max(holder, next_use, key=lambda use: use[1])  # the use that ends last
 
 
@@ -104,25 +146,33 @@ def _use_text(use: tuple[int, int, int, int]) -> str:
 def check_sizes(**sizes: int) -> None:
     """Refuse sizes that are not positive integers, and tables that are too large."""
     if bad_sizes := [
-        f"{name}={size!r} ({type(size).__name__})" for name, size in sizes.items() if not is_integer(size)
+        f"{name}={size!r} ({type(size).__name__})"
+        for name, size in sizes.items()
+        if not is_integer(size)
     ]:
         raise TypeError(error_text(f"sizes must be integers, got {', '.join(bad_sizes)}."))
     if bad_sizes := [f"{name}={size}" for name, size in sizes.items() if size < 1]:
         raise ValueError(error_text(f"sizes must be at least 1, got {', '.join(bad_sizes)}."))
-    stages, micro_batches, chunks = (int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks"))
+    stages, micro_batches, chunks = (
+        int(sizes.get(f"num_{name}", 1)) for name in ("stages", "micro_batches", "chunks")
+    )
     check_cells(stages, stages + micro_batches * chunks)
 
 
 def check_groups(num_stages: int, num_micro_batches: int, num_chunks: int) -> None:
-    """Refuse several chunks if the number of micro-batches is not a multiple of the number of stages."""
+    """Refuse several chunks if the number of micro-batches is not a multiple of the number of
+    stages.
+    """
     if num_chunks > 1 and num_micro_batches % num_stages:
         problem = (
-            f"with {num_chunks} chunks per stage, micro-batches must be a multiple of the {num_stages} stages, "
-            f"got {num_micro_batches}."
+            f"with {num_chunks} chunks per stage, micro-batches must be a multiple of the"
+            f" {num_stages} stages, got {num_micro_batches}."
         )
         below = num_micro_batches // num_stages * num_stages
         nearest_counts = f"{below} or {below + num_stages}" if below else f"{num_stages}"
-        raise ValueError(error_text(problem, fix=f"use {nearest_counts} micro-batches, or num_chunks=1."))
+        raise ValueError(
+            error_text(problem, fix=f"use {nearest_counts} micro-batches, or num_chunks=1.")
+        )
 
 
 def check_cells(num_stages: int, num_ticks: int) -> None:

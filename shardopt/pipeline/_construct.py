@@ -1,4 +1,6 @@
-"""Schedules that a user writes: from tables of ticks, or from the order in which each stage runs its passes."""
+"""Schedules that a user writes: from tables of ticks, or from the order in which each stage runs
+its passes.
+"""
 
 import re
 from collections import Counter
@@ -28,11 +30,14 @@ def from_ticks(
 
     Args:
       num_stages: S.
-      forward: [V, M] integers, one row per virtual stage, one column per micro-batch: the tick of the forward pass.
+      forward: [V, M] integers, one row per virtual stage, one column per micro-batch: the tick of
+        the forward pass.
       backward: [V, M] integers: the tick of the backward pass.
-      weight: [V, M] integers: the tick of the weight gradient; by default the backward pass computes the weight gradient.
+      weight: [V, M] integers: the tick of the weight gradient; by default the backward pass
+        computes the weight gradient.
       stage_of: [V] integers: the stage that runs each virtual stage; by default v % S.
-      message_ticks: the number of ticks after which another stage can use a message, 1 or 2; see `send_ahead`.
+      message_ticks: the number of ticks after which another stage can use a message, 1 or 2; see
+        `send_ahead`.
       name: the name of the schedule in messages, prints and plots.
 
     Returns:
@@ -40,8 +45,8 @@ def from_ticks(
 
     Raises:
       TypeError: if a table does not consist of integers.
-      ValueError: if `num_stages` is below 1, `message_ticks` is neither 1 nor 2, the table is too large, or
-        `Schedule.validate` refuses it.
+      ValueError: if `num_stages` is below 1, `message_ticks` is neither 1 nor 2, the table is too
+        large, or `Schedule.validate` refuses it.
 
     Example:
       >>> import shardopt as so
@@ -55,17 +60,23 @@ def from_ticks(
     """
     with calling(name):
         check_sizes(num_stages=num_stages)
-        tables_by_kind = {"forward": forward, "backward": backward} | ({} if weight is None else {"weight": weight})
+        tables_by_kind = {"forward": forward, "backward": backward} | (
+            {} if weight is None else {"weight": weight}
+        )
         arrays = {kind: _integers(kind, table, 2) for kind, table in tables_by_kind.items()}
         stage_of_virtual = np.arange(len(arrays["forward"])) % num_stages
         if stage_of is not None:
             stage_of_virtual = _integers("stage_of", stage_of, 1)
-        num_ticks = max((1 + int(array.max()) for array in arrays.values() if array.size), default=0)
+        num_ticks = max(
+            (1 + int(array.max()) for array in arrays.values() if array.size), default=0
+        )
         check_cells(int(num_stages), num_ticks)
         if message_ticks not in (1, 2):
             raise ValueError(error_text(f"message_ticks must be 1 or 2, got {message_ticks!r}."))
         tables = {kind: as_table(array) for kind, array in arrays.items()}
-        ticks = Ticks(int(num_stages), tuple(stage_of_virtual.tolist()), **tables, message_ticks=message_ticks)
+        ticks = Ticks(
+            int(num_stages), tuple(stage_of_virtual.tolist()), **tables, message_ticks=message_ticks
+        )
         check(ticks)
     return Schedule(name, ticks, assign_slots(ticks))
 
@@ -78,8 +89,15 @@ def _integers(argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
         array = np.empty(0, object)
     if array.dtype.kind in "iu" and array.ndim == ndim:
         return array
-    actual = f"shape {array.shape} and dtype {array.dtype}" if array.size else "rows of unequal length, or nothing"
-    expected_shape = ("[V]: one per virtual stage", "[V, M]: one per virtual stage and micro-batch")[ndim - 1]
+    actual = (
+        f"shape {array.shape} and dtype {array.dtype}"
+        if array.size
+        else "rows of unequal length, or nothing"
+    )
+    expected_shape = (
+        "[V]: one per virtual stage",
+        "[V, M]: one per virtual stage and micro-batch",
+    )[ndim - 1]
     raise TypeError(error_text(f"{argument} must be integers {expected_shape}; got {actual}."))
 
 
@@ -98,16 +116,23 @@ class _Action(NamedTuple):
 
 
 def from_order(
-    orders: Sequence[str], *, stage_of: ArrayLike | None = None, message_ticks: int = 1, name: str = "from_order"
+    orders: Sequence[str],
+    *,
+    stage_of: ArrayLike | None = None,
+    message_ticks: int = 1,
+    name: str = "from_order",
 ) -> Schedule:
-    """Make a schedule from the order of passes on each stage; each pass runs as early as it can, one per tick.
+    """Make a schedule from the order of passes on each stage.
+
+    Each pass runs as early as it can, one per tick.
 
     Args:
-      orders: one string per stage that lists its passes, as in a printed schedule. `F3` is the forward of micro-batch
-        3, `B3` its backward, `W3` its weight gradient. `F3.1` is the forward in chunk 1. Either all weight gradients
-        are listed or none. Idle dots are skipped.
+      orders: one string per stage that lists its passes, as in a printed schedule. `F3` is the
+        forward of micro-batch 3, `B3` its backward, `W3` its weight gradient. `F3.1` is the forward
+        in chunk 1. Either all weight gradients are listed or none. Idle dots are skipped.
       stage_of: [V] integers: the stage that runs each virtual stage; by default v % S.
-      message_ticks: the number of ticks after which another stage can use a message, 1 or 2; see `send_ahead`.
+      message_ticks: the number of ticks after which another stage can use a message, 1 or 2; see
+        `send_ahead`.
       name: the name of the schedule in messages, prints and plots.
 
     Returns:
@@ -115,8 +140,8 @@ def from_order(
 
     Raises:
       TypeError: if `orders` is not a sequence of strings, or `stage_of` not a sequence of integers.
-      ValueError: if a word cannot be read, an action is missing or listed twice, `stage_of` does not spread the
-        chunks evenly, or stages wait for one another.
+      ValueError: if a word cannot be read, an action is missing or listed twice, `stage_of` does
+        not spread the chunks evenly, or stages wait for one another.
 
     Example:
       >>> import shardopt as so
@@ -131,7 +156,9 @@ def from_order(
     """
     is_sequence = isinstance(orders, Sequence) and not isinstance(orders, str)
     if not is_sequence or not all(isinstance(order, str) for order in orders):
-        raise TypeError(format_error(name, f"orders must be one string per stage, got {orders!r:.80}."))
+        raise TypeError(
+            format_error(name, f"orders must be one string per stage, got {orders!r:.80}.")
+        )
     with calling(name):
         actions_by_stage = _parse_orders(orders)
         _check_complete(actions_by_stage)
@@ -140,21 +167,34 @@ def from_order(
         if stage_of is not None:
             stage_of_virtual = _integers("stage_of", stage_of, 1).tolist()
         if Counter(stage_of_virtual) != Counter([*range(len(orders))] * chunks):
-            problem = f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk ({chunks}), got {stage_of_virtual}."
+            problem = (
+                f"stage_of must name each of {plural(len(orders), 'stage')} once per chunk"
+                f" ({chunks}), got {stage_of_virtual}."
+            )
             raise ValueError(error_text(problem))
         tables = _run_as_early_as_possible(actions_by_stage, stage_of_virtual, message_ticks)
-    return from_ticks(len(orders), **tables, stage_of=stage_of_virtual, message_ticks=message_ticks, name=name)
+    return from_ticks(
+        len(orders), **tables, stage_of=stage_of_virtual, message_ticks=message_ticks, name=name
+    )
 
 
 def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
     words = [(stage, word) for stage, order in enumerate(orders) for word in order.split()]
-    if bad_words := [f"stage {stage}: {word!r}" for stage, word in words if not _WORD.fullmatch(word)]:
-        fix = "write F, B or W and the number of a micro-batch, then a dot and the chunk where there are several."
-        raise ValueError(error_text(f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix))
+    if bad_words := [
+        f"stage {stage}: {word!r}" for stage, word in words if not _WORD.fullmatch(word)
+    ]:
+        fix = (
+            "write F, B or W and the number of a micro-batch, then a dot and the chunk where there"
+            " are several."
+        )
+        raise ValueError(
+            error_text(f"{plural(len(bad_words), 'word')} cannot be read.", bad_words, fix)
+        )
     actions_by_stage: list[list[_Action]] = [[] for _ in orders]
     for stage, word in words:
         actions_by_stage[stage] += [
-            _Action(_KINDS[kind], int(chunk or 0), int(m)) for kind, m, chunk in _ACTION.findall(word)
+            _Action(_KINDS[kind], int(chunk or 0), int(m))
+            for kind, m, chunk in _ACTION.findall(word)
         ]
     return actions_by_stage
 
@@ -162,18 +202,30 @@ def _parse_orders(orders: Sequence[str]) -> list[list[_Action]]:
 def _check_complete(actions_by_stage: list[list[_Action]]) -> None:
     all_actions = {action for actions in actions_by_stage for action in actions}
     if not all_actions:
-        raise ValueError(error_text(f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}."))
+        raise ValueError(
+            error_text(
+                f"orders must list something to do, got {plural(len(actions_by_stage), 'stage')}."
+            )
+        )
     micro_batches = 1 + max(action.micro_batch for action in all_actions)
     chunks = 1 + max(action.chunk for action in all_actions)
     sizes = f"{plural(micro_batches, 'micro-batch')} in {plural(chunks, 'chunk')}"
     # too many are missing to list them all
     if max(micro_batches, chunks) > sum(map(len, actions_by_stage)):
         raise ValueError(
-            error_text(f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for {sizes}.")
+            error_text(
+                f"orders list {plural(sum(map(len, actions_by_stage)), 'action')}, too few for"
+                f" {sizes}."
+            )
         )
     split = any(action.kind == "weight" for action in all_actions)
     kinds = [kind for kind in LETTERS if split or kind != "weight"]
-    expected = [_Action(kind, chunk, m) for kind in kinds for chunk in range(chunks) for m in range(micro_batches)]
+    expected = [
+        _Action(kind, chunk, m)
+        for kind in kinds
+        for chunk in range(chunks)
+        for m in range(micro_batches)
+    ]
     faults = [
         f"stage {stage} lists {action} {plural(count, 'time')}"
         for stage, actions in enumerate(actions_by_stage)
@@ -223,14 +275,21 @@ def _run_as_early_as_possible(
                 for s, input_pass in inputs.items()
                 if input_pass
             ]
-            raise ValueError(error_text(f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck))
+            raise ValueError(
+                error_text(
+                    f"the stages wait for one another from tick {last_busy_tick + 1} on.", stuck
+                )
+            )
         for stage in ready:
             ran_at[remaining[stage].pop()] = last_busy_tick = tick
         tick += 1
     num_micro_batches = 1 + max(m for _, _, m in ran_at)
     kinds = {kind for kind, _, _ in ran_at}
     return {
-        kind: [[ran_at[kind, v, m] for m in range(num_micro_batches)] for v in range(len(stage_of_virtual))]
+        kind: [
+            [ran_at[kind, v, m] for m in range(num_micro_batches)]
+            for v in range(len(stage_of_virtual))
+        ]
         for kind in kinds
     }
 

@@ -1,4 +1,6 @@
-"""How many blocks each virtual stage runs: equally many, balanced against embedding and head, or as the user says."""
+"""How many blocks each virtual stage runs: equally many, balanced against embedding and head, or as
+the user says.
+"""
 
 from collections.abc import Sequence
 
@@ -12,7 +14,9 @@ Counts = tuple[int, ...]
 
 
 @calling("balance")
-def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: float = 0.0) -> Counts:
+def balance(
+    num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: float = 0.0
+) -> Counts:
     """Cut blocks into parts so that the busiest part has as little work as possible.
 
     Args:
@@ -22,7 +26,8 @@ def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: fl
       head: h, the other work of the last part, loss included, in units of a block.
 
     Returns:
-      [V] integers that add up to L, for `so.hybrid(blocks_per_stage=...)`. A part is 0 if an end of the model is work enough.
+      [V] integers that add up to L, for `so.hybrid(blocks_per_stage=...)`. A part is 0 if an end of
+      the model is work enough.
 
     Raises:
       TypeError: if a size is not an integer, or an end is not a number.
@@ -33,8 +38,9 @@ def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: fl
       >>> so.schedules.balance(7, 2), so.schedules.balance(32, 4), so.schedules.balance(32, 4, head=2.4)
       ((3, 4), (8, 8, 8, 8), (8, 9, 9, 6))
 
-    The result minimises max_p (n_p + e [p = 0] + h [p = last]), since a pipeline is as fast as its busiest stage.
-    If two parts have equal work, the later one gets the block, since it stores fewer activations.
+    The result minimises max_p (n_p + e [p = 0] + h [p = last]), since a pipeline is as fast as its
+    busiest stage. If two parts have equal work, the later one gets the block, since it stores fewer
+    activations.
     """
     check_sizes(num_blocks=num_blocks, num_parts=num_parts)
     for name, value in {"embedding": embedding, "head": head}.items():
@@ -51,21 +57,32 @@ def balance(num_blocks: int, num_parts: int, *, embedding: float = 0.0, head: fl
 
 
 def cut_blocks(schedule: Schedule, num_blocks: int, counts: Sequence[int] | None) -> Counts:
-    """Return [V], how many blocks each virtual stage runs: `counts`, or by default as equal as possible.
+    """Return [V], how many blocks each virtual stage runs: `counts`, or by default as equal as
+    possible.
 
     Raises:
-      ValueError: if there are fewer blocks than virtual stages, or `counts` does not fit the schedule or `num_blocks`.
+      ValueError: if there are fewer blocks than virtual stages, or `counts` does not fit the
+        schedule or `num_blocks`.
     """
     num_virtual = schedule.num_stages * schedule.num_chunks
-    parts_text = f"{plural(schedule.num_stages, 'stage')} x {plural(schedule.num_chunks, 'chunk')} = {num_virtual}"
+    parts_text = (
+        f"{plural(schedule.num_stages, 'stage')} x {plural(schedule.num_chunks, 'chunk')} ="
+        f" {num_virtual}"
+    )
     if counts is None and num_blocks < num_virtual:
         problem = f"{plural(num_blocks, 'block')} are too few for {parts_text}."
-        fix = f"use {num_virtual} blocks or more, another pipeline size or number of chunks, or blocks_per_stage with zeros."
+        fix = (
+            f"use {num_virtual} blocks or more, another pipeline size or number of chunks, or"
+            " blocks_per_stage with zeros."
+        )
         raise ValueError(error_text(problem, fix=fix))
     if counts is None:
         return balance(num_blocks, num_virtual)
     if len(counts) != num_virtual or sum(counts) != num_blocks:
-        problem = f"blocks_per_stage has {plural(len(counts), 'part')} with {plural(sum(counts), 'block')} in all; "
+        problem = (
+            f"blocks_per_stage has {plural(len(counts), 'part')} with"
+            f" {plural(sum(counts), 'block')} in all; "
+        )
         problem += f"there are {parts_text} parts, and {plural(num_blocks, 'block')}."
         fix = f"so.schedules.balance({num_blocks}, {num_virtual}) is such a cut; or leave it out."
         raise ValueError(error_text(problem, fix=fix))
@@ -81,16 +98,27 @@ def check_counts(counts: Sequence[int] | None) -> Counts | None:
     """
     if counts is None:
         return None
-    if not isinstance(counts, Sequence) or isinstance(counts, str) or not all(map(is_integer, counts)):
-        problem = f"blocks_per_stage must be integers, one for each virtual stage, or None, got {counts!r:.80}."
-        raise TypeError(error_text(problem, fix="use so.schedules.balance(num_blocks, stages * chunks)."))
+    if (
+        not isinstance(counts, Sequence)
+        or isinstance(counts, str)
+        or not all(map(is_integer, counts))
+    ):
+        problem = (
+            "blocks_per_stage must be integers, one for each virtual stage, or None, got"
+            f" {counts!r:.80}."
+        )
+        raise TypeError(
+            error_text(problem, fix="use so.schedules.balance(num_blocks, stages * chunks).")
+        )
     if min(counts, default=0) < 0:
         raise ValueError(error_text(f"blocks_per_stage must not be negative, got {min(counts)}."))
     return tuple(int(count) for count in counts)
 
 
 def is_even(counts: Counts) -> bool:
-    """Return whether all virtual stages run equally many blocks, so that each stage can store its share of the stack."""
+    """Return whether all virtual stages run equally many blocks, so that each stage can store its
+    share of the stack.
+    """
     return len(set(counts)) == 1
 
 
@@ -103,7 +131,8 @@ def stage_rows(schedule: Schedule, counts: Counts) -> tuple[list[list[int]], lis
     """Return which blocks each stage stacks, and the place of each block in these stacks.
 
     Returns:
-      rows [S, chunks * k]: the model's number of each block in a stage's stack. k is the largest count; a chunk with
+      rows [S, chunks * k]: the model's number of each block in a stage's stack. k is the largest
+      count; a chunk with
         fewer blocks is padded with 0.
       places [L]: the index of each block of the model when the stages' stacks are concatenated.
     """

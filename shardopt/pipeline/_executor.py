@@ -1,4 +1,7 @@
-"""One program for every schedule: a scan over the rows of the schedule's table; a row names the passes of one tick."""
+"""One program for every schedule: a scan over the rows of the schedule's table.
+
+A row names the passes of one tick.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,7 +15,15 @@ from shardopt.collectives import constrain_tensor
 from shardopt.core._types import PyTree
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline._cut import Counts
-from shardopt.pipeline._messages import PIPELINE, Index, add, make_buffers, make_filled, read_slot, write_slot
+from shardopt.pipeline._messages import (
+    PIPELINE,
+    Index,
+    add,
+    make_buffers,
+    make_filled,
+    read_slot,
+    write_slot,
+)
 from shardopt.pipeline._schedule import Schedule
 from shardopt.pipeline._stage import (
     BufferSlots,
@@ -36,7 +47,8 @@ Row = dict[str, jax.Array]
 
 
 _ForwardCarry = tuple[Arrays, list[Arrays], Arrays, PyTree]
-"""The carry of `forward_only`: waiting inputs, arrived messages, outgoing messages, losses so far."""
+"""The carry of `forward_only`: waiting inputs, arrived messages, outgoing messages, losses so far.
+"""
 
 
 class SumSpecs(NamedTuple):
@@ -66,23 +78,30 @@ def execute(
     Args:
       schedule: the table.
       fns: the model.
-      weights: this stage's blocks, stacked [chunks * k, ...] in the order of `schedule.virtual_stages`. k is the largest count.
+      weights: this stage's blocks, stacked [chunks * k, ...] in the order of
+        `schedule.virtual_stages`. k is the largest count.
       counts: [V], how many blocks each virtual stage runs, in the order of the model.
       remat: store only the input of each chunk, and run its forward again in the backward pass.
       specs: how sums of gradients are sharded over tensor.
-      idle: the output of an idle pass, and the first content of ring buffers. NaN shows that no pass reads them.
+      idle: the output of an idle pass, and the first content of ring buffers. NaN shows that no
+        pass reads them.
 
-    On each tick a stage stores the messages that arrived, runs the passes of its row, and sends their results. If messages
-    are sent ahead, it sends the results of the previous tick while the passes run.
-    A branch skips idle passes. Permutes are outside of branches, since every stage takes part in each permute.
+    On each tick a stage stores the messages that arrived, runs the passes of its row, and sends
+    their results. If messages are sent ahead, it sends the results of the previous tick while the
+    passes run. A branch skips idle passes. Permutes are outside of branches, since every stage
+    takes part in each permute.
     """
     setup = make_setup(schedule, fns, weights, counts, remat=remat, idle=idle)
     sends_ahead = schedule.ticks.message_ticks > 1
 
     def tick(carry: Carry, row: Row) -> tuple[Carry, None]:
         carry = carry._replace(
-            inputs=messages.store_message(carry.inputs, carry.arrived_activations, row["forward_arrival"]),
-            cotangents=messages.store_message(carry.cotangents, carry.arrived_cotangents, row["backward_arrival"]),
+            inputs=messages.store_message(
+                carry.inputs, carry.arrived_activations, row["forward_arrival"]
+            ),
+            cotangents=messages.store_message(
+                carry.cotangents, carry.arrived_cotangents, row["backward_arrival"]
+            ),
         )
         y, carry = tick_forward(setup, carry, row)
         dx, carry = tick_backward(setup, carry, row, y)
@@ -92,26 +111,41 @@ def execute(
             blocks=constrain_tensor(carry.sums.blocks, specs.blocks),
             outer=constrain_tensor(carry.sums.outer, specs.outer),
         )
-        return carry._replace(
-            arrived_activations=messages.send(schedule, "forward", y, carry.outgoing_activations),
-            arrived_cotangents=messages.send(schedule, "backward", dx, carry.outgoing_cotangents),
-            outgoing_activations=y if sends_ahead else [],
-            outgoing_cotangents=dx if sends_ahead else [],
-            sums=sums,
-        ), None
+        return (
+            carry._replace(
+                arrived_activations=messages.send(
+                    schedule, "forward", y, carry.outgoing_activations
+                ),
+                arrived_cotangents=messages.send(
+                    schedule, "backward", dx, carry.outgoing_cotangents
+                ),
+                outgoing_activations=y if sends_ahead else [],
+                outgoing_cotangents=dx if sends_ahead else [],
+                sums=sums,
+            ),
+            None,
+        )
 
     carry, _ = jax.lax.scan(tick, initial_carry(setup), _table(schedule))
     return carry.sums
 
 
 def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts) -> PyTree:
-    """Run the forward passes alone, on their ticks; return what `loss` returned, [M, ...], or zeros on all but the last stage.
+    """Run the forward passes alone, on their ticks.
 
-    A caller can differentiate it. The backward pass then stores one input per tick and runs each forward again.
+    Return what `loss` returned, [M, ...], or zeros on all but the last stage.
+
+    A caller can differentiate it. The backward pass then stores one input per tick and runs each
+    forward again.
     """
-    stage, sends_ahead = make_stage(schedule, fns, weights, counts), schedule.ticks.message_ticks > 1
+    stage, sends_ahead = (
+        make_stage(schedule, fns, weights, counts),
+        schedule.ticks.message_ticks > 1,
+    )
     shapes = jax.eval_shape(fns.loss, jnp.int32(0), stage.x)
-    losses = jax.tree.map(lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes)
+    losses = jax.tree.map(
+        lambda x: jnp.zeros((schedule.num_micro_batches, *x.shape), x.dtype), shapes
+    )
 
     @jax.checkpoint
     def tick(carry: _ForwardCarry, row: Row) -> tuple[_ForwardCarry, None]:
@@ -123,51 +157,84 @@ def forward_only(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Cou
             x = messages.read_message(
                 row["forward_source"], lambda: fns.embed(m), arrived, inputs, row["forward_waited"]
             )
-            y = chunk_forward(stage.chunk(row["forward_chunk"], m), fns.block, x, differentiable=True)
+            y = chunk_forward(
+                stage.chunk(row["forward_chunk"], m), fns.block, x, differentiable=True
+            )
             return y, jax.lax.cond(
-                row["forward_is_last"], lambda: write_slot(losses, m, fns.loss(m, y)), lambda: losses
+                row["forward_is_last"],
+                lambda: write_slot(losses, m, fns.loss(m, y)),
+                lambda: losses,
             )
 
-        y, losses = jax.lax.cond(m >= 0, run_pass, lambda losses: (make_filled(stage.x, 0.0), losses), losses)
-        return (inputs, messages.send(schedule, "forward", y, outgoing), y if sends_ahead else [], losses), None
+        y, losses = jax.lax.cond(
+            m >= 0, run_pass, lambda losses: (make_filled(stage.x, 0.0), losses), losses
+        )
+        return (
+            inputs,
+            messages.send(schedule, "forward", y, outgoing),
+            y if sends_ahead else [],
+            losses,
+        ), None
 
     inputs = make_buffers(stage.x, schedule.num_input_slots, 0.0)
     arrived = [make_filled(stage.x, 0.0) for _ in schedule.forward_shifts]
     num_ticks = 1 + int(schedule.ticks.passes["forward"].max())
-    rows = {name: column[:num_ticks] for name, column in _table(schedule).items() if name.startswith("forward")}
+    rows = {
+        name: column[:num_ticks]
+        for name, column in _table(schedule).items()
+        if name.startswith("forward")
+    }
     outgoing = make_filled(stage.x, 0.0) if sends_ahead else []
     return jax.lax.scan(tick, (inputs, arrived, outgoing, losses), rows)[0][3]
 
 
 def tick_forward(setup: Setup, carry: Carry, row: Row) -> tuple[Arrays, Carry]:
-    """Run the forward pass of this tick; return its output, which goes to the next stage, and the new carry."""
+    """Run the forward pass of this tick.
+
+    Return its output, which goes to the next stage, and the new carry.
+    """
     fns = setup.stage.fns
 
     def run_pass(activations, outputs):
         m, slot = row["forward_micro_batch"], row["forward_slot"]
         x = messages.read_message(
-            row["forward_source"], lambda: fns.embed(m), carry.arrived_activations, carry.inputs, row["forward_waited"]
+            row["forward_source"],
+            lambda: fns.embed(m),
+            carry.arrived_activations,
+            carry.inputs,
+            row["forward_waited"],
         )
         chunk = setup.stage.chunk(row["forward_chunk"], m)
         if setup.remat:
             # The backward pass of the last chunk runs this forward anyway.
-            y = jax.lax.cond(row["forward_is_last"], lambda: x, lambda: chunk_forward(chunk, fns.block, x))
+            y = jax.lax.cond(
+                row["forward_is_last"], lambda: x, lambda: chunk_forward(chunk, fns.block, x)
+            )
             return y, write_slot(activations, slot, x), outputs
-        y, activations = chunk_forward_keeping(chunk, setup.passes, x, _same_slot(activations, slot))
+        y, activations = chunk_forward_keeping(
+            chunk, setup.passes, x, _same_slot(activations, slot)
+        )
         if outputs:
-            outputs = jax.lax.cond(row["forward_is_last"], write_slot, lambda outputs, *_: outputs, outputs, slot, y)
+            outputs = jax.lax.cond(
+                row["forward_is_last"], write_slot, lambda outputs, *_: outputs, outputs, slot, y
+            )
         return y, activations, outputs
 
     def skip_pass(activations, outputs):
         return make_filled(setup.stage.x, setup.idle), activations, outputs
 
     busy = row["forward_micro_batch"] >= 0
-    y, activations, outputs = jax.lax.cond(busy, run_pass, skip_pass, carry.activations, carry.outputs)
+    y, activations, outputs = jax.lax.cond(
+        busy, run_pass, skip_pass, carry.activations, carry.outputs
+    )
     return y, carry._replace(activations=activations, outputs=outputs)
 
 
 def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arrays, Carry]:
-    """Run the backward pass of this tick; return the gradient of its input, for the previous stage, and the new carry."""
+    """Run the backward pass of this tick.
+
+    Return the gradient of its input, for the previous stage, and the new carry.
+    """
     fns, has_weight_pass = setup.stage.fns, setup.stage.schedule.ticks.weight is not None
 
     def run_pass(deferred, sums):
@@ -184,11 +251,17 @@ def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arra
 
         dy, sums = _output_gradient(fns, carry, row, chunk_output, sums)
         if has_weight_pass:
-            deferred_slots = _same_slot(deferred[: len(setup.passes.deferred)], row["backward_deferred"])
-            dx, new_deferred = chunk_backward_deferring(chunk, setup.passes, residuals, dy, deferred_slots)
+            deferred_slots = _same_slot(
+                deferred[: len(setup.passes.deferred)], row["backward_deferred"]
+            )
+            dx, new_deferred = chunk_backward_deferring(
+                chunk, setup.passes, residuals, dy, deferred_slots
+            )
             deferred = [*new_deferred, *(residuals.buffers[i] for i in setup.residuals_for_weight)]
         else:
-            dx, block_grads = chunk_backward(chunk, setup.passes, residuals, dy, sums.blocks, fns.reduce)
+            dx, block_grads = chunk_backward(
+                chunk, setup.passes, residuals, dy, sums.blocks, fns.reduce
+            )
             sums = sums._replace(blocks=block_grads)
         outer = jax.lax.cond(
             row["backward_is_first"],
@@ -206,8 +279,12 @@ def tick_backward(setup: Setup, carry: Carry, row: Row, y: Arrays) -> tuple[Arra
     return dx, carry._replace(deferred=deferred, sums=sums)
 
 
-def _output_gradient(fns: StageFns, carry: Carry, row: Row, chunk_output: Arrays, sums: Sums) -> tuple[Arrays, Sums]:
-    """Return the gradient of a chunk's output: of the loss on the last chunk, otherwise from the next stage."""
+def _output_gradient(
+    fns: StageFns, carry: Carry, row: Row, chunk_output: Arrays, sums: Sums
+) -> tuple[Arrays, Sums]:
+    """Return the gradient of a chunk's output: of the loss on the last chunk, otherwise from the
+    next stage.
+    """
     m = row["backward_micro_batch"]
 
     def gradient_of_loss(sums):
@@ -216,9 +293,16 @@ def _output_gradient(fns: StageFns, carry: Carry, row: Row, chunk_output: Arrays
         return dy, sums._replace(outer=add(sums.outer, outer_grads), parts=all_parts)
 
     def gradient_from_next_stage(sums):
-        return messages.read_message(
-            row["backward_source"], None, carry.arrived_cotangents, carry.cotangents, row["backward_waited"]
-        ), sums
+        return (
+            messages.read_message(
+                row["backward_source"],
+                None,
+                carry.arrived_cotangents,
+                carry.cotangents,
+                row["backward_waited"],
+            ),
+            sums,
+        )
 
     if not (carry.arrived_cotangents or carry.cotangents):
         return gradient_of_loss(sums)
@@ -237,8 +321,12 @@ def tick_weight(setup: Setup, carry: Carry, row: Row) -> Carry:
         if setup.remat:
             residuals = _same_slot(carry.deferred[num_deferred:], slot)
         else:
-            residuals = _same_slot([carry.activations[i] for i in setup.passes.weight_residuals], row["weight_slot"])
-        return chunk_weight(chunk, setup.passes, residuals, deferred_slots, blocks, setup.stage.fns.reduce)
+            residuals = _same_slot(
+                [carry.activations[i] for i in setup.passes.weight_residuals], row["weight_slot"]
+            )
+        return chunk_weight(
+            chunk, setup.passes, residuals, deferred_slots, blocks, setup.stage.fns.reduce
+        )
 
     busy = row["weight_micro_batch"] >= 0
     blocks = jax.lax.cond(busy, run_pass, lambda blocks: blocks, carry.sums.blocks)
@@ -252,7 +340,8 @@ def _same_slot(buffers: Arrays, slot: jax.Array) -> BufferSlots:
 def _recomputed_slots(setup: Setup, deferred: Arrays, row: Row) -> BufferSlots:
     """Return where the recomputed forward stores residuals.
 
-    `deferred` holds the residuals that the weight pass reads. The other residuals live for this tick only.
+    `deferred` holds the residuals that the weight pass reads. The other residuals live for this
+    tick only.
     """
     buffers = make_buffers(setup.passes.residuals, setup.stage.num_blocks, 0.0)
     slots: list[Index] = [0] * len(buffers)
@@ -262,13 +351,20 @@ def _recomputed_slots(setup: Setup, deferred: Arrays, row: Row) -> BufferSlots:
 
 
 def _table(schedule: Schedule) -> Row:
-    """Return this stage's columns of the table, [num_ticks, ...], and the source that each pass reads."""
+    """Return this stage's columns of the table, [num_ticks, ...], and the source that each pass
+    reads.
+    """
     table = schedule.table()
     stage_of, virtual_stages = schedule.ticks.stage_of, np.asarray(schedule.virtual_stages)
-    for kind, shifts in (("forward", schedule.forward_shifts), ("backward", schedule.backward_shifts)):
+    for kind, shifts in (
+        ("forward", schedule.forward_shifts),
+        ("backward", schedule.backward_shifts),
+    ):
         table[f"{kind}_source"] = messages.message_sources(table, kind, len(shifts))
         stage = np.arange(schedule.num_stages)
-        virtual_stage = np.where(table[f"{kind}_micro_batch"] >= 0, virtual_stages[stage, table[f"{kind}_chunk"]], -1)
+        virtual_stage = np.where(
+            table[f"{kind}_micro_batch"] >= 0, virtual_stages[stage, table[f"{kind}_chunk"]], -1
+        )
         table[f"{kind}_is_first"] = virtual_stage == 0
         table[f"{kind}_is_last"] = virtual_stage == len(stage_of) - 1
     stage = jax.lax.axis_index(PIPELINE)

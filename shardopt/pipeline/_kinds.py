@@ -9,8 +9,10 @@ class ScheduleKind(NamedTuple):
     Attributes:
       chunks: the number of chunks of a stage, if none is chosen.
       takes_chunks: whether `num_chunks` can choose another number.
-      on_a_v: whether a stage's two chunks are placed in a V: the first stage holds the first and the last chunk.
-      in_lockstep: whether all stages run the same kind of pass in a tick; other schedules send their messages ahead.
+      on_a_v: whether a stage's two chunks are placed in a V: the first stage holds the first and
+        the last chunk.
+      in_lockstep: whether all stages run the same kind of pass in a tick; other schedules send
+        their messages ahead.
     """
 
     chunks: int = 1

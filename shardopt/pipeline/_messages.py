@@ -1,4 +1,5 @@
-"""Messages between stages over the mesh axis `pipeline`, and the ring buffers that hold waiting messages.
+"""Messages between stages over the mesh axis `pipeline`, and the ring buffers that hold waiting
+messages.
 
 Permutes are outside of branches, since every stage takes part in each permute.
 """
@@ -25,13 +26,15 @@ Index = jax.Array | int
 def send(schedule: Schedule, kind: str, leaves: Arrays, previous_leaves: Arrays) -> list[Arrays]:
     """Send the output of a stage by every shift of `forward_shifts` or `backward_shifts`.
 
-    A stage sends nothing by a shift if no stage needs the message; a stage without a sender gets zeros.
+    A stage sends nothing by a shift if no stage needs the message; a stage without a sender gets
+    zeros.
 
     Args:
       schedule: the table.
       kind: "forward" or "backward".
       leaves: the output of this tick.
-      previous_leaves: the output of the previous tick, which is sent instead if messages are sent ahead.
+      previous_leaves: the output of the previous tick, which is sent instead if messages are sent
+        ahead.
     """
     stage = np.asarray(schedule.ticks.stage_of)
     sources, targets = (stage[:-1], stage[1:]) if kind == "forward" else (stage[1:], stage[:-1])
@@ -46,29 +49,48 @@ def send(schedule: Schedule, kind: str, leaves: Arrays, previous_leaves: Arrays)
 
 
 def permute(
-    leaves: Sequence[jax.Array], pairs: Sequence[tuple[int, int]], specs: Sequence[PartitionSpec] | None = None
+    leaves: Sequence[jax.Array],
+    pairs: Sequence[tuple[int, int]],
+    specs: Sequence[PartitionSpec] | None = None,
 ) -> Arrays:
-    """Send each leaf from stage to stage by (source, target) pairs; `specs` say how leaves are sharded over tensor."""
+    """Send each leaf from stage to stage by (source, target) pairs.
+
+    `specs` say how leaves are sharded over tensor.
+    """
     specs = [PartitionSpec()] * len(leaves) if specs is None else specs
-    send_all = lambda xs: [jax.lax.ppermute(x, PIPELINE, list(pairs)) for x in xs]  # noqa: E731
+
+    def send_all(xs):
+        return [jax.lax.ppermute(x, PIPELINE, list(pairs)) for x in xs]
+
     return shard_by_shard(send_all, list(leaves), specs)
 
 
 def store_message(buffers: Arrays, arrived: Sequence[Arrays], slots: jax.Array) -> Arrays:
-    """Write each message that has to wait into its slot, [len(arrived)]; slot -1 means that the message does not wait."""
+    """Write each message that has to wait into its slot, [len(arrived)].
+
+    Slot -1 means that the message does not wait.
+    """
     if not buffers:
         return buffers
     for message, slot in zip(arrived, slots, strict=True):
-        buffers = jax.lax.cond(slot >= 0, write_slot, lambda buffers, *_: buffers, buffers, slot, message)
+        buffers = jax.lax.cond(
+            slot >= 0, write_slot, lambda buffers, *_: buffers, buffers, slot, message
+        )
     return buffers
 
 
 def read_message(
-    source: jax.Array, at_end: Callable[[], Arrays] | None, arrived: list[Arrays], buffers: Arrays, slot: jax.Array
+    source: jax.Array,
+    at_end: Callable[[], Arrays] | None,
+    arrived: list[Arrays],
+    buffers: Arrays,
+    slot: jax.Array,
 ) -> Arrays:
-    """Return the input of a pass: `at_end()` (source 0), a message that has just arrived (1, 2, ...), or a message that waited.
+    """Return the input of a pass: `at_end()` (source 0), a message that has just arrived (1, 2,
+    ...), or a message that waited.
 
-    `message_sources` numbers the sources. `at_end` is None if the pass is never at an end of the model.
+    `message_sources` numbers the sources. `at_end` is None if the pass is never at an end of the
+    model.
     """
     branches = [at_end] if at_end is not None else []
     branches += [lambda message=message: message for message in arrived]
@@ -77,12 +99,15 @@ def read_message(
 
 
 def message_sources(table: dict[str, np.ndarray], kind: str, num_shifts: int) -> np.ndarray:
-    """Number the sources of a pass [num_ticks, S] for `read_message`: 0 the end of the model, then shifts, then waiting messages."""
+    """Number the sources of a pass [num_ticks, S] for `read_message`: 0 the end of the model, then
+    shifts, then waiting messages.
+    """
     waited = table[f"{kind}_waited"] >= 0
     return np.where(waited, num_shifts + 1, table[f"{kind}_shift"] + 1).astype(np.int32)
 
 
-# Ring buffers are lists of arrays [num_slots, ...], read and written one slot at a time; the list is empty if nothing is stored.
+# Ring buffers are lists of arrays [num_slots, ...], read and written one slot at a time; the list
+# is empty if nothing is stored.
 
 
 def make_buffers(shapes: Sequence[jax.ShapeDtypeStruct], num_slots: int, fill: float) -> Arrays:
@@ -92,20 +117,29 @@ def make_buffers(shapes: Sequence[jax.ShapeDtypeStruct], num_slots: int, fill: f
 
 def make_filled(shapes: Sequence[jax.ShapeDtypeStruct], fill: float, *stack: int) -> Arrays:
     """Return arrays [*stack, ...] of `fill`; arrays with a dtype that is not floating are zeros."""
-    fill_value = lambda dtype: fill if jnp.issubdtype(dtype, jnp.inexact) else 0  # noqa: E731
+
+    def fill_value(dtype):
+        return fill if jnp.issubdtype(dtype, jnp.inexact) else 0
+
     return [jnp.full((*stack, *leaf.shape), fill_value(leaf.dtype), leaf.dtype) for leaf in shapes]
 
 
 def write_slot(buffers: PyTree, slot: Index, values: PyTree) -> PyTree:
     """Return the buffers with `values` in a slot; both are pytrees of the same structure."""
-    return jax.tree.map(lambda old, x: jax.lax.dynamic_update_index_in_dim(old, x, slot, 0), buffers, values)
+    return jax.tree.map(
+        lambda old, x: jax.lax.dynamic_update_index_in_dim(old, x, slot, 0), buffers, values
+    )
 
 
 def in_tiles(leaves: Arrays) -> Arrays:
-    """Return the same leaves. On a TPU, constrain the two longest dims to be last in memory if they fill tiles of 8 x 128 numbers.
+    """Return the same leaves.
 
-    If several branches share an array, such as a ring buffer or a weight, XLA:TPU picks the layout that suits one branch.
-    The other branches then copy the array on every tick. This layout suits all: a product reads and writes it at no cost.
+    On a TPU, constrain the two longest dims to be last in memory if they fill tiles of 8 x 128
+    numbers.
+
+    If several branches share an array, such as a ring buffer or a weight, XLA:TPU picks the layout
+    that suits one branch. The other branches then copy the array on every tick. This layout suits
+    all: a product reads and writes it at no cost.
     """
     layouts = [_tiled_layout(leaf.shape) for leaf in leaves]
 
@@ -115,7 +149,11 @@ def in_tiles(leaves: Arrays) -> Arrays:
     def on_tpu(leaves: Arrays) -> Arrays:
         return [constrain(x, layout) for x, layout in zip(leaves, layouts, strict=True)]
 
-    return jax.lax.platform_dependent(leaves, tpu=on_tpu, default=lambda leaves: leaves) if any(layouts) else leaves
+    return (
+        jax.lax.platform_dependent(leaves, tpu=on_tpu, default=lambda leaves: leaves)
+        if any(layouts)
+        else leaves
+    )
 
 
 def _tiled_layout(shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -135,11 +173,15 @@ def read_slot(buffers: Arrays, slot: Index) -> Arrays:
 def add_to_slot(buffers: Arrays, slot: Index, values: Sequence[jax.Array]) -> Arrays:
     """Return the buffers with `values` added to a slot, in the dtype of the buffers.
 
-    The slice that is read has the shape of the slice that is written, so XLA adds in place. Otherwise it would copy the slot.
+    The slice that is read has the shape of the slice that is written, so XLA adds in place.
+    Otherwise it would copy the slot.
     """
     slices = [jax.lax.dynamic_slice_in_dim(x, slot, 1) for x in buffers]
     sums = add(slices, [x[None] for x in values])
-    return [jax.lax.dynamic_update_slice_in_dim(x, y, slot, 0) for x, y in zip(buffers, sums, strict=True)]
+    return [
+        jax.lax.dynamic_update_slice_in_dim(x, y, slot, 0)
+        for x, y in zip(buffers, sums, strict=True)
+    ]
 
 
 def add(sums: Arrays, values: Sequence[jax.Array]) -> Arrays:
@@ -153,21 +195,36 @@ Move = tuple[int, int, int, int]
 """(storing stage, chunk on that stage, running stage, chunk on that stage) of one virtual stage."""
 
 
-def to_schedule(schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> Arrays:
-    """Bring to each stage the blocks that it runs; the identity if each stage has one chunk, in order.
+def to_schedule(
+    schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+) -> Arrays:
+    """Bring to each stage the blocks that it runs.
 
-    Leaves are [L / S, ...], and `specs` say how they are sharded over tensor. A stage stores L / S consecutive blocks of the
-    model; with several chunks it runs other blocks. One permute per chunk moves them, once per step.
+    The identity if each stage has one chunk, in order.
+
+    Leaves are [L / S, ...], and `specs` say how they are sharded over tensor. A stage stores L / S
+    consecutive blocks of the model; with several chunks it runs other blocks. One permute per chunk
+    moves them, once per step.
     """
     return _exchange(
-        schedule, leaves, specs, [(source, old, target, new) for source, old, target, new in _moves(schedule)]
+        schedule,
+        leaves,
+        specs,
+        [(source, old, target, new) for source, old, target, new in _moves(schedule)],
     )
 
 
-def to_model(schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> Arrays:
-    """Bring blocks, or their gradients, back to the stage that stores them: the inverse of `to_schedule`."""
+def to_model(
+    schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+) -> Arrays:
+    """Bring blocks, or their gradients, back to the stage that stores them: the inverse of
+    `to_schedule`.
+    """
     return _exchange(
-        schedule, leaves, specs, [(target, new, source, old) for source, old, target, new in _moves(schedule)]
+        schedule,
+        leaves,
+        specs,
+        [(target, new, source, old) for source, old, target, new in _moves(schedule)],
     )
 
 
@@ -178,7 +235,10 @@ def _moves(schedule: Schedule) -> list[Move]:
 
 
 def rounds_to_schedule(schedule: Schedule) -> int:
-    """Return in how many rounds `to_schedule` sends a chunk to another stage; gradients return in as many rounds."""
+    """Return in how many rounds `to_schedule` sends a chunk to another stage.
+
+    Gradients return in as many rounds.
+    """
     return sum(
         any(source != target for source, _, target, _ in moves_of_round)
         for moves_of_round in _rounds(schedule.num_stages, _moves(schedule))
@@ -186,13 +246,17 @@ def rounds_to_schedule(schedule: Schedule) -> int:
 
 
 def _exchange(
-    schedule: Schedule, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec], moves: list[Move]
+    schedule: Schedule,
+    leaves: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    moves: list[Move],
 ) -> Arrays:
     if all((source, old) == (target, new) for source, old, target, new in moves):
         return list(leaves)
     chunks, stage = schedule.num_chunks, jax.lax.axis_index(PIPELINE)
     stored = [x.reshape(chunks, x.shape[0] // chunks, *x.shape[1:]) for x in leaves]
-    # every chunk is overwritten; zeros would be kept until gradients return, and are as large as the blocks
+    # every chunk is overwritten; zeros would be kept until gradients return, and are as large as
+    # the blocks
     rearranged = list(stored)
     for moves_of_round in _rounds(schedule.num_stages, moves):
         sent_chunk = jnp.asarray([old for _, old, _, _ in sorted(moves_of_round)])[stage]
@@ -207,8 +271,9 @@ def _exchange(
 def _rounds(num_stages: int, moves: list[Move]) -> list[list[Move]]:
     """Cut the moves into rounds in which every stage sends one chunk and receives one.
 
-    Each stage is the source and the target of equally many moves, so such a round (a perfect matching) exists. The
-    remaining moves have the same property: König's theorem on regular bipartite graphs.
+    Each stage is the source and the target of equally many moves, so such a round (a perfect
+    matching) exists. The remaining moves have the same property: König's theorem on regular
+    bipartite graphs.
     """
     remaining, rounds = list(moves), []
     while remaining:

@@ -14,20 +14,29 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-_COLORS = {"forward": (0.20, 0.42, 0.70), "backward": (0.13, 0.55, 0.42), "weight": (0.87, 0.55, 0.13)}
+_COLORS = {
+    "forward": (0.20, 0.42, 0.70),
+    "backward": (0.13, 0.55, 0.42),
+    "weight": (0.87, 0.55, 0.13),
+}
 _INK, _IDLE = "#22272e", "#eceef2"
 _HALF_HEIGHT = 0.43  # half the height of a box, in stages
 _PALEST = 0.65  # the share of white in the colour of the last chunk
 _PASS_INCHES = 0.27  # inches per pass, unless the picture becomes too wide or too narrow
-_CHUNK_INCHES = 0.18  # inches per pass of a chunk, which is a part of a stage and takes a part of the time
+# inches per pass of a chunk, which is a part of a stage and takes a part of the time
+_CHUNK_INCHES = 0.18
 _MIN_FONT_SIZE = 4  # points; smaller numbers are left out
 _WIDTH_RANGE = 6.5, 60.0
 
 
 @calling("plot")
-def plot(ticks: Ticks, times: PassTimes, pace: Pace, heading: tuple[str, str], path: FilePath) -> "Figure":
+def plot(
+    ticks: Ticks, times: PassTimes, pace: Pace, heading: tuple[str, str], path: FilePath
+) -> "Figure":
     """Draw the lockstep program, or stages at their own pace; see `Schedule.plot`."""
-    lefts, edges = _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)
+    lefts, edges = (
+        _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)
+    )
     # a pass of one unit has the same width on every picture
     unit = sum(map(sum, times.passes.values())) / (3 * len(ticks.stage_of)) or 1.0
     inches = (_PASS_INCHES if ticks.num_chunks == 1 else _CHUNK_INCHES) * edges[-1] / unit
@@ -38,42 +47,73 @@ def plot(ticks: Ticks, times: PassTimes, pace: Pace, heading: tuple[str, str], p
     _draw_passes(axes, ticks, times, lefts, inches=width / edges[-1])
     axes.set_xlim(0, edges[-1])
     axes.set_ylim(ticks.num_stages - 0.5, -0.5)
-    axes.set_yticks(range(ticks.num_stages), [f"stage {stage}" for stage in range(ticks.num_stages)])
+    axes.set_yticks(
+        range(ticks.num_stages), [f"stage {stage}" for stage in range(ticks.num_stages)]
+    )
     axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
     axes.spines[:].set_visible(False)
     axes.set_title(heading[0], loc="left", color=_INK, fontsize=11, fontweight="bold", pad=34)
-    axes.annotate(heading[1], (0, 1), (0, 20), "axes fraction", "offset points", color=_INK, fontsize=8)
-    legend_position = {"loc": "upper left", "bbox_to_anchor": (0, -0.02), "borderaxespad": 0, "borderpad": 0.4}
-    axes.legend(handles=_legend(ticks), **legend_position, ncols=6, frameon=False, fontsize=8, labelcolor=_INK)
+    axes.annotate(
+        heading[1], (0, 1), (0, 20), "axes fraction", "offset points", color=_INK, fontsize=8
+    )
+    legend_position = {
+        "loc": "upper left",
+        "bbox_to_anchor": (0, -0.02),
+        "borderaxespad": 0,
+        "borderpad": 0.4,
+    }
+    axes.legend(
+        handles=_legend(ticks),
+        **legend_position,
+        ncols=6,
+        frameon=False,
+        fontsize=8,
+        labelcolor=_INK,
+    )
     return saved(figure, path)
 
 
 def _lockstep_boxes(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return where the boxes [V, M] of each kind begin, and the edges of all ticks; passes of one tick follow each other.
+    """Return where the boxes [V, M] of each kind begin, and the edges of all ticks.
 
-    If messages are sent ahead, stages begin a tick at different times: the edges are only the beginning and the end of all.
+    Passes of one tick follow each other.
+
+    If messages are sent ahead, stages begin a tick at different times: the edges are only the
+    beginning and the end of all.
     """
     begins, stage = program_begins(ticks, times), np.asarray(ticks.stage_of)[:, None]
     lefts, busy_time = {}, np.zeros((ticks.num_ticks, ticks.num_stages))
     for kind, pass_ticks in ticks.passes.items():
         lefts[kind] = begins[pass_ticks, stage] + busy_time[pass_ticks, stage]
         np.add.at(
-            busy_time, (pass_ticks, stage), np.broadcast_to(np.asarray(times.passes[kind])[:, None], pass_ticks.shape)
+            busy_time,
+            (pass_ticks, stage),
+            np.broadcast_to(np.asarray(times.passes[kind])[:, None], pass_ticks.shape),
         )
     return lefts, begins[:, 0] if ticks.message_ticks == 1 else np.asarray([0.0, begins[-1].max()])
 
 
 def _own_pace_boxes(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Return where the boxes [V, M] of each kind begin, and the beginning and the end of the picture."""
+    """Return where the boxes [V, M] of each kind begin, and the beginning and the end of the
+    picture.
+    """
     lefts = {kind: np.asarray(begins) for kind, begins in own_pace(ticks, times).items()}
-    end = max((lefts[kind] + np.asarray(durations)[:, None]).max() for kind, durations in times.passes.items())
+    end = max(
+        (lefts[kind] + np.asarray(durations)[:, None]).max()
+        for kind, durations in times.passes.items()
+    )
     return lefts, np.asarray([0.0, end])
 
 
 def _draw_background(axes: "Axes", ticks: Ticks, edges: np.ndarray, unit: str) -> None:
-    """Draw a pale band per stage, where gaps between boxes show the bubble; in lockstep, also draw numbered ticks."""
+    """Draw a pale band per stage, where gaps between boxes show the bubble.
+
+    In lockstep, also draw numbered ticks.
+    """
     for stage in range(ticks.num_stages):
-        axes.broken_barh([(0, edges[-1])], (stage - _HALF_HEIGHT, 2 * _HALF_HEIGHT), facecolor=_IDLE, zorder=0)
+        axes.broken_barh(
+            [(0, edges[-1])], (stage - _HALF_HEIGHT, 2 * _HALF_HEIGHT), facecolor=_IDLE, zorder=0
+        )
     axes.xaxis.tick_top()
     if unit == "tick":
         axes.vlines(edges, -0.5, ticks.num_stages - 0.5, color="white", linewidth=1, zorder=1)
@@ -92,9 +132,13 @@ def _draw_background(axes: "Axes", ticks: Ticks, edges: np.ndarray, unit: str) -
     )
 
 
-def _draw_passes(axes: "Axes", ticks: Ticks, times: PassTimes, lefts: dict[str, np.ndarray], inches: float) -> None:
+def _draw_passes(
+    axes: "Axes", ticks: Ticks, times: PassTimes, lefts: dict[str, np.ndarray], inches: float
+) -> None:
     """Draw one box per pass, as wide as its time; `inches` is the width of one unit of time."""
-    shortest = min((x for durations in times.passes.values() for x in durations if x > 0), default=1.0)
+    shortest = min(
+        (x for durations in times.passes.values() for x in durations if x > 0), default=1.0
+    )
     size = min(8.0, 72 * inches * shortest / (0.75 * len(str(ticks.num_micro_batches - 1)) + 0.3))
     shades = _shades(ticks)
     for kind, rows in lefts.items():
@@ -132,5 +176,7 @@ def _legend(ticks: Ticks) -> list["Patch"]:
     handles.append(Patch(facecolor=_IDLE, label="idle"))
     if ticks.num_chunks > 1:
         last = ticks.num_chunks - 1
-        handles += [Patch(facecolor=shades["forward"][c], label=f"chunk {c}") for c in sorted({0, last})]
+        handles += [
+            Patch(facecolor=shades["forward"][c], label=f"chunk {c}") for c in sorted({0, last})
+        ]
     return handles

@@ -1,4 +1,6 @@
-"""`Schedule`: which pass each stage of a pipeline runs at each tick, as data that can be checked, printed and plotted."""
+"""`Schedule`: which pass each stage of a pipeline runs at each tick, as data that can be checked,
+printed and plotted.
+"""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +12,16 @@ from shardopt.core._errors import calling, plural
 from shardopt.core._tables import aligned
 from shardopt.pipeline import _timing as timing
 from shardopt.pipeline._check import check
-from shardopt.pipeline._ticks import LETTERS, Slots, Table, Ticks, as_table, num_live, shifts, tick_table
+from shardopt.pipeline._ticks import (
+    LETTERS,
+    Slots,
+    Table,
+    Ticks,
+    as_table,
+    num_live,
+    shifts,
+    tick_table,
+)
 from shardopt.pipeline._timing import Pace, PassTimes, Times
 
 if TYPE_CHECKING:
@@ -21,10 +32,11 @@ if TYPE_CHECKING:
 class Schedule:
     """A pipeline schedule: V virtual stages on S stages, M micro-batches.
 
-    The model is cut into V = S x chunks virtual stages. At each tick a stage runs at most one forward pass, then at most
-    one backward pass, then at most one weight pass, as the table says. Then it sends its messages, which can be used from
-    the next tick on. If `ticks.weight` is None, a backward pass computes both gradients. Otherwise the backward pass
-    computes the gradient of the input, and the weight pass the gradient of the weights.
+    The model is cut into V = S x chunks virtual stages. At each tick a stage runs at most one
+    forward pass, then at most one backward pass, then at most one weight pass, as the table says.
+    Then it sends its messages, which can be used from the next tick on. If `ticks.weight` is None,
+    a backward pass computes both gradients. Otherwise the backward pass computes the gradient of
+    the input, and the weight pass the gradient of the weights.
 
     Attributes:
       name: the name of the schedule in messages, prints and plots.
@@ -64,12 +76,17 @@ class Schedule:
 
     @property
     def bubble_fraction(self) -> float:
-        """`bubble_rate()`: the idle share of all stages if every pass takes one unit and messages take no time."""
+        """`bubble_rate()`: the idle share of all stages if every pass takes one unit and messages
+        take no time.
+        """
         return self.bubble_rate()
 
     @property
     def program_bubble_fraction(self) -> float:
-        """`bubble_rate(pace="lockstep")`: the idle share in the lockstep program; never below `bubble_fraction`."""
+        """`bubble_rate(pace="lockstep")`: the idle share in the lockstep program.
+
+        Never below `bubble_fraction`.
+        """
         return self.bubble_rate(pace="lockstep")
 
     def bubble_rate(
@@ -81,9 +98,11 @@ class Schedule:
         communication: float = 0,
         pace: Pace = "own",
     ) -> float:
-        """Return the idle share of all stages from the first pass to the last: an exact fraction, rounded once.
+        """Return the idle share of all stages from the first pass to the last: an exact fraction,
+        rounded once.
 
-        In some papers a stage begins the next step without waiting for others. They state 1 - work / max(`stage_times`).
+        In some papers a stage begins the next step without waiting for others. They state 1 - work
+        / max(`stage_times`).
 
         Args:
           forward: as for `table_time`.
@@ -101,20 +120,25 @@ class Schedule:
           0.4
         """
         times = self._times(forward, backward, weight, communication)
-        total = (timing.program_time if pace == "lockstep" else timing.table_time)(self.ticks, times)
+        total = (timing.program_time if pace == "lockstep" else timing.table_time)(
+            self.ticks, times
+        )
         return float(timing.idle_fraction(self.ticks, times, total))
 
-    def _times(self, forward: Times, backward: Times, weight: Times, communication: float) -> PassTimes:
+    def _times(
+        self, forward: Times, backward: Times, weight: Times, communication: float
+    ) -> PassTimes:
         pass_times = {"forward": forward, "backward": backward, "weight": weight}
         with calling(self.name):
             return timing.pass_times(self.ticks, **pass_times, communication=communication)
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
-        """[S]: how many activations each stage stores at its worst tick, in units of one chunk of one micro-batch.
+        """[S]: how many activations each stage stores at its worst tick, in units of one chunk of
+        one micro-batch.
 
-        An activation is stored from its forward to its last use, both included. The last use is the weight pass, or
-        the backward pass if the schedule has no weight passes.
+        An activation is stored from its forward to its last use, both included. The last use is the
+        weight pass, or the backward pass if the schedule has no weight passes.
         """
         return tuple(num_live(self.ticks, "activation").max(axis=0).tolist())
 
@@ -135,36 +159,51 @@ class Schedule:
 
     @property
     def num_deferred_slots(self) -> int:
-        """Slots for values that a backward pass stores for its weight pass; 0 if the schedule has no weight passes."""
+        """Slots for values that a backward pass stores for its weight pass.
+
+        0 if the schedule has no weight passes.
+        """
         return self.slots.count("deferred")
 
     @property
     def forward_shifts(self) -> tuple[int, ...]:
-        """By how many stages, modulo S, activations move; one permute each, none for 0. (1,) if v is on stage v mod S."""
+        """By how many stages, modulo S, activations move.
+
+        One permute each, none for 0. (1,) if v is on stage v mod S.
+        """
         return shifts(self.ticks)["forward"]
 
     @property
     def backward_shifts(self) -> tuple[int, ...]:
-        """By how many stages, modulo S, cotangents move; one permute each, none for 0. (S - 1,) if v is on stage v mod S."""
+        """By how many stages, modulo S, cotangents move.
+
+        One permute each, none for 0. (S - 1,) if v is on stage v mod S.
+        """
         return shifts(self.ticks)["backward"]
 
     def table_time(
-        self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+        self,
+        *,
+        forward: Times = 1,
+        backward: Times = 1,
+        weight: Times = 1,
+        communication: float = 0,
     ) -> float:
         """Return the time from the first pass to the last if every stage goes at its own pace.
 
-        Every stage runs its passes in the order of the table, each as soon as the stage is free and the message has
-        arrived. The literature calls the result of this event-driven clock a schedule's time. The program that
-        shardopt compiles runs in lockstep; its time is `program_time`.
+        Every stage runs its passes in the order of the table, each as soon as the stage is free and
+        the message has arrived. The literature calls the result of this event-driven clock a
+        schedule's time. The program that shardopt compiles runs in lockstep; its time is
+        `program_time`.
 
         Args:
-          forward: time of the forward of one chunk of one micro-batch. If the virtual stages differ (embedding,
-            head), a sequence [V] of times in the order of the model.
+          forward: time of the forward of one chunk of one micro-batch. If the virtual stages differ
+            (embedding, head), a sequence [V] of times in the order of the model.
           backward: time of the gradient of its input: a number or a sequence [V].
-          weight: time of the gradient of its weights: a number or a sequence [V]. A backward pass that computes both
-            gradients takes backward + weight.
-          communication: time of a message from one stage to another. Both stages can run passes that do not need the
-            message meanwhile. Between chunks of one stage it is 0.
+          weight: time of the gradient of its weights: a number or a sequence [V]. A backward pass
+            that computes both gradients takes backward + weight.
+          communication: time of a message from one stage to another. Both stages can run passes
+            that do not need the message meanwhile. Between chunks of one stage it is 0.
 
         Raises:
           TypeError: if a time is not a number.
@@ -179,46 +218,67 @@ class Schedule:
         return timing.table_time(self.ticks, self._times(forward, backward, weight, communication))
 
     def stage_times(
-        self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+        self,
+        *,
+        forward: Times = 1,
+        backward: Times = 1,
+        weight: Times = 1,
+        communication: float = 0,
     ) -> tuple[float, ...]:
-        """Return [S], each stage's time from its first pass to its last, at its own pace; arguments as for `table_time`.
+        """Return [S], each stage's time from its first pass to its last, at its own pace.
 
-        Papers on zero bubbles state the longest of them: a step takes so long if every stage begins the next step as soon
-        as it is done. A step of shardopt is synchronous and takes `table_time`: it ends when all stages have ended.
+        Arguments as for `table_time`.
+
+        Papers on zero bubbles state the longest of them: a step takes so long if every stage begins
+        the next step as soon as it is done. A step of shardopt is synchronous and takes
+        `table_time`: it ends when all stages have ended.
         """
         return timing.stage_times(self.ticks, self._times(forward, backward, weight, communication))
 
     def program_time(
-        self, *, forward: Times = 1, backward: Times = 1, weight: Times = 1, communication: float = 0
+        self,
+        *,
+        forward: Times = 1,
+        backward: Times = 1,
+        weight: Times = 1,
+        communication: float = 0,
     ) -> float:
         """Return the time of the compiled program; arguments as for `table_time`.
 
-        In lockstep a tick takes the time of its busiest stage, and then the time of the messages: all stages send after
-        their passes, so no message is hidden. In a schedule of `send_ahead`, neighbours begin to send at the beginning of
-        a tick, and a stage waits for these messages at the end of its tick.
+        In lockstep a tick takes the time of its busiest stage, and then the time of the messages:
+        all stages send after their passes, so no message is hidden. In a schedule of `send_ahead`,
+        neighbours begin to send at the beginning of a tick, and a stage waits for these messages at
+        the end of its tick.
         """
-        return timing.program_time(self.ticks, self._times(forward, backward, weight, communication))
+        return timing.program_time(
+            self.ticks, self._times(forward, backward, weight, communication)
+        )
 
     def table(self) -> dict[str, np.ndarray]:
         """Return the schedule as int32 arrays with one row per tick; -1 means none.
 
-        At tick t, stage s stores arrived messages, then runs its forward, backward and weight pass, then sends.
-        Arrays are [num_ticks, S] unless stated. `weight_*` and `*_deferred` exist only if the weight pass is split off.
+        At tick t, stage s stores arrived messages, then runs its forward, backward and weight pass,
+        then sends. Arrays are [num_ticks, S] unless stated. `weight_*` and `*_deferred` exist only
+        if the weight pass is split off.
 
-        - `forward_micro_batch`, `backward_micro_batch`, `weight_micro_batch`: the micro-batch; -1 is idle.
-        - `forward_chunk`, `backward_chunk`, `weight_chunk`: the chunk of the stage. Its virtual stage is
-          `virtual_stages[s][chunk]`.
-        - `forward_slot`: the activation slot that the forward writes. `backward_slot`, `weight_slot`: the slot that
-          this pass reads.
-        - `forward_shift`: an index of `forward_shifts`, by which the forward's input has just arrived.
-          `forward_waited`: the input slot that holds it. Both are -1 on virtual stage 0, which reads the batch.
-        - `backward_shift`, `backward_waited`: the same for the backward's cotangent, with `backward_shifts` and the
-          cotangent slots. Both are -1 on the last virtual stage, which differentiates the loss.
-        - `forward_arrival` [num_ticks, S, len(forward_shifts)]: the input slot that stores the message arriving by
-          this shift at the start of the tick. It is -1 if the message is used at once, or if none arrives.
+        - `forward_micro_batch`, `backward_micro_batch`, `weight_micro_batch`: the micro-batch; -1
+          is idle.
+        - `forward_chunk`, `backward_chunk`, `weight_chunk`: the chunk of the stage. Its virtual
+          stage is `virtual_stages[s][chunk]`.
+        - `forward_slot`: the activation slot that the forward writes. `backward_slot`,
+          `weight_slot`: the slot that this pass reads.
+        - `forward_shift`: an index of `forward_shifts`, by which the forward's input has just
+          arrived. `forward_waited`: the input slot that holds it. Both are -1 on virtual stage 0,
+          which reads the batch.
+        - `backward_shift`, `backward_waited`: the same for the backward's cotangent, with
+          `backward_shifts` and the cotangent slots. Both are -1 on the last virtual stage, which
+          differentiates the loss.
+        - `forward_arrival` [num_ticks, S, len(forward_shifts)]: the input slot that stores the
+          message arriving by this shift at the start of the tick. It is -1 if the message is used
+          at once, or if none arrives.
         - `backward_arrival` [num_ticks, S, len(backward_shifts)]: the same for cotangent slots.
-        - `backward_deferred`: the deferred slot that the backward writes. `weight_deferred`: the slot that the weight
-          pass reads.
+        - `backward_deferred`: the deferred slot that the backward writes. `weight_deferred`: the
+          slot that the weight pass reads.
 
         Example:
           >>> import shardopt as so
@@ -229,12 +289,15 @@ class Schedule:
         return tick_table(self.ticks, self.slots)
 
     def validate(self) -> None:
-        """Raise an error if the schedule cannot be run; the schedules of `from_ticks` are already checked.
+        """Raise an error if the schedule cannot be run.
+
+        The schedules of `from_ticks` are already checked.
 
         Raises:
-          ValueError: in this order: if tables differ in shape, or virtual stages are not spread evenly; if a pass is
-            missing, runs before its input arrives, or shares its tick, stage and kind with another pass; if values
-            that are live at the same tick share a slot. The error counts all faults and lists the first eight.
+          ValueError: in this order: if tables differ in shape, or virtual stages are not spread
+            evenly; if a pass is missing, runs before its input arrives, or shares its tick, stage
+            and kind with another pass; if values that are live at the same tick share a slot. The
+            error counts all faults and lists the first eight.
         """
         with calling(self.name):
             check(self.ticks, self.slots)
@@ -249,7 +312,8 @@ class Schedule:
         weight: Times = 1,
         communication: float = 0,
     ) -> "Figure":
-        """Draw which pass each stage runs when, in the lockstep program or with stages at their own pace.
+        """Draw which pass each stage runs when, in the lockstep program or with stages at their own
+        pace.
 
         Args:
           path: where to save the picture; the suffix chooses the format, PNG without one.
@@ -265,25 +329,44 @@ class Schedule:
         from shardopt.pipeline._plot import plot
 
         idle_share = self.bubble_rate(
-            forward=forward, backward=backward, weight=weight, communication=communication, pace=pace
+            forward=forward,
+            backward=backward,
+            weight=weight,
+            communication=communication,
+            pace=pace,
         )
         program_kind = " in lockstep" if self.ticks.message_ticks == 1 else ", messages sent ahead"
-        duration = plural(self.num_ticks, "tick") + program_kind if pace == "lockstep" else "stages at their own pace"
+        duration = (
+            plural(self.num_ticks, "tick") + program_kind
+            if pace == "lockstep"
+            else "stages at their own pace"
+        )
         peak = plural(max(self.peak_activations), "activation")
         heading = self._sizes(), f"{duration}, {idle_share:.1%} idle, at most {peak} per stage"
-        return plot(self.ticks, self._times(forward, backward, weight, communication), pace, heading, path)
+        return plot(
+            self.ticks, self._times(forward, backward, weight, communication), pace, heading, path
+        )
 
     def __repr__(self) -> str:
-        sizes = ((self.num_stages, "stage"), (self.num_micro_batches, "micro-batch"), (self.num_chunks, "chunk"))
+        sizes = (
+            (self.num_stages, "stage"),
+            (self.num_micro_batches, "micro-batch"),
+            (self.num_chunks, "chunk"),
+        )
         return f"Schedule({self.name}: {', '.join(plural(count, noun) for count, noun in sizes)})"
 
     def __str__(self) -> str:
-        """Return two lines of numbers, a line of ticks, and one line per stage: F3.1 is forward of micro-batch 3, chunk 1."""
+        """Return two lines of numbers, a line of ticks, and one line per stage: F3.1 is forward of
+        micro-batch 3, chunk 1.
+        """
         peaks = ", ".join(map(str, self.peak_activations))
         numbers = [
             plural(self.num_ticks, "tick"),
             f"bubble {self.bubble_fraction:.1%}",
-            f"as {'a lockstep' if self.ticks.message_ticks == 1 else 'the'} program {self.program_bubble_fraction:.1%}",
+            (
+                f"as {'a lockstep' if self.ticks.message_ticks == 1 else 'the'} program"
+                f" {self.program_bubble_fraction:.1%}"
+            ),
             f"at most {plural(max(self.peak_activations), 'activation')} per stage ({peaks})",
         ]
         return "\n".join([self._sizes(), ", ".join(numbers), "", *_grid(self.ticks)])
@@ -302,5 +385,7 @@ def _grid(ticks: Ticks) -> list[str]:
             for m, tick in enumerate(row):
                 cells[ticks.stage_of[v]][tick] += f"{LETTERS[kind]}{m}{chunk}"
     columns = [["tick", *(f"stage {stage}" for stage in range(ticks.num_stages))]]
-    columns += [[str(tick), *(row[tick] or "." for row in cells)] for tick in range(ticks.num_ticks)]
+    columns += [
+        [str(tick), *(row[tick] or "." for row in cells)] for tick in range(ticks.num_ticks)
+    ]
     return aligned(list(zip(*columns, strict=True)))

@@ -1,4 +1,7 @@
-"""`search`: find a schedule for measured times and a memory limit; each candidate is valid by construction."""
+"""`search`: find a schedule for measured times and a memory limit.
+
+Each candidate is valid by construction.
+"""
 
 import math
 from collections.abc import Iterator
@@ -34,24 +37,28 @@ def search(
     Args:
       num_stages: S.
       num_micro_batches: M.
-      forward: time of a stage's forward of a micro-batch, or a sequence [S] of times if the stages differ.
+      forward: time of a stage's forward of a micro-batch, or a sequence [S] of times if the stages
+        differ.
       backward: time of the gradient of its input: a number or a sequence [S].
       weight: time of the gradient of its weights: a number or a sequence [S].
-      communication: time of a message to the next stage. Both stages can run passes that do not need the message meanwhile.
+      communication: time of a message to the next stage. Both stages can run passes that do not
+        need the message meanwhile.
       memory: the most activations of a micro-batch on a stage, at least 1; by default unlimited.
-      memory_after_backward: the share of an activation that is stored from its backward to its weight pass, from 0 to 1.
-        shardopt stores all of it, and `peak_activations` counts so. Megatron-LM stores 32 h of 34 h + 5 a s bytes a token.
-      synchronous: the time to minimise. True: `table_time`, since a step of shardopt ends on all stages together. False: the
-        longest of `stage_times`, as in papers whose stages begin the next step at once. Equal schedules are compared by the
-        other time, then by the number of activations.
+      memory_after_backward: the share of an activation that is stored from its backward to its
+        weight pass, from 0 to 1. shardopt stores all of it, and `peak_activations` counts so.
+        Megatron-LM stores 32 h of 34 h + 5 a s bytes a token.
+      synchronous: the time to minimise. True: `table_time`, since a step of shardopt ends on all
+        stages together. False: the longest of `stage_times`, as in papers whose stages begin the
+        next step at once. Equal schedules are compared by the other time, then by the number of
+        activations.
 
     Returns:
       A `Schedule`.
 
     Raises:
       TypeError: if a size is not an integer, or a time or the memory is not a number.
-      ValueError: if a size is below 1, there are not as many times as stages, a time is negative, or the memory is out of
-        range.
+      ValueError: if a size is below 1, there are not as many times as stages, a time is negative,
+        or the memory is out of range.
 
     Example:
       >>> import shardopt as so
@@ -61,18 +68,20 @@ def search(
       >>> round(searched.bubble_rate(**times), 3), round(known.bubble_rate(**times), 3)
       (0.153, 0.2)
 
-    Stage s runs a_s forwards, then a backward and a forward in turn, as 1F1B does. a_s never grows from stage to stage, so
-    no stage waits forever. Weight passes run where the stage would wait for a message, where its memory is full, and at the
-    end. The search chooses three numbers for each stage: a_s, its share of the memory, and how far a weight pass may overrun
-    a wait.
+    Stage s runs a_s forwards, then a backward and a forward in turn, as 1F1B does. a_s never grows
+    from stage to stage, so no stage waits forever. Weight passes run where the stage would wait for
+    a message, where its memory is full, and at the end. The search chooses three numbers for each
+    stage: a_s, its share of the memory, and how far a weight pass may overrun a wait.
 
-    The search begins with the a_s of ZB-H1, the a_s of ZB-H2, and with as many forwards as fit before the first backward
-    can begin. It takes the best of these, and changes one number at a time as long as the time decreases. The same arguments
-    give the same schedule. 16 stages and 64 micro-batches take well below a second.
+    The search begins with the a_s of ZB-H1, the a_s of ZB-H2, and with as many forwards as fit
+    before the first backward can begin. It takes the best of these, and changes one number at a
+    time as long as the time decreases. The same arguments give the same schedule. 16 stages and 64
+    micro-batches take well below a second.
 
-    **Bubble**: never above `zero_bubble` if S activations are allowed, and never above `zero_bubble_2` if 2 S - 1 are allowed.
-    ZB-1p and ZB-2p of the paper are this search with `memory` S and 2 S, their `memory_after_backward`, and
-    `synchronous=False`. In lockstep no schedule is below `zero_bubble_lockstep`: this search is for stages at their own pace.
+    **Bubble**: never above `zero_bubble` if S activations are allowed, and never above
+    `zero_bubble_2` if 2 S - 1 are allowed. ZB-1p and ZB-2p of the paper are this search with
+    `memory` S and 2 S, their `memory_after_backward`, and `synchronous=False`. In lockstep no
+    schedule is below `zero_bubble_lockstep`: this search is for stages at their own pace.
 
     **Memory**: at most `memory` activations on every stage.
 
@@ -89,11 +98,25 @@ def search(
     (sending,) = read_times("communication", communication, 1, "message")
     max_activations = num_micro_batches if memory is None else min(memory, num_micro_batches)
     problem = _Problem(
-        num_stages, num_micro_batches, F, B, W, sending, max_activations, memory_after_backward, synchronous
+        num_stages,
+        num_micro_batches,
+        F,
+        B,
+        W,
+        sending,
+        max_activations,
+        memory_after_backward,
+        synchronous,
     )
-    best = _improve(problem, min(_initial_choices(problem), key=lambda choice: _simulate(problem, choice).cost))
-    searched = from_order([" ".join(order) for order in _simulate(problem, best).orders], name="search")
-    known_schedules = [builder(num_stages, num_micro_batches) for builder in (zero_bubble, zero_bubble_2)]
+    best = _improve(
+        problem, min(_initial_choices(problem), key=lambda choice: _simulate(problem, choice).cost)
+    )
+    searched = from_order(
+        [" ".join(order) for order in _simulate(problem, best).orders], name="search"
+    )
+    known_schedules = [
+        builder(num_stages, num_micro_batches) for builder in (zero_bubble, zero_bubble_2)
+    ]
 
     def cost(schedule: Schedule) -> tuple[float, float]:
         times = pass_times(schedule.ticks, forward=F, backward=B, weight=W, communication=sending)
@@ -101,7 +124,11 @@ def search(
         return (total, longest) if synchronous else (longest, total)
 
     return min(
-        [searched, *(schedule for schedule in known_schedules if schedule.num_slots <= max_activations)], key=cost
+        [
+            searched,
+            *(schedule for schedule in known_schedules if schedule.num_slots <= max_activations),
+        ],
+        key=cost,
     )
 
 
@@ -137,8 +164,8 @@ class _Choice(NamedTuple):
     Attributes:
       ahead: forwards before the first backward; never more than on the previous stage.
       memory: the most activations that the stage stores, at least `ahead`.
-      overrun: the share of a weight pass that may run after the awaited message has arrived. With 1, weight passes follow
-        their backwards at once.
+      overrun: the share of a weight pass that may run after the awaited message has arrived. With
+        1, weight passes follow their backwards at once.
     """
 
     ahead: tuple[int, ...]
@@ -154,8 +181,15 @@ class _Outcome(NamedTuple):
 def _initial_choices(problem: _Problem) -> Iterator[_Choice]:
     """Yield the choices with which the search begins."""
     num_stages, max_activations = problem.num_stages, int(problem.memory)
-    zero_bubbles = [[num_stages - s for s in range(num_stages)], [2 * (num_stages - s) - 1 for s in range(num_stages)]]
-    for ahead in [*zero_bubbles, _forwards_that_fit(problem, extra=0), _forwards_that_fit(problem, extra=1)]:
+    zero_bubbles = [
+        [num_stages - s for s in range(num_stages)],
+        [2 * (num_stages - s) - 1 for s in range(num_stages)],
+    ]
+    for ahead in [
+        *zero_bubbles,
+        _forwards_that_fit(problem, extra=0),
+        _forwards_that_fit(problem, extra=1),
+    ]:
         bounded = tuple(max(1, min(forwards, max_activations)) for forwards in ahead)
         for overrun in _SHARES:
             for memory in {problem.memory: None, float(max(bounded)): None}:
@@ -163,7 +197,9 @@ def _initial_choices(problem: _Problem) -> Iterator[_Choice]:
 
 
 def _forwards_that_fit(problem: _Problem, extra: int) -> list[int]:
-    """Return [S], how many forwards each stage can run until its first backward can begin, plus `extra`."""
+    """Return [S], how many forwards each stage can run until its first backward can begin, plus
+    `extra`.
+    """
     starts = [0.0]
     for duration in problem.forward[:-1]:
         starts.append(starts[-1] + duration + problem.communication)
@@ -184,8 +220,11 @@ def _improve(problem: _Problem, choice: _Choice) -> _Choice:
         improved = False
         for candidate in _neighbours(problem, choice):
             cost = _simulate(problem, candidate).cost
-            # sums of times are rounded: without a margin, changes by rounding errors would repeat forever
-            if cost < best and any(a < b - _ROUNDING * (1 + b) for a, b in zip(cost, best, strict=True)):
+            # sums of times are rounded: without a margin, changes by rounding errors would repeat
+            # forever
+            if cost < best and any(
+                a < b - _ROUNDING * (1 + b) for a, b in zip(cost, best, strict=True)
+            ):
                 best, choice, improved = cost, candidate, True
                 break
     return choice
@@ -198,7 +237,9 @@ def _neighbours(problem: _Problem, choice: _Choice) -> Iterator[_Choice]:
             before = tuple(max(forwards, new_ahead) for forwards in choice.ahead[:s])
             after = tuple(min(forwards, new_ahead) for forwards in choice.ahead[s + 1 :])
             ahead = (*before, new_ahead, *after)
-            if min(ahead) >= 1 and all(forwards <= limit for forwards, limit in zip(ahead, choice.memory, strict=True)):
+            if min(ahead) >= 1 and all(
+                forwards <= limit for forwards, limit in zip(ahead, choice.memory, strict=True)
+            ):
                 yield choice._replace(ahead=ahead)
         for share in _SHARES:
             if share != choice.overrun[s]:
@@ -214,7 +255,10 @@ def _replace_at(values: tuple[float, ...], index: int, value: float) -> tuple[fl
 
 
 def _simulate(problem: _Problem, choice: _Choice) -> _Outcome:
-    """Run every stage at its own pace, with weight passes where the choice allows them; return the cost and the orders."""
+    """Run every stage at its own pace, with weight passes where the choice allows them.
+
+    Return the cost and the orders.
+    """
     stages = [_Stage(index, choice) for index in range(problem.num_stages)]
     ready = list(reversed(range(problem.num_stages)))
     while ready:
@@ -229,9 +273,13 @@ def _simulate(problem: _Problem, choice: _Choice) -> _Outcome:
     for stage in stages:
         stage.order += [f"W{m}" for m in range(stage.num_weights, problem.num_micro_batches)]
     ends = [
-        stage.now + (problem.num_micro_batches - stage.num_weights) * problem.weight[stage.index] for stage in stages
+        stage.now + (problem.num_micro_batches - stage.num_weights) * problem.weight[stage.index]
+        for stage in stages
     ]
-    total, longest = max(ends), max(end - stage.begin for end, stage in zip(ends, stages, strict=True))
+    total, longest = (
+        max(ends),
+        max(end - stage.begin for end, stage in zip(ends, stages, strict=True)),
+    )
     peak = max(stage.peak for stage in stages)
     cost = (total, longest, peak) if problem.synchronous else (longest, total, peak)
     return _Outcome(cost, [stage.order for stage in stages])
@@ -261,7 +309,11 @@ class _Stage:
     def activations(self, problem: _Problem) -> float:
         """Return how many activations are stored."""
         num_backwards = len(self.backward_ends)
-        return len(self.forward_ends) - num_backwards + problem.kept_share * (num_backwards - self.num_weights)
+        return (
+            len(self.forward_ends)
+            - num_backwards
+            + problem.kept_share * (num_backwards - self.num_weights)
+        )
 
     def run_weight(self, problem: _Problem) -> None:
         """Run the next weight pass."""
@@ -270,16 +322,22 @@ class _Stage:
         self.num_weights += 1
 
     def run_weights(self, problem: _Problem, arrival: float, *, is_forward: bool) -> None:
-        """Run weight passes while the message of the next pass is awaited, or until a forward has memory."""
+        """Run weight passes while the message of the next pass is awaited, or until a forward has
+        memory.
+        """
         min_wait = (1 - self.overrun) * problem.weight[self.index]
         while self.num_weights < len(self.backward_ends) and (
-            (is_forward and self.activations(problem) > self.memory_limit) or self.now + min_wait <= arrival
+            (is_forward and self.activations(problem) > self.memory_limit)
+            or self.now + min_wait <= arrival
         ):
             self.run_weight(problem)
 
 
 def _run_next_pass(problem: _Problem, stages: list[_Stage], stage: _Stage) -> bool:
-    """Run the next forward or backward of a stage, after weight passes that fit; False if it has no message yet, or is done."""
+    """Run the next forward or backward of a stage, after weight passes that fit.
+
+    False if it has no message yet, or is done.
+    """
     num_forwards, num_backwards = len(stage.forward_ends), len(stage.backward_ends)
     if num_backwards == problem.num_micro_batches:
         return False
@@ -302,7 +360,9 @@ def _run_next_pass(problem: _Problem, stages: list[_Stage], stage: _Stage) -> bo
     return True
 
 
-def _arrival(problem: _Problem, stages: list[_Stage], stage: _Stage, *, is_forward: bool) -> float | None:
+def _arrival(
+    problem: _Problem, stages: list[_Stage], stage: _Stage, *, is_forward: bool
+) -> float | None:
     """Return when the message of the next pass arrives; None if it was not sent yet."""
     if is_forward:
         number, sent = len(stage.forward_ends), stages[stage.index - 1].forward_ends

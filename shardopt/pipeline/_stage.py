@@ -1,4 +1,6 @@
-"""The program of one pipeline stage: it runs its blocks chunk by chunk, and stores in ring buffers what later passes need."""
+"""The program of one pipeline stage: it runs its blocks chunk by chunk, and stores in ring buffers
+what later passes need.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -28,7 +30,10 @@ C = TypeVar("C")
 
 
 class StageFns(Protocol):
-    """A model as functions of local arrays and of m, the number of a micro-batch; all use lists of arrays."""
+    """A model as functions of local arrays and of m, the number of a micro-batch.
+
+    All use lists of arrays.
+    """
 
     @property
     def trained(self) -> Sequence[int]:
@@ -61,16 +66,20 @@ class StageFns(Protocol):
         ...
 
     def reduce(self, dw: Arrays) -> Arrays:
-        """Return the gradients that are summed over micro-batches, from the weight gradients of a block."""
+        """Return the gradients that are summed over micro-batches, from the weight gradients of a
+        block.
+        """
         ...
 
 
 class Sums(NamedTuple):
-    """The sums over micro-batches on one stage: of its own blocks, and of the ends of the model if it holds them.
+    """The sums over micro-batches on one stage: of its own blocks, and of the ends of the model if
+    it holds them.
 
     Attributes:
       blocks: gradients [chunks * k, ...] of the trained weights, in fp32 at least.
-      outer: gradients of the outer weights, in fp32 at least; zeros on stages that hold no end of the model.
+      outer: gradients of the outer weights, in fp32 at least; zeros on stages that hold no end of
+        the model.
       parts: the results of `loss`, stacked [M, ...]; zeros except on the stage of the last block.
     """
 
@@ -88,10 +97,13 @@ class Carry(NamedTuple):
       outputs: ring buffers of the last chunk's outputs, until their loss is computed.
       cotangents: ring buffers of backward messages that wait.
       deferred: ring buffers of what backward passes store for weight passes.
-      arrived_activations: the forward messages that have just arrived, one for each of `forward_shifts`.
-      arrived_cotangents: the backward messages that have just arrived, one for each of `backward_shifts`.
+      arrived_activations: the forward messages that have just arrived, one for each of
+        `forward_shifts`.
+      arrived_cotangents: the backward messages that have just arrived, one for each of
+        `backward_shifts`.
       outgoing_activations: the output of the last tick, if messages are sent ahead; else empty.
-      outgoing_cotangents: the input gradient of the last tick, if messages are sent ahead; else empty.
+      outgoing_cotangents: the input gradient of the last tick, if messages are sent ahead; else
+        empty.
       sums: the sums so far.
     """
 
@@ -185,13 +197,20 @@ class Setup(NamedTuple):
 
         Without `remat` there are none: activations stay in their slot until the weight pass.
         """
-        return self.passes.weight_residuals if self.remat and self.stage.schedule.ticks.weight is not None else ()
+        return (
+            self.passes.weight_residuals
+            if self.remat and self.stage.schedule.ticks.weight is not None
+            else ()
+        )
 
 
 def make_stage(schedule: Schedule, fns: StageFns, weights: Arrays, counts: Counts) -> Stage:
     """Return this stage's blocks as a `Stage`."""
     stage, virtual_stages = jax.lax.axis_index(PIPELINE), np.asarray(schedule.virtual_stages)
-    select_own = lambda values: jnp.asarray(np.asarray(values, np.int32)[virtual_stages])[stage]  # noqa: E731
+
+    def select_own(values):
+        return jnp.asarray(np.asarray(values, np.int32)[virtual_stages])[stage]
+
     return Stage(
         schedule=schedule,
         fns=fns,
@@ -208,18 +227,30 @@ def make_setup(
 ) -> Setup:
     """Return this stage's blocks and the split passes of a block."""
     stage, m = make_stage(schedule, fns, weights, counts), jnp.int32(0)
-    block_args = [*(jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype) for weight in weights), m, m]
+    block_args = [
+        *(jax.ShapeDtypeStruct(weight.shape[1:], weight.dtype) for weight in weights),
+        m,
+        m,
+    ]
     passes = split_backward(fns.block, block_args, stage.x, trained=fns.trained)
-    return Setup(stage, rematerialised(passes, stage.x) if fns.remat_blocks else passes, remat, idle)
+    return Setup(
+        stage, rematerialised(passes, stage.x) if fns.remat_blocks else passes, remat, idle
+    )
 
 
 def initial_carry(setup: Setup) -> Carry:
     """Return the carry before the first tick: empty ring buffers and zero sums."""
     schedule, x, k, idle = setup.stage.schedule, setup.stage.x, setup.stage.num_blocks, setup.idle
-    shapes, num_places = (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
-    loss_at_once = schedule.ticks.forward[-1] == schedule.ticks.backward[-1]  # so no output waits for its loss
+    shapes, num_places = (
+        (x, schedule.num_slots) if setup.remat else (setup.passes.residuals, schedule.num_slots * k)
+    )
+    # so no output waits for its loss
+    loss_at_once = schedule.ticks.forward[-1] == schedule.ticks.backward[-1]
     sends_ahead = schedule.ticks.message_ticks > 1
-    deferred = [*setup.passes.deferred, *(setup.passes.residuals[i] for i in setup.residuals_for_weight)]
+    deferred = [
+        *setup.passes.deferred,
+        *(setup.passes.residuals[i] for i in setup.residuals_for_weight),
+    ]
     return Carry(
         inputs=make_buffers(x, schedule.num_input_slots, idle),
         activations=make_buffers(shapes, num_places, idle),
@@ -235,13 +266,23 @@ def initial_carry(setup: Setup) -> Carry:
 
 
 def _zero_sums(stage: Stage) -> Sums:
-    block_shape = lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype)  # noqa: E731
-    dw = jax.eval_shape(stage.fns.reduce, [block_shape(stage.weights[i]) for i in stage.fns.trained])
+    def block_shape(w):
+        return jax.ShapeDtypeStruct(w.shape[1:], w.dtype)
+
+    dw = jax.eval_shape(
+        stage.fns.reduce, [block_shape(stage.weights[i]) for i in stage.fns.trained]
+    )
     _, outer, parts = jax.eval_shape(stage.fns.loss_grads, jnp.int32(0), stage.x)
     return Sums(
-        blocks=[jnp.zeros((stage.weights[0].shape[0], *leaf.shape), wide_dtype(leaf.dtype)) for leaf in dw],
+        blocks=[
+            jnp.zeros((stage.weights[0].shape[0], *leaf.shape), wide_dtype(leaf.dtype))
+            for leaf in dw
+        ],
         outer=wide_zeros(outer),
-        parts=jax.tree.map(lambda leaf: jnp.zeros((stage.schedule.num_micro_batches, *leaf.shape), leaf.dtype), parts),
+        parts=jax.tree.map(
+            lambda leaf: jnp.zeros((stage.schedule.num_micro_batches, *leaf.shape), leaf.dtype),
+            parts,
+        ),
     )
 
 
@@ -258,11 +299,16 @@ class BufferSlots(NamedTuple):
 
 
 def chunk_forward(
-    chunk: Chunk, block: Callable[[Arrays, Arrays], Arrays], x: Arrays, *, differentiable: bool = False
+    chunk: Chunk,
+    block: Callable[[Arrays, Arrays], Arrays],
+    x: Arrays,
+    *,
+    differentiable: bool = False,
 ) -> Arrays:
     """Run the blocks and store nothing.
 
-    A differentiable program cannot end its loop early, so it skips the blocks that the chunk does not have.
+    A differentiable program cannot end its loop early, so it skips the blocks that the chunk does
+    not have.
     """
 
     def run_block(j: Index, x: Arrays) -> Arrays:
@@ -277,21 +323,33 @@ def chunk_forward(
     return jax.lax.scan(lambda x, j: (step(j, x), None), x, jnp.arange(chunk.num_blocks))[0]
 
 
-def chunk_forward_keeping(chunk: Chunk, passes: Passes, x: Arrays, residuals: BufferSlots) -> tuple[Arrays, Arrays]:
+def chunk_forward_keeping(
+    chunk: Chunk, passes: Passes, x: Arrays, residuals: BufferSlots
+) -> tuple[Arrays, Arrays]:
     """Run the blocks and store the residuals of each; return the output and the buffers."""
 
     def run_block(j: Index, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         x, buffers = carry
         y, block_residuals = passes.forward(chunk.block_args(j), x)
-        return y, _write_block(chunk, residuals._replace(buffers=buffers), j, in_tiles(block_residuals))
+        return y, _write_block(
+            chunk, residuals._replace(buffers=buffers), j, in_tiles(block_residuals)
+        )
 
     return _loop_over_blocks(chunk, (x, residuals.buffers), run_block)
 
 
 def chunk_backward(
-    chunk: Chunk, passes: Passes, residuals: BufferSlots, dy: Arrays, grads: Arrays, reduce: Callable[[Arrays], Arrays]
+    chunk: Chunk,
+    passes: Passes,
+    residuals: BufferSlots,
+    dy: Arrays,
+    grads: Arrays,
+    reduce: Callable[[Arrays], Arrays],
 ) -> tuple[Arrays, Arrays]:
-    """Compute the gradient of the input, and add the reduced gradients of the weights to `grads`; return both."""
+    """Compute the gradient of the input, and add the reduced gradients of the weights to `grads`.
+
+    Return both.
+    """
 
     def run_block(j: Index, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         dy, grads = carry
@@ -304,7 +362,10 @@ def chunk_backward(
 def chunk_backward_deferring(
     chunk: Chunk, passes: Passes, residuals: BufferSlots, dy: Arrays, deferred: BufferSlots
 ) -> tuple[Arrays, Arrays]:
-    """Compute the gradient of the input, and store the inputs of the weight pass; return the gradient and the buffers."""
+    """Compute the gradient of the input, and store the inputs of the weight pass.
+
+    Return the gradient and the buffers.
+    """
 
     def run_block(j: Index, carry: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
         dy, buffers = carry
@@ -322,10 +383,15 @@ def chunk_weight(
     grads: Arrays,
     reduce: Callable[[Arrays], Arrays],
 ) -> Arrays:
-    """Add the reduced gradients of the weights to `grads`; `residuals` are the ones that the weight pass reads."""
+    """Add the reduced gradients of the weights to `grads`.
+
+    `residuals` are the ones that the weight pass reads.
+    """
 
     def run_block(j: Index, grads: Arrays) -> Arrays:
-        dw = passes.weight(chunk.block_args(j), _read_block(chunk, residuals, j), _read_block(chunk, deferred, j))
+        dw = passes.weight(
+            chunk.block_args(j), _read_block(chunk, residuals, j), _read_block(chunk, deferred, j)
+        )
         return add_to_slot(grads, chunk.first + j, reduce(dw))
 
     return _loop_over_blocks(chunk, grads, run_block)
@@ -341,15 +407,22 @@ def _read_block(chunk: Chunk, slots: BufferSlots, j: Index) -> Arrays:
     return [read_slot([buffer], slot * chunk.num_blocks + j)[0] for buffer, slot in pairs]
 
 
-def _loop_over_blocks(chunk: Chunk, carry: C, run_block: Callable[[Index, C], C], *, reverse: bool = False) -> C:
+def _loop_over_blocks(
+    chunk: Chunk, carry: C, run_block: Callable[[Index, C], C], *, reverse: bool = False
+) -> C:
     size = chunk.size
     if isinstance(size, int) and size > 1:
-        scan_step = lambda carry, j: (run_block(j, carry), None)  # noqa: E731
+
+        def scan_step(carry, j):
+            return (run_block(j, carry), None)
+
         return jax.lax.scan(scan_step, carry, jnp.arange(size), reverse=reverse)[0]
-    # The loop ends with the chunk. If XLA knew that a loop turns once, it would dissolve the loop and copy whole ring
-    # buffers into other layouts. XLA does not know that m >= 0, so it cannot tell that `end` is 1. The scope ONE_TURN
-    # names such a loop for tools that read the program.
+    # The loop ends with the chunk. If XLA knew that a loop turns once, it would dissolve the loop
+    # and copy whole ring buffers into other layouts. XLA does not know that m >= 0, so it cannot
+    # tell that `end` is 1. The scope ONE_TURN names such a loop for tools that read the program.
     is_single = isinstance(size, int)
     end = jnp.minimum(chunk.micro_batch, 0) + 1 if is_single else size
     with jax.named_scope(ONE_TURN) if is_single else contextlib.nullcontext():
-        return jax.lax.fori_loop(0, end, lambda i, carry: run_block(end - 1 - i if reverse else i, carry), carry)
+        return jax.lax.fori_loop(
+            0, end, lambda i, carry: run_block(end - 1 - i if reverse else i, carry), carry
+        )

@@ -18,12 +18,16 @@ class Ticks(NamedTuple):
 
     Attributes:
       num_stages: S, the stages that work in parallel.
-      stage_of: [V], the stage that runs each virtual stage. The model runs through the virtual stages in order.
+      stage_of: [V], the stage that runs each virtual stage. The model runs through the virtual
+        stages in order.
       forward: [V, M], the tick of each forward pass.
-      backward: [V, M], the tick of each backward pass. If `weight` is given, it computes only the gradient of the input.
-      weight: [V, M], the tick of each gradient of the weights; None if `backward` computes these gradients as well.
-      message_ticks: the number of ticks after which another stage can use a message. 1: all stages wait for the message at
-        the end of the tick that made it. 2: the message travels while the next tick runs.
+      backward: [V, M], the tick of each backward pass. If `weight` is given, it computes only the
+        gradient of the input.
+      weight: [V, M], the tick of each gradient of the weights; None if `backward` computes these
+        gradients as well.
+      message_ticks: the number of ticks after which another stage can use a message. 1: all stages
+        wait for the message at the end of the tick that made it. 2: the message travels while the
+        next tick runs.
     """
 
     num_stages: int
@@ -35,7 +39,9 @@ class Ticks(NamedTuple):
 
     @property
     def arrival_ticks(self) -> np.ndarray:
-        """[V - 1, 1]: how many ticks a message between virtual stages v and v + 1 takes, in either direction; 1 within a stage."""
+        """[V - 1, 1]: how many ticks a message between virtual stages v and v + 1 takes, in either
+        direction; 1 within a stage.
+        """
         return np.where(np.diff(self.stage_of) == 0, 1, self.message_ticks)[:, None]
 
     @property
@@ -70,8 +76,13 @@ class Ticks(NamedTuple):
         return {kind: np.asarray(table) for kind, table in tables if table is not None}
 
 
-def input_pass_of(kind: str, v: int, m: int, num_virtual_stages: int) -> tuple[str, int, int] | None:
-    """Return the pass (kind, virtual stage, micro-batch) whose result this pass waits for; None for the first virtual stage's forward."""
+def input_pass_of(
+    kind: str, v: int, m: int, num_virtual_stages: int
+) -> tuple[str, int, int] | None:
+    """Return the pass (kind, virtual stage, micro-batch) whose result this pass waits for.
+
+    None for the first virtual stage's forward.
+    """
     if kind == "forward":
         return ("forward", v - 1, m) if v > 0 else None
     if kind == "backward":
@@ -85,13 +96,16 @@ def as_table(array: np.ndarray) -> Table:
 
 
 class Slots(NamedTuple):
-    """The slot that each value takes in its stage's ring buffers until its last use, [V, M] each; -1 if nothing is stored.
+    """The slot that each value takes in its stage's ring buffers until its last use, [V, M] each.
+
+    -1 if nothing is stored.
 
     Attributes:
       activation: the result of a forward pass that its backward or weight pass reads.
       input: a forward message that is not used on the tick of its arrival.
       cotangent: a backward message that is not used on the tick of its arrival.
-      deferred: the values that a backward pass stores for its weight pass; always -1 if no weight passes are split off.
+      deferred: the values that a backward pass stores for its weight pass; always -1 if no weight
+        passes are split off.
     """
 
     activation: Table
@@ -107,9 +121,15 @@ class Slots(NamedTuple):
 def assign_slots(ticks: Ticks) -> Slots:
     """Give each lifetime the lowest free slot on its stage, in the order in which lifetimes start.
 
-    This greedy colouring is optimal on intervals: it takes as many slots as values are live at the worst tick.
+    This greedy colouring is optimal on intervals: it takes as many slots as values are live at the
+    worst tick.
     """
-    return Slots(**{buffer: _assign(ticks, first, last) for buffer, (first, last) in lifetimes(ticks).items()})
+    return Slots(
+        **{
+            buffer: _assign(ticks, first, last)
+            for buffer, (first, last) in lifetimes(ticks).items()
+        }
+    )
 
 
 def _assign(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
@@ -120,7 +140,9 @@ def _assign(ticks: Ticks, first: np.ndarray, last: np.ndarray) -> Table:
     for on_stage in np.split(stored[order], np.flatnonzero(np.diff(stages[order])) + 1):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (last tick, slot), soonest first
-        for start, end, v, m in sorted((int(first[v, m]), int(last[v, m]), v, m) for v, m in on_stage):
+        for start, end, v, m in sorted(
+            (int(first[v, m]), int(last[v, m]), v, m) for v, m in on_stage
+        ):
             while busy and busy[0][0] < start:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             slots[v, m] = heapq.heappop(free) if free else len(busy)
@@ -140,10 +162,13 @@ def num_live(ticks: Ticks, buffer: str) -> np.ndarray:
 
 
 def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the first and the last tick of every stored value, [V, M] each; the last tick is -1 if nothing is stored.
+    """Return the first and the last tick of every stored value, [V, M] each.
 
-    Both ticks count as live. Within a tick arrivals are stored first, then forward, backward and weight run in this order.
-    So a forward must not write into a slot that the backward of the same tick still reads.
+    The last tick is -1 if nothing is stored.
+
+    Both ticks count as live. Within a tick arrivals are stored first, then forward, backward and
+    weight run in this order. So a forward must not write into a slot that the backward of the same
+    tick still reads.
     """
     forward, backward = np.asarray(ticks.forward), np.asarray(ticks.backward)
     weight = None if ticks.weight is None else np.asarray(ticks.weight)
@@ -161,8 +186,8 @@ def lifetimes(ticks: Ticks) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 def shifts(ticks: Ticks) -> dict[str, tuple[int, ...]]:
     """Return by how many stages, modulo S, forward and backward messages move.
 
-    If virtual stage v is on stage v mod S, these are (1,) and (S - 1,): one permute in each direction. A message with shift 0
-    stays on its stage. A single virtual stage has no shifts.
+    If virtual stage v is on stage v mod S, these are (1,) and (S - 1,): one permute in each
+    direction. A message with shift 0 stays on its stage. A single virtual stage has no shifts.
     """
     ahead = np.diff(ticks.stage_of)
     moves = {"forward": ahead % ticks.num_stages, "backward": -ahead % ticks.num_stages}
@@ -181,12 +206,18 @@ def tick_table(ticks: Ticks, slots: Slots) -> dict[str, np.ndarray]:
         table |= _message_columns(ticks, kind, step, np.asarray(wait_slots))
     if ticks.weight is not None:
         for kind in ("backward", "weight"):
-            table[f"{kind}_deferred"] = _by_tick(ticks, ticks.passes[kind], np.asarray(slots.deferred))
+            table[f"{kind}_deferred"] = _by_tick(
+                ticks, ticks.passes[kind], np.asarray(slots.deferred)
+            )
     return table
 
 
-def _message_columns(ticks: Ticks, kind: str, step: int, wait_slots: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the columns with the source, the waiting slot and the arrival of one direction's messages; `step` leads to the receiver."""
+def _message_columns(
+    ticks: Ticks, kind: str, step: int, wait_slots: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the columns with the source, the waiting slot and the arrival of one direction's
+    messages; `step` leads to the receiver.
+    """
     shift_list = shifts(ticks)[kind]
     pass_ticks, stage = ticks.passes[kind], np.asarray(ticks.stage_of)
     shift_of = np.full(pass_ticks.shape, -1)

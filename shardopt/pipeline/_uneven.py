@@ -1,7 +1,9 @@
-"""Blocks that do not divide into equal stages: a stage stores a slice of every block, and runs whole blocks.
+"""Blocks that do not divide into equal stages: a stage stores a slice of every block, and runs
+whole blocks.
 
-JAX cannot cut an array into unequal parts over a mesh axis. So a stack of such blocks, [L, ...], is sharded over pipeline on
-an inner dim, or not at all. One all-to-all a step brings each stage its whole blocks, and another one returns gradients.
+JAX cannot cut an array into unequal parts over a mesh axis. So a stack of such blocks, [L, ...], is
+sharded over pipeline on an inner dim, or not at all. One all-to-all a step brings each stage its
+whole blocks, and another one returns gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +23,17 @@ Dims = Sequence[int | None]
 
 
 def to_schedule(
-    schedule: Schedule, counts: Counts, leaves: Sequence[jax.Array], dims: Dims, specs: Sequence[PartitionSpec]
+    schedule: Schedule,
+    counts: Counts,
+    leaves: Sequence[jax.Array],
+    dims: Dims,
+    specs: Sequence[PartitionSpec],
 ) -> Arrays:
-    """Bring to each stage the blocks that it runs: [L, ..., d / S, ...] -> [chunks * k, ..., d, ...], with k the largest count.
+    """Bring to each stage the blocks that it runs: [L, ..., d / S, ...] -> [chunks * k, ..., d,
+    ...], with k the largest count.
 
-    A chunk with fewer than k blocks is padded with block 0, which nobody runs. `specs` say how leaves are sharded over tensor.
+    A chunk with fewer than k blocks is padded with block 0, which nobody runs. `specs` say how
+    leaves are sharded over tensor.
     """
     rows = jnp.asarray(stage_rows(schedule, counts)[0])
     stage_blocks = rows[jax.lax.axis_index(PIPELINE)]
@@ -41,9 +49,15 @@ def to_schedule(
 
 
 def to_model(
-    schedule: Schedule, counts: Counts, leaves: Sequence[jax.Array], dims: Dims, specs: Sequence[PartitionSpec]
+    schedule: Schedule,
+    counts: Counts,
+    leaves: Sequence[jax.Array],
+    dims: Dims,
+    specs: Sequence[PartitionSpec],
 ) -> Arrays:
-    """Bring blocks, or their gradients, back to the stages that store them: the inverse of `to_schedule`."""
+    """Bring blocks, or their gradients, back to the stages that store them: the inverse of
+    `to_schedule`.
+    """
 
     def redistribute(x: jax.Array, dim: int | None) -> jax.Array:
         if dim is None:
@@ -51,7 +65,9 @@ def to_model(
         return jax.lax.all_to_all(x, PIPELINE, dim, 0, tiled=True)
 
     places = jnp.asarray(stage_rows(schedule, counts)[1])
-    return [jnp.take(x, places, axis=0) for x in _redistribute_each(redistribute, leaves, dims, specs)]
+    return [
+        jnp.take(x, places, axis=0) for x in _redistribute_each(redistribute, leaves, dims, specs)
+    ]
 
 
 def _redistribute_each(
@@ -60,4 +76,6 @@ def _redistribute_each(
     dims: Dims,
     specs: Sequence[PartitionSpec],
 ) -> Arrays:
-    return shard_by_shard(lambda xs: [redistribute(x, dim) for x, dim in zip(xs, dims, strict=True)], leaves, specs)
+    return shard_by_shard(
+        lambda xs: [redistribute(x, dim) for x, dim in zip(xs, dims, strict=True)], leaves, specs
+    )

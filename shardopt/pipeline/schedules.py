@@ -37,8 +37,8 @@ __all__ = [
 def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     """Run every micro-batch forward, then every one backward, in the same order.
 
-    With S stages and M micro-batches, stage s runs forward m at tick m + s. It runs backward m at tick
-    (M + S - 1) + m + (S - 1 - s). Both are in step with the neighbours.
+    With S stages and M micro-batches, stage s runs forward m at tick m + s. It runs backward m at
+    tick (M + S - 1) + m + (S - 1 - s). Both are in step with the neighbours.
 
     Args:
       num_stages: S.
@@ -66,7 +66,8 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
     **Memory**: each stage stores all M activations. No message waits.
 
     References:
-      Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", 2019.
+      Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism",
+      2019.
     """
     check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     stage, micro_batch = np.indices((num_stages, num_micro_batches))
@@ -77,13 +78,16 @@ def gpipe(num_stages: int, num_micro_batches: int) -> Schedule:
 
 @calling("one_f_one_b")
 def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Run forwards until the pipeline is full, then a backward and a forward in turn: 1F1B as Megatron and PyTorch do.
+    """Run forwards until the pipeline is full, then a backward and a forward in turn: 1F1B as
+    Megatron and PyTorch do.
 
-    With S stages, stage s runs min(M, S - s) forwards, then backward and forward in turn, one pass per tick.
-    Neighbours then run different kinds of passes on the same tick. At their own pace they lose no time by that. In
-    lockstep a tick takes as long as the longer pass, and `eager_one_f_one_b` is faster.
+    With S stages, stage s runs min(M, S - s) forwards, then backward and forward in turn, one pass
+    per tick. Neighbours then run different kinds of passes on the same tick. At their own pace they
+    lose no time by that. In lockstep a tick takes as long as the longer pass, and
+    `eager_one_f_one_b` is faster.
 
-    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is
+    `num_micro_batches`.
 
     Example:
       >>> import shardopt as so
@@ -95,26 +99,33 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
       stage 0  F0  F1  .   B0  F2  B1  .   B2
       stage 1  .   F0  B0  F1  B1  F2  B2  .
 
-    **Bubble**: (S - 1) / (M + S - 1) for the table, and more for the lockstep program. With S=4 and M=8: 27% and 40%.
+    **Bubble**: (S - 1) / (M + S - 1) for the table, and more for the lockstep program. With S=4 and
+    M=8: 27% and 40%.
 
-    **Memory**: stage s stores min(M, S - s) activations, half as many as `eager_one_f_one_b`; messages wait.
+    **Memory**: stage s stores min(M, S - s) activations, half as many as `eager_one_f_one_b`;
+    messages wait.
 
     References:
       Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, and
       "Memory-Efficient Pipeline-Parallel DNN Training", 2021, for the order with one flush a step.
     """
     check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
-    orders = [stage_order(num_stages - stage, num_stages, num_micro_batches) for stage in range(num_stages)]
+    orders = [
+        stage_order(num_stages - stage, num_stages, num_micro_batches)
+        for stage in range(num_stages)
+    ]
     return from_order(orders, name="one_f_one_b")
 
 
 @calling("eager_one_f_one_b")
 def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
-    """Run a forward and a backward on every tick, so that no stage waits for another kind of work: 1F1B in lockstep.
+    """Run a forward and a backward on every tick, so that no stage waits for another kind of work:
+    1F1B in lockstep.
 
-    With S stages, stage s runs forward m at tick m + s and backward m at tick m + 2(S - 1) - s. A tick in the middle
-    has a forward and a backward on every stage, so no stage waits for another, however long the two passes take.
-    Forwards run as early as they can, which needs about twice the activations of `one_f_one_b`.
+    With S stages, stage s runs forward m at tick m + s and backward m at tick m + 2(S - 1) - s. A
+    tick in the middle has a forward and a backward on every stage, so no stage waits for another,
+    however long the two passes take. Forwards run as early as they can, which needs about twice the
+    activations of `one_f_one_b`.
 
     Example:
       >>> import shardopt as so
@@ -131,10 +142,12 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
     **Memory**: stage s stores min(M, 2(S - s) - 1) activations. No message waits.
 
-    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is `num_micro_batches`.
+    Arguments, result and errors are the same as for `gpipe`: S is `num_stages`, M is
+    `num_micro_batches`.
 
     References:
-      Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; the timing is shardopt's own.
+      Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021; the timing is
+      shardopt's own.
     """
     check_sizes(num_stages=num_stages, num_micro_batches=num_micro_batches)
     forward, backward = lockstep_ticks(num_stages, num_micro_batches, 1)
@@ -143,7 +156,8 @@ def eager_one_f_one_b(num_stages: int, num_micro_batches: int) -> Schedule:
 
 @calling("interleaved")
 def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a backward per tick.
+    """Cut the model into chunks x stages parts, part v on stage v mod S, and run a forward and a
+    backward per tick.
 
     Args:
       num_stages: S.
@@ -167,24 +181,30 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
       stage 0  F0.0  F1.0  F0.1  F1.1      B0.1      B1.1  B0.0  B1.0
       stage 1  .     F0.0  F1.0  F0.1B0.1  F1.1B1.1  B0.0  B1.0  .
 
-    Micro-batches go round the stages in groups of S: a group goes through chunk 0, then through chunk 1, and so on.
-    The next group follows without a gap. With v chunks, the pass of micro-batch m and chunk c is number
-    k(m, c) = (v (m div S) + c) S + m mod S on its stage. Stage s runs this forward at tick k(m, c) + s, and the
-    backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s). Every message is used on the tick after it is sent.
+    Micro-batches go round the stages in groups of S: a group goes through chunk 0, then through
+    chunk 1, and so on. The next group follows without a gap. With v chunks, the pass of micro-batch
+    m and chunk c is number k(m, c) = (v (m div S) + c) S + m mod S on its stage. Stage s runs this
+    forward at tick k(m, c) + s, and the backward at tick (v S - 1) + k(m, v - 1 - c) + (S - 1 - s).
+    Every message is used on the tick after it is sent.
 
-    **Bubble**: (S - 1) / (v M + S - 1), for the table and for the lockstep program alike. Filling and draining take
-    S - 1 passes of a part that is v times smaller.
+    **Bubble**: (S - 1) / (v M + S - 1), for the table and for the lockstep program alike. Filling
+    and draining take S - 1 passes of a part that is v times smaller.
 
-    **Memory**: stage s stores at most (v + 1) S - 1 - 2 s activations of a chunk. In units of a whole stage, the first
-    stage stores 1 + (S - 1) / (v S) times the S activations of `one_f_one_b`. No message waits.
+    **Memory**: stage s stores at most (v + 1) S - 1 - 2 s activations of a chunk. In units of a
+    whole stage, the first stage stores 1 + (S - 1) / (v S) times the S activations of
+    `one_f_one_b`. No message waits.
 
     **Communication**: v times the messages of 1F1B.
 
     References:
-      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
-      section 2.2.
+      Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
+      Megatron-LM", 2021, section 2.2.
     """
-    sizes = {"num_stages": num_stages, "num_micro_batches": num_micro_batches, "num_chunks": num_chunks}
+    sizes = {
+        "num_stages": num_stages,
+        "num_micro_batches": num_micro_batches,
+        "num_chunks": num_chunks,
+    }
     check_sizes(**sizes)
     check_groups(**sizes)
     forward, backward = lockstep_ticks(**sizes)
@@ -193,10 +213,12 @@ def interleaved(num_stages: int, num_micro_batches: int, num_chunks: int = 2) ->
 
 @calling("looped_breadth_first")
 def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
-    """Cut the model into chunks x stages parts, and run all micro-batches through a chunk before the next chunk begins.
+    """Cut the model into chunks x stages parts, and run all micro-batches through a chunk before
+    the next chunk begins.
 
-    Part u is on stage u mod S, as in `interleaved`. `interleaved` is depth-first: a group of S micro-batches goes through
-    all chunks before the next group. Here the passes of a chunk follow each other, and all forwards precede all backwards.
+    Part u is on stage u mod S, as in `interleaved`. `interleaved` is depth-first: a group of S
+    micro-batches goes through all chunks before the next group. Here the passes of a chunk follow
+    each other, and all forwards precede all backwards.
 
     Args:
       num_stages: S.
@@ -220,11 +242,12 @@ def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: in
       stage 0  F0.0  F1.0  F2.0  F0.1  F1.1  F2.1  .     .     B0.1  B1.1  B2.1  B0.0  B1.0  B2.0
       stage 1  .     F0.0  F1.0  F2.0  F0.1  F1.1  F2.1  B0.1  B1.1  B2.1  B0.0  B1.0  B2.0  .
 
-    **Bubble**: (S - 1) / (v M + S - 1) from M = S on, for the table and for the lockstep program alike. With fewer
-    micro-batches a stage also waits (v - 1)(S - M) passes in each direction for messages from the last stage.
+    **Bubble**: (S - 1) / (v M + S - 1) from M = S on, for the table and for the lockstep program
+    alike. With fewer micro-batches a stage also waits (v - 1)(S - M) passes in each direction for
+    messages from the last stage.
 
-    **Memory**: each stage stores all v M activations of a chunk. With M above S, M - S + 1 messages wait from stage S - 1
-    to stage 0.
+    **Memory**: each stage stores all v M activations of a chunk. With M above S, M - S + 1 messages
+    wait from stage S - 1 to stage 0.
 
     **Communication**: v times the messages of 1F1B.
 
@@ -237,5 +260,7 @@ def looped_breadth_first(num_stages: int, num_micro_batches: int, num_chunks: in
     chunk, stage = divmod(v, num_stages)
     chunk_ticks = max(num_stages, num_micro_batches)
     forward = chunk * chunk_ticks + m + stage
-    backward = forward.max() + 1 + (num_chunks - 1 - chunk) * chunk_ticks + m + (num_stages - 1 - stage)
+    backward = (
+        forward.max() + 1 + (num_chunks - 1 - chunk) * chunk_ticks + m + (num_stages - 1 - stage)
+    )
     return from_ticks(num_stages, forward, backward, name="looped_breadth_first")

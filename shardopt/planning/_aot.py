@@ -1,4 +1,6 @@
-"""`aot`: compile a training step with the real compilers for TPU and GPU, on a machine that has neither."""
+"""`aot`: compile a training step with the real compilers for TPU and GPU, on a machine that has
+neither.
+"""
 
 import math
 import re
@@ -14,7 +16,14 @@ from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import version_numbers, version_of
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._collective import Collective
-from shardopt.hlo._program import Memory, argument_padding, audit, inner_product_flops, memory, read_program
+from shardopt.hlo._program import (
+    Memory,
+    argument_padding,
+    audit,
+    inner_product_flops,
+    memory,
+    read_program,
+)
 from shardopt.hlo._report import Audit
 from shardopt.hlo.proof import Proof
 from shardopt.hlo.proof._prove import source_of
@@ -35,13 +44,13 @@ class AotReport(NamedTuple):
       mesh_shape: mesh axis to size.
       memory: the memory that the compiler planned.
       audit: the collectives of the program.
-      flops: flops of inner products of one device in a step, loops multiplied by their trip counts; None if a trip
-        count is unknown.
+      flops: flops of inner products of one device in a step, loops multiplied by their trip counts;
+        None if a trip count is unknown.
       compile_seconds: seconds of lowering and compiling.
       hbm_bytes: memory of a device.
       text: the compiled program, as HLO text.
-      step_seconds: the duration of a step by the compiler's own estimates, see `so.planning.step_seconds`; unknown on
-        GPU, because XLA:GPU writes no estimates.
+      step_seconds: the duration of a step by the compiler's own estimates, see
+        `so.planning.step_seconds`; unknown on GPU, because XLA:GPU writes no estimates.
     """
 
     topology: str
@@ -62,7 +71,9 @@ class AotReport(NamedTuple):
 
     @property
     def argument_padding(self) -> int:
-        """The part of `argument_bytes` that is padding: shards are smaller than the chip's tiles of 8 x 128 numbers."""
+        """The part of `argument_bytes` that is padding: shards are smaller than the chip's tiles of
+        8 x 128 numbers.
+        """
         return argument_padding(self.text)
 
     @property
@@ -82,12 +93,18 @@ class AotReport(NamedTuple):
 
     @property
     def proof(self) -> Proof:
-        """Whether the compiled program computes the program that XLA was given, found out now: see `so.hlo.prove`."""
+        """Whether the compiled program computes the program that XLA was given, found out now: see
+        `so.hlo.prove`.
+        """
         return self.audit.prove()
 
     def to_json(self) -> dict[str, object]:
         """Return the report as a dict of plain numbers and strings."""
-        extra = {"argument_padding": self.argument_padding, "peak": self.peak_bytes, "hbm": self.hbm_bytes}
+        extra = {
+            "argument_padding": self.argument_padding,
+            "peak": self.peak_bytes,
+            "hbm": self.hbm_bytes,
+        }
         return {
             "topology": self.topology,
             "num_slices": self.num_slices,
@@ -95,26 +112,38 @@ class AotReport(NamedTuple):
             "memory": self.memory._asdict() | extra,
             "flops": self.flops,
             "compile_seconds": round(self.compile_seconds, 2),
-            "collectives": {kind: traffic._asdict() for kind, traffic in self.audit.by_kind().items()},
+            "collectives": {
+                kind: traffic._asdict() for kind, traffic in self.audit.by_kind().items()
+            },
             "step_seconds": self.step_seconds.to_json(),
         }
 
     def __str__(self) -> str:
-        """Return a few lines: memory compared with the chip's, flops, bytes sent over each axis, and the timing."""
+        """Return a few lines: memory compared with the chip's, flops, bytes sent over each axis,
+        and the timing.
+        """
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items() if size > 1)
         slices = f"{self.num_slices} x " if self.num_slices > 1 else ""
         padding_bytes = self.argument_padding
         padding = f", {padding_bytes / 1e9:.2f} of it padding" if padding_bytes else ""
         flops = "unknown flops" if self.flops is None else f"{self.flops / 1e12:.2f} Tflop"
         lines = [
-            f"{slices}{self.topology}, {mesh or 'one device'}: compiled in {self.compile_seconds:.1f} s",
-            f"{self.peak_bytes / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB per device "
-            f"({self.argument_bytes / 1e9:.2f} arguments{padding}, {self.temp_bytes / 1e9:.2f} temporary)",
+            (
+                f"{slices}{self.topology}, {mesh or 'one device'}: compiled in"
+                f" {self.compile_seconds:.1f} s"
+            ),
+            (
+                f"{self.peak_bytes / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB per device"
+                f" ({self.argument_bytes / 1e9:.2f} arguments{padding}, {self.temp_bytes / 1e9:.2f}"
+                " temporary)"
+            ),
             f"{flops} of inner products per device and step",
         ]
         for axes, traffic in self.audit.by_axis().items():
             wire = traffic.wire_bytes
-            sent = "unknown" if wire is None else f"{wire / 1e9:.3f} GB sent in {traffic.calls} calls"
+            sent = (
+                "unknown" if wire is None else f"{wire / 1e9:.3f} GB sent in {traffic.calls} calls"
+            )
             lines.append(f"{' x '.join(axes) if axes else 'mixed axes'}: {sent}")
         return "\n".join([*lines, str(self.step_seconds)])
 
@@ -134,14 +163,15 @@ def aot(
     context: int = 1,
     expert: int = 1,
 ) -> AotReport:
-    """Compile a training step for a TPU or GPU topology with the real compiler, on a machine without such a device.
+    """Compile a training step for a TPU or GPU topology with the real compiler, on a machine
+    without such a device.
 
     Args:
       make: `make(mesh) -> ShardedOptimizer`, such as `lambda mesh: so.fsdp(tx, mesh, model)`.
       abstract_params: shapes of the parameters, from `jax.eval_shape(init, key)`.
       abstract_batch: shapes of the global batch, or arrays, whose shapes alone are read.
-      topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two. For GPUs the number
-        behind the switch of a node, "h100:8"; a100, h100, h200, b200.
+      topology: chip and torus, "v5p:4x4x8"; v4, v5p and tpu7x have three axes, v5e and v6e two. For
+        GPUs the number behind the switch of a node, "h100:8"; a100, h100, h200, b200.
       num_slices: number of slices or nodes.
       data: size of the mesh axis, as in `so.make_mesh`.
       tensor: size of the mesh axis.
@@ -151,15 +181,18 @@ def aot(
       expert: size of the mesh axis.
 
     Returns:
-      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`, `.compile_seconds`.
+      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`,
+      `.compile_seconds`.
 
     Raises:
-      ModuleNotFoundError: if the compiler is not installed: libtpu, or jax's plugin for CUDA with cuDNN.
+      ModuleNotFoundError: if the compiler is not installed: libtpu, or jax's plugin for CUDA with
+        cuDNN.
       TypeError: if `make` does not return a `ShardedOptimizer`.
-      ValueError: if the topology is unknown (the message lists the known forms), or the sizes do not fit its chips.
+      ValueError: if the topology is unknown (the message lists the known forms), or the sizes do
+        not fit its chips.
       ValueError: if the step does not fit into a chip's memory.
-      RuntimeError: for tpu7x, if jax is older than 0.11 and libtpu newer than the one that belongs to it: its jaxlib cannot
-        read such a program back.
+      RuntimeError: for tpu7x, if jax is older than 0.11 and libtpu newer than the one that belongs
+        to it: its jaxlib cannot read such a program back.
 
     Example:
       >>> import shardopt as so
@@ -170,22 +203,30 @@ def aot(
       Fix: write it as v5p:4x4x4; its chips form a torus of 3 axes.
 
     Note:
-      Nothing is allocated: parameters and batch are shapes. The mesh comes from `so.make_mesh`, which follows the torus
-      and puts data (or replica) across slices. XLA:GPU normally chooses kernels by timing them on the GPU. Without a
-      GPU it takes the kernels that it ranks first. So a program compiled on a GPU may use other kernels and other
-      scratch memory.
+      Nothing is allocated: parameters and batch are shapes. The mesh comes from `so.make_mesh`,
+      which follows the torus and puts data (or replica) across slices. XLA:GPU normally chooses
+      kernels by timing them on the GPU. Without a GPU it takes the kernels that it ranks first. So
+      a program compiled on a GPU may use other kernels and other scratch memory.
     """
     chip, dims = parse_topology(topology)
     devices = topology_devices(topology, num_slices=num_slices)
     if chip.name == "tpu7x":
         _check_versions()
-    mesh = make_mesh(data, tensor, pipeline, replica=replica, context=context, expert=expert, devices=devices)
+    mesh = make_mesh(
+        data, tensor, pipeline, replica=replica, context=context, expert=expert, devices=devices
+    )
     opt = make(mesh)
     if not isinstance(opt, ShardedOptimizer):
         fix = "return a strategy, such as so.fsdp(tx, mesh, model)."
-        raise TypeError(format_error("aot", f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix))
+        raise TypeError(
+            format_error(
+                "aot", f"make must return a ShardedOptimizer, got {type(opt).__name__}.", fix=fix
+            )
+        )
     start = time.perf_counter()
-    shapes = jax.tree.map(lambda leaf: abstract(leaf) if is_array_like(leaf) else leaf, abstract_batch)
+    shapes = jax.tree.map(
+        lambda leaf: abstract(leaf) if is_array_like(leaf) else leaf, abstract_batch
+    )
     lowered = opt.step.lower(opt.abstract_state(abstract_params), shapes)
     compiled = _compile(lowered, topology, chip)
     seconds = time.perf_counter() - start
@@ -198,29 +239,44 @@ def aot(
         num_slices=num_slices,
         mesh_shape=dict(mesh.shape),
         memory=memory(compiled),
-        audit=audit(text, mesh=dict(mesh.shape), schedule=schedule)._replace(source=source_of(compiled, lowered, text)),
+        audit=audit(text, mesh=dict(mesh.shape), schedule=schedule)._replace(
+            source=source_of(compiled, lowered, text)
+        ),
         flops=inner_product_flops(text, schedule=schedule),
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,
         text=text,
-        step_seconds=walk_schedule(read_program(text, (), mesh=mesh), hardware_of(devices), schedule),
+        step_seconds=walk_schedule(
+            read_program(text, (), mesh=mesh), hardware_of(devices), schedule
+        ),
     )
 
 
 def _check_versions() -> None:
-    """Refuse jax and libtpu that cannot compile for tpu7x together. By default its collectives run on the SparseCore."""
+    """Refuse jax and libtpu that cannot compile for tpu7x together.
+
+    By default its collectives run on the SparseCore.
+    """
     version = version_of("libtpu")
     if jax.__version_info__ < (0, 11) and version_numbers(version) >= _UNREADABLE:
         raise _unreadable(f"a program of libtpu {version} for tpu7x")
 
 
 _UNREADABLE = (0, 0, 50)
-"""The first libtpu that was tried whose SparseCore collectives a jaxlib before 0.11 cannot read; 0.0.42 is readable."""
+"""The first libtpu that was tried whose SparseCore collectives a jaxlib before 0.11 cannot read;
+0.0.42 is readable.
+"""
 
 
 def _unreadable(program: str) -> RuntimeError:
-    problem = f"jaxlib {version_of('jaxlib')} cannot read {program} back: async-update with several operands."
-    fix = "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax: pip install 'jax[tpu]'."
+    problem = (
+        f"jaxlib {version_of('jaxlib')} cannot read {program} back: async-update with several"
+        " operands."
+    )
+    fix = (
+        "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax: pip"
+        " install 'jax[tpu]'."
+    )
     return RuntimeError(format_error("aot", problem, fix=fix))
 
 
@@ -231,11 +287,16 @@ def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
         text = str(error)
         if "async-update instruction should have" in text:
             raise _unreadable(f"the program for {topology}") from error
-        internal = text.startswith("INTERNAL") or ("RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower())
+        internal = text.startswith("INTERNAL") or (
+            "RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower()
+        )
         if "vmem" in text.lower() or internal:
-            raise  # the error of a kernel with too little scratch memory on a core needs no explanation
+            # the error of a kernel with too little scratch memory on a core needs no explanation
+            raise
         used = re.search(r"[Uu]sed ([\d.]+[KMGT]?) of ([\d.]+[KMGT]?) (\w+)", text)
-        need = f" (it needs {used[1]} of {used[2]} {used[3]})" if used else f": {text.splitlines()[0]}"
+        need = (
+            f" (it needs {used[1]} of {used[2]} {used[3]})" if used else f": {text.splitlines()[0]}"
+        )
         raise _does_not_fit(topology, chip, need) from error
     # XLA:GPU finds out only when the program runs
     if not chip.torus_dims and (peak := memory(compiled).peak) > chip.memory_bytes:
@@ -245,5 +306,8 @@ def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
 
 def _does_not_fit(topology: str, chip: Hardware, need: str) -> ValueError:
     problem = f"the step does not fit into a chip of {topology}, {chip.memory_bytes:,} bytes{need}."
-    fix = "shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; so.plan ranks them."
+    fix = (
+        "shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches;"
+        " so.plan ranks them."
+    )
     return ValueError(format_error("aot", problem, fix=fix))

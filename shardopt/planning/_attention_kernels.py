@@ -1,4 +1,6 @@
-"""Flops and final schedules of splash attention's kernels, which compute whole tiles of a causal mask."""
+"""Flops and final schedules of splash attention's kernels, which compute whole tiles of a causal
+mask.
+"""
 
 import math
 import re
@@ -13,18 +15,28 @@ KERNELS = {"fwd": (1, 1), "dq": (2, 1), "fused": (3, 2), "dkv": (2, 2)}
 """Kernel to the number of products per tile: (with the width of keys, with the width of values)."""
 FORWARD = KERNELS["fwd"]
 BACKWARD = KERNELS["fused"]
-"""The products of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and their gradients again."""
+"""The products of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and
+their gradients again.
+"""
 
 
 def splash_flops(
-    key_products: int, value_products: int, *, heads: int, length: int, keys: int, values: int, block: int = TILE
+    key_products: int,
+    value_products: int,
+    *,
+    heads: int,
+    length: int,
+    keys: int,
+    values: int,
+    block: int = TILE,
 ) -> float:
     """Return the flops of a kernel for one row.
 
     A row has n blocks of positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
 
     Args:
-      key_products: number of products with the width of keys: scores, and gradients of queries and keys.
+      key_products: number of products with the width of keys: scores, and gradients of queries and
+        keys.
       value_products: number of products with the width of values.
       heads: query heads.
       length: T, positions.
@@ -37,21 +49,29 @@ def splash_flops(
       True
     """
     tiles = max(length // block, 1)
-    return 2.0 * (key_products * keys + value_products * values) * heads * length**2 * (tiles + 1) / (2 * tiles)
+    return (
+        2.0
+        * (key_products * keys + value_products * values)
+        * heads
+        * length**2
+        * (tiles + 1)
+        / (2 * tiles)
+    )
 
 
 class KernelCall(NamedTuple):
     """A call of an attention kernel on one row or more.
 
     Attributes:
-      kernel: "fwd", "dq", "dkv" or "fused" of jax, or "splash_forward_N" or "splash_backward_N" of shardopt with N heads of
-        queries a step; all also with "_segmented".
+      kernel: "fwd", "dq", "dkv" or "fused" of jax, or "splash_forward_N" or "splash_backward_N" of
+        shardopt with N heads of queries a step; all also with "_segmented".
       block: positions of a block of queries, and of keys.
       rows: rows and heads, B x H.
       length: T, positions.
       width: width of a head.
-      parallel: parts of the work that the cores of a device can share. jax's backward kernels share rows alone, its
-        forward kernel shares heads too. shardopt's forward kernel shares its steps of heads, and its backward kernel groups.
+      parallel: parts of the work that the cores of a device can share. jax's backward kernels share
+        rows alone, its forward kernel shares heads too. shardopt's forward kernel shares its steps
+        of heads, and its backward kernel groups.
     """
 
     kernel: str
@@ -63,7 +83,9 @@ class KernelCall(NamedTuple):
 
 
 class Bundles(NamedTuple):
-    """VLIW bundles of a kernel's final schedule: in a step of its grid, more in a visible tile, and in a row of blocks."""
+    """VLIW bundles of a kernel's final schedule: in a step of its grid, more in a visible tile, and
+    in a row of blocks.
+    """
 
     step: float
     tile: float
@@ -116,11 +138,15 @@ SCHEDULED = {
     ("v6e", "fwd_segmented", 1024, 128): Bundles(256, 4752, 476),
     ("v6e", "fused_segmented", 1024, 128): Bundles(246, 6046, 59.5),
 }
-"""(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52 (`benchmarks/results/kernel_schedules.json`)."""
+"""(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52
+(`benchmarks/results/kernel_schedules.json`).
+"""
 
 
 def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
-    """Return the cycles of a call on one core by the final schedule of its kernel; None if the schedule is not known.
+    """Return the cycles of a call on one core by the final schedule of its kernel.
+
+    None if the schedule is not known.
 
     A core starts one bundle a cycle. Stalls are not counted.
 
@@ -134,7 +160,8 @@ def scheduled_cycles(chip: str, call: KernelCall) -> float | None:
         return None
     blocks = max(call.length // call.block, 1)
     tiles = blocks * (blocks + 1) // 2
-    steps = tiles if call.kernel.startswith("splash_") else blocks**2  # jax visits hidden tiles, and computes nothing
+    # jax visits hidden tiles, and computes nothing
+    steps = tiles if call.kernel.startswith("splash_") else blocks**2
     return call.rows * (steps * bundles.step + tiles * bundles.tile + blocks * bundles.row)
 
 
@@ -154,10 +181,12 @@ def kernel_call(line: Instruction, inputs: list[str], chip: str) -> KernelCall |
     Args:
       line: the instruction. jax writes the sizes of blocks into its attributes.
       chip: its VMEM decides how many heads share a step of shardopt's kernels.
-      inputs: shapes of its inputs. In jax's kernels queries are the first floats, and a table has the visible tiles of every
-        block of queries.
+      inputs: shapes of its inputs. In jax's kernels queries are the first floats, and a table has
+        the visible tiles of every block of queries.
     """
-    floats = [_dims(shape) for shape in inputs if shape.startswith(_FLOATS) and len(_dims(shape)) >= 3]
+    floats = [
+        _dims(shape) for shape in inputs if shape.startswith(_FLOATS) and len(_dims(shape)) >= 3
+    ]
     if re.search("splash_(forward|backward)", line.name) and len(floats) > 2:
         return _our_call(line, inputs, floats, chip)
     match = re.search(r"splash_mha_(fwd|dq|dkv)(_segmented)?_(no_)?residuals", line.name)
@@ -166,24 +195,40 @@ def kernel_call(line: Instruction, inputs: list[str], chip: str) -> KernelCall |
     kernel, (*leading, heads, T, K) = match[1], floats[0]
     B = math.prod(leading)
     kernel, block = _jax_kernel(kernel, line)
-    if not any(_dims(shape)[-2:] == (T // block,) * 2 for shape in inputs if shape.startswith(("s8", "s32"))):
+    if not any(
+        _dims(shape)[-2:] == (T // block,) * 2
+        for shape in inputs
+        if shape.startswith(("s8", "s32"))
+    ):
         return None
-    return KernelCall(kernel + (match[2] or ""), block, B * heads, T, K, B * heads if kernel == "fwd" else B)
+    return KernelCall(
+        kernel + (match[2] or ""), block, B * heads, T, K, B * heads if kernel == "fwd" else B
+    )
 
 
 def _jax_kernel(phase: str, line: Instruction) -> tuple[str, int]:
-    """Return which kernel of jax runs in a phase, and its block of queries, from what jax writes on the instruction."""
+    """Return which kernel of jax runs in a phase, and its block of queries, from what jax writes on
+    the instruction.
+    """
     size = re.search(rf'block_q{"" if phase == "fwd" else "_" + phase}\\*": (\d+)', line.rest)
-    fused = phase == "dkv" and len(elements(line.shape)) == 3  # it returns gradients of queries, too
+    # it returns gradients of queries, too
+    fused = phase == "dkv" and len(elements(line.shape)) == 3
     return "fused" if fused else phase, int(size[1]) if size else TILE
 
 
-def _our_call(line: Instruction, inputs: list[str], floats: list[tuple[int, ...]], chip: str) -> KernelCall | None:
-    """Return the call of a kernel of shardopt; its list of tiles, or its stated flops, tell whether the mask is causal."""
+def _our_call(
+    line: Instruction, inputs: list[str], floats: list[tuple[int, ...]], chip: str
+) -> KernelCall | None:
+    """Return the call of a kernel of shardopt.
+
+    Its list of tiles, or its stated flops, tell whether the mask is causal.
+    """
     query, key, value_width = floats[0], floats[-1], floats[-1][3]
     (B, H, T, K), G = query, key[1]
     blocks, memory = T // TILE, vmem({"v4": "TPU v4", "v6e": "TPU v6 lite"}.get(chip, chip))
-    segments = "_segmented" * any(shape.startswith("s32") and len(_dims(shape)) == 3 for shape in inputs)
+    segments = "_segmented" * any(
+        shape.startswith("s32") and len(_dims(shape)) == 3 for shape in inputs
+    )
     if T % TILE or not line.shape.startswith("(bf16"):
         return None
     if "splash_backward" in line.name:
@@ -191,19 +236,25 @@ def _our_call(line: Instruction, inputs: list[str], floats: list[tuple[int, ...]
         heads = _splash_backward.heads_of_step(query, key, value_width, T, "bfloat16", memory)
         name, parallel = f"splash_backward_{heads}", B * G
     else:
-        causal = kernel_flops(line, inputs) == splash_flops(*FORWARD, heads=B * H, length=T, keys=K, values=value_width)
+        causal = kernel_flops(line, inputs) == splash_flops(
+            *FORWARD, heads=B * H, length=T, keys=K, values=value_width
+        )
         heads = max(_splash_forward.heads_of_step(query, key, value_width, "bfloat16", memory), 1)
         name, parallel = f"splash_forward_{heads}", B * H // heads
     return KernelCall(name + segments, TILE, B * H, T, K, parallel) if causal else None
 
 
 def kernel_flops(line: Instruction, inputs: list[str]) -> float:
-    """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash attention; else 0."""
+    """Return the flops of a Pallas kernel: its stated flops, or `splash_flops` for splash
+    attention; else 0.
+    """
     if stated := _STATED_FLOPS.search(line.rest):
         return float(stated[1])
     if "splash" not in line.name:
         return 0.0
-    sizes = [dims for shape in inputs if len(dims := _dims(shape)) >= 3 and shape.startswith(_FLOATS)]
+    sizes = [
+        dims for shape in inputs if len(dims := _dims(shape)) >= 3 and shape.startswith(_FLOATS)
+    ]
     if not sizes:
         return 0.0
     *heads, length, width = max(sizes, key=math.prod)
@@ -211,7 +262,9 @@ def kernel_flops(line: Instruction, inputs: list[str]) -> float:
     phase = next((phase for phase in ("fwd", "dq", "dkv") if f"_{phase}" in line.name), "dkv")
     kernel, block = _jax_kernel(phase, line)
     widths = {"keys": width, "values": min(value_width, width)}
-    return splash_flops(*KERNELS[kernel], heads=math.prod(heads), length=length, block=block, **widths)
+    return splash_flops(
+        *KERNELS[kernel], heads=math.prod(heads), length=length, block=block, **widths
+    )
 
 
 _FLOATS = ("bf16", "f16", "f32")
@@ -219,4 +272,8 @@ _STATED_FLOPS = re.compile(r'"cost_estimate":\{[^}]*"flops":"?(\d+)')
 
 
 def _dims(shape: str) -> tuple[int, ...]:
-    return tuple(int(dim) for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",") if dim.isdigit())
+    return tuple(
+        int(dim)
+        for dim in arrays(shape)[0].partition("[")[2].rstrip("]").split(",")
+        if dim.isdigit()
+    )

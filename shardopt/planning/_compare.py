@@ -1,4 +1,6 @@
-"""`compare`: predicted and measured times, of each kind of collective and of the most expensive operations."""
+"""`compare`: predicted and measured times, of each kind of collective and of the most expensive
+operations.
+"""
 
 import math
 import os
@@ -71,8 +73,8 @@ class Comparison(NamedTuple):
       measured: seconds of all operations together. Operations that run at the same time count each.
       collectives: the longest first.
       operations: the ten most expensive operations, collectives included.
-      unmatched: operations of the profile that the program does not have, and other programs, each with its time;
-        collectives of the program that the profile does not have.
+      unmatched: operations of the profile that the program does not have, and other programs, each
+        with its time; collectives of the program that the profile does not have.
     """
 
     program: str
@@ -86,19 +88,33 @@ class Comparison(NamedTuple):
         """Return both tables, and what has no match."""
         heading = ("predicted ms", "measured ms", "ratio", "calls")
         collective_rows = [
-            (*_cells(x.predicted, x.measured, x.calls), x.kind, " x ".join(x.axes or ()) or "mixed axes")
+            (
+                *_cells(x.predicted, x.measured, x.calls),
+                x.kind,
+                " x ".join(x.axes or ()) or "mixed axes",
+            )
             for x in self.collectives
         ]
         operation_rows = [
-            (*_cells(x.predicted, x.measured, x.calls), x.name, source_and_name(x.source, x.op_name))
+            (
+                *_cells(x.predicted, x.measured, x.calls),
+                x.name,
+                source_and_name(x.source, x.op_name),
+            )
             for x in self.operations
         ]
         step = f"{self.program}: operations of {self.measured * 1e3:.3f} ms measured"
-        step += "" if self.predicted is None else f", a step of {self.predicted * 1e3:.3f} ms predicted"
+        step += (
+            "" if self.predicted is None else f", a step of {self.predicted * 1e3:.3f} ms predicted"
+        )
         lines = [step + " (per step and device)"]
         lines += ["", *_table([(*heading, "collective", "axes"), *collective_rows])]
         lines += ["", *_table([(*heading, "operation", "where"), *operation_rows])]
-        lines += ["", "without a match:", *(f"  {text}" for text in self.unmatched)] if self.unmatched else []
+        lines += (
+            ["", "without a match:", *(f"  {text}" for text in self.unmatched)]
+            if self.unmatched
+            else []
+        )
         return "\n".join(lines)
 
 
@@ -110,15 +126,17 @@ def compare(
     *args: PyTree,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
 ) -> Comparison:
-    """Compare a recorded profile with a plan: predicted and measured times of collectives and of operations.
+    """Compare a recorded profile with a plan: predicted and measured times of collectives and of
+    operations.
 
     Args:
-      profile: the folder of a jax profile, such as "profile" of `so.fit(profile=...)`; of several recordings the newest is
-        read. Or an `.xplane.pb` file.
-      plan: `so.aot(...)`, which predicts each operation on TPU, or `so.plan(...)` or one of its predictions, which predict
-        collectives. Of `so.plan(...)` the fastest layout with the mesh of the program is taken.
-      program: the program that ran, as in `so.audit`: `opt.step`. It says which collective an operation is. By default the
-        program of `so.aot`.
+      profile: the folder of a jax profile, such as "profile" of `so.fit(profile=...)`; of several
+        recordings the newest is read. Or an `.xplane.pb` file.
+      plan: `so.aot(...)`, which predicts each operation on TPU, or `so.plan(...)` or one of its
+        predictions, which predict collectives. Of `so.plan(...)` the fastest layout with the mesh
+        of the program is taken.
+      program: the program that ran, as in `so.audit`: `opt.step`. It says which collective an
+        operation is. By default the program of `so.aot`.
       *args: arguments of the program, as in `so.audit`: `state, batch`.
       mesh: the mesh, as in `so.audit`.
 
@@ -135,10 +153,12 @@ def compare(
         - in the same cases as `so.audit`.
 
     Note:
-      - The time of a collective is measured on the device: the wait for the slowest device counts. An asynchronous one
-        counts where the device starts it and where it waits for it. The prediction is of the transfer alone.
-      - The prediction of `so.plan` is for other operations than the compiler chooses: a reduce-scatter may run as an
-        all-reduce. Both then stand in the table, each without its counterpart.
+      - The time of a collective is measured on the device: the wait for the slowest device counts.
+        An asynchronous one counts where the device starts it and where it waits for it. The
+        prediction is of the transfer alone.
+      - The prediction of `so.plan` is for other operations than the compiler chooses: a
+        reduce-scatter may run as an all-reduce. Both then stand in the table, each without its
+        counterpart.
       - On simulated CPU devices, times say how the machine is loaded, and nothing about a network.
     """
     text_or_program, mesh = _program_of(plan, program, mesh)
@@ -149,12 +169,16 @@ def compare(
     if name not in programs:
         others = ", ".join(sorted(programs)) or "none"
         fix = "pass the program that ran while the profile was recorded, or record a step of it."
-        raise ValueError(error_text(f"the profile has no run of {name}. It has: {others}.", fix=fix))
+        raise ValueError(
+            error_text(f"the profile has no run of {name}. It has: {others}.", fix=fix)
+        )
     measured = programs[name]
     instructions = {x.name: x for lines in parsed.module.computations.values() for x in lines}
     kinds = {x.name: (x.kind, x.axes) for x in audited.collectives}
     kinds |= {
-        x.name: kinds[start] for x in instructions.values() if (start := _start_of(x, kinds)) and x.name not in kinds
+        x.name: kinds[start]
+        for x in instructions.values()
+        if (start := _start_of(x, kinds)) and x.name not in kinds
     }
     total, of_collectives, of_operations = _predicted(plan, parsed.sizes)
     frames = read_frames(parsed.text)
@@ -195,15 +219,27 @@ def _program_of(
         return program, mesh
     if not isinstance(plan, AotReport):
         problem = "without the program, operations of the profile cannot be told apart."
-        raise ValueError(error_text(problem, fix="pass it: compare(profile, plan, opt.step, state, batch)."))
+        raise ValueError(
+            error_text(problem, fix="pass it: compare(profile, plan, opt.step, state, batch).")
+        )
     return plan.text, plan.mesh_shape
 
 
 def _start_of(line: Instruction, kinds: Mapping[str, object]) -> str | None:
-    """Return the collective that an instruction ends, such as an all-gather-done; None if it ends none."""
+    """Return the collective that an instruction ends, such as an all-gather-done.
+
+    None if it ends none.
+    """
     if not line.opcode.endswith("-done"):
         return None
-    return next((name for operand in operands(line) if (name := operand.rpartition("%")[2].strip()) in kinds), None)
+    return next(
+        (
+            name
+            for operand in operands(line)
+            if (name := operand.rpartition("%")[2].strip()) in kinds
+        ),
+        None,
+    )
 
 
 _Kind = tuple[str, tuple[str, ...] | None]
@@ -212,27 +248,38 @@ _Kind = tuple[str, tuple[str, ...] | None]
 def _predicted(
     plan: AotReport | Plans | Prediction, sizes: Mapping[str, int]
 ) -> tuple[float | None, dict[_Kind, float], dict[str, float]]:
-    """Return the predicted seconds of a step, of the collectives by kind and axes, and of operations by name."""
+    """Return the predicted seconds of a step, of the collectives by kind and axes, and of
+    operations by name.
+    """
     if isinstance(plan, AotReport):
         step = plan.step_seconds
-        operations = {operation.name.rpartition(" ")[2]: operation.seconds for operation in step.all_operations}
+        operations = {
+            operation.name.rpartition(" ")[2]: operation.seconds
+            for operation in step.all_operations
+        }
         collectives: dict[_Kind, float] = {kind: time for kind, time in step.collectives.items()}  # noqa: C416
         return step.total, collectives, operations
     prediction = plan if isinstance(plan, Prediction) else _layout_of(plan, sizes)
     collectives = defaultdict(float)
     for transfer, seconds in zip(prediction.transfers, prediction.transfer_seconds, strict=True):
         used = {axis for axis in (transfer.axis, *transfer.also) if prediction.mesh[axis] > 1}
-        collectives[transfer.kind, tuple(axis for axis in prediction.mesh if axis in used)] += seconds
+        collectives[transfer.kind, tuple(axis for axis in prediction.mesh if axis in used)] += (
+            seconds
+        )
     return prediction.time.total, dict(collectives), {}
 
 
 def _layout_of(plans: Plans, sizes: Mapping[str, int]) -> Prediction:
-    above_one = lambda mesh: {axis: size for axis, size in mesh.items() if size > 1}  # noqa: E731
+    def above_one(mesh):
+        return {axis: size for axis, size in mesh.items() if size > 1}
+
     for prediction in plans.ranked:
         if above_one(prediction.mesh) == above_one(sizes):
             return prediction
     problem = f"no layout of the plan has the mesh of the program, {above_one(sizes)}."
-    raise ValueError(error_text(problem, fix="plan for this mesh: so.planning.predict(workload, layout, ...)."))
+    raise ValueError(
+        error_text(problem, fix="plan for this mesh: so.planning.predict(workload, layout, ...).")
+    )
 
 
 def _collectives(
@@ -262,7 +309,10 @@ def _unmatched(
 ) -> tuple[str, ...]:
     operations = programs[name].operations
     others = sorted(
-        ((module, math.fsum(x.seconds for x in other.operations.values())) for module, other in programs.items()),
+        (
+            (module, math.fsum(x.seconds for x in other.operations.values()))
+            for module, other in programs.items()
+        ),
         key=lambda pair: -pair[1],
     )
     return (
@@ -276,12 +326,20 @@ def _unmatched(
             for op, (kind, _) in collectives.items()
             if op not in operations
         ),
-        *(f"{module}: {seconds * 1e3:.3f} ms a run, another program" for module, seconds in others if module != name),
+        *(
+            f"{module}: {seconds * 1e3:.3f} ms a run, another program"
+            for module, seconds in others
+            if module != name
+        ),
     )
 
 
-def _cells(predicted: float | None, measured: float | None, calls: float) -> tuple[str, str, str, str]:
-    text = lambda seconds: "-" if seconds is None else f"{seconds * 1e3:.4g}"  # noqa: E731
+def _cells(
+    predicted: float | None, measured: float | None, calls: float
+) -> tuple[str, str, str, str]:
+    def text(seconds):
+        return "-" if seconds is None else f"{seconds * 1e3:.4g}"
+
     ratio = f"{measured / predicted:.2f}" if predicted and measured is not None else "-"
     return text(predicted), text(measured), ratio, f"{calls:g}"
 

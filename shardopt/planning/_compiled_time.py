@@ -1,4 +1,6 @@
-"""Estimate the time of a compiled TPU program: walk its schedule with XLA's own estimates and published link rates."""
+"""Estimate the time of a compiled TPU program: walk its schedule with XLA's own estimates and
+published link rates.
+"""
 
 import dataclasses
 import math
@@ -30,8 +32,8 @@ class Operation(NamedTuple):
       waits: whether it is a collective that the TensorCore waits for.
       op_name: its name in jax, such as "jit(step)/dot_general".
       source: "file:line" of the user's code; "" if the program does not contain it.
-      basis: of a Pallas kernel: "scheduled" by its final schedule, "stated" by its flops at the chip's peak, or "bytes";
-        "" for other operations.
+      basis: of a Pallas kernel: "scheduled" by its final schedule, "stated" by its flops at the
+        chip's peak, or "bytes"; "" for other operations.
     """
 
     name: str
@@ -44,7 +46,9 @@ class Operation(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A bar of the timeline: `where` is "compute" or "exposed" on the TensorCore, or the mesh axes of a transfer."""
+    """A bar of the timeline: `where` is "compute" or "exposed" on the TensorCore, or the mesh axes
+    of a transfer.
+    """
 
     where: str
     start: float
@@ -55,7 +59,8 @@ class StepSeconds(NamedTuple):
     """Estimated seconds of one execution of a compiled program on a device; `print` shows them.
 
     Attributes:
-      total: compute + exposed. Without estimates `total`, `compute`, `exposed` and `hidden` are None.
+      total: compute + exposed. Without estimates `total`, `compute`, `exposed` and `hidden` are
+        None.
       compute: seconds that the TensorCore computes.
       exposed: seconds that the TensorCore waits for other devices.
       hidden: seconds of transfers that overlap with computation.
@@ -81,14 +86,28 @@ class StepSeconds(NamedTuple):
     def to_json(self) -> dict[str, object]:
         """Return a dict of plain numbers and strings, with ten operations and without the timeline."""
         operations = [operation._asdict() for operation in self.operations]
-        collectives = {f"{kind} over {' x '.join(axes)}": time for (kind, axes), time in self.collectives.items()}
-        fields = self._asdict() | {"operations": operations, "spans": len(self.spans), "collectives": collectives}
+        collectives = {
+            f"{kind} over {' x '.join(axes)}": time
+            for (kind, axes), time in self.collectives.items()
+        }
+        fields = self._asdict() | {
+            "operations": operations,
+            "spans": len(self.spans),
+            "collectives": collectives,
+        }
         del fields["all_operations"]
         return fields
 
     def __str__(self) -> str:
-        """Return the sums in one line, the most expensive operations as a table, and the assumptions."""
-        if self.total is None or self.compute is None or self.exposed is None or self.hidden is None:
+        """Return the sums in one line, the most expensive operations as a table, and the
+        assumptions.
+        """
+        if (
+            self.total is None
+            or self.compute is None
+            or self.exposed is None
+            or self.hidden is None
+        ):
             return f"step time unknown: {self.reason}"
         sums = (
             f"{self.total * 1e3:.3f} ms per step, estimated: {self.compute * 1e3:.3f} compute, "
@@ -128,16 +147,17 @@ def step_seconds(
       program: the program, as in `so.audit`.
       *args: arguments of the program, as in `so.audit`.
       mesh: the mesh, as in `so.audit`.
-      hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip of the mesh's
-        devices.
-      schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and counts in the ticks
-        when at least one stage runs it. Without `schedule` it counts in every tick.
-      kernels: "scheduled" takes the final schedule of the attention kernels whose schedule is known. "stated" takes the
-        flops of all kernels at the chip's peak, with all cores at work.
+      hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip
+        of the mesh's devices.
+      schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and
+        counts in the ticks when at least one stage runs it. Without `schedule` it counts in every
+        tick.
+      kernels: "scheduled" takes the final schedule of the attention kernels whose schedule is
+        known. "stated" takes the flops of all kernels at the chip's peak, with all cores at work.
 
     Returns:
-      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`; `print` shows it. On
-      other platforms `.total` is None and `.reason` says why.
+      A `StepSeconds`: `.total`, `.compute`, `.exposed`, `.hidden`, `.operations`, `.to_json()`;
+      `print` shows it. On other platforms `.total` is None and `.reason` says why.
 
     Raises:
       TypeError: in the same cases as `so.audit`.
@@ -152,39 +172,52 @@ def step_seconds(
       step time unknown: the program holds no cycle estimates; only XLA:TPU writes them.
 
     Note:
-      - The program is walked from its first instruction to its last. XLA:TPU writes `estimated_cycles` on the
-        instructions of its TensorCore, and these are added up. Loops count with their trip counts, branches as their
-        most expensive one.
-      - A collective takes its wire bytes over the published links. The number of torus axes comes from its emitter, or
-        from the size of its mesh axis. Between slices it uses the data-centre network.
-      - The TensorCore waits for a synchronous collective. An asynchronous one, also on the SparseCore, overlaps with
-        computation, and its `done` waits for it. Transfers over the same mesh axis run one after another.
-      - XLA estimates no Pallas kernels. Splash attention takes the VLIW bundles of its final schedule, one a cycle, in
-        blocks and heads whose schedule is known (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's
-        peak. Other kernels take their stated flops
-        at the chip's peak, splash attention those of a causal mask, or their bytes. `Operation.basis` says which.
-      - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it lets them.
-      - Not counted: the latency of collectives, copies between HBM and the cores' own memory, missing wrap-around
-        links, other programs on the same links.
+      - The program is walked from its first instruction to its last. XLA:TPU writes
+        `estimated_cycles` on the instructions of its TensorCore, and these are added up. Loops
+        count with their trip counts, branches as their most expensive one.
+      - A collective takes its wire bytes over the published links. The number of torus axes comes
+        from its emitter, or from the size of its mesh axis. Between slices it uses the data-centre
+        network.
+      - The TensorCore waits for a synchronous collective. An asynchronous one, also on the
+        SparseCore, overlaps with computation, and its `done` waits for it. Transfers over the same
+        mesh axis run one after another.
+      - XLA estimates no Pallas kernels. Splash attention takes the VLIW bundles of its final
+        schedule, one a cycle, in blocks and heads whose schedule is known
+        (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's peak. Other kernels
+        take their stated flops at the chip's peak, splash attention those of a causal mask, or
+        their bytes. `Operation.basis` says which.
+      - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it
+        lets them.
+      - Not counted: the latency of collectives, copies between HBM and the cores' own memory,
+        missing wrap-around links, other programs on the same links.
     """
     if kernels not in get_args(Kernels):
         problem = f"kernels must be 'scheduled' or 'stated', got {kernels!r}."
         raise ValueError(error_text(problem, fix="leave it out, or pass one of both."))
     parsed = read_program(program, args, mesh=mesh)
     check_schedule(parsed.module, schedule)
-    chip = find_hardware(hardware).per_device() if hardware is not None else hardware_of(parsed.devices)
+    chip = (
+        find_hardware(hardware).per_device()
+        if hardware is not None
+        else hardware_of(parsed.devices)
+    )
     return walk_schedule(parsed, chip, schedule, kernels)
 
 
 def walk_schedule(
-    program: Program, chip: Hardware | None, schedule: Schedule | None = None, kernels: Kernels = "scheduled"
+    program: Program,
+    chip: Hardware | None,
+    schedule: Schedule | None = None,
+    kernels: Kernels = "scheduled",
 ) -> StepSeconds:
     """Return the seconds of a parsed program; see `step_seconds`."""
     if "estimated_cycles" not in program.text:
         return _unknown("the program holds no cycle estimates; only XLA:TPU writes them.")
     if chip is None:
         fix = "pass hardware=, such as 'v5p', or the mesh of devices that it was compiled for."
-        raise ValueError(format_error("step_seconds", "cannot tell the chip of this program.", fix=fix))
+        raise ValueError(
+            format_error("step_seconds", "cannot tell the chip of this program.", fix=fix)
+        )
     if chip.clock is None:
         return _unknown(f"{chip.name} has no clock in which XLA estimates; only TPUs have.")
     walk = _Walk(Reader(program, chip, chip.clock, schedule, kernels))
@@ -199,7 +232,10 @@ def _unknown(reason: str) -> StepSeconds:
 
 
 class _Cost(NamedTuple):
-    """The time of an instruction up to now; `kind` is the kind of a collective, `basis` that of a kernel's seconds."""
+    """The time of an instruction up to now.
+
+    `kind` is the kind of a collective, `basis` that of a kernel's seconds.
+    """
 
     line: Instruction
     kind: str | None
@@ -212,8 +248,9 @@ class _Cost(NamedTuple):
 class _Walk:
     """The state of the walk.
 
-    `now` is the clock of the TensorCore, `links` the end of the last transfer over each mesh axis. `under_way` has the
-    transfers that are not finished. `costs` has the times of instructions up to now.
+    `now` is the clock of the TensorCore, `links` the end of the last transfer over each mesh axis.
+    `under_way` has the transfers that are not finished. `costs` has the times of instructions up to
+    now.
     """
 
     reader: Reader
@@ -226,7 +263,10 @@ class _Walk:
     collectives: dict[tuple[str, tuple[str, ...]], float] = dataclasses.field(default_factory=dict)
 
     def run(self, name: str, times: int = 1, *, branches: bool = True) -> None:
-        """Run a computation `times` times at once; without `branches`, skip the branches directly in it."""
+        """Run a computation `times` times at once.
+
+        Without `branches`, skip the branches directly in it.
+        """
         for action in self.reader.read(name):
             match action:
                 case Compute():
@@ -257,7 +297,11 @@ class _Walk:
         """Wait for a transfer. The wait is zero if the transfer has ended or sends nothing."""
         end, action = self.under_way.pop(key, (0.0, None))
         if action is not None and end > self.now:
-            self.spend("exposed", end - self.now, self.costs.get(action.line.name, _Cost(action.line, action.kind)))
+            self.spend(
+                "exposed",
+                end - self.now,
+                self.costs.get(action.line.name, _Cost(action.line, action.kind)),
+            )
 
     def compute(self, action: Compute, times: int) -> None:
         """Compute an instruction `times` times."""
@@ -272,7 +316,9 @@ class _Walk:
         else:
             self.core.append(Span(span_name, self.now, end))
         self.now = end
-        self.costs[cost.line.name] = cost._replace(seconds=cost.seconds + seconds * times, calls=cost.calls + times)
+        self.costs[cost.line.name] = cost._replace(
+            seconds=cost.seconds + seconds * times, calls=cost.calls + times
+        )
 
     def result(self, frames: Frames) -> StepSeconds:
         """Return the sums as a `StepSeconds`."""
@@ -301,7 +347,8 @@ class _Walk:
             collectives=self.collectives,
             spans=tuple(sorted([*self.core, *self.transfers], key=lambda span: span.start)),
             notes=tuple(
-                f"assumed: {count} x {assumption}" for assumption, count in sorted(self.reader.assumed.items())
+                f"assumed: {count} x {assumption}"
+                for assumption, count in sorted(self.reader.assumed.items())
             ),
         )
 

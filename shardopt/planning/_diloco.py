@@ -10,7 +10,8 @@ class Utilisation(NamedTuple):
 
     Attributes:
       compute: seconds of computation between two synchronisations.
-      send: seconds that the transfers of one synchronisation keep the link busy, all fragments together.
+      send: seconds that the transfers of one synchronisation keep the link busy, all fragments
+        together.
       waiting: the part of `send` that does not overlap with computation.
       utilisation: compute / (compute + waiting), from 0 to 1.
     """
@@ -35,7 +36,8 @@ def diloco_utilisation(
     bits: float = 32,
     latency: float = 0.0,
 ) -> Utilisation:
-    """Return the utilisation of replicas in closed form: their computation time as a share of all time.
+    """Return the utilisation of replicas in closed form: their computation time as a share of all
+    time.
 
     Args:
       num_parameters: N, parameters of the model.
@@ -45,13 +47,15 @@ def diloco_utilisation(
       sync_every: H, steps between two synchronisations.
       fragments: P, fragments of the model, which are synchronised at different steps.
       delay: steps after which a fragment must have arrived.
-      overlap: share of a step, from 0 to 1, that overlaps with the transfer: 2/3 if gradients are sent as soon as the
-        backward pass has computed them. `so.diloco` has 0.
-      bits: b, bits per parameter on the wire: 32, or 16 for bfloat16, 4 for four-bit outer gradients.
+      overlap: share of a step, from 0 to 1, that overlaps with the transfer: 2/3 if gradients are
+        sent as soon as the backward pass has computed them. `so.diloco` has 0.
+      bits: b, bits per parameter on the wire: 32, or 16 for bfloat16, 4 for four-bit outer
+        gradients.
       latency: seconds to start a transfer.
 
     Raises:
-      ValueError: if a number is out of range, or the delay is not below the H / P steps between two fragments.
+      ValueError: if a number is out of range, or the delay is not below the H / P steps between two
+        fragments.
 
     Example:
       >>> often = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9)
@@ -60,18 +64,23 @@ def diloco_utilisation(
       '0.024 0.714'
 
     Note:
-      Every H steps each of P fragments is all-reduced in a ring over R replicas. That takes
-      T = 2 (R-1)/R x N b / 8 / W seconds per round, and P times the latency. The transfer of a fragment may start
-      during the last step before it, for a share `overlap` of that step. It may then take `delay` more steps. So up to
-      (delay + overlap) t of each fragment overlaps with computation:
-      waiting = max(0, T/P - (delay + overlap) t) P.
-      H = 1, P = 1, delay = 0 is data parallelism.
+      Every H steps each of P fragments is all-reduced in a ring over R replicas. That takes T = 2
+      (R-1)/R x N b / 8 / W seconds per round, and P times the latency. The transfer of a fragment
+      may start during the last step before it, for a share `overlap` of that step. It may then take
+      `delay` more steps. So up to (delay + overlap) t of each fragment overlaps with computation:
+      waiting = max(0, T/P - (delay + overlap) t) P. H = 1, P = 1, delay = 0 is data parallelism.
 
     References:
-      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
-      "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for fragments and delay.
+      Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023;
+      Douillard et al., "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for
+      fragments and delay.
     """
-    numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bandwidth": bandwidth, "bits": bits}
+    numbers = {
+        "num_parameters": num_parameters,
+        "step_seconds": step_seconds,
+        "bandwidth": bandwidth,
+        "bits": bits,
+    }
     _check(numbers, replicas, sync_every, fragments, delay, overlap, latency)
     send = _wire_bytes(num_parameters, bits, replicas) / bandwidth + fragments * latency
     waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
@@ -92,10 +101,11 @@ def bandwidth_for(
     overlap: float = 0.0,
     bits: float = 32,
 ) -> float:
-    """Return the bandwidth, in bytes per second, at which replicas compute for a share `target` of the time.
+    """Return the bandwidth, in bytes per second, at which replicas compute for a share `target` of
+    the time.
 
-    This is `diloco_utilisation` solved for W without latency. The transfer may take as long as the waiting that the
-    target allows, plus the time that delay and overlap hide.
+    This is `diloco_utilisation` solved for W without latency. The transfer may take as long as the
+    waiting that the target allows, plus the time that delay and overlap hide.
 
     Args:
       target: share of the time, above 0 and below 1.
@@ -120,7 +130,9 @@ def bandwidth_for(
         raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
     numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits}
     _check(numbers, replicas, sync_every, fragments, delay, overlap)
-    allowed = sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
+    allowed = (
+        sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
+    )
     return _wire_bytes(num_parameters, bits, replicas) / allowed
 
 
@@ -138,8 +150,12 @@ def _check(
     latency: float = 0.0,
 ) -> None:
     counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
-    errors = [f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0]
-    errors += [f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1]
+    errors = [
+        f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0
+    ]
+    errors += [
+        f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1
+    ]
     errors += [
         f"{name} must be at least 0, got {value}"
         for name, value in (("delay", delay), ("latency", latency))

@@ -1,4 +1,6 @@
-"""The cost of uneven expert loads: devices of an expert axis wait for the device whose experts got most tokens."""
+"""The cost of uneven expert loads: devices of an expert axis wait for the device whose experts got
+most tokens.
+"""
 
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,9 +17,11 @@ if TYPE_CHECKING:
 
 
 class Imbalance(NamedTuple):
-    """How much longer the products of experts take than with equal numbers of tokens on all devices.
+    """How much longer the products of experts take than with equal numbers of tokens on all
+    devices.
 
-    The ratio of a step and layer is the load of the busiest device over the mean load; 1 for equal loads.
+    The ratio of a step and layer is the load of the busiest device over the mean load; 1 for equal
+    loads.
 
     Attributes:
       slowdown: mean ratio over steps and layers.
@@ -32,7 +36,8 @@ class Imbalance(NamedTuple):
 
 @calling("expected_imbalance")
 def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: int) -> float:
-    """Return the expected load of the busiest device over the mean load, if every token chose its experts at random.
+    """Return the expected load of the busiest device over the mean load, if every token chose its
+    experts at random.
 
     Args:
       tokens: N, tokens of all devices of the axis.
@@ -49,14 +54,17 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
       1.01
 
     Note:
-      The load of one of X devices has mean m = N K / X. Its variance is N K (1/X) (1 - 1/X) (E - K) / (E - 1), because
-      K of E experts are drawn without replacement. The largest of X such loads is about m + sigma sqrt(2 ln X). A
-      larger load is caused by the router.
+      The load of one of X devices has mean m = N K / X. Its variance is N K (1/X) (1 - 1/X) (E - K)
+      / (E - 1), because K of E experts are drawn without replacement. The largest of X such loads
+      is about m + sigma sqrt(2 ln X). A larger load is caused by the router.
     """
     for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices}.items():
         check_count(name, value, minimum=1)
     if tokens <= 0 or top_k > num_experts:
-        problem = f"tokens={tokens} must be positive, and top_k={top_k} at most num_experts={num_experts}."
+        problem = (
+            f"tokens={tokens} must be positive, and top_k={top_k} at most"
+            f" num_experts={num_experts}."
+        )
         raise ValueError(error_text(problem))
     if devices == 1 or top_k == num_experts:
         return 1.0
@@ -66,11 +74,16 @@ def expected_imbalance(tokens: float, *, num_experts: int, top_k: int, devices: 
 
 
 @calling("tile_overlap")
-def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 1, tile: int = 128) -> float:
-    """Return the expected flops of expert kernels over the flops of their rows; 1 if no tile is multiplied twice.
+def tile_overlap(
+    tokens: float, *, num_experts: int, top_k: int, devices: int = 1, tile: int = 128
+) -> float:
+    """Return the expected flops of expert kernels over the flops of their rows.
+
+    1 if no tile is multiplied twice.
 
     Args:
-      tokens: N, tokens in one dispatch of all devices of the axis; with `chunk` it is X times the chunk.
+      tokens: N, tokens in one dispatch of all devices of the axis; with `chunk` it is X times the
+        chunk.
       num_experts: E.
       top_k: K, experts of a token.
       devices: X, devices of the axis.
@@ -85,22 +98,32 @@ def tile_overlap(tokens: float, *, num_experts: int, top_k: int, devices: int = 
       1.109
 
     Note:
-      Kernels work on tiles of m rows. A tile that contains the border between two experts is multiplied with the
-      weights of both. A device has N K / X rows of E / X experts, and their E / X - 1 borders are at random positions:
+      Kernels work on tiles of m rows. A tile that contains the border between two experts is
+      multiplied with the weights of both. A device has N K / X rows of E / X experts, and their E /
+      X - 1 borders are at random positions:
 
           1 + (E / X - 1) (m - 1) X / (N K)
     """
-    for name, value in {"num_experts": num_experts, "top_k": top_k, "devices": devices, "tile": tile}.items():
+    for name, value in {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "devices": devices,
+        "tile": tile,
+    }.items():
         check_count(name, value, minimum=1)
     if tokens <= 0 or num_experts % devices:
-        problem = f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by devices={devices}."
+        problem = (
+            f"tokens={tokens} must be positive, and num_experts={num_experts} divisible by"
+            f" devices={devices}."
+        )
         raise ValueError(error_text(problem))
     return 1 + (num_experts // devices - 1) * (tile - 1) * devices / (tokens * top_k)
 
 
 @calling("imbalance")
 def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int = 0) -> Imbalance:
-    """Return how much recorded expert loads slow down an expert axis, also with copies of the busiest experts.
+    """Return how much recorded expert loads slow down an expert axis, also with copies of the
+    busiest experts.
 
     Args:
       loads: the share or the number of tokens of each expert, [steps, layers, E].
@@ -119,32 +142,39 @@ def imbalance(loads: Float[np.ndarray, "S L E"], devices: int, *, replicas: int 
       (1.6, True)
 
     Note:
-      Device i holds experts i E/X, ..., (i+1) E/X - 1, as in `so.nn.mixture_of_experts`. A layer is finished when its
-      busiest device is finished. Copies are a simulation: `so.nn.mixture_of_experts` has none. In each step the experts
-      with most tokens in the step before are copied, one after another. Each copy goes to the device with the least
-      load that has room. Copies of an expert share its tokens equally.
+      Device i holds experts i E/X, ..., (i+1) E/X - 1, as in `so.nn.mixture_of_experts`. A layer is
+      finished when its busiest device is finished. Copies are a simulation:
+      `so.nn.mixture_of_experts` has none. In each step the experts with most tokens in the step
+      before are copied, one after another. Each copy goes to the device with the least load that
+      has room. Copies of an expert share its tokens equally.
 
     References:
-      DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4: redundant experts, at inference.
+      DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.4: redundant experts, at
+      inference.
     """
     check_count("devices", devices, minimum=1)
     check_count("replicas", replicas, minimum=0)
     loads = np.asarray(loads, float)
     if loads.ndim != 3 or loads.shape[2] % devices or not loads.size:
         problem = (
-            f"loads must be [steps, layers, experts] with experts divisible by devices={devices}, got {loads.shape}."
+            f"loads must be [steps, layers, experts] with experts divisible by devices={devices},"
+            f" got {loads.shape}."
         )
         raise ValueError(format_error("imbalance", problem, fix="choose a divisor of the experts."))
     slowdowns = np.empty(loads.shape[:2])
     for layer in range(loads.shape[1]):
         for step in range(loads.shape[0]):
-            expert_devices = _place_copies(loads[max(step - 1, 0), layer], devices, replicas if step else 0)
+            expert_devices = _place_copies(
+                loads[max(step - 1, 0), layer], devices, replicas if step else 0
+            )
             slowdowns[step, layer] = _slowdown(loads[step, layer], expert_devices, devices)
     return Imbalance(float(slowdowns.mean()), float(slowdowns.max()), slowdowns)
 
 
 def _place_copies(loads: np.ndarray, devices: int, replicas: int) -> list[list[int]]:
-    """Return the devices that hold each expert: first its own device, then the devices of its copies."""
+    """Return the devices that hold each expert: first its own device, then the devices of its
+    copies.
+    """
     expert_devices = [[expert * devices // len(loads)] for expert in range(len(loads))]
     room = [replicas] * devices
     for _ in range(replicas * devices):
@@ -169,14 +199,19 @@ def _device_loads(loads: np.ndarray, expert_devices: list[list[int]], devices: i
 
 def _slowdown(loads: np.ndarray, expert_devices: list[list[int]], devices: int) -> float:
     total = loads.sum()
-    return float(_device_loads(loads, expert_devices, devices).max() * devices / total) if total else 1.0
+    return (
+        float(_device_loads(loads, expert_devices, devices).max() * devices / total)
+        if total
+        else 1.0
+    )
 
 
 @calling("plot_expert_loads")
 def plot_expert_loads(
     loads: Float[np.ndarray, "S L E"], *, devices: int | None = None, path: FilePath = None
 ) -> "Figure":
-    """Draw the loads of experts over time: one panel per layer, one line per expert, white for an equal share.
+    """Draw the loads of experts over time: one panel per layer, one line per expert, white for an
+    equal share.
 
     Args:
       loads: as for `imbalance`.

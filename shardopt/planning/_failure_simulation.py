@@ -1,4 +1,6 @@
-"""A job with failures in virtual time, one event after another: the same rules as `plan_recovery`, without formulas."""
+"""A job with failures in virtual time, one event after another: the same rules as `plan_recovery`,
+without formulas.
+"""
 
 import heapq
 import math
@@ -13,8 +15,11 @@ from shardopt.planning._recovery import CAUSES, Recovery
 
 
 @calling("simulate_failures")
-def simulate_failures(failures: Failures, recovery: Recovery, *, num_failures: int = 1000, seed: int = 0) -> Recovery:
-    """Play a job with random failures in virtual time, and return its goodput and the lost time by cause.
+def simulate_failures(
+    failures: Failures, recovery: Recovery, *, num_failures: int = 1000, seed: int = 0
+) -> Recovery:
+    """Play a job with random failures in virtual time, and return its goodput and the lost time by
+    cause.
 
     Args:
       failures: how often chips fail, and the cost of a failure.
@@ -38,8 +43,9 @@ def simulate_failures(failures: Failures, recovery: Recovery, *, num_failures: i
       '0.92 0.92'
 
     Note:
-      The events are failures of islands, the ends of `detect`, `replace` and `restart`, the arrival of spares, and the
-      copies of the state. `plan_recovery` has the averages of these events in closed form; tests compare the two.
+      The events are failures of islands, the ends of `detect`, `replace` and `restart`, the arrival
+      of spares, and the copies of the state. `plan_recovery` has the averages of these events in
+      closed form; tests compare the two.
     """
     check_count("num_failures", num_failures)
     check_count("seed", seed, minimum=0)
@@ -54,7 +60,8 @@ class _Island:
       until_failure: seconds of running until its next failure.
       since_copy: seconds of work since the copy in memory that it can return to.
       since_save: seconds of work since the checkpoint.
-      phases: while it is down, the cause and the end of each phase of its restart; empty while it is up.
+      phases: while it is down, the cause and the end of each phase of its restart; empty while it
+        is up.
     """
 
     until_failure: float
@@ -90,9 +97,14 @@ class _Simulation:
         while self.num_failures < num_failures:
             self._advance(self._next_event())
             self._handle()
-        islands, spare_chips = self.recovery.islands, self.recovery.spares * self.failures.host_chips
+        islands, spare_chips = (
+            self.recovery.islands,
+            self.recovery.spares * self.failures.host_chips,
+        )
         share = self.recovery.chips / (self.recovery.chips + spare_chips)
-        lost = {cause: share * seconds / (islands * self.now) for cause, seconds in self.lost.items()}
+        lost = {
+            cause: share * seconds / (islands * self.now) for cause, seconds in self.lost.items()
+        }
         lost["spares"] = 1 - share
         return self.recovery._replace(
             interval=self.now / self.num_failures,

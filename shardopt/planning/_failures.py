@@ -1,4 +1,6 @@
-"""Rates of failures and costs of recovery: the inputs of `plan_recovery` and of `so.plan(failures=...)`."""
+"""Rates of failures and costs of recovery: the inputs of `plan_recovery` and of
+`so.plan(failures=...)`.
+"""
 
 from dataclasses import dataclass
 
@@ -11,18 +13,25 @@ class Failures:
     """How often chips fail, and the cost of a failure. All times are in seconds.
 
     Attributes:
-      mtbf: mean time between two failures of one chip, while it trains. A job of n chips that fails every h seconds of
-        training has a `mtbf` of n h.
-      restart: from the moment a failure is noticed until the job trains again: processes start, programs are compiled or
-        loaded, the newest copy of the state is read. It contains restarts that fail themselves.
-      save: training waits this long for one checkpoint. A write in the background is not part of it.
+      mtbf: mean time between two failures of one chip, while it trains. A job of n chips that fails
+        every h seconds of training has a `mtbf` of n h.
+      restart: from the moment a failure is noticed until the job trains again: processes start,
+        programs are compiled or loaded, the newest copy of the state is read. It contains restarts
+        that fail themselves.
+      save: training waits this long for one checkpoint. A write in the background is not part of
+        it.
       detect: until a failure is noticed.
-      replace: until a new host is there, if no spare waits. A spare that is used up is replaced after this time.
+      replace: until a new host is there, if no spare waits. A spare that is used up is replaced
+        after this time.
       host_chips: chips of one host, which is the size of a spare.
-      snapshot: training waits this long for one snapshot in the memory of other hosts. None: there are no snapshots.
-      wide: share of failures that no copy in memory survives, from 0 to 1. The whole job restarts from its checkpoint.
-      islands: numbers of islands to try. Islands train on while one of them restarts; 1 is a synchronous job.
-      exchange: time between two exchanges of islands. An island that restarts loses its work since the last exchange.
+      snapshot: training waits this long for one snapshot in the memory of other hosts. None: there
+        are no snapshots.
+      wide: share of failures that no copy in memory survives, from 0 to 1. The whole job restarts
+        from its checkpoint.
+      islands: numbers of islands to try. Islands train on while one of them restarts; 1 is a
+        synchronous job.
+      exchange: time between two exchanges of islands. An island that restarts loses its work since
+        the last exchange.
       stall: the other islands wait this long when one fails; 0 if they never wait for each other.
 
     Raises:

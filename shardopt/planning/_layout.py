@@ -1,4 +1,7 @@
-"""`Layout`: one way to distribute a model over chips; `place`: its bytes per device by the strategies' own rules."""
+"""`Layout`: one way to distribute a model over chips.
+
+`place`: its bytes per device by the strategies' own rules.
+"""
 
 import functools
 import itertools
@@ -13,7 +16,13 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from shardopt.config._config import PLACEMENTS, Placement, WireOptions, configure, default_min_shard_elements
+from shardopt.config._config import (
+    PLACEMENTS,
+    Placement,
+    WireOptions,
+    configure,
+    default_min_shard_elements,
+)
 from shardopt.config._layout import make_layout
 from shardopt.core._block_model import BLOCKS, BlockModel
 from shardopt.core._errors import calling, plural
@@ -56,7 +65,8 @@ class SearchArguments(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One way to distribute training: the arguments of `so.make_mesh` and `so.hybrid`, as plain values.
+    """One way to distribute training: the arguments of `so.make_mesh` and `so.hybrid`, as plain
+    values.
 
     Attributes:
       replica: size of the replica axis: copies of the shards.
@@ -64,16 +74,23 @@ class Layout(NamedTuple):
       pipeline: size of the pipeline axis: stages.
       tensor: size of the tensor axis: devices that share every block.
       placement: state that is sharded over data: "ddp", "zero1", "zero2" or "fsdp".
-      micro_batches: number of parts that a device's rows are cut into; the device computes them one after another.
+      micro_batches: number of parts that a device's rows are cut into; the device computes them one
+        after another.
       schedule: name of a builder in `so.schedules`; None without a pipeline.
       chunks: virtual stages per stage.
-      remat: whether the backward pass runs forwards again. "save:NAME,..." saves the values of these names.
-      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
-      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
+      remat: whether the backward pass runs forwards again. "save:NAME,..." saves the values of
+        these names.
+      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the
+        weights.
+      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype
+        of the weights.
       context: size of the context axis: devices that share the positions of every row.
-      expert: size of the expert axis: devices that share the experts. Each also has rows of its own.
-      searched: the times and the memory for which the schedule "search" is searched; None for other schedules.
-      regather: whether fsdp in a pipeline gathers a block in every pass. False gathers it once per step.
+      expert: size of the expert axis: devices that share the experts. Each also has rows of its
+        own.
+      searched: the times and the memory for which the schedule "search" is searched; None for other
+        schedules.
+      regather: whether fsdp in a pipeline gathers a block in every pass. False gathers it once per
+        step.
     """
 
     replica: int = 1
@@ -96,7 +113,11 @@ class Layout(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """Mesh axis to size, outermost first; expert and context where they are above 1."""
         sizes = {"replica": self.replica, "data": self.data, "pipeline": self.pipeline}
-        sizes |= {axis: size for axis, size in (("expert", self.expert), ("context", self.context)) if size > 1}
+        sizes |= {
+            axis: size
+            for axis, size in (("expert", self.expert), ("context", self.context))
+            if size > 1
+        }
         return sizes | {"tensor": self.tensor}
 
     @property
@@ -106,7 +127,10 @@ class Layout(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """The number of parts of a batch; a device computes one part at a time. Context cuts rows into positions."""
+        """The number of parts of a batch; a device computes one part at a time.
+
+        Context cuts rows into positions.
+        """
         return self.replica * self.data * self.expert * self.context * self.micro_batches
 
     @property
@@ -133,7 +157,9 @@ class Layout(NamedTuple):
 
         Tensor rules are passed if tensor is above 1, and expert leaves if expert is above 1.
         """
-        optional: dict[str, Any] = {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        optional: dict[str, Any] = (
+            {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
+        )
         if self.scatter_dtype is not None:
             optional["scatter_dtype"] = self.scatter_dtype
         if not self.regather:
@@ -151,22 +177,40 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         """Return `data=64 tensor=8, fsdp, 4 micro-batches, remat`."""
-        axes = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1) or "one chip"
+        axes = (
+            " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+            or "one chip"
+        )
         words = [axes, self.placement + ("" if self.regather else " gathered once")]
         if self.schedule is not None:
             words.append(
-                self.schedule + (f" x {self.chunks}" if self.chunks > 1 and KINDS[self.schedule].takes_chunks else "")
+                self.schedule
+                + (
+                    f" x {self.chunks}"
+                    if self.chunks > 1 and KINDS[self.schedule].takes_chunks
+                    else ""
+                )
             )
-            words += [f"at most {plural(self.searched.memory, 'activation')}"] if self.searched is not None else []
+            words += (
+                [f"at most {plural(self.searched.memory, 'activation')}"]
+                if self.searched is not None
+                else []
+            )
             words += ["sent ahead"] if not KINDS[self.schedule].in_lockstep else []
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
-        return ", ".join([*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])])
+        return ", ".join(
+            [*words, *(["remat" if self.remat is True else self.remat] if self.remat else [])]
+        )
 
 
 @functools.lru_cache(maxsize=512)
 def _table(
-    name: str, num_stages: int, num_micro_batches: int, chunks: int, searched: SearchArguments | None
+    name: str,
+    num_stages: int,
+    num_micro_batches: int,
+    chunks: int,
+    searched: SearchArguments | None,
 ) -> Schedule:
     return _builder(name, chunks, searched)(num_stages, num_micro_batches)
 
@@ -174,10 +218,16 @@ def _table(
 def named_builder(name: str, chunks: int | None = None) -> Callable[[int, int], Schedule]:
     """Return the function of `so.schedules` with this name, for this many chunks."""
     builder, kind = getattr(schedules, name), KINDS[name]
-    return functools.partial(builder, num_chunks=chunks or kind.chunks) if kind.takes_chunks else builder
+    return (
+        functools.partial(builder, num_chunks=chunks or kind.chunks)
+        if kind.takes_chunks
+        else builder
+    )
 
 
-def _builder(name: str, chunks: int, searched: SearchArguments | None) -> Callable[[int, int], Schedule]:
+def _builder(
+    name: str, chunks: int, searched: SearchArguments | None
+) -> Callable[[int, int], Schedule]:
     builder = named_builder(name, chunks)
     if searched is not None:
         builder = functools.partial(builder, **searched._asdict())
@@ -185,7 +235,8 @@ def _builder(name: str, chunks: int, searched: SearchArguments | None) -> Callab
 
 
 class ElementCounts(NamedTuple):
-    """Numbers of parameter elements on a device after tensor, pipeline and expert have split the leaves.
+    """Numbers of parameter elements on a device after tensor, pipeline and expert have split the
+    leaves.
 
     Attributes:
       sharded_blocks: elements of block leaves that data can shard.
@@ -196,11 +247,15 @@ class ElementCounts(NamedTuple):
       loss_outer: elements of the outer leaves that data can shard and the loss reads.
       largest_loss: elements of the largest leaf in `loss_outer`.
       tables: elements of the outer leaves that data shards by columns, for lookups.
-      rounded_blocks: elements among `sharded_blocks` that are gathered in 8 bits if blocks are gathered one at a time.
-      expert_blocks: elements of expert leaves that the expert axis has split; data and context shard them further.
-      rounded_experts: elements among `expert_blocks` that are gathered in 8 bits if blocks are gathered one at a time.
+      rounded_blocks: elements among `sharded_blocks` that are gathered in 8 bits if blocks are
+        gathered one at a time.
+      expert_blocks: elements of expert leaves that the expert axis has split; data and context
+        shard them further.
+      rounded_experts: elements among `expert_blocks` that are gathered in 8 bits if blocks are
+        gathered one at a time.
       expert_axis_size: size of the expert axis.
-      data_sharded_experts: elements of expert leaves that data shards, with or without an expert axis.
+      data_sharded_experts: elements of expert leaves that data shards, with or without an expert
+        axis.
     """
 
     sharded_blocks: int = 0
@@ -271,7 +326,9 @@ class PlacedModel(NamedTuple):
 
     @property
     def keeps_products(self) -> bool:
-        """Whether the residuals of blocks contain no elementwise results, as under fsdp and in pipelines."""
+        """Whether the residuals of blocks contain no elementwise results, as under fsdp and in
+        pipelines.
+        """
         return self.shards.params or self.layout.pipeline > 1
 
     @property
@@ -280,7 +337,9 @@ class PlacedModel(NamedTuple):
         return self.workload.num_blocks // self.layout.pipeline
 
 
-def abstract_opt_state(workload: Workload, tx: optax.GradientTransformation | None = None) -> PyTree:
+def abstract_opt_state(
+    workload: Workload, tx: optax.GradientTransformation | None = None
+) -> PyTree:
     """Return shapes and dtypes of the optimizer state from `tx.init`; by default of AdamW."""
     return jax.eval_shape((optax.adamw(1e-3) if tx is None else tx).init, workload.params)
 
@@ -293,9 +352,15 @@ class _MeshShape(NamedTuple):
 
 @calling("plan")
 def place(
-    workload: Workload, layout: Layout, opt_state: PyTree, *, min_shard_elements: int | None = None, tiled: bool = False
+    workload: Workload,
+    layout: Layout,
+    opt_state: PyTree,
+    *,
+    min_shard_elements: int | None = None,
+    tiled: bool = False,
 ) -> PlacedModel:
-    """Return the bytes of parameters and optimizer state on each device, exactly as strategies place them.
+    """Return the bytes of parameters and optimizer state on each device, exactly as strategies
+    place them.
 
     Args:
       workload: the model.
@@ -307,7 +372,11 @@ def place(
     mesh = cast(Mesh, _MeshShape(layout.sizes))
     placement = PLACEMENTS[layout.placement]
     min_shard_elements = min_shard_elements or default_min_shard_elements("tpu" if tiled else "")
-    tables = workload.tables if placement.params and layout.shards.size > 1 and layout.pipeline == 1 else ()
+    tables = (
+        workload.tables
+        if placement.params and layout.shards.size > 1 and layout.pipeline == 1
+        else ()
+    )
     options = PlanOptions(
         rules=workload.rules if layout.tensor > 1 else (),
         stacked=True,
@@ -330,10 +399,14 @@ def place(
     )
     device_bytes = functools.partial(_device_bytes, sizes=layout.sizes, tiled=tiled)
     return PlacedModel(
-        workload=(workload.tiled if layout.context > 1 else workload).over_experts(layout.expert, layout.tensor),
+        workload=(workload.tiled if layout.context > 1 else workload).over_experts(
+            layout.expert, layout.tensor
+        ),
         layout=layout,
         elements=_elements(plans, mesh, workload, tables),
-        params=device_bytes(workload.params, [plan.spec(sharded=placement.params) for plan in plans]),
+        params=device_bytes(
+            workload.params, [plan.spec(sharded=placement.params) for plan in plans]
+        ),
         opt_state=device_bytes(opt_state, jax.tree.leaves(state_spec_tree)),
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
@@ -343,8 +416,14 @@ def place(
 def state_layout_bytes(
     workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int
 ) -> LayoutBytes | None:
-    """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`; None without such work."""
-    placeholder = lambda *args: args[-1]  # noqa: E731
+    """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`.
+
+    None without such work.
+    """
+
+    def placeholder(*args):
+        return args[-1]
+
     model = BlockModel(placeholder, placeholder, placeholder)  # never runs
     options = {
         "rules": workload.rules if layout.tensor > 1 else (),
@@ -352,13 +431,20 @@ def state_layout_bytes(
         "expert_leaves": () if workload.experts is None else workload.experts.leaves,
     }
     mesh = cast(Mesh, _MeshShape(layout.sizes))
-    config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options).replace(schedule=layout.table())
+    config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options).replace(
+        schedule=layout.table()
+    )
     return layout_bytes(config, make_layout(config, workload.params))
 
 
-def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]) -> ElementCounts:
+def _elements(
+    plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]
+) -> ElementCounts:
     expert_patterns = () if workload.experts is None else workload.experts.leaves
-    sizes = {plan.path: math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh) for plan in plans}
+    sizes = {
+        plan.path: math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh)
+        for plan in plans
+    }
 
     def counts(*, stacked: bool, sharded: bool) -> list[int]:
         return [
@@ -369,14 +455,21 @@ def _elements(plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tup
 
     looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
     gathered_outer = [
-        plan for plan in plans if not plan.stacked and plan.dim is not None and plan.path not in looked_up
+        plan
+        for plan in plans
+        if not plan.stacked and plan.dim is not None and plan.path not in looked_up
     ]
-    loss_sizes = [sizes[plan.path] for plan in plans if plan.path in workload.loss_reads and plan.dim is not None]
+    loss_sizes = [
+        sizes[plan.path]
+        for plan in plans
+        if plan.path in workload.loss_reads and plan.dim is not None
+    ]
     rounded = [plan for plan in plans if _is_rounded(plan, workload)]
     expert_sizes = [
         sizes[plan.path]
         for plan in plans
-        if plan.dim is not None and any(re.search(pattern, plan.path) for pattern in expert_patterns)
+        if plan.dim is not None
+        and any(re.search(pattern, plan.path) for pattern in expert_patterns)
     ]
     return ElementCounts(
         sharded_blocks=sum(counts(stacked=True, sharded=True)),
@@ -401,11 +494,16 @@ def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:
     return plan.stacked and leaf_wire(WireOptions(), plan.of_block(), rounding).form is not None
 
 
-def _device_bytes(tree: PyTree, specs: list[PartitionSpec], *, sizes: Mapping[str, int], tiled: bool) -> int:
+def _device_bytes(
+    tree: PyTree, specs: list[PartitionSpec], *, sizes: Mapping[str, int], tiled: bool
+) -> int:
     total = 0
     for leaf, spec in zip(jax.tree.leaves(tree), specs, strict=True):
         divisors = [math.prod(sizes[axis] for axis in spec_axes((entry,))) for entry in spec]
-        shape = tuple(dim // divisor for dim, divisor in itertools.zip_longest(leaf.shape, divisors, fillvalue=1))
+        shape = tuple(
+            dim // divisor
+            for dim, divisor in itertools.zip_longest(leaf.shape, divisors, fillvalue=1)
+        )
         size = leaf.dtype.itemsize
         total += stored_bytes(shape, size) if tiled else math.prod(shape) * size
     return total
@@ -416,11 +514,13 @@ _LANES, _SUBLANES, _FLAT = 128, 8, 1024
 
 @functools.lru_cache(maxsize=4096)
 def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
-    """Return the bytes of an array, or of one chip's shard, in a TPU's memory with the padding of its tiles.
+    """Return the bytes of an array, or of one chip's shard, in a TPU's memory with the padding of
+    its tiles.
 
-    XLA:TPU stores two dims in tiles of 8 x 128 numbers, or k x 128 if the first dim has only k = 1, 2 or 4. It chooses
-    the two dims that waste least. Flat arrays are stored in tiles of up to 1024. These rules come from the layouts that
-    XLA:TPU writes. They agree byte for byte with every compile of `benchmarks/pod.py`.
+    XLA:TPU stores two dims in tiles of 8 x 128 numbers, or k x 128 if the first dim has only k = 1,
+    2 or 4. It chooses the two dims that waste least. Flat arrays are stored in tiles of up to 1024.
+    These rules come from the layouts that XLA:TPU writes. They agree byte for byte with every
+    compile of `benchmarks/pod.py`.
 
     Example:
       >>> stored_bytes((50257, 12), 4) == 50304 * 16 * 4
@@ -432,7 +532,10 @@ def stored_bytes(shape: tuple[int, ...], itemsize: int) -> int:
     if count == 0:
         return 0
     return itemsize * min(
-        count // (rows * lanes) * _round_up(rows, min(_SUBLANES, _power_of_two(rows))) * _round_up(lanes, _LANES)
+        count
+        // (rows * lanes)
+        * _round_up(rows, min(_SUBLANES, _power_of_two(rows)))
+        * _round_up(lanes, _LANES)
         for rows, lanes in itertools.permutations(shape, 2)
     )
 

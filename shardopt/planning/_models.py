@@ -1,4 +1,6 @@
-"""Decoder-only transformers described by their sizes, with closed-form costs, and published models by name."""
+"""Decoder-only transformers described by their sizes, with closed-form costs, and published models
+by name.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +26,9 @@ RULES = (
     ("^blocks/down$", P("tensor", None)),
     ("^(embedding|head)$", P("tensor", None)),
 )
-"""Column then row sharding, so each half of a block needs one sum over tensor (Shoeybi et al., 2019, section 3)."""
+"""Column then row sharding, so each half of a block needs one sum over tensor (Shoeybi et al.,
+2019, section 3).
+"""
 _EXPERT_RULES = (
     ("^blocks/experts_(gate|up)$", P(None, None, "tensor")),
     ("^blocks/experts_down$", P(None, "tensor", None)),
@@ -34,12 +38,14 @@ EXPERT_LEAVES = ("^blocks/experts_",)
 
 
 class Latent(NamedTuple):
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values through narrow products.
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values
+    through narrow products.
 
     Attributes:
       query: width of the compressed vector that queries are computed from.
       key: width of the compressed vector that keys and values are computed from.
-      rope: rotary dims of a head, in addition to `Transformer.head_dim`; all heads share their keys.
+      rope: rotary dims of a head, in addition to `Transformer.head_dim`; all heads share their
+        keys.
     """
 
     query: int
@@ -49,7 +55,8 @@ class Latent(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """The sizes of a decoder-only transformer: rotary or no position parameters, one norm before each half of a block.
+    """The sizes of a decoder-only transformer: rotary or no position parameters, one norm before
+    each half of a block.
 
     Attributes:
       name: for tables.
@@ -64,13 +71,14 @@ class Transformer:
       gated: whether the mlp has a gate (SwiGLU): three matrices instead of two.
       tied: whether the output projection is the embedding.
       positions: learned positions, as rows of a table of width D; 0 without.
-      fused_attention: whether attention skips masked blocks and writes no scores to memory (FlashAttention).
-        Otherwise all T x T scores are computed, in fp32.
+      fused_attention: whether attention skips masked blocks and writes no scores to memory
+        (FlashAttention). Otherwise all T x T scores are computed, in fp32.
       num_experts: E, experts of F hidden units each that replace the mlp; 0 for one mlp.
       top_k: K, experts of a token.
       shared_experts: additional experts that every token goes through.
       expert_chunk: tokens per device in one dispatch, see `so.nn.mixture_of_experts`; None is all.
-      latent: sizes of latent attention; None computes queries, keys and values from the residual stream.
+      latent: sizes of latent attention; None computes queries, keys and values from the residual
+        stream.
       param_dtype: dtype of the parameters (the masters).
       dtype: dtype of activations and inner products.
 
@@ -105,15 +113,36 @@ class Transformer:
     dtype: DTypeLike = jnp.bfloat16
 
     def __post_init__(self):
-        sizes = ("dim", "num_layers", "num_heads", "kv_heads", "hidden", "vocab_size", "length", "width")
-        errors = [f"{name} must be positive, got {getattr(self, name)}" for name in sizes if getattr(self, name) < 1]
+        sizes = (
+            "dim",
+            "num_layers",
+            "num_heads",
+            "kv_heads",
+            "hidden",
+            "vocab_size",
+            "length",
+            "width",
+        )
+        errors = [
+            f"{name} must be positive, got {getattr(self, name)}"
+            for name in sizes
+            if getattr(self, name) < 1
+        ]
         if not errors and self.num_heads % self.kv_heads:
-            errors = [f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"]
+            errors = [
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"
+            ]
         if self.num_experts and not 0 < self.top_k <= self.num_experts:
-            errors.append(f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}")
+            errors.append(
+                f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}"
+            )
         if errors:
             fix = "choose positive sizes, and heads in equal groups."
-            raise ValueError(format_error("Transformer", f"{plural(len(errors), 'size')} cannot be used.", errors, fix))
+            raise ValueError(
+                format_error(
+                    "Transformer", f"{plural(len(errors), 'size')} cannot be used.", errors, fix
+                )
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -140,19 +169,34 @@ class Transformer:
 
     @property
     def active_parameters(self) -> int:
-        """The number of parameters that one token uses: without the experts that the token does not go to."""
+        """The number of parameters that one token uses: without the experts that the token does not
+        go to.
+        """
         idle = self.num_experts - self.top_k if self.num_experts else 0
-        return self.num_parameters - self.num_layers * idle * (2 + self.gated) * self.dim * self.hidden
+        return (
+            self.num_parameters - self.num_layers * idle * (2 + self.gated) * self.dim * self.hidden
+        )
 
     @property
     def rules(self) -> Rules:
         """Tensor rules, as strategies take them."""
         paths = [path for path, _ in leaves_with_paths(self.abstract_params())]
-        return tuple(rule for rule in (*RULES, *_EXPERT_RULES) if any(re.search(rule[0], path) for path in paths))
+        return tuple(
+            rule
+            for rule in (*RULES, *_EXPERT_RULES)
+            if any(re.search(rule[0], path) for path in paths)
+        )
 
     def abstract_params(self) -> dict[str, PyTree]:
         """Return shapes and dtypes of the parameters, blocks stacked."""
-        L, D, H, G, K, F = self.num_layers, self.dim, self.num_heads, self.kv_heads, self.width, self.hidden
+        L, D, H, G, K, F = (
+            self.num_layers,
+            self.dim,
+            self.num_heads,
+            self.kv_heads,
+            self.width,
+            self.hidden,
+        )
 
         def leaf(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, self.param_dtype)
@@ -167,10 +211,17 @@ class Transformer:
             blocks |= {"q": leaf(L, D, H, K), "kv": leaf(L, D, G, 2 * K)}
         else:
             q, kv, rope = self.latent
-            blocks |= {"q_down": leaf(L, D, q), "q": leaf(L, q, H, K + rope), "kv_down": leaf(L, D, kv + rope)}
+            blocks |= {
+                "q_down": leaf(L, D, q),
+                "q": leaf(L, q, H, K + rope),
+                "kv_down": leaf(L, D, kv + rope),
+            }
             blocks |= {"kv": leaf(L, kv, G, 2 * K), "latent_norms": leaf(L, q + kv)}
         if self.mlps:
-            blocks |= {"up": leaf(L, D, 1 + self.gated, self.mlps * F), "down": leaf(L, self.mlps * F, D)}
+            blocks |= {
+                "up": leaf(L, D, 1 + self.gated, self.mlps * F),
+                "down": leaf(L, self.mlps * F, D),
+            }
         if E := self.num_experts:
             blocks |= {"experts_up": leaf(L, E, D, F), "experts_down": leaf(L, E, F, D)}
             blocks |= {"experts_gate": leaf(L, E, D, F)} if self.gated else {}
@@ -185,35 +236,49 @@ class Transformer:
         """Return the costs of one row.
 
         Note:
-          - Forward flops of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) for weights and 4 T^2 H K for attention. Fused
-            attention counts half of the latter.
+          - Forward flops of a block: 2 T D (2 H K + 2 G K + (3 or 2) F) for weights and 4 T^2 H K
+            for attention. Fused attention counts half of the latter.
           - Forward flops of the head: 2 T D V.
-          - Residuals of a block per token, replicated over tensor: the input, the middle of the residual stream and
-            both norms (4 D).
-          - Residuals of a block per token, sharded over tensor: queries, keys, values and the result of attention
-            (2 H K + 2 G K), and the mlp (6 F, for SwiGLU and for GELU; jax 0.12 stores 5 F for GELU).
-          - In a pipeline and under fsdp a block stores the results of inner products alone: 2 D, 2 H K + 2 G K, and for
-            the mlp 2 F, without a gate F.
-          - Values that remat can save by name: "qkv" (H K + 2 G K), "attention" (H K), "attention_out" (D) and
-            "mlp_hidden" (2 F, without a gate F). Each avoids the product that computes it, "attention" half of the T^2
-            flops.
-          - Experts: each token goes through `top_k` experts and the shared ones instead of one mlp. The router adds
-            2 T D E flops. Residuals are the arriving tokens (D per expert of a token, replicated over tensor) and the
-            hidden units (2 F per expert of a token, with a gate). Tokens that are dispatched in chunks are computed
-            again instead. The name of these values is "dispatched".
+          - Residuals of a block per token, replicated over tensor: the input, the middle of the
+            residual stream and both norms (4 D).
+          - Residuals of a block per token, sharded over tensor: queries, keys, values and the
+            result of attention (2 H K + 2 G K), and the mlp (6 F, for SwiGLU and for GELU; jax 0.12
+            stores 5 F for GELU).
+          - In a pipeline and under fsdp a block stores the results of inner products alone: 2 D, 2
+            H K + 2 G K, and for the mlp 2 F, without a gate F.
+          - Values that remat can save by name: "qkv" (H K + 2 G K), "attention" (H K),
+            "attention_out" (D) and "mlp_hidden" (2 F, without a gate F). Each avoids the product
+            that computes it, "attention" half of the T^2 flops.
+          - Experts: each token goes through `top_k` experts and the shared ones instead of one mlp.
+            The router adds 2 T D E flops. Residuals are the arriving tokens (D per expert of a
+            token, replicated over tensor) and the hidden units (2 F per expert of a token, with a
+            gate). Tokens that are dispatched in chunks are computed again instead. The name of
+            these values is "dispatched".
           - Latent attention: its narrow products are counted in addition.
         """
         T, D, F, mlps = self.length, self.dim, self.hidden, self.mlps
         qkv_width = (self.num_heads + 2 * self.kv_heads) * self.width
-        params, token_bytes, attention = self.abstract_params(), self._token_bytes, self._attention()
+        params, token_bytes, attention = (
+            self.abstract_params(),
+            self._token_bytes,
+            self._attention(),
+        )
         blocks = params["blocks"].items()
-        weight_flops = 2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in blocks if name in _PRODUCTS)
+        weight_flops = (
+            2 * T * sum(math.prod(leaf.shape[1:]) for name, leaf in blocks if name in _PRODUCTS)
+        )
         weight_flops += 2 * T * D * (2 + self.gated) * F * self._chosen_experts
         block_flops, head_flops = weight_flops + attention.flops, 2 * T * D * self.vocab_size
         # a stage stores the results of products; its weight gradient does not read the mixed values
-        products = Bytes(token_bytes * 2 * D, token_bytes * (qkv_width + (1 + self.gated) * mlps * F))
+        products = Bytes(
+            token_bytes * 2 * D, token_bytes * (qkv_width + (1 + self.gated) * mlps * F)
+        )
         mixed, scores = Bytes(sharded=attention.queries), Bytes(sharded=attention.scores)
-        residuals = Bytes(token_bytes * 4 * D, token_bytes * (qkv_width + 6 * mlps * F)).plus(mixed).plus(scores)
+        residuals = (
+            Bytes(token_bytes * 4 * D, token_bytes * (qkv_width + 6 * mlps * F))
+            .plus(mixed)
+            .plus(scores)
+        )
         stage_residuals, deferred = products.plus(mixed).plus(scores), products
         # cotangents at the widest point of a block, and of the scores
         working = Bytes(token_bytes * 2 * D, token_bytes * 2 * mlps * F).plus(scores)
@@ -222,7 +287,8 @@ class Transformer:
             working = working.plus(experts.working)
             if experts.saves_buffers:
                 residuals, stage_residuals, deferred = (
-                    stored.plus(experts.buffers) for stored in (residuals, stage_residuals, deferred)
+                    stored.plus(experts.buffers)
+                    for stored in (residuals, stage_residuals, deferred)
                 )
             else:
                 working = working.plus(experts.buffers)
@@ -270,7 +336,9 @@ class Transformer:
 
     def _attention(self) -> Attention:
         T, H, G, K = self.length, self.num_heads, self.kv_heads, self.width
-        rope, key_width = (K, K) if self.latent is None else (self.latent.rope, K + self.latent.rope)
+        rope, key_width = (
+            (K, K) if self.latent is None else (self.latent.rope, K + self.latent.rope)
+        )
         rotated_heads = 0 if self.positions else H + (G if self.latent is None else 1)
         # on TPU, rotary positions swap halves of a head by an inner product
         rotation_flops = 2.0 * T * rope * rope * rotated_heads
@@ -289,7 +357,9 @@ class Transformer:
 
     def _experts(self) -> Experts:
         token_bytes, D, F = self._token_bytes, self.dim, self.hidden
-        share = self.top_k * (1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / self.length))
+        share = self.top_k * (
+            1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / self.length)
+        )
         buffers = Bytes(share * token_bytes * D, share * token_bytes * (1 + self.gated) * F)
         return Experts(
             EXPERT_LEAVES,
@@ -298,19 +368,31 @@ class Transformer:
             tokens=token_bytes * D,
             buffers=buffers,
             working=buffers.plus(Bytes(sharded=share * 2 * token_bytes * F)),
-            # rows, gradients of results and gradients of rows, each as it travels and as products read it
+            # rows, gradients of results and gradients of rows, each as it travels and as products
+            # read it
             exchange_working=Bytes(6 * buffers.replicated).plus(buffers, -1),
             saves_buffers=self.expert_chunk is None,
         )
 
     def _named_values(self) -> tuple[NamedValue, ...]:
-        T, D, H, K, token_bytes = self.length, self.dim, self.num_heads, self.width, self._token_bytes
-        qkv_width, hidden_width = (H + 2 * self.kv_heads) * K, self.mlps * (1 + self.gated) * self.hidden
+        T, D, H, K, token_bytes = (
+            self.length,
+            self.dim,
+            self.num_heads,
+            self.width,
+            self._token_bytes,
+        )
+        qkv_width, hidden_width = (
+            (H + 2 * self.kv_heads) * K,
+            self.mlps * (1 + self.gated) * self.hidden,
+        )
         values = (
             NamedValue("qkv", Bytes(0, token_bytes * qkv_width), 2.0 * T * D * qkv_width, 0),
             NamedValue("attention", Bytes(0, token_bytes * H * K), 2.0 * T * T * H * K, 0),
             NamedValue("attention_out", Bytes(token_bytes * D, 0), 2.0 * T * D * H * K, 1),
-            NamedValue("mlp_hidden", Bytes(0, token_bytes * hidden_width), 2.0 * T * D * hidden_width, 0),
+            NamedValue(
+                "mlp_hidden", Bytes(0, token_bytes * hidden_width), 2.0 * T * D * hidden_width, 0
+            ),
         )
         return values if self.mlps else values[:-1]
 
@@ -318,21 +400,58 @@ class Transformer:
 _FP32_BYTES = 4
 _PRODUCTS = ("q", "kv", "out", "up", "down", "q_down", "kv_down", "router")
 _llama = functools.partial(Transformer, num_kv_heads=8)
-_gpt = functools.partial(Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024)
+_gpt = functools.partial(
+    Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024
+)
 
 MODELS = {
     shape.name: shape
     for shape in (
-        # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2; released sizes
+        # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2;
+        # released sizes
         _gpt("gpt2", dim=768, num_layers=12, num_heads=12, hidden=3072),
         _gpt("gpt2-xl", dim=1600, num_layers=48, num_heads=25, hidden=6400),
-        # Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and its published configuration
-        _llama("llama2-70b", dim=8192, num_layers=80, num_heads=64, hidden=28672, vocab_size=32000, length=4096),
+        # Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and its
+        # published configuration
+        _llama(
+            "llama2-70b",
+            dim=8192,
+            num_layers=80,
+            num_heads=64,
+            hidden=28672,
+            vocab_size=32000,
+            length=4096,
+        ),
         # Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3
-        _llama("llama3-8b", dim=4096, num_layers=32, num_heads=32, hidden=14336, vocab_size=128256, length=8192),
-        _llama("llama3-70b", dim=8192, num_layers=80, num_heads=64, hidden=28672, vocab_size=128256, length=8192),
-        _llama("llama3-405b", dim=16384, num_layers=126, num_heads=128, hidden=53248, vocab_size=128256, length=8192),
-        # Jiang et al., "Mixtral of Experts", 2024, table 1; row length as in the published training configuration
+        _llama(
+            "llama3-8b",
+            dim=4096,
+            num_layers=32,
+            num_heads=32,
+            hidden=14336,
+            vocab_size=128256,
+            length=8192,
+        ),
+        _llama(
+            "llama3-70b",
+            dim=8192,
+            num_layers=80,
+            num_heads=64,
+            hidden=28672,
+            vocab_size=128256,
+            length=8192,
+        ),
+        _llama(
+            "llama3-405b",
+            dim=16384,
+            num_layers=126,
+            num_heads=128,
+            hidden=53248,
+            vocab_size=128256,
+            length=8192,
+        ),
+        # Jiang et al., "Mixtral of Experts", 2024, table 1; row length as in the published training
+        # configuration
         _llama(
             "mixtral-8x7b",
             dim=4096,
@@ -343,7 +462,8 @@ MODELS = {
             length=4096,
             num_experts=8,
         ),
-        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading dense layers
+        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading
+        # dense layers
         Transformer(
             "deepseek-v3",
             dim=7168,
@@ -378,17 +498,28 @@ def find_model(name: Any) -> Transformer:
     if isinstance(name, Transformer):
         return name
     if not isinstance(name, str):
-        fix = "pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
+        fix = (
+            "pass a name such as 'llama3-8b', a so.planning.Transformer, or"
+            " so.planning.trace(model, ...)."
+        )
         shown = repr(name) if isinstance(name, int | float | None) else type(name).__name__
         if isinstance(name, BlockModel):
-            fix = "pass so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
+            fix = (
+                "pass so.planning.trace(model, abstract_params, abstract_batch), which counts what"
+                " a row costs."
+            )
         elif callable(name):
             fix = (
-                "make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
-                "loss without blocks so.aot compiles one layout."
+                "make a so.BlockModel of the loss, and pass so.planning.trace(model,"
+                " abstract_params, abstract_batch); of a loss without blocks so.aot compiles one"
+                " layout."
             )
-        raise TypeError(error_text(f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix))
-    normalized_name = name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
+        raise TypeError(
+            error_text(f"model must be a name, a Transformer or a Workload, got {shown}.", fix=fix)
+        )
+    normalized_name = (
+        name.lower().strip().replace("llama-", "llama").replace("llama3.1-", "llama3-")
+    )
     if normalized_name not in MODELS:
         fix = f"use one of {', '.join(MODELS)}, or describe it with so.planning.Transformer."
         raise ValueError(error_text(f"unknown model {name!r}.", fix=fix))

@@ -1,4 +1,6 @@
-"""Plots: memory and traffic of plans, the timeline of a compiled step, and the placement of leaves on a mesh."""
+"""Plots: memory and traffic of plans, the timeline of a compiled step, and the placement of leaves
+on a mesh.
+"""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -36,7 +38,9 @@ _INK, _LINE = "#22272e", "#9aa2ad"
 _MAX_BARS, _MAX_BOXES = 40, 64
 
 
-def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None) -> "Figure":
+def plot_memory(
+    predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None
+) -> "Figure":
     """Draw the bytes per device as stacked bars, one bar per layout, one colour per purpose.
 
     Args:
@@ -56,7 +60,8 @@ def plot_memory(predictions: Sequence[Prediction], *, limit: float | None = None
 
 
 def plot_traffic(predictions: Sequence[Prediction], *, path: FilePath = None) -> "Figure":
-    """Draw the bytes that a device sends in a step as stacked bars, one bar per layout, one colour per mesh axis.
+    """Draw the bytes that a device sends in a step as stacked bars, one bar per layout, one colour
+    per mesh axis.
 
     Args:
       predictions: as for `plot_memory`.
@@ -70,7 +75,9 @@ def plot_traffic(predictions: Sequence[Prediction], *, path: FilePath = None) ->
     return saved(figure, path)
 
 
-def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None) -> "Figure":
+def plot_plans(
+    predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None
+) -> "Figure":
     """Draw memory and traffic side by side.
 
     Args:
@@ -89,22 +96,33 @@ def plot_plans(predictions: Sequence[Prediction], *, limit: float | None = None,
 
 
 def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
-    gigabytes = {name: [getattr(prediction.memory, name) / 1e9 for prediction in predictions] for name in _MEMORY}
+    gigabytes = {
+        name: [getattr(prediction.memory, name) / 1e9 for prediction in predictions]
+        for name in _MEMORY
+    }
     bars = [(*_MEMORY[name], gigabytes[name]) for name in _MEMORY]
     if limit is not None:
-        axes.axvline(limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used")
+        axes.axvline(
+            limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used"
+        )
     _bars(axes, predictions, bars, "GB per device")
 
 
 def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
     sent_bytes = [prediction.wire_bytes for prediction in predictions]
     axis_names = [axis for axis in _AXES if any(axis in row for row in sent_bytes)]
-    bars = [(f"over {axis}", _AXES[axis], [row.get(axis, 0.0) / 1e9 for row in sent_bytes]) for axis in axis_names]
+    bars = [
+        (f"over {axis}", _AXES[axis], [row.get(axis, 0.0) / 1e9 for row in sent_bytes])
+        for axis in axis_names
+    ]
     _bars(axes, predictions, bars, "GB sent per device and step")
 
 
 def _bars(
-    axes: "Axes", predictions: Sequence[Prediction], bars: list[tuple[str, str, list[float]]], label: str
+    axes: "Axes",
+    predictions: Sequence[Prediction],
+    bars: list[tuple[str, str, list[float]]],
+    label: str,
 ) -> None:
     """Draw one row per prediction, with (name, colour, lengths) bars next to each other."""
     starts = [0.0] * len(predictions)
@@ -113,7 +131,10 @@ def _bars(
         starts = [start + value for start, value in zip(starts, values, strict=True)]
     axes.set_xlabel(label, color=_INK)
     axes.set_yticks(
-        range(len(predictions)), [str(prediction.layout) for prediction in predictions], fontsize=8, color=_INK
+        range(len(predictions)),
+        [str(prediction.layout) for prediction in predictions],
+        fontsize=8,
+        color=_INK,
     )
     axes.set_ylim(len(predictions) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
@@ -135,7 +156,8 @@ def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure
 
 @calling("plot_timeline")
 def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
-    """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and transfers of each mesh axis.
+    """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and
+    transfers of each mesh axis.
 
     Args:
       step: the result of `so.planning.step_seconds`, or `AotReport.step_seconds`.
@@ -149,16 +171,24 @@ def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
     """
     if step.total is None:
         fix = "compile for a TPU, such as with so.aot."
-        raise ValueError(format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix))
+        raise ValueError(
+            format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix)
+        )
     core = {"compute": "#33608c", "exposed": "#c0392b"}
     transfers = sorted({span.where for span in step.spans} - core.keys())
     rows = dict.fromkeys(core, 0) | {name: row for row, name in enumerate(transfers, 1)}
     figure = new_figure(11, 1.5 + 0.5 * (1 + len(transfers)))
     axes = figure.add_subplot()
     for name, row in rows.items():
-        bars = [(span.start * 1e3, (span.end - span.start) * 1e3) for span in step.spans if span.where == name]
+        bars = [
+            (span.start * 1e3, (span.end - span.start) * 1e3)
+            for span in step.spans
+            if span.where == name
+        ]
         color = core.get(name, _AXES.get(name, _LINE))
-        axes.broken_barh(bars, (row - 0.4, 0.8), facecolor=color, label=name if name in core else None)
+        axes.broken_barh(
+            bars, (row - 0.4, 0.8), facecolor=color, label=name if name in core else None
+        )
     labels = ["TensorCore", *(f"over {name}" for name in transfers)]
     axes.set_yticks(range(1 + len(transfers)), labels, fontsize=8, color=_INK)
     axes.set_ylim(len(transfers) + 0.5, -0.5)
@@ -171,21 +201,27 @@ def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
 
 
 @calling("plot_placement")
-def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: FilePath = None) -> "Figure":
-    """Draw the placement of each parameter leaf on the mesh: one row per leaf, one strip per axis that shards it.
+def plot_placement(
+    opt: ShardedOptimizer, abstract_params: PyTree = None, *, path: FilePath = None
+) -> "Figure":
+    """Draw the placement of each parameter leaf on the mesh: one row per leaf, one strip per axis
+    that shards it.
 
-    The boxes of the last strip are the shards. A grey row is replicated on every device. The text next to a row says
-    how many devices hold each shard. At most 64 boxes are drawn.
+    The boxes of the last strip are the shards. A grey row is replicated on every device. The text
+    next to a row says how many devices hold each shard. At most 64 boxes are drawn.
 
     Args:
       opt: a strategy from `so.ddp`, `so.zero`, `so.fsdp` or `so.hybrid`.
-      abstract_params: shapes of the parameters; by default the last parameters that the strategy has seen.
+      abstract_params: shapes of the parameters; by default the last parameters that the strategy
+        has seen.
       path: file to save the picture to.
 
     Returns:
       A matplotlib figure.
     """
-    rows = (opt.config.report() if abstract_params is None else opt.config.report(abstract_params)).rows
+    rows = (
+        opt.config.report() if abstract_params is None else opt.config.report(abstract_params)
+    ).rows
     shape = dict(opt.mesh.shape)
     figure = new_figure(10, 1.2 + 0.36 * len(rows))
     axes = figure.add_subplot()
@@ -193,12 +229,20 @@ def plot_placement(opt: ShardedOptimizer, abstract_params: PyTree = None, *, pat
         names = spec_axes(row.params)
         num_shards = _strips(axes, i, [(name, shape[name]) for name in names])
         num_copies = opt.mesh.size // num_shards
-        devices, sharding = plural(num_copies, "device"), " x ".join(f"{name}={shape[name]}" for name in names)
+        devices, sharding = (
+            plural(num_copies, "device"),
+            " x ".join(f"{name}={shape[name]}" for name in names),
+        )
         text = f"replicated: {row.bytes_per_device:,} bytes on each of {devices}"
         if names:
-            text = f"{sharding}: {plural(num_shards, 'shard')} of {row.bytes_per_device:,} bytes, each on {devices}"
+            text = (
+                f"{sharding}: {plural(num_shards, 'shard')} of {row.bytes_per_device:,} bytes, each"
+                f" on {devices}"
+            )
         axes.text(1.01, i, text, va="center", fontsize=7, color=_INK)
-    axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows], fontsize=7, color=_INK)
+    axes.set_yticks(
+        range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows], fontsize=7, color=_INK
+    )
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, 1.6)
     axes.set_xticks([])
@@ -221,5 +265,7 @@ def _strips(axes: "Axes", row: int, sharding: list[tuple[str, int]]) -> int:
         num_boxes = min(num_shards, _MAX_BOXES)
         boxes = [(box / num_boxes, 1 / num_boxes) for box in range(num_boxes)]
         vertical_range = (row - 0.36 + i * height, height)
-        axes.broken_barh(boxes, vertical_range, facecolor=_AXES[name], edgecolor="white", linewidth=0.8)
+        axes.broken_barh(
+            boxes, vertical_range, facecolor=_AXES[name], edgecolor="white", linewidth=0.8
+        )
     return num_shards

@@ -1,4 +1,6 @@
-"""Read a recorded jax profile: the seconds of each operation of a compiled program, per device and step."""
+"""Read a recorded jax profile: the seconds of each operation of a compiled program, per device and
+step.
+"""
 
 import bisect
 import re
@@ -54,8 +56,8 @@ def read_profile(path: str | Path) -> dict[str, ProfiledProgram]:
     """Return the programs in a profile, by the name of their HLO module.
 
     Args:
-      path: an `.xplane.pb` file, or a folder with such files; of several recordings the newest is read, with the files of all
-        processes.
+      path: an `.xplane.pb` file, or a folder with such files; of several recordings the newest is
+        read, with the files of all processes.
 
     Raises:
       ValueError: if there is no profile.
@@ -66,7 +68,8 @@ def read_profile(path: str | Path) -> dict[str, ProfiledProgram]:
     runs: dict[tuple[str, str], set[tuple[Any, Any]]] = defaultdict(set)
     num_steps = 0
     with warnings.catch_warnings():
-        # the reader of jax 0.12 warns when Python 3.12 makes its types, and ends the process if warnings are errors
+        # the reader of jax 0.12 warns when Python 3.12 makes its types, and ends the process if
+        # warnings are errors
         warnings.simplefilter("ignore", DeprecationWarning)
         for file in files:
             profile = jax.profiler.ProfileData.from_file(str(file))
@@ -79,15 +82,25 @@ def read_profile(path: str | Path) -> dict[str, ProfiledProgram]:
     programs: dict[str, dict[str, Measured]] = defaultdict(dict)
     for module, name in seconds:
         key = module, name
-        # a recording may begin and end within a step, so each operation counts in the executions that have it
+        # a recording may begin and end within a step, so each operation counts in the executions
+        # that have it
         numbered = {(device, run) for device, run in runs[key] if run is not None}
         count = len(numbered) or num_steps * len(runs[key])
         if not count:
-            fix = "record it with so.fit(profile=(10, 5)), or with a jax.profiler.StepTraceAnnotation around each step."
-            raise ValueError(error_text("the profile numbers no steps, so the time of a step is unknown.", fix=fix))
+            fix = (
+                "record it with so.fit(profile=(10, 5)), or with a jax.profiler.StepTraceAnnotation"
+                " around each step."
+            )
+            raise ValueError(
+                error_text(
+                    "the profile numbers no steps, so the time of a step is unknown.", fix=fix
+                )
+            )
         programs[module][name] = Measured(seconds[key] / count, calls[key] / count)
     return {
-        module: ProfiledProgram(operations, len({device for name in operations for device, _ in runs[module, name]}))
+        module: ProfiledProgram(
+            operations, len({device for name in operations for device, _ in runs[module, name]})
+        )
         for module, operations in programs.items()
     }
 
@@ -97,8 +110,12 @@ def _files(path: Path) -> list[Path]:
         return [path]
     files = sorted(path.rglob("*.xplane.pb"))
     if not files:
-        fix = "record one: so.fit(profile=(10, 5)), or jax.profiler.trace(folder) around some steps."
-        raise ValueError(error_text(f"there is no profile (*.xplane.pb) in {str(path)!r}.", fix=fix))
+        fix = (
+            "record one: so.fit(profile=(10, 5)), or jax.profiler.trace(folder) around some steps."
+        )
+        raise ValueError(
+            error_text(f"there is no profile (*.xplane.pb) in {str(path)!r}.", fix=fix)
+        )
     newest = max(file.parent for file in files)  # folders have the time as their name
     return [file for file in files if file.parent == newest]
 
@@ -110,7 +127,10 @@ def _annotated_steps(profile: Any) -> int:
 
 
 def _events(profile: Any, host: str) -> Iterator[_Event]:
-    """Yield the operations. On CPU and GPU an event names its operation and module; on TPU lines of the device do."""
+    """Yield the operations.
+
+    On CPU and GPU an event names its operation and module; on TPU lines of the device do.
+    """
     for plane in profile.planes:
         lines = list(plane.lines)
         modules = sorted(
@@ -127,7 +147,12 @@ def _events(profile: Any, host: str) -> Iterator[_Event]:
                     name, module = str(stats["hlo_op"]), str(stats["hlo_module"])
                     yield _Event(module, name, device, stats.get("run_id"), event.duration_ns)
                 elif line.name == _OPERATION_LINE:
-                    i = bisect.bisect_right(modules, event.start_ns, key=lambda module: module[0]) - 1
+                    i = (
+                        bisect.bisect_right(modules, event.start_ns, key=lambda module: module[0])
+                        - 1
+                    )
                     named = _FIRST_NAME.match(event.name)
                     if named is not None and i >= 0 and event.start_ns < modules[i][1]:
-                        yield _Event(modules[i][2], named[1], (host, plane.name), i, event.duration_ns)
+                        yield _Event(
+                            modules[i][2], named[1], (host, plane.name), i, event.duration_ns
+                        )

@@ -1,4 +1,6 @@
-"""`plan_recovery`: when to save, how many spares and islands, and the goodput that follows, in closed form."""
+"""`plan_recovery`: when to save, how many spares and islands, and the goodput that follows, in
+closed form.
+"""
 
 import math
 from collections.abc import Mapping
@@ -9,18 +11,30 @@ from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.planning._failures import Failures
 
-CAUSES: tuple[str, ...] = ("checkpoint", "snapshot", "redone", "detect", "restart", "replace", "stall", "spares")
+CAUSES: tuple[str, ...] = (
+    "checkpoint",
+    "snapshot",
+    "redone",
+    "detect",
+    "restart",
+    "replace",
+    "stall",
+    "spares",
+)
 """The causes of lost time, in the order of `Recovery.lost`."""
 
 
 class Recovery(NamedTuple):
-    """How a job survives failures, and the goodput that follows. `print` shows a table of the lost time.
+    """How a job survives failures, and the goodput that follows.
+
+    `print` shows a table of the lost time.
 
     Attributes:
       chips: chips that train, without spares.
       islands: groups of chips that restart alone.
       spares: hosts that wait for a failure.
-      save_every: seconds of training between two checkpoints; None if no failure needs a checkpoint.
+      save_every: seconds of training between two checkpoints; None if no failure needs a
+        checkpoint.
       snapshot_every: seconds of training between two snapshots; None without snapshots.
       step_seconds: seconds of a step; None if it is unknown. Then periods are not rounded to steps.
       interval: seconds between two failures of the job, on the clock.
@@ -71,7 +85,10 @@ class Recovery(NamedTuple):
     def __str__(self) -> str:
         chips = plural(self.chips, "chip")
         groups = "" if self.islands == 1 else f" in {self.islands} islands"
-        lines = [f"{chips}{groups}, {plural(self.spares, 'spare host')}: a failure every {duration(self.interval)}"]
+        lines = [
+            f"{chips}{groups}, {plural(self.spares, 'spare host')}: a failure every"
+            f" {duration(self.interval)}"
+        ]
         lines += [
             f"  {name} every {_period(seconds, steps)}"
             for name, seconds, steps in (
@@ -95,7 +112,9 @@ def plan_recovery(
     save_every: float | None = None,
     snapshot_every: float | None = None,
 ) -> Recovery:
-    """Choose when to save, the spares and the islands, for the highest goodput; an argument that is given stays.
+    """Choose when to save, the spares and the islands, for the highest goodput.
+
+    An argument that is given stays.
 
     Args:
       failures: how often chips fail, and the cost of a failure.
@@ -111,7 +130,8 @@ def plan_recovery(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a number is out of range, islands do not divide the chips, or a period is given without its cost.
+      ValueError: if a number is out of range, islands do not divide the chips, or a period is given
+        without its cost.
 
     Example:
       >>> failures = Failures(mtbf=50_000 * 3600, restart=300, save=5)
@@ -122,23 +142,25 @@ def plan_recovery(
       '82.1%'
 
     Note:
-      **Failures** of a chip are exponential, and strike while the job trains or waits for a copy. A copy of the state
-      (checkpoint or snapshot) that takes c seconds, every t seconds of training, has to be reached without a failure.
-      With failures every m seconds that takes m (exp((t + c) / m) - 1) seconds on average, and exp((t + c) / m) - 1
-      failures. Each failure adds detect + restart, and replace with the probability that no spare waits, by the
-      Erlang B formula. The best t solves (1 - t / m) exp((t + c) / m) = 1. For small c it is Young's sqrt(2 c m).
+      **Failures** of a chip are exponential, and strike while the job trains or waits for a copy. A
+      copy of the state (checkpoint or snapshot) that takes c seconds, every t seconds of training,
+      has to be reached without a failure. With failures every m seconds that takes m (exp((t + c) /
+      m) - 1) seconds on average, and exp((t + c) / m) - 1 failures. Each failure adds detect +
+      restart, and replace with the probability that no spare waits, by the Erlang B formula. The
+      best t solves (1 - t / m) exp((t + c) / m) = 1. For small c it is Young's sqrt(2 c m).
 
-      **Two levels**: with snapshots, failures that leave the snapshots return to the newest one, and `wide` ones to the
-      newest checkpoint. Islands return to the last exchange.
+      **Two levels**: with snapshots, failures that leave the snapshots return to the newest one,
+      and `wide` ones to the newest checkpoint. Islands return to the last exchange.
 
-      **Islands** of n: each fails n times less often, and only its own chips wait, except for `stall`. What islands cost
-      in loss, and what their exchanges cost, is not predicted: see `diloco_utilisation`.
+      **Islands** of n: each fails n times less often, and only its own chips wait, except for
+      `stall`. What islands cost in loss, and what their exchanges cost, is not predicted: see
+      `diloco_utilisation`.
 
       Nothing is fitted. `simulate_failures` plays the same events one by one.
 
     References:
-      Young, "A first order approximation to the optimum checkpoint interval", 1974; Daly, "A higher order estimate of
-      the optimum checkpoint interval for restart dumps", 2006.
+      Young, "A first order approximation to the optimum checkpoint interval", 1974; Daly, "A higher
+      order estimate of the optimum checkpoint interval for restart dumps", 2006.
     """
     check_count("chips", chips)
     for name, seconds in (
@@ -152,12 +174,16 @@ def plan_recovery(
         check_count("spares", spares, minimum=0)
     if snapshot_every is not None and failures.snapshot is None:
         fix = "pass Failures(snapshot=...), the seconds that training waits for a snapshot."
-        raise ValueError(error_text("snapshot_every is given, but not what a snapshot costs.", fix=fix))
+        raise ValueError(
+            error_text("snapshot_every is given, but not what a snapshot costs.", fix=fix)
+        )
     counts = failures.islands if islands is None else (islands,)
     for count in counts:
         check_islands(count, chips)
     fixed = _Periods(save_every, snapshot_every)
-    recoveries = [_Run(failures, chips, count, step_seconds).best(spares, fixed) for count in counts]
+    recoveries = [
+        _Run(failures, chips, count, step_seconds).best(spares, fixed) for count in counts
+    ]
     return max(recoveries, key=lambda recovery: recovery.goodput)
 
 
@@ -166,7 +192,11 @@ def check_islands(count: int, chips: int) -> None:
     check_count("islands", count)
     if chips % count:
         problem = f"{plural(chips, 'chip')} cannot be spread evenly over {plural(count, 'island')}."
-        raise ValueError(error_text(problem, fix=f"choose chips divisible by {count}, or another number of islands."))
+        raise ValueError(
+            error_text(
+                problem, fix=f"choose chips divisible by {count}, or another number of islands."
+            )
+        )
 
 
 def duration(seconds: float) -> str:
@@ -178,7 +208,8 @@ def duration(seconds: float) -> str:
 
 
 def best_period(cost: float, rate: float) -> float:
-    """Return the seconds of work between two copies that cost `cost` seconds, with failures at `rate` per second.
+    """Return the seconds of work between two copies that cost `cost` seconds, with failures at
+    `rate` per second.
 
     It solves (1 - x) exp(x + rate cost) = 1 for x = rate period, by bisection. x is below 1.
     """
@@ -186,7 +217,9 @@ def best_period(cost: float, rate: float) -> float:
     for _ in range(100):
         middle = (low + high) / 2
         # in logarithms: log(1 - x) + x + rate cost falls as x grows
-        low, high = (middle, high) if math.log1p(-middle) + middle + rate * cost > 0 else (low, middle)
+        low, high = (
+            (middle, high) if math.log1p(-middle) + middle + rate * cost > 0 else (low, middle)
+        )
     return low / rate
 
 
@@ -224,7 +257,9 @@ class _Run:
         return self.chips / self.failures.mtbf
 
     def best(self, spares: int | None, fixed: _Periods) -> Recovery:
-        """Return the recovery with the number of spares that has the highest goodput, if `spares` is None."""
+        """Return the recovery with the number of spares that has the highest goodput, if `spares`
+        is None.
+        """
         periods = self.periods(fixed)
         if spares is not None:
             return self.recovery(spares, periods)
@@ -243,10 +278,14 @@ class _Run:
         snapshot = self.failures.snapshot if self.islands == 1 else None
         wide, (save_every, snapshot_every) = self.wide(snapshot is not None), fixed
         if snapshot is not None and snapshot_every is None:
-            snapshot_every = _rounded(best_period(snapshot, max(1 - wide, 1e-12) * self.rate), self.step_seconds)
+            snapshot_every = _rounded(
+                best_period(snapshot, max(1 - wide, 1e-12) * self.rate), self.step_seconds
+            )
         if wide > 0 and save_every is None:
             run = self.narrow(wide, snapshot_every).run
-            save_every = _rounded(best_period(self.failures.save, wide * self.rate) / run, self.step_seconds)
+            save_every = _rounded(
+                best_period(self.failures.save, wide * self.rate) / run, self.step_seconds
+            )
         return _Periods(save_every, snapshot_every)
 
     def narrow(self, wide: float, snapshot_every: float | None) -> _Narrow:
@@ -278,12 +317,15 @@ class _Run:
         run, wide_failures = _attempts(one_try, wide_rate)
         narrow_failures = narrow.failures * work * run / one_try
         own_failures = narrow_failures + wide_failures
-        # only tries that reach the checkpoint wait for it: on average as long as the write alone would take
+        # only tries that reach the checkpoint wait for it: on average as long as the write alone
+        # would take
         saving = _attempts(checkpoint, wide_rate)[0]
         snapshots = (run - saving) * narrow.snapshot / narrow.run
 
         def times(replaced: float) -> tuple[float, float, float]:
-            """Return the stall, all seconds, and the seconds between failures, if a share of failures finds no spare."""
+            """Return the stall, all seconds, and the seconds between failures, if a share of
+            failures finds no spare.
+            """
             down = failures.detect + failures.restart + failures.replace * replaced
             others_up = run / (run + narrow_failures * max(down - failures.stall, 0.0))
             stall = failures.stall * (islands - 1) * narrow_failures * others_up
@@ -304,7 +346,9 @@ class _Run:
             "replace": own_failures * failures.replace * replaced,
             "stall": stall,
         }
-        lost = {cause: share * value / total for cause, value in seconds.items()} | {"spares": 1 - share}
+        lost = {cause: share * value / total for cause, value in seconds.items()} | {
+            "spares": 1 - share
+        }
         return Recovery(
             chips,
             islands,
@@ -320,8 +364,8 @@ class _Run:
     def load(self, spares: int, interval: float, replaced: float) -> float:
         """Return how many new hosts are on the way on average.
 
-        A synchronous job that is down does not fail again. Each failure that uses up a spare makes it wait for `noticed`
-        seconds. So another failure has that much less time to find no spare.
+        A synchronous job that is down does not fail again. Each failure that uses up a spare makes
+        it wait for `noticed` seconds. So another failure has that much less time to find no spare.
         """
         if self.islands > 1:
             return self.failures.replace / interval
@@ -331,7 +375,9 @@ class _Run:
 
 
 def _attempts(seconds: float, rate: float) -> tuple[float, float]:
-    """Return the mean seconds and failures until a piece of work is done, which each failure starts again."""
+    """Return the mean seconds and failures until a piece of work is done, which each failure starts
+    again.
+    """
     if rate == 0:
         return seconds, 0.0
     count = math.expm1(min(rate * seconds, 500.0))
@@ -339,7 +385,9 @@ def _attempts(seconds: float, rate: float) -> tuple[float, float]:
 
 
 def _erlang_b(servers: int, load: float) -> float:
-    """Return the probability that all of `servers` spares are away, with `load` replacements on the way on average."""
+    """Return the probability that all of `servers` spares are away, with `load` replacements on the
+    way on average.
+    """
     blocked = 1.0
     for count in range(1, servers + 1):
         blocked = load * blocked / (count + load * blocked)
@@ -351,7 +399,9 @@ def _rounded(seconds: float, step_seconds: float | None) -> float:
 
 
 def _steps(seconds: float | None, step_seconds: float | None) -> int | None:
-    return None if seconds is None or step_seconds is None else max(1, round(seconds / step_seconds))
+    return (
+        None if seconds is None or step_seconds is None else max(1, round(seconds / step_seconds))
+    )
 
 
 def _period(seconds: float, steps: int | None) -> str:

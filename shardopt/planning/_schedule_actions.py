@@ -1,4 +1,6 @@
-"""Actions of a TPU's TensorCore in a compiled computation: compute, start a transfer, wait for a transfer, loop."""
+"""Actions of a TPU's TensorCore in a compiled computation: compute, start a transfer, wait for a
+transfer, loop.
+"""
 
 import dataclasses
 import math
@@ -23,16 +25,26 @@ from shardopt.hlo._walk import (
     unread_starts,
 )
 from shardopt.pipeline import Schedule
-from shardopt.planning._attention_kernels import kernel_call, kernel_flops, scheduled_cycles, shared_by_cores
+from shardopt.planning._attention_kernels import (
+    kernel_call,
+    kernel_flops,
+    scheduled_cycles,
+    shared_by_cores,
+)
 from shardopt.planning._costs import torus_axes
 from shardopt.planning._hardware import Hardware
 
 Kernels = Literal["scheduled", "stated"]
-"""Where the seconds of a Pallas kernel come from: its final schedule if that is known, or the flops that it states."""
+"""Where the seconds of a Pallas kernel come from: its final schedule if that is known, or the flops
+that it states.
+"""
 
 
 class Compute(NamedTuple):
-    """Computation on the TensorCore; `basis` says where the seconds of a Pallas kernel come from."""
+    """Computation on the TensorCore.
+
+    `basis` says where the seconds of a Pallas kernel come from.
+    """
 
     line: Instruction
     seconds: float
@@ -56,7 +68,10 @@ class Done(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A computation runs `turns` times. The branches directly in it run in the first `taken` iterations only."""
+    """A computation runs `turns` times.
+
+    The branches directly in it run in the first `taken` iterations only.
+    """
 
     computation: str
     turns: int
@@ -76,7 +91,8 @@ Action = Compute | Start | Done | Loop | Branch
 class Reader:
     """Translate computations of a program to actions, each computation once.
 
-    A pass is a branch in the loop over the ticks of `schedule`. It counts in the ticks when at least one stage runs it.
+    A pass is a branch in the loop over the ticks of `schedule`. It counts in the ticks when at
+    least one stage runs it.
 
     Attributes:
       program: the compiled program.
@@ -84,7 +100,8 @@ class Reader:
       clock: cycles per second of the chip, the unit of XLA's estimates.
       schedule: the schedule of a pipeline.
       kernels: where the seconds of Pallas kernels come from.
-      assumed: number of assumptions by their text: loops with unknown trip counts, instructions without an estimate.
+      assumed: number of assumptions by their text: loops with unknown trip counts, instructions
+        without an estimate.
       actions: actions by computation.
       costs: seconds by computation.
     """
@@ -115,7 +132,10 @@ class Reader:
         sites = {line.name: list(self._sites(name, line)) for line in lines}
         # a collective that is spread over fusions ends with its last piece
         last_pieces = {
-            chain: line.name for line in lines for site in sites[line.name] if (chain := chain_of(site.instruction))
+            chain: line.name
+            for line in lines
+            for site in sites[line.name]
+            if (chain := chain_of(site.instruction))
         }
         begun_chains: set[str] = set()
         keys: dict[str, str] = {}  # instruction -> key of the transfer that it continues
@@ -144,7 +164,9 @@ class Reader:
                     start = None if chain and chain in begun_chains else self._start(key, site)
                     starts += [start] if start else []
                     begun_chains |= {chain} if chain else set()
-                    if last_pieces.get(chain or "") == line.name or not (chain or site.asynchronous):
+                    if last_pieces.get(chain or "") == line.name or not (
+                        chain or site.asynchronous
+                    ):
                         ends.append(Done(key))
                     elif not chain:
                         keys[line.name] = key
@@ -191,7 +213,9 @@ class Reader:
         collective = self.program.collective(site)
         if collective is None:
             return None
-        axes = collective.axes or tuple(axis for axis, size in self.program.sizes.items() if size > 1)
+        axes = collective.axes or tuple(
+            axis for axis, size in self.program.sizes.items() if size > 1
+        )
         return Start(key, site.instruction, site.kind, axes, self._wire_seconds(site, collective))
 
     def _wire_seconds(self, site: CollectiveSite, collective: Collective) -> float:
@@ -204,7 +228,11 @@ class Reader:
         axes = _stated_torus_axes(site.instruction) or torus_axes(size, devices, self.chip)
         axes = min(axes, max(self.chip.torus_dims, 1))
         # in an all-to-all a number passes the devices in between, a quarter of a ring on average
-        hops = max(1.0, size ** (1 / axes) / 4) if site.kind in ("all-to-all", "ragged-all-to-all") else 1.0
+        hops = (
+            max(1.0, size ** (1 / axes) / 4)
+            if site.kind in ("all-to-all", "ragged-all-to-all")
+            else 1.0
+        )
         return hops * collective.wire_bytes / (axes * self.chip.link_bandwidth)
 
     def _compute(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> Compute:
@@ -217,17 +245,21 @@ class Reader:
         return Compute(line, self._memory_seconds(line, sends=sends))
 
     def _kernel(self, line: Instruction, inputs: list[str]) -> Compute:
-        """Return the computation of a Pallas kernel by its final schedule, by its flops at the chip's peak, or by bytes."""
+        """Return the computation of a Pallas kernel by its final schedule, by its flops at the
+        chip's peak, or by bytes.
+        """
         call = kernel_call(line, inputs, self.chip.name)
         flops_seconds = kernel_flops(line, inputs) / self.chip.flops
         if self.chip.name in _TWICE_AS_FAST.get(line.name.partition("_")[0], ()):
             flops_seconds /= 2
         if call and self.kernels == "scheduled":
-            # a kernel whose work cannot be divided among the cores of a device leaves all but one idle
+            # a kernel whose work cannot be divided among the cores of a device leaves all but one
+            # idle
             share = shared_by_cores(self.chip.cores, call.parallel)
             flops_seconds *= share * self.chip.cores
             if cycles := scheduled_cycles(self.chip.name, call):
-                # the bundles do not contain the stalls of a matrix unit that is asked for more than its peak
+                # the bundles do not contain the stalls of a matrix unit that is asked for more than
+                # its peak
                 return Compute(line, max(share * cycles / self.clock, flops_seconds), "scheduled")
         if flops_seconds:
             return Compute(line, flops_seconds, "stated")
@@ -236,7 +268,9 @@ class Reader:
         return Compute(line, moved / self.chip.memory_bandwidth, "bytes")
 
     def _memory_seconds(self, line: Instruction, *, sends: bool) -> float:
-        """Return the seconds in which an instruction without an estimate reads and writes as much as its result."""
+        """Return the seconds in which an instruction without an estimate reads and writes as much
+        as its result.
+        """
         is_free = line.opcode in _FREE or any(word in line.rest for word in _FREE_CALLS)
         if sends or is_free or nbytes(line.shape) <= _SMALL:
             return 0.0
@@ -245,22 +279,43 @@ class Reader:
 
 
 _TWICE_AS_FAST = {"int8": ("v5e", "v5p", "v6e"), "fp8": ("tpu7x",)}
-"""Chips that multiply 8 bits twice as fast as bfloat16, by the pages that `shardopt.planning._hardware` names."""
+"""Chips that multiply 8 bits twice as fast as bfloat16, by the pages that
+`shardopt.planning._hardware` names.
+"""
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN_CYCLES = 2**62
-_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "recv", "send", "opt-barrier")
+_FREE = (
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "recv",
+    "send",
+    "opt-barrier",
+)
 _FREE_CALLS = ('custom_call_target="AllocateBuffer"', 'custom_call_target="ConcatBitcast"')
 _SMALL = 4096
-"""Bytes of a register. Results of at most this size, such as scalars, have no estimate and take almost no time."""
+"""Bytes of a register. Results of at most this size, such as scalars, have no estimate and take
+almost no time.
+"""
 
 
 def _stated_torus_axes(line: Instruction) -> int | None:
-    """Return how many torus axes a collective uses by the text of the compiler; None if the text does not say."""
+    """Return how many torus axes a collective uses by the text of the compiler.
+
+    None if the text does not say.
+    """
     if match := re.search(r'"emitter":"(\d)D', line.rest):
         return int(match[1])
     if match := re.search(r"cores:\{([\d ]+)\}", line.rest):
         return len(match[1].split())
-    return 1 if "RingSumEmitter" in line.rest or "async_collective_fusion_config" in line.rest else None
+    return (
+        1
+        if "RingSumEmitter" in line.rest or "async_collective_fusion_config" in line.rest
+        else None
+    )
 
 
 def _rendezvous(line: Instruction) -> str | None:

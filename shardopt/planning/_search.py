@@ -1,4 +1,6 @@
-"""`plan`: rank all layouts of a model on a machine by predicted step time, and drop layouts that do not fit."""
+"""`plan`: rank all layouts of a model on a machine by predicted step time, and drop layouts that do
+not fit.
+"""
 
 import functools
 import itertools
@@ -17,10 +19,25 @@ from shardopt.core._types import PyTree, Rules
 from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.pipeline._kinds import KINDS, ScheduleKind
-from shardopt.planning._costs import Footprint, StepTime, Transfer, by_axis, footprint, seconds, step_time, traffic
+from shardopt.planning._costs import (
+    Footprint,
+    StepTime,
+    Transfer,
+    by_axis,
+    footprint,
+    seconds,
+    step_time,
+    traffic,
+)
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
-from shardopt.planning._layout import Layout, PlacedModel, abstract_opt_state, place, state_layout_bytes
+from shardopt.planning._layout import (
+    Layout,
+    PlacedModel,
+    abstract_opt_state,
+    place,
+    state_layout_bytes,
+)
 from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
@@ -72,10 +89,15 @@ class Prediction(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Return the prediction as a dict of plain numbers and strings."""
-        dtypes = {"gather_dtype": self.layout.gather_dtype, "scatter_dtype": self.layout.scatter_dtype}
+        dtypes = {
+            "gather_dtype": self.layout.gather_dtype,
+            "scatter_dtype": self.layout.scatter_dtype,
+        }
         return {
-            "layout": self.layout._asdict()
-            | {name: None if dtype is None else str(dtype) for name, dtype in dtypes.items()},
+            "layout": (
+                self.layout._asdict()
+                | {name: None if dtype is None else str(dtype) for name, dtype in dtypes.items()}
+            ),
             "memory": self.memory._asdict() | {"total": self.memory.total},
             "wire_bytes": self.wire_bytes,
             "seconds": self.time._asdict() | {"total": self.time.total},
@@ -104,7 +126,8 @@ class PlannedRecovery(NamedTuple):
     Attributes:
       recovery: islands, spares, periods, goodput.
       prediction: the fastest layout of one island, which is the whole job if there is one island.
-      tokens_per_second: tokens per second of all islands together, times the share of time that counts.
+      tokens_per_second: tokens per second of all islands together, times the share of time that
+        counts.
     """
 
     recovery: Recovery
@@ -123,9 +146,11 @@ class Plans(NamedTuple):
       chips: number of chips.
       batch_size: rows of the global batch.
       limit: bytes of a device's memory that may be used.
-      state_layouts: bytes that work on matrices sends under the fastest layout with each `opt_state_layout`, and the
-        recommended one; None if the optimizer does not work on matrices.
-      recoveries: with `failures`, one way to survive them for each number of islands, the most tokens first.
+      state_layouts: bytes that work on matrices sends under the fastest layout with each
+        `opt_state_layout`, and the recommended one; None if the optimizer does not work on
+        matrices.
+      recoveries: with `failures`, one way to survive them for each number of islands, the most
+        tokens first.
     """
 
     ranked: tuple[Prediction, ...]
@@ -174,29 +199,38 @@ def plan(
     headroom: float = 0.1,
     failures: Failures | None = None,
 ) -> Plans:
-    """Rank all ways to distribute a model over chips by their predicted step time. No device is needed.
+    """Rank all ways to distribute a model over chips by their predicted step time.
+
+    No device is needed.
 
     Args:
-      model: a name such as "llama3-8b", a `so.planning.Transformer`, or a `Workload` from `so.planning.trace(...)`.
+      model: a name such as "llama3-8b", a `so.planning.Transformer`, or a `Workload` from
+        `so.planning.trace(...)`.
       hardware: a name such as "v5p", or a `so.planning.Hardware`.
-      chips: number of chips. A chip is one device, but a tpu7x is two: the meshes for 8 chips have 16 devices, each with
-        half of a chip's memory, arithmetic and links.
+      chips: number of chips. A chip is one device, but a tpu7x is two: the meshes for 8 chips have
+        16 devices, each with half of a chip's memory, arithmetic and links.
       batch_size: rows (sequences) of the global batch.
-      tx: any optax transformation, for the bytes of its state and of its work on matrices; by default `optax.adamw`.
+      tx: any optax transformation, for the bytes of its state and of its work on matrices; by
+        default `optax.adamw`.
       slices: number of pods, joined by the data-centre network; each has an equal number of chips.
       placements: placements to try, among "ddp", "zero1", "zero2" and "fsdp".
-      schedules: names of `so.schedules` to try, for layouts with a pipeline. "search" runs `so.schedules.search` with
-        the predicted times and the activations that fit. It is tried on layouts that are fastest, or nearly fit, with
-        another schedule. Schedules that do not run in lockstep are predicted with `so.schedules.send_ahead`.
-      remat: values of `remat` to try: False recomputes nothing, True recomputes all, "save:NAME,..." saves the values
-        of these names. By default all three are tried. Names of the model's blocks that avoid most flops per byte are
-        saved first, so the fastest layout is the one that fits and recomputes least. Names are not tried in pipelines.
-        Offloading is never tried.
-      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the weights.
-      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype of the weights.
+      schedules: names of `so.schedules` to try, for layouts with a pipeline. "search" runs
+        `so.schedules.search` with the predicted times and the activations that fit. It is tried on
+        layouts that are fastest, or nearly fit, with another schedule. Schedules that do not run in
+        lockstep are predicted with `so.schedules.send_ahead`.
+      remat: values of `remat` to try: False recomputes nothing, True recomputes all,
+        "save:NAME,..." saves the values of these names. By default all three are tried. Names of
+        the model's blocks that avoid most flops per byte are saved first, so the fastest layout is
+        the one that fits and recomputes least. Names are not tried in pipelines. Offloading is
+        never tried.
+      gather_dtype: dtype of the all-gathers of weights under fsdp; None is the dtype of the
+        weights.
+      scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype
+        of the weights.
       headroom: share of a chip's memory that stays free for costs that the formulas do not count.
-      failures: how often chips fail, and the cost of a failure. Then `.recoveries` has the period of checkpoints and
-        snapshots, spares, and goodput for each number of islands in it. See `so.planning.plan_recovery`.
+      failures: how often chips fail, and the cost of a failure. Then `.recoveries` has the period
+        of checkpoints and snapshots, spares, and goodput for each number of islands in it. See
+        `so.planning.plan_recovery`.
 
     Returns:
       `Plans`: `.best` and `.ranked` have `.mesh` for `so.make_mesh(**...)` and `.strategy` for
@@ -204,7 +238,8 @@ def plan(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if a name is unknown (the message lists the known names), or a number is out of range.
+      ValueError: if a name is unknown (the message lists the known names), or a number is out of
+        range.
       ValueError: if nothing fits; the message gives the missing bytes and a remedy.
 
     Example:
@@ -216,10 +251,10 @@ def plan(
       True
 
     Note:
-      Sizes of replica, data, tensor, pipeline, context and expert are combined with placement, schedule, micro-batches
-      and rematerialisation. Memory and traffic are closed forms of the strategies' own rules (`footprint`, `traffic`).
-      Time is a roofline of published peaks (`step_time`), not fitted to any run. Trust the order of the layouts more
-      than the seconds.
+      Sizes of replica, data, tensor, pipeline, context and expert are combined with placement,
+      schedule, micro-batches and rematerialisation. Memory and traffic are closed forms of the
+      strategies' own rules (`footprint`, `traffic`). Time is a roofline of published peaks
+      (`step_time`), not fitted to any run. Trust the order of the layouts more than the seconds.
     """
     workload = model if isinstance(model, Workload) else find_model(model).workload()
     chip = find_hardware(hardware)
@@ -238,7 +273,9 @@ def plan(
     placed_models: dict[object, PlacedModel] = {}
 
     def placed_as(layout: Layout) -> PlacedModel:
-        """Layouts that differ in schedule, micro-batches and remat alone have equal parameters: reuse them."""
+        """Layouts that differ in schedule, micro-batches and remat alone have equal parameters:
+        reuse them.
+        """
         key = layout.placement, *layout.sizes.items()
         if key not in placed_models:
             placed_models[key] = place(workload, layout, opt_state, tiled=device.torus_dims > 0)
@@ -251,18 +288,29 @@ def plan(
                     layout = with_search_arguments(placed_as(layout), **machine, limit=limit)
                 prediction = predict(workload, layout, **machine, placed=placed_as(layout))
             except ValueError as error:  # a dim that tensor does not divide
-                dropped.append(Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0))
+                dropped.append(
+                    Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0)
+                )
                 continue
             if prediction.memory.total > limit:
                 missing = prediction.memory.total - limit
-                dropped.append(Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a device has", missing))
+                dropped.append(
+                    Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a device has", missing)
+                )
             else:
                 fitting.append(prediction)
 
     fixed_schedules = [name for name in schedules if name != "search"]
     tried_schedules = fixed_schedules or SCHEDULES[:1]
     space = _Space(
-        workload, chips * chip.devices, batch_size, slices, placements, tried_schedules, remat_choices, dtypes
+        workload,
+        chips * chip.devices,
+        batch_size,
+        slices,
+        placements,
+        tried_schedules,
+        remat_choices,
+        dtypes,
     )
     rank(space.layouts())
     # "search" and gathering once are tried on the best layouts alone
@@ -270,7 +318,9 @@ def plan(
         rank(_layouts_to_search(fitting, dropped))
     rank(_gathered_once(fitting))
     if not fixed_schedules:
-        fitting = [prediction for prediction in fitting if prediction.layout.schedule in (None, "search")]
+        fitting = [
+            prediction for prediction in fitting if prediction.layout.schedule in (None, "search")
+        ]
     dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
     fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
@@ -285,7 +335,9 @@ def plan(
 
     tried = {"placements": placements, "schedules": schedules, "remat": remat}
     dtypes_by_name = {"gather_dtype": gather_dtype, "scatter_dtype": scatter_dtype}
-    plan_island = functools.partial(plan, workload, hardware=chip, tx=tx, headroom=headroom, **tried, **dtypes_by_name)
+    plan_island = functools.partial(
+        plan, workload, hardware=chip, tx=tx, headroom=headroom, **tried, **dtypes_by_name
+    )
     return plans._replace(recoveries=_recoveries(failures, plans, slices, plan_island))
 
 
@@ -299,7 +351,9 @@ def _recoveries(
         best = plans.best
         if islands > 1:
             best = plan_island(chips=chips, batch_size=rows, slices=max(slices // islands, 1)).best
-        recovery = plan_recovery(failures, chips=plans.chips, islands=islands, step_seconds=best.time.total)
+        recovery = plan_recovery(
+            failures, chips=plans.chips, islands=islands, step_seconds=best.time.total
+        )
         tokens_per_second = islands * best.tokens_per_second * recovery.training_share
         recoveries.append(PlannedRecovery(recovery, best, tokens_per_second))
     return tuple(sorted(recoveries, key=lambda entry: -entry.tokens_per_second))
@@ -308,11 +362,22 @@ def _recoveries(
 def _check_islands(islands: int, chips: int, batch_size: int, slices: int) -> None:
     check_islands(islands, chips)
     if batch_size % islands:
-        problem = f"{plural(batch_size, 'row')} per batch cannot be spread evenly over {plural(islands, 'island')}."
-        raise ValueError(format_error("plan", problem, fix=f"choose a batch_size divisible by {islands}."))
+        problem = (
+            f"{plural(batch_size, 'row')} per batch cannot be spread evenly over"
+            f" {plural(islands, 'island')}."
+        )
+        raise ValueError(
+            format_error("plan", problem, fix=f"choose a batch_size divisible by {islands}.")
+        )
     if slices % islands and islands % slices:
-        problem = f"{plural(islands, 'island')} cannot be spread evenly over {plural(slices, 'slice')}."
-        raise ValueError(format_error("plan", problem, fix="choose islands that divide the slices, or the reverse."))
+        problem = (
+            f"{plural(islands, 'island')} cannot be spread evenly over {plural(slices, 'slice')}."
+        )
+        raise ValueError(
+            format_error(
+                "plan", problem, fix="choose islands that divide the slices, or the reverse."
+            )
+        )
 
 
 _SCHEDULE_NAMES = tuple(
@@ -326,12 +391,20 @@ _MAX_TRIES = 6
 
 
 def _layouts_to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
-    """Return the layouts with the schedule "search": the fastest pipelines, and pipelines that almost fit."""
-    almost_fitting = sorted((entry for entry in dropped if entry.missing_bytes), key=lambda entry: entry.missing_bytes)
-    pipelines = (
-        [entry.layout for entry in entries if entry.layout.schedule] for entries in (_fastest(fitting), almost_fitting)
+    """Return the layouts with the schedule "search": the fastest pipelines, and pipelines that
+    almost fit.
+    """
+    almost_fitting = sorted(
+        (entry for entry in dropped if entry.missing_bytes), key=lambda entry: entry.missing_bytes
     )
-    searched = ([layout._replace(schedule="search", chunks=1) for layout in layouts] for layouts in pipelines)
+    pipelines = (
+        [entry.layout for entry in entries if entry.layout.schedule]
+        for entries in (_fastest(fitting), almost_fitting)
+    )
+    searched = (
+        [layout._replace(schedule="search", chunks=1) for layout in layouts]
+        for layouts in pipelines
+    )
     return [layout for layouts in searched for layout in list(dict.fromkeys(layouts))[:_MAX_TRIES]]
 
 
@@ -347,14 +420,22 @@ def _fastest(fitting: Sequence[Prediction]) -> list[Prediction]:
 
 
 def _check(
-    chips: int, batch_size: int, slices: int, placements: Sequence[str], schedules: Sequence[str], headroom: float
+    chips: int,
+    batch_size: int,
+    slices: int,
+    placements: Sequence[str],
+    schedules: Sequence[str],
+    headroom: float,
 ) -> None:
     for name, value in {"chips": chips, "batch_size": batch_size, "slices": slices}.items():
         check_count(name, value)
     if chips % slices:
         problem = f"{chips} chips cannot be spread evenly over {plural(slices, 'slice')}."
         raise ValueError(format_error("plan", problem, fix=f"choose chips divisible by {slices}."))
-    for noun, names, known in (("placement", placements, PLACEMENTS), ("schedule", schedules, _SCHEDULE_NAMES)):
+    for noun, names, known in (
+        ("placement", placements, PLACEMENTS),
+        ("schedule", schedules, _SCHEDULE_NAMES),
+    ):
         if unknown := [name for name in names if name not in known]:
             problem = f"unknown {noun} {', '.join(map(repr, unknown))}."
             raise ValueError(format_error("plan", problem, fix=f"use some of {', '.join(known)}."))
@@ -363,7 +444,9 @@ def _check(
 
 
 _MAX_SIZE = 64
-"""The largest sizes of tensor and pipeline, and the largest number of micro-batches, that are tried."""
+"""The largest sizes of tensor and pipeline, and the largest number of micro-batches, that are
+tried.
+"""
 
 
 _LONG_ROW = 16_384
@@ -395,18 +478,26 @@ class _Space(NamedTuple):
     def layouts(self) -> Iterator[Layout]:
         """Yield the layouts of `devices` devices whose sizes divide the model and the batch.
 
-        - tensor and pipeline: powers of two up to 64, or small divisors of the number of devices. Stages divide the
-          blocks.
+        - tensor and pipeline: powers of two up to 64, or small divisors of the number of devices.
+          Stages divide the blocks.
         - replica: 1, or one copy per slice.
-        - context: divisors of the positions, if there are fewer rows than devices or rows of more than 16,384 positions.
+        - context: divisors of the positions, if there are fewer rows than devices or rows of more
+          than 16,384 positions.
         - expert: divisors of the number of experts.
         - data: the remaining devices.
-        - micro-batches: powers of two, with at least one row per device; in a pipeline at least one per stage.
+        - micro-batches: powers of two, with at least one row per device; in a pipeline at least one
+          per stage.
         """
         slice_devices = self.devices // self.slices
         for tensor in _divisors(slice_devices, _MAX_SIZE if any(self.workload.tensor_sums) else 1):
-            stages = [n for n in _divisors(slice_devices // tensor, _MAX_SIZE) if self.workload.num_blocks % n == 0]
-            for pipeline, context, expert in itertools.product(stages, self._contexts(), self._experts()):
+            stages = [
+                n
+                for n in _divisors(slice_devices // tensor, _MAX_SIZE)
+                if self.workload.num_blocks % n == 0
+            ]
+            for pipeline, context, expert in itertools.product(
+                stages, self._contexts(), self._experts()
+            ):
                 copies, remainder = divmod(slice_devices // tensor, pipeline * context * expert)
                 copies *= self.slices
                 if remainder or self.batch_size % (copies * expert):
@@ -418,13 +509,20 @@ class _Space(NamedTuple):
 
     def _options(self, sizes: Layout) -> Iterator[Layout]:
         """Yield the layouts with these sizes of the mesh."""
-        pipeline, rows = sizes.pipeline, self.batch_size // (sizes.replica * sizes.data * sizes.expert)
-        micro_batches = [m for m in _divisors(rows, _MAX_SIZE, small=0) if pipeline == 1 or m >= pipeline]
+        pipeline, rows = (
+            sizes.pipeline,
+            self.batch_size // (sizes.replica * sizes.data * sizes.expert),
+        )
+        micro_batches = [
+            m for m in _divisors(rows, _MAX_SIZE, small=0) if pipeline == 1 or m >= pipeline
+        ]
         placements = self.placements if sizes.shards.size > 1 else ("ddp",)
         schedules = self.schedules if pipeline > 1 else (None,)
         tried_remat = [choice for choice in self.remat if pipeline == 1 or isinstance(choice, bool)]
         redundant = self._redundant_remat()
-        for m, placement, schedule, choice in itertools.product(micro_batches, placements, schedules, tried_remat):
+        for m, placement, schedule, choice in itertools.product(
+            micro_batches, placements, schedules, tried_remat
+        ):
             if placement == "fsdp" and choice in redundant:
                 continue
             for chunks in self._chunks(pipeline, m, schedule):
@@ -439,13 +537,23 @@ class _Space(NamedTuple):
                 )
 
     def _redundant_remat(self) -> list[bool | str]:
-        """Return the choices that equal remat=False under fsdp, which computes elementwise operations again anyway."""
-        named = [choice for choice in self.remat if isinstance(choice, str)] if False in self.remat else []
-        return [choice for choice in named if not getattr(self.workload.recompute(choice), "flops", 0.0)]
+        """Return the choices that equal remat=False under fsdp, which computes elementwise
+        operations again anyway.
+        """
+        named = (
+            [choice for choice in self.remat if isinstance(choice, str)]
+            if False in self.remat
+            else []
+        )
+        return [
+            choice for choice in named if not getattr(self.workload.recompute(choice), "flops", 0.0)
+        ]
 
     def _contexts(self) -> list[int]:
         workload = self.workload
-        if workload.attention is None or (self.batch_size >= self.devices and workload.tokens <= _LONG_ROW):
+        if workload.attention is None or (
+            self.batch_size >= self.devices and workload.tokens <= _LONG_ROW
+        ):
             return [1]
         return [n for n in _divisors(self.devices, _MAX_SIZE, small=0) if workload.tokens % n == 0]
 
@@ -453,7 +561,9 @@ class _Space(NamedTuple):
         experts = self.workload.experts
         if experts is None:
             return [1]
-        return [n for n in _divisors(self.devices, _MAX_SIZE, small=0) if experts.num_experts % n == 0]
+        return [
+            n for n in _divisors(self.devices, _MAX_SIZE, small=0) if experts.num_experts % n == 0
+        ]
 
     def _chunks(self, pipeline: int, micro_batches: int, schedule: str | None) -> list[int]:
         two_chunks = [2] if self.workload.num_blocks % (2 * pipeline) == 0 else []
@@ -468,7 +578,11 @@ class _Space(NamedTuple):
 
 def _divisors(count: int, largest: int, small: int = 8) -> list[int]:
     """Return the powers of two that divide a count, and its other divisors up to `small`."""
-    return [n for n in range(1, min(count, largest) + 1) if count % n == 0 and (n & (n - 1) == 0 or n <= small)]
+    return [
+        n
+        for n in range(1, min(count, largest) + 1)
+        if count % n == 0 and (n & (n - 1) == 0 or n <= small)
+    ]
 
 
 def predict(
@@ -495,8 +609,10 @@ def predict(
       placed: the result of `place` for the layout, if it is known already.
 
     Raises:
-      ValueError: if tensor does not divide a parameter as its rule says, or the schedule does not accept the sizes.
-      ValueError: if `layout.remat` names values that blocks do not have, or names any values in a pipeline.
+      ValueError: if tensor does not divide a parameter as its rule says, or the schedule does not
+        accept the sizes.
+      ValueError: if `layout.remat` names values that blocks do not have, or names any values in a
+        pipeline.
 
     Example:
       >>> from shardopt.planning import HARDWARE, Layout, find_model
@@ -523,7 +639,9 @@ def predict(
         tokens_per_second=workload.tokens * batch_size / time.total,
         rules=workload.rules,
         expert_leaves=() if workload.experts is None else workload.experts.leaves,
-        transfer_seconds=tuple(seconds(transfer, layout, hardware, slices=slices) for transfer in transfers),
+        transfer_seconds=tuple(
+            seconds(transfer, layout, hardware, slices=slices) for transfer in transfers
+        ),
     )
 
 
@@ -534,17 +652,28 @@ def _nothing_fits(plans: Plans) -> str:
     too_large = [entry for entry in plans.dropped if entry.missing_bytes]
     if not too_large:
         fix = f"choose a batch_size that {plans.chips} chips divide evenly, or other chips."
-        return format_error("plan", f"{title}: no layout divides evenly.", [entry.why for entry in plans.dropped], fix)
-    lines = [f"{entry.layout}: {entry.missing_bytes:,.0f} bytes too many" for entry in too_large[:3]]
+        return format_error(
+            "plan",
+            f"{title}: no layout divides evenly.",
+            [entry.why for entry in plans.dropped],
+            fix,
+        )
+    lines = [
+        f"{entry.layout}: {entry.missing_bytes:,.0f} bytes too many" for entry in too_large[:3]
+    ]
     need = limit + too_large[0].missing_bytes
     share = limit / chip.per_device().memory_bytes
     memories = {name: known.per_device().memory_bytes for name, known in HARDWARE.items()}
     larger = sorted((memory, name) for name, memory in memories.items() if memory * share >= need)
     other = f", chips with more memory ({larger[0][1]})" if larger else ""
-    fix = f"use about {-(-plans.chips * need // limit):.0f} chips or more{other}, or fewer rows per batch."
+    fix = (
+        f"use about {-(-plans.chips * need // limit):.0f} chips or more{other}, or fewer rows per"
+        " batch."
+    )
     return format_error(
         "plan",
-        f"{title}: nothing fits into {limit:,.0f} bytes per {'chip' if chip.devices == 1 else 'device'}; the nearest are:",
+        f"{title}: nothing fits into {limit:,.0f} bytes per"
+        f" {'chip' if chip.devices == 1 else 'device'}; the nearest are:",
         lines,
         fix,
     )
@@ -559,7 +688,18 @@ def _table(plans: Plans, count: int) -> str:
     predictions = plans.ranked[:count]
     columns = ["context"] * any(prediction.layout.context > 1 for prediction in predictions)
     columns += ["expert"] * any(prediction.layout.expert > 1 for prediction in predictions)
-    header = ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble", *columns]
+    header = [
+        "layout",
+        "memory",
+        "step",
+        "MFU",
+        "compute",
+        "tensor",
+        "data",
+        "pipeline",
+        "bubble",
+        *columns,
+    ]
     rows = [header, *(_row(prediction, columns) for prediction in predictions)]
     lines = aligned(rows, lambda column, _: column > 0)
     model, batch = plans.workload, plural(plans.batch_size, "row")
@@ -568,11 +708,21 @@ def _table(plans: Plans, count: int) -> str:
     uneven = len(plans.dropped) - too_large
     return "\n".join(
         [
-            f"{model.name} ({_count(model.num_parameters)} parameters) on {_machine(plans)}, {batch} per batch",
+            (
+                f"{model.name} ({_count(model.num_parameters)} parameters) on {_machine(plans)},"
+                f" {batch} per batch"
+            ),
             *lines,
             *([f"... and {unlisted} more that fit"] if unlisted > 0 else []),
-            f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per {'chip' if plans.hardware.devices == 1 else 'device'} may be used)",
-            *([f"{plural(uneven, 'layout')} dropped for sizes that do not divide"] if uneven else []),
+            (
+                f"{plural(too_large, 'layout')} dropped for memory ({plans.limit / 1e9:.1f} GB per"
+                f" {'chip' if plans.hardware.devices == 1 else 'device'} may be used)"
+            ),
+            *(
+                [f"{plural(uneven, 'layout')} dropped for sizes that do not divide"]
+                if uneven
+                else []
+            ),
             *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
             *([] if not plans.recoveries else ["", *_recovery_lines(plans.recoveries)]),
         ]
@@ -587,7 +737,11 @@ def _recovery_lines(recoveries: Sequence[PlannedRecovery]) -> list[str]:
         recovery = entry.recovery
         step_counts = recovery.save_steps, recovery.snapshot_steps
         periods = ["-" if count is None else plural(count, "step") for count in step_counts]
-        rates = f"every {duration(recovery.interval)}", f"{recovery.goodput:.1%}", f"{entry.tokens_per_second:,.0f}"
+        rates = (
+            f"every {duration(recovery.interval)}",
+            f"{recovery.goodput:.1%}",
+            f"{entry.tokens_per_second:,.0f}",
+        )
         rows.append([str(recovery.islands), str(recovery.spares), *periods, *rates])
     lost = ", ".join(f"{cause} {share:.1%}" for cause, share in best.lost.items())
     return [*aligned(rows, lambda *_: True), f"the first one loses: {lost}"]

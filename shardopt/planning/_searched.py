@@ -1,4 +1,6 @@
-"""The arguments of `so.schedules.search` for a layout: predicted times of its passes, and the activations that fit."""
+"""The arguments of `so.schedules.search` for a layout: predicted times of its passes, and the
+activations that fit.
+"""
 
 from shardopt.core._errors import format_error
 from shardopt.planning._costs import footprint, pass_seconds, traffic
@@ -21,7 +23,8 @@ def with_search_arguments(
     Raises:
       ValueError: if not one activation fits.
     """
-    # times and memory without activations do not depend on the schedule; this one holds one activation per stage
+    # times and memory without activations do not depend on the schedule; this one holds one
+    # activation per stage
     layout = base.layout
     placed = base._replace(layout=layout._replace(schedule="zero_bubble", searched=None))
     transfers = traffic(placed, batch_size=batch_size)

@@ -1,4 +1,6 @@
-"""Topologies to compile for without a device: slices of TPUs by libtpu, nodes of GPUs by jax's CUDA plugin."""
+"""Topologies to compile for without a device: slices of TPUs by libtpu, nodes of GPUs by jax's CUDA
+plugin.
+"""
 
 import os
 import re
@@ -14,29 +16,50 @@ from shardopt.planning._hardware import HARDWARE, Hardware
 
 
 def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
-    """Return the chip and the torus of a text such as "v5p:4x4x8", or the number of GPUs per node of "h100:8".
+    """Return the chip and the torus of a text such as "v5p:4x4x8", or the number of GPUs per node
+    of "h100:8".
 
     Raises:
       TypeError: if `topology` is not a string.
-      ValueError: if it cannot be read, the chip is unknown, or the chip's torus has another number of axes.
+      ValueError: if it cannot be read, the chip is unknown, or the chip's torus has another number
+        of axes.
       ValueError: if a node has fewer GPUs.
     """
     forms = ", ".join(_form(chip) for chip in HARDWARE.values())
     if not isinstance(topology, str):
-        raise TypeError(format_error("aot", f"topology must be a string, got {topology!r}.", fix=f"write {forms}."))
+        raise TypeError(
+            format_error(
+                "aot", f"topology must be a string, got {topology!r}.", fix=f"write {forms}."
+            )
+        )
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
     if match is None or match[1] not in HARDWARE:
         problem = f"unknown topology {topology!r}."
-        raise ValueError(format_error("aot", problem, fix=f"write chip and torus, with sizes of your own: {forms}."))
+        raise ValueError(
+            format_error(
+                "aot", problem, fix=f"write chip and torus, with sizes of your own: {forms}."
+            )
+        )
     chip, dims = HARDWARE[match[1]], tuple(map(int, match[2].split("x")))
     axes = chip.torus_dims or 1
     if len(dims) != axes:
         problem = f"topology {topology!r} has {plural(len(dims), 'axis')}, {chip.name} has {axes}."
-        reason = f"its chips form a torus of {axes} axes" if chip.torus_dims else "the GPUs of a node share a switch"
+        reason = (
+            f"its chips form a torus of {axes} axes"
+            if chip.torus_dims
+            else "the GPUs of a node share a switch"
+        )
         raise ValueError(format_error("aot", problem, fix=f"write it as {_form(chip)}; {reason}."))
     if not chip.torus_dims and not 1 <= dims[0] <= chip.pod_chips:
-        problem = f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to {chip.pod_chips}."
-        raise ValueError(format_error("aot", problem, fix=f"write {_form(chip)}, and how many nodes as num_slices."))
+        problem = (
+            f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to"
+            f" {chip.pod_chips}."
+        )
+        raise ValueError(
+            format_error(
+                "aot", problem, fix=f"write {_form(chip)}, and how many nodes as num_slices."
+            )
+        )
     return chip, dims
 
 
@@ -60,15 +83,21 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     from jax.experimental import topologies
 
     options: dict[str, object] = {"wrap": wraps(dims)}
-    if chip.name == "v4":  # the two cores of a chip are one device, as on a real slice; libtpu's default shows two
+    # the two cores of a chip are one device, as on a real slice; libtpu's default shows two
+    if chip.name == "v4":
         options["chip_config_name"] = "megacore"
     if num_slices > 1:
         options["num_slices"] = num_slices
     with _without_a_tpu():
         try:
-            return topologies.get_topology_desc(topology_name=topology, platform="tpu", **options).devices
+            return topologies.get_topology_desc(
+                topology_name=topology, platform="tpu", **options
+            ).devices
         except Exception as error:  # the plugin raises errors of several types for unknown names
-            problem = f"the compiler does not take topology {topology!r} x {num_slices}: {str(error).splitlines()[0]}"
+            problem = (
+                f"the compiler does not take topology {topology!r} x {num_slices}:"
+                f" {str(error).splitlines()[0]}"
+            )
             fix = "choose sizes that Google offers, such as v5p:4x4x4, v5e:4x8 or v6e:16x16."
             raise ValueError(format_error("aot", problem, fix=fix)) from error
 
@@ -76,12 +105,13 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
 def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
     """Return which axes of a slice have wrap-around links. The result always has three entries.
 
-    A slice with three axes has wrap-around links if every size is a multiple of 4. A slice with two axes has them along
-    an axis of size 16, the size of a pod. By default the compiler assumes that there are none, and replaces gathers
-    by all-reduces.
+    A slice with three axes has wrap-around links if every size is a multiple of 4. A slice with two
+    axes has them along an axis of size 16, the size of a pod. By default the compiler assumes that
+    there are none, and replaces gathers by all-reduces.
 
     References:
-      Google Cloud, "TPU v4" and "TPU v5p" (twisted and wrapped slices); MaxText, `accelerator_to_spec_map`.
+      Google Cloud, "TPU v4" and "TPU v5p" (twisted and wrapped slices); MaxText,
+      `accelerator_to_spec_map`.
     """
     if len(dims) == 3:
         torus = all(size % 4 == 0 for size in dims)
@@ -92,8 +122,8 @@ def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:
 class _Gpu(NamedTuple):
     """The properties of a GPU that XLA:GPU reads.
 
-    They are compute capability, multiprocessors (`cores`), fp32 units per multiprocessor, clock, shared memory per
-    multiprocessor in KiB, and bytes of L2 cache.
+    They are compute capability, multiprocessors (`cores`), fp32 units per multiprocessor, clock,
+    shared memory per multiprocessor in KiB, and bytes of L2 cache.
     """
 
     kind: str
@@ -114,8 +144,8 @@ _GPUS = {
 """GPUs by their names in `HARDWARE`. A thread block may use 1 KiB less than the shared memory.
 
 References:
-  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table 3; "CUDA C++
-  Programming Guide", technical specifications per compute capability.
+  NVIDIA, "A100 Tensor Core GPU Architecture", table 4; "H100 Tensor Core GPU Architecture", table
+  3; "CUDA C++ Programming Guide", technical specifications per compute capability.
 """
 
 _PLUGINS = {"jax_cuda13_plugin": 13, "jax_cuda12_plugin": 12}
@@ -155,7 +185,9 @@ def _target(chip: Hardware, gpu: _Gpu, cuda: int) -> str:
 
 @contextmanager
 def _without_a_tpu() -> Iterator[None]:
-    """Set variables so that libtpu loads without querying the metadata server and without locking a TPU."""
+    """Set variables so that libtpu loads without querying the metadata server and without locking a
+    TPU.
+    """
     settings = {
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5p-32",

@@ -1,4 +1,7 @@
-"""`Workload`: the flops and bytes of training a model, input of every prediction; `trace` computes it from a model."""
+"""`Workload`: the flops and bytes of training a model, input of every prediction.
+
+`trace` computes it from a model.
+"""
 
 import math
 import re
@@ -22,7 +25,15 @@ from shardopt.mesh import analysis
 from shardopt.partition._rules import match_rules
 from shardopt.remat._split_backward import split_backward
 from shardopt.trace._jaxprs import cost_of
-from shardopt.trace._marks import ATTENTION, EXPERTS, GROUPED_PRODUCT, LOOKED_UP, has_mark, marks_in, named_values
+from shardopt.trace._marks import (
+    ATTENTION,
+    EXPERTS,
+    GROUPED_PRODUCT,
+    LOOKED_UP,
+    has_mark,
+    marks_in,
+    named_values,
+)
 from shardopt.trace._parts import product_flops
 
 
@@ -43,7 +54,9 @@ class Bytes(NamedTuple):
 
     def plus(self, other: "Bytes", times: float = 1.0) -> "Bytes":
         """Return the sum of both, with `other` counted `times` times."""
-        return Bytes(self.replicated + times * other.replicated, self.sharded + times * other.sharded)
+        return Bytes(
+            self.replicated + times * other.replicated, self.sharded + times * other.sharded
+        )
 
 
 class NamedValue(NamedTuple):
@@ -52,7 +65,8 @@ class NamedValue(NamedTuple):
     Attributes:
       name: the name given by `jax.ad_checkpoint.checkpoint_name`.
       bytes: bytes of the values of that name.
-      flops: flops of the inner products that do not run again. Flops of several names are assumed to add up.
+      flops: flops of the inner products that do not run again. Flops of several names are assumed
+        to add up.
       tensor_sums: all-reduces of `boundary_bytes` over tensor that do not run again.
     """
 
@@ -83,11 +97,11 @@ class Attention(NamedTuple):
       queries: bytes of the queries. The result has as many.
       keys: bytes of the keys. The values have as many.
       kv_heads: heads of keys and values.
-      scores: bytes of scores that a block stores, as part of its `residuals`. Over context, attention runs tile by
-        tile and stores none.
+      scores: bytes of scores that a block stores, as part of its `residuals`. Over context,
+        attention runs tile by tile and stores none.
       flops: flops of attention, as part of `block_flops`; 0 if nothing is known.
-      kernel_flops: flops on TPU instead of `flops`, (forward, backward): splash attention (`splash_flops`) and rotary
-        positions.
+      kernel_flops: flops on TPU instead of `flops`, (forward, backward): splash attention
+        (`splash_flops`) and rotary positions.
     """
 
     queries: float
@@ -106,11 +120,14 @@ class Experts(NamedTuple):
       num_experts: E.
       top_k: K, experts of a token.
       tokens: bytes of the tokens that are sent to experts, each counted once.
-      buffers: bytes of the tokens at their experts, of all tokens or of one chunk, if every device gets equally many.
-      working: temporary bytes at the experts while a block is differentiated, as part of `Workload.working`.
-      exchange_working: temporary bytes next to `buffers` while gradients travel over an expert axis; the larger of
-        this and `working` counts there.
-      saves_buffers: whether `buffers` are residuals of the block; otherwise they are part of `Workload.working`.
+      buffers: bytes of the tokens at their experts, of all tokens or of one chunk, if every device
+        gets equally many.
+      working: temporary bytes at the experts while a block is differentiated, as part of
+        `Workload.working`.
+      exchange_working: temporary bytes next to `buffers` while gradients travel over an expert
+        axis; the larger of this and `working` counts there.
+      saves_buffers: whether `buffers` are residuals of the block; otherwise they are part of
+        `Workload.working`.
     """
 
     leaves: tuple[str, ...]
@@ -124,34 +141,42 @@ class Experts(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """The parameters of a model made of blocks, and the flops and bytes of one example (row) of its batch.
+    """The parameters of a model made of blocks, and the flops and bytes of one example (row) of its
+    batch.
 
-    `so.planning.trace` makes a workload of any `BlockModel`; `so.planning.Transformer(...).workload()` makes one of
-    sizes. All costs are assumed to be proportional to the number of rows: examples must not read each other.
+    `so.planning.trace` makes a workload of any `BlockModel`;
+    `so.planning.Transformer(...).workload()` makes one of sizes. All costs are assumed to be
+    proportional to the number of rows: examples must not read each other.
 
     Attributes:
       name: name for tables.
       params: abstract parameters, `{"blocks": leaves stacked [L, ...], **outer}`.
       rules: tensor rules, as strategies take them.
       tokens: positions of a row, for tokens per second; 1 if a row has no positions.
-      block_flops: multiplications and additions of inner products in the forward pass of one block and one row. The
-        backward pass has twice as many.
-      recompute_flops: the part of `block_flops` that remat runs again. Products that the backward pass does not read,
-        such as the last product of a residual branch, are not among them.
+      block_flops: multiplications and additions of inner products in the forward pass of one block
+        and one row. The backward pass has twice as many.
+      recompute_flops: the part of `block_flops` that remat runs again. Products that the backward
+        pass does not read, such as the last product of a residual branch, are not among them.
       ends_flops: forward flops of embed and loss together.
       boundary_bytes: bytes of the activations that one row passes from block to block.
-      residuals: bytes that one block stores for one row from forward to backward, if nothing is recomputed.
-      stage_residuals: the same in a pipeline and under fsdp, which compute elementwise operations again.
-      deferred: bytes that the backward pass of a block stores for its weight gradient, if the schedule splits that off.
+      residuals: bytes that one block stores for one row from forward to backward, if nothing is
+        recomputed.
+      stage_residuals: the same in a pipeline and under fsdp, which compute elementwise operations
+        again.
+      deferred: bytes that the backward pass of a block stores for its weight gradient, if the
+        schedule splits that off.
       working: temporary bytes while one block is differentiated, in addition to its `residuals`.
       ends_working: temporary bytes while the loss of a row is differentiated.
-      tensor_sums: all-reduces of `boundary_bytes` over tensor, (in the forward of a block, in its backward).
-      model_flops: flops of a training step and one row by the convention of model flops utilisation: recomputation is
-        not counted, causal attention is counted as half.
+      tensor_sums: all-reduces of `boundary_bytes` over tensor, (in the forward of a block, in its
+        backward).
+      model_flops: flops of a training step and one row by the convention of model flops
+        utilisation: recomputation is not counted, causal attention is counted as half.
       itemsize: bytes of one number in the dtype that blocks compute with.
-      loss_reads: key paths of the outer parameters that the loss reads; only embed reads the others.
+      loss_reads: key paths of the outer parameters that the loss reads; only embed reads the
+        others.
       named: the values of a block that have a name, which remat can save.
-      tables: key paths of the outer parameters that `so.nn.embedding` reads in their shards; see `BlockModel`.
+      tables: key paths of the outer parameters that `so.nn.embedding` reads in their shards; see
+        `BlockModel`.
       table_ids: how many ids of a row are looked up in the tables.
       table_numbers: how many numbers these lookups return.
       rounded: the weights of blocks that are gathered in 8 bits; see `BlockModel`.
@@ -196,27 +221,37 @@ class Workload(NamedTuple):
 
     @property
     def tiled(self) -> "Workload":
-        """The same workload if attention runs tile by tile and stores no scores, as over a context axis."""
+        """The same workload if attention runs tile by tile and stores no scores, as over a context
+        axis.
+        """
         scores = 0.0 if self.attention is None else self.attention.scores
         stored = {name: getattr(self, name) for name in ("residuals", "stage_residuals", "working")}
         return self._replace(
-            **{name: bytes._replace(sharded=max(bytes.sharded - scores, 0.0)) for name, bytes in stored.items()}
+            **{
+                name: bytes._replace(sharded=max(bytes.sharded - scores, 0.0))
+                for name, bytes in stored.items()
+            }
         )
 
     def over_experts(self, devices: int, tensor: int = 1) -> "Workload":
         """Return the same workload over an expert axis of X devices.
 
-        A device has room for all tokens that could arrive: X min(K, E/X) / K times as many as in equal shares.
+        A device has room for all tokens that could arrive: X min(K, E/X) / K times as many as in
+        equal shares.
         """
         experts = self.experts
         if experts is None or devices == 1:
             return self
         times = min(experts.top_k, experts.num_experts // devices) * devices / experts.top_k
-        largest = max(experts.working, experts.exchange_working, key=lambda temporary: temporary.on(tensor))
+        largest = max(
+            experts.working, experts.exchange_working, key=lambda temporary: temporary.on(tensor)
+        )
         working = self.working.plus(largest, times).plus(experts.working, -1)
         if not experts.saves_buffers:
             return self._replace(working=working.plus(experts.buffers, times - 1))
-        stored = {name: getattr(self, name) for name in ("residuals", "stage_residuals", "deferred")}
+        stored = {
+            name: getattr(self, name) for name in ("residuals", "stage_residuals", "deferred")
+        }
         enlarged = {name: bytes.plus(experts.buffers, times - 1) for name, bytes in stored.items()}
         return self._replace(**enlarged, working=working)
 
@@ -225,7 +260,8 @@ class Workload(NamedTuple):
         """Return the bytes that remat stores and the work that it repeats; None for False.
 
         Args:
-          remat: True stores the input of a block alone, "save:NAME,..." stores the values of these names too.
+          remat: True stores the input of a block alone, "save:NAME,..." stores the values of these
+            names too.
 
         Raises:
           ValueError: if `remat` is neither, or names values that blocks do not have.
@@ -238,27 +274,42 @@ class Workload(NamedTuple):
         policy = read_remat(remat)
         if not isinstance(policy, Named) or policy.offload:
             problem = f"remat must be True, False or 'save:NAME,...', got {remat!r}."
-            raise ValueError(format_error("plan", problem, fix="write 'save:qkv,attention', or True for 'full'."))
+            raise ValueError(
+                format_error("plan", problem, fix="write 'save:qkv,attention', or True for 'full'.")
+            )
         known = {value.name: value for value in self.named}
         if unknown := [name for name in policy.names if name not in known]:
-            problem = f"remat names {plural(len(unknown), 'value')} that the blocks of {self.name} do not have."
-            fix = f"use some of {', '.join(known)}." if known else "use True, or name values with checkpoint_name."
+            problem = (
+                f"remat names {plural(len(unknown), 'value')} that the blocks of {self.name} do not"
+                " have."
+            )
+            fix = (
+                f"use some of {', '.join(known)}."
+                if known
+                else "use True, or name values with checkpoint_name."
+            )
             raise ValueError(format_error("plan", problem, unknown, fix))
         saved = [known[name] for name in policy.names]
         return Recompute(
-            Bytes(sum(value.bytes.replicated for value in saved), sum(value.bytes.sharded for value in saved)),
+            Bytes(
+                sum(value.bytes.replicated for value in saved),
+                sum(value.bytes.sharded for value in saved),
+            ),
             max(flops - sum(value.flops for value in saved), 0.0),
             max(sums - sum(value.tensor_sums for value in saved), 0),
         )
 
     def remat_choices(self) -> tuple[bool | str, ...]:
-        """Return the values of `remat` to try, from storing all residuals (False) to storing the input alone (True).
+        """Return the values of `remat` to try, from storing all residuals (False) to storing the
+        input alone (True).
 
         The values between save the names of a block, those first that avoid most flops per byte.
         """
         useful = [value for value in self.named if value.flops > 0 and value.bytes.on(1) > 0]
         useful.sort(key=lambda value: value.flops / value.bytes.on(1), reverse=True)
-        name_lists = [",".join(value.name for value in useful[:count]) for count in range(len(useful), 0, -1)]
+        name_lists = [
+            ",".join(value.name for value in useful[:count]) for count in range(len(useful), 0, -1)
+        ]
         return False, *(f"save:{names}" for names in name_lists), True
 
 
@@ -266,12 +317,15 @@ class Workload(NamedTuple):
 def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ()) -> tuple[int, int]:
     """Return how many sums over tensor the (forward, backward) pass of a block needs by its rules.
 
-    A weight that is sharded on its first dim, the contracted one, needs a sum of partial results in the forward pass. A
-    weight that is sharded on another dim needs a sum of partial input gradients in the backward pass. The first dim of
-    expert leaves counts experts and is skipped. Input gradients of all expert leaves are summed in one all-reduce.
+    A weight that is sharded on its first dim, the contracted one, needs a sum of partial results in
+    the forward pass. A weight that is sharded on another dim needs a sum of partial input gradients
+    in the backward pass. The first dim of expert leaves counts experts and is skipped. Input
+    gradients of all expert leaves are summed in one all-reduce.
     """
     leaves = leaves_with_paths(params)
-    specs = match_rules(rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves])
+    specs = match_rules(
+        rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves]
+    )
     tensor_specs = [
         (any(re.search(pattern, path) for pattern in expert_leaves), tuple(spec))
         for (path, _), spec in zip(leaves, specs, strict=True)
@@ -293,26 +347,30 @@ def trace(
     tokens: int = 1,
     compute_dtype: DTypeLike | None = None,
 ) -> Workload:
-    """Return the costs of one row of a model's batch. The model is traced for one row and for two; nothing runs.
+    """Return the costs of one row of a model's batch.
+
+    The model is traced for one row and for two; nothing runs.
 
     Args:
       model: a `BlockModel`, or its `loss_fn`.
       abstract_params: the parameters of the model, or their shapes: `jax.eval_shape(init, key)`.
-      abstract_batch: a batch, or its shapes, with rows as the first dim of every leaf. The number of rows does not
-        matter.
+      abstract_batch: a batch, or its shapes, with rows as the first dim of every leaf. The number
+        of rows does not matter.
       rules: tensor rules, as strategies take them.
-      expert_leaves: regexes of key paths of leaves whose first dim counts experts, as strategies take them.
+      expert_leaves: regexes of key paths of leaves whose first dim counts experts, as strategies
+        take them.
       name: name for tables.
       tokens: positions of a row.
-      compute_dtype: dtype of the weights in blocks, the `gather_dtype` of fsdp; None keeps the dtype of each leaf.
+      compute_dtype: dtype of the weights in blocks, the `gather_dtype` of fsdp; None keeps the
+        dtype of each leaf.
 
     Returns:
       A `Workload`.
 
     Raises:
       TypeError: if `model` is not a `BlockModel`.
-      ValueError: if the parameters have no "blocks", a batch leaf has no rows, or embed looks up none of the model's
-        tables.
+      ValueError: if the parameters have no "blocks", a batch leaf has no rows, or embed looks up
+        none of the model's tables.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -327,24 +385,40 @@ def trace(
       (3, 1024.0, 32)
 
     Note:
-      Flops are counted in the inner products and convolutions of the trace, forward and backward. The residuals of a
-      block are the residuals of `jax.vjp` that are not weights. Over tensor, arrays with the shape of a block's output
-      count as replicated, and so do statistics of it; all others count as sharded. That is true for a block whose
-      first product is sharded by column and whose second product is sharded by row.
+      Flops are counted in the inner products and convolutions of the trace, forward and backward.
+      The residuals of a block are the residuals of `jax.vjp` that are not weights. Over tensor,
+      arrays with the shape of a block's output count as replicated, and so do statistics of it; all
+      others count as sharded. That is true for a block whose first product is sharded by column and
+      whose second product is sharded by row.
     """
     blocks = as_block_model(model)
     if blocks is None:
-        fix = "use so.BlockModel(embed, block, loss), or describe a shape with so.planning.Transformer."
-        raise TypeError(format_error("trace", f"model must be a BlockModel, got {type(model).__name__}.", fix=fix))
+        fix = (
+            "use so.BlockModel(embed, block, loss), or describe a shape with"
+            " so.planning.Transformer."
+        )
+        raise TypeError(
+            format_error(
+                "trace", f"model must be a BlockModel, got {type(model).__name__}.", fix=fix
+            )
+        )
     if not isinstance(abstract_params, dict) or BLOCKS not in abstract_params:
         fix = 'pass {"blocks": leaves stacked [L, ...], **outer}.'
-        raise ValueError(format_error("trace", "the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix))
+        raise ValueError(
+            format_error(
+                "trace", "the parameters of a BlockModel must be a dict with 'blocks'.", fix=fix
+            )
+        )
     if not all(np.ndim(leaf) for leaf in jax.tree.leaves(abstract_batch)):
         fix = "give every leaf of the batch its rows as first dim."
         raise ValueError(format_error("trace", "a leaf of the batch has no dim.", fix=fix))
-    params = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params)
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params
+    )
     functions = _ModelFunctions.of(blocks, params, compute_dtype)
-    one_row, two_rows = (_row_costs(functions, _with_rows(abstract_batch, count)) for count in (1, 2))
+    one_row, two_rows = (
+        _row_costs(functions, _with_rows(abstract_batch, count)) for count in (1, 2)
+    )
     row = jax.tree.map(lambda one_row, two_rows: max(two_rows - one_row, 0), one_row, two_rows)
     num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
     batch = _with_rows(abstract_batch, 1)
@@ -353,14 +427,19 @@ def trace(
     looked_up = named_values(embed).get(LOOKED_UP, []) if blocks.tables else []
     if blocks.tables and not looked_up:
         fix = "read them by so.nn.embedding, or leave tables out."
-        raise ValueError(format_error("trace", "embed looks up none of BlockModel.tables.", blocks.tables, fix))
+        raise ValueError(
+            format_error("trace", "embed looks up none of BlockModel.tables.", blocks.tables, fix)
+        )
     return Workload(
         name=name,
         params=params,
         rules=rules,
         tokens=tokens,
         **row,
-        named=tuple(NamedValue(value, named[value][0], named[value][1], count) for value, count in sums.items()),
+        named=tuple(
+            NamedValue(value, named[value][0], named[value][1], count)
+            for value, count in sums.items()
+        ),
         tensor_sums=tensor_sums(params, rules, expert_leaves),
         model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
         itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(functions.boundary(batch))),
@@ -375,7 +454,8 @@ def trace(
 
 
 class _ModelFunctions(NamedTuple):
-    """The three functions of a model, each with a key as last argument, and the shapes of their weights.
+    """The three functions of a model, each with a key as last argument, and the shapes of their
+    weights.
 
     The weights have the dtype that the functions compute with.
     """
@@ -395,7 +475,9 @@ class _ModelFunctions(NamedTuple):
 
         def loss(outer: PyTree, x: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
             value = call(model.loss, key, 0, outer, x, batch)
-            value = value[0] if isinstance(value, tuple) and not isinstance(value, Weighted) else value
+            value = (
+                value[0] if isinstance(value, tuple) and not isinstance(value, Weighted) else value
+            )
             return jax.tree.reduce(jnp.add, value.total) if isinstance(value, Weighted) else value
 
         outer = {name: value for name, value in params.items() if name != BLOCKS}
@@ -404,7 +486,9 @@ class _ModelFunctions(NamedTuple):
             block=lambda weights, x, key: call(model.block, key, 0, weights, x),
             loss=loss,
             outer=jax.tree.map(lambda leaf: abstract_leaf(leaf.shape, leaf.dtype), outer),
-            weights=jax.tree.map(lambda leaf: abstract_leaf(leaf.shape[1:], leaf.dtype), params[BLOCKS]),
+            weights=jax.tree.map(
+                lambda leaf: abstract_leaf(leaf.shape[1:], leaf.dtype), params[BLOCKS]
+            ),
             key=jax.eval_shape(lambda: jax.random.key(0)),
         )
 
@@ -415,7 +499,12 @@ class _ModelFunctions(NamedTuple):
 
 def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
     """Return the fields of a `Workload` that are proportional to the number of rows."""
-    outer, weights, key, x = functions.outer, functions.weights, functions.key, functions.boundary(batch)
+    outer, weights, key, x = (
+        functions.outer,
+        functions.weights,
+        functions.key,
+        functions.boundary(batch),
+    )
     traced_block, shapes = jax.make_jaxpr(functions.block, return_shape=True)(weights, x, key)
 
     def block(weights: PyTree, x: PyTree, key: jax.Array) -> PyTree:
@@ -430,7 +519,10 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
         return lambda w, x, dy, key: jax.vjp(lambda w, x: block(w, x, key), w, x)[1](dy)
 
     def recomputed(policy: Callable[..., bool] | None = None) -> float:
-        return flops(backward(jax.checkpoint(block, policy=policy)), weights, x, x, key) - backward_flops
+        return (
+            flops(backward(jax.checkpoint(block, policy=policy)), weights, x, x, key)
+            - backward_flops
+        )
 
     backward_flops = flops(backward(block), weights, x, x, key)
     recompute_flops, save = recomputed(), jax.checkpoint_policies.save_only_these_names
@@ -444,10 +536,15 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
         "block_flops": float(sum(count_flops(traced_block))),
         "recompute_flops": recompute_flops,
         "named": {
-            name: (_split_by_shape(values, boundary_shapes), recompute_flops - recomputed(save(name)))
+            name: (
+                _split_by_shape(values, boundary_shapes),
+                recompute_flops - recomputed(save(name)),
+            )
             for name, values in named.items()
         },
-        "ends_flops": flops(functions.loss, outer, x, batch, key) + flops(functions.embed, outer, batch, key),
+        "ends_flops": (
+            flops(functions.loss, outer, x, batch, key) + flops(functions.embed, outer, batch, key)
+        ),
         "boundary_bytes": boundary,
         "residuals": _split_by_shape(residuals, boundary_shapes),
         "stage_residuals": _split_by_shape(stage_residuals, boundary_shapes),
@@ -458,11 +555,16 @@ def _row_costs(functions: _ModelFunctions, batch: PyTree) -> dict[str, PyTree]:
 
 
 def _count_named_sums(functions: _ModelFunctions, batch: PyTree) -> dict[str, int]:
-    """Return, for each name, how many of its values have the shape of a block's output: results of sums over tensor."""
+    """Return, for each name, how many of its values have the shape of a block's output: results of
+    sums over tensor.
+    """
     x = functions.boundary(batch)
     boundary_shapes = {leaf.shape for leaf in jax.tree.leaves(x)}
     named = named_values(jax.make_jaxpr(functions.block)(functions.weights, x, functions.key))
-    return {name: sum(value.shape in boundary_shapes for value in values) for name, values in named.items()}
+    return {
+        name: sum(value.shape in boundary_shapes for value in values)
+        for name, values in named.items()
+    }
 
 
 def _attention(functions: _ModelFunctions, batch: PyTree) -> Attention | None:
@@ -472,7 +574,9 @@ def _attention(functions: _ModelFunctions, batch: PyTree) -> Attention | None:
         return None
     queries, keys = (sum(_nbytes(_aval(mark.operands[i])) for mark in calls) for i in (0, 1))
     lengths = {_aval(mark.operands[0]).shape[1] for mark in calls}
-    residuals = _residuals(functions.block, functions.weights, functions.boundary(batch), functions.key)
+    residuals = _residuals(
+        functions.block, functions.weights, functions.boundary(batch), functions.key
+    )
     score_shapes = {(length, length) for length in lengths}
     scores = sum(_nbytes(residual) for residual in residuals if residual.shape[-2:] in score_shapes)
     return Attention(queries, keys, min(_aval(mark.operands[1]).shape[2] for mark in calls), scores)
@@ -485,9 +589,12 @@ def _experts(functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...])
         return None
     call_sizes = []
     for mark in calls:
-        inputs = [_aval(v) for v in mark.operands]  # weights [E, D, F] each, x [B, T, D], router [D, E]
+        # weights [E, D, F] each, x [B, T, D], router [D, E]
+        inputs = [_aval(v) for v in mark.operands]
         router = next(i for i, array in enumerate(inputs) if array.ndim == 2)
-        call_sizes.append((inputs[router].shape[1], mark.data["top_k"], _nbytes(inputs[router - 1])))
+        call_sizes.append(
+            (inputs[router].shape[1], mark.data["top_k"], _nbytes(inputs[router - 1]))
+        )
     num_experts, top_ks, token_bytes = zip(*call_sizes, strict=True)
     return Experts(leaves, max(num_experts), max(top_ks), float(sum(token_bytes)))
 
@@ -495,11 +602,16 @@ def _experts(functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...])
 def _block_jaxpr(functions: _ModelFunctions, batch: PyTree) -> ClosedJaxpr:
     """Return the trace of a block, with the layers of `so.nn` as named calls."""
     with analysis():
-        block = lambda *args: functions.block(*args)  # noqa: E731 (a new function: jax caches traces)
+
+        def block(*args):
+            return functions.block(*args)
+
         return jax.make_jaxpr(block)(functions.weights, functions.boundary(batch), functions.key)
 
 
-def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *other_args: PyTree) -> list[ShapedArray]:
+def _residuals(
+    f: Callable[..., PyTree], weights: PyTree, x: PyTree, *other_args: PyTree
+) -> list[ShapedArray]:
     """Return the residuals of f without its weights, and without casts and views of its weights."""
 
     def compute_residuals(weights: PyTree, x: PyTree, other_args: PyTree) -> list[jax.Array]:
@@ -511,7 +623,11 @@ def _residuals(f: Callable[..., PyTree], weights: PyTree, x: PyTree, *other_args
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _VIEWS and id(eqn.invars[0]) in weight_ids:
             weight_ids.add(id(eqn.outvars[0]))
-    return list({id(v): _aval(v) for v in jaxpr.outvars if isinstance(v, Var) and id(v) not in weight_ids}.values())
+    return list(
+        {
+            id(v): _aval(v) for v in jaxpr.outvars if isinstance(v, Var) and id(v) not in weight_ids
+        }.values()
+    )
 
 
 _VIEWS = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim")
@@ -520,12 +636,16 @@ _VIEWS = ("convert_element_type", "transpose", "reshape", "squeeze", "broadcast_
 def _stage_residuals(
     block: Callable[..., PyTree], weights: PyTree, x: PyTree
 ) -> tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-    """Return the arrays that a pipeline stores until a block's backward, and from there until its weight gradient."""
+    """Return the arrays that a pipeline stores until a block's backward, and from there until its
+    weight gradient.
+    """
     leaves, treedef = jax.tree.flatten(weights)
     inputs, x_treedef = jax.tree.flatten(x)
 
     def f(weight_leaves: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
-        return jax.tree.leaves(block(treedef.unflatten(weight_leaves), x_treedef.unflatten(x), jax.random.key(0)))
+        return jax.tree.leaves(
+            block(treedef.unflatten(weight_leaves), x_treedef.unflatten(x), jax.random.key(0))
+        )
 
     trained = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     passes = split_backward(f, leaves, inputs, trained=trained)
@@ -535,7 +655,9 @@ def _stage_residuals(
 def _split_by_shape(
     arrays: Iterable[ShapedArray | jax.ShapeDtypeStruct], boundary_shapes: set[tuple[int, ...]]
 ) -> Bytes:
-    """Return the bytes of arrays, replicated for shapes of a block's output or of statistics of it (last dim 1)."""
+    """Return the bytes of arrays, replicated for shapes of a block's output or of statistics of it
+    (last dim 1).
+    """
     shapes = boundary_shapes | {(*shape[:-1], 1) for shape in boundary_shapes}
     sizes = [(array.shape in shapes, _nbytes(array)) for array in arrays]
     replicated = sum(size for is_replicated, size in sizes if is_replicated)
@@ -544,14 +666,18 @@ def _split_by_shape(
 
 def _loss_reads(functions: _ModelFunctions, batch: PyTree) -> tuple[str, ...]:
     """Return the key paths of the outer parameters that the loss reads."""
-    jaxpr = jax.make_jaxpr(functions.loss)(functions.outer, functions.boundary(batch), batch, functions.key).jaxpr
+    jaxpr = jax.make_jaxpr(functions.loss)(
+        functions.outer, functions.boundary(batch), batch, functions.key
+    ).jaxpr
     used = {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     paths = [path for path, _ in leaves_with_paths(functions.outer)]
     return tuple(path for path, v in zip(paths, jaxpr.invars, strict=False) if id(v) in used)
 
 
 def _with_rows(batch: PyTree, count: int) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), batch)
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), batch
+    )
 
 
 def _nbytes(array: ShapedArray | jax.ShapeDtypeStruct) -> int:
@@ -559,7 +685,9 @@ def _nbytes(array: ShapedArray | jax.ShapeDtypeStruct) -> int:
 
 
 def count_flops(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[float]:
-    """Yield the flops of the inner products and convolutions of a jaxpr; scans are multiplied by their length.
+    """Yield the flops of the inner products and convolutions of a jaxpr.
+
+    Scans are multiplied by their length.
 
     A `while` of unknown length counts once. A `cond` counts as its most expensive branch.
     """

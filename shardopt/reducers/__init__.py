@@ -1,4 +1,6 @@
-"""How gradients are averaged over an axis: exactly, or compressed to fewer bytes than fp32, with error feedback."""
+"""How gradients are averaged over an axis: exactly, or compressed to fewer bytes than fp32, with
+error feedback.
+"""
 
 from shardopt.reducers._blockwise import int8, sign
 from shardopt.reducers._compressor import Compressor, CompressorState, compressor

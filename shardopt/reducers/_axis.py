@@ -1,4 +1,6 @@
-"""The axis that a reduction runs over: whether it is bound, whether values vary along it, and its collectives."""
+"""The axis that a reduction runs over: whether it is bound, whether values vary along it, and its
+collectives.
+"""
 
 import functools
 import math
@@ -13,7 +15,8 @@ from shardopt.core._errors import error_text, plural
 from shardopt.core._types import PyTree, abstract
 
 AxisName = str | tuple[str, ...]
-"""The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest."""
+"""The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest.
+"""
 
 T = TypeVar("T")
 
@@ -21,7 +24,11 @@ T = TypeVar("T")
 def axis_names(axis_name: AxisName) -> tuple[str, ...]:
     """Return the axis name, or the several axis names, as a tuple of strings."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    if not isinstance(names, tuple | list) or not names or not all(isinstance(name, str) for name in names):
+    if (
+        not isinstance(names, tuple | list)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+    ):
         problem = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
         raise TypeError(error_text(problem, fix='pass the name of a mesh axis, such as "data".'))
     if len(set(names)) < len(names):
@@ -36,8 +43,9 @@ def axis_size(axis_name: AxisName) -> int:
         quoted = ", ".join(repr(name) for name in unbound)
         problem = f"axis {quoted} {'is' if len(unbound) == 1 else 'are'} not bound here."
         fix = (
-            f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the partitioner), "
-            f"or inside jax.pmap or jax.vmap with axis_name={quoted if len(unbound) == 1 else names}."
+            f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the"
+            " partitioner), or inside jax.pmap or jax.vmap with"
+            f" axis_name={quoted if len(unbound) == 1 else names}."
         )
         raise ValueError(error_text(problem, fix=fix))
     return math.prod(jax.lax.axis_size(name) for name in names)
@@ -61,11 +69,16 @@ def tracks_varying(axis_name: AxisName) -> bool:
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-    """Return the axes along which a value varies according to its type; empty where types do not track this."""
+    """Return the axes along which a value varies according to its type.
+
+    Empty where types do not track this.
+    """
     return jax.typeof(x).mat.varying
 
 
-def check_not_summed(axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]) -> None:
+def check_not_summed(
+    axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]
+) -> None:
     """Raise an error for gradients that JAX has already summed over the axis.
 
     Nothing is checked where types do not track along which axes values vary.
@@ -73,38 +86,50 @@ def check_not_summed(axis_name: AxisName, paths: Sequence[str], leaves: Sequence
     names = axis_names(axis_name)
     if not tracks_varying(names):
         return
-    summed = [path for path, leaf in zip(paths, leaves, strict=True) if not varying(leaf) >= set(names)]
+    summed = [
+        path for path, leaf in zip(paths, leaves, strict=True) if not varying(leaf) >= set(names)
+    ]
     if summed:
         quoted = " or ".join(repr(name) for name in names)
         problem = (
-            f"{plural(len(summed), 'gradient leaf')} {'does' if len(summed) == 1 else 'do'} not vary along {quoted}: "
-            "under check_vma=True the gradient of a replicated parameter arrives summed already."
+            f"{plural(len(summed), 'gradient leaf')} {'does' if len(summed) == 1 else 'do'} not"
+            f" vary along {quoted}: under check_vma=True the gradient of a replicated parameter"
+            " arrives summed already."
         )
         fix = (
-            f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or use check_vma=False."
+            f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or"
+            " use check_vma=False."
         )
         raise ValueError(error_text(problem, summed, fix))
 
 
 def agreeing_cond(
-    predicate: jax.Array | bool, if_true: Callable[..., T], if_false: Callable[..., T], *args: PyTree
+    predicate: jax.Array | bool,
+    if_true: Callable[..., T],
+    if_false: Callable[..., T],
+    *args: PyTree,
 ) -> T:
     """Return `jax.lax.cond` of two branches whose results may vary along different axes.
 
-    A result that varies along an axis in one branch is cast to vary along that axis in the other branch too.
-    The predicate must be the same on all devices, because the branches may run collectives.
-    Double-precision arguments (a state made elsewhere) are cast to single precision where `jax_enable_x64` is off.
-    The cast applies to both branches, whether or not a branch computes with the argument.
+    A result that varies along an axis in one branch is cast to vary along that axis in the other
+    branch too. The predicate must be the same on all devices, because the branches may run
+    collectives. Double-precision arguments (a state made elsewhere) are cast to single precision
+    where `jax_enable_x64` is off. The cast applies to both branches, whether or not a branch
+    computes with the argument.
     """
     args = jax.tree.map(
-        lambda x, abstract_x: x if x.dtype == abstract_x.dtype else x.astype(abstract_x.dtype), args, abstract(args)
+        lambda x, abstract_x: x if x.dtype == abstract_x.dtype else x.astype(abstract_x.dtype),
+        args,
+        abstract(args),
     )
     if not any(varying(leaf) for leaf in jax.tree.leaves(args)):
         return jax.lax.cond(predicate, if_true, if_false, *args)
 
     def varying_axes(branch):
         axes_of_leaves = []
-        jax.eval_shape(lambda: axes_of_leaves.extend(varying(leaf) for leaf in jax.tree.leaves(branch(*args))))
+        jax.eval_shape(
+            lambda: axes_of_leaves.extend(varying(leaf) for leaf in jax.tree.leaves(branch(*args)))
+        )
         return axes_of_leaves
 
     common_axes = [
@@ -115,9 +140,13 @@ def agreeing_cond(
     def cast_results(branch):
         def run(*args):
             leaves, treedef = jax.tree.flatten(branch(*args))
-            missing_axes = [tuple(axes - varying(leaf)) for leaf, axes in zip(leaves, common_axes, strict=True)]
+            missing_axes = [
+                tuple(axes - varying(leaf)) for leaf, axes in zip(leaves, common_axes, strict=True)
+            ]
             pairs = zip(leaves, missing_axes, strict=True)
-            return treedef.unflatten([jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in pairs])
+            return treedef.unflatten(
+                [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in pairs]
+            )
 
         return run
 
@@ -138,20 +167,29 @@ def all_gather_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[
 
 
 def all_reduce_padded(flat: jax.Array, axis_name: AxisName, axis_size: int) -> jax.Array:
-    """Sum a flat array over the axis; padding gives each device an equal chunk in the ring all-reduce."""
+    """Sum a flat array over the axis.
+
+    Padding gives each device an equal chunk in the ring all-reduce.
+    """
     padding = -flat.size % axis_size
     padded = jnp.pad(flat, (0, padding)) if padding else flat
     return jax.lax.psum(padded, axis_name)[: flat.size]
 
 
-def _packed(arrays: Sequence[jax.Array], collective: Callable[[jax.Array], jax.Array]) -> list[jax.Array]:
-    """Concatenate the arrays of each dtype, run the collective once on each buffer, and split the results."""
+def _packed(
+    arrays: Sequence[jax.Array], collective: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+    """Concatenate the arrays of each dtype, run the collective once on each buffer, and split the
+    results.
+    """
     bit_arrays = [_as_bits(array) for array in arrays]
     results = list(arrays)
     for dtype in dict.fromkeys(array.dtype for array in bit_arrays):
         members = [i for i, array in enumerate(bit_arrays) if array.dtype == dtype]
         buffer = (
-            bit_arrays[members[0]] if len(members) == 1 else jnp.concatenate([bit_arrays[i] for i in members], axis=1)
+            bit_arrays[members[0]]
+            if len(members) == 1
+            else jnp.concatenate([bit_arrays[i] for i in members], axis=1)
         )
         received, start = collective(buffer), 0
         for i in members:
@@ -180,7 +218,9 @@ def _all_to_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
             grid = jax.lax.all_to_all(grid, name, dim, dim, tiled=True)
         return grid.reshape(x.shape)
 
-    return _over_axes(axis_name, lambda names: jax.lax.all_to_all(x, names, 0, 0, tiled=True), axis_by_axis)
+    return _over_axes(
+        axis_name, lambda names: jax.lax.all_to_all(x, names, 0, 0, tiled=True), axis_by_axis
+    )
 
 
 def _all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -191,7 +231,9 @@ def _all_gather(x: jax.Array, axis_name: AxisName) -> jax.Array:
         return jax.lax.all_gather(x, names, axis=0, tiled=True, to=to)
 
     return _over_axes(
-        axis_name, lambda names: gather(x, names), lambda names: functools.reduce(gather, reversed(names), x)
+        axis_name,
+        lambda names: gather(x, names),
+        lambda names: functools.reduce(gather, reversed(names), x),
     )
 
 
@@ -202,8 +244,8 @@ def _over_axes(
 ) -> jax.Array:
     """Run a collective over several axes as if they were one axis.
 
-    jax.vmap has no batching rule for a collective over several axes: under vmap the axes are taken one after another.
-    That costs no communication, because vmap sends nothing.
+    jax.vmap has no batching rule for a collective over several axes: under vmap the axes are taken
+    one after another. That costs no communication, because vmap sends nothing.
     """
     if isinstance(axis_name, str) or len(axis_name) == 1:
         return as_one_axis(axis_name)

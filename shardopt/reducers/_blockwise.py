@@ -22,16 +22,24 @@ from shardopt.reducers._mean import (
     two_phase_bytes,
     two_phase_mean,
 )
-from shardopt.reducers._reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import (
+    Dtypes,
+    MessageCodec,
+    Reducer,
+    Values,
+    make_reducer,
+    real_dtype,
+    real_shape,
+)
 
 
 @calling("sign")
 def sign(block_size: int = 1024) -> Reducer:
     """Average the signs of gradients, times their mean magnitude; use it with `error_feedback`.
 
-    C(x) = mean|x| sign(x) over a block, with sign(0) = 1, packed eight signs to a byte. Each device owns one of N chunks.
-    The owner averages C(g_d) of the other devices and its own exact g, and sends C(mean) to all devices.
-    Leaves are joined into flat buckets, which are cut into blocks.
+    C(x) = mean|x| sign(x) over a block, with sign(0) = 1, packed eight signs to a byte. Each device
+    owns one of N chunks. The owner averages C(g_d) of the other devices and its own exact g, and
+    sends C(mean) to all devices. Leaves are joined into flat buckets, which are cut into blocks.
 
     Args:
       block_size: the number of elements that share a magnitude, a multiple of 8.
@@ -53,23 +61,26 @@ def sign(block_size: int = 1024) -> Reducer:
       >>> print(mean[0])
       [ 2. -2.]
 
-    **Equivalence**: a single call is far from the mean. With `error_feedback` nothing is lost over time, neither from
-    the gradients nor from the means. A NaN or inf makes its block non-finite.
+    **Equivalence**: a single call is far from the mean. With `error_feedback` nothing is lost over
+    time, neither from the gradients nor from the means. A NaN or inf makes its block non-finite.
 
     **Placement**: no state.
 
-    **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of packed bits and
-    scales, 2(N-1)/N Psi (1/8 + 4/block_size) bytes. This is about 1/31 of fp32.
+    **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of
+    packed bits and scales, 2(N-1)/N Psi (1/8 + 4/block_size) bytes. This is about 1/31 of fp32.
 
     References:
-      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 1;
-      Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD with Error-Feedback", 2019, which
-      compresses blocks, and the mean as well.
+      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+      2019, algorithm 1; Zheng et al., "Communication-Efficient Distributed Blockwise Momentum SGD
+      with Error-Feedback", 2019, which compresses blocks, and the mean as well.
     """
     check_count("block_size", block_size)
     if block_size % 8:
         lower = max(8, int(block_size) // 8 * 8)
-        problem = f"block_size must be a multiple of 8, because bits are packed into bytes; got {block_size}."
+        problem = (
+            "block_size must be a multiple of 8, because bits are packed into bytes; got"
+            f" {block_size}."
+        )
         raise ValueError(format_error("sign", problem, fix=f"use {lower} or {lower + 8}."))
     size = int(block_size)
 
@@ -94,9 +105,9 @@ def sign(block_size: int = 1024) -> Reducer:
 def int8(block_size: int = 256) -> Reducer:
     """Average gradients as 8-bit integers with one scale per block.
 
-    C(x) = s round(x / s) with s = max|x| / 127 over a block. Each device owns one of N chunks. The owner averages C(g_d)
-    of the other devices and its own exact g, and sends C(mean) to all devices.
-    Leaves are joined into flat buckets, which are cut into blocks.
+    C(x) = s round(x / s) with s = max|x| / 127 over a block. Each device owns one of N chunks. The
+    owner averages C(g_d) of the other devices and its own exact g, and sends C(mean) to all
+    devices. Leaves are joined into flat buckets, which are cut into blocks.
 
     Args:
       block_size: the number of elements that share a scale.
@@ -118,18 +129,18 @@ def int8(block_size: int = 256) -> Reducer:
       >>> print(mean[0])
       [127.    1.1]
 
-    **Equivalence**: each rounding changes a number by at most s/2, which biases the mean. With `error_feedback` nothing
-    is lost over time. The mean is exact where gradients and mean are multiples of their blocks' scales. A NaN or inf
-    makes its block non-finite.
+    **Equivalence**: each rounding changes a number by at most s/2, which biases the mean. With
+    `error_feedback` nothing is lost over time. The mean is exact where gradients and mean are
+    multiples of their blocks' scales. A NaN or inf makes its block non-finite.
 
     **Placement**: no state.
 
-    **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of int8 and scales,
-    2(N-1)/N Psi (1 + 4/block_size) bytes. This is about a quarter of fp32.
+    **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of int8
+    and scales, 2(N-1)/N Psi (1 + 4/block_size) bytes. This is about a quarter of fp32.
 
     References:
-      Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with a scale);
-      Wang et al., "ZeRO++", 2023 (blocks, and quantised all-to-all reductions).
+      Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with
+      a scale); Wang et al., "ZeRO++", 2023 (blocks, and quantised all-to-all reductions).
     """
     check_count("block_size", block_size)
     size = int(block_size)
@@ -159,28 +170,40 @@ def int8(block_size: int = 256) -> Reducer:
 def blockwise(name: str, codec: Codec) -> Reducer:
     """Return the reducer that encodes flat buckets with a codec.
 
-    A mean over an axis takes two phases, see `two_phase_mean`. A single sender encodes each bucket once.
+    A mean over an axis takes two phases, see `two_phase_mean`. A single sender encodes each bucket
+    once.
     """
     functions = _Blockwise(codec)
     message_codec = MessageCodec(functions.write, functions.read)
-    return make_reducer(name, send=functions.send, count_bytes=functions.count_bytes, codec=message_codec)
+    return make_reducer(
+        name, send=functions.send, count_bytes=functions.count_bytes, codec=message_codec
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Blockwise:
-    """The functions of `blockwise`, over lists of real arrays; the arguments are as in `make_reducer`."""
+    """The functions of `blockwise`, over lists of real arrays.
+
+    The arguments are as in `make_reducer`.
+    """
 
     codec: Codec
 
-    def send(self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName) -> tuple[Values, Values, PyTree]:
-        average = lambda flat, key: two_phase_mean(flat, self.codec, axis_name)  # noqa: E731
+    def send(
+        self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName
+    ) -> tuple[Values, Values, PyTree]:
+        def average(flat, key):
+            return two_phase_mean(flat, self.codec, axis_name)
+
         return *in_buckets(values, [value.dtype for value in values], average), state
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
         leaves = jax.tree.leaves(params)
         sizes = [math.prod(real_shape(leaf)) for leaf in leaves]
         buckets = buckets_of(sizes, [real_dtype(wide_dtype(leaf.dtype)) for leaf in leaves])
-        return sum(two_phase_bytes(bucket.size, self.codec, axis_size, bucket.key) for bucket in buckets)
+        return sum(
+            two_phase_bytes(bucket.size, self.codec, axis_size, bucket.key) for bucket in buckets
+        )
 
     def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
         message = []
@@ -206,7 +229,8 @@ def _buckets(values: Sequence[jax.Array | jax.ShapeDtypeStruct]) -> list[Bucket]
 def _padded(n: int, block_size: int, multiple: int = 1) -> int:
     """Return n rounded up to full blocks.
 
-    A chunk smaller than one block becomes a single smaller block, whose size is rounded up to `multiple`.
+    A chunk smaller than one block becomes a single smaller block, whose size is rounded up to
+    `multiple`.
     """
     padded = -(-n // multiple) * multiple
     return padded if padded <= block_size else -(-n // block_size) * block_size

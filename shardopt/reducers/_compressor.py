@@ -24,8 +24,8 @@ class CompressorState(NamedTuple):
     """The state of a sender between its messages.
 
     Attributes:
-      unsent: the residual that earlier messages left out, a tree like the gradients in fp32 or wider; () without
-        `error_feedback`.
+      unsent: the residual that earlier messages left out, a tree like the gradients in fp32 or
+        wider; () without `error_feedback`.
       state: the state of the reducer itself, such as the factors of `power_sgd`.
     """
 
@@ -34,7 +34,9 @@ class CompressorState(NamedTuple):
 
 
 class Compressor(NamedTuple):
-    """Pure functions by which one sender encodes gradients and any receiver decodes them; see `compressor`.
+    """Pure functions by which one sender encodes gradients and any receiver decodes them.
+
+    See `compressor`.
 
     Attributes:
       name: the name of the reducer.
@@ -67,26 +69,38 @@ class Compressor(NamedTuple):
         decoded_grads, unsent = self.decode(message, grads), ()
         if codec.error_feedback:
             residuals = [
-                value - decoded for value, decoded in zip(values, widen(jax.tree.leaves(decoded_grads)), strict=True)
+                value - decoded
+                for value, decoded in zip(
+                    values, widen(jax.tree.leaves(decoded_grads)), strict=True
+                )
             ]
-            unsent = treedef.unflatten(narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves]))
-        return message, keep_if_finite((grads, decoded_grads), CompressorState(unsent, state), memory)
+            unsent = treedef.unflatten(
+                narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves])
+            )
+        return message, keep_if_finite(
+            (grads, decoded_grads), CompressorState(unsent, state), memory
+        )
 
     def decode(self, message: PyTree, like: PyTree) -> PyTree:
         """Return the gradients of a message; `like` is a tree of their shapes and dtypes."""
         leaves, treedef = jax.tree.flatten(like)
-        shapes = [jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves]
+        shapes = [
+            jax.ShapeDtypeStruct(real_shape(x), real_dtype(wide_dtype(x.dtype))) for x in leaves
+        ]
         values = self.codec.read(message, shapes, [real_dtype(leaf.dtype) for leaf in leaves])
         return treedef.unflatten(narrow(values, [leaf.dtype for leaf in leaves]))
 
     def message(self, abstract_params: PyTree) -> PyTree:
         """Return the message as `jax.ShapeDtypeStruct`s."""
-        return jax.eval_shape(lambda grads: self.encode(grads, self.init(grads))[0], abstract(abstract_params))
+        return jax.eval_shape(
+            lambda grads: self.encode(grads, self.init(grads))[0], abstract(abstract_params)
+        )
 
     def nbytes(self, abstract_params: PyTree) -> int:
         """Return the bytes of a message."""
         return sum(
-            math.prod(array.shape) * array.dtype.itemsize for array in jax.tree.leaves(self.message(abstract_params))
+            math.prod(array.shape) * array.dtype.itemsize
+            for array in jax.tree.leaves(self.message(abstract_params))
         )
 
 
@@ -94,8 +108,8 @@ class Compressor(NamedTuple):
 def compressor(reducer: Reducer) -> Compressor:
     """Return the functions by which a single sender compresses gradients in the way of a reducer.
 
-    A reducer averages over an axis, but a worker that pushes to a server sends alone. Its message holds the same arrays
-    as the first phase of the mean:
+    A reducer averages over an axis, but a worker that pushes to a server sends alone. Its message
+    holds the same arrays as the first phase of the mean:
 
     - `exact`: rounded numbers;
     - `int8` and `sign`: 8-bit codes or signs, with their scales;
@@ -110,7 +124,8 @@ def compressor(reducer: Reducer) -> Compressor:
 
     Raises:
       TypeError: if `reducer` is not a `Reducer`.
-      ValueError: if a single sender cannot use the reducer: `warm_up`, or a custom reducer without a `codec`.
+      ValueError: if a single sender cannot use the reducer: `warm_up`, or a custom reducer without
+        a `codec`.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -123,9 +138,10 @@ def compressor(reducer: Reducer) -> Compressor:
       [3. 0.] [0. 2.] 8
       [0. 4.] [3. 0.] 8
 
-    **Equivalence**: with `error_feedback` the sum is conserved: sum_t decode(message_t) + unsent = sum_t g_t, up to
-    rounding of sums. With the momentum of `top_k`, g_t are the momentum-corrected gradients. A NaN or inf in a
-    gradient makes the decoded leaf non-finite (for `int8` and `sign` its whole bucket). The memory stays as it was.
+    **Equivalence**: with `error_feedback` the sum is conserved: sum_t decode(message_t) + unsent =
+    sum_t g_t, up to rounding of sums. With the momentum of `top_k`, g_t are the momentum-corrected
+    gradients. A NaN or inf in a gradient makes the decoded leaf non-finite (for `int8` and `sign`
+    its whole bucket). The memory stays as it was.
 
     **Placement**: the memory is local to the sender, and is lost with the sender.
 
@@ -138,12 +154,20 @@ def compressor(reducer: Reducer) -> Compressor:
     - `power_sgd`: 4 rank (rows + columns) for each matrix that it compresses.
 
     References:
-      Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
-      Speech DNNs", 2014 (error feedback of one sender). Each reducer lists its own references.
+      Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+      Distributed Training of Speech DNNs", 2014 (error feedback of one sender). Each reducer lists
+      its own references.
     """
     check_reducer(reducer)
     codec, name = reducer.codec, reducer.name
     if codec is None:
-        fix = "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
-        raise ValueError(format_error("compressor", f"{name} has no form that a single sender can write.", fix=fix))
+        fix = (
+            "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a"
+            " warm-up."
+        )
+        raise ValueError(
+            format_error(
+                "compressor", f"{name} has no form that a single sender can write.", fix=fix
+            )
+        )
     return Compressor(name, codec)

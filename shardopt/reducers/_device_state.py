@@ -1,12 +1,14 @@
-"""State that differs between devices: how it is marked, stored as global arrays, and carried to another axis size.
+"""State that differs between devices: how it is marked, stored as global arrays, and carried to
+another axis size.
 
 Such state has two forms:
 
 - Local: inside `shard_map`, a device sees its own value of each leaf.
-- Stored: between steps and in a checkpoint, a leaf is an array [N, ...] whose first dim is sharded over the axis.
+- Stored: between steps and in a checkpoint, a leaf is an array [N, ...] whose first dim is sharded
+  over the axis.
 
-All other state is replicated. The marks are pytree nodes, so the functions of this file find them in any state: of a
-reducer, of an optax chain, or in a `TrainState`.
+All other state is replicated. The marks are pytree nodes, so the functions of this file find them
+in any state: of a reducer, of an optax chain, or in a `TrainState`.
 """
 
 from collections.abc import Callable
@@ -46,11 +48,14 @@ class ErrorFeedback(NamedTuple):
 
 
 @calling("init_state")
-def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName, axis_size: int) -> PyTree:
-    """Return `tx.init(params)` in the stored form: leaves that differ between devices are stacked to [N, ...].
+def init_state(
+    tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName, axis_size: int
+) -> PyTree:
+    """Return `tx.init(params)` in the stored form: leaves that differ between devices are stacked
+    to [N, ...].
 
-    Call it outside `shard_map`. It also works for transformations whose `init` needs the axis (`shard_updates`), and for
-    abstract parameters under `jax.eval_shape`.
+    Call it outside `shard_map`. It also works for transformations whose `init` needs the axis
+    (`shard_updates`), and for abstract parameters under `jax.eval_shape`.
 
     Args:
       tx: an optax transformation, or a `Reducer`.
@@ -70,15 +75,26 @@ def init_state(tx: optax.GradientTransformation, params: PyTree, axis_name: Axis
     check_count("axis_size", axis_size)
     names = axis_names(axis_name)
     if len(names) > 1:
-        fix = "make the state for one axis; stacked leaves can be sharded over several by state_specs."
-        raise ValueError(format_error("init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix))
-    stacked_init = jax.vmap(lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size))
+        fix = (
+            "make the state for one axis; stacked leaves can be sharded over several by"
+            " state_specs."
+        )
+        raise ValueError(
+            format_error(
+                "init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix
+            )
+        )
+    stacked_init = jax.vmap(
+        lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size)
+    )
     return _map(stacked_init(jnp.zeros(int(axis_size))), lambda leaf: leaf, lambda leaf: leaf[0])
 
 
 @calling("stack_state")
 def stack_state(state: PyTree, axis_size: int) -> PyTree:
-    """Return the stored form of a state that is still equal on all devices: marked leaves are repeated to [N, ...]."""
+    """Return the stored form of a state that is still equal on all devices: marked leaves are
+    repeated to [N, ...].
+    """
     check_count("axis_size", axis_size)
 
     def repeat(leaf):
@@ -101,7 +117,9 @@ def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
 
 
 def own_state(state: PyTree) -> PyTree:
-    """Convert a state from the stored to the local form, inside `shard_map`: marked leaves lose their first dim of 1."""
+    """Convert a state from the stored to the local form, inside `shard_map`: marked leaves lose
+    their first dim of 1.
+    """
     return _map(state, lambda leaf: leaf.reshape(leaf.shape[1:]), lambda leaf: leaf)
 
 
@@ -115,9 +133,11 @@ def stored_state(state: PyTree) -> PyTree:
 
 @calling("resize_state")
 def resize_state(state: PyTree, axis_size: int) -> PyTree:
-    """Return a state in the stored form for another axis size: each device gets the mean of the error memories.
+    """Return a state in the stored form for another axis size: each device gets the mean of the
+    error memories.
 
-    The next `reduce` adds the mean of the memories to the mean of the gradients, so nothing is lost.
+    The next `reduce` adds the mean of the memories to the mean of the gradients, so nothing is
+    lost.
 
     Args:
       state: a state in the stored form, with marked leaves [N, ...].
@@ -127,7 +147,8 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
       The state with error memories [axis_size, ...].
 
     Raises:
-      ValueError: if the state holds leaves marked `PerDevice`. They have no meaning on other devices.
+      ValueError: if the state holds leaves marked `PerDevice`. They have no meaning on other
+        devices.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -138,10 +159,14 @@ def resize_state(state: PyTree, axis_size: int) -> PyTree:
     check_count("axis_size", axis_size)
     nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
     if per_device_paths := [
-        path_text(path) for path, node in nodes if isinstance(node, PerDevice) and jax.tree.leaves(node)
+        path_text(path)
+        for path, node in nodes
+        if isinstance(node, PerDevice) and jax.tree.leaves(node)
     ]:
         problem = "state that belongs to its device cannot be carried to another axis size."
-        fix = "make it again with init_state, or use so.zero or so.ddp, whose state can be resharded."
+        fix = (
+            "make it again with init_state, or use so.zero or so.ddp, whose state can be resharded."
+        )
         raise ValueError(format_error("resize_state", problem, per_device_paths, fix))
 
     def merge(leaf: jax.Array) -> jax.Array:
@@ -154,7 +179,9 @@ def _is_marked(node: object) -> bool:
     return isinstance(node, PerDevice | ErrorFeedback)
 
 
-def _map(state: PyTree, map_marked: Callable[[PyTree], PyTree], map_unmarked: Callable[[PyTree], PyTree]) -> PyTree:
+def _map(
+    state: PyTree, map_marked: Callable[[PyTree], PyTree], map_unmarked: Callable[[PyTree], PyTree]
+) -> PyTree:
     """Apply one function to the leaves under marks, and another function to all other leaves."""
 
     def map_node(node):

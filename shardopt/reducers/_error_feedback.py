@@ -1,6 +1,7 @@
 """Two wrappers of reducers: `error_feedback` and `warm_up`.
 
-`error_feedback` sends later what compression left out. `warm_up` sends exact means first and compressed means later.
+`error_feedback` sends later what compression left out. `warm_up` sends exact means first and
+compressed means later.
 """
 
 from typing import NamedTuple
@@ -21,8 +22,8 @@ class ErrorFeedbackState(NamedTuple):
     """The state of `error_feedback`.
 
     Attributes:
-      memory: the residual that this device has not sent, a tree like the gradients in fp32 or wider. It differs between
-        devices.
+      memory: the residual that this device has not sent, a tree like the gradients in fp32 or
+        wider. It differs between devices.
       inner: the state of the wrapped reducer.
     """
 
@@ -34,9 +35,9 @@ class ErrorFeedbackState(NamedTuple):
 def error_feedback(reducer: Reducer) -> Reducer:
     """Add to each gradient the residual of earlier calls, and remember the residual of this call.
 
-    With e_d the memory of device d, reduce g_d + e_d to a mean. The new memory is the residual that `reducer.transmit`
-    returns. It contains all errors: the error of each device's own compression, and the error of the compressed mean,
-    which the device that compressed the mean remembers.
+    With e_d the memory of device d, reduce g_d + e_d to a mean. The new memory is the residual that
+    `reducer.transmit` returns. It contains all errors: the error of each device's own compression,
+    and the error of the compressed mean, which the device that compressed the mean remembers.
 
     Args:
       reducer: any reducer of this package.
@@ -58,21 +59,24 @@ def error_feedback(reducer: Reducer) -> Reducer:
       >>> print(first, second)
       [[3. 0.]] [[0. 4.]]
 
-    **Equivalence**: the sum is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to rounding of sums. With
-    the momentum of `top_k`, g_d are the momentum-corrected gradients. A call whose mean is not finite returns that mean
-    and leaves the state as it was, so skipping such a step loses nothing else.
+    **Equivalence**: the sum is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to
+    rounding of sums. With the momentum of `top_k`, g_d are the momentum-corrected gradients. A call
+    whose mean is not finite returns that mean and leaves the state as it was, so skipping such a
+    step loses nothing else.
 
-    A value that the optimizer clips off the mean is not remembered. A mean can be larger than the gradients, because it
-    includes residuals of earlier calls: do not clip it as tightly as exact means.
+    A value that the optimizer clips off the mean is not remembered. A mean can be larger than the
+    gradients, because it includes residuals of earlier calls: do not clip it as tightly as exact
+    means.
 
     **Placement**: the memory is local to each device, as large as its gradients in fp32. The file
-    `shardopt.reducers._device_state` stores it, splits it over the axis, and carries it to another axis size.
+    `shardopt.reducers._device_state` stores it, splits it over the axis, and carries it to another
+    axis size.
 
     **Communication**: the communication of the wrapped reducer.
 
     References:
-      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019, algorithm 2;
-      Tang et al., "DoubleSqueeze", 2019, for the errors of both phases.
+      Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes",
+      2019, algorithm 2; Tang et al., "DoubleSqueeze", 2019, for the errors of both phases.
     """
     check_reducer(reducer)
     name = f"error_feedback({reducer.name})"
@@ -87,7 +91,11 @@ def error_feedback(reducer: Reducer) -> Reducer:
 
     def transmit(grads, memory, state, axis_name):
         if memory is not None:
-            raise ValueError(format_error(name, "what it does not send is in its state, there is nothing to hand on."))
+            raise ValueError(
+                format_error(
+                    name, "what it does not send is in its state, there is nothing to hand on."
+                )
+            )
         mean, residual, inner = reducer.transmit(grads, state.memory.value, state.inner, axis_name)
         new_state = keep_if_finite(mean, ErrorFeedbackState(ErrorFeedback(residual), inner), state)
         return mean, wide_zeros(grads), new_state
@@ -112,8 +120,9 @@ class WarmUpState(NamedTuple):
 def warm_up(reducer: Reducer, steps: int) -> Reducer:
     """Send exact means in the first `steps` calls, and use another reducer afterwards.
 
-    Compression does the most harm when training begins. Gradients are largest then, and the moments of an optimizer
-    such as Adam are furthest from their later values. Wrap the result in `error_feedback`, not the other way round.
+    Compression does the most harm when training begins. Gradients are largest then, and the moments
+    of an optimizer such as Adam are furthest from their later values. Wrap the result in
+    `error_feedback`, not the other way round.
 
     Args:
       reducer: any reducer of this package except `error_feedback`.
@@ -136,25 +145,38 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
       >>> print(first, second)
       [[3. 2.]] [[3. 0.]]
 
-    **Equivalence**: equal to `exact` before call number `steps` (counted from 0), and to `reducer` from then on.
+    **Equivalence**: equal to `exact` before call number `steps` (counted from 0), and to `reducer`
+    from then on.
 
-    **Placement**: the state of `reducer`, and a counter. The state of `reducer` does not change during the first calls,
-    nor does the velocity of `top_k`.
+    **Placement**: the state of `reducer`, and a counter. The state of `reducer` does not change
+    during the first calls, nor does the velocity of `top_k`.
 
-    **Communication**: the communication of `exact` at first, which `wire_bytes` does not count; later that of `reducer`.
-    One program contains both, and each call runs one of them.
+    **Communication**: the communication of `exact` at first, which `wire_bytes` does not count;
+    later that of `reducer`. One program contains both, and each call runs one of them.
 
     References:
-      Lin et al., "Deep Gradient Compression", 2018, section 3.3, which increases the sparsity step by step; Tang et al.,
-      "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
+      Lin et al., "Deep Gradient Compression", 2018, section 3.3, which increases the sparsity step
+      by step; Tang et al., "1-bit Adam", 2021, section 4, which begins with uncompressed Adam.
     """
     check_reducer(reducer)
     check_count("steps", steps, minimum=0)
     if reducer.name.startswith("error_feedback("):
-        problem = f"{reducer.name} has error feedback, which must see both what is sent at first and later."
-        raise ValueError(format_error("warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."))
+        problem = (
+            f"{reducer.name} has error feedback, which must see both what is sent at first and"
+            " later."
+        )
+        raise ValueError(
+            format_error(
+                "warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."
+            )
+        )
     functions = _WarmUp(reducer, steps)
-    return Reducer(f"warm_up({reducer.name}, steps={steps})", functions.init, reducer.wire_bytes, functions.transmit)
+    return Reducer(
+        f"warm_up({reducer.name}, steps={steps})",
+        functions.init,
+        reducer.wire_bytes,
+        functions.transmit,
+    )
 
 
 class _WarmUp(NamedTuple):

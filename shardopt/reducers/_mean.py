@@ -1,6 +1,7 @@
 """The mean over an axis: `exact`, and the two-phase mean of rounded or encoded numbers.
 
-Let x_d be the values of device d, cut into N chunks x_d[c], and C a codec. Device c is the owner of chunk c.
+Let x_d be the values of device d, cut into N chunks x_d[c], and C a codec. Device c is the owner of
+chunk c.
 
 1. The owner c receives C(x_d[c]) from every other device d. It has its own x_c[c] exactly.
 2. The owner sends C(m_c) to all devices, where m_c is the mean of chunk c.
@@ -10,8 +11,9 @@ Each phase makes an error that one device knows:
 - The sender knows x_d[c] - C(x_d[c]).
 - The owner knows N (m_c - C(m_c)), in units of the sum.
 
-The two errors of a device belong to different chunks, since no device sends its own chunk in the first phase. So one
-memory as large as the gradient holds both, and N mean + the sum of memories equals the sum of the values exactly.
+The two errors of a device belong to different chunks, since no device sends its own chunk in the
+first phase. So one memory as large as the gradient holds both, and N mean + the sum of memories
+equals the sum of the values exactly.
 """
 
 import dataclasses
@@ -27,21 +29,38 @@ from jax.typing import DTypeLike
 from shardopt.collectives._buckets import Bucket, plan_buckets
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, wide_dtype
-from shardopt.reducers._axis import AxisName, all_gather_packed, all_reduce_padded, all_to_all_packed
+from shardopt.reducers._axis import (
+    AxisName,
+    all_gather_packed,
+    all_reduce_padded,
+    all_to_all_packed,
+)
 from shardopt.reducers._axis import axis_size as size_of
-from shardopt.reducers._reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import (
+    Dtypes,
+    MessageCodec,
+    Reducer,
+    Values,
+    make_reducer,
+    real_dtype,
+    real_shape,
+)
 
 BUCKET_ELEMENTS = 2**23
-"""The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not copied."""
+"""The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not
+copied.
+"""
 
 
 def exact(dtype: DTypeLike | None = None) -> Reducer:
     """Average gradients as they are, or rounded to a dtype on the wire.
 
-    mean = round(sum_d round(g_d) / N), where round is to the dtype on the wire. Sums are in fp32 or wider.
+    mean = round(sum_d round(g_d) / N), where round is to the dtype on the wire. Sums are in fp32 or
+    wider.
 
     Args:
-      dtype: the dtype on the wire, such as `jnp.bfloat16`; by default the dtype of each leaf. A leaf is never widened.
+      dtype: the dtype on the wire, such as `jnp.bfloat16`; by default the dtype of each leaf. A
+        leaf is never widened.
 
     Returns:
       A `Reducer`.
@@ -59,14 +78,15 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
       >>> print(mean)
       [1.5 1.5]
 
-    **Equivalence**: equal to the mean up to summation order where nothing is rounded. Otherwise each number is rounded
-    at most twice, for any number of devices.
+    **Equivalence**: equal to the mean up to summation order where nothing is rounded. Otherwise
+    each number is rounded at most twice, for any number of devices.
 
     **Placement**: no state.
 
-    **Communication** per call and device, for Psi elements of b bytes: 2(N-1)/N Psi b, as one all-reduce per bucket.
-    A dtype on the wire that is narrower than fp32 takes an all-to-all and an all-gather of N equal chunks instead, with
-    the same bytes: XLA:CPU would widen the dtype in an all-reduce.
+    **Communication** per call and device, for Psi elements of b bytes: 2(N-1)/N Psi b, as one
+    all-reduce per bucket. A dtype on the wire that is narrower than fp32 takes an all-to-all and an
+    all-gather of N equal chunks instead, with the same bytes: XLA:CPU would widen the dtype in an
+    all-reduce.
     """
     requested = None if dtype is None else _checked_dtype(dtype)
     name = "exact()" if requested is None else f"exact({requested.name})"
@@ -78,15 +98,24 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
 
 @dataclasses.dataclass(frozen=True)
 class _Exact:
-    """The functions of `exact`, over lists of real arrays; the arguments are as in `make_reducer`."""
+    """The functions of `exact`, over lists of real arrays.
+
+    The arguments are as in `make_reducer`.
+    """
 
     requested: np.dtype | None
 
     def wire_dtype(self, leaf_dtype: np.dtype) -> np.dtype:
         value_dtype, requested = real_dtype(leaf_dtype), self.requested
-        return value_dtype if requested is None or requested.itemsize >= value_dtype.itemsize else requested
+        return (
+            value_dtype
+            if requested is None or requested.itemsize >= value_dtype.itemsize
+            else requested
+        )
 
-    def send(self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName) -> tuple[Values, Values, PyTree]:
+    def send(
+        self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName
+    ) -> tuple[Values, Values, PyTree]:
         return *mean_of(values, [self.wire_dtype(dtype) for dtype in dtypes], axis_name), state
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
@@ -96,7 +125,10 @@ class _Exact:
         return mean_bytes(sizes, wide, [self.wire_dtype(leaf.dtype) for leaf in leaves], axis_size)
 
     def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
-        return [value.astype(self.wire_dtype(dtype)) for value, dtype in zip(values, dtypes, strict=True)], state
+        return [
+            value.astype(self.wire_dtype(dtype))
+            for value, dtype in zip(values, dtypes, strict=True)
+        ], state
 
 
 def _read_rounded(message: PyTree, shapes: Sequence[Any], dtypes: Dtypes) -> Values:
@@ -108,10 +140,16 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
         wire_dtype = jnp.dtype(dtype)
     except TypeError as error:
         fix = "pass one such as jax.numpy.bfloat16."
-        raise TypeError(format_error("exact", f"dtype must be a dtype, got {dtype!r}.", fix=fix)) from error
+        raise TypeError(
+            format_error("exact", f"dtype must be a dtype, got {dtype!r}.", fix=fix)
+        ) from error
     if not jnp.issubdtype(wire_dtype, jnp.floating) or wire_dtype.itemsize < 2:
         problem = f"dtype must be a floating dtype of 16 bits or more, got {wire_dtype.name}."
-        raise ValueError(format_error("exact", problem, fix="use bfloat16, or so.reducers.int8() for fewer bits."))
+        raise ValueError(
+            format_error(
+                "exact", problem, fix="use bfloat16, or so.reducers.int8() for fewer bits."
+            )
+        )
     return wire_dtype
 
 
@@ -121,9 +159,9 @@ def mean_of(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """Average real arrays over an axis; return (means, residuals).
 
-    An array that is sent in its own dtype takes an all-reduce, and its residual is zero. An array that is rounded takes
-    two phases: sums are in its own dtype, and each number is rounded twice instead of once per hop. Its residual is the
-    error of that rounding.
+    An array that is sent in its own dtype takes an all-reduce, and its residual is zero. An array
+    that is rounded takes two phases: sums are in its own dtype, and each number is rounded twice
+    instead of once per hop. Its residual is the error of that rounding.
 
     Args:
       values: real arrays, in fp32 or wider.
@@ -135,14 +173,21 @@ def mean_of(
     def average(flat, key):
         value_dtype, wire_dtype = key
         if wire_dtype.itemsize >= value_dtype.itemsize:
-            return all_reduce_padded(flat, axis_name, num_devices) / num_devices, jnp.zeros_like(flat)
+            return all_reduce_padded(flat, axis_name, num_devices) / num_devices, jnp.zeros_like(
+                flat
+            )
         return two_phase_mean(flat, _cast_codec(wire_dtype), axis_name)
 
-    return in_buckets(values, list(zip([value.dtype for value in values], dtypes, strict=True)), average)
+    return in_buckets(
+        values, list(zip([value.dtype for value in values], dtypes, strict=True)), average
+    )
 
 
 def mean_bytes(
-    sizes: Sequence[int], value_dtypes: Sequence[np.dtype], wire_dtypes: Sequence[np.dtype], axis_size: int
+    sizes: Sequence[int],
+    value_dtypes: Sequence[np.dtype],
+    wire_dtypes: Sequence[np.dtype],
+    axis_size: int,
 ) -> int:
     """Return the number of bytes that a device sends in `mean_of`.
 
@@ -160,7 +205,9 @@ def mean_bytes(
         if wire_dtype.itemsize >= value_dtype.itemsize:
             num_bytes += 2 * (axis_size - 1) * -(-bucket.size // axis_size) * value_dtype.itemsize
         else:
-            num_bytes += two_phase_bytes(bucket.size, _cast_codec(wire_dtype), axis_size, value_dtype)
+            num_bytes += two_phase_bytes(
+                bucket.size, _cast_codec(wire_dtype), axis_size, value_dtype
+            )
     return num_bytes
 
 
@@ -169,19 +216,31 @@ def in_buckets(
     keys: Sequence[Hashable],
     average: Callable[[jax.Array, Hashable], tuple[jax.Array, jax.Array]],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Apply `average(flat, key) -> (mean, residual)`, all flat arrays, to each bucket; return (means, residuals)."""
+    """Apply `average(flat, key) -> (mean, residual)`, all flat arrays, to each bucket.
+
+    Return (means, residuals).
+    """
     means, residuals = list(values), [jnp.zeros_like(value) for value in values]
     for bucket in buckets_of([value.size for value in values], keys):
         bucket_mean, bucket_residual = average(join_bucket(values, bucket), bucket.key)
         for i, mean, residual in zip(
-            bucket.members, split_bucket(bucket_mean, bucket), split_bucket(bucket_residual, bucket), strict=True
+            bucket.members,
+            split_bucket(bucket_mean, bucket),
+            split_bucket(bucket_residual, bucket),
+            strict=True,
         ):
-            means[i], residuals[i] = mean.reshape(values[i].shape), residual.reshape(values[i].shape)
+            means[i], residuals[i] = (
+                mean.reshape(values[i].shape),
+                residual.reshape(values[i].shape),
+            )
     return means, residuals
 
 
 def buckets_of(sizes: Sequence[int], keys: Sequence[Hashable]) -> list[Bucket]:
-    """Group arrays, given by their sizes, into buckets; arrays with different keys share no bucket."""
+    """Group arrays, given by their sizes, into buckets.
+
+    Arrays with different keys share no bucket.
+    """
     return plan_buckets(sizes, keys, BUCKET_ELEMENTS)
 
 
@@ -202,7 +261,8 @@ class Codec(NamedTuple):
 
     Attributes:
       padded_length: `padded_length(n)`: the length of a chunk of n elements after padding.
-      encode: `encode(rows, valid) -> parts`: rows [R, C] to arrays [R, k]; `valid` [R, C] is False for padding.
+      encode: `encode(rows, valid) -> parts`: rows [R, C] to arrays [R, k]; `valid` [R, C] is False
+        for padding.
       decode: `decode(parts, length, dtype) -> rows`.
       nbytes: `nbytes(length, dtype)`: the bytes of one encoded row.
     """
@@ -214,7 +274,9 @@ class Codec(NamedTuple):
 
 
 @calling("two_phase_mean")
-def two_phase_mean(flat: jax.Array, codec: Codec, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+def two_phase_mean(
+    flat: jax.Array, codec: Codec, axis_name: AxisName
+) -> tuple[jax.Array, jax.Array]:
     """Return the mean of flat arrays [n] over an axis, and this device's residual.
 
     The mean has the same bits on all devices.
@@ -233,7 +295,9 @@ def two_phase_mean(flat: jax.Array, codec: Codec, axis_name: AxisName) -> tuple[
     owned_valid = jax.lax.dynamic_slice_in_dim(valid, device_index, 1)
     # A codec may decode padding to a nonzero number, which must not count in the mean.
     chunk_mean = jnp.where(
-        owned_valid, jnp.where(is_owned, owned_row, received_rows).sum(axis=0, keepdims=True) / num_devices, 0
+        owned_valid,
+        jnp.where(is_owned, owned_row, received_rows).sum(axis=0, keepdims=True) / num_devices,
+        0,
     )
     encoded_mean = codec.encode(chunk_mean, owned_valid)
     means = codec.decode(all_gather_packed(encoded_mean, axis_name), length, dtype)
@@ -245,7 +309,9 @@ def two_phase_mean(flat: jax.Array, codec: Codec, axis_name: AxisName) -> tuple[
 
 
 def two_phase_bytes(n: int, codec: Codec, axis_size: int, dtype: np.dtype) -> int:
-    """Return the bytes that a device sends for n elements: N - 1 chunks in an all-to-all, N - 1 in an all-gather."""
+    """Return the bytes that a device sends for n elements: N - 1 chunks in an all-to-all, N - 1 in
+    an all-gather.
+    """
     return 2 * (axis_size - 1) * codec.nbytes(_chunk_length(n, axis_size, codec), dtype)
 
 

@@ -16,10 +16,20 @@ from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import AxisName
 from shardopt.reducers._error_feedback import warm_up
 from shardopt.reducers._mean import mean_bytes, mean_of
-from shardopt.reducers._reducer import Dtypes, MessageCodec, Reducer, Values, make_reducer, real_dtype, real_shape
+from shardopt.reducers._reducer import (
+    Dtypes,
+    MessageCodec,
+    Reducer,
+    Values,
+    make_reducer,
+    real_dtype,
+    real_shape,
+)
 
 STACKED = r"^blocks/(?!\d+(/|$))"
-"""Matches the stacked leaves of a `BlockModel`, whose dim 0 counts blocks; not the leaves of a list of blocks."""
+"""Matches the stacked leaves of a `BlockModel`, whose dim 0 counts blocks; not the leaves of a list
+of blocks.
+"""
 
 
 Factors = list[jax.Array | None]
@@ -29,7 +39,8 @@ class PowerSGDState(NamedTuple):
     """The state of `power_sgd`, the same on all devices.
 
     Attributes:
-      factors: Q [layers, columns, rank] of each compressed leaf; None for leaves that are not compressed.
+      factors: Q [layers, columns, rank] of each compressed leaf; None for leaves that are not
+        compressed.
     """
 
     factors: PyTree
@@ -46,21 +57,28 @@ class Matrices(NamedTuple):
 
 @calling("power_sgd")
 def power_sgd(
-    rank: int = 4, *, start_step: int = 0, min_ratio: float = 2.0, stacked: str = STACKED, seed: int = 0
+    rank: int = 4,
+    *,
+    start_step: int = 0,
+    min_ratio: float = 2.0,
+    stacked: str = STACKED,
+    seed: int = 0,
 ) -> Reducer:
     """Average gradients as products of two thin factors; use it with `error_feedback`.
 
-    Each leaf is a matrix M_d [a, c]. A call computes P = orth(mean_d(M_d Q)) and Q = mean_d(M_d^T P). The mean is
-    estimated as P Q^T, and the next call starts from this Q. Dims are grouped into rows and columns such that a + c is
-    smallest.
+    Each leaf is a matrix M_d [a, c]. A call computes P = orth(mean_d(M_d Q)) and Q = mean_d(M_d^T
+    P). The mean is estimated as P Q^T, and the next call starts from this Q. Dims are grouped into
+    rows and columns such that a + c is smallest.
 
     Args:
       rank: the number of columns of the factors.
-      start_step: calls before this one send the exact mean: short for `warm_up(power_sgd(...), start_step)`.
-      min_ratio: a leaf is sent uncompressed if the factors are not smaller than the leaf by this ratio. Leaves with
-        fewer than two dims, not counting the dim of layers, are sent uncompressed too.
-      stacked: regular expression, searched in key paths, for leaves whose dim 0 counts layers. Each layer is then one
-        matrix. By default the leaves of a `BlockModel`; "$^" for none.
+      start_step: calls before this one send the exact mean: short for `warm_up(power_sgd(...),
+        start_step)`.
+      min_ratio: a leaf is sent uncompressed if the factors are not smaller than the leaf by this
+        ratio. Leaves with fewer than two dims, not counting the dim of layers, are sent
+        uncompressed too.
+      stacked: regular expression, searched in key paths, for leaves whose dim 0 counts layers. Each
+        layer is then one matrix. By default the leaves of a `BlockModel`; "$^" for none.
       seed: the seed of the random first Q.
 
     Returns:
@@ -68,7 +86,8 @@ def power_sgd(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `rank` is below 1, `start_step` or `min_ratio` below 0, or `stacked` no regular expression.
+      ValueError: if `rank` is below 1, `start_step` or `min_ratio` below 0, or `stacked` no regular
+        expression.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -80,9 +99,10 @@ def power_sgd(
       >>> bool(jnp.allclose(mean["w"][0], 2 * grads["w"][0], atol=1e-3))
       True
 
-    **Equivalence**: equal to the mean up to rounding, where the rank of the mean is at most `rank`. For a constant
-    gradient this holds from the second call on; at full rank it holds at once. With `error_feedback` nothing is lost
-    over time. Leaves that are not compressed get the exact mean. A NaN or inf makes its leaf non-finite.
+    **Equivalence**: equal to the mean up to rounding, where the rank of the mean is at most `rank`.
+    For a constant gradient this holds from the second call on; at full rank it holds at once. With
+    `error_feedback` nothing is lost over time. Leaves that are not compressed get the exact mean. A
+    NaN or inf makes its leaf non-finite.
 
     **Placement**: Q of each compressed leaf, replicated.
 
@@ -94,13 +114,16 @@ def power_sgd(
     Each buffer is padded to a multiple of N.
 
     References:
-      Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019, algorithm 1.
+      Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+      Optimization", 2019, algorithm 1.
     """
     check_count("rank", rank)
     check_is_number("min_ratio", min_ratio)
     check_count("start_step", start_step, minimum=0)
     if min_ratio < 0:
-        raise ValueError(format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}."))
+        raise ValueError(
+            format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}.")
+        )
     functions = _PowerSGD(int(rank), min_ratio, _compile_pattern(stacked), seed)
     reducer = make_reducer(
         f"power_sgd(rank={rank})",
@@ -114,7 +137,10 @@ def power_sgd(
 
 @dataclasses.dataclass(frozen=True)
 class _PowerSGD:
-    """The functions of `power_sgd`, over lists of real arrays; the arguments are as in `make_reducer`."""
+    """The functions of `power_sgd`, over lists of real arrays.
+
+    The arguments are as in `make_reducer`.
+    """
 
     rank: int
     min_ratio: float
@@ -122,7 +148,10 @@ class _PowerSGD:
     seed: int
 
     def matrices(self, params: PyTree) -> list[Matrices | None]:
-        """Return the matrices as which each leaf is compressed; None for a leaf that is not compressed."""
+        """Return the matrices as which each leaf is compressed.
+
+        None for a leaf that is not compressed.
+        """
         return [
             _matrices_of(path, leaf, self.rank, self.min_ratio, self.stacked)
             for path, leaf in leaves_with_paths(params)
@@ -132,7 +161,11 @@ class _PowerSGD:
         leaves, treedef = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.key(self.seed), max(1, len(leaves)))
         factors = [
-            None if matrices is None else _random_factor(key, matrices, real_dtype(wide_dtype(leaf.dtype)))
+            (
+                None
+                if matrices is None
+                else _random_factor(key, matrices, real_dtype(wide_dtype(leaf.dtype)))
+            )
             for key, matrices, leaf in zip(keys, self.matrices(params), leaves, strict=False)
         ]
         return PowerSGDState(treedef.unflatten(factors))
@@ -165,9 +198,18 @@ def _power_iteration(
     values: Values, dtypes: Dtypes, factors: Factors, axis_name: AxisName
 ) -> tuple[Values, Values, Factors]:
     """Return (means, residuals, new factors); a value whose factor is None gets the exact mean."""
-    matrices = [value if q is None else _as_matrices(value, q) for value, q in zip(values, factors, strict=True)]
-    projections = [m if q is None else _product("lac,lcr->lar", m, q) for m, q in zip(matrices, factors, strict=True)]
-    wire_dtypes = [dtype if q is None else value.dtype for value, dtype, q in zip(values, dtypes, factors, strict=True)]
+    matrices = [
+        value if q is None else _as_matrices(value, q)
+        for value, q in zip(values, factors, strict=True)
+    ]
+    projections = [
+        m if q is None else _product("lac,lcr->lar", m, q)
+        for m, q in zip(matrices, factors, strict=True)
+    ]
+    wire_dtypes = [
+        dtype if q is None else value.dtype
+        for value, dtype, q in zip(values, dtypes, factors, strict=True)
+    ]
     means, residuals = mean_of(projections, wire_dtypes, axis_name)
     compressed = [i for i, q in enumerate(factors) if q is not None]
     bases = {i: _basis(means[i]) for i in compressed}
@@ -179,13 +221,18 @@ def _power_iteration(
     new_factors = list(factors)
     for i, q in zip(compressed, mean_factors, strict=True):
         means[i] = _product("lar,lcr->lac", bases[i], q).reshape(values[i].shape)
-        residuals[i] = values[i] - means[i]  # summed over devices: the sum of the values minus N times the estimate
+        # summed over devices: the sum of the values minus N times the estimate
+        residuals[i] = values[i] - means[i]
         new_factors[i] = q
     return means, residuals, new_factors
 
 
-def _write_factors(values: Values, dtypes: Dtypes, state: PowerSGDState) -> tuple[list[PyTree], PowerSGDState]:
-    """Return a message with P and Q of one sender's matrices, and with the values that are not compressed."""
+def _write_factors(
+    values: Values, dtypes: Dtypes, state: PowerSGDState
+) -> tuple[list[PyTree], PowerSGDState]:
+    """Return a message with P and Q of one sender's matrices, and with the values that are not
+    compressed.
+    """
     factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
     message: list[PyTree] = []
     new_factors = list(factors)
@@ -200,17 +247,25 @@ def _write_factors(values: Values, dtypes: Dtypes, state: PowerSGDState) -> tupl
     return message, PowerSGDState(treedef.unflatten(new_factors))
 
 
-def _read_factors(message: list[PyTree], shapes: Sequence[jax.Array | jax.ShapeDtypeStruct], dtypes: Dtypes) -> Values:
+def _read_factors(
+    message: list[PyTree], shapes: Sequence[jax.Array | jax.ShapeDtypeStruct], dtypes: Dtypes
+) -> Values:
     return [
-        _product("lar,lcr->lac", *encoded).reshape(shape.shape)
-        if isinstance(encoded, tuple)
-        else encoded.astype(shape.dtype)
+        (
+            _product("lar,lcr->lac", *encoded).reshape(shape.shape)
+            if isinstance(encoded, tuple)
+            else encoded.astype(shape.dtype)
+        )
         for encoded, shape in zip(message, shapes, strict=True)
     ]
 
 
 def _matrices_of(
-    path: str, leaf: jax.Array | jax.ShapeDtypeStruct, rank: int, min_ratio: float, stacked_pattern: re.Pattern[str]
+    path: str,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    rank: int,
+    min_ratio: float,
+    stacked_pattern: re.Pattern[str],
 ) -> Matrices | None:
     """Return the matrices as which a leaf is compressed; None for a leaf that is not compressed."""
     shape = tuple(leaf.shape)
@@ -237,11 +292,16 @@ def _as_matrices(value: jax.Array, q: jax.Array) -> jax.Array:
 def _basis(x: jax.Array) -> jax.Array:
     """Return orthonormal columns for each matrix [rows, rank] of [layers, rows, rank].
 
-    On CPU the matrices run one after another. LAPACK would spread a batch over threads on which other simulated devices
-    wait in collectives.
+    On CPU the matrices run one after another. LAPACK would spread a batch over threads on which
+    other simulated devices wait in collectives.
     """
-    orthonormalize = lambda m: jnp.linalg.qr(m)[0]  # noqa: E731
-    return jax.lax.platform_dependent(x, cpu=lambda x: jax.lax.map(orthonormalize, x), default=orthonormalize)
+
+    def orthonormalize(m):
+        return jnp.linalg.qr(m)[0]
+
+    return jax.lax.platform_dependent(
+        x, cpu=lambda x: jax.lax.map(orthonormalize, x), default=orthonormalize
+    )
 
 
 def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -250,7 +310,9 @@ def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 def _compile_pattern(stacked: str) -> re.Pattern[str]:
     if not isinstance(stacked, str):
-        raise TypeError(format_error("power_sgd", f"stacked must be a regular expression, got {stacked!r}."))
+        raise TypeError(
+            format_error("power_sgd", f"stacked must be a regular expression, got {stacked!r}.")
+        )
     try:
         return re.compile(stacked)
     except re.error as error:

@@ -1,4 +1,6 @@
-"""The `Reducer` type, and `make_reducer`, which makes a reducer from functions over lists of real arrays."""
+"""The `Reducer` type, and `make_reducer`, which makes a reducer from functions over lists of real
+arrays.
+"""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -22,11 +24,13 @@ class MessageCodec(NamedTuple):
     """Functions by which one sender writes its values and any receiver reads them, without an axis.
 
     Attributes:
-      write: `write(values, dtypes, state) -> (message, state)`. The message is any tree of compact arrays.
-      read: `read(message, shapes, dtypes) -> values`. `shapes` are values, or `jax.ShapeDtypeStruct`s like them.
+      write: `write(values, dtypes, state) -> (message, state)`. The message is any tree of compact
+        arrays.
+      read: `read(message, shapes, dtypes) -> values`. `shapes` are values, or
+        `jax.ShapeDtypeStruct`s like them.
       init: `init(params) -> state`.
-      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the residual of earlier messages
-        is added; None for no correction.
+      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the
+        residual of earlier messages is added; None for no correction.
       error_feedback: whether the residual of a message is added to the next message.
     """
 
@@ -40,20 +44,24 @@ class MessageCodec(NamedTuple):
 class Reducer(NamedTuple):
     """Pure functions that average gradients over an axis, and that count the bytes sent.
 
-    `reduce` and `transmit` run where the axis is bound: in `jax.shard_map` (manual over this axis), `jax.pmap` or
-    `jax.vmap(axis_name=...)`. All three give the same result. Leaves must be floating or complex, else an error is raised.
+    `reduce` and `transmit` run where the axis is bound: in `jax.shard_map` (manual over this axis),
+    `jax.pmap` or `jax.vmap(axis_name=...)`. All three give the same result. Leaves must be floating
+    or complex, else an error is raised.
 
     Attributes:
       name: the call that makes the reducer, such as "int8(block_size=256)".
-      init: `init(params) -> state`. It reads only shapes and dtypes, so `params` may be abstract. State that differs
-        between devices is marked as `PerDevice` or `ErrorFeedback`; see `shardopt.reducers._device_state`.
-      wire_bytes: `wire_bytes(abstract_params, axis_size) -> int`: the bytes that each device sends in a call, counted as
-        `so.audit` does (ring collectives). The calls of a warm-up are not counted.
-      transmit: `transmit(grads, memory, state, axis_name) -> (mean, residual, state)`. The mean is the mean of `reduce`,
-        but this device's `memory` (a tree like the gradients, or None) is added before anything is sent. The next call
-        must add `residual`, so that nothing is lost: N mean + sum of residuals over devices = sum of (grads + memory).
-      codec: the functions by which a single sender writes its gradients, for `so.reducers.compressor`; None for a
-        reducer that a single sender cannot use.
+      init: `init(params) -> state`. It reads only shapes and dtypes, so `params` may be abstract.
+        State that differs between devices is marked as `PerDevice` or `ErrorFeedback`; see
+        `shardopt.reducers._device_state`.
+      wire_bytes: `wire_bytes(abstract_params, axis_size) -> int`: the bytes that each device sends
+        in a call, counted as `so.audit` does (ring collectives). The calls of a warm-up are not
+        counted.
+      transmit: `transmit(grads, memory, state, axis_name) -> (mean, residual, state)`. The mean is
+        the mean of `reduce`, but this device's `memory` (a tree like the gradients, or None) is
+        added before anything is sent. The next call must add `residual`, so that nothing is lost: N
+        mean + sum of residuals over devices = sum of (grads + memory).
+      codec: the functions by which a single sender writes its gradients, for
+        `so.reducers.compressor`; None for a reducer that a single sender cannot use.
     """
 
     name: str
@@ -65,8 +73,8 @@ class Reducer(NamedTuple):
     def reduce(self, grads: PyTree, state: PyTree, axis_name: AxisName) -> tuple[PyTree, PyTree]:
         """Return the mean over the axis of each device's gradients, and the new state.
 
-        The mean has the dtypes of the gradients, and is the same on all devices bit for bit. `axis_name` is a string or a
-        tuple of strings.
+        The mean has the dtypes of the gradients, and is the same on all devices bit for bit.
+        `axis_name` is a string or a tuple of strings.
         """
         mean, _, state = self.transmit(grads, None, state, axis_name)
         return mean, state
@@ -85,12 +93,16 @@ def make_reducer(
 
     Args:
       name: the call that makes the reducer, such as "int8(block_size=256)".
-      send: `send(values, dtypes, state, axis_name) -> (means, residuals, state)`. `values` are real arrays, in fp32 or
-        wider; a complex leaf [...] comes as [..., 2]. `dtypes` are the dtypes of the leaves, or of their real parts.
-      count_bytes: `count_bytes(abstract_params, axis_size)`, the bytes that a device sends in a call.
+      send: `send(values, dtypes, state, axis_name) -> (means, residuals, state)`. `values` are real
+        arrays, in fp32 or wider; a complex leaf [...] comes as [..., 2]. `dtypes` are the dtypes of
+        the leaves, or of their real parts.
+      count_bytes: `count_bytes(abstract_params, axis_size)`, the bytes that a device sends in a
+        call.
       init: `init(params) -> state`.
-      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the memory is added.
-      codec: the `write` and `read` of a single sender. Its fields `init` and `correct_momentum` are set here.
+      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the memory
+        is added.
+      codec: the `write` and `read` of a single sender. Its fields `init` and `correct_momentum` are
+        set here.
     """
     codec = None if codec is None else codec._replace(init=init, correct_momentum=correct_momentum)
 
@@ -105,15 +117,26 @@ def make_reducer(
             values, state = correct_momentum(values, state)
         if memory is not None:
             check_alike("the memory", grads, memory)
-            values = [value + residual for value, residual in zip(values, widen(jax.tree.leaves(memory)), strict=True)]
-        means, residuals, new_state = send(values, [real_dtype(leaf.dtype) for leaf in leaves], state, axis_name)
+            values = [
+                value + residual
+                for value, residual in zip(values, widen(jax.tree.leaves(memory)), strict=True)
+            ]
+        means, residuals, new_state = send(
+            values, [real_dtype(leaf.dtype) for leaf in leaves], state, axis_name
+        )
         mean = narrow(means, [leaf.dtype for leaf in leaves])
-        # Rounding the mean to the dtype of the gradients makes the same error on all N devices, so each remembers it.
+        # Rounding the mean to the dtype of the gradients makes the same error on all N devices, so
+        # each remembers it.
         residuals = [
-            residual + (wide - rounded) for residual, wide, rounded in zip(residuals, means, widen(mean), strict=True)
+            residual + (wide - rounded)
+            for residual, wide, rounded in zip(residuals, means, widen(mean), strict=True)
         ]
         narrow_residuals = narrow(residuals, [wide_dtype(leaf.dtype) for leaf in leaves])
-        return treedef.unflatten(mean), treedef.unflatten(narrow_residuals), keep_if_finite(mean, new_state, old_state)
+        return (
+            treedef.unflatten(mean),
+            treedef.unflatten(narrow_residuals),
+            keep_if_finite(mean, new_state, old_state),
+        )
 
     @calling(name)
     def checked_init(params):
@@ -130,7 +153,8 @@ def make_reducer(
 
 
 def keep_if_finite(mean: PyTree, new_state: PyTree, old_state: PyTree) -> PyTree:
-    """Return the new state, or the old state if the mean has a NaN or inf, which must not reach later calls.
+    """Return the new state, or the old state if the mean has a NaN or inf, which must not reach
+    later calls.
 
     The mean is equal on all devices, so all devices choose the same state.
     """
@@ -150,18 +174,22 @@ def check_reducer(reducer: object) -> None:
 
 
 def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) -> Reducer:
-    """Return a reducer of lists of leaves that puts leaves with different keys into different buffers.
+    """Return a reducer of lists of leaves that puts leaves with different keys into different
+    buffers.
 
-    Leaves in one buffer can share the scale of a block. A leaf that is sharded over another mesh axis must not share a
-    scale with a leaf that is replicated over it: each shard would scale the replicated leaf differently.
+    Leaves in one buffer can share the scale of a block. A leaf that is sharded over another mesh
+    axis must not share a scale with a leaf that is replicated over it: each shard would scale the
+    replicated leaf differently.
 
     Args:
       reducer: any reducer.
       keys: the key of each leaf.
-      paths: the key path of each leaf in the parameters, all different. Some reducers treat a leaf by its path.
+      paths: the key path of each leaf in the parameters, all different. Some reducers treat a leaf
+        by its path.
 
     Returns:
-      A `Reducer`. Its state is a tuple with one state of the wrapped reducer per group, over dicts by key path.
+      A `Reducer`. Its state is a tuple with one state of the wrapped reducer per group, over dicts
+      by key path.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -172,7 +200,9 @@ def grouped(reducer: Reducer, keys: Sequence[Hashable], paths: Sequence[str]) ->
       >>> print(mean[1][0])
       [1.007874 2.      ]
     """
-    groups = [[i for i, leaf_key in enumerate(keys) if leaf_key == key] for key in dict.fromkeys(keys)]
+    groups = [
+        [i for i, leaf_key in enumerate(keys) if leaf_key == key] for key in dict.fromkeys(keys)
+    ]
     functions = _Grouped(reducer, groups, paths)
     return Reducer(reducer.name, functions.init, functions.wire_bytes, functions.transmit)
 
@@ -203,18 +233,26 @@ class _Grouped(NamedTuple):
         return tuple(self.reducer.init(group) for group in self.split(params))
 
     def transmit(
-        self, grads: Sequence[PyTree], memory: Sequence[PyTree] | None, state: tuple[PyTree, ...], axis_name: AxisName
+        self,
+        grads: Sequence[PyTree],
+        memory: Sequence[PyTree] | None,
+        state: tuple[PyTree, ...],
+        axis_name: AxisName,
     ) -> tuple[PyTree, PyTree, tuple[PyTree, ...]]:
         memories = [None] * len(self.groups) if memory is None else self.split(memory)
         results = [
             self.reducer.transmit(group, group_memory, group_state, axis_name)
-            for group, group_memory, group_state in zip(self.split(grads), memories, state, strict=True)
+            for group, group_memory, group_state in zip(
+                self.split(grads), memories, state, strict=True
+            )
         ]
         means, residuals, states = zip(*results, strict=True) if results else ((), (), ())
         return self.merge(means), self.merge(residuals), states
 
     def wire_bytes(self, abstract_params: Sequence[PyTree], axis_size: int) -> int:
-        return sum(self.reducer.wire_bytes(group, axis_size) for group in self.split(abstract_params))
+        return sum(
+            self.reducer.wire_bytes(group, axis_size) for group in self.split(abstract_params)
+        )
 
 
 # From gradient trees to lists of real arrays that are wide enough to be summed, and back.
@@ -228,12 +266,18 @@ def check_leaves(tree: PyTree) -> None:
         if not is_array_like(leaf) or not jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     if wrong:
-        problem = f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex arrays."
-        raise TypeError(error_text(problem, wrong, "leave such leaves out, for instance with optax.masked."))
+        problem = (
+            f"{plural(len(wrong), 'leaf')} cannot be reduced: a mean needs floating or complex"
+            " arrays."
+        )
+        raise TypeError(
+            error_text(problem, wrong, "leave such leaves out, for instance with optax.masked.")
+        )
 
 
 def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
-    """Raise ValueError if a tree of gradients does not have the structure and shapes of the reference tree.
+    """Raise ValueError if a tree of gradients does not have the structure and shapes of the
+    reference tree.
 
     Args:
       reference_name: the name of the reference tree, for the message.
@@ -241,7 +285,9 @@ def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
       reference: the tree that they must be like.
     """
     if jax.tree.structure(tree) != jax.tree.structure(reference):
-        raise ValueError(error_text(f"the gradients have another tree structure than {reference_name}."))
+        raise ValueError(
+            error_text(f"the gradients have another tree structure than {reference_name}.")
+        )
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)
     wrong = [
         f"{path}: {leaf.shape}, was {reference_leaf.shape}"
@@ -257,17 +303,25 @@ def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
 
 
 def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return leaves as real arrays in dtypes wide enough for sums; a complex [...] becomes [..., 2]."""
+    """Return leaves as real arrays in dtypes wide enough for sums.
+
+    A complex [...] becomes [..., 2].
+    """
     return [_as_real(leaf.astype(wide_dtype(leaf.dtype))) for leaf in leaves]
 
 
 def narrow(values: Sequence[jax.Array], dtypes: Sequence[np.dtype]) -> list[jax.Array]:
     """Convert real arrays to leaves of these dtypes, the inverse of `widen`."""
-    return [_as_complex(value, dtype).astype(dtype) for value, dtype in zip(values, dtypes, strict=True)]
+    return [
+        _as_complex(value, dtype).astype(dtype) for value, dtype in zip(values, dtypes, strict=True)
+    ]
 
 
 def real_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of the real and imaginary parts of a complex dtype; a real dtype as it is."""
+    """Return the dtype of the real and imaginary parts of a complex dtype.
+
+    A real dtype as it is.
+    """
     return jnp.finfo(dtype).dtype
 
 

@@ -31,7 +31,8 @@ class TopKState(NamedTuple):
     """The state of `top_k` with momentum.
 
     Attributes:
-      velocity: u of each device, a tree like the gradients in fp32 or wider. It differs between devices.
+      velocity: u of each device, a tree like the gradients in fp32 or wider. It differs between
+        devices.
     """
 
     velocity: ErrorFeedback
@@ -41,11 +42,12 @@ class TopKState(NamedTuple):
 def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     """Average the largest entries of each device's gradients; all other entries count as zero.
 
-    Use it with `error_feedback`. Each device sends the k = density n entries of largest magnitude of each leaf of n
-    entries (at least one), as (index, value). The mean is the sum of the received entries, divided by N.
+    Use it with `error_feedback`. Each device sends the k = density n entries of largest magnitude
+    of each leaf of n entries (at least one), as (index, value). The mean is the sum of the received
+    entries, divided by N.
 
-    With momentum mu > 0, momentum correction applies: u = mu u + g replaces g, and u becomes zero at the entries that
-    were sent. The optimizer should then have no momentum.
+    With momentum mu > 0, momentum correction applies: u = mu u + g replaces g, and u becomes zero
+    at the entries that were sent. The optimizer should then have no momentum.
 
     Args:
       density: the fraction of the entries that is sent, in (0, 1].
@@ -68,26 +70,35 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
       >>> print(mean[0])
       [ 2. -3.]
 
-    **Equivalence**: equal to the mean at density 1. With `error_feedback` nothing is lost over time. NaN and inf count
-    as the largest entries, so they are sent.
+    **Equivalence**: equal to the mean at density 1. With `error_feedback` nothing is lost over
+    time. NaN and inf count as the largest entries, so they are sent.
 
-    **Placement**: no state. With momentum, u is local to each device, as large as its gradients in fp32.
+    **Placement**: no state. With momentum, u is local to each device, as large as its gradients in
+    fp32.
 
-    **Communication** per call and device, for Psi elements of b bytes: all-gathers of uint32 indices and of values,
-    (N-1) density Psi (4 + b) bytes. The bytes grow with N: they are density N times the bytes of an fp32 all-reduce.
+    **Communication** per call and device, for Psi elements of b bytes: all-gathers of uint32
+    indices and of values, (N-1) density Psi (4 + b) bytes. The bytes grow with N: they are density
+    N times the bytes of an fp32 all-reduce.
 
     References:
-      Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2 (factor masking).
+      Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2
+      (factor masking).
     """
     check_is_number("density", density)
     check_number("momentum", momentum, below=1)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
-        raise ValueError(format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix))
+        raise ValueError(
+            format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix)
+        )
     functions = _TopK(density, momentum)
     has_momentum = momentum > 0
     return make_reducer(
-        f"top_k(density={density:g}, momentum={momentum:g})" if has_momentum else f"top_k(density={density:g})",
+        (
+            f"top_k(density={density:g}, momentum={momentum:g})"
+            if has_momentum
+            else f"top_k(density={density:g})"
+        ),
         init=functions.init,
         send=functions.send,
         count_bytes=functions.count_bytes,
@@ -98,7 +109,10 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
 
 @dataclasses.dataclass(frozen=True)
 class _TopK:
-    """The functions of `top_k`, over lists of real arrays; the arguments are as in `make_reducer`."""
+    """The functions of `top_k`, over lists of real arrays.
+
+    The arguments are as in `make_reducer`.
+    """
 
     density: float
     momentum: float
@@ -112,7 +126,9 @@ class _TopK:
         new_leaves = narrow(velocity, [leaf.dtype for leaf in leaves])
         return velocity, TopKState(ErrorFeedback(treedef.unflatten(new_leaves)))
 
-    def send(self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName) -> tuple[Values, Values, PyTree]:
+    def send(
+        self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName
+    ) -> tuple[Values, Values, PyTree]:
         sent_indices = self._indices(values)
         means, sent_entries = _mean_of_entries(values, sent_indices, dtypes, axis_name)
         residuals = [
@@ -170,13 +186,20 @@ def _largest_indices(flat: jax.Array, density: float) -> jax.Array:
 def _mean_of_entries(
     values: Values, sent_indices: list[jax.Array], dtypes: Dtypes, axis_name: AxisName
 ) -> tuple[Values, Values]:
-    """Return the means, and the entries that this device sent of each value, rounded as on the wire."""
+    """Return the means, and the entries that this device sent of each value, rounded as on the
+    wire.
+    """
     nonempty = [i for i, indices in enumerate(sent_indices) if indices.size]
     num_devices = size_of(axis_name)
     wire_entries = [values[i].reshape(-1)[sent_indices[i]].astype(dtypes[i]) for i in nonempty]
     wire_indices = [sent_indices[i].astype(jnp.uint32) for i in nonempty]
-    received = all_gather_packed([array[None] for array in [*wire_indices, *wire_entries]], axis_name)
-    means, sent_entries = [jnp.zeros_like(value) for value in values], [jnp.zeros(0, value.dtype) for value in values]
+    received = all_gather_packed(
+        [array[None] for array in [*wire_indices, *wire_entries]], axis_name
+    )
+    means, sent_entries = (
+        [jnp.zeros_like(value) for value in values],
+        [jnp.zeros(0, value.dtype) for value in values],
+    )
     for position, i in enumerate(nonempty):
         pairs = received[position], received[len(nonempty) + position].astype(values[i].dtype)
         means[i] = _scatter_sum(*pairs, values[i].size).reshape(values[i].shape) / num_devices
@@ -187,7 +210,8 @@ def _mean_of_entries(
 def _scatter_sum(indices: jax.Array, values: jax.Array, size: int) -> jax.Array:
     """Add up the received entries, one device after another.
 
-    The indices of one device are unique, so every device adds in the same order and gets the same bits.
+    The indices of one device are unique, so every device adds in the same order and gets the same
+    bits.
     """
 
     def add(dense, pairs):
@@ -203,4 +227,6 @@ def _clear_sent_velocity(state: TopKState, sent_indices: list[jax.Array]) -> Top
     cleared = []
     for u, indices in zip(widen(leaves), sent_indices, strict=True):
         cleared.append(u.reshape(-1).at[indices].set(0).reshape(u.shape))
-    return TopKState(ErrorFeedback(treedef.unflatten(narrow(cleared, [leaf.dtype for leaf in leaves]))))
+    return TopKState(
+        ErrorFeedback(treedef.unflatten(narrow(cleared, [leaf.dtype for leaf in leaves])))
+    )

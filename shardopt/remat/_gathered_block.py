@@ -1,4 +1,6 @@
-"""A block that gathers its weights when it runs, in the forward pass and again in the backward pass."""
+"""A block that gathers its weights when it runs, in the forward pass and again in the backward
+pass.
+"""
 
 import dataclasses
 import functools
@@ -17,13 +19,16 @@ from shardopt.remat._rounded_reads import reading_in_products
 from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, split_backward
 
 
-def gathered_block(caller: str, model: BlockModel, gather: Callable[[PyTree], PyTree]) -> Callable[..., PyTree]:
-    """Return `run(one_block, index, rng, x) -> x`, which gathers the weights of a block and runs it.
+def gathered_block(
+    caller: str, model: BlockModel, gather: Callable[[PyTree], PyTree]
+) -> Callable[..., PyTree]:
+    """Return `run(one_block, index, rng, x) -> x`, which gathers the weights of a block and runs
+    it.
 
     Args:
       caller: the strategy, for errors.
-      model: the model with the block. The backward pass recomputes values by `model.remat`, and always recomputes
-        values that depend on weights alone.
+      model: the model with the block. The backward pass recomputes values by `model.remat`, and
+        always recomputes values that depend on weights alone.
       gather: gathers the weights of one block.
     """
 
@@ -33,9 +38,13 @@ def gathered_block(caller: str, model: BlockModel, gather: Callable[[PyTree], Py
 
         def block(arguments: Arrays, leaves: Arrays) -> Arrays:
             one_block, index, rng = arguments_treedef.unflatten(arguments)
-            of_user = reading_in_products(caller, lambda weights, x: call(model.block, rng, index, weights, x))
+            of_user = reading_in_products(
+                caller, lambda weights, x: call(model.block, rng, index, weights, x)
+            )
             run_block = checkpointed(model.remat, of_user)
-            return leaves_like(caller, inputs, treedef, run_block(gather(one_block), treedef.unflatten(leaves)))
+            return leaves_like(
+                caller, inputs, treedef, run_block(gather(one_block), treedef.unflatten(leaves))
+            )
 
         return treedef.unflatten(min_cut_remat(block, arguments, inputs))
 
@@ -43,20 +52,21 @@ def gathered_block(caller: str, model: BlockModel, gather: Callable[[PyTree], Py
 
 
 def min_cut_remat(f: Callable[[Arrays, Arrays], Arrays], arguments: Arrays, x: Arrays) -> Arrays:
-    """Return `f(arguments, x)`, and store only the residuals of `split_backward` for the backward pass.
+    """Return `f(arguments, x)`, and store only the residuals of `split_backward` for the backward
+    pass.
 
-    The backward pass computes two kinds of values again: values that depend on `arguments` alone, such as gathers and
-    casts of weights, and results of elementwise operations on residuals. A `jax.checkpoint` inside f stays in effect.
-    A policy of one `jax.checkpoint` around f cannot do that. It sees one primitive at a time without its inputs, and
-    overrides the policies inside f.
+    The backward pass computes two kinds of values again: values that depend on `arguments` alone,
+    such as gathers and casts of weights, and results of elementwise operations on residuals. A
+    `jax.checkpoint` inside f stays in effect. A policy of one `jax.checkpoint` around f cannot do
+    that. It sees one primitive at a time without its inputs, and overrides the policies inside f.
 
     Args:
       f: function of two lists of arrays; its result has the shapes and dtypes of x.
       arguments: weights, indices, keys.
       x: the input.
     """
-    # Trace now, while the stack contains the user's lines: the stack of the differentiation does not. A copy of the
-    # trace keeps the source lines.
+    # Trace now, while the stack contains the user's lines: the stack of the differentiation does
+    # not. A copy of the trace keeps the source lines.
     functions = _MinCut(jax.make_jaxpr(f)(arguments, x), *abstract((arguments, x)))
     run = jax.custom_vjp(functions.copy)
     run.defvjp(functions.forward, functions.backward)
@@ -95,10 +105,13 @@ class _MinCut:
         arguments, residuals = saved
         trained, differentiable = floating(self.arguments), floating(self.x)
         dy = [dy[i] for i in differentiable]
-        # Without the barrier, a compiler that sees both passes would keep the gathered weights of the forward pass.
+        # Without the barrier, a compiler that sees both passes would keep the gathered weights of
+        # the forward pass.
         weights, dy = jax.lax.optimization_barrier(([arguments[i] for i in trained], dy))
         dx, dw = self.passes.both(replaced(arguments, trained, weights), residuals, dy)
-        return replaced([None] * len(arguments), trained, dw), replaced([None] * len(self.x), differentiable, dx)
+        return replaced([None] * len(arguments), trained, dw), replaced(
+            [None] * len(self.x), differentiable, dx
+        )
 
 
 def leaves_like(caller: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arrays:
@@ -112,8 +125,16 @@ def leaves_like(caller: str, shapes: Shapes, treedef: PyTree, y: PyTree) -> Arra
         (a.shape, a.dtype) == (b.shape, b.dtype) for a, b in zip(leaves, shapes, strict=True)
     ):
         return leaves
-    show = lambda leaves: ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"  # noqa: E731
-    expected, returned = (show(shapes), show(leaves)) if show(shapes) != show(leaves) else (treedef, structure)
+
+    def show(leaves):
+        return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"
+
+    expected, returned = (
+        (show(shapes), show(leaves)) if show(shapes) != show(leaves) else (treedef, structure)
+    )
     problem = f"a block must return what it is given, {expected}; it returned {returned}."
-    fix = "let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
+    fix = (
+        "let embed bring its result to the shape and dtype that blocks return, or cast at the end"
+        " of the block."
+    )
     raise ValueError(format_error(caller, problem, fix=fix))

@@ -1,6 +1,9 @@
-"""Products in 8 bits alone read a weight that is rounded; a block with any other read of it is refused.
+"""Products in 8 bits alone read a weight that is rounded.
 
-Numbers and scales are arrays within the weight. `jax.tree.map` and `jax.tree.leaves` reach them, and know nothing of 8 bits.
+A block with any other read of it is refused.
+
+Numbers and scales are arrays within the weight. `jax.tree.map` and `jax.tree.leaves` reach them,
+and know nothing of 8 bits.
 """
 
 import operator
@@ -22,8 +25,11 @@ _PASSES = IDENTITIES | {"optimization_barrier"}
 """Primitives that pass an array on."""
 
 
-def reading_in_products(caller: str, block: Callable[[PyTree, PyTree], PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
-    """Return `block(weights, x)`, which is refused if it reads a `RoundedWeight` elsewhere than in a product in 8 bits.
+def reading_in_products(
+    caller: str, block: Callable[[PyTree, PyTree], PyTree]
+) -> Callable[[PyTree, PyTree], PyTree]:
+    """Return `block(weights, x)`, which is refused if it reads a `RoundedWeight` elsewhere than in
+    a product in 8 bits.
 
     Raises:
       TypeError: by a call, with the primitives that read it.
@@ -31,22 +37,36 @@ def reading_in_products(caller: str, block: Callable[[PyTree, PyTree], PyTree]) 
 
     def run(weights: PyTree, x: PyTree) -> PyTree:
         nodes = jax.tree.leaves(weights, is_leaf=lambda node: isinstance(node, RoundedWeight))
-        of_rounded = [isinstance(node, RoundedWeight) for node in nodes for _ in jax.tree.leaves(node)]
+        of_rounded = [
+            isinstance(node, RoundedWeight) for node in nodes for _ in jax.tree.leaves(node)
+        ]
         if not any(of_rounded):
             return block(weights, x)
         traced, results = jax.make_jaxpr(block, return_shape=True)(weights, x)
         arguments = jax.tree.leaves((weights, x))
-        if readers := _readers(traced, [*of_rounded, *[False] * (len(arguments) - len(of_rounded))]):
-            problem = "a block reads a weight that BlockModel.rounded names, elsewhere than in a product in 8 bits."
-            fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
-            raise TypeError(format_error(caller, problem, [f"read by {reader}" for reader in readers], fix))
+        if readers := _readers(
+            traced, [*of_rounded, *[False] * (len(arguments) - len(of_rounded))]
+        ):
+            problem = (
+                "a block reads a weight that BlockModel.rounded names, elsewhere than in a product"
+                " in 8 bits."
+            )
+            fix = (
+                "multiply it by so.nn.quantized_einsum alone, or take its name out of"
+                " BlockModel.rounded."
+            )
+            raise TypeError(
+                format_error(caller, problem, [f"read by {reader}" for reader in readers], fix)
+            )
         return jax.tree.structure(results).unflatten(jaxpr_as_fun(traced)(*arguments))
 
     return run
 
 
 def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
-    """Return the primitives that read arrays of rounded weights which no product has named `OPENED`."""
+    """Return the primitives that read arrays of rounded weights which no product has named
+    `OPENED`.
+    """
     readers: dict[str, None] = {}
 
     def are_of_rounded(walk: Walk[bool], eqns: Equations, operands: list[bool]) -> list[bool]:
@@ -75,8 +95,12 @@ def _readers(traced: ClosedJaxpr, of_rounded: Sequence[bool]) -> list[str]:
             readers[kind] = None
         return results if called is None else called
 
-    nothing: Callable[[Sequence[Any]], bool] = lambda _: False  # noqa: E731
-    walk = Walk(are_of_rounded, constant=nothing, literal=nothing, different=False, join=operator.or_)
+    def nothing(_: Sequence[Any]) -> bool:
+        return False
+
+    walk = Walk(
+        are_of_rounded, constant=nothing, literal=nothing, different=False, join=operator.or_
+    )
     if any(walk.follow([traced], of_rounded)):
         readers["the result of the block"] = None
     return list(readers)

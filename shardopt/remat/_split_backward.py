@@ -1,4 +1,6 @@
-"""Split a block into forward, input gradient and weight gradient: three functions with residuals between them."""
+"""Split a block into forward, input gradient and weight gradient: three functions with residuals
+between them.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -33,18 +35,20 @@ Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 
 
 class Passes(NamedTuple):
-    """The passes of one block `f(arguments, x) -> y`; `arguments` are its weights, indices and keys.
+    """The passes of one block `f(arguments, x) -> y`.
 
-    Two kinds of values are computed again instead of stored: values that depend on `arguments` alone (casts and gathers
-    of weights, dropout masks), and results of elementwise operations on residuals. All other values, such as inner
-    products and reductions, are computed once.
+    `arguments` are its weights, indices and keys.
+
+    Two kinds of values are computed again instead of stored: values that depend on `arguments`
+    alone (casts and gathers of weights, dropout masks), and results of elementwise operations on
+    residuals. All other values, such as inner products and reductions, are computed once.
 
     Attributes:
       forward: `forward(arguments, x) -> (y, residuals)`. The later passes read the residuals.
-      backward: `backward(arguments, residuals, dy) -> (dx, deferred)`: the gradient of the input, and the values that
-        `weight` reads, such as the cotangents of inner products.
-      weight: `weight(arguments, [residuals[i] for i in weight_residuals], deferred) -> dw`: the gradient of the
-        weights.
+      backward: `backward(arguments, residuals, dy) -> (dx, deferred)`: the gradient of the input,
+        and the values that `weight` reads, such as the cotangents of inner products.
+      weight: `weight(arguments, [residuals[i] for i in weight_residuals], deferred) -> dw`: the
+        gradient of the weights.
       both: `both(arguments, residuals, dy) -> (dx, dw)`: `backward` and `weight` in one function.
       residuals: shapes of the residuals.
       deferred: shapes of the deferred values.
@@ -66,16 +70,18 @@ def split_backward(
     """Trace a block with its gradients, and split the trace into `Passes`.
 
     Args:
-      f: the block, a function of two lists of arrays. Integer leaves of x have no gradient, and dy and dx omit them.
+      f: the block, a function of two lists of arrays. Integer leaves of x have no gradient, and dy
+        and dx omit them.
       arguments: weights and other arguments, or their shapes.
       x: the input, or its shapes; y has the same shapes.
       trained: indices of the `arguments` in the weight gradient.
 
     Note:
-      `jax.vjp` stores every intermediate result, weights included, and computes both gradients at once. Here each
-      equation of the trace goes to the first pass that needs it. A value that a later pass reads is a residual. So the
-      weight gradient can run later than the input gradient without repeating work. For y = g(x @ w), the cotangent of
-      x @ w is deferred, and its product with x runs later.
+      `jax.vjp` stores every intermediate result, weights included, and computes both gradients at
+      once. Here each equation of the trace goes to the first pass that needs it. A value that a
+      later pass reads is a residual. So the weight gradient can run later than the input gradient
+      without repeating work. For y = g(x @ w), the cotangent of x @ w is deferred, and its product
+      with x runs later.
     """
     differentiable = floating(x)
 
@@ -84,19 +90,31 @@ def split_backward(
             y = f(replaced(arguments, trained, weights), replaced(x, differentiable, inputs))
             return [y[i] for i in differentiable], y
 
-        _, vjp, y = jax.vjp(block, [arguments[i] for i in trained], [x[i] for i in differentiable], has_aux=True)
+        _, vjp, y = jax.vjp(
+            block, [arguments[i] for i in trained], [x[i] for i in differentiable], has_aux=True
+        )
         dw, dx = vjp(dy)
         return y, dx, dw
 
     arguments, x = abstract((list(arguments), list(x)))
     args = (arguments, x, [x[i] for i in differentiable])
     nested = jax.make_jaxpr(with_gradients)(*args)
-    flat = jax.make_jaxpr(lambda *args: inlined(nested.jaxpr, nested.consts, jax.tree.leaves(args)))(*args)
-    return _cut(jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts), len(arguments), len(x), len(trained))
+    flat = jax.make_jaxpr(
+        lambda *args: inlined(nested.jaxpr, nested.consts, jax.tree.leaves(args))
+    )(*args)
+    return _cut(
+        jex.ClosedJaxpr(without_transposes(flat.jaxpr), flat.consts),
+        len(arguments),
+        len(x),
+        len(trained),
+    )
 
 
 def rematerialised(passes: Passes, x: Shapes) -> Passes:
-    """Return passes that store the input alone. `backward` runs the forward again, `weight` does not."""
+    """Return passes that store the input alone.
+
+    `backward` runs the forward again, `weight` does not.
+    """
 
     def backward(arguments: Arrays, x: Arrays, dy: Arrays) -> tuple[Arrays, Arrays]:
         _, residuals = passes.forward(arguments, x)
@@ -141,7 +159,15 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     in_both, _ = slice_of(trace, [*dx, *dw], stop={*residuals, *dy}, extra=effects - early_effects)
     separated = trace if effects else trace_of(_separate_checkpoints(trace, dx))
     in_backward, _ = slice_of(separated, dx, stop={*residuals, *dy}, extra=effects - early_effects)
-    deferrable = {*dy, *(var for i in in_backward for var in separated.jaxpr.eqns[i].outvars if var in depends_on_dy)}
+    deferrable = {
+        *dy,
+        *(
+            var
+            for i in in_backward
+            for var in separated.jaxpr.eqns[i].outvars
+            if var in depends_on_dy
+        ),
+    }
     in_weight, crossing = slice_of(separated, dw, stop={*residuals, *deferrable})
     deferred = [var for var in crossing if var in deferrable]
     residuals_of_weight = [var for var in crossing if var not in deferrable]
@@ -152,7 +178,9 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
     both = part_of(trace, in_both, [*arguments, *residuals, *dy], [*dx, *dw])
     return Passes(
         forward=lambda arguments, x: _split(forward(*arguments, *x), num_x),
-        backward=lambda arguments, residuals, dy: _split(backward(*arguments, *residuals, *dy), len(dy)),
+        backward=lambda arguments, residuals, dy: _split(
+            backward(*arguments, *residuals, *dy), len(dy)
+        ),
         weight=lambda arguments, residuals, deferred: weight(*arguments, *residuals, *deferred),
         both=lambda arguments, residuals, dy: _split(both(*arguments, *residuals, *dy), len(dy)),
         residuals=tuple(map(abstract_value, residuals)),
@@ -162,25 +190,34 @@ def _cut(closed: jex.ClosedJaxpr, num_arguments: int, num_x: int, num_trained: i
 
 
 def _separate_checkpoints(trace: Trace, dx: Sequence[Atom]) -> jex.ClosedJaxpr:
-    """Return the trace with each `jax.checkpoint` of both gradients split: one for `dx`, one for the other results.
+    """Return the trace with each `jax.checkpoint` of both gradients split: one for `dx`, one for
+    the other results.
 
-    Without the split, the backward pass would also compute the weight gradient, and store it for the weight pass. Both
-    parts recompute their inputs, so a checkpoint is split only if they share no expensive equation.
+    Without the split, the backward pass would also compute the weight gradient, and store it for
+    the weight pass. Both parts recompute their inputs, so a checkpoint is split only if they share
+    no expensive equation.
     """
     for_dx, _ = slice_of(trace, dx, stop=set())
     read_variables = {*dx, *(var for i in for_dx for var in inputs_of(trace.jaxpr.eqns[i]))}
     equations = []
     for i, eqn in enumerate(trace.jaxpr.eqns):
-        groups = [[v for v in eqn.outvars if (v in read_variables) is needed] for needed in (True, False)]
+        groups = [
+            [v for v in eqn.outvars if (v in read_variables) is needed] for needed in (True, False)
+        ]
         is_checkpoint = eqn.primitive.name in CHECKPOINTS and i in for_dx
         equations += _split_checkpoint(eqn, groups) if is_checkpoint and all(groups) else [eqn]
     return jex.ClosedJaxpr(trace.jaxpr.replace(eqns=equations), trace.consts)
 
 
 def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) -> list[jex.JaxprEqn]:
-    """Return one checkpoint for each group of results; return it unchanged if groups share an expensive equation."""
+    """Return one checkpoint for each group of results.
+
+    Return it unchanged if groups share an expensive equation.
+    """
     body = eqn.params["jaxpr"]
-    flat = jax.make_jaxpr(lambda *args: inlined(body, (), args))(*(abstract_value(var) for var in body.invars))
+    flat = jax.make_jaxpr(lambda *args: inlined(body, (), args))(
+        *(abstract_value(var) for var in body.invars)
+    )
     trace = trace_of(flat)
     inner = dict(zip(eqn.outvars, flat.jaxpr.outvars, strict=True))
     outer = dict(zip(flat.jaxpr.invars, eqn.invars, strict=True))
@@ -198,7 +235,9 @@ def _split_checkpoint(eqn: jex.JaxprEqn, groups: Sequence[Sequence[jex.Var]]) ->
         )
         parts.append(
             eqn.replace(
-                invars=[outer[var] for var in inputs], outvars=list(group), params=eqn.params | {"jaxpr": jaxpr}
+                invars=[outer[var] for var in inputs],
+                outvars=list(group),
+                params=eqn.params | {"jaxpr": jaxpr},
             )
         )
     return parts
@@ -215,18 +254,24 @@ def _residuals(
     depends_on_dy: set[jex.Var],
     gradients: Sequence[Atom],
 ) -> list[jex.Var]:
-    """Return the residuals: variables of the forward pass that the equations after dy are computed from."""
+    """Return the residuals: variables of the forward pass that the equations after dy are computed
+    from.
+    """
     equations = trace.jaxpr.eqns
     needed, _ = slice_of(trace, gradients, stop=set(x))
     after_dy = [i for i in sorted(needed) if set(equations[i].outvars) & depends_on_dy]
     before_dy = [equations[i] for i in sorted(needed.difference(after_dy))]
     reads = [*gradients, *(var for i in after_dy for var in inputs_of(equations[i]))]
     return _min_byte_cut(
-        before_dy, x, recomputable, [v for v in reads if not isinstance(v, jex.Literal) and v not in depends_on_dy]
+        before_dy,
+        x,
+        recomputable,
+        [v for v in reads if not isinstance(v, jex.Literal) and v not in depends_on_dy],
     )
 
 
-# Arithmetic and primitives that move elements: compilers fuse them into their readers. Other primitives are expensive.
+# Arithmetic and primitives that move elements: compilers fuse them into their readers. Other
+# primitives are expensive.
 _CHEAP = ARITHMETIC | frozenset(
     """broadcast_in_dim concatenate copy expand_dims iota name pad reshape rev slice split squeeze stop_gradient
     transpose""".split()  # noqa: SIM905
@@ -234,14 +279,18 @@ _CHEAP = ARITHMETIC | frozenset(
 
 
 def _min_byte_cut(
-    equations: Sequence[jex.JaxprEqn], start: Iterable[jex.Var], free: set[jex.Var], wanted: Iterable[jex.Var]
+    equations: Sequence[jex.JaxprEqn],
+    start: Iterable[jex.Var],
+    free: set[jex.Var],
+    wanted: Iterable[jex.Var],
 ) -> list[jex.Var]:
-    """Return the variables to store, so that `wanted` can be computed from them by cheap equations alone.
+    """Return the variables to store, so that `wanted` can be computed from them by cheap equations
+    alone.
 
-    The result is a minimum vertex cut of a flow network. Results of expensive equations are sources, and wanted
-    variables are sinks. Flow goes through a cheap equation from each input to each output. The stored variables must
-    stop all flow, with the fewest bytes. Among equal cuts the result is the one nearest to `wanted`, because it leaves
-    the least to compute again.
+    The result is a minimum vertex cut of a flow network. Results of expensive equations are
+    sources, and wanted variables are sinks. Flow goes through a cheap equation from each input to
+    each output. The stored variables must stop all flow, with the fewest bytes. Among equal cuts
+    the result is the one nearest to `wanted`, because it leaves the least to compute again.
 
     Args:
       equations: equations that may run again, in order.
@@ -250,25 +299,30 @@ def _min_byte_cut(
       wanted: variables computed by these equations, or among `start`.
 
     References:
-      Ford and Fulkerson, 1956, for the cut; the same is done for rematerialisation by PyTorch's AOTAutograd (Horace He
-      and Shangdi Yu, "Min-cut optimal recomputation", 2022).
+      Ford and Fulkerson, 1956, for the cut; the same is done for rematerialisation by PyTorch's
+      AOTAutograd (Horace He and Shangdi Yu, "Min-cut optimal recomputation", 2022).
     """
     wanted = [var for var in dict.fromkeys(wanted) if var not in free]
     if not wanted:
         return []
-    variables = list(dict.fromkeys([*start, *(v for eqn in equations for v in eqn.outvars if v not in free)]))
+    variables = list(
+        dict.fromkeys([*start, *(v for eqn in equations for v in eqn.outvars if v not in free)])
+    )
     index_of = {var: i for i, var in enumerate(variables)}
     count = len(variables)
     source, sink = 2 * count, 2 * count + 1
     weights = [bytes_of(var) for var in variables]
     unit = max(sum(weights) / (MOST // 2), 1.0)
     edges: dict[tuple[int, int], int] = {}
-    for i, weight in enumerate(weights):  # a variable is an edge from its entry node to its exit node
+    # a variable is an edge from its entry node to its exit node
+    for i, weight in enumerate(weights):
         edges[i, count + i] = max(math.ceil(weight / unit), 1)
     for var in start:
         edges[source, index_of[var]] = MOST
     for eqn in equations:
-        inputs = [index_of[v] for v in eqn.invars if not isinstance(v, jex.Literal) and v in index_of]
+        inputs = [
+            index_of[v] for v in eqn.invars if not isinstance(v, jex.Literal) and v in index_of
+        ]
         is_expensive = eqn.primitive.name not in _CHEAP or bool(eqn.effects)
         for var in eqn.outvars:
             if var in index_of:

@@ -10,11 +10,13 @@ from shardopt.trace._jaxprs import CHECKPOINTS, shape_of
 
 
 def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
-    """Return the same trace with `dot_general(b, a)` for each `transpose(dot_general(a, b))` that equals it.
+    """Return the same trace with `dot_general(b, a)` for each `transpose(dot_general(a, b))` that
+    equals it.
 
-    jax writes the weight gradient of `x @ w` as `transpose(dot_general(dy, x))`. XLA:CPU then copies dy into another
-    order before the product, and copies the result when it adds it to the gradients. `dot_general(x, dy)` has the
-    order of the weights, adds the same numbers, and reads dy without a copy.
+    jax writes the weight gradient of `x @ w` as `transpose(dot_general(dy, x))`. XLA:CPU then
+    copies dy into another order before the product, and copies the result when it adds it to the
+    gradients. `dot_general(x, dy)` has the order of the weights, adds the same numbers, and reads
+    dy without a copy.
     """
     reads = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, jex.Var))
     reads.update(v for v in jaxpr.outvars if isinstance(v, jex.Var))
@@ -24,7 +26,9 @@ def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
         equations[i] = eqn
         name = eqn.primitive.name
         if name in CHECKPOINTS:
-            equations[i] = eqn.replace(params=eqn.params | {"jaxpr": without_transposes(eqn.params["jaxpr"])})
+            equations[i] = eqn.replace(
+                params=eqn.params | {"jaxpr": without_transposes(eqn.params["jaxpr"])}
+            )
         elif name == "dot_general" and reads[eqn.outvars[0]] == 1:
             products[eqn.outvars[0]] = i
         elif name == "transpose" and eqn.invars[0] in products:
@@ -36,7 +40,9 @@ def without_transposes(jaxpr: jex.Jaxpr) -> jex.Jaxpr:
 
 
 def _swapped(product: jex.JaxprEqn, permutation: Sequence[int]) -> jex.JaxprEqn | None:
-    """Return `dot_general(b, a)` for `dot_general(a, b)` if it equals the transpose by `permutation`; else None."""
+    """Return `dot_general(b, a)` for `dot_general(a, b)` if it equals the transpose by
+    `permutation`; else None.
+    """
     a, b = product.invars
     params = dict(product.params)
     (contracting_a, contracting_b), (batch_a, batch_b) = params["dimension_numbers"]
@@ -49,5 +55,7 @@ def _swapped(product: jex.JaxprEqn, permutation: Sequence[int]) -> jex.JaxprEqn 
         params["precision"] = params["precision"][::-1]
     if (sharding := params["out_sharding"]) is not None:
         axes = [*sharding.spec, *[None] * len(dims)]
-        params["out_sharding"] = NamedSharding(sharding.mesh, PartitionSpec(*(axes[dim] for dim in permutation)))
+        params["out_sharding"] = NamedSharding(
+            sharding.mesh, PartitionSpec(*(axes[dim] for dim in permutation))
+        )
     return product.replace(invars=[b, a], params=params)

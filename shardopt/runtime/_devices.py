@@ -9,7 +9,8 @@ from shardopt.runtime._processes import initialize, num_processes
 
 
 def start_devices(count: int) -> Devices:
-    """Start jax and return its devices: accelerators if there are any, else `count` simulated CPU devices.
+    """Start jax and return its devices: accelerators if there are any, else `count` simulated CPU
+    devices.
 
     With several processes, each has an equal share of the simulated devices.
     """
@@ -24,5 +25,7 @@ def start_devices(count: int) -> Devices:
     if count % processes and devices[0].platform == "cpu":
         lower_count = max(count // processes, 1) * processes
         problem = f"--devices {count} cannot be shared out evenly among {processes} processes."
-        raise ValueError(error_text(problem, fix=f"use --devices {lower_count} or {lower_count + processes}."))
+        raise ValueError(
+            error_text(problem, fix=f"use --devices {lower_count} or {lower_count + processes}.")
+        )
     return devices

@@ -1,4 +1,6 @@
-"""How many processes a job can have now: the answer of a user's script, asked repeatedly while too few train."""
+"""How many processes a job can have now: the answer of a user's script, asked repeatedly while too
+few train.
+"""
 
 import subprocess
 import threading
@@ -19,8 +21,8 @@ class Discovery:
 
     Attributes:
       active: whether to ask.
-      stable_count: the smaller of the last two answers since `active` was set; 0 before. A host that comes and goes
-        again does not count.
+      stable_count: the smaller of the last two answers since `active` was set; 0 before. A host
+        that comes and goes again does not count.
     """
 
     def __init__(self, script: str, *, say: Callable[[str], None]):
@@ -30,7 +32,10 @@ class Discovery:
         threading.Thread(target=self._ask_repeatedly, daemon=True).start()
 
     def ask(self) -> int | None:
-        """Return how many processes can run now; None, with a message, if the script gives no number."""
+        """Return how many processes can run now.
+
+        None, with a message, if the script gives no number.
+        """
         try:
             result = subprocess.run(
                 self._script,
@@ -47,7 +52,10 @@ class Discovery:
         if result.returncode == 0 and output.isdecimal():
             self._last_reason = ""
             return int(output)
-        return self._report(f"exit code {result.returncode}, it printed {(output or result.stderr.strip())[-200:]!r}")
+        return self._report(
+            f"exit code {result.returncode}, it printed"
+            f" {(output or result.stderr.strip())[-200:]!r}"
+        )
 
     def close(self) -> None:
         """Stop asking."""
@@ -56,10 +64,15 @@ class Discovery:
     def _report(self, reason: str) -> None:
         if reason != self._last_reason:
             self._last_reason = reason
-            self._say(f"launch: --discovery-script does not say how many processes can run: {reason}.")
+            self._say(
+                f"launch: --discovery-script does not say how many processes can run: {reason}."
+            )
 
     def _ask_repeatedly(self) -> None:
         previous_count = 0
         while not self._closed.wait(_ASK_SECONDS):
             count = (self.ask() or 0) if self.active else 0
-            self.stable_count, previous_count = min(previous_count, count) if self.active else 0, count
+            self.stable_count, previous_count = (
+                min(previous_count, count) if self.active else 0,
+                count,
+            )

@@ -1,4 +1,6 @@
-"""`doctor`: the versions, devices and flags of this machine, and the known silent errors that concern a program."""
+"""`doctor`: the versions, devices and flags of this machine, and the known silent errors that
+concern a program.
+"""
 
 import os
 import platform
@@ -44,9 +46,11 @@ class KnownError(NamedTuple):
     occurs: bool | None
 
     def __str__(self) -> str:
-        state = {None: "no program was given", True: "YOUR STEP HAS THE PATTERN", False: "not in your step"}[
-            self.occurs
-        ]
+        state = {
+            None: "no program was given",
+            True: "YOUR STEP HAS THE PATTERN",
+            False: "not in your step",
+        }[self.occurs]
         return f"{self.issue}: {self.effect}\n  {state}. Fix: {self.remedy}"
 
 
@@ -68,16 +72,22 @@ class DoctorReport(NamedTuple):
     errors: tuple[KnownError, ...]
 
     def __str__(self) -> str:
-        versions = ", ".join(f"{name} {version or 'not installed'}" for name, version in self.versions.items())
+        versions = ", ".join(
+            f"{name} {version or 'not installed'}" for name, version in self.versions.items()
+        )
         devices = ", ".join(f"{name} {value}" for name, value in self.devices.items())
         flags = "".join(f"\n  {name}={value}" for name, value in self.flags.items())
         errors = "".join(f"\n{error}" for error in self.errors) or " none for these versions"
         topology = f"\ntopology: {self.topology}" if self.topology else ""
-        return f"versions: {versions}\ndevices: {devices}{topology}\nflags:{flags}\nknown silent errors:{errors}"
+        return (
+            f"versions: {versions}\ndevices: {devices}{topology}\nflags:{flags}\nknown silent"
+            f" errors:{errors}"
+        )
 
 
 def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorReport:
-    """Report versions, devices, topology and flags, and the known silent errors of jax and XLA that concern a program.
+    """Report versions, devices, topology and flags, and the known silent errors of jax and XLA that
+    concern a program.
 
     Args:
       opt: a strategy, such as `so.fsdp(...)`; by default no program is read.
@@ -96,26 +106,41 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
       True
 
     Note:
-      The step is traced, not compiled, and nothing runs. A pattern that occurs may still compile rightly. So a warning says
-      "may", and the remedy is safe.
+      The step is traced, not compiled, and nothing runs. A pattern that occurs may still compile
+      rightly. So a warning says "may", and the remedy is safe.
     """
     arguments = (opt, state, batch)
     if any(value is None for value in arguments) and any(value is not None for value in arguments):
-        missing = [name for name, value in zip(("opt", "state", "batch"), arguments, strict=True) if value is None]
+        missing = [
+            name
+            for name, value in zip(("opt", "state", "batch"), arguments, strict=True)
+            if value is None
+        ]
         fix = "call so.doctor(opt, state, batch), or so.doctor()."
         raise TypeError(format_error("doctor", f"{' and '.join(missing)} missing.", fix=fix))
     jaxpr = None if opt is None else jax.make_jaxpr(opt.step)(state, batch)
-    versions = {"python": platform.python_version()} | {name: version_of(name) for name in _PACKAGES}
+    versions = {"python": platform.python_version()} | {
+        name: version_of(name) for name in _PACKAGES
+    }
     devices = jax.devices()
     kind, processes = devices[0].platform, jax.process_count()
     flags = {name: os.environ[name] for name in _VARIABLES if os.environ.get(name)}
-    flags |= {name: str(jax.config.values[name]) for name in _SETTINGS if jax.config.values.get(name)}
+    flags |= {
+        name: str(jax.config.values[name]) for name in _SETTINGS if jax.config.values.get(name)
+    }
     return DoctorReport(
         versions=versions,
-        devices={"platform": kind, "kind": devices[0].device_kind, "count": len(devices), "processes": processes},
+        devices={
+            "platform": kind,
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+            "processes": processes,
+        },
         topology=_topology(devices),
         flags=flags,
-        errors=tuple(known_errors(versions, kind, processes, jaxpr, stores_programs=_stores_programs())),
+        errors=tuple(
+            known_errors(versions, kind, processes, jaxpr, stores_programs=_stores_programs())
+        ),
     )
 
 
@@ -127,9 +152,12 @@ def known_errors(
     *,
     stores_programs: bool = False,
 ) -> Iterator[KnownError]:
-    """Yield the silent errors that these versions have on a platform; docs/notes/compiler_errors.md has the measurements.
+    """Yield the silent errors that these versions have on a platform.
 
-    `stores_programs` says whether jax's cache stores programs whose operations XLA:CPU has put in the concurrent order.
+    Docs/notes/compiler_errors.md has the measurements.
+
+    `stores_programs` says whether jax's cache stores programs whose operations XLA:CPU has put in
+    the concurrent order.
     """
     jaxlib, libtpu = version_numbers(versions["jaxlib"]), version_numbers(versions["libtpu"])
 
@@ -142,12 +170,17 @@ def known_errors(
             "gradients of lookups that a loop sums in the hands of the partitioner may lose parts.",
             "pip install 'libtpu>=0.0.50.1', or pass "
             "compiler_options={'xla_disable_hlo_passes': 'while-loop-all-reduce-code-motion'}.",
-            occurs(lambda eqn, loop, manual: eqn.primitive.name == "scatter-add" and loop and not manual),
+            occurs(
+                lambda eqn, loop, manual: (
+                    eqn.primitive.name == "scatter-add" and loop and not manual
+                )
+            ),
         )
     if kind != "cpu" and jaxlib < (0, 11):
         yield KnownError(
             "openxla/xla 42481",
-            "the gradient of a lookup in a table with a `reduced` axis may be sliced before it is summed.",
+            "the gradient of a lookup in a table with a `reduced` axis may be sliced before it is"
+            " summed.",
             "pip install 'jax>=0.11' (Python 3.12), or use Auto axes.",
             occurs(lambda eqn, *_: eqn.primitive.name == "gather" and _is_reduced(eqn)),
         )
@@ -162,26 +195,39 @@ def known_errors(
         yield KnownError(
             "jax-ml/jax 40830",
             "jax.lax.psum_scatter between processes may give wrong sums in chunks of several MiB.",
-            "use jax.lax.psum or all_to_all in the loss, or pip install 'jax>=0.12.0.1' (Python 3.12).",
+            "use jax.lax.psum or all_to_all in the loss, or pip install 'jax>=0.12.0.1' (Python"
+            " 3.12).",
             occurs(lambda eqn, *_: eqn.primitive.name in ("reduce_scatter", "psum_scatter")),
         )
 
     if kind == "cpu" and stores_programs and jaxlib < (0, 12, 0, 1):
         yield KnownError(
             "XLA:CPU stored-programs",
-            "a program from jax's compilation cache may mix up collectives that can run at the same time, or hang.",
-            f"set XLA_FLAGS={_ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip install 'jax>=0.12.0.1' "
-            "(Python 3.12).",
-            occurs(lambda eqn, *_: eqn.primitive.name in ("ppermute", "all_gather", "all_to_all", "psum")),
+            "a program from jax's compilation cache may mix up collectives that can run at the same"
+            " time, or hang.",
+            f"set XLA_FLAGS={_ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip install"
+            " 'jax>=0.12.0.1' (Python 3.12).",
+            occurs(
+                lambda eqn, *_: (
+                    eqn.primitive.name in ("ppermute", "all_gather", "all_to_all", "psum")
+                )
+            ),
         )
 
 
-def _equations(jaxpr: Jaxpr, loop: bool = False, manual: bool = False) -> Iterator[tuple[JaxprEqn, bool, bool]]:
-    """Yield each equation, whether it is in a loop, and whether a shard_map over all its axes is around it."""
+def _equations(
+    jaxpr: Jaxpr, loop: bool = False, manual: bool = False
+) -> Iterator[tuple[JaxprEqn, bool, bool]]:
+    """Yield each equation, whether it is in a loop, and whether a shard_map over all its axes is
+    around it.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, loop, manual
         name = eqn.primitive.name
-        inner_loop, inner_manual = loop or name in ("scan", "while"), manual or (name == "shard_map" and _is_full(eqn))
+        inner_loop, inner_manual = (
+            loop or name in ("scan", "while"),
+            manual or (name == "shard_map" and _is_full(eqn)),
+        )
         for inner in called_jaxprs(eqn):
             yield from _equations(inner, inner_loop, inner_manual)
 
@@ -201,7 +247,9 @@ def _topology(devices: list[Any]) -> str | None:
     coordinates = [tuple(device.coords) for device in devices if getattr(device, "coords", None)]
     if not coordinates:
         return None
-    extent = "x".join(str(max(values) - min(values) + 1) for values in zip(*coordinates, strict=True))
+    extent = "x".join(
+        str(max(values) - min(values) + 1) for values in zip(*coordinates, strict=True)
+    )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     return f"{extent}, {slices} slice{'s' * (slices > 1)}"
 

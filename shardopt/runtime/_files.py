@@ -1,4 +1,6 @@
-"""Files and folders with one writer: atomic writes, and a lock that the kernel releases when its holder dies."""
+"""Files and folders with one writer: atomic writes, and a lock that the kernel releases when its
+holder dies.
+"""
 
 import contextlib
 import errno
@@ -32,8 +34,8 @@ LOCK_NAME = ".lock"
 class Lock:
     """The right of this process to write to a folder; `acquire_lock` returns it.
 
-    A forked child does not hold the lock and does not keep it alive. A child that gets the descriptor (`pass_fds` of
-    `subprocess`) does both.
+    A forked child does not hold the lock and does not keep it alive. A child that gets the
+    descriptor (`pass_fds` of `subprocess`) does both.
 
     Attributes:
       path: the lock file.
@@ -44,7 +46,8 @@ class Lock:
 
     def __init__(self, caller: str, path: Path):
         self.caller, self.path, self.pid = caller, path, os.getpid()
-        with _fork_guard:  # a fork between these two lines would hold a lock that is not in _held_locks
+        # a fork between these two lines would hold a lock that is not in _held_locks
+        with _fork_guard:
             self.descriptor: int | None = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
             _held_locks.add(self)
 
@@ -54,7 +57,9 @@ _fork_guard = threading.RLock()
 
 
 def _after_fork() -> None:
-    """Close the descriptors in a forked child: a lock lives as long as any copy of its descriptor is open."""
+    """Close the descriptors in a forked child: a lock lives as long as any copy of its descriptor
+    is open.
+    """
     _fork_guard.release()
     for lock in list(_held_locks):
         if lock.descriptor is not None:
@@ -63,7 +68,9 @@ def _after_fork() -> None:
     _held_locks.clear()
 
 
-os.register_at_fork(before=_fork_guard.acquire, after_in_parent=_fork_guard.release, after_in_child=_after_fork)
+os.register_at_fork(
+    before=_fork_guard.acquire, after_in_parent=_fork_guard.release, after_in_child=_after_fork
+)
 
 
 def acquire_lock(
@@ -88,10 +95,15 @@ def acquire_lock(
         try:
             _flock(lock.descriptor, caller, directory)
             if not holds_lock(lock):
-                # somebody deleted the file between open and flock, so the locked file is another one
+                # somebody deleted the file between open and flock, so the locked file is another
+                # one
                 release_lock(lock)
                 continue
-            holder = {"host": socket.gethostname(), "pid": lock.pid, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            holder = {
+                "host": socket.gethostname(),
+                "pid": lock.pid,
+                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            }
             _write_holder(lock.descriptor, json.dumps(holder).encode())
             return lock
         except BlockingIOError as error:
@@ -103,7 +115,9 @@ def acquire_lock(
 
 
 def holds_lock(lock: Lock) -> bool:
-    """Return whether the locked file is still the lock file of the folder; somebody may have deleted it.
+    """Return whether the locked file is still the lock file of the folder.
+
+    Somebody may have deleted it.
 
     Raises:
       CheckpointInUseError: in a fork of the process that took the lock.
@@ -111,9 +125,12 @@ def holds_lock(lock: Lock) -> bool:
     """
     if lock.pid != os.getpid():
         problem = (
-            f"{lock.path.parent} is written to by process {lock.pid}, and this one, {os.getpid()}, is a fork of it."
+            f"{lock.path.parent} is written to by process {lock.pid}, and this one, {os.getpid()},"
+            " is a fork of it."
         )
-        raise CheckpointInUseError(format_error(lock.caller, problem, fix="write in the process that began to."))
+        raise CheckpointInUseError(
+            format_error(lock.caller, problem, fix="write in the process that began to.")
+        )
     if lock.descriptor is None:
         return False
     try:
@@ -129,13 +146,17 @@ def release_lock(lock: Lock) -> None:
     _held_locks.discard(lock)
     if lock.descriptor is not None:
         with contextlib.suppress(OSError):  # the file system may have no locks
-            fcntl.flock(lock.descriptor, fcntl.LOCK_UN)  # children with a copy of the descriptor lose the lock too
+            # children with a copy of the descriptor lose the lock too
+            fcntl.flock(lock.descriptor, fcntl.LOCK_UN)
         os.close(lock.descriptor)
     lock.descriptor = None
 
 
 def is_gone(error: OSError) -> bool:
-    """Return whether the error means a missing file. On NFS it may have been deleted on another machine."""
+    """Return whether the error means a missing file.
+
+    On NFS it may have been deleted on another machine.
+    """
     return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
@@ -145,7 +166,10 @@ def _flock(descriptor: int, caller: str, directory: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
             raise
-        text = f"{caller}: the file system of {directory} has no locks, so a second job writing there goes unnoticed."
+        text = (
+            f"{caller}: the file system of {directory} has no locks, so a second job writing there"
+            " goes unnoticed."
+        )
         warnings.warn(text, stacklevel=4)
 
 
@@ -154,7 +178,8 @@ def _write_holder(descriptor: int, holder: bytes) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, holder, 0)
     except OSError as error:
-        # Continue on a full disk: the new writer frees space first. Only the name of the holder is then missing.
+        # Continue on a full disk: the new writer frees space first. Only the name of the holder is
+        # then missing.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
 
@@ -162,29 +187,44 @@ def _write_holder(descriptor: int, holder: bytes) -> None:
 def _in_use_text(caller: str, path: Path, instead: str) -> str:
     directory = path.parent
     holder = {"host": "an unknown host", "pid": "unknown", "since": "unknown"}
-    with contextlib.suppress(OSError, ValueError):  # the holder may be writing its name at this moment
+    # the holder may be writing its name at this moment
+    with contextlib.suppress(OSError, ValueError):
         holder |= json.loads(path.read_text())
     if _is_held_here(path):
-        problem = f"{directory} is already being written to by this very process, since {holder['since']}."
-        return format_error(caller, problem, fix=f"close() the other Checkpoints first, or {instead}.")
+        problem = (
+            f"{directory} is already being written to by this very process, since"
+            f" {holder['since']}."
+        )
+        return format_error(
+            caller, problem, fix=f"close() the other Checkpoints first, or {instead}."
+        )
     problem = (
         f"{directory} is already being written to by process {holder['pid']} on {holder['host']}, "
         f"since {holder['since']}."
     )
     if holder["host"] != socket.gethostname() or _is_other_live_process(holder["pid"]):
         return format_error(caller, problem, fix=f"stop that job, or {instead}.")
-    # The holder has our host name, but no such process exists here. Another container can have the same host name.
+    # The holder has our host name, but no such process exists here. Another container can have the
+    # same host name.
     problem += (
-        " It cannot be seen from here: it runs in another container, or it has ended and what it started still runs."
+        " It cannot be seen from here: it runs in another container, or it has ended and what it"
+        " started still runs."
     )
-    return format_error(caller, problem, fix=f"stop what has {path} open (fuser names it), or {instead}.")
+    return format_error(
+        caller, problem, fix=f"stop what has {path} open (fuser names it), or {instead}."
+    )
 
 
 def _is_held_here(path: Path) -> bool:
-    """Return whether this process holds the lock file. Process ids are no proof: containers reuse them."""
+    """Return whether this process holds the lock file.
+
+    Process ids are no proof: containers reuse them.
+    """
     for lock in list(_held_locks):
         with contextlib.suppress(OSError):  # another thread may release it now
-            if lock.descriptor is not None and os.path.samestat(os.fstat(lock.descriptor), path.stat()):
+            if lock.descriptor is not None and os.path.samestat(
+                os.fstat(lock.descriptor), path.stat()
+            ):
                 return True
     return False
 

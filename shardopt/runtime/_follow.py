@@ -1,4 +1,5 @@
-"""Run a command that dies together with the process that started it: `python follow.py PID COMMAND...`.
+"""Run a command that dies together with the process that started it: `python follow.py PID
+COMMAND...`.
 
 It is a separate file, run by its path, so that the command starts without importing shardopt.
 """
@@ -11,7 +12,10 @@ _SET_PDEATHSIG = 1  # prctl(2); the setting survives exec
 
 
 def follow(launcher: int, command: list[str]) -> None:
-    """Replace this process by the command. On Linux the kernel kills it when the thread that started it ends."""
+    """Replace this process by the command.
+
+    On Linux the kernel kills it when the thread that started it ends.
+    """
     if sys.platform == "linux":
         import ctypes
 
@@ -19,11 +23,14 @@ def follow(launcher: int, command: list[str]) -> None:
         if os.getppid() != launcher:  # the launcher died before prctl
             sys.exit("launch: the launcher of this process has died.")
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # Python ignores these signals, and exec keeps ignored signals ignored
+        # Python ignores these signals, and exec keeps ignored signals ignored
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except OSError as error:
-        sys.exit(f"launch: {command[0]!r} cannot be started ({type(error).__name__}: {error.strerror}).")
+        sys.exit(
+            f"launch: {command[0]!r} cannot be started ({type(error).__name__}: {error.strerror})."
+        )
 
 
 if __name__ == "__main__":

@@ -33,25 +33,37 @@ _LOCK_NAME = ".launch.lock"
 _FOLLOW = Path(__file__).with_name("_follow.py")
 _STANDBY = Path(__file__).with_name("_standby.py")
 _GLOO_PREFIX = b"[Gloo] Rank "
-"""The start of lines that gloo writes for each connection. They are only in the log, not on the screen."""
+"""The start of lines that gloo writes for each connection. They are only in the log, not on the
+screen.
+"""
 _SHOWN_LINES = 12
 """How many last lines of the log of the first failed process are shown."""
 _GRACE = 3.0
-"""Seconds between SIGTERM and the kill. A process that waits in a collective for a dead one cannot handle SIGTERM."""
+"""Seconds between SIGTERM and the kill. A process that waits in a collective for a dead one cannot
+handle SIGTERM.
+"""
 _CAUSE_SECONDS = 0.5
-"""Seconds after the first failure in which other failures are collected: one of them may be the cause."""
+"""Seconds after the first failure in which other failures are collected: one of them may be the
+cause.
+"""
 _COPY_SECONDS = 5.0
 """Seconds to wait, after a process has ended, until its output is copied."""
 _SPARES_AFTER, _SPARES_EVERY = 5.0, 0.5
-"""Seconds from the start of an attempt to the first spare, and between two spares: the job has priority."""
+"""Seconds from the start of an attempt to the first spare, and between two spares: the job has
+priority.
+"""
 _ASK_SECONDS = 1.0
 """Seconds between two calls of the discovery script while too few processes can run."""
 _STACKS_SECONDS = 1.0
-"""Seconds for processes to write their stacks. A signal handler writes them, which takes milliseconds."""
+"""Seconds for processes to write their stacks. A signal handler writes them, which takes
+milliseconds.
+"""
 
 
 RESTART, HUNG_SECONDS, PLACE = "SHARDOPT_RESTART", "SHARDOPT_HUNG_SECONDS", "SHARDOPT_PLACE"
-"""Environment variables of a process: the number of restarts, the seconds of the hang before it, and its place."""
+"""Environment variables of a process: the number of restarts, the seconds of the hang before it,
+and its place.
+"""
 BEGAN = "SHARDOPT_BEGAN"
 """Environment variable of each process: when it got its rank, in seconds since 1970."""
 
@@ -62,7 +74,8 @@ class _Member(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]  # the leader of its own process group
     log: Path
-    readers: tuple[threading.Thread, ...]  # copy the output to log and screen; empty if the output is not shown
+    # copy the output to log and screen; empty if the output is not shown
+    readers: tuple[threading.Thread, ...]
 
     def report_exit(self, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
         """Wait until the process ends; put its rank and exit code into a queue."""
@@ -72,8 +85,11 @@ class _Member(NamedTuple):
 class _AttemptResult(NamedTuple):
     """The result of an attempt."""
 
-    failed: tuple[int, int] | None  # rank and exit code (negative for a signal) of the process that failed first
-    killed: int  # how many ended by a signal from elsewhere, caused the hang, or have a device that computes wrong
+    # rank and exit code (negative for a signal) of the process that failed first
+    failed: tuple[int, int] | None
+    # how many ended by a signal from elsewhere, caused the hang, or have a device that computes
+    # wrong
+    killed: int
     logs: tuple[Path, ...]
     hang_text: str = ""  # the message about a hang
     hang_seconds: float = 0.0  # seconds of the hang
@@ -85,48 +101,57 @@ class _AttemptResult(NamedTuple):
 class Job:
     r"""A command that runs as several processes of one job on this machine.
 
-    Each process gets its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID), which
-    `so.initialize()` reads. The output of the first process is shown, and the output of each process is in its log.
-    When a process fails, the others are ended within seconds, the failure is shown, and the job is started again if
-    `max_restarts` allows it. A restart is fast:
+    Each process gets its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES,
+    JAX_PROCESS_ID), which `so.initialize()` reads. The output of the first process is shown, and
+    the output of each process is in its log. When a process fails, the others are ended within
+    seconds, the failure is shown, and the job is started again if `max_restarts` allows it. A
+    restart is fast:
 
-    - Compiled programs come from jax's cache (`compiled` in `log_dir`, unless JAX_COMPILATION_CACHE_DIR is set).
+    - Compiled programs come from jax's cache (`compiled` in `log_dir`, unless
+      JAX_COMPILATION_CACHE_DIR is set).
     - The train state comes from the memory of programs that outlive the processes, if
       `so.Checkpoints(memory_every=...)` puts it there.
 
-    A process that ends with code 117 has a device that computes wrong (`fit(verify_every=...)`). The next attempt runs
-    without it, or a spare runs instead. If neither is possible, the job ends with code 117. SHARDOPT_PLACE is JAX_PROCESS_ID
-    at first. No later process gets the place of a wrong one. So a command that chooses its device by its place
+    A process that ends with code 117 has a device that computes wrong (`fit(verify_every=...)`).
+    The next attempt runs without it, or a spare runs instead. If neither is possible, the job ends
+    with code 117. SHARDOPT_PLACE is JAX_PROCESS_ID at first. No later process gets the place of a
+    wrong one. So a command that chooses its device by its place
     (`CUDA_VISIBLE_DEVICES=$SHARDOPT_PLACE`) never uses that device again.
 
-    With `min_processes` the job is elastic. It continues with the processes and the snapshots that are left, and with
-    `discovery_script` with more processes when more are available. Each attempt builds its mesh of the available
-    devices.
+    With `min_processes` the job is elastic. It continues with the processes and the snapshots that
+    are left, and with `discovery_script` with more processes when more are available. Each attempt
+    builds its mesh of the available devices.
 
-    SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM; a second Ctrl-C kills them. If this process is
-    killed, Linux kills the processes too, but not the programs that they started.
+    SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM; a second Ctrl-C kills them.
+    If this process is killed, Linux kills the processes too, but not the programs that they
+    started.
 
     Attributes:
       command_of: returns the command of an attempt; attempts are counted from 0.
       processes: how many processes.
-      log_dir: the folder for `process-0.log` and so on; a later attempt writes `process-0.restart-1.log`. While the
-        job or any program that it started runs, no other job can use the same folder.
+      log_dir: the folder for `process-0.log` and so on; a later attempt writes
+        `process-0.restart-1.log`. While the job or any program that it started runs, no other job
+        can use the same folder.
       max_restarts: how often the job is started again after a failure.
-      min_processes: the smallest number of processes. The next attempt runs without each process that was killed, or
-        has a device that computes wrong, unless a spare takes its place. By default every attempt has all processes.
-      hang_timeout: seconds without progress of a live process that count as a hang; by default hangs are not
-        detected. After a hang the stacks of all processes are written next to the logs (`process-0.stacks`), and the
-        process that delays the others is named. Then the job ends as after a failure, with exit code 124. An action
-        that happens for the first time may compile, so it may take ten times as long. `fit` and `so.runtime.report_progress`
-        report progress, in processes that called `so.initialize()`.
-      spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a place in the next
-        attempt. Each needs the memory of an interpreter with jax. They work for commands of this interpreter that run
-        a script or a module.
-      can_share: whether this many processes can share the work. The job continues with the largest possible number.
-      discovery_script: a shell command that prints how many processes can run now. It is called when the job starts
-        again; if fewer than `min_processes` can run, the job waits. While fewer than `processes` train, it is called
-        every few seconds. When it says twice that more can run, the processes get SIGTERM, at which `fit` writes a
-        checkpoint, and the job starts again with more.
+      min_processes: the smallest number of processes. The next attempt runs without each process
+        that was killed, or has a device that computes wrong, unless a spare takes its place. By
+        default every attempt has all processes.
+      hang_timeout: seconds without progress of a live process that count as a hang; by default
+        hangs are not detected. After a hang the stacks of all processes are written next to the
+        logs (`process-0.stacks`), and the process that delays the others is named. Then the job
+        ends as after a failure, with exit code 124. An action that happens for the first time may
+        compile, so it may take ten times as long. `fit` and `so.runtime.report_progress` report
+        progress, in processes that called `so.initialize()`.
+      spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a
+        place in the next attempt. Each needs the memory of an interpreter with jax. They work for
+        commands of this interpreter that run a script or a module.
+      can_share: whether this many processes can share the work. The job continues with the largest
+        possible number.
+      discovery_script: a shell command that prints how many processes can run now. It is called
+        when the job starts again; if fewer than `min_processes` can run, the job waits. While fewer
+        than `processes` train, it is called every few seconds. When it says twice that more can
+        run, the processes get SIGTERM, at which `fit` writes a checkpoint, and the job starts again
+        with more.
       say: prints messages about failures and restarts.
 
     Example:
@@ -152,7 +177,10 @@ class Job:
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def usable_count(self, available: int) -> int:
-        """Return the largest usable number of processes, at most `available`; 0 if there is none."""
+        """Return the largest usable number of processes, at most `available`.
+
+        0 if there is none.
+        """
         min_count = self.processes if self.min_processes is None else self.min_processes
         counts = range(min(available, self.processes), min_count - 1, -1)
         return next((count for count in counts if self.can_share(count)), 0)
@@ -162,7 +190,8 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
     """Run a `Job` with these settings, and return its exit code.
 
     Returns:
-      0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second Ctrl-C.
+      0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second
+      Ctrl-C.
 
     Raises:
       ValueError: if a number is out of range, or another job uses the folder for its logs.
@@ -170,15 +199,25 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
     """
     job = Job(command_of, **settings)
     _check_job(job)
-    with _locked_folder(job.log_dir) as lock_descriptor, _catch_signals() as signals, contextlib.ExitStack() as cleanup:
+    with (
+        _locked_folder(job.log_dir) as lock_descriptor,
+        _catch_signals() as signals,
+        contextlib.ExitStack() as cleanup,
+    ):
         failure_pipe = cleanup.enter_context(failures())
-        vaults = cleanup.enter_context(contextlib.closing(Vaults(job.processes))) if job.max_restarts else None
+        vaults = (
+            cleanup.enter_context(contextlib.closing(Vaults(job.processes)))
+            if job.max_restarts
+            else None
+        )
         spares = cleanup.enter_context(
             contextlib.closing(_Spares(job.spares, (lock_descriptor, failure_pipe.descriptor)))
         )
         discovery = None
         if job.discovery_script is not None:
-            discovery = cleanup.enter_context(contextlib.closing(Discovery(job.discovery_script, say=job.say)))
+            discovery = cleanup.enter_context(
+                contextlib.closing(Discovery(job.discovery_script, say=job.say))
+            )
         return _Launcher(job, signals, failure_pipe, vaults, spares, discovery, job.processes).run()
 
 
@@ -197,7 +236,8 @@ class _Launcher:
       attempt: the number of attempts before it.
       num_failures: the number of attempts that failed.
       environment: the environment variables of the attempt.
-      dropped_places: the places that had a device that computes wrong. No later process gets one of them.
+      dropped_places: the places that had a device that computes wrong. No later process gets one of
+        them.
     """
 
     job: Job
@@ -222,24 +262,37 @@ class _Launcher:
             if result.failed is None and (signals.end_requested or not result.grows):
                 return 0
             grows = result.grows and (result.failed is None or result.failed[1] == -signal.SIGTERM)
-            if (not grows or signals.end_requested) and (code := self._count_failure(result)) is not None:
+            if (not grows or signals.end_requested) and (
+                code := self._count_failure(result)
+            ) is not None:
                 return code
             self.attempt += 1
             self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
-            remaining = self.count if grows else self.count - max(0, result.killed - self.spares.ready())
+            remaining = (
+                self.count if grows else self.count - max(0, result.killed - self.spares.ready())
+            )
             if result.corrupted and not self._can_drop(remaining):
-                job.say(f"launch: the job cannot go on without {plural(result.killed, 'process')} of {self.count}.")
+                job.say(
+                    f"launch: the job cannot go on without {plural(result.killed, 'process')} of"
+                    f" {self.count}."
+                )
                 return CORRUPTED
             wrong_places = [self._places()[rank] for rank in result.corrupted]
             self.dropped_places.update(wrong_places)
             self.count = (
-                self._wait_for_processes(remaining) if self.discovery else job.usable_count(remaining) or self.count
+                self._wait_for_processes(remaining)
+                if self.discovery
+                else job.usable_count(remaining) or self.count
             )
             if not self.count:
                 return 128 + signal.SIGTERM
-            reason = "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
+            reason = (
+                "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
+            )
             without = f" without place {', '.join(map(str, wrong_places))}" if wrong_places else ""
-            job.say(f"launch: starting again with {plural(self.count, 'process')}{without}, {reason}.")
+            job.say(
+                f"launch: starting again with {plural(self.count, 'process')}{without}, {reason}."
+            )
 
     def _places(self) -> list[int]:
         """Return the places of the processes, by rank: the lowest numbers that are not dropped."""
@@ -251,7 +304,10 @@ class _Launcher:
         return self.discovery is not None or self.job.usable_count(remaining) > 0
 
     def _count_failure(self, result: _AttemptResult) -> int | None:
-        """Show a failure, and count it; return the exit code of the job if it must not start again."""
+        """Show a failure, and count it.
+
+        Return the exit code of the job if it must not start again.
+        """
         assert result.failed is not None
         code = result.failed[1]
         if not (self.signals.end_requested and code == -signal.SIGTERM):
@@ -264,7 +320,9 @@ class _Launcher:
         return None
 
     def _wait_for_processes(self, remaining: int) -> int:
-        """Wait until enough processes can run; return the number to continue with, or 0 if a signal ends the job.
+        """Wait until enough processes can run.
+
+        Return the number to continue with, or 0 if a signal ends the job.
 
         `remaining` processes are left, which counts if the script gives no number.
         """
@@ -278,20 +336,30 @@ class _Launcher:
                 return count
             if not has_warned:
                 has_warned = True
-                self.job.say(f"launch: {plural(available, 'process')} can run, which is too few: waiting for more.")
+                self.job.say(
+                    f"launch: {plural(available, 'process')} can run, which is too few: waiting for"
+                    " more."
+                )
             time.sleep(_ASK_SECONDS)
         return 0
 
     def _can_grow(self) -> bool:
         """Return whether more processes could run now."""
-        return self.discovery is not None and self.job.usable_count(self.discovery.stable_count) > self.count
+        return (
+            self.discovery is not None
+            and self.job.usable_count(self.discovery.stable_count) > self.count
+        )
 
     def _run_attempt(self) -> _AttemptResult:
-        """Run the processes of an attempt until all have succeeded, or until a failure or a hang ends them all."""
+        """Run the processes of an attempt until all have succeeded, or until a failure or a hang
+        ends them all.
+        """
         job = self.job
         if self.vaults is not None:
             self.environment |= self.vaults.environment() | _cache_environment(job.log_dir)
-        watch = None if job.hang_timeout is None else Watch(self.count, job.hang_timeout, say=job.say)
+        watch = (
+            None if job.hang_timeout is None else Watch(self.count, job.hang_timeout, say=job.say)
+        )
         with contextlib.closing(watch) if watch else contextlib.nullcontext():
             command = job.command_of(self.attempt)
             self.spares.check(command)
@@ -308,28 +376,45 @@ class _Launcher:
         try:
             for rank in range(self.count):
                 log = _log_path(self.job.log_dir, self.attempt, rank)
-                place = _place_environment(rank, self.count, address) | self.failures.environment | self.environment
+                place = (
+                    _place_environment(rank, self.count, address)
+                    | self.failures.environment
+                    | self.environment
+                )
                 place[PLACE] = str(self._places()[rank])
                 if watch is not None:
                     place |= watch.environment | {STACKS: str(_stacks_file(log))}
                 members.append(_start(command, rank, log, place, self.spares))
-                threading.Thread(target=members[-1].report_exit, args=(finished,), daemon=True).start()
+                threading.Thread(
+                    target=members[-1].report_exit, args=(finished,), daemon=True
+                ).start()
             exits, hang, grows = self._wait_for_exits(members, finished, watch)
             if hang is not None and watch is not None:
                 hang_text = _hang_text(hang, members, watch)
             reported_ranks = self.failures.ranks()
         finally:
-            _end_members(members, grace=0.0 if all(member.process.poll() == 0 for member in members) else _GRACE)
+            _end_members(
+                members,
+                grace=0.0 if all(member.process.poll() == 0 for member in members) else _GRACE,
+            )
         logs = tuple(member.log for member in members)
         if hang is not None:
-            return _AttemptResult((hang.ranks[0], HUNG), len(hang.ranks) % self.count, logs, hang_text, hang.seconds)
+            return _AttemptResult(
+                (hang.ranks[0], HUNG), len(hang.ranks) % self.count, logs, hang_text, hang.seconds
+            )
         codes = {rank: code for rank, code in exits if code}
         corrupted = _corrupted_ranks(codes)
-        failed, killed = _first_failure(codes, reported_ranks), len(corrupted or _killed_ranks(codes))
+        failed, killed = (
+            _first_failure(codes, reported_ranks),
+            len(corrupted or _killed_ranks(codes)),
+        )
         return _AttemptResult(failed, killed, logs, grows=grows, corrupted=tuple(corrupted))
 
     def _wait_for_exits(
-        self, members: Sequence[_Member], finished: "queue.SimpleQueue[tuple[int, int]]", watch: Watch | None
+        self,
+        members: Sequence[_Member],
+        finished: "queue.SimpleQueue[tuple[int, int]]",
+        watch: Watch | None,
     ) -> tuple[list[tuple[int, int]], Hang | None, bool]:
         """Wait until all processes have ended, or until shortly after a failure, or until a hang.
 
@@ -339,8 +424,8 @@ class _Launcher:
           watch: finds hangs, or None.
 
         Returns:
-          (rank, exit code) of the processes in the order of their exits, the hang or None, and whether the processes
-          were asked to end because more can run.
+          (rank, exit code) of the processes in the order of their exits, the hang or None, and
+          whether the processes were asked to end because more can run.
         """
         exits: list[tuple[int, int]] = []
         has_failed, grows = False, False
@@ -380,7 +465,9 @@ def _check_job(job: Job) -> None:
     if not problems and job.min_processes is not None and job.min_processes > job.processes:
         problems = [f"--min-processes {job.min_processes} is more than --processes {job.processes}"]
     if problems:
-        raise ValueError(format_error("launch", "the numbers of processes cannot be used.", problems))
+        raise ValueError(
+            format_error("launch", "the numbers of processes cannot be used.", problems)
+        )
     if job.hang_timeout is not None and not job.hang_timeout > 0:
         problem = f"--hang-timeout must be more than 0 seconds, got {job.hang_timeout:g}."
         raise ValueError(format_error("launch", problem))
@@ -392,7 +479,9 @@ def _log_path(folder: Path, attempt: int, rank: int) -> Path:
 
 @contextlib.contextmanager
 def _locked_folder(folder: Path) -> Iterator[int]:
-    """Lock the folder of the logs, and yield the descriptor of the lock, which the processes inherit."""
+    """Lock the folder of the logs, and yield the descriptor of the lock, which the processes
+    inherit.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     instead = "choose another --log-dir (of train, another --run-dir)"
     lock = acquire_lock(
@@ -410,19 +499,30 @@ def _failure_text(result: _AttemptResult, processes: int) -> str:
     if result.hang_text:
         return result.hang_text
     rank, code = result.failed
-    event = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    event = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code < 0
+        else f"ended with exit code {code}"
+    )
     last_lines = _last_lines(result.logs[rank], _SHOWN_LINES)
     first_line = f"launch: process {rank} of {processes} {event}; the others were ended."
-    output_lines = ["Its last lines:", *(f"  {line}" for line in last_lines)] if last_lines else ["It said nothing."]
+    output_lines = (
+        ["Its last lines:", *(f"  {line}" for line in last_lines)]
+        if last_lines
+        else ["It said nothing."]
+    )
     return "\n".join([first_line, *output_lines, f"All of it: {result.logs[rank]}"])
 
 
 def _size_hint(count: int, processes: int) -> str:
-    """Return a hint for a job that failed with fewer processes than it began with, else an empty text."""
+    """Return a hint for a job that failed with fewer processes than it began with, else an empty
+    text.
+    """
     if count == processes:
         return ""
     fix = (
-        f"if {count} of {processes} processes do not fit its mesh or its batch, name those that do: --processes 1,2,4."
+        f"if {count} of {processes} processes do not fit its mesh or its batch, name those that do:"
+        " --processes 1,2,4."
     )
     return f"\nFix: {fix}"
 
@@ -430,11 +530,16 @@ def _size_hint(count: int, processes: int) -> str:
 def _last_lines(log: Path, count: int) -> list[str]:
     """Return the last lines of a log, without blank lines and lines of gloo."""
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
-    return [line for line in lines if line.strip() and not line.startswith(_GLOO_PREFIX.decode())][-count:]
+    return [line for line in lines if line.strip() and not line.startswith(_GLOO_PREFIX.decode())][
+        -count:
+    ]
 
 
 class _Signals:
-    """The received signals. The first one is passed on to the processes; a second Ctrl-C kills them."""
+    """The received signals.
+
+    The first one is passed on to the processes; a second Ctrl-C kills them.
+    """
 
     def __init__(self) -> None:
         self.end_requested, self.kill_requested, self._unsent = False, False, []
@@ -464,12 +569,18 @@ def _hang_text(hang: Hang, members: Sequence[_Member], watch: Watch) -> str:
     reports = watch.reports()
     files = {member.rank: _stacks_file(member.log) for member in members}
     for member in members:
-        if reports.get(member.rank) is not None:  # a process that never reported has no handler and would die
+        # a process that never reported has no handler and would die
+        if reports.get(member.rank) is not None:
             _send_signal(member, STACKS_SIGNAL)
     time.sleep(_STACKS_SECONDS)
-    stacks = {rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()}
+    stacks = {
+        rank: file.read_text(errors="replace") for rank, file in files.items() if file.is_file()
+    }
     states = {member.rank: process_state(member.process.pid) for member in members}
-    return describe("launch", hang, reports, len(members), stacks, states) + f"\nAll stacks: {files[0].parent}/*.stacks"
+    return (
+        describe("launch", hang, reports, len(members), stacks, states)
+        + f"\nAll stacks: {files[0].parent}/*.stacks"
+    )
 
 
 def _stacks_file(log: Path) -> Path:
@@ -479,8 +590,9 @@ def _stacks_file(log: Path) -> Path:
 def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tuple[int, int] | None:
     """Return the rank and exit code of the process that failed first.
 
-    The other processes fail because they miss it. A process that was killed comes first. Otherwise, if the process
-    whose exit was seen first reported a failure, the first process that reported one comes first.
+    The other processes fail because they miss it. A process that was killed comes first. Otherwise,
+    if the process whose exit was seen first reported a failure, the first process that reported one
+    comes first.
 
     Args:
       codes: exit codes by rank, in the order of the exits.
@@ -489,28 +601,43 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
     if not codes:
         return None
     first_seen = next(iter(codes))
-    reported = [rank for rank in reported_ranks if rank in codes] if first_seen in reported_ranks else []
-    first_failed = next(iter([*_corrupted_ranks(codes), *_killed_ranks(codes), *reported, first_seen]))
+    reported = (
+        [rank for rank in reported_ranks if rank in codes] if first_seen in reported_ranks else []
+    )
+    first_failed = next(
+        iter([*_corrupted_ranks(codes), *_killed_ranks(codes), *reported, first_seen])
+    )
     return first_failed, codes[first_failed]
 
 
 def _killed_ranks(codes: dict[int, int]) -> list[int]:
     """Return the ranks that were killed by a signal.
 
-    jax aborts a process (SIGABRT) that misses another one. So an aborted process counts only if its exit was seen
-    first.
+    jax aborts a process (SIGABRT) that misses another one. So an aborted process counts only if its
+    exit was seen first.
     """
     first_seen = next(iter(codes), None)
-    return [rank for rank, code in codes.items() if code < 0 and (code != -signal.SIGABRT or rank == first_seen)]
+    return [
+        rank
+        for rank, code in codes.items()
+        if code < 0 and (code != -signal.SIGABRT or rank == first_seen)
+    ]
 
 
 def _corrupted_ranks(codes: dict[int, int]) -> list[int]:
-    """Return the ranks whose devices compute wrong; all processes of the job found that together, and end."""
+    """Return the ranks whose devices compute wrong.
+
+    All processes of the job found that together, and end.
+    """
     return [rank for rank, code in codes.items() if code == CORRUPTED]
 
 
-def _start(command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], spares: "_Spares") -> _Member:
-    """Start one process, from a spare if there is one; it dies with this thread. Its output goes to a log.
+def _start(
+    command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], spares: "_Spares"
+) -> _Member:
+    """Start one process, from a spare if there is one; it dies with this thread.
+
+    Its output goes to a log.
 
     The output of the first process is also copied to the screen.
 
@@ -528,7 +655,9 @@ def _start(command: Sequence[str], rank: int, log: Path, environment: Mapping[st
     spare, is_shown = spares.take(), rank == 0
     with log.open("wb") as file:
         output = subprocess.PIPE if is_shown else file
-        process = spare or _spawn(command, environment, spares.descriptors, stdin=subprocess.DEVNULL, output=output)
+        process = spare or _spawn(
+            command, environment, spares.descriptors, stdin=subprocess.DEVNULL, output=output
+        )
     if spare is not None:
         _assign_place(spare, command, environment)
     readers = []
@@ -537,7 +666,9 @@ def _start(command: Sequence[str], rank: int, log: Path, environment: Mapping[st
         for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None  # a pipe
             screen = screen if is_shown else None
-            readers.append(threading.Thread(target=_copy, args=(pipe, log_file, screen), daemon=True))
+            readers.append(
+                threading.Thread(target=_copy, args=(pipe, log_file, screen), daemon=True)
+            )
         for reader in readers:
             reader.start()
         threading.Thread(target=_close_after, args=(readers, log_file), daemon=True).start()
@@ -557,7 +688,8 @@ def _spawn(
         env=os.environ | environment,
         pass_fds=inherited_descriptors,
         stdin=stdin,
-        start_new_session=True,  # only the launcher gets Ctrl-C, and a kill reaches the children too
+        # only the launcher gets Ctrl-C, and a kill reaches the children too
+        start_new_session=True,
         stdout=output,
         stderr=output,
     )
@@ -578,19 +710,38 @@ class _Spares:
 
     def check(self, command: Sequence[str]) -> None:
         """Refuse a command that a spare cannot run."""
-        if self._count and (command[0] != sys.executable or not (command[1] == "-m" or command[1].endswith(".py"))):
+        if self._count and (
+            command[0] != sys.executable or not (command[1] == "-m" or command[1].endswith(".py"))
+        ):
             problem = f"--spares {self._count} needs a python script or train, got {command[0]!r}."
-            raise ValueError(format_error("launch", problem, fix="leave --spares out, or launch the script itself."))
+            raise ValueError(
+                format_error(
+                    "launch", problem, fix="leave --spares out, or launch the script itself."
+                )
+            )
 
     def begin(self, environment: Mapping[str, str] | None) -> None:
-        """Begin an attempt with this environment for new spares; None if no other attempt can follow."""
+        """Begin an attempt with this environment for new spares.
+
+        None if no other attempt can follow.
+        """
         self._environment, self._next_start = environment, time.monotonic() + _SPARES_AFTER
 
     def refill(self) -> None:
-        """Start one spare if one is missing and its time has come. Spares start one after another."""
-        if self._environment is None or len(self._processes) == self._count or time.monotonic() < self._next_start:
+        """Start one spare if one is missing and its time has come.
+
+        Spares start one after another.
+        """
+        if (
+            self._environment is None
+            or len(self._processes) == self._count
+            or time.monotonic() < self._next_start
+        ):
             return
-        command, spare_environment = [sys.executable, str(_STANDBY)], _common_environment() | dict(self._environment)
+        command, spare_environment = (
+            [sys.executable, str(_STANDBY)],
+            _common_environment() | dict(self._environment),
+        )
         pipes = {"stdin": subprocess.PIPE, "output": subprocess.PIPE}
         self._processes.append(_spawn(command, spare_environment, self.descriptors, **pipes))
         self._next_start = time.monotonic() + _SPARES_EVERY
@@ -614,14 +765,23 @@ class _Spares:
             end_program(self._processes.pop())
 
 
-def _assign_place(spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]) -> None:
+def _assign_place(
+    spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]
+) -> None:
     assert spare.stdin is not None  # a pipe
-    with contextlib.suppress(OSError), spare.stdin as pipe:  # a dead spare is noticed like any process that dies
-        pipe.write(json.dumps({"environment": dict(environment), "words": list(command[1:])}).encode() + b"\n")
+    # a dead spare is noticed like any process that dies
+    with contextlib.suppress(OSError), spare.stdin as pipe:
+        pipe.write(
+            json.dumps({"environment": dict(environment), "words": list(command[1:])}).encode()
+            + b"\n"
+        )
 
 
 def _cache_environment(log_dir: Path) -> dict[str, str]:
-    """Return the variables of jax's compilation cache for the next attempt; the user's values take precedence."""
+    """Return the variables of jax's compilation cache for the next attempt.
+
+    The user's values take precedence.
+    """
     defaults = {
         "JAX_COMPILATION_CACHE_DIR": str(log_dir / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -630,10 +790,11 @@ def _cache_environment(log_dir: Path) -> dict[str, str]:
 
 
 def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
-    """Return the variables with a process's place in the job, for `so.initialize`, and the common variables.
+    """Return the variables with a process's place in the job, for `so.initialize`, and the common
+    variables.
 
-    SHARDOPT_LAUNCHED is the id of the launcher. A process with this variable ends at once when it fails, since others
-    would wait for it, and dies with the launcher; see `so.initialize`.
+    SHARDOPT_LAUNCHED is the id of the launcher. A process with this variable ends at once when it
+    fails, since others would wait for it, and dies with the launcher; see `so.initialize`.
     """
     return {
         "JAX_COORDINATOR_ADDRESS": address,
@@ -644,15 +805,18 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
     }
 
 
-# XLA:CPU allocates its temporaries again in every step. By default glibc returns freed memory to the system, and each page
-# causes a fault that fills it with zeros. These settings use pages of 2 MB, and keep freed pieces of up to 32 MB. Larger pieces
-# are mapped and returned. XLA:CPU frees the temporaries of a step a little after its results, and the next step has often
-# taken its own by then. If glibc kept them, small allocations would split the holes, and the heap would grow to four or five
-# copies. Hosts with an accelerator do without these settings: with one arena for all threads, compiling took four times as
-# long there, and these were not measured.
+# XLA:CPU allocates its temporaries again in every step. By default glibc returns freed memory to
+# the system, and each page causes a fault that fills it with zeros. These settings use pages of 2
+# MB, and keep freed pieces of up to 32 MB. Larger pieces are mapped and returned. XLA:CPU frees the
+# temporaries of a step a little after its results, and the next step has often taken its own by
+# then. If glibc kept them, small allocations would split the holes, and the heap would grow to four
+# or five copies. Hosts with an accelerator do without these settings: with one arena for all
+# threads, compiling took four times as long there, and these were not measured.
 _MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1099511627776"
 _DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
-"""Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of AMD's GPUs."""
+"""Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of
+AMD's GPUs.
+"""
 
 
 def _common_environment() -> dict[str, str]:
@@ -680,12 +844,15 @@ def _free_address() -> str:
 
 
 def _end_members(members: Sequence[_Member], *, grace: float) -> None:
-    """Ask all running processes to end, wait `grace` seconds, and kill the others with their children."""
+    """Ask all running processes to end, wait `grace` seconds, and kill the others with their
+    children.
+    """
     for member in members:
         _send_signal(member, signal.SIGTERM)
     all_ended = threading.Event()
     watcher = threading.Thread(
-        target=lambda: [member.process.wait() for member in members] and all_ended.set(), daemon=True
+        target=lambda: [member.process.wait() for member in members] and all_ended.set(),
+        daemon=True,
     )
     watcher.start()
     all_ended.wait(grace)
@@ -709,7 +876,8 @@ def _copy(pipe: IO[bytes], log: IO[bytes], screen: TextIO | None) -> None:
         for line in pipe:
             log.write(line)
             if screen is not None and not line.startswith(_GLOO_PREFIX):
-                with contextlib.suppress(OSError, ValueError):  # the log continues if the screen is closed
+                # the log continues if the screen is closed
+                with contextlib.suppress(OSError, ValueError):
                     screen.write(line.decode(errors="replace"))
                     screen.flush()
 

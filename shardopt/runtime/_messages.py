@@ -1,7 +1,7 @@
 """Messages between the processes of a run: bytes over connections whose peers know the run's token.
 
-Both sides prove it with an HMAC of a challenge (`multiprocessing.connection`). No message is ever unpickled. This file
-imports only the standard library.
+Both sides prove it with an HMAC of a challenge (`multiprocessing.connection`). No message is ever
+unpickled. This file imports only the standard library.
 """
 
 import contextlib
@@ -9,7 +9,13 @@ import socket
 import threading
 from collections.abc import Callable
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
+from multiprocessing.connection import (
+    Client,
+    Connection,
+    Listener,
+    answer_challenge,
+    deliver_challenge,
+)
 
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError)
 """The errors of reading a malformed message; its connection is then closed."""
@@ -20,7 +26,8 @@ _CONNECT_SECONDS = 5.0
 
 
 class Server:
-    """Passes each connection that knows the token to `handle`, on a thread per connection, until `close`.
+    """Passes each connection that knows the token to `handle`, on a thread per connection, until
+    `close`.
 
     Args:
       handle: serves one connection.
@@ -32,7 +39,14 @@ class Server:
       port: the port on which it listens.
     """
 
-    def __init__(self, handle: Callable[[Connection], None], token: str, *, host: str = "127.0.0.1", port: int = 0):
+    def __init__(
+        self,
+        handle: Callable[[Connection], None],
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ):
         self._handle, self._token, self._closed = handle, token.encode(), False
         self._listener = Listener((host, port), backlog=1024)
         self.port = int(self._listener.address[1])

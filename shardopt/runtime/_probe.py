@@ -1,4 +1,7 @@
-"""Measure how fast the devices of this process are. One slow device makes every step slow on all devices."""
+"""Measure how fast the devices of this process are.
+
+One slow device makes every step slow on all devices.
+"""
 
 import functools
 import logging
@@ -18,19 +21,21 @@ _LOG = logging.getLogger(__name__)
 
 
 def probe_devices() -> list[float]:
-    """Time fixed matrix products on each device of this process, and report the times to the watch of the job.
+    """Time fixed matrix products on each device of this process, and report the times to the watch
+    of the job.
 
-    The watch is `shardopt launch --hang-timeout` or `so.runtime.watchdog`. In training all processes wait for the slowest
-    device, so step times are equal everywhere. These products wait for no other process. A process is named if its
-    products take 1.5 times as long as the others' products, twice in a row.
+    The watch is `shardopt launch --hang-timeout` or `so.runtime.watchdog`. In training all
+    processes wait for the slowest device, so step times are equal everywhere. These products wait
+    for no other process. A process is named if its products take 1.5 times as long as the others'
+    products, twice in a row.
 
-    `fit` calls this at every tenth `agree_every` if it is watched. Your own loop can call it now and then, on every
-    process, when no step is in progress. It finds shared or slow cores and throttled clocks, but not slow links or
-    slow memory.
+    `fit` calls this at every tenth `agree_every` if it is watched. Your own loop can call it now
+    and then, on every process, when no step is in progress. It finds shared or slow cores and
+    throttled clocks, but not slow links or slow memory.
 
     Returns:
-      Seconds for each local device, the median of five runs. On CPU a run is 8 products of 256 x 256 in float32;
-      elsewhere 64 products of 2048 x 2048 in bfloat16, which take 25 MB.
+      Seconds for each local device, the median of five runs. On CPU a run is 8 products of 256 x
+      256 in float32; elsewhere 64 products of 2048 x 2048 in bfloat16, which take 25 MB.
 
     Example:
       >>> import jax, shardopt as so
@@ -43,11 +48,16 @@ def probe_devices() -> list[float]:
 
 
 def probe_or_warn() -> None:
-    """Probe the devices during training; if a device has no free memory, log a warning and continue."""
+    """Probe the devices during training.
+
+    If a device has no free memory, log a warning and continue.
+    """
     try:
         probe_devices()
     except jax.errors.JaxRuntimeError as error:
-        _LOG.warning("fit: the devices could not be probed, so that a slow one is not named: %s", error)
+        _LOG.warning(
+            "fit: the devices could not be probed, so that a slow one is not named: %s", error
+        )
 
 
 def _median_seconds(device: Any) -> float:
@@ -62,7 +72,9 @@ def _median_seconds(device: Any) -> float:
 
 @functools.cache
 def _products(device: Any) -> tuple[Callable[[jax.Array], jax.Array], jax.Array]:
-    size, dtype, num_products = (256, jnp.float32, 8) if device.platform == "cpu" else (2048, jnp.bfloat16, 64)
+    size, dtype, num_products = (
+        (256, jnp.float32, 8) if device.platform == "cpu" else (2048, jnp.bfloat16, 64)
+    )
     matrix = jax.device_put(jnp.full((size, size), 1 / size, dtype), device)
 
     @jax.jit

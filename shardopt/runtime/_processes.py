@@ -1,4 +1,6 @@
-"""This process as one of a job: join the others, report a failure, end at once, return freed memory."""
+"""This process as one of a job: join the others, report a failure, end at once, return freed
+memory.
+"""
 
 import atexit
 import contextlib
@@ -33,15 +35,20 @@ _CLUSTER_VARIABLES = (
     "CLOUD_TPU_TASK_ID",
 )
 _PLACE_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""All variables that `initialize` needs. `shardopt launch` sets them, and any other launcher can."""
+"""All variables that `initialize` needs. `shardopt launch` sets them, and any other launcher can.
+"""
 _CONNECT_SECONDS = 20.0
-"""Seconds for which the address of process 0 is tried. Then jax tries it, and raises if it cannot be reached."""
+"""Seconds for which the address of process 0 is tried. Then jax tries it, and raises if it cannot
+be reached.
+"""
 _PIPE_VARIABLE = "SHARDOPT_FAILURES"
 """The environment variable with the descriptor of the pipe of `failures`."""
 
 
 def initialize(
-    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
 ) -> None:
     """Join this process to the other processes of the job; call it before any code uses a device.
 
@@ -54,25 +61,26 @@ def initialize(
       ValueError: if only some of the three arguments are passed.
       RuntimeError: if devices were already used in this process.
 
-    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and
-    JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them. Otherwise the cluster is detected from the
-    environment (SLURM, Open MPI, indexed jobs of Kubernetes, Cloud TPU). On a single machine without a launcher it
-    does nothing. On CPU, collectives between processes use gloo.
+    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS,
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them.
+    Otherwise the cluster is detected from the environment (SLURM, Open MPI, indexed jobs of
+    Kubernetes, Cloud TPU). On a single machine without a launcher it does nothing. On CPU,
+    collectives between processes use gloo.
 
     Under `shardopt launch`:
 
-    - An uncaught error ends this process at once. It does not wait for the other processes, which may be waiting for
-      it.
+    - An uncaught error ends this process at once. It does not wait for the other processes, which
+      may be waiting for it.
     - If the launcher dies, this process dies too.
-    - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which would ignore
-      SIGTERM, is switched off.
+    - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which
+      would ignore SIGTERM, is switched off.
     """
     arguments = (coordinator_address, num_processes, process_id)
     if any(value is not None for value in arguments) and any(value is None for value in arguments):
         raise ValueError(
-            "initialize: coordinator_address, num_processes and process_id go together, got "
-            f"{coordinator_address!r}, {num_processes!r}, {process_id!r}.\n"
-            "Fix: give all three, or none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
+            "initialize: coordinator_address, num_processes and process_id go together, got"
+            f" {coordinator_address!r}, {num_processes!r}, {process_id!r}.\nFix: give all three, or"
+            " none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
         )
     if coordinator_address is None and all(name in os.environ for name in _PLACE_VARIABLES):
         address, count, rank = (os.environ[name] for name in _PLACE_VARIABLES)
@@ -90,17 +98,22 @@ def initialize(
             _wait_for_address(coordinator_address)
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
     if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
-        # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's handler.
+        # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's
+        # handler.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
 
 
 def _wait_for_address(address: str) -> None:
-    """Wait a limited time until process 0 listens: gRPC retries only a second after a failed connection."""
+    """Wait a limited time until process 0 listens: gRPC retries only a second after a failed
+    connection.
+    """
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS
+            ).close()
             return
         except (OSError, ValueError):  # jax reports an invalid address
             time.sleep(0.01)
@@ -109,7 +122,9 @@ def _wait_for_address(address: str) -> None:
 def _follow_launcher() -> None:
     """Make this process end at once when it fails, and when its launcher dies."""
 
-    def hook(error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def hook(
+        error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         report_failure()
         sys.__excepthook__(error_type, error, traceback)
         end_at_once(getattr(error, "exit_code", 1))
@@ -118,7 +133,8 @@ def _follow_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
-        os.kill(int(os.environ["SHARDOPT_LAUNCHED"]), 0)  # the launcher may have died while this process was importing
+        # the launcher may have died while this process was importing
+        os.kill(int(os.environ["SHARDOPT_LAUNCHED"]), 0)
     except ProcessLookupError:
         sys.exit("initialize: the launcher of this process has died.")
     except PermissionError:  # the launcher lives, and belongs to another user
@@ -126,8 +142,13 @@ def _follow_launcher() -> None:
 
 
 @contextlib.contextmanager
-def handled_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle signals while the context lasts. Python allows it in the main thread only; in others this does nothing."""
+def handled_signals(
+    numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]
+) -> Iterator[None]:
+    """Handle signals while the context lasts.
+
+    Python allows it in the main thread only; in others this does nothing.
+    """
     previous_handlers = {}
     try:
         if threading.current_thread() is threading.main_thread():
@@ -148,10 +169,12 @@ def num_processes() -> int:
 
 
 def end_at_once(code: int) -> None:
-    """End this process if it is one of several, without the exit handlers that wait for the others; else return.
+    """End this process if it is one of several, without the exit handlers that wait for the others.
 
-    At exit jax waits until all processes of the job have reached their exit. A process that failed would wait minutes
-    for the others, and they for it.
+    Else return.
+
+    At exit jax waits until all processes of the job have reached their exit. A process that failed
+    would wait minutes for the others, and they for it.
     """
     if jax.distributed.is_initialized():
         report_failure()
@@ -162,13 +185,17 @@ def end_at_once(code: int) -> None:
 
 @functools.cache
 def use_exit_codes() -> None:
-    """Let this process end with the `exit_code` of an error that is not caught, if the error has one.
+    """Let this process end with the `exit_code` of an error that is not caught, if the error has
+    one.
 
-    Python ends with code 1 after any uncaught error. So the handlers of `atexit` run here, and then the process ends.
+    Python ends with code 1 after any uncaught error. So the handlers of `atexit` run here, and then
+    the process ends.
     """
     previous_hook = sys.excepthook
 
-    def hook(error_type: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    def hook(
+        error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
         previous_hook(error_type, error, traceback)
         if hasattr(error, "exit_code"):
             atexit._run_exitfuncs()
@@ -180,11 +207,12 @@ def use_exit_codes() -> None:
 
 
 class Failures:
-    """The launcher's end of a pipe that all processes inherit, through which a process reports that it fails.
+    """The launcher's end of a pipe that all processes inherit, through which a process reports that
+    it fails.
 
-    When a process fails, the kernel closes its connections before it reports the exit. So on a busy machine another
-    process can notice, fail and end before the launcher learns of the first one. A process therefore reports its
-    failure itself first.
+    When a process fails, the kernel closes its connections before it reports the exit. So on a busy
+    machine another process can notice, fail and end before the launcher learns of the first one. A
+    process therefore reports its failure itself first.
 
     Args:
       reading: the descriptor that the launcher reads from.
@@ -224,15 +252,17 @@ def report_failure() -> None:
     """Tell the launcher that this process fails, if a launcher listens."""
     with contextlib.suppress(KeyError, ValueError, OSError):
         descriptor = int(os.environ[_PIPE_VARIABLE])
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):  # the number may belong to another file by now
+        # the number may belong to another file by now
+        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             os.write(descriptor, f"{int(os.environ['JAX_PROCESS_ID'])}\n".encode())
 
 
 def trim_malloc() -> None:
     """Return freed memory to the operating system, if the C library supports it (glibc).
 
-    XLA's compiler uses hundreds of megabytes for the step of a small model, and gigabytes for the step of a large
-    model. After they are freed, glibc keeps them for the process, in addition to all later allocations of training.
+    XLA's compiler uses hundreds of megabytes for the step of a small model, and gigabytes for the
+    step of a large model. After they are freed, glibc keeps them for the process, in addition to
+    all later allocations of training.
 
     References:
       malloc_trim(3), Linux man-pages.
@@ -242,7 +272,8 @@ def trim_malloc() -> None:
 
 @functools.cache
 def _trim() -> Callable[[int], int]:
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library, without this function
+    # another C library, without this function
+    with contextlib.suppress(OSError, AttributeError, TypeError):
         return ctypes.CDLL(None).malloc_trim
     return lambda _: 0
 

@@ -1,8 +1,10 @@
-"""The progress of this process for a watch: marks of step and phase, and a thread that reports them.
+"""The progress of this process for a watch: marks of step and phase, and a thread that reports
+them.
 
-The threads that train and save make marks; the reporting thread only reads them. So a collective that hangs does not
-stop the reports. `watch` distinguishes the causes of missing reports: SIGSTOP, a dead host or network, and native
-code that holds the interpreter lock. This file imports only the standard library.
+The threads that train and save make marks; the reporting thread only reads them. So a collective
+that hangs does not stop the reports. `watch` distinguishes the causes of missing reports: SIGSTOP,
+a dead host or network, and native code that holds the interpreter lock. This file imports only the
+standard library.
 """
 
 import atexit
@@ -24,16 +26,27 @@ MAIN, SAVING = "main", "saving"
 """Lanes: a lane is the work of one thread, in the same order on all processes."""
 
 START = "start"
-"""The phase until a loop reports. Its duration is unknown, but other processes may wait for this one."""
+"""The phase until a loop reports. Its duration is unknown, but other processes may wait for this
+one.
+"""
 
 OWN_WORK = ("data", "log")
 """Phases of a process's own work, without waiting for devices or other processes."""
 
 STACKS_SIGNAL = signal.SIGUSR2
-"""This signal makes a reporting process write the stacks of its threads to its file, even in native code."""
+"""This signal makes a reporting process write the stacks of its threads to its file, even in native
+code.
+"""
 
-ADDRESS, TOKEN, BEAT, STACKS = "SHARDOPT_WATCH", "SHARDOPT_WATCH_TOKEN", "SHARDOPT_WATCH_BEAT", "SHARDOPT_WATCH_STACKS"
-"""Environment variables: address of the watch ("host:port"), token, seconds between reports, file for stacks."""
+ADDRESS, TOKEN, BEAT, STACKS = (
+    "SHARDOPT_WATCH",
+    "SHARDOPT_WATCH_TOKEN",
+    "SHARDOPT_WATCH_BEAT",
+    "SHARDOPT_WATCH_STACKS",
+)
+"""Environment variables: address of the watch ("host:port"), token, seconds between reports, file
+for stacks.
+"""
 
 HUNG = 124
 """Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
@@ -44,12 +57,13 @@ class Mark(NamedTuple):
 
     Attributes:
       step: steps taken.
-      number: how many marks were made in this step before. All processes make the same marks, so `step` and `number`
-        tell which process is behind.
-      phase: the name of the phase, "data", "step", "wait", "checkpoint", "evaluate", ...; "" if the lane has no work.
+      number: how many marks were made in this step before. All processes make the same marks, so
+        `step` and `number` tell which process is behind.
+      phase: the name of the phase, "data", "step", "wait", "checkpoint", "evaluate", ...; "" if the
+        lane has no work.
       began: seconds: `time.monotonic` in this process, seconds ago in a report.
-      expected_seconds: how long this phase may take, from its earlier durations in this process. It is negative if
-        the phase never ended before: then it may compile.
+      expected_seconds: how long this phase may take, from its earlier durations in this process. It
+        is negative if the phase never ended before: then it may compile.
       thread: the id of the thread.
     """
 
@@ -73,16 +87,19 @@ _reported, _exiting = threading.Event(), threading.Event()
 
 
 def report_progress(step: int, phase: str = "step") -> None:
-    """Report the progress of your own training loop, for `shardopt launch --hang-timeout` and `so.runtime.watchdog`.
+    """Report the progress of your own training loop, for `shardopt launch --hang-timeout` and
+    `so.runtime.watchdog`.
 
-    `fit` calls this itself. In your own loop call it at least once a step, on every process in the same way. The
-    process whose last report is behind the others is the one that is named. A call costs about a microsecond and
-    sends no message: a thread sends the last report about once a second.
+    `fit` calls this itself. In your own loop call it at least once a step, on every process in the
+    same way. The process whose last report is behind the others is the one that is named. A call
+    costs about a microsecond and sends no message: a thread sends the last report about once a
+    second.
 
     Args:
       step: steps taken.
-      phase: the phase that begins now, such as "data", "step", "checkpoint" or "evaluate"; "" to stop being watched.
-        Time in "data" and "log" counts as this process's own work, which shows a slow process.
+      phase: the phase that begins now, such as "data", "step", "checkpoint" or "evaluate"; "" to
+        stop being watched. Time in "data" and "log" counts as this process's own work, which shows
+        a slow process.
 
     Raises:
       TypeError: if `step` is not an integer or `phase` not a string.
@@ -94,7 +111,10 @@ def report_progress(step: int, phase: str = "step") -> None:
       >>> so.runtime.report_progress(1, "")
     """
     if not isinstance(step, int) or not isinstance(phase, str):
-        raise TypeError(f"report_progress: step must be an integer and phase a string, got {step!r} and {phase!r}.")
+        raise TypeError(
+            f"report_progress: step must be an integer and phase a string, got {step!r} and"
+            f" {phase!r}."
+        )
     mark(phase, step)
 
 
@@ -117,7 +137,8 @@ def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
 def _note_duration(lane: str, phase: str, seconds: float) -> None:
     """Update how long a phase may take: three times its longest duration, without the first one.
 
-    The first duration may include compilation. Until the second one is known, the phase may take twice the first.
+    The first duration may include compilation. Until the second one is known, the phase may take
+    twice the first.
     """
     count, expected_seconds = _durations.get((lane, phase), (0, -1.0))
     expected_seconds = (2 * seconds, 3 * seconds, max(expected_seconds, 3 * seconds))[min(count, 2)]
@@ -132,12 +153,16 @@ def report_devices(seconds: list[float]) -> None:
 
 @contextlib.contextmanager
 def waiting(phase: str) -> Iterator[None]:
-    """Mark that this thread waits for the other processes; at the end, mark that it continues its previous phase.
+    """Mark that this thread waits for the other processes.
+
+    At the end, mark that it continues its previous phase.
 
     A thread without a lane makes no marks.
     """
     thread = threading.get_ident()
-    lane = next((name for name, last in list(_lanes.items()) if last.thread == thread and last.phase), None)
+    lane = next(
+        (name for name, last in list(_lanes.items()) if last.thread == thread and last.phase), None
+    )
     if lane is None:
         yield
         return
@@ -153,12 +178,21 @@ def current() -> dict[str, object]:
     """Return the current report as JSON values."""
     now = time.monotonic()
     lanes = {name: last._replace(began=now - last.began) for name, last in list(_lanes.items())}
-    report = {"pid": os.getpid(), "host": socket.gethostname(), "lanes": lanes, "own": _own_seconds, "steps": _steps}
+    report = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "lanes": lanes,
+        "own": _own_seconds,
+        "steps": _steps,
+    }
     return {**report, "devices": _devices}
 
 
 def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:
-    """Start a thread that reports to the watch in the environment; return False if there is no watch."""
+    """Start a thread that reports to the watch in the environment.
+
+    Return False if there is no watch.
+    """
     if ADDRESS not in environment:
         return False
     host, _, port = environment[ADDRESS].rpartition(":")
@@ -177,13 +211,18 @@ def is_reported() -> bool:
 
 
 def open_stacks(path: Path) -> int:
-    """From now on let `STACKS_SIGNAL` write the stacks of all threads to a file; return its descriptor."""
+    """From now on let `STACKS_SIGNAL` write the stacks of all threads to a file.
+
+    Return its descriptor.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
     return descriptor
 
 
-def _report(rank: int, watch_address: tuple[str, int], token: bytes, beat: float, stacks: int | None) -> None:
+def _report(
+    rank: int, watch_address: tuple[str, int], token: bytes, beat: float, stacks: int | None
+) -> None:
     """Report until the watch is gone, and answer its requests."""
     try:
         with Client(watch_address, authkey=token) as watch:
@@ -193,8 +232,12 @@ def _report(rank: int, watch_address: tuple[str, int], token: bytes, beat: float
                 if watch.poll(beat):
                     _answer(watch, rank, watch.recv_bytes(64), stacks)
     except (OSError, EOFError) as error:  # the watch is gone
-        if not _exiting.is_set() and "SHARDOPT_LAUNCHED" not in os.environ:  # the launcher reports it otherwise
-            print(f"watchdog: process {rank} is no longer watched ({type(error).__name__}).", file=sys.stderr)
+        # the launcher reports it otherwise
+        if not _exiting.is_set() and "SHARDOPT_LAUNCHED" not in os.environ:
+            print(
+                f"watchdog: process {rank} is no longer watched ({type(error).__name__}).",
+                file=sys.stderr,
+            )
 
 
 def _answer(watch: Connection, rank: int, request: bytes, stacks: int | None) -> None:

@@ -1,7 +1,7 @@
 """A spare process: it has imported jax and shardopt, and waits for its place in the next attempt.
 
-`python standby.py` reads one line of JSON, {"environment", "words"}, and then runs as `python WORDS...` would. If its
-input ends without a line, the spare is not needed and ends.
+`python standby.py` reads one line of JSON, {"environment", "words"}, and then runs as `python
+WORDS...` would. If its input ends without a line, the spare is not needed and ends.
 """
 
 import contextlib
@@ -14,8 +14,18 @@ from pathlib import Path
 
 
 def stand_by() -> None:
-    """Import slow modules, including those imported lazily; then wait for a place; then run the command."""
-    for name in ("shardopt", "orbax.checkpoint", "jax.experimental.multihost_utils", "rich.console", "tyro", "grain"):
+    """Import slow modules, including those imported lazily.
+
+    Then wait for a place; then run the command.
+    """
+    for name in (
+        "shardopt",
+        "orbax.checkpoint",
+        "jax.experimental.multihost_utils",
+        "rich.console",
+        "tyro",
+        "grain",
+    ):
         with contextlib.suppress(ModuleNotFoundError):  # a package of an extra may be missing
             importlib.import_module(name)
     line = sys.stdin.readline()

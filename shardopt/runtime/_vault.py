@@ -1,9 +1,12 @@
-"""A vault: a program with snapshots in host memory that outlives the training processes; one on each host.
+"""A vault: a program with snapshots in host memory that outlives the training processes.
 
-`python _vault.py NUMBER` reads the run's token from its input, prints its port, and ends when its input does. A
-snapshot consists of one piece per rank. The vault keeps the pieces of the newest two steps of each rank, and only
-pieces that arrive with a matching checksum. A piece belongs to a group: the attempt and the number of processes that
-took the snapshot. Pieces of two groups are never combined. This file imports only the standard library.
+One on each host.
+
+`python _vault.py NUMBER` reads the run's token from its input, prints its port, and ends when its
+input does. A snapshot consists of one piece per rank. The vault keeps the pieces of the newest two
+steps of each rank, and only pieces that arrive with a matching checksum. A piece belongs to a
+group: the attempt and the number of processes that took the snapshot. Pieces of two groups are
+never combined. This file imports only the standard library.
 """
 
 import contextlib
@@ -25,10 +28,13 @@ else:
     from shardopt.runtime._messages import Server, connect
 
 ADDRESSES, TOKEN = "SHARDOPT_VAULTS", "SHARDOPT_VAULT_TOKEN"
-"""Environment variables: the vaults of all hosts, "host:port,host:port,...", and the run's token."""
+"""Environment variables: the vaults of all hosts, "host:port,host:port,...", and the run's token.
+"""
 
 NUM_KEPT = 2
-"""How many snapshots of a rank are kept. If a host died while sending, the previous snapshot is still complete."""
+"""How many snapshots of a rank are kept. If a host died while sending, the previous snapshot is
+still complete.
+"""
 
 
 class _Piece(NamedTuple):
@@ -57,7 +63,9 @@ class PieceStore:
         while True:
             request = json.loads(connection.recv_bytes(4096))
             if request["what"] == "put":
-                piece = _Piece(str(request["group"]), str(request["digest"]), connection.recv_bytes())
+                piece = _Piece(
+                    str(request["group"]), str(request["digest"]), connection.recv_bytes()
+                )
                 is_stored = self.put(int(request["rank"]), int(request["step"]), piece)
                 connection.send_bytes(json.dumps({"kept": is_stored}).encode())
             elif request["what"] == "list":
@@ -70,7 +78,8 @@ class PieceStore:
     def put(self, rank: int, step: int, piece: _Piece) -> bool:
         """Store a piece; return False if its checksum does not match.
 
-        Pieces of later steps are deleted: the run was resumed from an earlier step, and two histories must not mix.
+        Pieces of later steps are deleted: the run was resumed from an earlier step, and two
+        histories must not mix.
         """
         if digest(piece.data) != piece.digest:
             return False
@@ -82,10 +91,13 @@ class PieceStore:
             } | {step: piece}
             self._pieces[rank] = dict(sorted(steps.items())[-NUM_KEPT:])
             if [stored.group for stored in self._pieces[rank].values()] == [piece.group] * NUM_KEPT:
-                # All pieces of earlier attempts can be deleted now, even pieces of ranks that no longer exist.
+                # All pieces of earlier attempts can be deleted now, even pieces of ranks that no
+                # longer exist.
                 self._pieces = {
                     other_rank: {
-                        stored_step: stored for stored_step, stored in steps.items() if stored.group == piece.group
+                        stored_step: stored
+                        for stored_step, stored in steps.items()
+                        if stored.group == piece.group
                     }
                     for other_rank, steps in self._pieces.items()
                 }
@@ -94,7 +106,11 @@ class PieceStore:
     def list_pieces(self) -> list[tuple[int, int, str]]:
         """Return the rank, step and group of all pieces."""
         with self._lock:
-            return [(rank, step, piece.group) for rank, steps in self._pieces.items() for step, piece in steps.items()]
+            return [
+                (rank, step, piece.group)
+                for rank, steps in self._pieces.items()
+                for step, piece in steps.items()
+            ]
 
     def get(self, rank: int, step: int, group: str) -> _Piece:
         """Return a piece; an empty one if it is not in the store."""
@@ -118,7 +134,12 @@ class Vault(NamedTuple):
 def start_vault(number: int, token: str) -> Vault:
     """Start a vault on this host; it ends when this process does."""
     command = [sys.executable, "-I", "-S", __file__, str(number)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+    }
     process = subprocess.Popen(command, **pipes)
     assert process.stdin is not None
     assert process.stdout is not None
@@ -162,7 +183,8 @@ class Vaults:
 
 
 def keep_snapshots(port: int, token: str) -> None:
-    """Run a vault for a job of several hosts until this process ends: `shardopt vault`, once on each host.
+    """Run a vault for a job of several hosts until this process ends: `shardopt vault`, once on
+    each host.
 
     Args:
       port: the port to listen on.
@@ -176,7 +198,15 @@ def keep_snapshots(port: int, token: str) -> None:
     threading.Event().wait()
 
 
-def put(address: str, token: str, rank: int, step: int, group: str, data: bytes | bytearray, checksum: str) -> None:
+def put(
+    address: str,
+    token: str,
+    rank: int,
+    step: int,
+    group: str,
+    data: bytes | bytearray,
+    checksum: str,
+) -> None:
     """Send the piece of a rank to a vault.
 
     Args:
@@ -203,7 +233,10 @@ def list_pieces(address: str, token: str) -> list[tuple[int, int, str]]:
     """Return the rank, step and group of all pieces in a vault; [] if no vault listens there."""
     with contextlib.suppress(OSError, EOFError), connect(address, token) as connection:
         connection.send_bytes(json.dumps({"what": "list"}).encode())
-        return [(int(rank), int(step), str(group)) for rank, step, group in json.loads(connection.recv_bytes())]
+        return [
+            (int(rank), int(step), str(group))
+            for rank, step, group in json.loads(connection.recv_bytes())
+        ]
     return []
 
 

@@ -1,12 +1,14 @@
-"""Find hangs: collect the reports of a job's processes, and find the process that lags behind or is slow.
+"""Find hangs: collect the reports of a job's processes, and find the process that lags behind or is
+slow.
 
-`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A rank hangs if it has
-begun nothing new for longer than the timeout *and no rank is behind it*: ranks that wait for it in a collective are
-ahead of it. A rank without reports is stopped, cut off, or in native code that holds the interpreter lock. Messages
-are JSON, over connections whose peers have proved (HMAC, both ways) that they know the run's token.
+`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A
+rank hangs if it has begun nothing new for longer than the timeout *and no rank is behind it*: ranks
+that wait for it in a collective are ahead of it. A rank without reports is stopped, cut off, or in
+native code that holds the interpreter lock. Messages are JSON, over connections whose peers have
+proved (HMAC, both ways) that they know the run's token.
 
-It is also a program, for `so.runtime.watchdog`: `python _watch.py COUNT TIMEOUT PORT`. This file imports only the standard
-library.
+It is also a program, for `so.runtime.watchdog`: `python _watch.py COUNT TIMEOUT PORT`. This file
+imports only the standard library.
 """
 
 import contextlib
@@ -25,13 +27,22 @@ from typing import NamedTuple
 if __name__ == "__main__":  # the program starts without importing shardopt
     sys.path.insert(0, str(Path(__file__).parent))
     from _messages import Server  # pyright: ignore[reportMissingImports]
-    from _progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark  # pyright: ignore[reportMissingImports]
+    from _progress import (
+        ADDRESS,
+        BEAT,
+        MAIN,
+        START,
+        TOKEN,
+        Mark,
+    )  # pyright: ignore[reportMissingImports]
 else:
     from shardopt.runtime._messages import Server
     from shardopt.runtime._progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark
 
 FIRST_TIME_FACTOR = 10
-"""A phase may take this many timeouts the first time, since it may compile; so may the start of a process."""
+"""A phase may take this many timeouts the first time, since it may compile; so may the start of a
+process.
+"""
 
 _MESSAGE_BYTES = 2**19
 _WINDOW_STEPS = 20
@@ -82,13 +93,17 @@ class Hang(NamedTuple):
     seconds: float
 
 
-def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_start: float) -> Hang | None:
+def find_hang(
+    reports: Mapping[int, RankReport | None], timeout: float, since_start: float
+) -> Hang | None:
     """Return the hang of a job, or None.
 
     Args:
-      reports: the last report by rank; None for a rank that never reported. Ranks that have ended are left out.
-      timeout: seconds without progress that count as a hang. A phase that may compile gets `FIRST_TIME_FACTOR` times
-        as long. A phase that took longer before, such as writing a large checkpoint, gets the time in its mark.
+      reports: the last report by rank; None for a rank that never reported. Ranks that have ended
+        are left out.
+      timeout: seconds without progress that count as a hang. A phase that may compile gets
+        `FIRST_TIME_FACTOR` times as long. A phase that took longer before, such as writing a large
+        checkpoint, gets the time in its mark.
       since_start: seconds since the job started.
     """
     known_reports = {rank: report for rank, report in reports.items() if report is not None}
@@ -98,34 +113,54 @@ def find_hang(reports: Mapping[int, RankReport | None], timeout: float, since_st
         return Hang(missing_ranks, True, MAIN, since_start)
     lane_hangs = []
     for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
-        marks = {rank: report.lanes[lane] for rank, report in known_reports.items() if lane in report.lanes}
+        marks = {
+            rank: report.lanes[lane]
+            for rank, report in known_reports.items()
+            if lane in report.lanes
+        }
         lowest_position = min((mark.step, mark.number) for mark in marks.values())
-        behind = {rank: mark for rank, mark in marks.items() if (mark.step, mark.number) == lowest_position}
+        behind = {
+            rank: mark
+            for rank, mark in marks.items()
+            if (mark.step, mark.number) == lowest_position
+        }
         seconds = max(mark.began + known_reports[rank].ago for rank, mark in behind.items())
         allowed_seconds = max(
-            timeout * FIRST_TIME_FACTOR if mark.expected_seconds < 0 else max(timeout, mark.expected_seconds)
+            (
+                timeout * FIRST_TIME_FACTOR
+                if mark.expected_seconds < 0
+                else max(timeout, mark.expected_seconds)
+            )
             for mark in behind.values()
         )
         lane_has_begun = any(mark.phase != START for mark in marks.values())
-        if lane_has_begun and all(mark.phase for mark in behind.values()) and seconds > allowed_seconds:
+        if (
+            lane_has_begun
+            and all(mark.phase for mark in behind.values())
+            and seconds > allowed_seconds
+        ):
             lane_hangs.append(Hang(tuple(behind), False, lane, seconds))
     # A rank without reports, while others wait, stopped at the same mark as they did.
     silent_ranks = tuple(
-        rank for rank, report in known_reports.items() if report.ago > (timeout / 2 if lane_hangs else timeout)
+        rank
+        for rank, report in known_reports.items()
+        if report.ago > (timeout / 2 if lane_hangs else timeout)
     )
     if silent_ranks:
         return Hang(silent_ranks, True, MAIN, max(known_reports[rank].ago for rank in silent_ranks))
-    if lane_hangs and missing_ranks:  # the others wait for a rank that stopped before its first report
+    # the others wait for a rank that stopped before its first report
+    if lane_hangs and missing_ranks:
         return Hang(missing_ranks, True, MAIN, max(hang.seconds for hang in lane_hangs))
-    # Prefer the lane with the fewest lagging ranks: if all ranks wait, the lane does not show the cause.
+    # Prefer the lane with the fewest lagging ranks: if all ranks wait, the lane does not show the
+    # cause.
     return min(lane_hangs, key=lambda hang: len(hang.ranks), default=None)
 
 
 def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
     """Return the ranks whose own work delays all others.
 
-    The own work of such a rank is more than twice the median of the others, and exceeds it by more than a tenth of a
-    step.
+    The own work of such a rank is more than twice the median of the others, and exceeds it by more
+    than a tenth of a step.
 
     Args:
       own_seconds: by rank, seconds of its own work in a step.
@@ -156,11 +191,18 @@ def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
       [1]
     """
     longest = {rank: max(seconds) for rank, seconds in devices.items()}
-    return [rank for rank, seconds in longest.items() if seconds > 1.5 * _median_of_others(longest, rank)]
+    return [
+        rank
+        for rank, seconds in longest.items()
+        if seconds > 1.5 * _median_of_others(longest, rank)
+    ]
 
 
 def _median_of_others(seconds: Mapping[int, float], rank: int) -> float:
-    """Return the median of the other ranks; the value of the rank itself if there is no other one."""
+    """Return the median of the other ranks.
+
+    The value of the rank itself if there is no other one.
+    """
     other_seconds = [value for other_rank, value in seconds.items() if other_rank != rank]
     return statistics.median(other_seconds or [seconds[rank]])
 
@@ -182,7 +224,13 @@ class Watch:
     """
 
     def __init__(
-        self, count: int, timeout: float, *, host: str = "127.0.0.1", port: int = 0, say: Callable[[str], None]
+        self,
+        count: int,
+        timeout: float,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        say: Callable[[str], None],
     ):
         self._timeout, self._say, self._start = timeout, say, time.monotonic()
         self._last_reports: dict[int, tuple[float, RankReport] | None] = dict.fromkeys(range(count))
@@ -205,20 +253,29 @@ class Watch:
         since_start = time.monotonic() - self._start
         reports = self.reports()
         has_no_progress = reports and all(map(_is_starting, reports.values()))
-        if has_no_progress and since_start > FIRST_TIME_FACTOR * self._timeout and not self._warned_no_reports:
+        if (
+            has_no_progress
+            and since_start > FIRST_TIME_FACTOR * self._timeout
+            and not self._warned_no_reports
+        ):
             self._warned_no_reports = True
             text = (
-                f"launch: no process has reported progress for {since_start:.0f} s, so that none can be seen to hang."
+                f"launch: no process has reported progress for {since_start:.0f} s, so that none"
+                " can be seen to hang."
             )
             self._say(
-                f"{text}\nFix: call so.initialize() in each, and so.fit, or so.runtime.report_progress in a loop of your own."
+                f"{text}\nFix: call so.initialize() in each, and so.fit, or"
+                " so.runtime.report_progress in a loop of your own."
             )
         return find_hang(reports, self._timeout, since_start)
 
     def reports(self) -> dict[int, RankReport | None]:
         """Return the last report of each rank that has not ended; None if it never reported."""
         now = time.monotonic()
-        return {rank: last and last[1]._replace(ago=now - last[0]) for rank, last in list(self._last_reports.items())}
+        return {
+            rank: last and last[1]._replace(ago=now - last[0])
+            for rank, last in list(self._last_reports.items())
+        }
 
     def forget(self, rank: int) -> None:
         """Stop watching a rank that has ended."""
@@ -249,7 +306,11 @@ class Watch:
                 self._last_reports[rank] = time.monotonic(), _read(message)
 
     def _check_speed(self) -> None:
-        values = {rank: (last.own_seconds, last.steps) for rank, last in self.reports().items() if last is not None}
+        values = {
+            rank: (last.own_seconds, last.steps)
+            for rank, last in self.reports().items()
+            if last is not None
+        }
         if values.keys() != self._window_values.keys() or not values:
             self._window_values, self._window_start = values, time.monotonic()
             return
@@ -257,7 +318,8 @@ class Watch:
         if min(steps.values()) < _WINDOW_STEPS:
             return
         own_seconds = {
-            rank: (seconds - self._window_values[rank][0]) / steps[rank] for rank, (seconds, _) in values.items()
+            rank: (seconds - self._window_values[rank][0]) / steps[rank]
+            for rank, (seconds, _) in values.items()
         }
         step_seconds = (time.monotonic() - self._window_start) / min(steps.values())
         slow = find_slow(own_seconds, step_seconds)
@@ -265,8 +327,9 @@ class Watch:
             for rank in slow:
                 median_seconds = _median_of_others(own_seconds, rank)
                 self._say(
-                    f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each step (drawing batches, "
-                    f"logging), the others {median_seconds:.3g} s; a step takes {step_seconds:.3g} s."
+                    f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each"
+                    f" step (drawing batches, logging), the others {median_seconds:.3g} s; a step"
+                    f" takes {step_seconds:.3g} s."
                 )
             if not slow:
                 self._say(f"launch: process {' and '.join(map(str, self._slow))} is slow no more.")
@@ -274,7 +337,11 @@ class Watch:
 
     def _check_devices(self) -> None:
         """Name the ranks that were slow in two consecutive probes of all ranks."""
-        reports = {rank: report for rank, report in self.reports().items() if report is not None and report.devices}
+        reports = {
+            rank: report
+            for rank, report in self.reports().items()
+            if report is not None and report.devices
+        }
         fewest_probes = min((report.probes for report in reports.values()), default=0)
         if len(reports) < len(self._last_reports) or fewest_probes <= self._probes:
             return
@@ -286,8 +353,10 @@ class Watch:
         for rank in [rank for rank in slow if rank not in self._slow_devices]:
             median_seconds = _median_of_others(longest, rank)
             self._say(
-                f"launch: process {rank} computes slowly: its device {device_seconds[rank].index(longest[rank])} on {reports[rank].host} needs "
-                f"{longest[rank]:.2g} s for products that take the others {median_seconds:.2g} s. All wait for it in each step."
+                f"launch: process {rank} computes slowly: its device"
+                f" {device_seconds[rank].index(longest[rank])} on {reports[rank].host} needs"
+                f" {longest[rank]:.2g} s for products that take the others {median_seconds:.2g} s."
+                " All wait for it in each step."
             )
         for rank in [rank for rank in self._slow_devices if rank not in suspects]:
             self._say(f"launch: process {rank} computes slowly no more.")
@@ -302,10 +371,17 @@ def _is_starting(report: RankReport | None) -> bool:
 def _read(message: Mapping) -> RankReport:
     lanes = {}
     for name, (step, number, phase, began, expected_seconds, thread) in message["lanes"].items():
-        lanes[str(name)] = Mark(int(step), int(number), str(phase), float(began), float(expected_seconds), int(thread))
+        lanes[str(name)] = Mark(
+            int(step), int(number), str(phase), float(began), float(expected_seconds), int(thread)
+        )
     own_seconds, steps = float(message["own"]), int(message["steps"])
     probes, devices = message["devices"]
-    process_info = int(message["pid"]), str(message["host"]), int(probes), tuple(map(float, devices))
+    process_info = (
+        int(message["pid"]),
+        str(message["host"]),
+        int(probes),
+        tuple(map(float, devices)),
+    )
     return RankReport(0.0, lanes, own_seconds, steps, *process_info)
 
 
@@ -317,7 +393,8 @@ def describe(
     stacks: Mapping[int, str],
     states: Mapping[int, str],
 ) -> str:
-    """Return the message about a hang: the ranks that lag, their phase, their stacks, and the position of the others.
+    """Return the message about a hang: the ranks that lag, their phase, their stacks, and the
+    position of the others.
 
     Args:
       caller: "launch" or "watchdog".
@@ -334,39 +411,58 @@ def describe(
     if len(hang.ranks) == count and not hang.silent:
         position = _position_text(first_report, hang.lane)
         lines.append(
-            f"{caller}: all {count} processes wait for {hang.seconds:.0f} s, {position}, and none lags behind."
+            f"{caller}: all {count} processes wait for {hang.seconds:.0f} s, {position}, and none"
+            " lags behind."
         )
-        lines.append("A connection between them may be lost, or they have entered different collectives.")
+        lines.append(
+            "A connection between them may be lost, or they have entered different collectives."
+        )
     else:
         symptom = "not heard of" if hang.silent else "without progress"
-        position = f", last {_position_text(first_report, hang.lane)}" if first_report else ", and never was"
+        position = (
+            f", last {_position_text(first_report, hang.lane)}"
+            if first_report
+            else ", and never was"
+        )
         lines.append(
-            f"{caller}: process {names} of {count} hang{'' if are_several else 's'}: {symptom} for {hang.seconds:.0f} s{position}."
+            f"{caller}: process {names} of {count} hang{'' if are_several else 's'}: {symptom} for"
+            f" {hang.seconds:.0f} s{position}."
         )
     for rank in hang.ranks[:4]:
-        lines += _stack_lines(rank, hang, reports.get(rank), stacks.get(rank, ""), states.get(rank, ""))
+        lines += _stack_lines(
+            rank, hang, reports.get(rank), stacks.get(rank, ""), states.get(rank, "")
+        )
     other_ranks = [rank for rank in reports if rank not in hang.ranks]
     if other_ranks:
         lines.append("The others:")
     for rank in other_ranks[:8]:
         innermost_frame = main_frames(stacks.get(rank, ""), reports[rank], MAIN)[:1]
         lines.append(
-            f"  process {rank}: {_position_text(reports[rank], MAIN)}{', in ' + innermost_frame[0] if innermost_frame else ''}"
+            f"  process {rank}:"
+            f" {_position_text(reports[rank], MAIN)}{', in ' + innermost_frame[0] if innermost_frame else ''}"
         )
     return "\n".join(lines)
 
 
-def _stack_lines(rank: int, hang: Hang, report: RankReport | None, stacks: str, state: str) -> list[str]:
+def _stack_lines(
+    rank: int, hang: Hang, report: RankReport | None, stacks: str, state: str
+) -> list[str]:
     lines = []
     if state == "T":
-        lines.append(f"Process {rank} is stopped by a signal (SIGSTOP), so its stack cannot be taken.")
+        lines.append(
+            f"Process {rank} is stopped by a signal (SIGSTOP), so its stack cannot be taken."
+        )
     elif hang.silent and state == "D":
         lines.append(f"Process {rank} waits in the kernel, for a disk or a file system.")
     elif hang.silent and stacks:
-        lines.append(f"Process {rank} is alive: it is cut off from the watch, or native code keeps its interpreter.")
+        lines.append(
+            f"Process {rank} is alive: it is cut off from the watch, or native code keeps its"
+            " interpreter."
+        )
     elif hang.silent and not state:
         lines.append(
-            f"Process {rank} does not answer: its host or network is lost, it is stopped, or native code keeps its interpreter."
+            f"Process {rank} does not answer: its host or network is lost, it is stopped, or native"
+            " code keeps its interpreter."
         )
     if frames := main_frames(stacks, report, hang.lane):
         lines += [f"Process {rank} is in:", *(f"  {frame}" for frame in frames[:_SHOWN_FRAMES])]
@@ -378,7 +474,9 @@ def _stack_lines(rank: int, hang: Hang, report: RankReport | None, stacks: str, 
 def _position_text(report: RankReport | None, lane: str) -> str:
     mark = report.lanes.get(lane) if report else None
     return (
-        f"at step {mark.step} in {mark.phase or 'nothing that is watched'!r}" if mark else "before it reported anything"
+        f"at step {mark.step} in {mark.phase or 'nothing that is watched'!r}"
+        if mark
+        else "before it reported anything"
     )
 
 
@@ -396,7 +494,10 @@ def main_frames(stacks: str, report: RankReport | None, lane: str) -> list[str]:
 
 
 def process_state(pid: int) -> str:
-    """Return the state letter of a process on this host (/proc/PID/stat): R, S, D, T (stopped), Z; "" if unknown."""
+    """Return the state letter of a process on this host (/proc/PID/stat): R, S, D, T (stopped), Z.
+
+    "" if unknown.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -404,12 +505,23 @@ def process_state(pid: int) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Watch the processes of a cluster until this program's input ends; print a hang and end the job."""
+    """Watch the processes of a cluster until this program's input ends.
+
+    Print a hang and end the job.
+    """
     count, timeout, port = int(arguments[0]), float(arguments[1]), int(arguments[2])
-    watch = Watch(count, timeout, host="0.0.0.0", port=port, say=lambda line: print(line, file=sys.stderr, flush=True))
+    watch = Watch(
+        count,
+        timeout,
+        host="0.0.0.0",
+        port=port,
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+    )
     print(json.dumps({"port": watch.port, **watch.environment}), flush=True)
     input_ended = threading.Event()
-    threading.Thread(target=lambda: sys.stdin.read() is not None and input_ended.set(), daemon=True).start()
+    threading.Thread(
+        target=lambda: sys.stdin.read() is not None and input_ended.set(), daemon=True
+    ).start()
     while not input_ended.wait(min(0.5, timeout / 10)):
         hang = watch.check()
         if hang is None:
@@ -417,7 +529,11 @@ def main(arguments: Sequence[str]) -> int:
         reports = watch.reports()
         watch.ask(b"stacks")
         input_ended.wait(_ANSWER_SECONDS)
-        print(describe("watchdog", hang, reports, count, watch.stacks, {}), file=sys.stderr, flush=True)
+        print(
+            describe("watchdog", hang, reports, count, watch.stacks, {}),
+            file=sys.stderr,
+            flush=True,
+        )
         for rank, text in sorted(watch.stacks.items()):
             print(f"watchdog: the stacks of process {rank}:\n{text}", file=sys.stderr, flush=True)
         watch.ask(b"end")

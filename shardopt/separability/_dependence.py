@@ -1,4 +1,6 @@
-"""Finds which leaves the results of a trace follow from, and the first operation that uses each leaf."""
+"""Finds which leaves the results of a trace follow from, and the first operation that uses each
+leaf.
+"""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,9 @@ LOOP = -1
 """Stands among the leaves for a `while` loop whose number of turns follows from leaves."""
 
 UsedLeaves = Mapping[int, JaxprEqn | None]
-"""Leaf -> the first operation that computes with it; None if only calls and loops have passed the leaf on."""
+"""Leaf -> the first operation that computes with it; None if only calls and loops have passed the
+leaf on.
+"""
 
 
 def leaves_used(
@@ -30,16 +34,27 @@ def leaves_used(
 
     Args:
       jaxpr: the trace.
-      arguments: the leaves that each argument follows from: `{i: None}` for leaf i, `{}` for any other argument.
-      except_through: kind of marked functions. The results of such a function count as following from no leaf.
-      differentiated: whether only differentiable uses count. Then integers and results of `stop_gradient` follow from no leaf.
-      mark_loops: whether results of a `while` loop follow from `LOOP` too, if its condition follows from a leaf. Then results of
-        collectives count as following from no leaf.
+      arguments: the leaves that each argument follows from: `{i: None}` for leaf i, `{}` for any
+        other argument.
+      except_through: kind of marked functions. The results of such a function count as following
+        from no leaf.
+      differentiated: whether only differentiable uses count. Then integers and results of
+        `stop_gradient` follow from no leaf.
+      mark_loops: whether results of a `while` loop follow from `LOOP` too, if its condition follows
+        from a leaf. Then results of collectives count as following from no leaf.
     """
-    no_leaf = lambda _: {}  # noqa: E731
+
+    def no_leaf(_):
+        return {}
+
     rule = functools.partial(_results, _CountedUses(except_through, differentiated, mark_loops))
-    join = lambda a, b: _union([a, b])  # noqa: E731
-    same = lambda a, b: a.keys() == b.keys()  # noqa: E731
+
+    def join(a, b):
+        return _union([a, b])
+
+    def same(a, b):
+        return a.keys() == b.keys()
+
     return Walk[UsedLeaves](rule, no_leaf, no_leaf, {}, join, same).follow([jaxpr], arguments)
 
 
@@ -54,7 +69,9 @@ class _CountedUses(NamedTuple):
         """Return whether the results of an equation count as following from no leaf."""
         if self.differentiated and eqn.primitive.name == "stop_gradient":
             return True
-        return has_mark(eqn, self.except_through) or (self.mark_loops and eqn.primitive.name in COLLECTIVES)
+        return has_mark(eqn, self.except_through) or (
+            self.mark_loops and eqn.primitive.name in COLLECTIVES
+        )
 
 
 def _results(
@@ -65,8 +82,12 @@ def _results(
         return [{}] * len(eqn.outvars)
     results = _followed(uses, walk, eqn, operands)
     if uses.differentiated:
-        has_gradient = [jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact) for var in eqn.outvars]
-        results = [used if inexact else {} for used, inexact in zip(results, has_gradient, strict=True)]
+        has_gradient = [
+            jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact) for var in eqn.outvars
+        ]
+        results = [
+            used if inexact else {} for used, inexact in zip(results, has_gradient, strict=True)
+        ]
     return results
 
 
@@ -95,7 +116,9 @@ def _followed(
 
 
 def _union(operands: Sequence[UsedLeaves]) -> UsedLeaves:
-    """Return all leaves of several operands, each with the operation of the first operand that has one."""
+    """Return all leaves of several operands, each with the operation of the first operand that has
+    one.
+    """
     union: dict[int, JaxprEqn | None] = {}
     for used in operands:
         for leaf, use in used.items():

@@ -1,7 +1,9 @@
-"""Checks the derivative rules of `jax.custom_jvp` and `jax.custom_vjp`, which decide the gradient of a function.
+"""Checks the derivative rules of `jax.custom_jvp` and `jax.custom_vjp`, which decide the gradient
+of a function.
 
-A rule is traced on the whole batch and on a piece, and followed like the loss. A function without such a rule needs no
-check: if W follows from the P_i for all parameters, its derivative follows from their derivatives.
+A rule is traced on the whole batch and on a piece, and followed like the loss. A function without
+such a rule needs no check: if W follows from the P_i for all parameters, its derivative follows
+from their derivatives.
 """
 
 import dataclasses
@@ -16,36 +18,55 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from shardopt.core._trace_context import within_trace
 from shardopt.separability._elementwise import is_zero, resolve_numbers, unknown_results
 from shardopt.separability._proof import DifferentTracesError, Proof
-from shardopt.separability._relations import Known, Relation, Same, Shapes, Site, Split, Total, Unknown, differing_dims
+from shardopt.separability._relations import (
+    Known,
+    Relation,
+    Same,
+    Shapes,
+    Site,
+    Split,
+    Total,
+    Unknown,
+    differing_dims,
+)
 from shardopt.trace._parts import abstract_value
 
 SCALE = 0.7390851332151607
-"""An arbitrary positive factor s between the derivative of the whole batch's loss and the derivative of a piece's loss.
+"""An arbitrary positive factor s between the derivative of the whole batch's loss and the
+derivative of a piece's loss.
 
-A strategy scales the loss of a piece: by the number of pieces, or by a weight that only all pieces together know. It
-corrects the gradient afterwards. This is right only if rules scale with the cotangents, as derivatives do. Rules that
-add to the cotangents, clip them or take their sign cannot give back this factor: it follows from no size in a program.
-"""
+A strategy scales the loss of a piece: by the number of pieces, or by a weight that only all pieces
+together know. It corrects the gradient afterwards. This is right only if rules scale with the
+cotangents, as derivatives do. Rules that add to the cotangents, clip them or take their sign cannot
+give back this factor: it follows from no size in a program. """
 
 
-def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: list[Relation]) -> list[Relation]:
+def follow_jvp(
+    proof: Proof, site: Site, relations: list[Relation], results: list[Relation]
+) -> list[Relation]:
     """Return the relations of the results if the jvp rule agrees with them; else `Unknown`.
 
-    The rule maps (operands, tangents) to (results, their tangents). A tangent is a difference of two values, so it has the
-    relation of the values. A rule that gives other relations is not the derivative of the function on the whole batch.
+    The rule maps (operands, tangents) to (results, their tangents). A tangent is a difference of
+    two values, so it has the relation of the values. A rule that gives other relations is not the
+    derivative of the function on the whole batch.
     """
     floating = _floating(site.whole_eqn.invars)
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
-        def run(operands: list[jax.Array], tangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-            all_tangents = [jnp.zeros(jnp.shape(operand), jax.dtypes.float0) for operand in operands]
+        def run(
+            operands: list[jax.Array], tangents: list[jax.Array]
+        ) -> tuple[list[Any], list[Any]]:
+            all_tangents = [
+                jnp.zeros(jnp.shape(operand), jax.dtypes.float0) for operand in operands
+            ]
             for i, tangent in zip(floating, tangents, strict=True):
                 all_tangents[i] = tangent
             primals_out, tangents_out = jax.jvp(_bound(eqn), operands, all_tangents)
             return primals_out, [tangents_out[i] for i in _floating(eqn.outvars)]
 
         return jax.make_jaxpr(run)(
-            [abstract_value(var) for var in eqn.invars], [abstract_value(eqn.invars[i]) for i in floating]
+            [abstract_value(var) for var in eqn.invars],
+            [abstract_value(eqn.invars[i]) for i in floating],
         )
 
     operands = resolve_numbers(site, relations)
@@ -62,22 +83,30 @@ def follow_jvp(proof: Proof, site: Site, relations: list[Relation], results: lis
     return results if agree else unknown_results(site, results, "backward")
 
 
-def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: list[Relation]) -> list[Relation]:
+def follow_vjp(
+    proof: Proof, site: Site, relations: list[Relation], results: list[Relation]
+) -> list[Relation]:
     """Return the relations of the results if the vjp rule agrees with them; else `Unknown`.
 
-    The rule maps (operands, cotangents of the results) to (results, cotangents of the operands). The loss of the whole batch
-    is the sum of the losses of the pieces, times a factor s (see `SCALE`): L_W = s sum L_i. Its derivative with respect to a
-    value depends on the relation of the value:
+    The rule maps (operands, cotangents of the results) to (results, cotangents of the operands).
+    The loss of the whole batch is the sum of the losses of the pieces, times a factor s (see
+    `SCALE`): L_W = s sum L_i. Its derivative with respect to a value depends on the relation of the
+    value:
 
         Split(r)   L_W' = s/r concat(L_i')     Same(r)   L_W' = s/r sum L_i'     Total(c)   L_i' = c/s L_W'
 
-    The proof gives these relations to the cotangents of the results. The cotangents of the operands must have them too.
+    The proof gives these relations to the cotangents of the results. The cotangents of the operands
+    must have them too.
     """
     floating_results = _floating(site.whole_eqn.outvars)
-    differentiated = [i for i in _floating(site.whole_eqn.invars) if i >= site.params.get("num_consts", 0)]
+    differentiated = [
+        i for i in _floating(site.whole_eqn.invars) if i >= site.params.get("num_consts", 0)
+    ]
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
-        def run(operands: list[jax.Array], cotangents: list[jax.Array]) -> tuple[list[Any], list[Any]]:
+        def run(
+            operands: list[jax.Array], cotangents: list[jax.Array]
+        ) -> tuple[list[Any], list[Any]]:
             def forward(floating: list[jax.Array]) -> tuple[list[Any], list[Any]]:
                 filled = list(operands)
                 for i, operand in zip(differentiated, floating, strict=True):
@@ -85,31 +114,44 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
                 all_results = _bound(eqn)(*filled)
                 return [all_results[i] for i in floating_results], all_results
 
-            _, pull_back, all_results = jax.vjp(forward, [operands[i] for i in differentiated], has_aux=True)
+            _, pull_back, all_results = jax.vjp(
+                forward, [operands[i] for i in differentiated], has_aux=True
+            )
             return all_results, pull_back(cotangents)[0]
 
         return jax.make_jaxpr(run)(
-            [abstract_value(var) for var in eqn.invars], [abstract_value(eqn.outvars[i]) for i in floating_results]
+            [abstract_value(var) for var in eqn.invars],
+            [abstract_value(eqn.outvars[i]) for i in floating_results],
         )
 
-    shapes = [site.operand_shapes(i) for i in differentiated], [site.result_shapes(i) for i in floating_results]
+    shapes = (
+        [site.operand_shapes(i) for i in differentiated],
+        [site.result_shapes(i) for i in floating_results],
+    )
     operands = resolve_numbers(site, relations)
     cotangents = [
-        _derivative_relation(site, results[i], shape) for i, shape in zip(floating_results, shapes[1], strict=True)
+        _derivative_relation(site, results[i], shape)
+        for i, shape in zip(floating_results, shapes[1], strict=True)
     ]
     expected = [
-        _derivative_relation(site, operands[i], shape) for i, shape in zip(differentiated, shapes[0], strict=True)
+        _derivative_relation(site, operands[i], shape)
+        for i, shape in zip(differentiated, shapes[0], strict=True)
     ]
     if any(relation is None for relation in cotangents):
         return unknown_results(site, results, "backward")
     rule_relations = _follow_rule(
-        proof, site, trace, [*relations, *[relation for relation in cotangents if relation is not None]]
+        proof,
+        site,
+        trace,
+        [*relations, *[relation for relation in cotangents if relation is not None]],
     )
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
     agree = _all_agree(site, rule_results, results)
-    for i, rule_relation, expected_relation in zip(differentiated, rule_cotangents, expected, strict=True):
+    for i, rule_relation, expected_relation in zip(
+        differentiated, rule_cotangents, expected, strict=True
+    ):
         # a known number has no gradient, and 0 has every relation
         if isinstance(relations[i], Known) or is_zero(rule_relation):
             continue
@@ -118,8 +160,15 @@ def follow_vjp(proof: Proof, site: Site, relations: list[Relation], results: lis
 
 
 def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Relation | None:
-    """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`; None if it is not known."""
-    if isinstance(relation, Split) and differing_dims(shapes) == (relation.dim,) and relation.order is None:
+    """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`.
+
+    None if it is not known.
+    """
+    if (
+        isinstance(relation, Split)
+        and differing_dims(shapes) == (relation.dim,)
+        and relation.order is None
+    ):
         return Split(relation.dim, relation.blocks, SCALE / relation.ratio)
     if isinstance(relation, Same) and not differing_dims(shapes):
         return Total(SCALE / relation.ratio, site.op)
@@ -139,7 +188,8 @@ def _agree(site: Site, a: Relation, b: Relation) -> bool:
         return isinstance(a, Known) and a.equals(b)
     if isinstance(a, Known):
         a = a.as_same()
-    if isinstance(a, Same) and isinstance(b, Total):  # W = r P_i in all pieces is W = (r/n) (P_0 + ...)
+    # W = r P_i in all pieces is W = (r/n) (P_0 + ...)
+    if isinstance(a, Same) and isinstance(b, Total):
         a = Total(a.ratio / site.num_pieces)
     if isinstance(a, Same | Split | Total) and isinstance(b, type(a)):
         places = [relation.place if isinstance(relation, Split) else None for relation in (a, b)]
@@ -148,9 +198,14 @@ def _agree(site: Site, a: Relation, b: Relation) -> bool:
 
 
 def _follow_rule(
-    proof: Proof, site: Site, trace: Callable[[JaxprEqn], ClosedJaxpr], relations: Sequence[Relation]
+    proof: Proof,
+    site: Site,
+    trace: Callable[[JaxprEqn], ClosedJaxpr],
+    relations: Sequence[Relation],
 ) -> list[Relation] | None:
-    """Return the relations of the results of a derivative rule; None if the rule cannot be traced outside of the loss.
+    """Return the relations of the results of a derivative rule.
+
+    None if the rule cannot be traced outside of the loss.
 
     Args:
       proof: the settings of the proof.
@@ -161,10 +216,12 @@ def _follow_rule(
     key = id(site.whole_eqn), id(site.piece_eqn)
     if key not in proof.rule_traces:
         try:
-            with within_trace(is_analysis=True):  # layers use their plain forms, as in the trace of the loss
+            # layers use their plain forms, as in the trace of the loss
+            with within_trace(is_analysis=True):
                 proof.rule_traces[key] = trace(site.whole_eqn), trace(site.piece_eqn)
         except Exception:
-            # a rule that works only inside the loss: it closes over tracers of the loss, or names mesh axes
+            # a rule that works only inside the loss: it closes over tracers of the loss, or names
+            # mesh axes
             proof.rule_traces[key] = None
     if proof.rule_traces[key] is None:
         return None
@@ -181,7 +238,8 @@ def _bound(eqn: JaxprEqn) -> Callable[..., Any]:
     """Return the function that an equation calls."""
 
     def call(*operands: jax.Array) -> Any:
-        with source_info_util.user_context(eqn.source_info.traceback):  # without it, messages would name this line
+        # without it, messages would name this line
+        with source_info_util.user_context(eqn.source_info.traceback):
             return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
 
     return call

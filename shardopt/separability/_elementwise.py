@@ -32,7 +32,9 @@ ADDITIVE = frozenset(["add", "sub", "add_any", "complex"])
 """f(a + c, b + d) = f(a, b) + f(c, d), and f(r a, r b) = r f(a, b)."""
 HOMOGENEOUS = frozenset(["abs", "max", "min", "clamp", "rem"])
 """f(r a, r b) = r f(a, b) for r > 0."""
-UNSCALED = frozenset(["sign", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "atan2"])
+UNSCALED = frozenset(
+    ["sign", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "atan2"]
+)
 """f(r a, r b) = f(a, b) for r > 0."""
 POWERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
     "sqrt": lambda params: 0.5,
@@ -55,17 +57,26 @@ def first_unknown(relations: Sequence[Relation]) -> Unknown | None:
     return next((relation for relation in relations if isinstance(relation, Unknown)), None)
 
 
-def unknown_results(site: Site, relations: Sequence[Relation], reason: str = "mixes") -> list[Relation]:
+def unknown_results(
+    site: Site, relations: Sequence[Relation], reason: str = "mixes"
+) -> list[Relation]:
     """Return `Unknown` for each result: the first `Unknown` of the operands, or else this equation."""
     return [first_unknown(relations) or site.unknown(reason)] * site.num_results
 
 
 def resolve_numbers(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Return the relations of operands; known numbers are replaced by the relation that follows from them."""
+    """Return the relations of operands.
+
+    Known numbers are replaced by the relation that follows from them.
+    """
     return [
-        relation_of_numbers(relation, site.operand_shapes(i), site.num_pieces, _operand_dtype(site, i))
-        if isinstance(relation, Known)
-        else relation
+        (
+            relation_of_numbers(
+                relation, site.operand_shapes(i), site.num_pieces, _operand_dtype(site, i)
+            )
+            if isinstance(relation, Known)
+            else relation
+        )
         for i, relation in enumerate(relations)
     ]
 
@@ -84,14 +95,18 @@ def not_linear(site: Site, relation: Relation) -> Unknown:
 
 def join(site: Site, relations: Sequence[Relation]) -> Relation:
     """Return the relation of a result whose entries are taken from the operands, or are their sums."""
-    return unify(site, resolve_numbers(site, relations), [is_zero(relation) for relation in relations])
+    return unify(
+        site, resolve_numbers(site, relations), [is_zero(relation) for relation in relations]
+    )
 
 
-def unify(site: Site, relations: Sequence[Relation], zeros: Sequence[bool] | None = None) -> Relation:
+def unify(
+    site: Site, relations: Sequence[Relation], zeros: Sequence[bool] | None = None
+) -> Relation:
     """Return the relation that all of several values have.
 
-    Zeros have every relation: 0 = r 0, and zeros concatenated or added are 0. A value S that is the same in all pieces
-    is also the total (1/n) (S + ... + S).
+    Zeros have every relation: 0 = r 0, and zeros concatenated or added are 0. A value S that is the
+    same in all pieces is also the total (1/n) (S + ... + S).
 
     Args:
       site: the equation.
@@ -113,14 +128,22 @@ def unify(site: Site, relations: Sequence[Relation], zeros: Sequence[bool] | Non
         return site.unknown("mixes")
     if totals and splits:
         return _add_rows_and_totals(site, operands)
-    ratios = [term.ratio / site.num_pieces if totals and isinstance(term, Same) else term.ratio for term in terms]
+    ratios = [
+        term.ratio / site.num_pieces if totals and isinstance(term, Same) else term.ratio
+        for term in terms
+    ]
     if not all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios):
-        return Unknown("count", totals[0].op or site.op if totals else site.op, site.op if totals else None)
+        return Unknown(
+            "count", totals[0].op or site.op if totals else site.op, site.op if totals else None
+        )
     return (totals or splits or [Same(ratios[0] if ratios else 1.0, drawn)])[0]
 
 
 def _add_rows_and_totals(site: Site, operands: Sequence[Relation]) -> Relation:
-    """Return the relation of rows plus totals. Terms that are the same in all pieces count as rows."""
+    """Return the relation of rows plus totals.
+
+    Terms that are the same in all pieces count as rows.
+    """
     if site.name not in ADDITIVE:
         return not_linear(site, next(operand for operand in operands if isinstance(operand, Total)))
     total = unify(site, [operand for operand in operands if isinstance(operand, Total)])
@@ -133,18 +156,24 @@ def _add_rows_and_totals(site: Site, operands: Sequence[Relation]) -> Relation:
 def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
     if unknown := first_unknown(relations):
         return unknown
-    for i, relation in enumerate(relations):  # a piece of one row must not be broadcast to several rows
-        if isinstance(relation, Split) and sizes_of_dim(site.operand_shapes(i), relation.dim) != sizes_of_dim(
-            site.result_shapes(), relation.dim
-        ):
+    # a piece of one row must not be broadcast to several rows
+    for i, relation in enumerate(relations):
+        if isinstance(relation, Split) and sizes_of_dim(
+            site.operand_shapes(i), relation.dim
+        ) != sizes_of_dim(site.result_shapes(), relation.dim):
             return site.unknown("position")
     name = site.name
-    if len(relations) == 1 and isinstance(relations[0], Columns) and name in ("convert_element_type", "copy"):
+    if (
+        len(relations) == 1
+        and isinstance(relations[0], Columns)
+        and name in ("convert_element_type", "copy")
+    ):
         return relations[0]
     if name in ADDITIVE:
         return join(site, relations)
     operands = resolve_numbers(site, relations)
-    if name == SELECT and isinstance(operands[0], Same):  # the same choice in the whole trace and in the pieces
+    # the same choice in the whole trace and in the pieces
+    if name == SELECT and isinstance(operands[0], Same):
         return _select(site, operands[0], relations[1:])
     if unknown := first_unknown(operands):
         return unknown
@@ -174,8 +203,12 @@ def _select(site: Site, predicate: Same, cases: Sequence[Relation]) -> Relation:
     return Same(joined.ratio, True) if predicate.drawn and isinstance(joined, Same) else joined
 
 
-def _result_ratio(site: Site, operands: Sequence[Same | Split], zeros: Sequence[bool]) -> float | None:
-    """Return the ratio of the result in the whole trace to the result in a piece; None if there is no fixed ratio.
+def _result_ratio(
+    site: Site, operands: Sequence[Same | Split], zeros: Sequence[bool]
+) -> float | None:
+    """Return the ratio of the result in the whole trace to the result in a piece.
+
+    None if there is no fixed ratio.
 
     Args:
       site: the equation.
@@ -229,7 +262,8 @@ def _stays_floating(site: Site) -> bool:
 def _apply_to_total(site: Site, total: Total, operands: Sequence[Relation]) -> Relation:
     """Return the relation of f(total): f(c sum P_i) = c sum f(P_i) if f is linear.
 
-    A product is linear in one factor if the other factor is the same in all pieces. So is a quotient in its numerator.
+    A product is linear in one factor if the other factor is the same in all pieces. So is a
+    quotient in its numerator.
     """
     if site.name in LINEAR and _stays_floating(site):
         return total
@@ -247,7 +281,8 @@ def _apply_to_total(site: Site, total: Total, operands: Sequence[Relation]) -> R
 def _keeps_order(site: Site) -> bool:
     if site.name != "convert_element_type":
         return False
-    dtype, source_dtype = site.params["new_dtype"], site.whole_eqn.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    dtype = site.params["new_dtype"]
+    source_dtype = site.whole_eqn.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
     return (
         jnp.issubdtype(dtype, jnp.inexact)
         or source_dtype == jnp.bool_
@@ -256,7 +291,9 @@ def _keeps_order(site: Site) -> bool:
 
 
 def _apply_to_extreme(site: Site, operands: Sequence[Relation]) -> Relation:
-    """Return the relation of f(extreme): f must preserve the order of numbers, or be a minus, which reverses it."""
+    """Return the relation of f(extreme): f must preserve the order of numbers, or be a minus, which
+    reverses it.
+    """
     extreme = next(operand for operand in operands if isinstance(operand, Extreme))
     if len(operands) == 1:
         if site.name == "neg" and site.dtype.kind != "u":
@@ -265,7 +302,9 @@ def _apply_to_extreme(site: Site, operands: Sequence[Relation]) -> Relation:
             return extreme
         return not_linear(site, extreme)
     kind = {"max": "max", "or": "max", "min": "min", "and": "min"}.get(site.name)
-    is_combined = kind == extreme.kind and all(operand == extreme or is_exactly_same(operand) for operand in operands)
+    is_combined = kind == extreme.kind and all(
+        operand == extreme or is_exactly_same(operand) for operand in operands
+    )
     return extreme if is_combined else not_linear(site, extreme)
 
 

@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.separability._elementwise import first_unknown, is_zero, join, not_linear, resolve_numbers, unify
+from shardopt.separability._elementwise import (
+    first_unknown,
+    is_zero,
+    join,
+    not_linear,
+    resolve_numbers,
+    unify,
+)
 from shardopt.separability._moves import take_along_split
 from shardopt.separability._numbers import row_numbers
 from shardopt.separability._relations import (
@@ -29,9 +36,10 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     The rule knows three cases:
 
     - The operand is the same in all pieces: rows of indices give rows of entries.
-    - The operand has rows, and the indices are the same in all pieces: each piece looks up in its rows, if slices take the
-      whole dim of rows.
-    - The operand has rows, and the indices are known row numbers: `take_along_split` compares the numbers.
+    - The operand has rows, and the indices are the same in all pieces: each piece looks up in its
+      rows, if slices take the whole dim of rows.
+    - The operand has rows, and the indices are known row numbers: `take_along_split` compares the
+      numbers.
     """
     if unknown := first_unknown(relations):
         return [unknown]
@@ -43,7 +51,9 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         for dim in range(len(shapes[0]))
         if dim not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     ]
-    batch_dims = [dim for dim in range(len(site.result_shapes()[0])) if dim not in numbers.offset_dims]
+    batch_dims = [
+        dim for dim in range(len(site.result_shapes()[0])) if dim not in numbers.offset_dims
+    ]
     fully_taken_dims = [
         dim
         for dim in range(len(shapes[0]))
@@ -51,19 +61,34 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ]
     if not isinstance(operand, Same | Split | Total):
         return [not_linear(site, operand)]
-    # a dim that is indexed, or only partly taken, must have one size in the whole trace and in the piece trace
-    uneven_dims = [dim for dim in differing_dims(shapes) if dim not in fully_taken_dims or dim not in slice_dims]
+    # a dim that is indexed, or only partly taken, must have one size in the whole trace and in the
+    # piece trace
+    uneven_dims = [
+        dim
+        for dim in differing_dims(shapes)
+        if dim not in fully_taken_dims or dim not in slice_dims
+    ]
     resized_dims = [
-        dim for dim in range(len(shapes[0])) if sizes[0][dim] != sizes[1][dim] and dim not in differing_dims(shapes)
+        dim
+        for dim in range(len(shapes[0]))
+        if sizes[0][dim] != sizes[1][dim] and dim not in differing_dims(shapes)
     ]
     if resized_dims:
         return [site.unknown("position")]
-    if isinstance(operand, Split) and uneven_dims == [operand.dim] and operand.dim in numbers.collapsed_slice_dims:
+    if (
+        isinstance(operand, Split)
+        and uneven_dims == [operand.dim]
+        and operand.dim in numbers.collapsed_slice_dims
+    ):
         return [_gather_known_rows(site, operand, indices, batch_dims)]
     index_relation = _resolve_indices(site, relations)
     if _fill_breaks_ratio(site, operand):
         return [site.unknown("count")]
-    if isinstance(operand, Split) and uneven_dims == [operand.dim] and operand.dim in numbers.operand_batching_dims:
+    if (
+        isinstance(operand, Split)
+        and uneven_dims == [operand.dim]
+        and operand.dim in numbers.operand_batching_dims
+    ):
         return [_gather_paired_dims(site, operand, index_relation, batch_dims)]
     if uneven_dims:
         return [site.unknown("mixes")]
@@ -72,9 +97,19 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if not site.is_unscaled(index_relation):
         return [site.unknown("count")]
     if isinstance(index_relation, Split):
-        if not isinstance(operand, Same) or index_relation.dim == len(site.operand_shapes(1)[0]) - 1:
+        if (
+            not isinstance(operand, Same)
+            or index_relation.dim == len(site.operand_shapes(1)[0]) - 1
+        ):
             return [site.unknown("mixes")]
-        return [Split(batch_dims[index_relation.dim], index_relation.blocks, operand.ratio, index_relation.order)]
+        return [
+            Split(
+                batch_dims[index_relation.dim],
+                index_relation.blocks,
+                operand.ratio,
+                index_relation.order,
+            )
+        ]
     if isinstance(operand, Split):
         return [operand.moved_to(numbers.offset_dims[slice_dims.index(operand.dim)])]
     if isinstance(operand, Same):
@@ -88,15 +123,22 @@ def _fill_breaks_ratio(site: Site, operand: Relation) -> bool:
         return False
     fill_value = site.params.get("fill_value")
     has_fill_value = fill_value is not None and fill_value != 0
-    return "FILL" in str(site.params.get("mode")) and (has_fill_value or not np.issubdtype(site.dtype, np.inexact))
+    return "FILL" in str(site.params.get("mode")) and (
+        has_fill_value or not np.issubdtype(site.dtype, np.inexact)
+    )
 
 
 def _resolve_column(site: Site, column: Relation) -> Relation:
-    """Return the relation of a column of the indices; known numbers are replaced by the relation that follows from them."""
+    """Return the relation of a column of the indices.
+
+    Known numbers are replaced by the relation that follows from them.
+    """
     if not isinstance(column, Known):
         return column
     whole_shape, piece_shape = site.operand_shapes(1)
-    return resolve_numbers(OperandSite(site, shapes=((*whole_shape[:-1], 1), (*piece_shape[:-1], 1))), [column])[0]
+    return resolve_numbers(
+        OperandSite(site, shapes=((*whole_shape[:-1], 1), (*piece_shape[:-1], 1))), [column]
+    )[0]
 
 
 def _resolve_indices(site: Site, relations: Sequence[Relation]) -> Relation:
@@ -106,8 +148,12 @@ def _resolve_indices(site: Site, relations: Sequence[Relation]) -> Relation:
     return resolve_numbers(site, relations)[1]
 
 
-def _gather_paired_dims(site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]) -> Relation:
-    """Look up in each row by the indices of this row: the rows are a batching dim of the operand and of the indices."""
+def _gather_paired_dims(
+    site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]
+) -> Relation:
+    """Look up in each row by the indices of this row: the rows are a batching dim of the operand
+    and of the indices.
+    """
     numbers = site.params["dimension_numbers"]
     dim = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
     same_rows = _belong_to_rows(site, [indices], (dim, *operand.place[1:]))
@@ -115,13 +161,23 @@ def _gather_paired_dims(site: Site, operand: Split, indices: Relation, batch_dim
 
 
 def _belong_to_rows(site: Site, indices: Sequence[Relation], place: tuple[Any, ...]) -> bool:
-    """Return whether indices are the same in all pieces, or split like rows at a place; their ratio must be 1."""
-    return all(site.is_unscaled(index) and (isinstance(index, Same) or index.place == place) for index in indices)
+    """Return whether indices are the same in all pieces, or split like rows at a place.
+
+    Their ratio must be 1.
+    """
+    return all(
+        site.is_unscaled(index) and (isinstance(index, Same) or index.place == place)
+        for index in indices
+    )
 
 
-def _gather_known_rows(site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]) -> Relation:
+def _gather_known_rows(
+    site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]
+) -> Relation:
     """Look up entries of rows by row numbers that the trace knows."""
-    row_indices = _known_row_indices(site, indices, site.params["dimension_numbers"].start_index_map, operand.dim)
+    row_indices = _known_row_indices(
+        site, indices, site.params["dimension_numbers"].start_index_map, operand.dim
+    )
     if row_indices is None:
         return site.unknown("mixes")
     column, row_dim, other_columns = row_indices
@@ -140,7 +196,8 @@ def _gather_known_rows(site: Site, operand: Split, indices: Relation, batch_dims
 def _known_row_indices(
     site: Site, indices: Relation, index_map: Sequence[int], operand_dim: int
 ) -> tuple[Known, int, list[Relation]] | None:
-    """Return the column of the indices with known row numbers, its dim of rows, and the other columns; None if not known.
+    """Return the column of the indices with known row numbers, its dim of rows, and the other
+    columns; None if not known.
 
     Args:
       site: the equation.
@@ -155,11 +212,18 @@ def _known_row_indices(
     column, row_dim = columns[position], _row_dim(site, columns[position])
     if row_dim is None or not isinstance(column, Known):
         return None
-    return column, row_dim, [_resolve_column(site, other) for i, other in enumerate(columns) if i != position]
+    return (
+        column,
+        row_dim,
+        [_resolve_column(site, other) for i, other in enumerate(columns) if i != position],
+    )
 
 
 def _row_dim(site: Site, column: Relation) -> int | None:
-    """Return the only dim of the indices along which a column of row numbers varies; None if it is not the only one."""
+    """Return the only dim of the indices along which a column of row numbers varies.
+
+    None if it is not the only one.
+    """
     if not isinstance(column, Known):
         return None
     shapes = site.operand_shapes(1)
@@ -173,7 +237,11 @@ def _row_dim(site: Site, column: Relation) -> int | None:
         for values, shape in zip((column.whole_values, column.piece_values), shapes, strict=True)
     ):
         # a piece of one row has only the row number 0
-        row_dims = [dim for dim in differing_dims(shapes) if column.whole_values.shape[dim] == shapes[0][dim]]
+        row_dims = [
+            dim
+            for dim in differing_dims(shapes)
+            if column.whole_values.shape[dim] == shapes[0][dim]
+        ]
         if len(row_dims) == 1 and shapes[1][row_dims[0]] == column.piece_values.size == 1:
             return row_dims[0] if column.whole_values.size == shapes[0][row_dims[0]] else None
         return None
@@ -190,7 +258,8 @@ def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
     - The updates fill the whole dim of rows: each piece writes into its rows.
     - The index is the number of the row, or rows are a batching dim: each row writes into itself.
-    - The operand is the same in all pieces, and rows are added to it: the result is a sum over rows.
+    - The operand is the same in all pieces, and rows are added to it: the result is a sum over
+      rows.
     """
     operand, _, updates = resolve_numbers(site, relations)
     indices = _resolve_indices(site, relations)
@@ -206,7 +275,11 @@ def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if not row_dims:
         return [_scatter_into_shared(site, operand, indices, updates, zeros)]
     by_row_number, indices = own_rows is not None, own_rows or indices
-    return [_scatter_into_rows(site, row_dims[0], operand, indices, updates, zeros, by_row_number=by_row_number)]
+    return [
+        _scatter_into_rows(
+            site, row_dims[0], operand, indices, updates, zeros, by_row_number=by_row_number
+        )
+    ]
 
 
 def _batch_dims(site: Site) -> list[int]:
@@ -228,7 +301,9 @@ def _scatter_into_rows(
     """Return the relation of a scatter into an operand that has rows along `dim`."""
     numbers, shapes = site.params["dimension_numbers"], site.operand_shapes(0)
     missing_dims = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window_dims = [operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in missing_dims]
+    window_dims = [
+        operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in missing_dims
+    ]
     if by_row_number:
         assert isinstance(indices, Split)
         index_dim = indices.dim
@@ -238,7 +313,10 @@ def _scatter_into_rows(
         update_dim = _batch_dims(site)[index_dim]
     elif dim in window_dims and dim not in numbers.scatter_dims_to_operand_dims:
         index_dim, update_dim = None, numbers.update_window_dims[window_dims.index(dim)]
-        if any(shape[dim] != update[update_dim] for shape, update in zip(shapes, site.operand_shapes(2), strict=True)):
+        if any(
+            shape[dim] != update[update_dim]
+            for shape, update in zip(shapes, site.operand_shapes(2), strict=True)
+        ):
             return site.unknown("mixes")
     else:
         return site.unknown("mixes")
@@ -247,7 +325,11 @@ def _scatter_into_rows(
     if any(differing_dim != update_dim for differing_dim in differing_dims(site.operand_shapes(2))):
         return site.unknown("shape")
     # express all of them along the dim of the result
-    splits = [relation.moved_to(dim) for relation in (operand, indices, updates) if isinstance(relation, Split)]
+    splits = [
+        relation.moved_to(dim)
+        for relation in (operand, indices, updates)
+        if isinstance(relation, Split)
+    ]
     if len({split.place for split in splits}) > 1:
         return site.unknown("mixes")
     combined = _combine_entries(site, operand, updates, zeros)
@@ -256,12 +338,18 @@ def _scatter_into_rows(
     return Split(dim, splits[0].blocks, combined.ratio, splits[0].order)
 
 
-def _combine_entries(site: Site, operand: Relation, updates: Relation, zeros: list[bool]) -> Relation:
-    """Return the relation of entries that come from the operand, from the updates, or from both, whatever their place."""
+def _combine_entries(
+    site: Site, operand: Relation, updates: Relation, zeros: list[bool]
+) -> Relation:
+    """Return the relation of entries that come from the operand, from the updates, or from both,
+    whatever their place.
+    """
     entries = [
-        Same(relation.ratio, isinstance(relation, Same) and relation.drawn)
-        if isinstance(relation, Same | Split)
-        else relation
+        (
+            Same(relation.ratio, isinstance(relation, Same) and relation.drawn)
+            if isinstance(relation, Same | Split)
+            else relation
+        )
         for relation in (operand, updates)
     ]
     if site.name not in ADDING and site.name != "scatter":  # scatter_mul, scatter_max, scatter_min
@@ -288,14 +376,24 @@ def _scatter_into_shared(
 
 
 def _own_row_place(site: Site, indices: Relation) -> Split | None:
-    """Return the place of rows in the indices if each row is written into itself; None if this is not known."""
-    index_map, shapes = site.params["dimension_numbers"].scatter_dims_to_operand_dims, site.operand_shapes(0)
+    """Return the place of rows in the indices if each row is written into itself.
+
+    None if this is not known.
+    """
+    index_map, shapes = (
+        site.params["dimension_numbers"].scatter_dims_to_operand_dims,
+        site.operand_shapes(0),
+    )
     row_dims = [dim for dim in differing_dims(shapes) if dim in index_map]
-    row_indices = _known_row_indices(site, indices, index_map, row_dims[0]) if len(row_dims) == 1 else None
+    row_indices = (
+        _known_row_indices(site, indices, index_map, row_dims[0]) if len(row_dims) == 1 else None
+    )
     if row_indices is None:
         return None
     column, row_dim, other_columns = row_indices
-    for values, size in zip((column.whole_values, column.piece_values), sizes_of_dim(shapes, row_dims[0]), strict=True):
+    for values, size in zip(
+        (column.whole_values, column.piece_values), sizes_of_dim(shapes, row_dims[0]), strict=True
+    ):
         if not np.array_equal(values.reshape(-1), np.arange(size)):
             return None
     place = Split(row_dim)
@@ -315,7 +413,8 @@ def dynamic_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
             if result_shapes[0][dim] != result_shapes[1][dim]:
                 return [site.unknown("position")]
         elif not all(
-            shape[dim] == result_shape[dim] for shape, result_shape in zip(shapes, result_shapes, strict=True)
+            shape[dim] == result_shape[dim]
+            for shape, result_shape in zip(shapes, result_shapes, strict=True)
         ):
             return [site.unknown("mixes")]
     return [operand if isinstance(operand, Same | Split | Total) else site.unknown("shape")]

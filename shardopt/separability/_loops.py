@@ -9,7 +9,13 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from shardopt.separability._elementwise import first_unknown, is_zero, resolve_numbers, unify, unknown_results
+from shardopt.separability._elementwise import (
+    first_unknown,
+    is_zero,
+    resolve_numbers,
+    unify,
+    unknown_results,
+)
 from shardopt.separability._proof import Proof
 from shardopt.separability._relations import (
     Columns,
@@ -29,7 +35,8 @@ from shardopt.trace._parts import reached_from
 from shardopt.trace._walk import scan_parts, while_parts
 
 MAX_ROUNDS = 8
-"""The number of rounds after which the search for relations that hold before every turn gives up."""
+"""The number of rounds after which the search for relations that hold before every turn gives up.
+"""
 
 
 def scan(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
@@ -42,7 +49,9 @@ def scan(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
         return _scan_over_rows(proof, site, relations)
     consts, carry, scanned = scan_parts(site.whole_eqn, relations)
     first_scanned = len(consts) + len(carry)
-    turn_operands = [_operand_of_turn(site, relation, first_scanned + i) for i, relation in enumerate(scanned)]
+    turn_operands = [
+        _operand_of_turn(site, relation, first_scanned + i) for i, relation in enumerate(scanned)
+    ]
     carry, turn_results = _fixed_point(proof, site, bodies, consts, carry, turn_operands)
     return [*carry, *[_stack_turns(site, relation) for relation in turn_results]]
 
@@ -51,13 +60,17 @@ def _operand_of_turn(site: Site, relation: Relation, i: int) -> Relation:
     """Return the relation of the part of a scanned operand that a turn takes."""
     if isinstance(relation, Known):
         (relation,) = resolve_numbers(OperandSite(site, i), [relation])
-    if isinstance(relation, Split):  # the scanned dim has one length in both traces, so it is not the split dim
+    # the scanned dim has one length in both traces, so it is not the split dim
+    if isinstance(relation, Split):
         return relation.moved_to(relation.dim - 1)
     return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
 
 
 def _stack_turns(site: Site, relation: Relation) -> Relation:
-    """Return the relation of the stacked results of all turns. A known number is the number of one turn only."""
+    """Return the relation of the stacked results of all turns.
+
+    A known number is the number of one turn only.
+    """
     if isinstance(relation, Split):
         return relation.moved_to(relation.dim + 1)
     if isinstance(relation, Known):
@@ -73,13 +86,17 @@ def _fixed_point(
     carry: Sequence[Relation],
     turn_operands: Sequence[Relation],
 ) -> tuple[list[Relation], list[Relation]]:
-    """Return the relations of the carry that hold before every turn, and the relations of the other results of a turn.
+    """Return the relations of the carry that hold before every turn, and the relations of the other
+    results of a turn.
 
-    By induction: the relations hold before the first turn, and if they hold before a turn, they hold after it.
+    By induction: the relations hold before the first turn, and if they hold before a turn, they
+    hold after it.
     """
     for _ in range(MAX_ROUNDS):
         results = proof.relate(site, bodies[0], bodies[1], [*consts, *carry, *turn_operands])
-        after = [_common_relation(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)]
+        after = [
+            _common_relation(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)
+        ]
         if all(a is b or a == b for a, b in zip(carry, after, strict=True)):
             return after, results[len(carry) :]
         carry = after
@@ -88,7 +105,10 @@ def _fixed_point(
 
 
 def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
-    """Return a relation that both values have. Known numbers that differ become the relation that both numbers have."""
+    """Return a relation that both values have.
+
+    Known numbers that differ become the relation that both numbers have.
+    """
     if before is after or before == after:
         return before
     if unknown := first_unknown([before, after]):
@@ -106,7 +126,9 @@ def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
 
 
 def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
-    """Follow a loop whose condition is the same in the whole trace and in every piece, so that it has equally many turns."""
+    """Follow a loop whose condition is the same in the whole trace and in every piece, so that it
+    has equally many turns.
+    """
     cond_consts, body_consts, start = while_parts(site.whole_eqn, relations)
     carry, _ = _fixed_point(proof, site, site.both_params("body_jaxpr"), body_consts, start, [])
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
@@ -117,15 +139,25 @@ def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Rela
 
 
 def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
-    """Follow all branches. The index of the branch must be the same in the whole trace and in every piece."""
+    """Follow all branches.
+
+    The index of the branch must be the same in the whole trace and in every piece.
+    """
     branch_index, operands = relations[0], relations[1:]
     branches = list(zip(*site.both_params("branches"), strict=True))
-    if isinstance(branch_index, Known) and branch_index.same_numbers and branch_index.whole_values.size == 1:
+    if (
+        isinstance(branch_index, Known)
+        and branch_index.same_numbers
+        and branch_index.whole_values.size == 1
+    ):
         return proof.relate(
-            site, *branches[int(np.clip(branch_index.whole_values.item(), 0, len(branches) - 1))], operands
+            site,
+            *branches[int(np.clip(branch_index.whole_values.item(), 0, len(branches) - 1))],
+            operands,
         )
     returning_branches = [branch for branch in branches if not _raises(branch[0])]
-    if len(returning_branches) == 1 < len(branches):  # the other branches end the run, whichever piece takes them
+    # the other branches end the run, whichever piece takes them
+    if len(returning_branches) == 1 < len(branches):
         return proof.relate(site, *returning_branches[0], operands)
     index_relation = resolve_numbers(site, relations)[0]
     if not is_exactly_same(index_relation):
@@ -136,7 +168,8 @@ def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
         relation = alternatives[0]
         for alternative in alternatives[1:]:
             relation = _common_relation(site, relation, alternative)
-        if isinstance(relation, Known):  # a number of one branch: another branch may give another number
+        # a number of one branch: another branch may give another number
+        if isinstance(relation, Known):
             relation = relation.as_same()
         results.append(relation)
     return results
@@ -144,12 +177,17 @@ def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
 
 def _raises(branch: Any) -> bool:
     """Return whether a branch is the branch of `equinox.error_if` that raises an error."""
-    callbacks = [eqn.params.get("callback") for eqn in open_jaxpr(branch).eqns if eqn.primitive.name == "pure_callback"]
+    callbacks = [
+        eqn.params.get("callback")
+        for eqn in open_jaxpr(branch).eqns
+        if eqn.primitive.name == "pure_callback"
+    ]
     functions = [getattr(callback, "callback_func", None) for callback in callbacks]
     return any(getattr(function, "__module__", "") == "equinox._errors" for function in functions)
 
 
-# --- scans that take one row a turn -----------------------------------------------------------------------------------
+# --- scans that take one row a turn
+# -----------------------------------------------------------------------------------
 
 ADDING = frozenset(["add", "add_any", "sub", "scatter-add", "scatter_add"])
 
@@ -159,14 +197,17 @@ def _scan_over_rows(proof: Proof, site: Site, relations: list[Relation]) -> list
 
     Every turn must do the same in the whole trace as in a piece.
 
-    - A result that does not depend on other turns belongs to the row of its turn, so the stacked results are split.
+    - A result that does not depend on other turns belongs to the row of its turn, so the stacked
+      results are split.
     - A carry is a sum over rows if it begins at 0, and each turn adds a term of its row to it.
     """
     bodies = site.both_params("jaxpr")
     consts, start, scanned = scan_parts(site.whole_eqn, relations)
     num_consts, num_carry = len(consts), len(start)
     unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
-    const_relations = [resolve_numbers(OperandSite(site, i), [relation])[0] for i, relation in enumerate(consts)]
+    const_relations = [
+        resolve_numbers(OperandSite(site, i), [relation])[0] for i, relation in enumerate(consts)
+    ]
     row_relations = [
         resolve_numbers(OperandSite(site, num_consts + num_carry + i), [relation])[0]
         for i, relation in enumerate(scanned)
@@ -174,12 +215,18 @@ def _scan_over_rows(proof: Proof, site: Site, relations: list[Relation]) -> list
     unscaled = all(map(is_exactly_same, const_relations))
     unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in row_relations)
     body = open_jaxpr(bodies[0])
-    if not unscaled or not all(map(_equals_piece, proof.relate(site, *bodies, [Same()] * len(body.invars)))):
+    if not unscaled or not all(
+        map(_equals_piece, proof.relate(site, *bodies, [Same()] * len(body.invars)))
+    ):
         return [unknown] * site.num_results
     carry_vars = body.invars[num_consts : num_consts + num_carry]
-    added_terms = [_terms_added_to_carry(body, var, out) for var, out in zip(carry_vars, body.outvars, strict=False)]
+    added_terms = [
+        _terms_added_to_carry(body, var, out)
+        for var, out in zip(carry_vars, body.outvars, strict=False)
+    ]
     start_relations = [
-        resolve_numbers(OperandSite(site, num_consts + i), [relation])[0] for i, relation in enumerate(start)
+        resolve_numbers(OperandSite(site, num_consts + i), [relation])[0]
+        for i, relation in enumerate(start)
     ]
     changing_vars = {
         var
@@ -188,7 +235,9 @@ def _scan_over_rows(proof: Proof, site: Site, relations: list[Relation]) -> list
     }
     turn_dependent = reached_from(body, changing_vars, every=False)
     results: list[Relation] = []
-    for relation, var, out, terms in zip(start, carry_vars, body.outvars, added_terms, strict=False):
+    for relation, var, out, terms in zip(
+        start, carry_vars, body.outvars, added_terms, strict=False
+    ):
         if var is out:
             results.append(relation)
         elif (
@@ -203,7 +252,9 @@ def _scan_over_rows(proof: Proof, site: Site, relations: list[Relation]) -> list
     for i, out in enumerate(body.outvars[num_carry:]):
         from_row = not isinstance(out, Literal) and out not in turn_dependent
         shapes = site.result_shapes(num_carry + i)
-        has_all_rows = shapes[0][0] == shapes[1][0] * site.num_pieces and shapes[0][1:] == shapes[1][1:]
+        has_all_rows = (
+            shapes[0][0] == shapes[1][0] * site.num_pieces and shapes[0][1:] == shapes[1][1:]
+        )
         results.append(Split(0) if from_row and has_all_rows else unknown)
     return results
 
@@ -214,7 +265,9 @@ def _equals_piece(relation: Relation) -> bool:
 
 
 def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
-    """Return the variables that a turn adds to a carry; None if the turn does anything else with the carry.
+    """Return the variables that a turn adds to a carry.
+
+    None if the turn does anything else with the carry.
 
     Args:
       body: the jaxpr of a turn.
@@ -228,7 +281,10 @@ def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
         if len(uses) != 1 or any(result is var for result in body.outvars):
             return None
         eqn = uses[0]
-        if eqn.primitive.name != "convert_element_type" or eqn.params["new_dtype"] != var.aval.dtype:
+        if (
+            eqn.primitive.name != "convert_element_type"
+            or eqn.params["new_dtype"] != var.aval.dtype
+        ):
             break
         var = eqn.outvars[0]  # this conversion only drops the weak type, which changes no number
     positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
@@ -240,4 +296,8 @@ def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
         or (positions[0] != 0 and name not in ("add", "add_any"))
     ):
         return None
-    return {atom for i, atom in enumerate(eqn.invars) if i != positions[0] and not isinstance(atom, Literal)}
+    return {
+        atom
+        for i, atom in enumerate(eqn.invars)
+        if i != positions[0] and not isinstance(atom, Literal)
+    }

@@ -32,9 +32,16 @@ from shardopt.separability._relations import (
 
 
 def as_split(site: Site, relation: Relation, i: int = 0) -> Relation:
-    """Return `Split` for equal entries along a dim that is n times as long in the whole trace; else the same relation."""
+    """Return `Split` for equal entries along a dim that is n times as long in the whole trace.
+
+    Else the same relation.
+    """
     dims = differing_dims(site.operand_shapes(i))
-    if isinstance(relation, Same) and len(dims) == 1 and growth(site.operand_shapes(i), dims) == site.num_pieces:
+    if (
+        isinstance(relation, Same)
+        and len(dims) == 1
+        and growth(site.operand_shapes(i), dims) == site.num_pieces
+    ):
         return Split(dims[0], 1, relation.ratio)
     return relation
 
@@ -42,13 +49,16 @@ def as_split(site: Site, relation: Relation, i: int = 0) -> Relation:
 def reshape(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Arrange the entries in other dims, in the same order.
 
-    The order of entries is [outer, block, piece, j, inner] in the whole trace and [outer, block, j, inner] in the piece
-    trace. If a result dim holds the pieces and some of the outer entries, these are its blocks.
+    The order of entries is [outer, block, piece, j, inner] in the whole trace and [outer, block, j,
+    inner] in the piece trace. If a result dim holds the pieces and some of the outer entries, these
+    are its blocks.
     """
     relation, old_shapes, new_shapes = relations[0], site.operand_shapes(), site.result_shapes()
     if site.params.get("dimensions") is not None:
         return [site.unknown("shape")]
-    if isinstance(relation, Same | Total | Extreme) and _keeps_differing_dims(old_shapes, new_shapes):
+    if isinstance(relation, Same | Total | Extreme) and _keeps_differing_dims(
+        old_shapes, new_shapes
+    ):
         return [relation]
     relation = as_split(site, relation)
     if not isinstance(relation, Split):
@@ -61,21 +71,31 @@ def reshape(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     (dim,) = dims
     outer_blocks = math.prod(old_shapes[1][: relation.dim]) * relation.blocks
     outer_entries = math.prod(new_shapes[1][:dim])
-    if outer_entries == 0 or outer_blocks % outer_entries or new_shapes[0][dim] != new_shapes[1][dim] * site.num_pieces:
+    if (
+        outer_entries == 0
+        or outer_blocks % outer_entries
+        or new_shapes[0][dim] != new_shapes[1][dim] * site.num_pieces
+    ):
         return [site.unknown("shape")]
     blocks = outer_blocks // outer_entries
     if new_shapes[1][dim] % blocks or (
-        relation.order is not None and (blocks, new_shapes[1][dim]) != (relation.blocks, old_shapes[1][relation.dim])
+        relation.order is not None
+        and (blocks, new_shapes[1][dim]) != (relation.blocks, old_shapes[1][relation.dim])
     ):
         return [site.unknown("shape")]
     return [Split(dim, blocks, relation.ratio, relation.order)]
 
 
 def _keeps_differing_dims(old_shapes: Shapes, new_shapes: Shapes) -> bool:
-    """Return whether dims of equal entries stay separate dims: with the same size, and as many entries before them."""
+    """Return whether dims of equal entries stay separate dims: with the same size, and as many
+    entries before them.
+    """
 
     def dims(shapes: Shapes) -> list[tuple[int, int, int]]:
-        return [(math.prod(shapes[1][:dim]), shapes[0][dim], shapes[1][dim]) for dim in differing_dims(shapes)]
+        return [
+            (math.prod(shapes[1][:dim]), shapes[0][dim], shapes[1][dim])
+            for dim in differing_dims(shapes)
+        ]
 
     return dims(old_shapes) == dims(new_shapes)
 
@@ -87,18 +107,30 @@ def broadcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         dim = dims[relation.dim]
         same_sizes = all(
             new_shape[dim] == old_shape[relation.dim]
-            for new_shape, old_shape in zip(site.result_shapes(), site.operand_shapes(), strict=True)
+            for new_shape, old_shape in zip(
+                site.result_shapes(), site.operand_shapes(), strict=True
+            )
         )
         return [relation.moved_to(dim) if same_sizes else site.unknown("shape")]
     return [relation]
 
 
-def moving(result_dim: Callable[[Site, int], int]) -> Callable[[Site, Sequence[Relation]], list[Relation]]:
-    """Return the rule of an equation that reorders, removes or adds dims: dim d of the operand is dim `result_dim(site, d)`."""
+def moving(
+    result_dim: Callable[[Site, int], int],
+) -> Callable[[Site, Sequence[Relation]], list[Relation]]:
+    """Return the rule of an equation that reorders, removes or adds dims: dim d of the operand is
+    dim `result_dim(site, d)`.
+    """
 
     def rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         relation = relations[0]
-        return [relation.moved_to(result_dim(site, relation.dim)) if isinstance(relation, Split) else relation]
+        return [
+            (
+                relation.moved_to(result_dim(site, relation.dim))
+                if isinstance(relation, Split)
+                else relation
+            )
+        ]
 
     return rule
 
@@ -106,17 +138,24 @@ def moving(result_dim: Callable[[Site, int], int]) -> Callable[[Site, Sequence[R
 transpose = moving(lambda site, dim: list(site.params["permutation"]).index(dim))
 squeeze = moving(lambda site, dim: dim_after_removal(dim, site.params["dimensions"]))
 expand_dims = moving(
-    lambda site, dim: [i for i in range(len(site.result_shapes()[0])) if i not in site.params["dimensions"]][dim]
+    lambda site, dim: [
+        i for i in range(len(site.result_shapes()[0])) if i not in site.params["dimensions"]
+    ][dim]
 )
 
 
 def take_along_split(
-    site: Site, relation: Split, whole_entries: np.ndarray, piece_entries: np.ndarray, sizes: tuple[int, int]
+    site: Site,
+    relation: Split,
+    whole_entries: np.ndarray,
+    piece_entries: np.ndarray,
+    sizes: tuple[int, int],
 ) -> Relation:
     """Return the relation of entries that are taken along the split dim, at known indices.
 
-    If piece i takes its entry [block, j], the whole batch must take its entry [block, i, j] at this place. This is compared
-    index by index. If the whole batch takes the same entries in another order, the result is split with this order.
+    If piece i takes its entry [block, j], the whole batch must take its entry [block, i, j] at this
+    place. This is compared index by index. If the whole batch takes the same entries in another
+    order, the result is split with this order.
 
     Args:
       site: the equation.
@@ -126,7 +165,11 @@ def take_along_split(
       sizes: the sizes of the operand's split dim in the whole trace and in the piece trace.
     """
     num_pieces, block_size = site.num_pieces, sizes[1] // relation.blocks
-    if relation.order is not None or whole_entries.size != piece_entries.size * num_pieces or piece_entries.size == 0:
+    if (
+        relation.order is not None
+        or whole_entries.size != piece_entries.size * num_pieces
+        or piece_entries.size == 0
+    ):
         return site.unknown("mixes")
     block, j = np.divmod(piece_entries, block_size)
     for blocks in (
@@ -135,15 +178,20 @@ def take_along_split(
     ):
         if piece_entries.size % blocks:
             continue
-        per_piece = np.stack([block * num_pieces * block_size + i * block_size + j for i in range(num_pieces)]).reshape(
-            num_pieces, blocks, -1
-        )
+        per_piece = np.stack(
+            [block * num_pieces * block_size + i * block_size + j for i in range(num_pieces)]
+        ).reshape(num_pieces, blocks, -1)
         if np.array_equal(per_piece.swapaxes(0, 1).reshape(-1), whole_entries):
             return Split(relation.dim, blocks, relation.ratio)
-    per_piece = np.concatenate([block * num_pieces * block_size + i * block_size + j for i in range(num_pieces)])
+    per_piece = np.concatenate(
+        [block * num_pieces * block_size + i * block_size + j for i in range(num_pieces)]
+    )
     if np.array_equal(np.sort(per_piece), np.sort(whole_entries)):
         return Split(
-            relation.dim, 1, relation.ratio, (sizes, relation.blocks, whole_entries.tobytes(), piece_entries.tobytes())
+            relation.dim,
+            1,
+            relation.ratio,
+            (sizes, relation.blocks, whole_entries.tobytes(), piece_entries.tobytes()),
         )
     return site.unknown("mixes")
 
@@ -151,7 +199,8 @@ def take_along_split(
 def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Take a slice with fixed bounds.
 
-    Dims that are not split must have the same bounds in both traces. Along dims of equal entries any slice is right.
+    Dims that are not split must have the same bounds in both traces. Along dims of equal entries
+    any slice is right.
     """
     relation, shapes = relations[0], site.operand_shapes()
     ranges = [
@@ -167,17 +216,25 @@ def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         for params in (site.whole_eqn.params, site.piece_eqn.params)
     ]
     split_dim = relation.dim if isinstance(relation, Split) else None
-    uneven_dims = [dim for dim in range(len(shapes[0])) if dim != split_dim and ranges[0][dim] != ranges[1][dim]]
+    uneven_dims = [
+        dim
+        for dim in range(len(shapes[0]))
+        if dim != split_dim and ranges[0][dim] != ranges[1][dim]
+    ]
     # another part of a value that is the same in all pieces: `table[:rows]`
     if any(shapes[0][dim] == shapes[1][dim] for dim in uneven_dims):
         return [site.unknown("position")]
     if isinstance(relation, Split):
-        whole_entries, piece_entries = (np.asarray(dim_ranges[relation.dim]) for dim_ranges in ranges)
+        whole_entries, piece_entries = (
+            np.asarray(dim_ranges[relation.dim]) for dim_ranges in ranges
+        )
         sizes = sizes_of_dim(shapes, relation.dim)
         return [
-            relation
-            if (whole_entries.size, piece_entries.size) == sizes
-            else take_along_split(site, relation, whole_entries, piece_entries, sizes)
+            (
+                relation
+                if (whole_entries.size, piece_entries.size) == sizes
+                else take_along_split(site, relation, whole_entries, piece_entries, sizes)
+            )
         ]
     if isinstance(relation, Columns):
         last_dim = len(shapes[0]) - 1
@@ -186,7 +243,11 @@ def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
             and ranges[0][last_dim] == ranges[1][last_dim]
         )
         return [
-            Columns(tuple(relation.columns[i] for i in ranges[0][last_dim])) if only_last_dim else site.unknown("shape")
+            (
+                Columns(tuple(relation.columns[i] for i in ranges[0][last_dim]))
+                if only_last_dim
+                else site.unknown("shape")
+            )
         ]
     return [relation]
 
@@ -196,23 +257,37 @@ def rev(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     relation = relations[0]
     if isinstance(relation, Split) and relation.dim in site.params["dimensions"]:
         sizes = sizes_of_dim(site.operand_shapes(), relation.dim)
-        return [take_along_split(site, relation, np.arange(sizes[0])[::-1], np.arange(sizes[1])[::-1], sizes)]
+        return [
+            take_along_split(
+                site, relation, np.arange(sizes[0])[::-1], np.arange(sizes[1])[::-1], sizes
+            )
+        ]
     return [relation]
 
 
 def tile(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Repeat all entries of dims, one copy after the other.
 
-    Copies of rows are further blocks. Copies of a value that is the same in all pieces are split, if the whole trace has n
-    times as many.
+    Copies of rows are further blocks. Copies of a value that is the same in all pieces are split,
+    if the whole trace has n times as many.
     """
     relation, repeats = relations[0], site.both_params("reps")
     uneven_dims = [dim for dim in range(len(repeats[0])) if repeats[0][dim] != repeats[1][dim]]
-    uneven_repeated_dims = [dim for dim in uneven_dims if sizes_of_dim(site.operand_shapes(), dim) != (1, 1)]
+    uneven_repeated_dims = [
+        dim for dim in uneven_dims if sizes_of_dim(site.operand_shapes(), dim) != (1, 1)
+    ]
     if isinstance(relation, Split):
         times = repeats[0][relation.dim]
-        even = not uneven_repeated_dims and relation.dim not in uneven_dims and relation.order is None
-        return [Split(relation.dim, relation.blocks * times, relation.ratio) if even else site.unknown("mixes")]
+        even = (
+            not uneven_repeated_dims and relation.dim not in uneven_dims and relation.order is None
+        )
+        return [
+            (
+                Split(relation.dim, relation.blocks * times, relation.ratio)
+                if even
+                else site.unknown("mixes")
+            )
+        ]
     if not uneven_repeated_dims:
         return [relation]
     if (
@@ -220,8 +295,17 @@ def tile(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         and uneven_dims == uneven_repeated_dims == [uneven_repeated_dims[0]]
         and not differing_dims(site.operand_shapes())
     ):
-        fills_pieces = repeats[0][uneven_repeated_dims[0]] == repeats[1][uneven_repeated_dims[0]] * site.num_pieces
-        return [Split(uneven_repeated_dims[0], 1, relation.ratio) if fills_pieces else site.unknown("position")]
+        fills_pieces = (
+            repeats[0][uneven_repeated_dims[0]]
+            == repeats[1][uneven_repeated_dims[0]] * site.num_pieces
+        )
+        return [
+            (
+                Split(uneven_repeated_dims[0], 1, relation.ratio)
+                if fills_pieces
+                else site.unknown("position")
+            )
+        ]
     return [site.unknown("position")]
 
 
@@ -241,8 +325,9 @@ def pad(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Join operands along a dim.
 
-    Along the split dim, operands with blocks of one size give the result more blocks. Along other dims the entries of the
-    operands are only put together, so a relation of all operands is a relation of the result.
+    Along the split dim, operands with blocks of one size give the result more blocks. Along other
+    dims the entries of the operands are only put together, so a relation of all operands is a
+    relation of the result.
     """
     dim = site.params["dimension"]
     if dim not in differing_dims(site.result_shapes()):
@@ -260,7 +345,8 @@ def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if unknown := first_unknown(operands):
         return [unknown]
     parts = [
-        operand if isinstance(operand, Split) else as_split(site, operand, i) for i, operand in enumerate(operands)
+        operand if isinstance(operand, Split) else as_split(site, operand, i)
+        for i, operand in enumerate(operands)
     ]
     blocks, block_size = 0, None
     for i, part in enumerate(parts):
@@ -269,10 +355,16 @@ def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         length = site.operand_shapes(i)[1][dim]
         if block_size is None:
             block_size = length // part.blocks
-        if part.blocks * block_size != length and not (isinstance(operands[i], Same) and length % block_size == 0):
+        if part.blocks * block_size != length and not (
+            isinstance(operands[i], Same) and length % block_size == 0
+        ):
             return [site.unknown("mixes")]
         blocks += length // block_size
-    ratios = [part.ratio for i, part in enumerate(parts) if isinstance(part, Split) and not is_zero(relations[i])]
+    ratios = [
+        part.ratio
+        for i, part in enumerate(parts)
+        if isinstance(part, Split) and not is_zero(relations[i])
+    ]
     if not all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios):
         return [site.unknown("count")]
     return [Split(dim, blocks, ratios[0] if ratios else 1.0)]
@@ -285,7 +377,10 @@ def _cannot_concatenate(site: Site, relation: Relation) -> Unknown:
 
 
 def _columns(site: Site, relations: Sequence[Relation]) -> Columns | None:
-    """Return the relation of each column if the operands are indices of different dims; None if a relation is unknown."""
+    """Return the relation of each column if the operands are indices of different dims.
+
+    None if a relation is unknown.
+    """
     columns: list[Relation] = []
     last_dim = len(site.result_shapes()[0]) - 1
     for i, relation in enumerate(relations):

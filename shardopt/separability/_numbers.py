@@ -1,4 +1,5 @@
-"""Computes numbers that follow from the trace alone, such as 1/B, arange(B) and masks, with numpy on the host.
+"""Computes numbers that follow from the trace alone, such as 1/B, arange(B) and masks, with numpy
+on the host.
 
 An array has size 1 along dims along which all its numbers are equal.
 """
@@ -28,7 +29,9 @@ from shardopt.separability._relations import (
 MAX_SIZE = 1 << 21
 """The size of the largest array that is computed."""
 MAX_EQUAL_SIZE = 1 << 12
-"""The size of the largest array that is computed if it is equal in both traces: hardly any rule needs such numbers."""
+"""The size of the largest array that is computed if it is equal in both traces: hardly any rule
+needs such numbers.
+"""
 
 ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
     "add": np.add,
@@ -67,11 +70,20 @@ ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
     "clamp": lambda low, x, high: np.clip(x, low, high),
     "div": lambda x, y: np.trunc(np.divide(x, y)) if x.dtype.kind in "biu" else np.divide(x, y),
 }
-REDUCE = {"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min, "reduce_and": np.all, "reduce_or": np.any}
+REDUCE = {
+    "reduce_sum": np.sum,
+    "reduce_max": np.max,
+    "reduce_min": np.min,
+    "reduce_and": np.all,
+    "reduce_or": np.any,
+}
 
 
 def as_numbers(value: Any) -> np.ndarray | None:
-    """Return a literal or a constant of a trace as a numpy array; None if it is too large or numpy has no such dtype."""
+    """Return a literal or a constant of a trace as a numpy array.
+
+    None if it is too large or numpy has no such dtype.
+    """
     if getattr(value, "size", 1) > MAX_SIZE or (
         hasattr(value, "dtype") and getattr(value.dtype, "kind", "?") not in "biufcV"
     ):
@@ -85,12 +97,17 @@ def as_numbers(value: Any) -> np.ndarray | None:
 
 
 def fold_constants(site: Site, relations: Sequence[Relation]) -> Known | None:
-    """Return the numbers that an equation computes; None if an operand is not known or the computation is too large."""
+    """Return the numbers that an equation computes.
+
+    None if an operand is not known or the computation is too large.
+    """
     if site.num_results != 1 or not all(isinstance(relation, Known) for relation in relations):
         return None
     known = [relation for relation in relations if isinstance(relation, Known)]
     arrays = []
-    are_equal = len(set(site.result_shapes())) == 1 and all(numbers.same_numbers for numbers in known)
+    are_equal = len(set(site.result_shapes())) == 1 and all(
+        numbers.same_numbers for numbers in known
+    )
     max_size = MAX_EQUAL_SIZE if are_equal else MAX_SIZE
     with np.errstate(all="ignore"):
         for eqn, shape, args in (
@@ -115,7 +132,9 @@ def _compress(array: np.ndarray) -> np.ndarray:
     return array
 
 
-def _compute(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int) -> np.ndarray | None:
+def _compute(
+    eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_size: int
+) -> np.ndarray | None:
     name, params = eqn.primitive.name, eqn.params
     dtype = getattr(eqn.outvars[0].aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind not in "biufcV":
@@ -124,7 +143,9 @@ def _compute(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_
         if math.prod(np.broadcast_shapes(*(arg.shape for arg in args))) > max_size:
             return None
         array = np.asarray(
-            args[0].astype(float) ** params["y"] if name == "integer_pow" else ENTRY_BY_ENTRY[name](*args)
+            args[0].astype(float) ** params["y"]
+            if name == "integer_pow"
+            else ENTRY_BY_ENTRY[name](*args)
         )
         array = array.astype(np.float32 if dtype.kind == "V" else dtype)
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
@@ -132,7 +153,11 @@ def _compute(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_
         size, dim = shape[params["dimension"]], params["dimension"]
         if size > max_size:
             return None
-        return np.arange(size).astype(dtype).reshape([-1 if i == dim else 1 for i in range(len(shape))])
+        return (
+            np.arange(size)
+            .astype(dtype)
+            .reshape([-1 if i == dim else 1 for i in range(len(shape))])
+        )
     if name == "broadcast_in_dim":
         sizes = [1] * len(shape)
         for size, dim in zip(args[0].shape, params["broadcast_dimensions"], strict=True):
@@ -145,25 +170,38 @@ def _compute(eqn: JaxprEqn, shape: tuple[int, ...], args: list[np.ndarray], max_
     if name in ("reshape", "concatenate", "slice", "rev"):
         if name == "reshape" and args[0].size == 1:
             return args[0].reshape((1,) * len(shape))
-        full_args = [np.broadcast_to(arg, var.aval.shape) for arg, var in zip(args, eqn.invars, strict=True)]  # pyright: ignore
+        full_shapes = [var.aval.shape for var in eqn.invars]  # pyright: ignore
+        full_args = [
+            np.broadcast_to(arg, full) for arg, full in zip(args, full_shapes, strict=True)
+        ]
         if sum(array.size for array in full_args) > max_size:
             return None
         if name == "slice":
             strides = params["strides"] or (1,) * len(shape)
-            return full_args[0][tuple(map(slice, params["start_indices"], params["limit_indices"], strides))]
+            return full_args[0][
+                tuple(map(slice, params["start_indices"], params["limit_indices"], strides))
+            ]
         if name == "rev":
             return np.flip(full_args[0], params["dimensions"])
-        return full_args[0].reshape(shape) if name == "reshape" else np.concatenate(full_args, params["dimension"])
+        return (
+            full_args[0].reshape(shape)
+            if name == "reshape"
+            else np.concatenate(full_args, params["dimension"])
+        )
     if name in REDUCE:
         full_shape = eqn.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
         reduced = REDUCE[name](args[0], axis=tuple(params["axes"]))
-        num_repeats = math.prod(full_shape[dim] for dim in params["axes"] if args[0].shape[dim] == 1)
+        num_repeats = math.prod(
+            full_shape[dim] for dim in params["axes"] if args[0].shape[dim] == 1
+        )
         return reduced * num_repeats if name == "reduce_sum" else reduced
     return None
 
 
 def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: Any) -> Relation:
-    """Return `Same` or `Split` for known numbers, by comparing the numbers; `Unknown` if neither is right.
+    """Return `Same` or `Split` for known numbers, by comparing the numbers.
+
+    `Unknown` if neither is right.
 
     Args:
       known: the numbers in the whole trace and in the piece trace.
@@ -171,13 +209,20 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
       num_pieces: n. All pieces have the same numbers.
       dtype: the dtype of the value, for the tolerance of the ratio.
     """
-    whole_values, piece_values, dims = known.whole_values, known.piece_values, differing_dims(shapes)
-    if whole_values.shape == piece_values.shape:  # with size 1 along dims where the shapes differ: equal entries
+    whole_values, piece_values, dims = (
+        known.whole_values,
+        known.piece_values,
+        differing_dims(shapes),
+    )
+    # with size 1 along dims where the shapes differ: equal entries
+    if whole_values.shape == piece_values.shape:
         ratio = _common_ratio(whole_values, piece_values, ratio_tolerance(dtype))
         if ratio is not None and all(whole_values.shape[dim] == 1 for dim in dims):
             return Same(ratio)
     for dim in dims:
-        if growth(shapes, [dim]) != num_pieces or any(whole_values.shape[i] > 1 for i in dims if i != dim):
+        if growth(shapes, [dim]) != num_pieces or any(
+            whole_values.shape[i] > 1 for i in dims if i != dim
+        ):
             continue
         if piece_values.shape[dim] == shapes[1][dim]:
             repeated = np.concatenate([piece_values] * num_pieces, dim)
@@ -186,11 +231,15 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
     return Unknown("position" if dims else "count", known.op)
 
 
-def _common_ratio(whole_values: np.ndarray, piece_values: np.ndarray, tolerance: float) -> float | None:
+def _common_ratio(
+    whole_values: np.ndarray, piece_values: np.ndarray, tolerance: float
+) -> float | None:
     """Return the only number r with whole_values = r * piece_values; None if there is none."""
     if np.array_equal(whole_values, piece_values, equal_nan=whole_values.dtype.kind in "fc"):
         return 1.0
-    if whole_values.dtype.kind not in "iuf" or not np.array_equal(whole_values != 0, piece_values != 0):
+    if whole_values.dtype.kind not in "iuf" or not np.array_equal(
+        whole_values != 0, piece_values != 0
+    ):
         return None
     with np.errstate(all="ignore"):
         ratios = (whole_values / piece_values)[piece_values != 0].astype(float)
@@ -203,7 +252,10 @@ def _common_ratio(whole_values: np.ndarray, piece_values: np.ndarray, tolerance:
 
 
 def row_numbers(indices: np.ndarray, size: int) -> np.ndarray | None:
-    """Return indices into a dim as a flat array; None if an index is out of bounds, where gathers clamp, wrap or fill."""
+    """Return indices into a dim as a flat array.
+
+    None if an index is out of bounds, where gathers clamp, wrap or fill.
+    """
     rows = indices.reshape(-1)
     if rows.dtype.kind not in "iu" or (rows.size and (rows.min() < 0 or rows.max() >= size)):
         return None

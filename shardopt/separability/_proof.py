@@ -1,4 +1,6 @@
-"""The settings of one proof, which every rule needs that follows a function which an equation calls."""
+"""The settings of one proof, which every rule needs that follows a function which an equation
+calls.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -26,14 +28,18 @@ class Proof:
     """The settings of one proof.
 
     Attributes:
-      relate_jaxprs: `walk.relate`, which relates the results of two traces of one function. As a field it saves a circular import.
+      relate_jaxprs: `walk.relate`, which relates the results of two traces of one function. As a
+        field it saves a circular import.
       num_pieces: n, the number of equal pieces of the batch.
-      row_axes: the mesh axes that the pieces are spread over. Collectives over these axes combine all pieces. () if there are none.
+      row_axes: the mesh axes that the pieces are spread over. Collectives over these axes combine
+        all pieces. () if there are none.
       other_axes: mesh axes that divide the work of every piece in the same way.
       positions: whether pieces are pieces of sequences; if False, they are pieces of the rows.
-      training: whether the loss is differentiated. Then the rules of `jax.custom_vjp` and `jax.custom_jvp` count.
+      training: whether the loss is differentiated. Then the rules of `jax.custom_vjp` and
+        `jax.custom_jvp` count.
       callers: the calls that the proof is inside of, the outermost first.
-      rule_traces: traces of derivative rules, by the ids of the two equations. The proof follows a loop several times, so it caches them.
+      rule_traces: traces of derivative rules, by the ids of the two equations. The proof follows a
+        loop several times, so it caches them.
     """
 
     relate_jaxprs: "Callable[[Proof, Any, Any, Sequence[Relation]], list[Relation]]"
@@ -45,7 +51,9 @@ class Proof:
     callers: tuple[JaxprEqn, ...] = ()
     rule_traces: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
 
-    def relate(self, site: Site, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]) -> list[Relation]:
+    def relate(
+        self, site: Site, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]
+    ) -> list[Relation]:
         """Return the relations of the results of a function that an equation calls.
 
         Raises:

@@ -1,4 +1,6 @@
-"""Rules of reductions and of other equations along dims: sums, extremes, sorts, windows, matrix products, convolutions."""
+"""Rules of reductions and of other equations along dims: sums, extremes, sorts, windows, matrix
+products, convolutions.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -23,11 +25,13 @@ Rule = Callable[[Site, Sequence[Relation]], list[Relation]]
 def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Add entries up.
 
-    Over the split dim, sum_W = r (sum_P0 + ... + sum_Pn-1). Over a dim of equal entries, the sum is an entry times the size.
+    Over the split dim, sum_W = r (sum_P0 + ... + sum_Pn-1). Over a dim of equal entries, the sum is
+    an entry times the size.
     """
     relation, dims = relations[0], site.params["axes"]
     if site.dtype.kind in "iu" and site.dtype.itemsize < 4:
-        return [site.unknown("count")]  # small integers overflow, and the whole batch does so earlier than a piece
+        # small integers overflow, and the whole batch does so earlier than a piece
+        return [site.unknown("count")]
     equal_dims = [
         dim
         for dim in differing_dims(site.operand_shapes())
@@ -37,7 +41,14 @@ def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if isinstance(relation, Split) and relation.dim in dims:
         return [Total(relation.ratio * factor, site.op)]
     if isinstance(relation, Split):
-        return [Split(dim_after_removal(relation.dim, dims), relation.blocks, relation.ratio * factor, relation.order)]
+        return [
+            Split(
+                dim_after_removal(relation.dim, dims),
+                relation.blocks,
+                relation.ratio * factor,
+                relation.order,
+            )
+        ]
     assert isinstance(relation, Same | Total)
     return [scaled(relation, factor)]
 
@@ -59,7 +70,13 @@ def reduce_extreme(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if not relation.ratio > 0:
         return [site.unknown("count")]
     if isinstance(relation, Split) and relation.dim in dims:
-        return [Extreme(EXTREMES[site.name], site.op) if relation.ratio == 1.0 else site.unknown("count")]
+        return [
+            (
+                Extreme(EXTREMES[site.name], site.op)
+                if relation.ratio == 1.0
+                else site.unknown("count")
+            )
+        ]
     if isinstance(relation, Split):
         return [relation.moved_to(dim_after_removal(relation.dim, dims))]
     return [relation]
@@ -71,7 +88,9 @@ def reduce_other(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if not site.differing_operand_dims.isdisjoint(dims):
         return [_mixed(site, relations)] * site.num_results
     return _row_by_row(
-        site, relations, lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, 1.0, split.order)
+        site,
+        relations,
+        lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, 1.0, split.order),
     )
 
 
@@ -84,7 +103,8 @@ def argmax(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def rule_along(param: str, linear: bool = False) -> Rule:
-    """Return the rule of a primitive that works along a dim, which must have one size in both traces.
+    """Return the rule of a primitive that works along a dim, which must have one size in both
+    traces.
 
     Args:
       param: the parameter that holds the dim, or a tuple of dims.
@@ -112,14 +132,19 @@ def top_k(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def _row_by_row(
-    site: Site, relations: Sequence[Relation], result_of_split: Callable[[Split], Relation] = lambda split: split
+    site: Site,
+    relations: Sequence[Relation],
+    result_of_split: Callable[[Split], Relation] = lambda split: split,
 ) -> list[Relation]:
-    """Return the results of an equation that applies one function to each row. Operands must have ratio 1 and one place.
+    """Return the results of an equation that applies one function to each row.
+
+    Operands must have ratio 1 and one place.
 
     Args:
       site: the equation.
       relations: the relations of the operands.
-      result_of_split: the relation of a result for the common `Split` of the operands; by default the same.
+      result_of_split: the relation of a result for the common `Split` of the operands; by default
+        the same.
     """
     for relation in relations:
         if isinstance(relation, Total):
@@ -131,17 +156,25 @@ def _row_by_row(
 
 
 def _mixed(site: Site, relations: Sequence[Relation]) -> Unknown:
-    """Return `Unknown` for an equation along dims of rows; if an operand is a total, the message names the sum."""
+    """Return `Unknown` for an equation along dims of rows.
+
+    If an operand is a total, the message names the sum.
+    """
     total = next((relation for relation in relations if isinstance(relation, Total)), None)
     return site.unknown("mixes") if total is None else not_linear(site, total)
 
 
 def window(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Reduce sliding windows, which must hold one entry along dims of rows."""
-    params, dims = site.params, {dim for i in range(len(relations)) for dim in differing_dims(site.operand_shapes(i))}
+    params, dims = (
+        site.params,
+        {dim for i in range(len(relations)) for dim in differing_dims(site.operand_shapes(i))},
+    )
 
     def has_own_windows(dim: int) -> bool:
-        dilations = [params[name][dim] for name in ("base_dilation", "window_dilation") if params.get(name)]
+        dilations = [
+            params[name][dim] for name in ("base_dilation", "window_dilation") if params.get(name)
+        ]
         sizes = [params["window_dimensions"][dim], params["window_strides"][dim], *dilations]
         return all(size == 1 for size in sizes) and tuple(params["padding"][dim]) == (0, 0)
 
@@ -153,7 +186,10 @@ def window(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Decompose matrices. The last two dims are the dims of a matrix, all other dims are batch dims."""
+    """Decompose matrices.
+
+    The last two dims are the dims of a matrix, all other dims are batch dims.
+    """
     min_ndim = min(len(site.operand_shapes(i)[0]) for i in range(len(relations)))
     result_ndims = [len(site.result_shapes(i)[0]) for i in range(site.num_results)]
     num_matrix_dims = 1 if site.name == "lu_pivots_to_permutation" else 2
@@ -164,7 +200,10 @@ def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         for dim in differing_dims(shapes)
     ):
         return [site.unknown("mixes")] * site.num_results
-    if any(isinstance(relation, Split) and relation.dim >= min(min_ndim, *result_ndims) for relation in relations):
+    if any(
+        isinstance(relation, Split) and relation.dim >= min(min_ndim, *result_ndims)
+        for relation in relations
+    ):
         return [site.unknown("shape")] * site.num_results
     return _row_by_row(site, relations)
 
@@ -180,20 +219,28 @@ def fft(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Multiply two arrays and add up over the contracted dims.
 
-    If the split dim is contracted, the result is a sum over rows: both operands are split, or the other operand has equal
-    entries along this dim. If the split dim is a batch dim, or a dim of one operand only, the result is split.
+    If the split dim is contracted, the result is a sum over rows: both operands are split, or the
+    other operand has equal entries along this dim. If the split dim is a batch dim, or a dim of one
+    operand only, the result is split.
     """
     contract_dims, batch_dims = site.params["dimension_numbers"]
     left_relation, right_relation = relations
     if isinstance(left_relation, Total) or isinstance(right_relation, Total):
         total, factor_relation = (
-            (left_relation, right_relation) if isinstance(left_relation, Total) else (right_relation, left_relation)
+            (left_relation, right_relation)
+            if isinstance(left_relation, Total)
+            else (right_relation, left_relation)
         )
         if not isinstance(factor_relation, Same):
             return [not_linear(site, total)]
-    assert isinstance(left_relation, Same | Split | Total) and isinstance(right_relation, Same | Split | Total)  # noqa: PT018
-    splits = {side: relation for side, relation in enumerate(relations) if isinstance(relation, Split)}
-    uneven_contract_dims = [dim for dim in differing_dims(site.operand_shapes()) if dim in contract_dims[0]]
+    assert isinstance(left_relation, Same | Split | Total)
+    assert isinstance(right_relation, Same | Split | Total)
+    splits = {
+        side: relation for side, relation in enumerate(relations) if isinstance(relation, Split)
+    }
+    uneven_contract_dims = [
+        dim for dim in differing_dims(site.operand_shapes()) if dim in contract_dims[0]
+    ]
     ratio = left_relation.ratio * right_relation.ratio
     if not splits:
         operand = left_relation if isinstance(left_relation, Total) else right_relation
@@ -227,15 +274,19 @@ def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:
         ]
         for side in (0, 1)
     ]
-    result_dim = len(batch_dims[0]) + (len(free_dims[0]) if index else 0) + free_dims[index].index(relation.dim)
+    result_dim = (
+        len(batch_dims[0])
+        + (len(free_dims[0]) if index else 0)
+        + free_dims[index].index(relation.dim)
+    )
     return [Split(result_dim, relation.blocks, ratio, relation.order)]
 
 
 def convolution(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Convolve images with a kernel.
 
-    Rows may be the batch dim of the images. Or they are the feature dim of both operands, over which the convolution sums:
-    so does the gradient of a kernel.
+    Rows may be the batch dim of the images. Or they are the feature dim of both operands, over
+    which the convolution sums: so does the gradient of a kernel.
     """
     numbers, params = site.params["dimension_numbers"], site.params
     image, kernel = relations
@@ -245,18 +296,30 @@ def convolution(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ungrouped = params["batch_group_count"] == params["feature_group_count"] == 1
     if uneven_dims == ((), ()):
         if isinstance(image, Total) != isinstance(kernel, Total):
-            total, factor_relation = (image, kernel) if isinstance(image, Total) else (kernel, image)
+            total, factor_relation = (
+                (image, kernel) if isinstance(image, Total) else (kernel, image)
+            )
             return [scaled(total, factor_relation.ratio)]
         return [
-            Same(ratio, image.drawn or kernel.drawn)
-            if isinstance(image, Same) and isinstance(kernel, Same)
-            else site.unknown("mixes")
+            (
+                Same(ratio, image.drawn or kernel.drawn)
+                if isinstance(image, Same) and isinstance(kernel, Same)
+                else site.unknown("mixes")
+            )
         ]
-    if uneven_dims == ((numbers.lhs_spec[0],), ()) and params["batch_group_count"] == 1 and isinstance(kernel, Same):
+    if (
+        uneven_dims == ((numbers.lhs_spec[0],), ())
+        and params["batch_group_count"] == 1
+        and isinstance(kernel, Same)
+    ):
         if isinstance(image, Split):
             return [Split(numbers.out_spec[0], image.blocks, ratio, image.order)]
         return [scaled(image, kernel.ratio)]
-    if not (isinstance(image, Split) and isinstance(kernel, Split) and image.place[1:] == kernel.place[1:]):
+    if not (
+        isinstance(image, Split)
+        and isinstance(kernel, Split)
+        and image.place[1:] == kernel.place[1:]
+    ):
         return [site.unknown("mixes")]
     if uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) and ungrouped:
         return [Total(ratio, site.op)]

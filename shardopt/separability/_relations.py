@@ -1,8 +1,10 @@
-"""Relations between a value of the whole batch and the values of its pieces: the lattice of the proof.
+"""Relations between a value of the whole batch and the values of its pieces: the lattice of the
+proof.
 
-A loss is traced twice: on the whole batch (the whole trace), and on one of n equal pieces of it (the piece trace). Both
-traces have the same equations, with other sizes. A variable has the value W in the whole trace, and P_i in the trace of
-piece i. A relation says how W follows from P_0, ..., P_{n-1}, for all parameters and all rows:
+A loss is traced twice: on the whole batch (the whole trace), and on one of n equal pieces of it
+(the piece trace). Both traces have the same equations, with other sizes. A variable has the value W
+in the whole trace, and P_i in the trace of piece i. A relation says how W follows from P_0, ...,
+P_{n-1}, for all parameters and all rows:
 
     Same(r)       W = r P_i for every i
     Split(d, k)   W = r concat(P_0, ..., P_{n-1}) along dim d (k times, for each of k blocks)
@@ -13,8 +15,9 @@ piece i. A relation says how W follows from P_0, ..., P_{n-1}, for all parameter
     Columns       each entry along the last dim has its own relation
     Unknown       nothing is known
 
-All relations but Known share one rule. A dim may have another size in W than in P, although it is not the split dim.
-**Then all entries along this dim are equal.** So a number that is broadcast is the Same for any number of rows.
+All relations but Known share one rule. A dim may have another size in W than in P, although it is
+not the split dim. **Then all entries along this dim are equal.** So a number that is broadcast is
+the Same for any number of rows.
 """
 
 import dataclasses
@@ -37,7 +40,8 @@ class Operation(NamedTuple):
 
     Attributes:
       eqn: the equation.
-      callers: the calls around it, the outermost first. jax caches traces of its own functions, which then do not hold their caller.
+      callers: the calls around it, the outermost first. jax caches traces of its own functions,
+        which then do not hold their caller.
     """
 
     eqn: JaxprEqn
@@ -63,9 +67,11 @@ class Split:
 
     Attributes:
       dim: the dim along which they are concatenated.
-      blocks: how many blocks this dim has. Each block is a concatenation: entry [block, j] of P_i is entry [block, i, j] of W.
+      blocks: how many blocks this dim has. Each block is a concatenation: entry [block, j] of P_i
+        is entry [block, i, j] of W.
       ratio: the ratio of an entry of W to its entry of P_i.
-      order: None if the pieces come in order; else an identifier of the permutation of the entries of W.
+      order: None if the pieces come in order; else an identifier of the permutation of the entries
+        of W.
     """
 
     dim: int
@@ -98,7 +104,9 @@ class Total:
 
 @dataclasses.dataclass(frozen=True)
 class Shifted:
-    """A split value plus a total, as in `mean(errors + penalty)`. Only linear operations keep this relation.
+    """A split value plus a total, as in `mean(errors + penalty)`.
+
+    Only linear operations keep this relation.
 
     Attributes:
       split: the relation of the split value.
@@ -148,16 +156,23 @@ class Known:
 
     def equals(self, other: "Known") -> bool:
         """Return whether another value has the same numbers, in the whole and in a piece."""
-        return _equal(self.whole_values, other.whole_values) and _equal(self.piece_values, other.piece_values)
+        return _equal(self.whole_values, other.whole_values) and _equal(
+            self.piece_values, other.piece_values
+        )
 
     def as_same(self) -> "Same | Unknown":
-        """Return the relation of a value that has these numbers only sometimes, such as in one turn of a loop."""
+        """Return the relation of a value that has these numbers only sometimes, such as in one turn
+        of a loop.
+        """
         return Same() if self.same_numbers else Unknown("count", self.op)
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Indices of several dims, as in `x[arange(rows), labels]`. Each entry along the last dim has its own relation."""
+    """Indices of several dims, as in `x[arange(rows), labels]`.
+
+    Each entry along the last dim has its own relation.
+    """
 
     columns: "tuple[Relation, ...]"
 
@@ -169,7 +184,8 @@ class Unknown:
     Attributes:
       reason: a key of `REASONS`.
       op: the first operation whose result is unknown; or the sum or extreme that `use` cannot take.
-      use: the operation that cannot take the total or extreme of `op`; None if `op` itself is the problem.
+      use: the operation that cannot take the total or extreme of `op`; None if `op` itself is the
+        problem.
     """
 
     reason: str
@@ -182,7 +198,9 @@ Scaled = TypeVar("Scaled", bound=Same | Split | Total)
 
 
 def scaled(relation: Scaled, factor: float) -> Scaled:
-    """Return the relation of a value times a number which is `factor` times as large in the whole trace."""
+    """Return the relation of a value times a number which is `factor` times as large in the whole
+    trace.
+    """
     return dataclasses.replace(relation, ratio=relation.ratio * factor)
 
 
@@ -190,7 +208,10 @@ REASONS = {
     "mixes": "rows are mixed.",
     "position": "a row's part depends on its position in the batch.",
     "count": "it depends on the number of rows otherwise than a mean over them.",
-    "backward": "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their number.",
+    "backward": (
+        "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their"
+        " number."
+    ),
     "primitive": "no rule says what this operation does to rows.",
     "shape": "no rule says where rows are afterwards.",
     "loop": "no rule says what this loop does to rows.",
@@ -220,7 +241,12 @@ def close(a: float, b: float, tolerance: float) -> bool:
 def ratio_tolerance(dtype: Any) -> float:
     """Return the largest relative rounding error of the ratio of two numbers of a dtype."""
     name = getattr(dtype, "name", "")
-    return {"float64": 2.0**-49, "complex128": 2.0**-49, "bfloat16": 2.0**-6, "float16": 2.0**-9}.get(name, 2.0**-20)
+    return {
+        "float64": 2.0**-49,
+        "complex128": 2.0**-49,
+        "bfloat16": 2.0**-6,
+        "float16": 2.0**-9,
+    }.get(name, 2.0**-20)
 
 
 class Site:
@@ -236,8 +262,19 @@ class Site:
       op: the equation, for an error message to name.
     """
 
-    def __init__(self, whole_eqn: JaxprEqn, piece_eqn: JaxprEqn, num_pieces: int, callers: tuple[JaxprEqn, ...] = ()):
-        self.whole_eqn, self.piece_eqn, self.num_pieces, self.callers = whole_eqn, piece_eqn, num_pieces, callers
+    def __init__(
+        self,
+        whole_eqn: JaxprEqn,
+        piece_eqn: JaxprEqn,
+        num_pieces: int,
+        callers: tuple[JaxprEqn, ...] = (),
+    ):
+        self.whole_eqn, self.piece_eqn, self.num_pieces, self.callers = (
+            whole_eqn,
+            piece_eqn,
+            num_pieces,
+            callers,
+        )
         self.name, self.params = whole_eqn.primitive.name, whole_eqn.params
         self.op = Operation(whole_eqn, callers)
 
@@ -251,8 +288,14 @@ class Site:
 
     @property
     def differing_operand_dims(self) -> set[int]:
-        """The dims that have another size in the whole trace than in the piece trace, in any operand."""
-        return {dim for i in range(len(self.whole_eqn.invars)) for dim in differing_dims(self.operand_shapes(i))}
+        """The dims that have another size in the whole trace than in the piece trace, in any
+        operand.
+        """
+        return {
+            dim
+            for i in range(len(self.whole_eqn.invars))
+            for dim in differing_dims(self.operand_shapes(i))
+        }
 
     @property
     def num_results(self) -> int:
@@ -267,8 +310,13 @@ class Site:
     @property
     def tolerance(self) -> float:
         """The largest relative difference of two ratios that count as equal."""
-        dtypes = [getattr(var.aval, "dtype", None) for var in (*self.whole_eqn.invars, *self.whole_eqn.outvars)]
-        floating = [ratio_tolerance(dtype) for dtype in dtypes if getattr(dtype, "kind", "") in "fcV"]
+        dtypes = [
+            getattr(var.aval, "dtype", None)
+            for var in (*self.whole_eqn.invars, *self.whole_eqn.outvars)
+        ]
+        floating = [
+            ratio_tolerance(dtype) for dtype in dtypes if getattr(dtype, "kind", "") in "fcV"
+        ]
         return min(floating, default=ratio_tolerance(np.dtype(np.float64)))
 
     def equal_ratios(self, a: float, b: float) -> bool:
@@ -309,7 +357,9 @@ class OperandSite(Site):
 def differing_dims(shapes: Shapes) -> tuple[int, ...]:
     """Return the dims that have another size in the whole trace than in the piece trace."""
     return tuple(
-        dim for dim, (whole_size, piece_size) in enumerate(zip(*shapes, strict=True)) if whole_size != piece_size
+        dim
+        for dim, (whole_size, piece_size) in enumerate(zip(*shapes, strict=True))
+        if whole_size != piece_size
     )
 
 
@@ -324,6 +374,8 @@ def dim_after_removal(dim: int, removed_dims: Sequence[int]) -> int:
 
 
 def growth(shapes: Shapes, dims: Sequence[int]) -> float:
-    """Return the number of entries along dims in the whole trace, divided by their number in the piece trace."""
+    """Return the number of entries along dims in the whole trace, divided by their number in the
+    piece trace.
+    """
     whole_size, piece_size = (math.prod(shape[dim] for dim in dims) for shape in shapes)
     return whole_size / piece_size if piece_size else math.nan

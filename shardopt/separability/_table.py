@@ -1,4 +1,7 @@
-"""The table of rules: the effect of each primitive of jax on relations. A primitive that is not in the table is unknown."""
+"""The table of rules: the effect of each primitive of jax on relations.
+
+A primitive that is not in the table is unknown.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -38,11 +41,15 @@ class Rule(NamedTuple):
     """The rule of a primitive.
 
     Attributes:
-      results: `results(site, relations)` returns the relations of the results from the relations of the operands.
-      size_params: the parameters that may differ between the two traces, because `results` checks them.
-      accepts: the relations that `results` can handle. With any other operand the result is unknown. Not used if `raw`.
-      raw: whether `results` gets all relations, `Known` and `Unknown` included. If False, known numbers are replaced by the
-        relation that follows from them, and only relations that `results` accepts reach it.
+      results: `results(site, relations)` returns the relations of the results from the relations of
+        the operands.
+      size_params: the parameters that may differ between the two traces, because `results` checks
+        them.
+      accepts: the relations that `results` can handle. With any other operand the result is
+        unknown. Not used if `raw`.
+      raw: whether `results` gets all relations, `Known` and `Unknown` included. If False, known
+        numbers are replaced by the relation that follows from them, and only relations that
+        `results` accepts reach it.
     """
 
     results: Callable[[Site, Sequence[Relation]], list[Relation]]
@@ -52,7 +59,16 @@ class Rule(NamedTuple):
 
 
 PLACEMENT_PARAMS = frozenset(
-    ["sharding", "out_sharding", "device", "devices", "srcs", "dst_sharding", "src_sharding", "layout"]
+    [
+        "sharding",
+        "out_sharding",
+        "device",
+        "devices",
+        "srcs",
+        "dst_sharding",
+        "src_sharding",
+        "layout",
+    ]
 )
 """Parameters that place values on devices, and do not change the values."""
 
@@ -65,7 +81,8 @@ def apply_rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     if rule is None:
         return unknown_results(site, relations, "primitive")
     if not all(
-        name in rule.size_params | PLACEMENT_PARAMS or equal_params(*site.both_params(name)) for name in site.params
+        name in rule.size_params | PLACEMENT_PARAMS or equal_params(*site.both_params(name))
+        for name in site.params
     ):
         return unknown_results(site, relations, "count")
     if any(isinstance(relation, Shifted) for relation in relations):
@@ -88,11 +105,20 @@ LINEAR_IN_ONE = frozenset(
 
 
 def _apply_to_parts(site: Site, rule: Rule, relations: Sequence[Relation]) -> Relation:
-    """Return the relation of f(Q + T) for rows Q and a total T. If f is linear, it is f(Q) + f(T)."""
+    """Return the relation of f(Q + T) for rows Q and a total T.
+
+    If f is linear, it is f(Q) + f(T).
+    """
     if unknown := first_unknown(relations):
         return unknown
-    added_relations = [relation for relation in resolve_numbers(site, relations) if not isinstance(relation, Shifted)]
-    if len(added_relations) != len(relations) - 1 or (site.name == "div" and not isinstance(relations[0], Shifted)):
+    added_relations = [
+        relation
+        for relation in resolve_numbers(site, relations)
+        if not isinstance(relation, Shifted)
+    ]
+    if len(added_relations) != len(relations) - 1 or (
+        site.name == "div" and not isinstance(relations[0], Shifted)
+    ):
         return site.unknown("mixes")
     shifted = next(relation for relation in relations if isinstance(relation, Shifted))
     parts: list[Relation] = []
@@ -100,9 +126,15 @@ def _apply_to_parts(site: Site, rule: Rule, relations: Sequence[Relation]) -> Re
         operands = [part if isinstance(relation, Shifted) else relation for relation in relations]
         if site.name in ("add", "sub", "add_any"):  # the other operand is added to Q or to T
             adds_total = isinstance(added_relations[0], Total)
-            parts.append(rule.results(site, operands)[0] if isinstance(part, Total) == adds_total else part)
-        elif site.name in LINEAR_IN_ONE and all(isinstance(relation, Same) for relation in added_relations):
-            parts.append(rule.results(site, operands if rule.raw else resolve_numbers(site, operands))[0])
+            parts.append(
+                rule.results(site, operands)[0] if isinstance(part, Total) == adds_total else part
+            )
+        elif site.name in LINEAR_IN_ONE and all(
+            isinstance(relation, Same) for relation in added_relations
+        ):
+            parts.append(
+                rule.results(site, operands if rule.raw else resolve_numbers(site, operands))[0]
+            )
     if len(parts) == 2 and isinstance(parts[0], Split) and isinstance(parts[1], Total):
         return Shifted(parts[0], parts[1])
     if len(parts) == 2 and isinstance(parts[0], Total):
@@ -114,7 +146,9 @@ def equal_params(whole_param: Any, piece_param: Any) -> bool:
     """Return whether a parameter of an equation is the same in both traces."""
     if whole_param is piece_param:
         return True
-    if isinstance(whole_param, np.ndarray | jax.Array) or isinstance(piece_param, np.ndarray | jax.Array):
+    if isinstance(whole_param, np.ndarray | jax.Array) or isinstance(
+        piece_param, np.ndarray | jax.Array
+    ):
         return np.array_equal(np.asarray(whole_param), np.asarray(piece_param), equal_nan=True)
     floats = isinstance(whole_param, float) and isinstance(piece_param, float)
     if floats and whole_param != whole_param and piece_param != piece_param:  # both NaN
@@ -128,25 +162,40 @@ def equal_params(whole_param: Any, piece_param: Any) -> bool:
 def _random(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     """Draw random numbers from a key.
 
-    Each piece has another key of the loss, so its random numbers for rows are split. Any other key gives all pieces the same
-    numbers, but the rows of the whole batch get different numbers.
+    Each piece has another key of the loss, so its random numbers for rows are split. Any other key
+    gives all pieces the same numbers, but the rows of the whole batch get different numbers.
     """
     key = relations[0]
     shapes = site.result_shapes()
     dims = differing_dims(shapes)
     if isinstance(key, Split):
-        return [Split(key.dim, key.blocks, 1.0, key.order) if dims == (key.dim,) else site.unknown("shape")]
+        return [
+            (
+                Split(key.dim, key.blocks, 1.0, key.order)
+                if dims == (key.dim,)
+                else site.unknown("shape")
+            )
+        ]
     if not isinstance(key, Same):
         return [site.unknown("mixes")]
     if not dims:
         return [key]
     if not key.drawn:
         return [site.unknown("position")]
-    return [Split(dims[0]) if len(dims) == 1 and growth(shapes, dims) == site.num_pieces else site.unknown("shape")]
+    return [
+        (
+            Split(dims[0])
+            if len(dims) == 1 and growth(shapes, dims) == site.num_pieces
+            else site.unknown("shape")
+        )
+    ]
 
 
 def _fold_in(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Make a new key of a key and a number. From the key of the loss and a known number, each piece makes another key."""
+    """Make a new key of a key and a number.
+
+    From the key of the loss and a known number, each piece makes another key.
+    """
     key = relations[0]
     if isinstance(key, Same) and key.drawn and isinstance(relations[1], Known):
         return _random(site, [key])
@@ -161,13 +210,24 @@ def _threefry(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def _iota(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Count along a dim. Along a dim of rows, all pieces but the first count other numbers than the whole batch."""
+    """Count along a dim.
+
+    Along a dim of rows, all pieces but the first count other numbers than the whole batch.
+    """
     del relations
-    return [site.unknown("position") if site.params["dimension"] in differing_dims(site.result_shapes()) else Same()]
+    return [
+        (
+            site.unknown("position")
+            if site.params["dimension"] in differing_dims(site.result_shapes())
+            else Same()
+        )
+    ]
 
 
 def _constant(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Return the number of the platform, which is one for all pieces: `jnp.diag` and `platform_dependent` branch on it."""
+    """Return the number of the platform, which is one for all pieces: `jnp.diag` and
+    `platform_dependent` branch on it.
+    """
     del site, relations
     return [Same()]
 
@@ -197,9 +257,15 @@ def _any_of_scalar(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def _attention_kernel(site: Site, relations: Sequence[Relation]) -> list[Relation]:
-    """Follow cuDNN's attention on operands [rows, ...]: the result of a row follows from this row alone."""
+    """Follow cuDNN's attention on operands [rows, ...]: the result of a row follows from this row
+    alone.
+    """
     dims = site.differing_operand_dims
-    dims |= {dim for shapes in map(site.result_shapes, range(site.num_results)) for dim in differing_dims(shapes)}
+    dims |= {
+        dim
+        for shapes in map(site.result_shapes, range(site.num_results))
+        for dim in differing_dims(shapes)
+    }
     places = {relation.place for relation in relations if isinstance(relation, Split)}
     if not dims <= {0} or not all(map(site.is_unscaled, relations)) or places != {(0, 1, None)}:
         return [site.unknown("mixes")] * site.num_results

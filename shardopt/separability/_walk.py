@@ -10,7 +10,12 @@ from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.separability import _derivatives as derivatives
 from shardopt.separability import _loops as loops
-from shardopt.separability._elementwise import first_unknown, resolve_numbers, unify, unknown_results
+from shardopt.separability._elementwise import (
+    first_unknown,
+    resolve_numbers,
+    unify,
+    unknown_results,
+)
 from shardopt.separability._numbers import as_numbers
 from shardopt.separability._proof import DifferentTracesError, Proof
 from shardopt.separability._relations import (
@@ -27,14 +32,25 @@ from shardopt.separability._relations import (
 )
 from shardopt.separability._single_rows import batched_product, omitted_broadcast
 from shardopt.separability._table import apply_rule, equal_params
-from shardopt.trace._jaxprs import CHECKPOINTS, COLLECTIVES, SUMS, constants_of, open_jaxpr, shape_of
+from shardopt.trace._jaxprs import (
+    CHECKPOINTS,
+    COLLECTIVES,
+    SUMS,
+    constants_of,
+    open_jaxpr,
+    shape_of,
+)
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
 
-CALLS = frozenset(["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS])
+CALLS = frozenset(
+    ["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS]
+)
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
 
 
-def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]) -> list[Relation]:
+def relate_jaxprs(
+    proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]
+) -> list[Relation]:
     """Return the relations of the results of two traces of one function.
 
     Args:
@@ -59,7 +75,9 @@ def relate_jaxprs(proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: S
             raise DifferentTracesError(None)
         if isinstance(whole_atom, Literal):
             return _relation_of_constants(whole_atom.val, piece_atom.val)
-        return relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
+        return (
+            relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
+        )
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
     for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns, piece_var_of):
@@ -86,12 +104,18 @@ def _matching_equations(
     """
     position = 0
     for whole_eqn in whole_eqns:
-        if (broadcast := omitted_broadcast(whole_eqn, piece_eqns[position : position + 1], piece_var_of)) is not None:
+        if (
+            broadcast := omitted_broadcast(
+                whole_eqn, piece_eqns[position : position + 1], piece_var_of
+            )
+        ) is not None:
             yield whole_eqn, broadcast
         elif position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
             yield whole_eqn, piece_eqns[position]
             position += 1
-        elif (product := batched_product(whole_eqn, piece_eqns[position : position + 4])) is not None:
+        elif (
+            product := batched_product(whole_eqn, piece_eqns[position : position + 4])
+        ) is not None:
             yield whole_eqn, product
             position += 4
         else:
@@ -101,17 +125,24 @@ def _matching_equations(
 
 
 def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
-    """Return whether two equations have one primitive, and operands and results of the same dtypes and ranks."""
+    """Return whether two equations have one primitive, and operands and results of the same dtypes
+    and ranks.
+    """
 
     def kind(eqn: JaxprEqn) -> tuple[Any, ...]:
-        types = [(getattr(var.aval, "dtype", None), len(shape_of(var))) for var in (*eqn.invars, *eqn.outvars)]
+        types = [
+            (getattr(var.aval, "dtype", None), len(shape_of(var)))
+            for var in (*eqn.invars, *eqn.outvars)
+        ]
         return eqn.primitive.name, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
 
 
 def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
-    """Return the relation of a literal or constant of both traces: `Same` for one array in both, else its numbers."""
+    """Return the relation of a literal or constant of both traces: `Same` for one array in both,
+    else its numbers.
+    """
     shapes = np.shape(whole_value), np.shape(piece_value)
     if whole_value is piece_value and shapes[0] != ():
         return Same()
@@ -121,7 +152,10 @@ def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
         and np.array_equal(whole_value, piece_value)
     ):
         return Same()
-    local = all(not isinstance(value, jax.Array) or value.is_fully_addressable for value in (whole_value, piece_value))
+    local = all(
+        not isinstance(value, jax.Array) or value.is_fully_addressable
+        for value in (whole_value, piece_value)
+    )
     numbers = [as_numbers(value) for value in (whole_value, piece_value)] if local else [None]
     if any(value is None for value in numbers):
         return Same() if whole_value is piece_value else Unknown("traces")
@@ -148,7 +182,10 @@ def _relate_equation(proof: Proof, site: Site, relations: list[Relation]) -> lis
 
 
 def _function_param(site: Site) -> str | None:
-    """Return the name of the parameter that holds the function which an equation calls; None if there is none."""
+    """Return the name of the parameter that holds the function which an equation calls.
+
+    None if there is none.
+    """
     return next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
 
 
@@ -172,35 +209,49 @@ def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]
 
 
 def _written_by_jax(site: Site) -> bool:
-    """Return whether all equations of a function come from `jax.numpy`, and not from a user's function of the same name."""
+    """Return whether all equations of a function come from `jax.numpy`, and not from a user's
+    function of the same name.
+    """
     folder = str(Path(jax.__file__).parent / "_src" / "numpy")
     for jaxpr in site.both_params("jaxpr"):
         for eqn in open_jaxpr(jaxpr).eqns:
             traceback = eqn.source_info.traceback
-            files = [frame.file_name for frame in traceback.frames] if traceback is not None else [""]
+            files = (
+                [frame.file_name for frame in traceback.frames] if traceback is not None else [""]
+            )
             if not any(file.startswith(folder) for file in files[:12]):
                 return False
     return True
 
 
 def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
-    """Return the relation of the result of `jnp.take_along_axis`, which jax writes in another way for dims of size 1.
+    """Return the relation of the result of `jnp.take_along_axis`, which jax writes in another way
+    for dims of size 1.
 
-    The result has the dims of the operands, and dims of size 1 are broadcast. So an index looks up an entry at its own place
-    along all dims but one.
+    The result has the dims of the operands, and dims of size 1 are broadcast. So an index looks up
+    an entry at its own place along all dims but one.
     """
     gathers = [
-        [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "gather"] for jaxpr in site.both_params("jaxpr")
+        [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "gather"]
+        for jaxpr in site.both_params("jaxpr")
     ]
     if any(len(gather_eqns) != 1 for gather_eqns in gathers):
         return site.unknown("traces")
     (whole_gather,), (piece_gather,) = gathers
-    indexed_dims = [eqn.params["dimension_numbers"].start_index_map for eqn in (whole_gather, piece_gather)]
+    indexed_dims = [
+        eqn.params["dimension_numbers"].start_index_map for eqn in (whole_gather, piece_gather)
+    ]
     same_mode = all(
-        equal_params(whole_gather.params[name], piece_gather.params[name]) for name in ("mode", "fill_value")
+        equal_params(whole_gather.params[name], piece_gather.params[name])
+        for name in ("mode", "fill_value")
     )
     operands = resolve_numbers(site, relations)
-    if indexed_dims[0] != indexed_dims[1] or len(indexed_dims[0]) != 1 or not same_mode or first_unknown(operands):
+    if (
+        indexed_dims[0] != indexed_dims[1]
+        or len(indexed_dims[0]) != 1
+        or not same_mode
+        or first_unknown(operands)
+    ):
         return first_unknown(operands) or site.unknown("traces")
     (dim,) = indexed_dims[0]
     if dim in differing_dims(site.operand_shapes(0)) or not all(
@@ -209,14 +260,19 @@ def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
         return site.unknown("mixes")
     for i, relation in enumerate(operands):
         if isinstance(relation, Split):
-            sizes = [shape[relation.dim] for shape in (*site.operand_shapes(i), *site.result_shapes())]
+            sizes = [
+                shape[relation.dim] for shape in (*site.operand_shapes(i), *site.result_shapes())
+            ]
             if sizes[:2] != sizes[2:]:
                 return site.unknown("position")
     return unify(site, operands)
 
 
 def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
-    """Return the relation of the largest absolute numbers over positions. Devices along context take their maximum."""
+    """Return the relation of the largest absolute numbers over positions.
+
+    Devices along context take their maximum.
+    """
     if unknown := first_unknown(relations):
         return unknown
     (operand,) = resolve_numbers(site, relations)
@@ -228,8 +284,9 @@ def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
 def _attention(site: Site, relations: Sequence[Relation]) -> Relation:
     """Return the relation of the result of `so.nn.attention`.
 
-    The operands are query, key and value [B, T, ...], and position numbers [B, T] or [T]. The attention combines the
-    positions of all devices along context, so its result for a position is the same as on one device.
+    The operands are query, key and value [B, T, ...], and position numbers [B, T] or [T]. The
+    attention combines the positions of all devices along context, so its result for a position is
+    the same as on one device.
     """
     if unknown := first_unknown(relations):
         return unknown
@@ -240,11 +297,15 @@ def _attention(site: Site, relations: Sequence[Relation]) -> Relation:
     return Split(1)
 
 
-# --- derivative rules -------------------------------------------------------------------------------------------------
+# --- derivative rules
+# -------------------------------------------------------------------------------------------------
 
 
 def _custom(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
-    """Follow a function with a custom derivative rule; follow the rule too if the loss is differentiated."""
+    """Follow a function with a custom derivative rule.
+
+    Follow the rule too if the loss is differentiated.
+    """
     key = _function_param(site)
     if key is None:
         return unknown_results(site, relations, "primitive")
@@ -263,14 +324,17 @@ def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[R
     """
     const_counts = site.params["const_lengths"]
     functions = {
-        name: [getattr(solver, name) for solver in site.both_params("jaxprs")] for name in const_counts._fields
+        name: [getattr(solver, name) for solver in site.both_params("jaxprs")]
+        for name in const_counts._fields
     }
     start, consts = 0, {}
     for name in const_counts._fields:
         consts[name] = relations[start : start + getattr(const_counts, name)]
         start += getattr(const_counts, name)
     right_sides = relations[start:]
-    solution = proof.relate(site, functions["solve"][0], functions["solve"][1], [*consts["solve"], *right_sides])
+    solution = proof.relate(
+        site, functions["solve"][0], functions["solve"][1], [*consts["solve"], *right_sides]
+    )
     for name, jaxprs in functions.items():
         if name == "solve" or jaxprs[0] is None:
             continue
@@ -280,13 +344,15 @@ def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[R
     return solution
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
+# --- collectives
+# ------------------------------------------------------------------------------------------------------
 
 
 def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
     """Follow a collective that the loss calls.
 
-    Over the axes of the pieces, which have size 1 in the whole trace, a collective combines all pieces:
+    Over the axes of the pieces, which have size 1 in the whole trace, a collective combines all
+    pieces:
 
     - A sum over devices gives every piece the sum of all P_i, which is W / c.
     - A gather gives every piece the rows of the whole batch.
@@ -301,7 +367,8 @@ def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Rel
     grouped = site.params.get("axis_index_groups") is not None
     if axes <= proof.other_axes and not grouped and (site.name in SUMS or site.name == "ppermute"):
         return [
-            relation if isinstance(relation, Same | Split | Total) else site.unknown("mixes") for relation in relations
+            relation if isinstance(relation, Same | Split | Total) else site.unknown("mixes")
+            for relation in relations
         ]
     if axes != proof.row_axes or not axes or grouped:
         return [site.unknown("primitive")] * site.num_results
@@ -315,12 +382,20 @@ def _collective_over_pieces(site: Site, relation: Relation, i: int) -> Relation:
         return Same(relation.ratio)
     if site.name in SUMS and isinstance(relation, Same) and not relation.drawn:
         return Same(relation.ratio / site.num_pieces)
-    if site.name in ("pmax", "pmin") and isinstance(relation, Extreme) and site.name[1:] == relation.kind:
+    if (
+        site.name in ("pmax", "pmin")
+        and isinstance(relation, Extreme)
+        and site.name[1:] == relation.kind
+    ):
         return Same()
     if site.name in ("pmax", "pmin") and is_exactly_same(relation):
         return Same()
     if site.name == "all_gather" and isinstance(relation, Split) and site.params["tiled"]:
         whole_shape, piece_shape = site.result_shapes(i)
-        if whole_shape == piece_shape and relation.place == (site.params["all_gather_dimension"], 1, None):
+        if whole_shape == piece_shape and relation.place == (
+            site.params["all_gather_dimension"],
+            1,
+            None,
+        ):
             return Same(relation.ratio)
     return site.unknown("mixes")

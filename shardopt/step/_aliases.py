@@ -1,6 +1,8 @@
-"""Copies leaves of a donated state that share memory with another argument, because a buffer can be donated only once.
+"""Copies leaves of a donated state that share memory with another argument, because a buffer can be
+donated only once.
 
-If two arguments are one buffer and one of them is donated, XLA ends the process (jaxlib 0.10.2) or refuses the call (0.12).
+If two arguments are one buffer and one of them is donated, XLA ends the process (jaxlib 0.10.2) or
+refuses the call (0.12).
 """
 
 import functools
@@ -22,9 +24,10 @@ from shardopt.step._inputs import copied
 class DonatedState:
     """Gives each leaf of a donated state its own buffer, before every call.
 
-    The leaves that a program returned share no memory with each other. So only two kinds of leaves are checked: leaves that
-    were put into the state after the last call, and leaves of the other arguments. Addresses are compared if sizes are
-    equal. A state that comes back unchanged costs a fraction of a microsecond per leaf.
+    The leaves that a program returned share no memory with each other. So only two kinds of leaves
+    are checked: leaves that were put into the state after the last call, and leaves of the other
+    arguments. Addresses are compared if sizes are equal. A state that comes back unchanged costs a
+    fraction of a microsecond per leaf.
 
     Args:
       mesh: the mesh of the programs that take the state.
@@ -39,7 +42,9 @@ class DonatedState:
         """Remember the state that a program returned, without keeping it alive."""
         self._returned = list(map(weakref.ref, jax.tree.leaves(state)))
 
-    def distinct(self, state: PyTree, leaves: Sequence[jax.Array], other_leaves: Sequence[Any]) -> PyTree:
+    def distinct(
+        self, state: PyTree, leaves: Sequence[jax.Array], other_leaves: Sequence[Any]
+    ) -> PyTree:
         """Return the state, with copies in place of leaves that share memory with another argument.
 
         Args:
@@ -51,7 +56,9 @@ class DonatedState:
             self._sizes = [leaf.nbytes for leaf in leaves]
             new_leaves = leaves
         else:
-            new_leaves = [leaf for ref, leaf in zip(self._returned, leaves, strict=True) if ref() is not leaf]
+            new_leaves = [
+                leaf for ref, leaf in zip(self._returned, leaves, strict=True) if ref() is not leaf
+            ]
         other_arrays = [leaf for leaf in other_leaves if isinstance(leaf, jax.Array)]
         sizes = {leaf.nbytes for leaf in [*new_leaves, *other_arrays]}
         holders = other_arrays if sizes.intersection(self._sizes) else []
@@ -65,13 +72,19 @@ class DonatedState:
                 taken_addresses.update(addresses)
         if not shared_indices:
             return state
-        copies = dict(zip(shared_indices, self._copied([leaves[i] for i in shared_indices]), strict=True))
-        return jax.tree.unflatten(jax.tree.structure(state), [copies.get(i, leaf) for i, leaf in enumerate(leaves)])
+        copies = dict(
+            zip(shared_indices, self._copied([leaves[i] for i in shared_indices]), strict=True)
+        )
+        return jax.tree.unflatten(
+            jax.tree.structure(state), [copies.get(i, leaf) for i, leaf in enumerate(leaves)]
+        )
 
     def _copied(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         shardings = tuple(leaf.sharding for leaf in leaves)
         with jax.set_mesh(None):
-            leaves_on_auto_axes = jax.device_put(list(leaves), [on_auto_axes(sharding) for sharding in shardings])
+            leaves_on_auto_axes = jax.device_put(
+                list(leaves), [on_auto_axes(sharding) for sharding in shardings]
+            )
             return _copy_program(self._mesh, shardings)(leaves_on_auto_axes)
 
 
@@ -81,7 +94,10 @@ def _copy_program(mesh: Mesh, shardings: tuple[Sharding, ...]) -> jax.stages.Wra
 
 
 def _addresses(leaf: jax.Array | np.ndarray) -> set[tuple[Sharding, int]]:
-    """Return the addresses of an array's shards in this process; none for a numpy array or an array without elements."""
+    """Return the addresses of an array's shards in this process.
+
+    None for a numpy array or an array without elements.
+    """
     if not isinstance(leaf, jax.Array) or not leaf.size or leaf.is_deleted():
         return set()
     array = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf

@@ -1,4 +1,6 @@
-"""`with_average`: a state with the average of the parameters in place of the parameters, to evaluate or to export it."""
+"""`with_average`: a state with the average of the parameters in place of the parameters, to
+evaluate or to export it.
+"""
 
 import dataclasses
 import functools
@@ -24,21 +26,25 @@ Source = tuple[jax.Array, ...]
 def with_average(state: TrainState) -> TrainState:
     """Return the state with the average of the parameters in place of the parameters.
 
-    The average is that of `so.transforms.average_params`, or the parameters x that optax's schedule-free optimizers
-    evaluate. It may be anywhere in the optimizer state. Leaves without an average come from the state: frozen leaves, batch
-    statistics, and leaves that `optax.masked` leaves out.
+    The average is that of `so.transforms.average_params`, or the parameters x that optax's
+    schedule-free optimizers evaluate. It may be anywhere in the optimizer state. Leaves without an
+    average come from the state: frozen leaves, batch statistics, and leaves that `optax.masked`
+    leaves out.
 
-    Use the result to evaluate, sample or export, and train on with the old state. Both stay valid until the next step.
+    Use the result to evaluate, sample or export, and train on with the old state. Both stay valid
+    until the next step.
 
     Args:
-      state: a train state. With `local_sgd` and `diloco` the average is the mean of the averages of all replicas.
+      state: a train state. With `local_sgd` and `diloco` the average is the mean of the averages of
+        all replicas.
 
     Returns:
       A train state whose parameters are the average, with their dtypes.
 
     Raises:
       TypeError: if `state` is no `TrainState`.
-      ValueError: if the optimizer state has no average, several of one leaf, or schedule-free in separate replicas.
+      ValueError: if the optimizer state has no average, several of one leaf, or schedule-free in
+        separate replicas.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -53,20 +59,26 @@ def with_average(state: TrainState) -> TrainState:
 
     **Placement**: as the parameters.
 
-    **Communication**: an all-gather of the leaves whose optimizer state is sharded and that are not (ddp: none, zero 1 and
-    2: all), and a mean over replicas that train separately.
+    **Communication**: an all-gather of the leaves whose optimizer state is sharded and that are not
+    (ddp: none, zero 1 and 2: all), and a mean over replicas that train separately.
     """
     if not isinstance(state, TrainState):
         fix = "pass the state that opt.init or opt.step returned."
-        raise TypeError(error_text(f"state must be a TrainState, got {type(state).__name__}.", fix=fix))
+        raise TypeError(
+            error_text(f"state must be a TrainState, got {type(state).__name__}.", fix=fix)
+        )
     sources = _sources(state)
     leaves = [leaf for _, leaf in leaves_with_paths(state.params)]
     indices = [i for i, (path, _) in enumerate(leaves_with_paths(state.params)) if path in sources]
     args = [sources[path] for path, _ in leaves_with_paths(state.params) if path in sources]
     old = [leaves[i] for i in indices]
-    program = _program(tuple((leaf.shape, leaf.dtype) for leaf in old), tuple(leaf.sharding for leaf in old))
+    program = _program(
+        tuple((leaf.shape, leaf.dtype) for leaf in old), tuple(leaf.sharding for leaf in old)
+    )
     with jax.set_mesh(None), jax.transfer_guard("allow"):
-        for i, leaf in zip(indices, program(jax.device_put(args, jax.tree.map(_on_device, args))), strict=True):
+        for i, leaf in zip(
+            indices, program(jax.device_put(args, jax.tree.map(_on_device, args))), strict=True
+        ):
             leaves[i] = leaf
     return state._replace(params=jax.tree.structure(state.params).unflatten(leaves))
 
@@ -75,7 +87,9 @@ def check_selection(caller: str, params: str | None) -> None:
     """Refuse, by a ValueError, a `params` other than None and "average"."""
     if params not in (None, "average"):
         fix = 'leave it out for the parameters of the state, or use params="average".'
-        raise ValueError(format_error(caller, f"params must be None or 'average', got {params!r:.80}.", fix=fix))
+        raise ValueError(
+            format_error(caller, f"params must be None or 'average', got {params!r:.80}.", fix=fix)
+        )
 
 
 def select_params(caller: str, state: TrainState, params: str | None) -> TrainState:
@@ -106,19 +120,33 @@ class EvaluationFn:
 
 def _sources(state: TrainState) -> dict[str, Source]:
     """Return the arrays that give each averaged leaf, by key path."""
-    is_schedule_free = lambda node: isinstance(node, optax.contrib.ScheduleFreeState)  # noqa: E731
-    stops = lambda node: is_average(node) or is_schedule_free(node)  # noqa: E731
+
+    def is_schedule_free(node):
+        return isinstance(node, optax.contrib.ScheduleFreeState)
+
+    def stops(node):
+        return is_average(node) or is_schedule_free(node)
+
     params, sources = dict(leaves_with_paths(state.params)), dict[str, Source]()
     repeated: list[str] = []
     for node in filter(stops, jax.tree.leaves(state.opt_state, is_leaf=stops)):
         if is_average(node):
-            new_sources: dict[str, Source] = {path: (leaf,) for path, leaf in leaves_with_paths(node.average)}
+            new_sources: dict[str, Source] = {
+                path: (leaf,) for path, leaf in leaves_with_paths(node.average)
+            }
         elif node.b1.ndim:
-            problem = "the replicas of local_sgd and diloco have no common average of schedule-free."
-            fix = "put so.transforms.average_params into the chain of the replicas, or evaluate without an average."
+            problem = (
+                "the replicas of local_sgd and diloco have no common average of schedule-free."
+            )
+            fix = (
+                "put so.transforms.average_params into the chain of the replicas, or evaluate"
+                " without an average."
+            )
             raise ValueError(error_text(problem, fix=fix))
         else:
-            new_sources = {path: (params[path], leaf, node.b1) for path, leaf in leaves_with_paths(node.z)}
+            new_sources = {
+                path: (params[path], leaf, node.b1) for path, leaf in leaves_with_paths(node.z)
+            }
         repeated += sorted(sources.keys() & new_sources.keys())
         sources |= new_sources
     if repeated:
@@ -126,7 +154,10 @@ def _sources(state: TrainState) -> dict[str, Source]:
         raise ValueError(error_text("the optimizer state has several averages.", repeated, fix))
     if not sources:
         problem = "the optimizer state has no average of the parameters."
-        fix = "train with optax.chain(tx, so.transforms.average_params(decay=0.999)), or optax's schedule-free."
+        fix = (
+            "train with optax.chain(tx, so.transforms.average_params(decay=0.999)), or optax's"
+            " schedule-free."
+        )
         raise ValueError(error_text(problem, fix=fix))
     return sources
 
@@ -137,8 +168,12 @@ def _on_device(leaf: jax.Array) -> Sharding:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(shapes: Sequence[tuple[tuple[int, ...], jnp.dtype]], shardings: Sequence[Sharding]) -> jax.stages.Wrapped:
-    """Return the function from the sources of some leaves to the leaves, with these shapes, dtypes and shardings."""
+def _program(
+    shapes: Sequence[tuple[tuple[int, ...], jnp.dtype]], shardings: Sequence[Sharding]
+) -> jax.stages.Wrapped:
+    """Return the function from the sources of some leaves to the leaves, with these shapes, dtypes
+    and shardings.
+    """
 
     def leaf_of(source: Source, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
         if len(source) == 1:
@@ -147,7 +182,8 @@ def _program(shapes: Sequence[tuple[tuple[int, ...], jnp.dtype]], shardings: Seq
         y, z, b1 = source
         y, z = y.astype(wide_dtype(dtype)), z.astype(wide_dtype(dtype))
         b1 = b1.astype(jnp.finfo(y.dtype).dtype)
-        return (y / b1 + (1 - 1 / b1) * z).astype(dtype)  # as optax.contrib.schedule_free_eval_params
+        # as optax.contrib.schedule_free_eval_params
+        return (y / b1 + (1 - 1 / b1) * z).astype(dtype)
 
     def run(sources: list[Source]) -> list[PyTree]:
         return [leaf_of(source, *form) for source, form in zip(sources, shapes, strict=True)]

@@ -1,4 +1,6 @@
-"""Batches as users have them, converted to arrays: torch tensors, lists of numbers, mappings, scalars."""
+"""Batches as users have them, converted to arrays: torch tensors, lists of numbers, mappings,
+scalars.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,14 +15,19 @@ from shardopt.core._types import PyTree, path_text
 
 
 def as_arrays(caller: str, batch: PyTree) -> PyTree:
-    """Return the batch with arrays and Python numbers as leaves; return the batch itself if it has only such leaves.
+    """Return the batch with arrays and Python numbers as leaves.
 
-    - A list of numbers, or of equally long lists of numbers (a column of `datasets`), becomes one array.
-    - A torch tensor, or any object with `__array__`, becomes a numpy array, without a copy if it is on the host.
+    Return the batch itself if it has only such leaves.
+
+    - A list of numbers, or of equally long lists of numbers (a column of `datasets`), becomes one
+      array.
+    - A torch tensor, or any object with `__array__`, becomes a numpy array, without a copy if it is
+      on the host.
     - A mapping that jax does not know (a `BatchEncoding`) becomes a dict.
 
     Raises:
-      TypeError: if a leaf is text, a dataclass that jax does not know, or anything else not listed above.
+      TypeError: if a leaf is text, a dataclass that jax does not know, or anything else not listed
+        above.
       ValueError: if the lists of a leaf have different lengths.
     """
     if all(map(_is_ready, jax.tree.leaves(batch))):
@@ -33,7 +40,11 @@ def as_arrays(caller: str, batch: PyTree) -> PyTree:
         raise TypeError(format_error(caller, problem, wrong_types))
     if ragged_lists:
         fix = "pad them."
-        raise ValueError(format_error(caller, "lists in a batch must be as long as each other.", ragged_lists, fix))
+        raise ValueError(
+            format_error(
+                caller, "lists in a batch must be as long as each other.", ragged_lists, fix
+            )
+        )
     return converted
 
 
@@ -47,7 +58,9 @@ _NON_NUMERIC_KINDS = "OSUMm"
 """Kinds of numpy dtypes that no device can hold: objects, text, dates."""
 
 
-def _convert(tree: PyTree, prefix: tuple, wrong_types: list[str], ragged_lists: list[str]) -> PyTree:
+def _convert(
+    tree: PyTree, prefix: tuple, wrong_types: list[str], ragged_lists: list[str]
+) -> PyTree:
     def convert_leaf(path, leaf):
         name = path_text((*prefix, *path)) or "batch"
         if _is_ready(leaf) or isinstance(leaf, bool | int | float | complex):
@@ -93,7 +106,10 @@ def _describe_lengths(leaf: Any) -> str:
     rows = [row for row in leaf if isinstance(row, list)]
     lengths = sorted({len(row) for row in rows})
     if len(lengths) > 1:
-        return f"lists of {', '.join(map(str, lengths[:4]))}{', ...' if len(lengths) > 4 else ''} values"
+        return (
+            f"lists of {', '.join(map(str, lengths[:4]))}{', ...' if len(lengths) > 4 else ''}"
+            " values"
+        )
     return "lists within lists of different lengths"
 
 
@@ -104,7 +120,10 @@ def _describe_leaf(leaf: Any) -> str:
         names = sorted({type(value).__name__ for value in np.asarray(leaf, object).flat})
         return f"a list of {' and '.join(names)}; make numbers of it, or leave it out"
     if dataclasses.is_dataclass(leaf):
-        return f"the dataclass {type(leaf).__name__}; register it with jax.tree_util.register_dataclass"
+        return (
+            f"the dataclass {type(leaf).__name__}; register it with"
+            " jax.tree_util.register_dataclass"
+        )
     if isinstance(leaf, np.ndarray):
         return f"an array of dtype {leaf.dtype}"
     return type(leaf).__name__

@@ -1,4 +1,6 @@
-"""Build a strategy: from a config to `init`, `step` and the other functions of a `ShardedOptimizer`."""
+"""Build a strategy: from a config to `init`, `step` and the other functions of a
+`ShardedOptimizer`.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -42,8 +44,8 @@ StepCache = LayoutCache[CompiledStep]
 class BatchFn:
     """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
 
-    The batch is a pytree with leaves [global batch, ...]: numpy arrays, which hold the whole global batch on every
-    process, or jax arrays that are global already.
+    The batch is a pytree with leaves [global batch, ...]: numpy arrays, which hold the whole global
+    batch on every process, or jax arrays that are global already.
 
     Attributes:
       prepare: checks a state and a batch, and returns the program and its arguments.
@@ -81,7 +83,8 @@ class TrainFn(BatchFn):
     """`opt.step`.
 
     Attributes:
-      verified: checks a state and a batch, and returns the step with sums for them, and the placed batch.
+      verified: checks a state and a batch, and returns the step with sums for them, and the placed
+        batch.
       with_norms: the same step, which also returns norms of each leaf.
     """
 
@@ -94,7 +97,9 @@ class TrainFn(BatchFn):
         state, metrics = self.with_kinds(state, batch)
         return state, values(metrics)
 
-    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+    def with_kinds(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`."""
         return super().__call__(state, batch)
 
@@ -125,7 +130,10 @@ class StrategyFunctions:
         return self.caches["global" if self.config.loss.view == "global" else "per_device"]
 
     def init(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
-        """Create the train state, sharded, from parameters or from `init_fn(rng)`; `rng` also seeds the steps."""
+        """Create the train state, sharded, from parameters or from `init_fn(rng)`.
+
+        `rng` also seeds the steps.
+        """
         check_not_traced(self.config, params, rng)
         with jax.transfer_guard("allow"):  # init must copy parameters to devices
             key = typed_key(self.config, rng)
@@ -134,8 +142,13 @@ class StrategyFunctions:
             compiled = self.cache.of(check_params(self.config, shapes))
             return make_state(self.config, compiled, params, key, init_key)
 
-    def prepare(self, state: TrainState, batch: PyTree, views: Views) -> tuple[CompiledStep, PyTree]:
-        """Check a state and a batch; return the programs in the view of the batch, and the placed batch."""
+    def prepare(
+        self, state: TrainState, batch: PyTree, views: Views
+    ) -> tuple[CompiledStep, PyTree]:
+        """Check a state and a batch.
+
+        Return the programs in the view of the batch, and the placed batch.
+        """
         view, placed = self.prepare_batch(state, batch, views)
         return self.caches[view].of(state.params), placed
 
@@ -145,7 +158,8 @@ class StrategyFunctions:
         batch = as_arrays(self.config.strategy, batch)
         check_batch(self.config, batch)
         compiled = self.cache.of(state.params)
-        if id(compiled) not in self.checked_steps:  # once, because a step returns its state with the right placement
+        # once, because a step returns its state with the right placement
+        if id(compiled) not in self.checked_steps:
             check_placement(self.config, compiled.abstract, compiled.shardings, state)
             self.checked_steps.add(id(compiled))
         placed = place_batch(self.config, batch)
@@ -158,22 +172,31 @@ class StrategyFunctions:
         new_step = VerifiedStep(self.config.replace(view=view), compiled.layout, {})
         return self.verified_steps.setdefault(id(compiled), new_step), placed
 
-    def prepare_step(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+    def prepare_step(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step and its arguments."""
         compiled, placed = self.prepare(state, batch, self.views)
         return compiled.step, (state, placed)
 
-    def prepare_step_with_norms(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+    def prepare_step_with_norms(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step that also returns norms, and its arguments."""
         if self.config.per_replica:
-            problem = "the replicas train apart, each with gradients of its own, so there are no norms of all of them."
+            problem = (
+                "the replicas train apart, each with gradients of its own, so there are no norms of"
+                " all of them."
+            )
             fix = "use step, or the norms of the strategy inside."
             raise ValueError(format_error(self.config.strategy, problem, fix=fix))
         compiled, placed = self.prepare(state, batch, self.views)
         assert compiled.step_with_norms is not None
         return compiled.step_with_norms, (state, placed)
 
-    def prepare_evaluate(self, state: TrainState, batch: PyTree) -> tuple[Program, tuple[PyTree, PyTree]]:
+    def prepare_evaluate(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of an evaluation and its arguments."""
         compiled, placed = self.prepare(state, batch, self.evaluation_views)
         return compiled.evaluate, (state.params, placed)
@@ -190,11 +213,15 @@ class StrategyFunctions:
         return self.cache.of(check_params(self.config, abstract_params))
 
     def specs(self, abstract_params: PyTree) -> TrainState:
-        """Return where every leaf of the train state lives, as `PartitionSpec`, without allocating anything."""
+        """Return where every leaf of the train state lives, as `PartitionSpec`, without allocating
+        anything.
+        """
         return self.cache.of(check_params(self.config, abstract_params)).specs
 
     def abstract_state(self, abstract_params: PyTree = None) -> TrainState:
-        """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default for the last parameters."""
+        """Return the train state as `jax.ShapeDtypeStruct` with shardings, by default for the last
+        parameters.
+        """
         compiled = self.compiled_step(abstract_params)
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
@@ -203,12 +230,15 @@ class StrategyFunctions:
         )
 
     def report(self, abstract_params: PyTree = None) -> Report:
-        """Return the placement of every leaf (within a replica), by default for the last parameters."""
+        """Return the placement of every leaf (within a replica), by default for the last
+        parameters.
+        """
         return report_of(self.config, self.compiled_step(abstract_params).layout, self.views)
 
 
 def build(
-    config: StrategyConfig, compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step
+    config: StrategyConfig,
+    compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step,
 ) -> ShardedOptimizer:
     """Check the config and return its optimizer.
 
@@ -217,9 +247,18 @@ def build(
       compile_step: makes the programs for one parameter structure.
     """
     config = check_config(config)
-    caches = {view: StepCache(config.replace(view=view), compile_step) for view in ("per_device", "global")}
-    views, evaluation_views = Views(config, training=True), Views(config.of_evaluation, training=False)
-    functions, limit = StrategyFunctions(config, caches, views, evaluation_views), limit_in_flight(config)
+    caches = {
+        view: StepCache(config.replace(view=view), compile_step)
+        for view in ("per_device", "global")
+    }
+    views, evaluation_views = (
+        Views(config, training=True),
+        Views(config.of_evaluation, training=False),
+    )
+    functions, limit = (
+        StrategyFunctions(config, caches, views, evaluation_views),
+        limit_in_flight(config),
+    )
     return ShardedOptimizer(
         init=api_boundary(functions.init),
         step=TrainFn(

@@ -17,9 +17,14 @@ _Result = TypeVar("_Result", Metrics, tuple[TrainState, Metrics])
 
 
 class LayoutCache(Generic[_Compiled]):
-    """A cache of compiled objects by parameter structure; it remembers the last one that was read."""
+    """A cache of compiled objects by parameter structure.
 
-    def __init__(self, config: StrategyConfig, compile_for: Callable[[StrategyConfig, Layout], _Compiled]):
+    It remembers the last one that was read.
+    """
+
+    def __init__(
+        self, config: StrategyConfig, compile_for: Callable[[StrategyConfig, Layout], _Compiled]
+    ):
         self._config, self._compile = config, compile_for
         self._compiled: dict[Hashable, _Compiled] = {}
         self._last: _Compiled | None = None
@@ -29,7 +34,9 @@ class LayoutCache(Generic[_Compiled]):
         leaves, treedef = jax.tree.flatten(params)
         key = (treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self._compiled:
-            self._compiled[key] = self._compile(self._config, make_layout(self._config, abstract(params)))
+            self._compiled[key] = self._compile(
+                self._config, make_layout(self._config, abstract(params))
+            )
         self._last = self._compiled[key]
         return self._last
 
@@ -41,16 +48,20 @@ class LayoutCache(Generic[_Compiled]):
         """
         if self._last is None:
             problem = "no parameters have been seen yet, so nothing can be said of their placement."
-            fix = "call opt.init or opt.specs first, or pass the abstract parameters (jax.eval_shape gives them)."
+            fix = (
+                "call opt.init or opt.specs first, or pass the abstract parameters (jax.eval_shape"
+                " gives them)."
+            )
             raise ValueError(format_error(self._config.strategy, problem, fix=fix))
         return self._last
 
 
 def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:
-    """Return a function that lets at most two calls run at a time on CPU, and does nothing on other platforms.
+    """Return a function that lets at most two calls run at a time on CPU, and does nothing on other
+    platforms.
 
-    Fake devices share one thread pool. Hundreds of queued programs with collectives can leave no thread for the device that
-    the others wait for, and XLA ends the process after 40 seconds.
+    Fake devices share one thread pool. Hundreds of queued programs with collectives can leave no
+    thread for the device that the others wait for, and XLA ends the process after 40 seconds.
     """
     previous: list[Metrics | None] = [None]
 

@@ -1,7 +1,9 @@
-"""`check`: compare the loss, gradient and metrics of a strategy with a single evaluation of the whole batch."""
+"""`check`: compare the loss, gradient and metrics of a strategy with a single evaluation of the
+whole batch.
+"""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,22 +49,27 @@ class CheckReport(NamedTuple):
     def __str__(self) -> str:
         width = max(len(difference.name) for difference in self.differences)
         return "\n".join(
-            f"{difference.name:{width}}  {difference.relative:.1e}{'  differs' * difference.differs}"
+            f"{difference.name:{width}} "
+            f" {difference.relative:.1e}{'  differs' * difference.differs}"
             for difference in self.differences
         )
 
 
 @api_boundary
 @calling("check")
-def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance: float | None = None) -> CheckReport:
-    """Compare a step's loss, gradient and metrics with a single evaluation of the whole batch, and print the differences.
+def check(
+    opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance: float | None = None
+) -> CheckReport:
+    """Compare a step's loss, gradient and metrics with a single evaluation of the whole batch, and
+    print the differences.
 
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, check the strategy inside.
       state: its train state.
       batch: a global batch, leaves [global batch, ...], as for `opt.step`.
-      tolerance: the largest relative difference that counts as rounding. By default it is the root of the machine epsilon
-        of each value (3e-4 in float32, 1.5e-8 in float64), or of `gather_dtype` if that is larger.
+      tolerance: the largest relative difference that counts as rounding. By default it is the root
+        of the machine epsilon of each value (3e-4 in float32, 1.5e-8 in float64), or of
+        `gather_dtype` if that is larger.
 
     Returns:
       The report, which was printed already.
@@ -80,13 +87,15 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
       loss           0.0e+00
       gradient of w  0.0e+00
 
-    Let g be the gradient that the strategy adds up from its pieces, and g* the gradient of the loss of the union batch.
-    `check` prints max|g - g*| / max|g*| of every leaf, and the same ratio for the loss and every metric.
-    The whole batch runs in the global view on the same mesh with the same placement, so a model that needs the mesh fits.
-    It takes about the memory of a step without micro-batches. Nothing is donated and nothing is updated. A loss that
-    takes a key gets none, so dropout is off.
+    Let g be the gradient that the strategy adds up from its pieces, and g* the gradient of the loss
+    of the union batch. `check` prints max|g - g*| / max|g*| of every leaf, and the same ratio for
+    the loss and every metric. The whole batch runs in the global view on the same mesh with the
+    same placement, so a model that needs the mesh fits. It takes about the memory of a step without
+    micro-batches. Nothing is donated and nothing is updated. A loss that takes a key gets none, so
+    dropout is off.
 
-    **Equivalence**: for a loss that is a (weighted) mean over rows the two agree up to summation order.
+    **Equivalence**: for a loss that is a (weighted) mean over rows the two agree up to summation
+    order.
 
     **Communication**: as much as one step, and one step with `view="global"`.
     """
@@ -96,26 +105,43 @@ def check(opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance:
     check_batch(config, batch)
     if config.per_replica:
         problem = "replicas of this strategy train apart, so there is no one gradient to compare."
-        raise ValueError(format_error("check", problem, fix="check the strategy that was combined."))
+        raise ValueError(
+            format_error("check", problem, fix="check the strategy that was combined.")
+        )
     placed = place_batch(config, batch)
     view = Views(config, training=True).of(make_layout(config, abstract(state.params)), placed)
-    in_pieces = config.replace(loss_fn=_without_key(config.loss.loss_fn), reducer=None, scatter_dtype=None, view=view)
+    in_pieces = config.replace(
+        loss_fn=_without_key(config.loss.loss_fn), reducer=None, scatter_dtype=None, view=view
+    )
     in_one_piece = in_pieces.replace(view="global", micro_batches=1, schedule=None)
-    actual_values, expected_values = (_evaluate(variant, state, placed) for variant in (in_pieces, in_one_piece))
+    actual_values, expected_values = (
+        _evaluate(variant, state, placed) for variant in (in_pieces, in_one_piece)
+    )
     expected = dict(expected_values)
     report = CheckReport(
-        tuple(_compare(config, name, actual, expected[name], tolerance) for name, actual in actual_values)
+        tuple(
+            _compare(config, name, actual, expected[name], tolerance)
+            for name, actual in actual_values
+        )
     )
     print(report)
     if wrong := [difference for difference in report.differences if difference.differs]:
-        listed = [f"{diff.name}: {diff.relative:.1e}, of which {diff.tolerance:.1e} may be rounding" for diff in wrong]
+        listed = [
+            f"{diff.name}: {diff.relative:.1e}, of which {diff.tolerance:.1e} may be rounding"
+            for diff in wrong
+        ]
         problem = "the step is not that of one device on this batch; relative differences:"
-        fix = "see the remedies of NotSeparableError in the documentation of so.ddp: view='global' is exact for every loss."
+        fix = (
+            "see the remedies of NotSeparableError in the documentation of so.ddp: view='global' is"
+            " exact for every loss."
+        )
         raise NotSeparableError(format_error(config.strategy, problem, listed, fix))
     return report
 
 
-def _evaluate(config: StrategyConfig, state: TrainState, batch: PyTree) -> list[tuple[str, jax.Array]]:
+def _evaluate(
+    config: StrategyConfig, state: TrainState, batch: PyTree
+) -> list[tuple[str, jax.Array]]:
     layout = make_layout(config, abstract(state.params))
     gradients = jax.jit(on_mesh(config.mesh, make_gradients(config, layout)))
     results = gradients(state.params, batch, state.step, state.rng)
@@ -129,14 +155,21 @@ def _evaluate(config: StrategyConfig, state: TrainState, batch: PyTree) -> list[
 
 def _without_key(loss_fn: LossFn) -> LossFn:
     model = as_block_model(loss_fn)
-    bind: Any = lambda f: functools.partial(f, rng=None) if takes_rng(f) else f  # noqa: E731
+
+    def bind(f):
+        return functools.partial(f, rng=None) if takes_rng(f) else f
+
     if model is None:
         return bind(loss_fn)
     return model._replace(embed=bind(model.embed), block=bind(model.block), loss=bind(model.loss))
 
 
 def _compare(
-    config: StrategyConfig, name: str, actual: jax.Array, expected: jax.Array, tolerance: float | None
+    config: StrategyConfig,
+    name: str,
+    actual: jax.Array,
+    expected: jax.Array,
+    tolerance: float | None,
 ) -> Difference:
     if tolerance is None:
         dtypes = [

@@ -1,4 +1,6 @@
-"""Checks of programs: calls that jax cannot run on a mesh, and compiled programs that would deadlock."""
+"""Checks of programs: calls that jax cannot run on a mesh, and compiled programs that would
+deadlock.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,8 +21,8 @@ def check_jit(caller: str) -> None:
     if jax_options.jax_disable_jit:
         problem = "jax_disable_jit is set, and what runs on a mesh must be compiled."
         fix = (
-            "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
-            "loss_fn(params, batch) by itself, which runs op by op."
+            "call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in"
+            " the loss; or call loss_fn(params, batch) by itself, which runs op by op."
         )
         raise ValueError(format_error(caller, problem, fix=fix))
 
@@ -32,22 +34,34 @@ def check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
       TypeError: if axes are Explicit, or `jax.set_mesh` was called with other axes.
     """
     user_mesh, our_axes = jax.sharding.get_abstract_mesh(), config.mesh.axis_names
-    explicit = any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves)
+    explicit = any(
+        AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves
+    )
     if explicit or not (user_mesh.empty or set(user_mesh.axis_names) >= set(our_axes)):
-        obstacle = "arrays with Explicit axes" if explicit else f"jax.set_mesh of axes {user_mesh.axis_names}"
+        obstacle = (
+            "arrays with Explicit axes"
+            if explicit
+            else f"jax.set_mesh of axes {user_mesh.axis_names}"
+        )
         problem = f"this program cannot be traced into another one with {obstacle}."
-        fix = f"call it outside jit, where it is compiled already; or use a mesh with Auto axes {our_axes}."
+        fix = (
+            "call it outside jit, where it is compiled already; or use a mesh with Auto axes"
+            f" {our_axes}."
+        )
         raise TypeError(format_error(config.strategy, problem, fix=fix))
 
 
 def check_permutes(caller: str, mesh: Mesh, text: str) -> None:
-    conditional = [collective for collective in collectives_of(parse(text)) if collective.conditional]
+    conditional = [
+        collective for collective in collectives_of(parse(text)) if collective.conditional
+    ]
     permutes = [
         read_collective(collective, mesh.shape, replicas=1, partitions=mesh.size)
         for collective in conditional
         if collective.kind == "collective-permute"
     ]
-    # Permutes over pipeline are ours, in branches that all stages take together (a line search has them).
+    # Permutes over pipeline are ours, in branches that all stages take together (a line search has
+    # them).
     places = {
         _source_of(permute.op_name)
         for permute in permutes
@@ -55,10 +69,14 @@ def check_permutes(caller: str, mesh: Mesh, text: str) -> None:
     }
     if not places:
         return
-    problem = "the partitioner moves data over tensor by permutes inside of stages, which other stages never come to."
+    problem = (
+        "the partitioner moves data over tensor by permutes inside of stages, which other stages"
+        " never come to."
+    )
     fix = (
-        "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a "
-        "weight of their own (as shardopt/models/_layers.py does), or change the rule."
+        "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or"
+        " halves, a dim or a weight of their own (as shardopt/models/_layers.py does), or change"
+        " the rule."
     )
     raise ValueError(format_error(caller, problem, sorted(places), fix))
 

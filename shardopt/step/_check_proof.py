@@ -21,12 +21,21 @@ def check_proof(config: StrategyConfig, compiled: Compiled, lowered: Lowered) ->
     """
     proof = prove(compiled, mesh=config.mesh, lowered=lowered)
     if proof.verdict == "wrong":
-        fix = "report the instructions to XLA, and disable the pass that made them (compiler_options=); or leave out verify."
+        fix = (
+            "report the instructions to XLA, and disable the pass that made them"
+            " (compiler_options=); or leave out verify."
+        )
         lines = str(proof.problem).splitlines()
         raise WrongProgramError(
-            f"{format_error(config.strategy, 'XLA compiled a wrong program.', lines[:1], fix)}\n" + "\n".join(lines[1:])
+            f"{format_error(config.strategy, 'XLA compiled a wrong program.', lines[:1], fix)}\n"
+            + "\n".join(lines[1:])
         )
     if proof.verdict == "unknown":
-        problem = f"verify proves all but {len(proof.unknown)} of {proof.num_instructions:,} instructions of a program."
+        problem = (
+            f"verify proves all but {len(proof.unknown)} of {proof.num_instructions:,} instructions"
+            " of a program."
+        )
         fix = "read what so.audit(opt.step, state, batch).prove() lists, or leave out verify."
-        warnings.warn(format_error(config.strategy, problem, [str(proof.unknown[0])], fix), stacklevel=2)
+        warnings.warn(
+            format_error(config.strategy, problem, [str(proof.unknown[0])], fix), stacklevel=2
+        )

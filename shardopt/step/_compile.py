@@ -1,4 +1,6 @@
-"""Compile before the first call: free host memory before the program runs, and refuse programs that would deadlock."""
+"""Compile before the first call: free host memory before the program runs, and refuse programs that
+would deadlock.
+"""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -22,13 +24,15 @@ from shardopt.step._check_proof import check_proof
 class AotCompiled:
     """A jitted function that compiles before its first call, and frees host memory before it runs.
 
-    A plain call of the jitted function would compile and run at once. The memory of the compiler and the memory of the step
-    would then add up to the peak of the process. A plain call would also trace arguments with the types of the user's
-    mesh, and under `jax.set_mesh`. A program that is compiled ahead takes any arrays with the right placement.
+    A plain call of the jitted function would compile and run at once. The memory of the compiler
+    and the memory of the step would then add up to the peak of the process. A plain call would also
+    trace arguments with the types of the user's mesh, and under `jax.set_mesh`. A program that is
+    compiled ahead takes any arrays with the right placement.
 
     Args:
       config: of the strategy.
-      jitted: the function, whose `in_shardings` are on the mesh of our names. Its first argument always has the same shapes.
+      jitted: the function, whose `in_shardings` are on the mesh of our names. Its first argument
+        always has the same shapes.
       check: refuses a compiled program by its text; called once for each kind of arguments.
       donated: keeps the buffers of the first argument distinct, if that is a donated state.
     """
@@ -63,7 +67,8 @@ class AotCompiled:
             self._compiled[signature] = compiled
         if self.donated is not None:
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
-        if jax.debug_nans.value or jax.debug_infs.value:  # jit can locate the NaN, a compiled program cannot
+        # jit can locate the NaN, a compiled program cannot
+        if jax.debug_nans.value or jax.debug_infs.value:
             with jax.set_mesh(None):
                 return self.jitted(*jax.tree.map(put_on_auto_axes, args))
         result = self._compiled[signature](*args)
@@ -74,7 +79,9 @@ class AotCompiled:
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
         with jax.set_mesh(None):
-            return self.jitted.lower(abstract(args[0]), *jax.tree.map(_abstract_on_auto_axes, args[1:]))
+            return self.jitted.lower(
+                abstract(args[0]), *jax.tree.map(_abstract_on_auto_axes, args[1:])
+            )
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         trim_malloc()  # free the memory of initialisation and of smaller programs
@@ -88,16 +95,23 @@ def _leaf_signature(leaf: Any) -> Hashable:
 
 
 def _abstract_on_auto_axes(leaf: Any) -> Any:
-    """Return a leaf as its shape, dtype and sharding. A number is returned as it is, because its type is weak."""
+    """Return a leaf as its shape, dtype and sharding.
+
+    A number is returned as it is, because its type is weak.
+    """
     if not is_array_like(leaf):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None)))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None))
+    )
 
 
 def put_on_auto_axes(leaf: Any) -> Any:
     """Return an array on the Auto mesh of its sharding; anything else as it is."""
     sharding = getattr(leaf, "sharding", None)
-    return leaf if on_auto_axes(sharding) is sharding else jax.device_put(leaf, on_auto_axes(sharding))
+    return (
+        leaf if on_auto_axes(sharding) is sharding else jax.device_put(leaf, on_auto_axes(sharding))
+    )
 
 
 def make_program(
@@ -109,19 +123,22 @@ def make_program(
     donated: DonatedState | None = None,
     keep_unused: bool = False,
 ) -> AotCompiled:
-    """Return a function as a program of a strategy: on its mesh, with its compiler options, compiled before its first call.
+    """Return a function as a program of a strategy: on its mesh, with its compiler options,
+    compiled before its first call.
 
-    Programs that would deadlock are refused. In the branch of a stage, collectives over tensor have groups, so that no other
-    stage is waited for. A permute has no groups: on CPU every device must reach it, and an idle stage, or a stage with another
-    kind of work, does not. The partitioner puts a permute into a block that shifts or cuts a dim sharded over tensor; only
-    the compiled program shows it. On other platforms a permute involves its pairs alone.
+    Programs that would deadlock are refused. In the branch of a stage, collectives over tensor have
+    groups, so that no other stage is waited for. A permute has no groups: on CPU every device must
+    reach it, and an idle stage, or a stage with another kind of work, does not. The partitioner
+    puts a permute into a block that shifts or cuts a dim sharded over tensor; only the compiled
+    program shows it. On other platforms a permute involves its pairs alone.
 
     Args:
       config: of the strategy.
       run: the function, traced on `config.mesh`.
       in_shardings: of its arguments, on the mesh of our names; None: where the arguments are.
       out_shardings: of its results, on the user's mesh.
-      donated: passed if the first argument is a state whose memory the first result, the next state, takes over.
+      donated: passed if the first argument is a state whose memory the first result, the next
+        state, takes over.
       keep_unused: whether the program takes arguments that it does not read.
     """
 
@@ -130,7 +147,11 @@ def make_program(
         with under_mesh(config.mesh):
             return run(*args)
 
-    options = compiler_options(config.mesh) if config.compiler_options is None else config.compiler_options
+    options = (
+        compiler_options(config.mesh)
+        if config.compiler_options is None
+        else config.compiler_options
+    )
     jitted = jax.jit(
         run_on_mesh,
         in_shardings=in_shardings,
@@ -142,4 +163,6 @@ def make_program(
     on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     if config.schedule is None or config.mesh.shape["tensor"] == 1 or not on_cpu:
         return AotCompiled(config, jitted, donated=donated)
-    return AotCompiled(config, jitted, functools.partial(check_permutes, config.strategy, config.mesh), donated)
+    return AotCompiled(
+        config, jitted, functools.partial(check_permutes, config.strategy, config.mesh), donated
+    )

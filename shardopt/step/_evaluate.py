@@ -28,18 +28,21 @@ from shardopt.step._pipelined import pipelined_losses
 
 
 class Totals:
-    """`totals(state, batch)`: the loss and metrics of a batch of any number of rows, as totals and weights.
+    """`totals(state, batch)`: the loss and metrics of a batch of any number of rows, as totals and
+    weights.
 
     Args:
       config: of the optimizer; its `of_evaluation` is run.
 
-    Let P be the number of devices along the axes of rows times micro_batches. The largest number of rows that P divides is
-    cut into P pieces, as in a step. The remaining rows, fewer than P, become pieces of one row each. The other pieces are
-    copies of the last row and count nothing. So for a loss that is a (weighted) mean over rows, totals and weights are
-    exactly the totals and weights of the rows.
+    Let P be the number of devices along the axes of rows times micro_batches. The largest number of
+    rows that P divides is cut into P pieces, as in a step. The remaining rows, fewer than P, become
+    pieces of one row each. The other pieces are copies of the last row and count nothing. So for a
+    loss that is a (weighted) mean over rows, totals and weights are exactly the totals and weights
+    of the rows.
 
-    In the global view a batch runs at once, so any loss is exact. If devices do not divide the batch, each device runs all
-    of it. In this view a batch whose leaves do not agree on a number of rows, such as a graph, counts as one row.
+    In the global view a batch runs at once, so any loss is exact. If devices do not divide the
+    batch, each device runs all of it. In this view a batch whose leaves do not agree on a number of
+    rows, such as a graph, counts as one row.
     """
 
     def __init__(self, config: StrategyConfig):
@@ -49,14 +52,23 @@ class Totals:
         self._layouts = LayoutCache(self._config, lambda _, layout: layout)
         problem = "of a batch that the devices do not divide the loss sees a part at a time"
         fix = f"use batches of a multiple of {self._pieces} rows, or view='global'"
-        loss_of_parts = with_rows(RowContext((), 1, refused=(problem, fix)), self._config.loss.loss_fn)
-        per_device_config, global_config = (self._config.replace(view=view) for view in ("per_device", "global"))
+        loss_of_parts = with_rows(
+            RowContext((), 1, refused=(problem, fix)), self._config.loss.loss_fn
+        )
+        per_device_config, global_config = (
+            self._config.replace(view=view) for view in ("per_device", "global")
+        )
         self._programs = LayoutCache(per_device_config, compile_totals)
-        self._uneven_programs = LayoutCache(per_device_config.replace(loss_fn=loss_of_parts), compile_totals)
+        self._uneven_programs = LayoutCache(
+            per_device_config.replace(loss_fn=loss_of_parts), compile_totals
+        )
         self._global_programs = LayoutCache(global_config, compile_global_totals)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
-        """Yield parts that add up to the loss of the batch; a plain value has its number of rows as weight."""
+        """Yield parts that add up to the loss of the batch.
+
+        A plain value has its number of rows as weight.
+        """
         check_state(self._config, state)
         batch = as_arrays(self._config.strategy, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
@@ -79,15 +91,20 @@ class Totals:
 
     def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
         counted = np.arange(self._pieces) < valid
-        counted_config = self._config.replace(batch_dims=(), sequence_dims=())  # they are about the leaves of the batch
-        return program(state.params, place_batch(self._config, batch), place_batch(counted_config, counted))
+        # they are about the leaves of the batch
+        counted_config = self._config.replace(batch_dims=(), sequence_dims=())
+        return program(
+            state.params, place_batch(self._config, batch), place_batch(counted_config, counted)
+        )
 
     def _select_rows(self, batch: PyTree, rows: slice | np.ndarray) -> PyTree:
         return map_rows(self._config, lambda leaf, dim: leaf[(slice(None),) * dim + (rows,)], batch)
 
 
 def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
-    """Return `(params, batch, counted) -> LossParts`: the sum over the pieces that `counted`, a bool a piece, selects."""
+    """Return `(params, batch, counted) -> LossParts`: the sum over the pieces that `counted`, a
+    bool a piece, selects.
+    """
     losses = micro_batch_losses if config.schedule is None else pipelined_losses
 
     def local(params, batch, step, rng, counted):
@@ -96,8 +113,13 @@ def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
 
         def mask_uncounted(metric):
             metric = of_rows(metric, size)
-            mask = lambda x: counted.reshape(counted.shape + (1,) * (x.ndim - 1))  # noqa: E731
-            return jax.tree.map(lambda x, default: jnp.where(mask(x), x, default), metric, neutral(metric))
+
+            def mask(x):
+                return counted.reshape(counted.shape + (1,) * (x.ndim - 1))
+
+            return jax.tree.map(
+                lambda x, default: jnp.where(mask(x), x, default), metric, neutral(metric)
+            )
 
         metrics = {name: mask_uncounted(metric) for name, metric in parts.metrics.items()}
         return sum_parts(LossParts(mask_uncounted(parts.loss), metrics, {}), config.axes)

@@ -34,15 +34,18 @@ from shardopt.step._pipelined import pipelined_gradients, pipelined_losses, stor
 
 
 def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
-    """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the global view.
+    """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the global
+    view.
 
-    Let T_i and W_i be the total and weight of the loss on device and micro-batch i (a plain mean has W_i = 1). The
-    gradient is the gradient of sum_i T_i / sum_i W_i. The code differentiates and sums T_i / n, with n the number of
-    pieces. At the end it multiplies the sum by n / sum_i W_i, in fp32 at least. So half-precision gradients are as large as
-    the gradient of the mean throughout, and no weight is rounded to half precision. A loss of several terms, each over its
-    own weight, is differentiated as sum_k T_ik / sum_i W_ik, whose weights are summed first.
+    Let T_i and W_i be the total and weight of the loss on device and micro-batch i (a plain mean
+    has W_i = 1). The gradient is the gradient of sum_i T_i / sum_i W_i. The code differentiates and
+    sums T_i / n, with n the number of pieces. At the end it multiplies the sum by n / sum_i W_i, in
+    fp32 at least. So half-precision gradients are as large as the gradient of the mean throughout,
+    and no weight is rounded to half precision. A loss of several terms, each over its own weight,
+    is differentiated as sum_k T_ik / sum_i W_ik, whose weights are summed first.
 
-    If each replica trains by itself, parameters, gradients, loss and metrics are stacked, one entry a replica.
+    If each replica trains by itself, parameters, gradients, loss and metrics are stacked, one entry
+    a replica.
     """
     if config.loss.view == "global":
         return global_gradients(config, layout)
@@ -62,23 +65,39 @@ def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Grad
 
     per_device_axes = [axis for axis in config.mesh.axis_names if axis != TENSOR]
     state_specs = None if compression is None else manual_specs(compression)
-    out_specs = grad_specs(config, layout), config.axes.stack(), state_specs, PartitionSpec(*per_device_axes)
+    out_specs = (
+        grad_specs(config, layout),
+        config.axes.stack(),
+        state_specs,
+        PartitionSpec(*per_device_axes),
+    )
 
     def gradients(params, batch, step, rng, reducer_state=None):
         specs = *in_specs(config, layout, batch), state_specs
         run = per_device(local, config.mesh, in_specs=specs, out_specs=out_specs)
-        grads, parts, state, sums = run(layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state)
+        grads, parts, state, sums = run(
+            layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state
+        )
         loss, metrics = parts.divided()
-        return Gradients(layout.merge([None] * len(layout.plans), grads), loss, metrics, parts.updates, state, sums)
+        return Gradients(
+            layout.merge([None] * len(layout.plans), grads),
+            loss,
+            metrics,
+            parts.updates,
+            state,
+            sums,
+        )
 
     return gradients
 
 
-def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
+def make_loss(
+    config: StrategyConfig, layout: Layout
+) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
     """Return `loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch.
 
-    With a step and rng it is the same function that `make_gradients` differentiates, with the same keys and
-    micro-batches. Without them the loss gets no key.
+    With a step and rng it is the same function that `make_gradients` differentiates, with the same
+    keys and micro-batches. Without them the loss gets no key.
     """
     if config.loss.view == "global":
         return global_loss(config, layout)
@@ -88,29 +107,42 @@ def make_loss(config: StrategyConfig, layout: Layout) -> Callable[..., tuple[jax
         return sum_parts(losses(config, layout, params, batch, step, rng), config.axes)
 
     def loss(params, batch, step=None, rng=None):
-        run = per_device(local, config.mesh, in_specs=in_specs(config, layout, batch), out_specs=PartitionSpec())
+        run = per_device(
+            local, config.mesh, in_specs=in_specs(config, layout, batch), out_specs=PartitionSpec()
+        )
         return run(layout.treedef.flatten_up_to(params), batch, step, rng).divided()
 
     return loss
 
 
 def grad_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-    """Return how gradients of the trainable leaves are sharded over all axes but tensor: as the optimizer state, unless a reducer runs."""
+    """Return how gradients of the trainable leaves are sharded over all axes but tensor: as the
+    optimizer state, unless a reducer runs.
+    """
     sharded = config.placement.opt_state and layout.compression is None
     return [config.axes.stack(plan.data_spec(sharded=sharded)) for plan in layout.trained]
 
 
 def _reduce(
-    config: StrategyConfig, layout: Layout, grads: list[jax.Array], loss: Weighted, reducer_state: PyTree
+    config: StrategyConfig,
+    layout: Layout,
+    grads: list[jax.Array],
+    loss: Weighted,
+    reducer_state: PyTree,
 ) -> tuple[list[jax.Array], PyTree]:
-    """Return the gradients of the union batch from the gradients of this device, and the new state of the reducer."""
+    """Return the gradients of the union batch from the gradients of this device, and the new state
+    of the reducer.
+    """
     axes, compression = config.axes, layout.compression
     remaining_factor = factor(loss, config.num_pieces)
     if compression is None:
         grads = [scale(grad, remaining_factor) for grad in _sum_over_devices(config, layout, grads)]
     else:
-        grads = all_reduce_grads(grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained])
-    if config.schedule is not None:  # before the reducer, whose residuals have the stored order of blocks
+        grads = all_reduce_grads(
+            grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained]
+        )
+    # before the reducer, whose residuals have the stored order of blocks
+    if config.schedule is not None:
         grads = stored_order(config.schedule, layout, grads)
     if compression is not None:
         # The mean over N devices of N times each device's part is the sum.
@@ -119,12 +151,19 @@ def _reduce(
     return grads, reducer_state
 
 
-def _sum_over_devices(config: StrategyConfig, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
-    """Reduce-scatter over the axes that a leaf's gradient is sharded over, unless done, and all-reduce over the others."""
+def _sum_over_devices(
+    config: StrategyConfig, layout: Layout, grads: list[jax.Array]
+) -> list[jax.Array]:
+    """Reduce-scatter over the axes that a leaf's gradient is sharded over, unless done, and
+    all-reduce over the others.
+    """
     sharded = config.placement
     if sharded.opt_state and not sharded.grads:
         grads = reduce_scatter_grads(config.wire, grads, layout.trained)
-    done = lambda plan: plan.shard_axes if sharded.opt_state and plan.dim is not None else ()  # noqa: E731
+
+    def done(plan):
+        return plan.shard_axes if sharded.opt_state and plan.dim is not None else ()
+
     axes = [config.axes.gradient(plan, done=done(plan)) for plan in layout.trained]
     return all_reduce_grads(grads, layout.trained, axes)
 
@@ -138,24 +177,40 @@ def _stack(config: StrategyConfig, x: jax.Array) -> jax.Array:
 
 
 def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyTree, ...]:
-    """Return the specs of (params, batch, step, rng) in the per-device view; values without rows are replicated."""
-    params = [config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans]
+    """Return the specs of (params, batch, step, rng) in the per-device view.
+
+    Values without rows are replicated.
+    """
+    params = [
+        config.axes.stack(plan.data_spec(sharded=config.placement.params)) for plan in layout.plans
+    ]
     return params, batch_specs(config, batch), PartitionSpec(), PartitionSpec()
 
 
 def micro_batch_gradients(
-    config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array,
 ) -> tuple[list[jax.Array], LossParts]:
-    """Return the local gradients of the trained leaves, summed over micro-batches, and loss parts [micro_batches, ...].
+    """Return the local gradients of the trained leaves, summed over micro-batches, and loss parts
+    [micro_batches, ...].
 
-    If the placement shards gradients, they are reduce-scattered over data already. If the config asks for sums, the sum of
-    the local gradients' bits follows the last gradient, as limbs.
+    If the placement shards gradients, they are reduce-scattered over data already. If the config
+    asks for sums, the sum of the local gradients' bits follows the last gradient, as limbs.
     """
     return _MicroBatches(config, layout, params, batch, step, rng).gradients()
 
 
 def micro_batch_losses(
-    config: StrategyConfig, layout: Layout, params: list[jax.Array], batch: PyTree, step: jax.Array, rng: jax.Array
+    config: StrategyConfig,
+    layout: Layout,
+    params: list[jax.Array],
+    batch: PyTree,
+    step: jax.Array,
+    rng: jax.Array,
 ) -> LossParts:
     """Return the parts of the local loss, [micro_batches, ...]; without keys if rng is None."""
     return _MicroBatches(config, layout, params, batch, step, rng).losses()
@@ -174,8 +229,14 @@ class _MicroBatches:
 
     def gradients(self) -> tuple[list[jax.Array], LossParts]:
         # Without the constraint, the partitioner would replicate the accumulators over tensor.
-        specs = [*(plan.tensor for plan in self.layout.trained), *[PartitionSpec()] * self.config.sums]
-        constrain_sums = lambda sums: constrain_tensor(sums, specs)  # noqa: E731
+        specs = [
+            *(plan.tensor for plan in self.layout.trained),
+            *[PartitionSpec()] * self.config.sums,
+        ]
+
+        def constrain_sums(sums):
+            return constrain_tensor(sums, specs)
+
         count, cut_rows = self.config.loss.micro_batches, functools.partial(cut, self.config)
         return accumulate(self.run, self.batch, count, constrain_sums, self.sum_weights, cut_rows)
 
@@ -195,7 +256,8 @@ class _MicroBatches:
     def objective(self, trained, probe, micro_batch, key, weights):
         params = self.layout.merge(self.params, trained)
         parts = loss_of_rows(self.config, self.layout, params, micro_batch, key, probe)
-        if weights is None and isinstance(parts.loss.weight, tuple):  # a single micro-batch has all weights
+        # a single micro-batch has all weights
+        if weights is None and isinstance(parts.loss.weight, tuple):
             weights = all_reduce(jax.lax.stop_gradient(parts.loss.weight), self.config.axes.summed)
         return objective(parts.loss, self.config.num_pieces, weights), parts
 
@@ -204,8 +266,13 @@ class _MicroBatches:
 
     def losses(self) -> LossParts:
         config, tree = self.config, self.layout.treedef.unflatten(self.params)
-        run = lambda rows, index: loss_of_rows(config, self.layout, tree, rows, self.key(index))  # noqa: E731
-        return parts_of_micro_batches(run, self.batch, config.loss.micro_batches, functools.partial(cut, config))
+
+        def run(rows, index):
+            return loss_of_rows(config, self.layout, tree, rows, self.key(index))
+
+        return parts_of_micro_batches(
+            run, self.batch, config.loss.micro_batches, functools.partial(cut, config)
+        )
 
     def key(self, index: jax.Array) -> jax.Array | None:
         return None if self.rng is None else step_key(self.config, self.step, self.rng, index)
@@ -214,8 +281,9 @@ class _MicroBatches:
 def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:
     """Keep reduce-scatters in the loop over micro-batches on TPU.
 
-    XLA's while_loop_all_reduce_code_motion would sum replicated gradients and scatter the sum. That sends less, but holds
-    gradients replicated that the placement shards. It fails on sums that are cast back, as `scatter_dtype` casts them.
+    XLA's while_loop_all_reduce_code_motion would sum replicated gradients and scatter the sum. That
+    sends less, but holds gradients replicated that the placement shards. It fails on sums that are
+    cast back, as `scatter_dtype` casts them.
     """
     on_tpu = (device_kind() or "").startswith("TPU")
     return [jax.lax.optimization_barrier(grad) for grad in grads] if on_tpu else grads

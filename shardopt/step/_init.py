@@ -1,4 +1,6 @@
-"""The first train state: parameters placed or created sharded, and the optimizer state of these parameters."""
+"""The first train state: parameters placed or created sharded, and the optimizer state of these
+parameters.
+"""
 
 from collections.abc import Callable
 
@@ -17,7 +19,11 @@ from shardopt.step._programs import CompiledStep
 
 
 def make_state(
-    config: StrategyConfig, compiled: CompiledStep, params: PyTree, key: jax.Array, init_key: jax.Array
+    config: StrategyConfig,
+    compiled: CompiledStep,
+    params: PyTree,
+    key: jax.Array,
+    init_key: jax.Array,
 ) -> TrainState:
     """Return the first train state, sharded; it shares no buffer with the user's arrays.
 
@@ -34,27 +40,42 @@ def make_state(
     else:
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             fix = "pass arrays, or a function and a key: init(init_fn, rng)."
-            raise TypeError(format_error(config.strategy, "init was given shapes without values.", fix=fix))
-        # device_put hands back the same buffer on a device that has it already, even with may_alias=False.
+            raise TypeError(
+                format_error(config.strategy, "init was given shapes without values.", fix=fix)
+            )
+        # device_put hands back the same buffer on a device that has it already, even with
+        # may_alias=False.
         copy = make_program(config, copied, in_shardings, compiled.shardings.params)
         placed_params = copy(jax.device_put(params, compiled.shardings.params))
-    # A copy, because a transformation that keeps the parameters in its state would return the same buffers.
-    init_opt_state = lambda params: copied(compiled.init_opt_state(params))  # noqa: E731
-    opt_state = make_program(config, init_opt_state, in_shardings, compiled.shardings.opt_state)(placed_params)
+
+    # A copy, because a transformation that keeps the parameters in its state would return the same
+    # buffers.
+    def init_opt_state(params):
+        return copied(compiled.init_opt_state(params))
+
+    opt_state = make_program(config, init_opt_state, in_shardings, compiled.shardings.opt_state)(
+        placed_params
+    )
     # fold_in, so that the steps do not draw the same numbers as init_fn.
     step_and_key = np.int32(0), np.asarray(jax.random.key_data(jax.random.fold_in(key, 0)))
     step, rng = jax.device_put(step_and_key, (compiled.shardings.step, compiled.shardings.rng))
     return TrainState(step, placed_params, opt_state, rng)
 
 
-def init_program(config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]) -> AotCompiled:
+def init_program(
+    config: StrategyConfig, compiled: CompiledStep, init_fn: Callable[[jax.Array], PyTree]
+) -> AotCompiled:
     """Return the jitted `init_fn` with a sharded result: each device makes only its own shard."""
     replicated = NamedSharding(config.mesh, PartitionSpec())
-    return make_program(config, lambda rng: copied(init_fn(rng)), replicated, compiled.shardings.params)
+    return make_program(
+        config, lambda rng: copied(init_fn(rng)), replicated, compiled.shardings.params
+    )
 
 
 def _replicate_key(config: StrategyConfig, key: jax.Array) -> jax.Array:
-    """Put a key on the mesh as numbers, because jax puts no typed key on devices of other processes."""
+    """Put a key on the mesh as numbers, because jax puts no typed key on devices of other
+    processes.
+    """
     typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     numbers = np.asarray(jax.random.key_data(key) if typed else key)
     placed = jax.device_put(numbers, NamedSharding(config.mesh, PartitionSpec()))

@@ -32,9 +32,12 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
       TypeError: if they are a train state, or a leaf is not an array or a number.
       ValueError: if a leaf is a random key that `frozen` does not name.
     """
-    if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):  # flax's has the same name
+    # flax's has the same name
+    if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):
         fix = "pass its .params, or all of it to so.adopt(opt, state)."
-        raise TypeError(format_error(config.strategy, "parameters were expected, got a TrainState.", fix=fix))
+        raise TypeError(
+            format_error(config.strategy, "parameters were expected, got a TrainState.", fix=fix)
+        )
     wrong_leaves = [
         f"{path}: {type(leaf).__name__}"
         for path, leaf in leaves_with_paths(params)
@@ -42,7 +45,10 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
     ]
     if wrong_leaves:
         problem = "parameters must be a pytree of arrays."
-        fix = "split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
+        fix = (
+            "split the rest off, for instance with equinox.partition(model, equinox.is_array) or"
+            " flax.nnx.split."
+        )
         raise TypeError(format_error(config.strategy, problem, wrong_leaves, fix))
     shapes = abstract(params)
     with calling(config.strategy):
@@ -51,7 +57,8 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
 
 
 def check_keys(params: PyTree, frozen: Sequence[str] | None = None) -> None:
-    """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the same numbers at every step.
+    """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the
+    same numbers at every step.
 
     Args:
       params: parameters as shapes and dtypes.
@@ -60,23 +67,39 @@ def check_keys(params: PyTree, frozen: Sequence[str] | None = None) -> None:
     Raises:
       ValueError: if a leaf is a random key that `frozen` does not name.
     """
-    key_paths = [path for path, leaf in leaves_with_paths(params) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
-    trained_keys = [path for path in key_paths if not any(re.search(pattern, path) for pattern in frozen or ())]
+    key_paths = [
+        path
+        for path, leaf in leaves_with_paths(params)
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    ]
+    trained_keys = [
+        path for path in key_paths if not any(re.search(pattern, path) for pattern in frozen or ())
+    ]
     if trained_keys:
-        problem = f"{plural(len(trained_keys), 'parameter leaf')} would be the same random key at every step, with the same dropout."
-        fix = (
-            "let the loss take a keyword rng, a new key each step, and leave keys out of the parameters "
-            "(so.interop.nnx does both for an nnx module)"
+        problem = (
+            f"{plural(len(trained_keys), 'parameter leaf')} would be the same random key at every"
+            " step, with the same dropout."
         )
-        fix += "." if frozen is None else "; or name them in frozen= if they are to stay as they are."
+        fix = (
+            "let the loss take a keyword rng, a new key each step, and leave keys out of the"
+            " parameters (so.interop.nnx does both for an nnx module)"
+        )
+        fix += (
+            "." if frozen is None else "; or name them in frozen= if they are to stay as they are."
+        )
         raise ValueError(error_text(problem, trained_keys, fix))
 
 
 def check_not_traced(config: StrategyConfig, params: PyTree, rng: jax.Array | None) -> None:
-    """Refuse, by a TypeError, to begin under a trace: `init` compiles programs, and another optimizer may not call it."""
+    """Refuse, by a TypeError, to begin under a trace: `init` compiles programs, and another
+    optimizer may not call it.
+    """
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((params, rng))):
         problem = "init was called under a trace, where arrays have no values."
-        fix = "call init outside of jax.jit; inside of another optimizer put the optax optimizer itself, opt.wrapped."
+        fix = (
+            "call init outside of jax.jit; inside of another optimizer put the optax optimizer"
+            " itself, opt.wrapped."
+        )
         raise TypeError(format_error(config.strategy, problem, fix=fix))
 
 
@@ -88,7 +111,10 @@ def check_state(config: StrategyConfig, state: TrainState) -> None:
       ValueError: if it was passed to a step before, which took over its memory.
     """
     if not isinstance(state, TrainState):
-        problem = f"the state must be the TrainState that init or step returned, got {type(state).__name__}."
+        problem = (
+            "the state must be the TrainState that init or step returned, got"
+            f" {type(state).__name__}."
+        )
         fix = "call step(state, batch) with state = opt.init(params)."
         if hasattr(state, "apply_gradients"):
             fix = "this one is flax's: state = so.adopt(opt, state) makes one of it."
@@ -96,39 +122,59 @@ def check_state(config: StrategyConfig, state: TrainState) -> None:
     is_array = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
     if is_array and state.step.is_deleted():
         problem = "this state was given to step already, which takes over its memory."
-        raise ValueError(format_error(config.strategy, problem, fix="go on with the state that step returned."))
+        raise ValueError(
+            format_error(config.strategy, problem, fix="go on with the state that step returned.")
+        )
 
 
-def check_placement(config: StrategyConfig, abstract: TrainState, shardings: TrainState, state: TrainState) -> None:
+def check_placement(
+    config: StrategyConfig, abstract: TrainState, shardings: TrainState, state: TrainState
+) -> None:
     """Refuse a state of another optimizer, strategy or mesh.
 
     Raises:
-      ValueError: if the optimizer state has another structure, or a leaf another shape, dtype or sharding.
+      ValueError: if the optimizer state has another structure, or a leaf another shape, dtype or
+        sharding.
     """
-    fix = "move a state between strategies and meshes with so.save and so.restore, or so.checkpoint.to_bytes and so.checkpoint.from_bytes."
+    fix = (
+        "move a state between strategies and meshes with so.save and so.restore, or"
+        " so.checkpoint.to_bytes and so.checkpoint.from_bytes."
+    )
     if jax.tree.structure(state) != jax.tree.structure(abstract):
         problem = "the optimizer state is not that of this optimizer: its structure differs."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
     wrong_leaves = []
     expected_leaves = zip(jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True)
-    for (path, leaf), (expected, sharding) in zip(leaves_with_paths(state), expected_leaves, strict=True):
+    for (path, leaf), (expected, sharding) in zip(
+        leaves_with_paths(state), expected_leaves, strict=True
+    ):
         if (leaf.shape, leaf.dtype) != (expected.shape, expected.dtype):
-            wrong_leaves.append(f"{path}: {leaf.dtype}{list(leaf.shape)}, not {expected.dtype}{list(expected.shape)}")
+            wrong_leaves.append(
+                f"{path}: {leaf.dtype}{list(leaf.shape)}, not"
+                f" {expected.dtype}{list(expected.shape)}"
+            )
         elif isinstance(leaf, Tracer) or not isinstance(leaf, jax.Array):
             continue
         elif not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
-            wrong_leaves.append(f"{path}: placed as {leaf.sharding}, not {sharding.spec} on this mesh")
+            wrong_leaves.append(
+                f"{path}: placed as {leaf.sharding}, not {sharding.spec} on this mesh"
+            )
     if wrong_leaves:
-        problem = f"the state does not live where this strategy keeps it ({plural(len(wrong_leaves), 'leaf')})."
+        problem = (
+            "the state does not live where this strategy keeps it"
+            f" ({plural(len(wrong_leaves), 'leaf')})."
+        )
         raise ValueError(format_error(config.strategy, problem, wrong_leaves, fix))
 
 
 def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
-    """Return the number of rows that all leaves of a batch have; None in the global view if they do not agree.
+    """Return the number of rows that all leaves of a batch have.
+
+    None in the global view if they do not agree.
 
     Raises:
-      ValueError: if `batch_dims` name a dim that a leaf does not have, or there is no array. If devices or replicas see
-        different rows, and no array has rows or the numbers of rows differ.
+      ValueError: if `batch_dims` name a dim that a leaf does not have, or there is no array. If
+        devices or replicas see different rows, and no array has rows or the numbers of rows differ.
     """
     check_row_dims(config, batch)
     counts, has_arrays = row_counts(config, batch), any(map(np.ndim, jax.tree.leaves(batch)))
@@ -136,11 +182,17 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
         return next(iter(counts))
     if has_arrays and config.has_global_view and not config.per_replica:
         return None
-    problem = "batch leaves must agree on a number of rows, the global batch." if counts else "no batch leaf has rows."
+    problem = (
+        "batch leaves must agree on a number of rows, the global batch."
+        if counts
+        else "no batch leaf has rows."
+    )
     fix = "give leaves the shape [global batch, ...]."
     if has_arrays:
         global_view_hint = (
-            '; or use view="global", which takes leaves of any shapes' if config.loss.view == "per_device" else ""
+            '; or use view="global", which takes leaves of any shapes'
+            if config.loss.view == "per_device"
+            else ""
         )
         fix = f"{FIX_ROWS}{global_view_hint}."
     raise ValueError(format_error(config.strategy, problem, shown_leaves(config, batch), fix))
@@ -150,7 +202,8 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse a batch that cannot be cut into devices and micro-batches.
 
     Raises:
-      ValueError: as `check_rows` and `check_positions`; or if replica * data * micro_batches does not divide the size.
+      ValueError: as `check_rows` and `check_positions`; or if replica * data * micro_batches does
+        not divide the size.
     """
     size = check_rows(config, batch)
     if size is None:  # the whole batch runs at once
@@ -165,16 +218,21 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
             divisors += f" x {micro_batches} micro-batches"
         nearest_sizes = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
         problem = f"a global batch of {size} is not divisible by {divisors} = {pieces}."
-        fix = f"use a batch of {' or '.join(map(str, nearest_sizes))}, or another mesh or micro_batches."
+        fix = (
+            f"use a batch of {' or '.join(map(str, nearest_sizes))}, or another mesh or"
+            " micro_batches."
+        )
         raise ValueError(format_error(config.strategy, problem, fix=fix))
     check_positions(config, batch)
 
 
 def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = False) -> PyTree:
-    """Put each leaf's rows, and positions, on the devices that need them; a leaf with the right placement is not copied.
+    """Put each leaf's rows, and positions, on the devices that need them.
 
-    A numpy leaf holds the whole global batch on every process; only rows for local devices are copied. Leaves that all
-    rows share go to all devices.
+    A leaf with the right placement is not copied.
+
+    A numpy leaf holds the whole global batch on every process; only rows for local devices are
+    copied. Leaves that all rows share go to all devices.
 
     Args:
       config: its axes split the batch.
@@ -182,15 +240,20 @@ def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = Fal
       everywhere: put all rows on all devices instead.
     """
 
-    def place(leaf: jax.Array | np.ndarray | float, spec: PartitionSpec) -> jax.Array | jax.ShapeDtypeStruct | float:
+    def place(
+        leaf: jax.Array | np.ndarray | float, spec: PartitionSpec
+    ) -> jax.Array | jax.ShapeDtypeStruct | float:
         if isinstance(leaf, bool | int | float | complex):
-            return leaf  # a Python number becomes an argument on all devices, and keeps its weak type
+            # a Python number becomes an argument on all devices, and keeps its weak type
+            return leaf
         sharding = config.home.shardings(PartitionSpec() if everywhere else spec)
         if isinstance(leaf, Tracer):
             return jax.lax.with_sharding_constraint(leaf, on_auto_axes(sharding))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        if isinstance(leaf, jax.Array) and (leaf.sharding == sharding or not leaf.is_fully_addressable):
+        if isinstance(leaf, jax.Array) and (
+            leaf.sharding == sharding or not leaf.is_fully_addressable
+        ):
             return leaf
         return put(leaf, sharding)
 
@@ -216,19 +279,27 @@ def typed_key(config: StrategyConfig, rng: jax.Array | None) -> jax.Array:
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(rng)
     if rng.dtype != default.dtype:
-        problem = f"rng is a key of another implementation ({rng.dtype}) than jax's default ({default.dtype})."
+        problem = (
+            f"rng is a key of another implementation ({rng.dtype}) than jax's default"
+            f" ({default.dtype})."
+        )
         fix = "pass jax.random.key(seed), or set jax_default_prng_impl."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
     return rng
 
 
 def is_init_fn(params: PyTree) -> bool:
-    """Return whether a function creates the parameters; a callable pytree such as an equinox module is itself parameters."""
+    """Return whether a function creates the parameters.
+
+    A callable pytree such as an equinox module is itself parameters.
+    """
     return callable(params) and jax.tree.structure(params) == jax.tree.structure(0)
 
 
 def copied(tree: PyTree) -> PyTree:
-    """Copy every leaf and drop its weak type, so that the second step does not compile another program."""
+    """Copy every leaf and drop its weak type, so that the second step does not compile another
+    program.
+    """
 
     def copy_leaf(leaf):
         leaf = jnp.asarray(leaf)

@@ -1,4 +1,6 @@
-"""Norms of the gradient, update and parameters of every leaf, and of every layer of stacked blocks, in one collective."""
+"""Norms of the gradient, update and parameters of every leaf, and of every layer of stacked blocks,
+in one collective.
+"""
 
 import dataclasses
 
@@ -18,15 +20,18 @@ from shardopt.step._results import Change
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Norms:
-    """Euclidean norms of the trainable leaves in a step: `state, metrics, norms = opt.step.with_norms(state, batch)`.
+    """Euclidean norms of the trainable leaves in a step: `state, metrics, norms =
+    opt.step.with_norms(state, batch)`.
 
-    `norms.gradients`, `norms.updates` and `norms.params` are dicts from key path to norm. A stacked leaf of blocks has one
-    norm for each layer, [L]. Reading them waits for the step. A norm above 1e19 is infinite, since its square overflows in
-    float32; in float64 the limit is 1e154.
+    `norms.gradients`, `norms.updates` and `norms.params` are dicts from key path to norm. A stacked
+    leaf of blocks has one norm for each layer, [L]. Reading them waits for the step. A norm above
+    1e19 is infinite, since its square overflows in float32; in float64 the limit is 1e154.
 
     Attributes:
-      values: [3, n], the norms on the device, of all leaves and layers in a row: gradients, updates, parameters.
-      layers: (key path, number of layers) of each trainable leaf; the number is None for a leaf that is not stacked.
+      values: [3, n], the norms on the device, of all leaves and layers in a row: gradients,
+        updates, parameters.
+      layers: (key path, number of layers) of each trainable leaf; the number is None for a leaf
+        that is not stacked.
     """
 
     values: jax.Array
@@ -48,14 +53,22 @@ class Norms:
         return self._by_path(2)
 
     def metrics(self) -> dict[str, float]:
-        """Return the norms as metrics for a log: "gradient_norm/PATH", "gradient_norm/PATH/layer_0", and so on."""
-        named = {"gradient_norm": self.gradients, "update_norm": self.updates, "param_norm": self.params}
+        """Return the norms as metrics for a log: "gradient_norm/PATH",
+        "gradient_norm/PATH/layer_0", and so on.
+        """
+        named = {
+            "gradient_norm": self.gradients,
+            "update_norm": self.updates,
+            "param_norm": self.params,
+        }
         return {
             f"{kind}/{path}{suffix}": float(norm)
             for kind, norms in named.items()
             for path, of_leaf in norms.items()
             for suffix, norm in (
-                [("", of_leaf)] if not of_leaf.ndim else [(f"/layer_{i}", x) for i, x in enumerate(of_leaf)]
+                [("", of_leaf)]
+                if not of_leaf.ndim
+                else [(f"/layer_{i}", x) for i, x in enumerate(of_leaf)]
             )
         }
 
@@ -70,8 +83,9 @@ class Norms:
 def norms_of(config: StrategyConfig, layout: Layout, change: Change) -> Norms:
     """Return the norms of a change, in the global view, replicated.
 
-    Each device squares its shards, in fp32 at least, and puts the sums at their places in one vector. A leaf that several
-    devices hold is counted on the first of them. One all-reduce sums the vectors over all axes, tensor included.
+    Each device squares its shards, in fp32 at least, and puts the sums at their places in one
+    vector. A leaf that several devices hold is counted on the first of them. One all-reduce sums
+    the vectors over all axes, tensor included.
     """
     sharded = config.placement.opt_state
     specs = [plan.spec(sharded=sharded) for plan in layout.trained]
@@ -99,8 +113,12 @@ def norms_of(config: StrategyConfig, layout: Layout, change: Change) -> Norms:
     return Norms(run(*trees), layers)
 
 
-def _squares(plan: LeafPlan, spec: PartitionSpec, leaf: jax.Array, mesh_axes: tuple[str, ...]) -> jax.Array:
-    """Return the sums of squares that this device adds: [1], or [L] with zeros for layers of other devices."""
+def _squares(
+    plan: LeafPlan, spec: PartitionSpec, leaf: jax.Array, mesh_axes: tuple[str, ...]
+) -> jax.Array:
+    """Return the sums of squares that this device adds: [1], or [L] with zeros for layers of other
+    devices.
+    """
     squares = jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype))))
     total = jnp.sum(squares, axis=tuple(range(1, leaf.ndim)) if plan.stacked else None).reshape(-1)
     if copied_over := [axis for axis in mesh_axes if axis not in spec_axes(spec)]:
@@ -110,4 +128,6 @@ def _squares(plan: LeafPlan, spec: PartitionSpec, leaf: jax.Array, mesh_axes: tu
         return total
     layer_axes = tuple(spec_axes(spec[:1]))
     all_layers = jnp.zeros(plan.shape[0], total.dtype)
-    return jax.lax.dynamic_update_slice(all_layers, total, (jax.lax.axis_index(layer_axes) * total.size,))
+    return jax.lax.dynamic_update_slice(
+        all_layers, total, (jax.lax.axis_index(layer_axes) * total.size,)
+    )

@@ -26,16 +26,26 @@ class StepFn(Protocol):
     """`step(state, batch)`; batch leaves are [global batch, ...]."""
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
-        """Return the next train state, and loss, gradient norm and metrics of the batch. Donates `state`."""
+        """Return the next train state, and loss, gradient norm and metrics of the batch.
+
+        Donates `state`.
+        """
         ...
 
     @property
     def with_norms(self) -> "NormsStepFn":
-        """The same step, which also returns the norms of each leaf and layer; a program of its own."""
+        """The same step, which also returns the norms of each leaf and layer.
+
+        A program of its own.
+        """
         ...
 
-    def with_kinds(self, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
-        """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`, so that they can be combined with others."""
+    def with_kinds(
+        self, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
+        """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`, so that they can
+        be combined with others.
+        """
         ...
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -47,7 +57,9 @@ class NormsStepFn(Protocol):
     """`step.with_norms(state, batch)`."""
 
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Norms]:
-        """Return the next train state, the metrics, and the norms of gradients, updates and parameters. Donates `state`."""
+        """Return the next train state, the metrics, and the norms of gradients, updates and
+        parameters. Donates `state`.
+        """
         ...
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -79,7 +91,10 @@ class SpecsFn(Protocol):
     """`specs(abstract_params)`."""
 
     def __call__(self, abstract_params: PyTree) -> TrainState:
-        """Return where every leaf of the train state lives, as `PartitionSpec`; allocates nothing."""
+        """Return where every leaf of the train state lives, as `PartitionSpec`.
+
+        Allocates nothing.
+        """
         ...
 
 
@@ -96,18 +111,22 @@ class ShardedOptimizer(NamedTuple):
 
     Attributes:
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
-      step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state, batch)`
-        returns the `jax.stages.Lowered` program, also for abstract arguments. An array that is two leaves of `state`,
-        or a leaf of both `state` and `batch`, is copied first, because its memory can be donated only once.
-        `step.with_norms(state, batch) -> (state, metrics, norms)` also returns `so.training.Norms`.
-      evaluate: `evaluate(state, batch, params=None) -> metrics`, the loss and aux metrics of a batch: no gradient, no
-        rng, nothing donated. `params="average"` evaluates the average of `so.with_average`.
-      synchronize: `synchronize(state) -> state`, once all copies of the state are complete and equal. In a synchronous
-        strategy they are equal after every step, so this waits for the devices.
+      step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state,
+        batch)` returns the `jax.stages.Lowered` program, also for abstract arguments. An array that
+        is two leaves of `state`, or a leaf of both `state` and `batch`, is copied first, because
+        its memory can be donated only once. `step.with_norms(state, batch) -> (state, metrics,
+        norms)` also returns `so.training.Norms`.
+      evaluate: `evaluate(state, batch, params=None) -> metrics`, the loss and aux metrics of a
+        batch: no gradient, no rng, nothing donated. `params="average"` evaluates the average of
+        `so.with_average`.
+      synchronize: `synchronize(state) -> state`, once all copies of the state are complete and
+        equal. In a synchronous strategy they are equal after every step, so this waits for the
+        devices.
       specs: `specs(abstract_params) -> TrainState` of `PartitionSpec`, without allocating anything.
-      abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct` with their
-        `NamedSharding`: the target for restoring a checkpoint. Without an argument it describes the parameters of the
-        last call of `init`, `specs` or `step`, and raises ValueError if there was none.
+      abstract_state: `abstract_state(abstract_params=None) -> TrainState` of `jax.ShapeDtypeStruct`
+        with their `NamedSharding`: the target for restoring a checkpoint. Without an argument it
+        describes the parameters of the last call of `init`, `specs` or `step`, and raises
+        ValueError if there was none.
       wrapped: the optax transformation.
       mesh: the user's mesh, on which state and metrics live.
       config: the arguments of the strategy, with `config.report()`.
@@ -124,17 +143,21 @@ class ShardedOptimizer(NamedTuple):
     config: StrategyConfig
 
     def update(self, *_: PyTree, **__: PyTree) -> NoReturn:
-        """Refuse to be used as an optax transformation: in `optax.chain`, `optax.MultiSteps` or flax's `TrainState`.
+        """Refuse to be used as an optax transformation: in `optax.chain`, `optax.MultiSteps` or
+        flax's `TrainState`.
 
         Raises:
           TypeError: always.
         """
         strategy = self.config.strategy
-        problem = f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
+        problem = (
+            f"so.{strategy} returns no optax transformation: its step takes a batch, not gradients."
+        )
         fix = (
-            f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train with state, metrics = "
-            "opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of these by "
-            "so.adopt(opt, state), made with tx=opt.wrapped."
+            f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train"
+            " with state, metrics = opt.step(state, batch), which computes gradients itself;"
+            " flax's TrainState becomes one of these by so.adopt(opt, state), made with"
+            " tx=opt.wrapped."
         )
         raise TypeError(format_error(strategy, problem, fix=fix))
 
@@ -147,11 +170,17 @@ class ShardedOptimizer(NamedTuple):
     def rank(self) -> int:
         """The position in the mesh, from 0 to `world_size - 1`, of this process's first device."""
         process = jax.process_index()
-        return next(i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == process)
+        return next(
+            i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == process
+        )
 
 
 def check_is_strategy(opt: object) -> None:
-    """Refuse, by a TypeError, a value that is not a `ShardedOptimizer`, such as the loss or the optax transformation."""
+    """Refuse, by a TypeError, a value that is not a `ShardedOptimizer`, such as the loss or the
+    optax transformation.
+    """
     if not isinstance(opt, ShardedOptimizer):
         problem = f"opt must be a so.ShardedOptimizer, got {type(opt).__name__}."
-        raise TypeError(error_text(problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."))
+        raise TypeError(
+            error_text(problem, fix="pass what so.ddp, so.zero, so.fsdp or so.hybrid returns.")
+        )

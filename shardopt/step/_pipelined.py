@@ -1,4 +1,7 @@
-"""Gradients of micro-batches that go through a pipeline; each device runs the blocks of its stage."""
+"""Gradients of micro-batches that go through a pipeline.
+
+Each device runs the blocks of its stage.
+"""
 
 import dataclasses
 import functools
@@ -40,10 +43,12 @@ def pipelined_gradients(
     step: jax.Array,
     rng: jax.Array | None,
 ) -> tuple[list[jax.Array], LossParts]:
-    """Return what `micro_batch_gradients` returns: gradients of this stage's blocks, and of outer leaves that it uses.
+    """Return what `micro_batch_gradients` returns: gradients of this stage's blocks, and of outer
+    leaves that it uses.
 
-    Outer parameters are gathered once a step, and their gradients scattered once. Parameters of blocks are gathered and
-    scattered where they are used, as without a pipeline; or once a step if the config has `regather=False`.
+    Outer parameters are gathered once a step, and their gradients scattered once. Parameters of
+    blocks are gathered and scattered where they are used, as without a pipeline; or once a step if
+    the config has `regather=False`.
     """
     schedule = config.schedule
     assert schedule is not None
@@ -58,10 +63,19 @@ def pipelined_gradients(
         remat=config.loss.remat,
         specs=SumSpecs(*([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))),
     )
-    block_grads, outer_grads = _as_stored(sums.blocks, block_plans), _as_stored(sums.outer, outer_plans)
-    # Gradients of blocks that are sharded within the loop are reduced already: their sums say nothing of a device.
-    local_grads = [*outer_grads, *([] if config.placement.grads and not config.gathers_once else block_grads)]
-    limbs = [to_limbs(checksum_of(jax.lax.optimization_barrier(local_grads)))] if config.sums else []
+    block_grads, outer_grads = (
+        _as_stored(sums.blocks, block_plans),
+        _as_stored(sums.outer, outer_plans),
+    )
+    # Gradients of blocks that are sharded within the loop are reduced already: their sums say
+    # nothing of a device.
+    local_grads = [
+        *outer_grads,
+        *([] if config.placement.grads and not config.gathers_once else block_grads),
+    ]
+    limbs = (
+        [to_limbs(checksum_of(jax.lax.optimization_barrier(local_grads)))] if config.sums else []
+    )
     if config.gathers_once:
         block_grads = reduce_scatter_grads(config.wire, block_grads, block_plans)
     if config.placement.grads:
@@ -99,23 +113,36 @@ def pipelined_losses(
     step: jax.Array,
     rng: jax.Array | None,
 ) -> LossParts:
-    """Return what `micro_batch_losses` returns; the parts are zeros on all stages but the last block's."""
+    """Return what `micro_batch_losses` returns.
+
+    The parts are zeros on all stages but the last block's.
+    """
     schedule = config.schedule
     assert schedule is not None
     model = _pipelined_model(config, layout, params, batch, step, rng)
-    return forward_only(schedule, model, _stage_weights(config, layout, schedule, params), layout.counts)
+    return forward_only(
+        schedule, model, _stage_weights(config, layout, schedule, params), layout.counts
+    )
 
 
 def _stage_weights(
     config: StrategyConfig, layout: Layout, schedule: Schedule, params: list[jax.Array]
 ) -> list[jax.Array]:
-    """Return the blocks of this stage, stacked in the schedule's order; gathered if blocks are gathered once a step."""
+    """Return the blocks of this stage, stacked in the schedule's order.
+
+    Gathered if blocks are gathered once a step.
+    """
     plans = [plan for plan in layout.plans if plan.stacked]
-    stored, tensor_specs = [params[i] for i in _block_and_outer(layout)[0]], [plan.tensor for plan in plans]
+    stored, tensor_specs = (
+        [params[i] for i in _block_and_outer(layout)[0]],
+        [plan.tensor for plan in plans],
+    )
     if is_even(layout.counts):
         weights = messages.to_schedule(schedule, stored, tensor_specs)
     else:
-        weights = uneven.to_schedule(schedule, layout.counts, stored, [plan.spread for plan in plans], tensor_specs)
+        weights = uneven.to_schedule(
+            schedule, layout.counts, stored, [plan.spread for plan in plans], tensor_specs
+        )
     return all_gather_leaves(config, weights, plans) if config.gathers_once else weights
 
 
@@ -130,7 +157,8 @@ class _PipelinedModel:
     """The model in one step: `StageFns` of lists of leaves and micro-batch numbers.
 
     Attributes:
-      params: the leaves; outer ones are gathered, once for all micro-batches. Gradients are with respect to these.
+      params: the leaves; outer ones are gathered, once for all micro-batches. Gradients are with
+        respect to these.
       micro_batches: the leaves of the batch that have rows, each cut into micro-batches.
       assemble: makes a batch from one micro-batch of each leaf.
       rows: the number of rows of a micro-batch.
@@ -207,24 +235,36 @@ class _PipelinedModel:
 
     @property
     def _trained_outer_indices(self) -> list[int]:
-        return [i for i, plan in enumerate(self.layout.plans) if plan.trainable and not plan.stacked]
+        return [
+            i for i, plan in enumerate(self.layout.plans) if plan.trainable and not plan.stacked
+        ]
 
     @property
     def _trained_outer(self) -> Arrays:
         return [self.params[i] for i in self._trained_outer_indices]
 
     def _outer(self, trained: Arrays) -> PyTree:
-        params = self.layout.treedef.unflatten(replaced(self.params, self._trained_outer_indices, trained))
+        params = self.layout.treedef.unflatten(
+            replaced(self.params, self._trained_outer_indices, trained)
+        )
         return {name: value for name, value in params.items() if name != BLOCKS}
 
     def _rows(self, m: Index) -> PyTree:
-        return self.assemble([jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in self.micro_batches])
+        return self.assemble(
+            [jax.lax.dynamic_index_in_dim(x, m, 0, keepdims=False) for x in self.micro_batches]
+        )
 
     def _key(self, m: Index) -> jax.Array | None:
         return None if self.rng is None else step_key(self.config, self.step, self.rng, m)
 
     def _embed(self, outer: Arrays, m: Index) -> PyTree:
-        return call(self.model.embed, self._key(m), self._block_plans[0].shape[0], self._outer(outer), self._rows(m))
+        return call(
+            self.model.embed,
+            self._key(m),
+            self._block_plans[0].shape[0],
+            self._outer(outer),
+            self._rows(m),
+        )
 
     @functools.cached_property
     def _x(self) -> tuple[list[jax.ShapeDtypeStruct], PyTree]:
@@ -233,11 +273,14 @@ class _PipelinedModel:
 
     def _loss(self, outer: Arrays, m: Index, x: Arrays) -> LossParts:
         index, inputs = self._block_plans[0].shape[0] + 1, self._x[1].unflatten(x)
-        returned = call(self.model.loss, self._key(m), index, self._outer(outer), inputs, self._rows(m))
+        returned = call(
+            self.model.loss, self._key(m), index, self._outer(outer), inputs, self._rows(m)
+        )
         parts = loss_parts(self.config.strategy, returned, self.rows)
         if isinstance(parts.loss.total, tuple):
             problem = (
-                "a loss of several terms needs the weights of all micro-batches before the first is differentiated."
+                "a loss of several terms needs the weights of all micro-batches before the first is"
+                " differentiated."
             )
             fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
             raise ValueError(format_error(self.config.strategy, problem, fix=fix))
@@ -258,7 +301,9 @@ def _pipelined_model(
     micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
     if config.gathers:
         _, outer = _block_and_outer(layout)
-        gathered = all_gather_leaves(config, [params[i] for i in outer], [layout.plans[i] for i in outer])
+        gathered = all_gather_leaves(
+            config, [params[i] for i in outer], [layout.plans[i] for i in outer]
+        )
         params = replaced(params, outer, gathered)
     rows = num_rows(config, batch) // config.loss.micro_batches
     return _PipelinedModel(config, layout, model, params, micro_batches, assemble, rows, step, rng)

@@ -31,7 +31,8 @@ class CompiledStep(NamedTuple):
     """A strategy for one parameter structure: the placement of its train state, and its programs.
 
     Attributes:
-      layout: where every leaf lives; if each replica trains by itself, where it lives within a replica.
+      layout: where every leaf lives; if each replica trains by itself, where it lives within a
+        replica.
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
       shardings: the same as `NamedSharding`.
@@ -39,7 +40,8 @@ class CompiledStep(NamedTuple):
       step: `(state, batch) -> (state, metrics)`, donating the state; metrics may still have a kind.
       evaluate: `(params, batch) -> metrics`.
       synchronize: `state -> state`, all copies of it equal.
-      step_with_norms: `(state, batch) -> (state, metrics, norms)`, a program of its own; None if replicas train apart.
+      step_with_norms: `(state, batch) -> (state, metrics, norms)`, a program of its own; None if
+        replicas train apart.
     """
 
     layout: Layout
@@ -62,4 +64,6 @@ def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
         return {"loss": value, **values(metrics)}
 
     param_shardings = shardings(config.mesh, layout.specs.params)
-    return make_program(config, evaluate, (param_shardings, None), config.home.shardings(PartitionSpec()))
+    return make_program(
+        config, evaluate, (param_shardings, None), config.home.shardings(PartitionSpec())
+    )

@@ -27,6 +27,7 @@ def report_of(config: StrategyConfig, layout: Layout, views: Views) -> Report:
         owners=on_mesh(config.mesh, owners_of)(config, layout),
         layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
         rows=tuple(
-            row._replace(params=spec(row.params), opt_state=spec(row.opt_state)) for row in placement_report.rows
+            row._replace(params=spec(row.params), opt_state=spec(row.opt_state))
+            for row in placement_report.rows
         ),
     )

@@ -1,4 +1,7 @@
-"""The train step of a strategy: differentiate, update, gather; compiled per parameter structure at the first call."""
+"""The train step of a strategy: differentiate, update, gather.
+
+Compiled per parameter structure at the first call.
+"""
 
 import functools
 from collections.abc import Callable
@@ -26,7 +29,10 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     take_step = make_step(config, layout)
     out_shardings, in_shardings = (
         on_host(config.update.offload, layout.abstract, state_shardings)
-        for state_shardings in (config.home.shardings(layout.specs), shardings(config.mesh, layout.specs))
+        for state_shardings in (
+            config.home.shardings(layout.specs),
+            shardings(config.mesh, layout.specs),
+        )
     )
     replicated, donated = config.home.shardings(PartitionSpec()), DonatedState(config.mesh)
 
@@ -34,12 +40,16 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
         taken = take_step(state, batch)
         return taken.state, taken.metrics
 
-    def step_with_norms(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric], Norms]:
+    def step_with_norms(
+        state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array | Metric], Norms]:
         taken = take_step(state, batch)
         return taken.state, taken.metrics, norms_of(config, layout, taken.update.change)
 
     def program(run: Callable[..., PyTree], *results: PyTree) -> Program:
-        return make_program(config, run, (in_shardings, None), (out_shardings, *results), donated=donated)
+        return make_program(
+            config, run, (in_shardings, None), (out_shardings, *results), donated=donated
+        )
 
     return CompiledStep(
         layout=layout,
@@ -63,16 +73,29 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
 
     def step(state: TrainState, batch: PyTree) -> TakenStep:
         opt_state, reducer_state = split_opt_state(config, layout, state.opt_state)
-        # This phase all-gathers the parameters where the loss reads them, differentiates, and reduces the gradients.
+        # This phase all-gathers the parameters where the loss reads them, differentiates, and
+        # reduces the gradients.
         gradients = differentiate(state.params, batch, state.step, state.rng, reducer_state)
-        update = apply_update(config, layout, state.params, opt_state, gradients, value_fn(state, batch))
+        update = apply_update(
+            config, layout, state.params, opt_state, gradients, value_fn(state, batch)
+        )
         params = all_gather_params(config, layout, update.params)
-        new_state = TrainState(state.step + 1, params, join_opt_state(config, layout, update, gradients), state.rng)
+        new_state = TrainState(
+            state.step + 1, params, join_opt_state(config, layout, update, gradients), state.rng
+        )
         return TakenStep(new_state, metrics_of(config, layout, gradients), gradients, update)
 
     return step
 
 
-def metrics_of(config: StrategyConfig, layout: Layout, gradients: Gradients) -> dict[str, jax.Array | Metric]:
-    """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the loss returns."""
-    return {"loss": gradients.loss, "grad_norm": gradient_norm(config, layout, gradients.grads), **gradients.metrics}
+def metrics_of(
+    config: StrategyConfig, layout: Layout, gradients: Gradients
+) -> dict[str, jax.Array | Metric]:
+    """Return the metrics of a step: the loss, the norm of the gradient, and the metrics that the
+    loss returns.
+    """
+    return {
+        "loss": gradients.loss,
+        "grad_norm": gradient_norm(config, layout, gradients.grads),
+        **gradients.metrics,
+    }

@@ -1,4 +1,7 @@
-"""The update in the global view: one optax update, placed by constraints; then the all-gather, and the gradient's norm."""
+"""The update in the global view: one optax update, placed by constraints.
+
+Then the all-gather, and the gradient's norm.
+"""
 
 from collections.abc import Callable
 
@@ -29,17 +32,27 @@ def apply_update(
     gradients: Gradients,
     value_fn: Callable[[PyTree], jax.Array],
 ) -> AppliedUpdate:
-    """Return new params for `all_gather_params`, the new optimizer state where it is stored, and what was changed.
+    """Return new params for `all_gather_params`, the new optimizer state where it is stored, and
+    what was changed.
 
-    Gradients and parameters are sharded like the optimizer state, so each device updates its own shard. If the state of
-    whole matrices lives at owners, their gradients are sent there and their updates sent back, see `owned_update`.
-    The wrapped transformation sees global arrays, so norms, factored moments and orthogonalisation keep their meaning.
-    It may call the loss of this batch at other parameters (line searches, sophia), or its gradient (sam).
+    Gradients and parameters are sharded like the optimizer state, so each device updates its own
+    shard. If the state of whole matrices lives at owners, their gradients are sent there and their
+    updates sent back, see `owned_update`. The wrapped transformation sees global arrays, so norms,
+    factored moments and orthogonalisation keep their meaning. It may call the loss of this batch at
+    other parameters (line searches, sophia), or its gradient (sam).
     """
     sharded = config.placement.opt_state
-    shard_specs = layout.merge([None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained])
-    place = lambda tree, specs: jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))  # noqa: E731
-    grads, shards = place(gradients.grads, shard_specs), place(layout.trainable(params), shard_specs)
+    shard_specs = layout.merge(
+        [None] * len(layout.plans), [plan.spec(sharded=sharded) for plan in layout.trained]
+    )
+
+    def place(tree, specs):
+        return jax.lax.with_sharding_constraint(tree, shardings(config.mesh, specs))
+
+    grads, shards = (
+        place(gradients.grads, shard_specs),
+        place(layout.trainable(params), shard_specs),
+    )
     frozen = layout.treedef.flatten_up_to(params)
 
     def loss_at(trained: PyTree) -> jax.Array:
@@ -60,20 +73,26 @@ def apply_update(
     if layout.compression is not None:
         opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer
     if "opt_state" in config.update.offload:
-        opt_state = to_host(config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs))
+        opt_state = to_host(
+            config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs)
+        )
         return AppliedUpdate(new_params, opt_state, change)
     return AppliedUpdate(new_params, place(opt_state, opt_specs), change)
 
 
 def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) -> PyTree:
-    """Place updated parameters where they live: ZeRO 1 and 2 gather the shards that each device updated.
+    """Place updated parameters where they live: ZeRO 1 and 2 gather the shards that each device
+    updated.
 
-    The gather runs in the per-device view. The partitioner would gather leaf by leaf, and between processes on CPU each
-    gather is a round trip.
+    The gather runs in the per-device view. The partitioner would gather leaf by leaf, and between
+    processes on CPU each gather is a round trip.
     """
     axes, sharded = config.axes, config.placement
     if sharded.opt_state and not sharded.params:
-        wires = [LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked)) for plan in layout.trained]
+        wires = [
+            LeafWire(plan.dim, plan.tensor, plan.axes).stacked(len(axes.stacked))
+            for plan in layout.trained
+        ]
         run = per_device(
             lambda leaves: all_gather(leaves, wires, bucket_bytes=BUCKET_BYTES),
             config.mesh,
@@ -82,12 +101,19 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
         )
         replicated = run(jax.tree.leaves(layout.trainable(params)))
         params = layout.merge(layout.treedef.flatten_up_to(params), replicated)
-    specs = layout.treedef.unflatten([axes.stack(plan.spec(sharded=sharded.params)) for plan in layout.plans])
+    specs = layout.treedef.unflatten(
+        [axes.stack(plan.spec(sharded=sharded.params)) for plan in layout.plans]
+    )
     return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
 
 
 def _update(
-    config: StrategyConfig, layout: Layout, grads: PyTree, opt_state: PyTree, params: PyTree, extra_args: ExtraArgs
+    config: StrategyConfig,
+    layout: Layout,
+    grads: PyTree,
+    opt_state: PyTree,
+    params: PyTree,
+    extra_args: ExtraArgs,
 ) -> tuple[PyTree, PyTree]:
     def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
         if config.layout.opt_state_layout == "matrices":
@@ -99,7 +125,9 @@ def _update(
     return update(grads, opt_state, params)
 
 
-def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]) -> PyTree:
+def _replace_updated(
+    config: StrategyConfig, layout: Layout, params: PyTree, updates: dict[str, jax.Array]
+) -> PyTree:
     if not updates:
         return params
     check_updated(config.strategy, layout.plans, updates)
@@ -113,10 +141,12 @@ def _replace_updated(config: StrategyConfig, layout: Layout, params: PyTree, upd
 
 
 def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.Array:
-    """Return the Euclidean norm of all leaves together, summed in fp32 at least; stacked if each replica trains by itself.
+    """Return the Euclidean norm of all leaves together, summed in fp32 at least.
 
-    It runs in the per-device view, with one sum for each set of axes that leaves are sharded over. The partitioner would sum
-    leaf by leaf, and between processes on CPU each sum is a round trip.
+    Stacked if each replica trains by itself.
+
+    It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.
+    The partitioner would sum leaf by leaf, and between processes on CPU each sum is a round trip.
     """
     specs, stacked = grad_specs(config, layout), config.axes.stacked
 

@@ -1,8 +1,9 @@
 """A step that is computed twice: on its own devices, and on the same devices in another order.
 
-`VerifiedStep` compiles the step once more, with sums of the bits (`core._checksum`) of what each device reads, computes and
-writes. The same program compiled for devices in another order gives each device the work of another one, bit for bit. So
-the sums of both runs are equal, position by position, unless a device computes wrong.
+`VerifiedStep` compiles the step once more, with sums of the bits (`core._checksum`) of what each
+device reads, computes and writes. The same program compiled for devices in another order gives each
+device the work of another one, bit for bit. So the sums of both runs are equal, position by
+position, unless a device computes wrong.
 """
 
 import functools
@@ -43,8 +44,8 @@ class Column(NamedTuple):
     Attributes:
       phase: `STATE`, `GRADIENT`, `REDUCTION`, `METRICS`, `UPDATE` or `WRITTEN`.
       copies: the mesh axes along which the summed arrays are copies, which must be equal.
-      together: the mesh axes along which devices exchange values before the sum, so that a wrong device makes the results of
-        the others wrong.
+      together: the mesh axes along which devices exchange values before the sum, so that a wrong
+        device makes the results of the others wrong.
     """
 
     phase: str
@@ -79,7 +80,9 @@ class VerifiedStep(NamedTuple):
     layout: Layout
     programs: dict[int | None, AotCompiled]
 
-    def run(self, state: TrainState, batch: PyTree, shift: int = 0) -> tuple[TrainState, Metrics, Evidence]:
+    def run(
+        self, state: TrainState, batch: PyTree, shift: int = 0
+    ) -> tuple[TrainState, Metrics, Evidence]:
         """Take a step on the devices rolled by `shift`; keep the state. The batch is placed.
 
         With a shift, state and batch are moved first, and the results live on the rolled devices.
@@ -103,8 +106,11 @@ class VerifiedStep(NamedTuple):
         grads = _copies(config, grad_specs(config, layout))
         axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
         exchanging = tuple(axis for axis in axes if axis not in ("replica", "data"))
-        # A gradient that is not summed before its reduction first shows after it, at all devices that reduced it.
-        is_partial = config.loss.view == "global" or (config.schedule is not None and config.placement.grads)
+        # A gradient that is not summed before its reduction first shows after it, at all devices
+        # that reduced it.
+        is_partial = config.loss.view == "global" or (
+            config.schedule is not None and config.placement.grads
+        )
         return (
             *(Column(STATE, copies) for copies in state),
             Column(GRADIENT, together=exchanging),
@@ -149,7 +155,10 @@ def _rolled_mesh(mesh: Mesh, shift: int) -> Mesh:
 
 
 def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
-    """Return the program `(state, batch) -> (state, metrics, sums)`; sums are uint32[positions, columns, 2]."""
+    """Return the program `(state, batch) -> (state, metrics, sums)`.
+
+    Sums are uint32[positions, columns, 2].
+    """
     config = config._replace(sums=True)
     take_step = make_step(config, layout)
     state_specs = jax.tree.leaves(layout.specs)
@@ -161,14 +170,24 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
         reduced = sums_of(config, jax.tree.leaves(gradients.grads), grad_specs(config, layout))
         reported = sums_of(config, scalars, [PartitionSpec()] * len(scalars))
         # ZeRO 1 and 2 gather the updated shards: a wrong one would then be wrong on all devices.
-        shards = sums_of(config, layout.treedef.flatten_up_to(update.params), _updated_specs(config, layout))
+        shards = sums_of(
+            config, layout.treedef.flatten_up_to(update.params), _updated_specs(config, layout)
+        )
         after = sums_of(config, jax.tree.leaves(new_state), state_specs)
         own = jnp.zeros((config.mesh.size, 1, 2), jnp.uint32)
-        if gradients.sums is not None:  # one for each group of devices along tensor, the last axis but for replicas
+        # one for each group of devices along tensor, the last axis but for replicas
+        if gradients.sums is not None:
             own = _for_each_position(config.mesh, gradients.sums)
-        return new_state, metrics, jnp.concatenate([before, own, reduced, reported, shards, after], axis=1)
+        return (
+            new_state,
+            metrics,
+            jnp.concatenate([before, own, reduced, reported, shards, after], axis=1),
+        )
 
-    in_shardings, out_shardings = shardings(config.mesh, layout.specs), config.home.shardings(layout.specs)
+    in_shardings, out_shardings = (
+        shardings(config.mesh, layout.specs),
+        config.home.shardings(layout.specs),
+    )
     replicated = config.home.shardings(PartitionSpec())
     return make_program(config, step, (in_shardings, None), (out_shardings, replicated, replicated))
 
@@ -181,8 +200,11 @@ def _for_each_position(mesh: Mesh, sums: jax.Array) -> jax.Array:
     return jnp.broadcast_to(sums, (*mesh.devices.shape, 2)).reshape(mesh.size, 1, 2)
 
 
-def sums_of(config: StrategyConfig, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
-    """Return a sum for each device and each set of axes along which leaves are copies: uint32[positions, sets, 2].
+def sums_of(
+    config: StrategyConfig, leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]
+) -> jax.Array:
+    """Return a sum for each device and each set of axes along which leaves are copies:
+    uint32[positions, sets, 2].
 
     The sums of the shards of all leaves add up to `joined` of the sums of the leaves.
     """
@@ -193,14 +215,21 @@ def sums_of(config: StrategyConfig, leaves: Sequence[jax.Array], specs: Sequence
         for number, (shard, leaf, spec) in enumerate(zip(shards, leaves, specs, strict=True)):
             (copies,) = _copies(config, [spec])
             total = checksum(
-                shard, [_start(entry, size) for entry, size in zip(spec, shard.shape, strict=False)], leaf.shape
+                shard,
+                [_start(entry, size) for entry, size in zip(spec, shard.shape, strict=False)],
+                leaf.shape,
             )
             totals[copies] = totals[copies] + joined([total], [number])
         return jnp.stack(list(totals.values()))[None]
 
-    # Behind a barrier, so that what is summed is what the step reads or writes, and not a copy that was computed apart.
+    # Behind a barrier, so that what is summed is what the step reads or writes, and not a copy that
+    # was computed apart.
     run = jax.shard_map(
-        local_sums, mesh=mesh, in_specs=tuple(specs), out_specs=PartitionSpec(mesh.axis_names), check_vma=False
+        local_sums,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=PartitionSpec(mesh.axis_names),
+        check_vma=False,
     )
     return run(*jax.lax.optimization_barrier(list(leaves)))
 
@@ -216,7 +245,8 @@ def _copies(config: StrategyConfig, specs: Sequence[PartitionSpec]) -> list[tupl
     sizes = config.mesh.shape
     return list(
         dict.fromkeys(
-            tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec_axes(spec)) for spec in specs
+            tuple(axis for axis, size in sizes.items() if size > 1 and axis not in spec_axes(spec))
+            for spec in specs
         )
     )
 
@@ -224,17 +254,24 @@ def _copies(config: StrategyConfig, specs: Sequence[PartitionSpec]) -> list[tupl
 def _updated_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
     """Return the specs of the parameters as the update leaves them."""
     placement = config.placement
-    return [plan.spec(sharded=placement.opt_state if plan.trainable else placement.params) for plan in layout.plans]
+    return [
+        plan.spec(sharded=placement.opt_state if plan.trainable else placement.params)
+        for plan in layout.plans
+    ]
 
 
 def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
-    """Return a tree of arrays on the user's mesh as the same arrays on the rolled mesh: each shard moves to one device."""
+    """Return a tree of arrays on the user's mesh as the same arrays on the rolled mesh: each shard
+    moves to one device.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     target = _rolled_mesh(config.home.mesh, shift)
     specs = tuple(_spec(leaves[i]) for i in arrays)
     with jax.set_mesh(None):
-        sent = move_program(config.home.auto, specs, shift)(*[put_on_auto_axes(leaves[i]) for i in arrays])
+        sent = move_program(config.home.auto, specs, shift)(
+            *[put_on_auto_axes(leaves[i]) for i in arrays]
+        )
     for i, leaf in zip(arrays, sent, strict=True):
         sharding = NamedSharding(target, _spec(leaves[i]))
         shards = [shard.data for shard in leaf.addressable_shards]
@@ -244,18 +281,24 @@ def moved(config: StrategyConfig, tree: PyTree, shift: int) -> PyTree:
 
 @functools.lru_cache(maxsize=32)
 def move_program(mesh: Mesh, specs: tuple[PartitionSpec, ...], shift: int) -> jax.stages.Wrapped:
-    """Return the jitted function that sends each shard to the device `shift` positions before, by a permute."""
+    """Return the jitted function that sends each shard to the device `shift` positions before, by a
+    permute.
+    """
     size = mesh.size
     pairs = [(position, (position - shift) % size) for position in range(size)]
 
     def send(*shards: jax.Array) -> list[jax.Array]:
         return [jax.lax.ppermute(shard, mesh.axis_names, pairs) for shard in shards]
 
-    return jax.jit(jax.shard_map(send, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False))
+    return jax.jit(
+        jax.shard_map(send, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False)
+    )
 
 
 def _spec(leaf: jax.Array) -> PartitionSpec:
     if isinstance(leaf.sharding, NamedSharding):
         return leaf.sharding.spec
     problem = f"a leaf of the batch lives as {leaf.sharding}, which names no axes of the mesh."
-    raise ValueError(format_error("fit", problem, fix="pass numpy arrays, or arrays with a NamedSharding."))
+    raise ValueError(
+        format_error("fit", problem, fix="pass numpy arrays, or arrays with a NamedSharding.")
+    )

@@ -1,4 +1,6 @@
-"""Options as keywords of a strategy: its signature, its docstring, and the refusal of unknown keywords."""
+"""Options as keywords of a strategy: its signature, its docstring, and the refusal of unknown
+keywords.
+"""
 
 import difflib
 import functools
@@ -17,11 +19,13 @@ _WIDTH = 112
 
 
 def with_options(strategy: Strategy) -> Strategy:
-    """Return a strategy that takes each option of its `**options: Unpack[Group]` as a keyword of its own.
+    """Return a strategy that takes each option of its `**options: Unpack[Group]` as a keyword of
+    its own.
 
-    Its signature has every option with type and default. The `Args:` of its docstring have every argument: the meaning
-    comes from the docstring itself, or from the records in `shardopt.config._options`. Inside of the strategy, `options`
-    has all options of the group, with defaults.
+    Its signature has every option with type and default. The `Args:` of its docstring have every
+    argument: the meaning comes from the docstring itself, or from the records in
+    `shardopt.config._options`. Inside of the strategy, `options` has all options of the group, with
+    defaults.
 
     Example:
       >>> from typing import Unpack
@@ -59,11 +63,15 @@ def with_options(strategy: Strategy) -> Strategy:
 
 
 def _parameter(name: str, kind: Any, record: Option) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=record.default, annotation=kind)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=record.default, annotation=kind
+    )
 
 
 def _unknown_keywords(strategy: str, unknown: list[str], names: list[str]) -> str:
-    close = {name: match for name in unknown for match in difflib.get_close_matches(name, names, n=1)}
+    close = {
+        name: match for name in unknown for match in difflib.get_close_matches(name, names, n=1)
+    }
     problem = f"unexpected keyword argument {', '.join(map(repr, unknown))}."
     fix = f"write {', '.join(close.values())}." if close else f"use some of {', '.join(names)}."
     return format_error(strategy, problem, fix=fix)
@@ -78,7 +86,9 @@ def _docstring(text: str, names: list[str]) -> str:
         after = heading + after
     entries = _entries(section)
     shared = ARGUMENTS | {name: option.meaning for name, option in OPTIONS.items()}
-    entries |= {name: _entry(name, shared[name]) for name in names if name not in entries and name in shared}
+    entries |= {
+        name: _entry(name, shared[name]) for name in names if name not in entries and name in shared
+    }
     lines = [entries[name] for name in names if name in entries]
     return "\n".join([f"{before}Args:", *lines, "", after])
 

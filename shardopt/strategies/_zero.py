@@ -23,10 +23,12 @@ def zero(
     stage: int = 1,
     **options: Unpack[ZeroOptions],
 ) -> ShardedOptimizer:
-    """Train data parallel without redundant copies: stages 1 to 3 shard more and more over the data axis.
+    """Train data parallel without redundant copies: stages 1 to 3 shard more and more over the data
+    axis.
 
-    Stage 1 shards the optimizer state, stage 2 the gradients as well, stage 3 the parameters too (it is `fsdp`). Each
-    device reduces and updates its own shard of every leaf: p_k <- p_k + u(g_k) for shard k.
+    Stage 1 shards the optimizer state, stage 2 the gradients as well, stage 3 the parameters too
+    (it is `fsdp`). Each device reduces and updates its own shard of every leaf: p_k <- p_k + u(g_k)
+    for shard k.
 
     Args:
       stage: 1, 2 or 3.
@@ -46,28 +48,33 @@ def zero(
       >>> tuple(opt.specs(state.params).opt_state[0].mu["w"])
       ('data', None)
 
-    **Equivalence**: training equals one device on the union batch, up to summation order. This holds for every optax
-    transformation but lookahead, elementwise or not, because the update runs in the global view. `fsdp` says how `scatter_dtype`
-    rounds; stage 1 rounds the sum of its micro-batches.
+    **Equivalence**: training equals one device on the union batch, up to summation order. This
+    holds for every optax transformation but lookahead, elementwise or not, because the update runs
+    in the global view. `fsdp` says how `scatter_dtype` rounds; stage 1 rounds the sum of its
+    micro-batches.
 
-    **Placement** of parameters, gradients (while they accumulate) and optimizer state, with the bytes of fp32 Adam per
-    parameter:
+    **Placement** of parameters, gradients (while they accumulate) and optimizer state, with the
+    bytes of fp32 Adam per parameter:
 
     - Stage 1: parameters and gradients replicated, optimizer state sharded: 8 + 8/N bytes.
     - Stage 2: parameters replicated, gradients and optimizer state sharded: 4 + 12/N bytes.
     - Stage 3: all three sharded: 16/N bytes.
 
-    A leaf is sharded on its largest dim that the data axis divides and tensor does not take; a leaf of experts on the
-    first such dim. A leaf of 2^20 or more elements prefers dims whose shards fill tiles of TPUs. Replicas hold copies.
+    A leaf is sharded on its largest dim that the data axis divides and tensor does not take; a leaf
+    of experts on the first such dim. A leaf of 2^20 or more elements prefers dims whose shards fill
+    tiles of TPUs. Replicas hold copies.
 
-    **Communication** per step and device, for parameters of Psi bytes over N data devices: stages 1 and 2
-    reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi. Stage 1 does so after the last micro-batch, stage
-    2 reduce-scatters in each micro-batch. With `opt_state_layout="matrices"` they reduce-scatter the gradients of blocks
-    that data divides to their owners directly, so nothing more is sent. `scatter_dtype=bfloat16` halves the reduce-scatter. `fsdp` describes stage 3.
-    Replicas add an all-reduce of the 1/N shards over replica.
+    **Communication** per step and device, for parameters of Psi bytes over N data devices: stages 1
+    and 2 reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi. Stage 1 does so after
+    the last micro-batch, stage 2 reduce-scatters in each micro-batch. With
+    `opt_state_layout="matrices"` they reduce-scatter the gradients of blocks that data divides to
+    their owners directly, so nothing more is sent. `scatter_dtype=bfloat16` halves the
+    reduce-scatter. `fsdp` describes stage 3. Replicas add an all-reduce of the 1/N shards over
+    replica.
 
     References:
-      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+      2020.
     """
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise TypeError(f"zero: stage must be 1, 2 or 3, got {stage!r} ({type(stage).__name__}).")

@@ -7,7 +7,9 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 CHECKPOINTS = ("remat2", "checkpoint")
-"""The primitive names of `jax.checkpoint`; its parameter `jaxpr` holds the equations of the function."""
+"""The primitive names of `jax.checkpoint`; its parameter `jaxpr` holds the equations of the
+function.
+"""
 
 COLLECTIVES = frozenset(
     """psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced reduce_scatter
@@ -20,7 +22,10 @@ SUMS = frozenset(["psum", "psum2", "psum_invariant"])
 
 
 def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
-    """Yield all equations in the order of the trace; after an equation, the equations of the jaxprs that it calls."""
+    """Yield all equations in the order of the trace.
+
+    After an equation, the equations of the jaxprs that it calls.
+    """
     for eqn in jaxpr.eqns:
         yield from nested_equations(eqn)
 
@@ -33,12 +38,16 @@ def nested_equations(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
 
 
 def called_jaxprs(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Return the jaxprs that an equation calls: the body of a function or loop, the branches of a `cond`."""
+    """Return the jaxprs that an equation calls: the body of a function or loop, the branches of a
+    `cond`.
+    """
     return [open_jaxpr(jaxpr) for jaxpr in jaxpr_params(eqn)]
 
 
 def jaxpr_params(eqn: JaxprEqn) -> list[ClosedJaxpr | Jaxpr]:
-    """Return the jaxprs that an equation calls, closed over their constants where the equation has them so."""
+    """Return the jaxprs that an equation calls, closed over their constants where the equation has
+    them so.
+    """
     return [leaf for leaf in jax.tree.leaves(eqn.params) if hasattr(leaf, "eqns")]
 
 
@@ -58,9 +67,12 @@ def shape_of(var: Var | Literal) -> tuple[int, ...]:
 
 
 def cost_of(eqn: JaxprEqn, cost: Callable[[JaxprEqn], float | None]) -> float:
-    """Return `cost(eqn)`; where that is None, the costs of the equations of the jaxprs that the equation calls, added up.
+    """Return `cost(eqn)`.
 
-    A scan costs its length times its body, a `cond` its most expensive branch, a `while` loop of unknown length one turn.
+    Where that is None, the costs of the equations of the jaxprs that the equation calls, added up.
+
+    A scan costs its length times its body, a `cond` its most expensive branch, a `while` loop of
+    unknown length one turn.
     """
     if (known := cost(eqn)) is not None:
         return known
@@ -80,13 +92,18 @@ def axes_of(eqn: JaxprEqn) -> frozenset[str]:
 
 
 def scan_carry(eqn: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
-    """Return the number of values that a scan carries, and the index of the first among its arguments.
+    """Return the number of values that a scan carries, and the index of the first among its
+    arguments.
 
-    The arguments after the carry are scanned. Versions of jax store these numbers differently, so they are read off the
-    shapes: a scanned argument or a stacked result has one dim more outside of the body.
+    The arguments after the carry are scanned. Versions of jax store these numbers differently, so
+    they are read off the shapes: a scanned argument or a stacked result has one dim more outside of
+    the body.
     """
     num_scanned, num_stacked = [
-        sum(len(shape_of(outer)) != len(shape_of(inner)) for outer, inner in zip(*outer_and_inner, strict=True))
+        sum(
+            len(shape_of(outer)) != len(shape_of(inner))
+            for outer, inner in zip(*outer_and_inner, strict=True)
+        )
         for outer_and_inner in ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
     ]
     num_carry = len(eqn.outvars) - num_stacked

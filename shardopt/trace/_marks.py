@@ -1,6 +1,8 @@
-"""Marks that layers leave in a trace for the analyses: jitted functions of a known kind, and named values.
+"""Marks that layers leave in a trace for the analyses: jitted functions of a known kind, and named
+values.
 
-A layer calls a marked function, `marked(EXPERTS, f, top_k=2)(x)`. An analysis asks each equation for its `mark_of`.
+A layer calls a marked function, `marked(EXPERTS, f, top_k=2)(x)`. An analysis asks each equation
+for its `mark_of`.
 """
 
 import functools
@@ -17,16 +19,27 @@ T = TypeVar("T")
 POSITIONS = "shardopt_positions"
 """The positions of a device's piece in its sequences."""
 ATTENTION = "shardopt_attention"
-"""Attention over the positions of all devices along context. Its operands begin with query, key and value."""
+"""Attention over the positions of all devices along context. Its operands begin with query, key and
+value.
+"""
 ROW_MAXIMUM = "shardopt_row_maximum"
 """The largest absolute numbers over positions, of all devices along context."""
 EXPERTS = "shardopt_experts"
-"""Experts of all devices, so that results are complete. `top_k` is the number of experts of a token."""
+"""Experts of all devices, so that results are complete. `top_k` is the number of experts of a
+token.
+"""
 GROUPED_PRODUCT = "shardopt_grouped_product"
 """Each row times the matrix of its group. The rows come first among its operands."""
 LOSS = "shardopt_value_fn"
 """An evaluation of the loss in an optimizer's update; the loss is sharded already."""
-_DATA = {POSITIONS: (), ATTENTION: (), ROW_MAXIMUM: (), EXPERTS: ("top_k",), GROUPED_PRODUCT: (), LOSS: ()}
+_DATA = {
+    POSITIONS: (),
+    ATTENTION: (),
+    ROW_MAXIMUM: (),
+    EXPERTS: ("top_k",),
+    GROUPED_PRODUCT: (),
+    LOSS: (),
+}
 """Kind -> the names of its data, sorted."""
 
 GATHERED = "shardopt_gathered"
@@ -45,7 +58,8 @@ class Mark(NamedTuple):
     Attributes:
       kind: its kind, one of the names above.
       operands: its operands.
-      data: its data by name; empty after a transformation, such as a gradient, which drops numbers that nothing reads.
+      data: its data by name; empty after a transformation, such as a gradient, which drops numbers
+        that nothing reads.
     """
 
     kind: str
@@ -54,7 +68,10 @@ class Mark(NamedTuple):
 
 
 def marked(kind: str, f: Callable[..., T], **data: int) -> Callable[..., T]:
-    """Return `f` as a jitted function with a mark. In a trace, the data are literals among its operands."""
+    """Return `f` as a jitted function with a mark.
+
+    In a trace, the data are literals among its operands.
+    """
     assert tuple(sorted(data)) == _DATA[kind], (kind, data)
 
     def run(_: dict[str, int], *args: Any) -> T:
@@ -65,7 +82,10 @@ def marked(kind: str, f: Callable[..., T], **data: int) -> Callable[..., T]:
 
 
 def mark_of(eqn: JaxprEqn) -> Mark | None:
-    """Return the mark of the function that an equation calls; None if it calls none, or one without a mark."""
+    """Return the mark of the function that an equation calls.
+
+    None if it calls none, or one without a mark.
+    """
     kind = eqn.params.get("name")
     if eqn.primitive.name not in ("jit", "pjit") or kind not in _DATA:
         return None
@@ -73,7 +93,11 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
     values = [atom.val for atom in eqn.invars[: len(names)] if isinstance(atom, Literal)]
     if len(values) < len(names):
         return Mark(kind, eqn.invars, {})
-    return Mark(kind, eqn.invars[len(names) :], {name: int(value) for name, value in zip(names, values, strict=True)})
+    return Mark(
+        kind,
+        eqn.invars[len(names) :],
+        {name: int(value) for name, value in zip(names, values, strict=True)},
+    )
 
 
 def has_mark(eqn: JaxprEqn, kind: str | None) -> bool:
@@ -84,7 +108,9 @@ def has_mark(eqn: JaxprEqn, kind: str | None) -> bool:
 
 def marks_in(jaxpr: ClosedJaxpr | Jaxpr, kind: str) -> list[Mark]:
     """Return the marks of one kind in a trace, in order; calls inside of calls are included."""
-    return [mark for eqn in equations(jaxpr) if (mark := mark_of(eqn)) is not None and mark.kind == kind]
+    return [
+        mark for eqn in equations(jaxpr) if (mark := mark_of(eqn)) is not None and mark.kind == kind
+    ]
 
 
 def value_name(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
@@ -93,7 +119,10 @@ def value_name(primitive: Primitive, params: Mapping[str, Any]) -> str | None:
 
 
 def named_values(jaxpr: ClosedJaxpr | Jaxpr) -> dict[str, list[ShapedArray]]:
-    """Return name -> named values, in the order of the trace; values in called jaxprs are included."""
+    """Return name -> named values, in the order of the trace.
+
+    Values in called jaxprs are included.
+    """
     values_by_name: dict[str, list[ShapedArray]] = {}
     for eqn in equations(jaxpr):
         if (name := value_name(eqn.primitive, eqn.params)) is not None:

@@ -1,4 +1,6 @@
-"""Which equations of an optimizer update multiply or decompose matrices, and which variables belong to one matrix."""
+"""Which equations of an optimizer update multiply or decompose matrices, and which variables belong
+to one matrix.
+"""
 
 import math
 from collections.abc import Iterable
@@ -16,7 +18,9 @@ _PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_genera
 
 
 class Groups:
-    """Groups of large variables: an equation puts all large variables that it reads or makes into one group."""
+    """Groups of large variables: an equation puts all large variables that it reads or makes into
+    one group.
+    """
 
     def __init__(self, trace: Trace, min_elements: int):
         self.trace, self.min_elements = trace, min_elements
@@ -50,11 +54,17 @@ class Groups:
 
 def is_opaque(eqn: jex.JaxprEqn) -> bool:
     """Return whether an equation evaluates the loss."""
-    return any(has_mark(inner, LOSS) or inner.primitive.name == "shard_map" for inner in nested_equations(eqn))
+    return any(
+        has_mark(inner, LOSS) or inner.primitive.name == "shard_map"
+        for inner in nested_equations(eqn)
+    )
 
 
 def is_heavy(eqn: jex.JaxprEqn, min_elements: int) -> bool:
-    """Return whether an equation multiplies or decomposes matrices; a product with a small result, as in a norm, is a sum."""
+    """Return whether an equation multiplies or decomposes matrices.
+
+    A product with a small result, as in a norm, is a sum.
+    """
 
     def is_matrix_work(inner: jex.JaxprEqn) -> bool:
         if inner.primitive.name in _PRODUCTS:
@@ -65,9 +75,13 @@ def is_heavy(eqn: jex.JaxprEqn, min_elements: int) -> bool:
 
 
 def leaves_of_matrix_work(trace: Trace, count: int, min_elements: int) -> list[bool]:
-    """Return for each of the first `count` inputs whether an equation multiplies or decomposes its matrix."""
+    """Return for each of the first `count` inputs whether an equation multiplies or decomposes its
+    matrix.
+    """
     groups = Groups(trace, min_elements)
-    heavy_groups = {groups.group_of(eqn) for eqn in trace.jaxpr.eqns if is_heavy(eqn, min_elements)} - {None}
+    heavy_groups = {
+        groups.group_of(eqn) for eqn in trace.jaxpr.eqns if is_heavy(eqn, min_elements)
+    } - {None}
     return [
         bool(groups.select_large([var])) and groups.group_number(var) in heavy_groups
         for var in trace.jaxpr.invars[:count]

@@ -1,4 +1,6 @@
-"""Look at every result of a trace, operation by operation, and follow NaN and infinities back to the operation that made them."""
+"""Look at every result of a trace, operation by operation, and follow NaN and infinities back to
+the operation that made them.
+"""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +27,9 @@ CALLS = frozenset(
 """Operations that call their first function with their operands."""
 
 Turns = tuple[tuple[int, int], ...]
-"""(turn, number of turns) of each loop around an operation, the outermost first; 0 turns if the number is unknown."""
+"""(turn, number of turns) of each loop around an operation, the outermost first; 0 turns if the
+number is unknown.
+"""
 
 
 class Origin(NamedTuple):
@@ -51,7 +55,9 @@ class Origin(NamedTuple):
 
     @property
     def is_made(self) -> bool:
-        """Whether an operation or the user made it: a constant of the program may be infinite on purpose."""
+        """Whether an operation or the user made it: a constant of the program may be infinite on
+        purpose.
+        """
         return self.eqn is not None or self.argument is not None
 
 
@@ -74,11 +80,13 @@ class Value(NamedTuple):
 
 
 def first_origin(closed: ClosedJaxpr, args: Sequence[jax.Array], num_leaves: int) -> Origin | None:
-    """Return the origin of the earliest value that makes a result not finite; None if all results are finite.
+    """Return the origin of the earliest value that makes a result not finite.
 
-    One compiled program gives the results of all operations. A loop or branch that gives a result that is not finite is
-    opened: its body is a program of its own, and runs turn by turn. An infinity that leaves no trace in the results, such as
-    the -inf of a mask, is no origin.
+    None if all results are finite.
+
+    One compiled program gives the results of all operations. A loop or branch that gives a result
+    that is not finite is opened: its body is a program of its own, and runs turn by turn. An
+    infinity that leaves no trace in the results, such as the -inf of a mask, is no origin.
 
     Args:
       closed: the trace.
@@ -90,12 +98,16 @@ def first_origin(closed: ClosedJaxpr, args: Sequence[jax.Array], num_leaves: int
         any_nan, any_bad = _flags(array)
         origin = Origin(any_nan, argument=i) if any_bad else None
         values.append(Value(array, origin, i, 0, True) if i < num_leaves else Value(array, origin))
-    origins = [value.origin for value in _Evaluation().run(closed, values, ()) if value.origin is not None]
+    origins = [
+        value.origin for value in _Evaluation().run(closed, values, ()) if value.origin is not None
+    ]
     return min(origins, key=_preference) if origins else None
 
 
 def _preference(origin: Origin) -> tuple[bool, bool, int]:
-    """Return a key that is smallest for the origin to follow: values that an operation made before constants, NaN before infinities, then the first."""
+    """Return a key that is smallest for the origin to follow: values that an operation made before
+    constants, NaN before infinities, then the first.
+    """
     return not origin.is_made, not origin.is_nan, origin.order
 
 
@@ -105,7 +117,10 @@ def _flags(array: jax.Array) -> tuple[bool, bool]:
         return False, False
     numbers = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.complexfloating):
-        numbers = numbers.astype(np.float64 if array.dtype == np.float64 else np.float32, copy=False)  # 8-bit floats
+        # 8-bit floats
+        numbers = numbers.astype(
+            np.float64 if array.dtype == np.float64 else np.float32, copy=False
+        )
     return bool(np.isnan(numbers).any()), not np.isfinite(numbers).all()
 
 
@@ -115,28 +130,48 @@ class _Evaluation:
 
     Attributes:
       count: the number of operations that were looked at.
-      programs: the compiled function of each body, by the id of its jaxpr: from operands to the results of all equations.
+      programs: the compiled function of each body, by the id of its jaxpr: from operands to the
+        results of all equations.
     """
 
     count: int = 0
-    programs: dict[int, Callable[..., list[list[jax.Array]]]] = dataclasses.field(default_factory=dict)
+    programs: dict[int, Callable[..., list[list[jax.Array]]]] = dataclasses.field(
+        default_factory=dict
+    )
 
-    def run(self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], turns: Turns) -> list[Value]:
-        """Return the results of a function. It is compiled once, with the results of all its operations."""
+    def run(
+        self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], turns: Turns
+    ) -> list[Value]:
+        """Return the results of a function.
+
+        It is compiled once, with the results of all its operations.
+        """
         if id(jaxpr) not in self.programs:
-            evaluate = lambda *arrays: _results(jaxpr, arrays)[1]  # noqa: E731
+
+            def evaluate(*arrays):
+                return _results(jaxpr, arrays)[1]
+
             self.programs[id(jaxpr)] = jax.jit(evaluate, compiler_options=quick_compilation())
         results = self.programs[id(jaxpr)](*(operand.array for operand in operands))
         return self.walk(jaxpr, operands, iter(results), turns)
 
     def walk(
-        self, jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[Value], results: Iterator[list[jax.Array]], turns: Turns
+        self,
+        jaxpr: ClosedJaxpr | Jaxpr,
+        operands: Sequence[Value],
+        results: Iterator[list[jax.Array]],
+        turns: Turns,
     ) -> list[Value]:
-        """Return the results of a function, from the arrays that its equations gave, in their order."""
+        """Return the results of a function, from the arrays that its equations gave, in their
+        order.
+        """
         opened, consts = open_jaxpr(jaxpr), constants_of(jaxpr)
         known = dict(zip(opened.constvars, map(_constant, consts), strict=True))
         known |= dict(zip(opened.invars, operands, strict=True))
-        read = lambda atom: _constant(atom.val) if isinstance(atom, Literal) else known[atom]  # noqa: E731
+
+        def read(atom):
+            return _constant(atom.val) if isinstance(atom, Literal) else known[atom]
+
         for eqn in opened.eqns:
             operands = list(map(read, eqn.invars))
             if (callee := _callee(eqn)) is not None:
@@ -146,26 +181,47 @@ class _Evaluation:
             known |= dict(zip(eqn.outvars, values, strict=True))
         return list(map(read, opened.outvars))
 
-    def equation(self, eqn: JaxprEqn, operands: list[Value], arrays: Sequence[jax.Array], turns: Turns) -> list[Value]:
-        """Return the results of an equation, which are `arrays`; if they are not finite, open a loop or branch."""
+    def equation(
+        self, eqn: JaxprEqn, operands: list[Value], arrays: Sequence[jax.Array], turns: Turns
+    ) -> list[Value]:
+        """Return the results of an equation, which are `arrays`.
+
+        If they are not finite, open a loop or branch.
+        """
         self.count += 1
         leaf, read = self.last_leaf(operands)
         flags = [_flags(array) for array in arrays]
-        if any(any_bad for _, any_bad in flags) and (results := self.open(eqn, operands, turns)) is not None:
+        if (
+            any(any_bad for _, any_bad in flags)
+            and (results := self.open(eqn, operands, turns)) is not None
+        ):
             return results
         return [
-            Value(array, self.origin(eqn, any_nan, operands, turns, leaf) if any_bad else None, leaf, read)
+            Value(
+                array,
+                self.origin(eqn, any_nan, operands, turns, leaf) if any_bad else None,
+                leaf,
+                read,
+            )
             for array, (any_nan, any_bad) in zip(arrays, flags, strict=True)
         ]
 
     def last_leaf(self, operands: Sequence[Value]) -> tuple[int | None, int]:
-        """Return the parameter that an operation reads, or else the one that was read last for an operand, and when."""
-        leaves = [(self.count if x.is_leaf else x.read, x.leaf) for x in operands if x.leaf is not None]
+        """Return the parameter that an operation reads, or else the one that was read last for an
+        operand, and when.
+        """
+        leaves = [
+            (self.count if x.is_leaf else x.read, x.leaf) for x in operands if x.leaf is not None
+        ]
         read, leaf = max(leaves, default=(0, None))
         return leaf, read
 
-    def origin(self, eqn: JaxprEqn, is_nan: bool, operands: Sequence[Value], turns: Turns, leaf: int | None) -> Origin:
-        """Return the origin of a result that is not finite: the origin of an operand, or this operation."""
+    def origin(
+        self, eqn: JaxprEqn, is_nan: bool, operands: Sequence[Value], turns: Turns, leaf: int | None
+    ) -> Origin:
+        """Return the origin of a result that is not finite: the origin of an operand, or this
+        operation.
+        """
         origins = sorted((x.origin for x in operands if x.origin is not None), key=_preference)
         passed = [origin for origin in origins if origin.is_nan or not is_nan]
         if passed and (passed[0].is_made or eqn.primitive.name in MOVES):
@@ -175,7 +231,10 @@ class _Evaluation:
         return Origin(is_nan, self.count, eqn, None, turns, leaf, cause)
 
     def open(self, eqn: JaxprEqn, operands: list[Value], turns: Turns) -> list[Value] | None:
-        """Return the results of a loop or branch, operation by operation; None for other equations."""
+        """Return the results of a loop or branch, operation by operation.
+
+        None for other equations.
+        """
         name = eqn.primitive.name
         if name == "scan":
             return self.scan(eqn, operands, turns)
@@ -192,9 +251,12 @@ class _Evaluation:
         consts, carry, scanned = scan_parts(eqn, operands)
         length, body = eqn.params["length"], eqn.params["jaxpr"]
         stacked: dict[int, list[Value]] = {}
-        arrays = [_on_host(x.array) for x in scanned]  # each slice of an array on a device is a program of its own
+        # each slice of an array on a device is a program of its own
+        arrays = [_on_host(x.array) for x in scanned]
         for turn in range(length)[:: -1 if eqn.params["reverse"] else 1]:
-            slices = [x._replace(array=array[turn]) for x, array in zip(scanned, arrays, strict=True)]
+            slices = [
+                x._replace(array=array[turn]) for x, array in zip(scanned, arrays, strict=True)
+            ]
             slices = [x._replace(origin=x.origin if _flags(x.array)[1] else None) for x in slices]
             results = self.run(body, [*consts, *carry, *slices], (*turns, (turn, length)))
             carry, stacked[turn] = results[: len(carry)], results[len(carry) :]
@@ -211,12 +273,19 @@ class _Evaluation:
         return list(carry)
 
 
-def _results(jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]) -> tuple[list[Any], list[list[jax.Array]]]:
-    """Return the results of a function, and of all its equations: an equation that calls a function gives those inside."""
+def _results(
+    jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]
+) -> tuple[list[Any], list[list[jax.Array]]]:
+    """Return the results of a function, and of all its equations: an equation that calls a function
+    gives those inside.
+    """
     opened, consts = open_jaxpr(jaxpr), constants_of(jaxpr)
     known: dict[Any, Any] = dict(zip(opened.constvars, consts, strict=True))
     known |= dict(zip(opened.invars, operands, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else known[atom]  # noqa: E731
+
+    def read(atom):
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
     all_results: list[list[jax.Array]] = []
     for i, eqn in enumerate(opened.eqns):
         if (callee := _callee(eqn)) is not None:
@@ -224,7 +293,9 @@ def _results(jaxpr: ClosedJaxpr | Jaxpr, operands: Sequence[jax.Array]) -> tuple
             all_results += inner_results
         else:
             variables = list(inputs_of(eqn))
-            arrays = part_of(Trace(opened, consts, {}), {i}, variables, eqn.outvars)(*map(read, variables))
+            arrays = part_of(Trace(opened, consts, {}), {i}, variables, eqn.outvars)(
+                *map(read, variables)
+            )
             all_results.append(list(arrays))
         known |= dict(zip(eqn.outvars, arrays, strict=True))
     return list(map(read, opened.outvars)), all_results

@@ -1,4 +1,6 @@
-"""Cut a trace into parts: find the equations that compute given values, and turn them into functions."""
+"""Cut a trace into parts: find the equations that compute given values, and turn them into
+functions.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, KeysView, Sequence
@@ -39,38 +41,56 @@ def trace_of(closed: jex.ClosedJaxpr) -> Trace:
 
 
 def inlined(
-    jaxpr: jex.Jaxpr, consts: Sequence[jax.Array], args: Sequence[jax.Array], *, keep: Collection[str] = ()
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[jax.Array],
+    args: Sequence[jax.Array],
+    *,
+    keep: Collection[str] = (),
 ) -> Arrays:
-    """Evaluate a jaxpr equation by equation, with the bodies of inner `jit` calls inlined (`jax.nn` has many of them).
+    """Evaluate a jaxpr equation by equation, with the bodies of inner `jit` calls inlined (`jax.nn`
+    has many of them).
 
     Calls of marked functions whose kind is in `keep` are not inlined.
     """
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    read = lambda var: var.val if isinstance(var, jex.Literal) else values[var]  # noqa: E731
+
+    def read(var):
+        return var.val if isinstance(var, jex.Literal) else values[var]
+
     for i, eqn in enumerate(jaxpr.eqns):
         is_inlined = eqn.primitive.name == "jit" and not any(has_mark(eqn, kind) for kind in keep)
         if is_inlined and all(repr(s) == "UnspecifiedValue" for s in eqn.params["in_shardings"]):
             inner = eqn.params["jaxpr"]
-            outputs = inlined(inner.jaxpr, inner.consts, [read(var) for var in eqn.invars], keep=keep)
+            outputs = inlined(
+                inner.jaxpr, inner.consts, [read(var) for var in eqn.invars], keep=keep
+            )
         elif eqn.primitive.name == "reshard":
-            # jnp.where reshards numbers made under another mesh. On Auto axes it changes nothing, and a trace without mesh lacks it.
+            # jnp.where reshards numbers made under another mesh. On Auto axes it changes nothing,
+            # and a trace without mesh lacks it.
             outputs = [read(eqn.invars[0])]
         else:
             variables = [var for var in eqn.invars if not isinstance(var, jex.Literal)]
-            outputs = part_of(Trace(jaxpr, consts, {}), {i}, variables, eqn.outvars)(*map(read, variables))
+            outputs = part_of(Trace(jaxpr, consts, {}), {i}, variables, eqn.outvars)(
+                *map(read, variables)
+            )
         values |= dict(zip(eqn.outvars, outputs, strict=True))
     return [read(var) for var in jaxpr.outvars]
 
 
 def inputs_of(eqn: jex.JaxprEqn) -> KeysView[jex.Var]:
-    """Return the variables that an equation reads, in its order. The hashes of variables differ between processes."""
+    """Return the variables that an equation reads, in its order.
+
+    The hashes of variables differ between processes.
+    """
     return dict.fromkeys(var for var in eqn.invars if not isinstance(var, jex.Literal)).keys()
 
 
 def slice_of(
     trace: Trace, wanted: Iterable[Atom], *, stop: set[jex.Var], extra: Iterable[int] = ()
 ) -> tuple[set[int], list[jex.Var]]:
-    """Return the indices of the equations that compute `wanted` from the variables `stop`, and the `stop` that they read."""
+    """Return the indices of the equations that compute `wanted` from the variables `stop`, and the
+    `stop` that they read.
+    """
     equations, stops_read = set(extra), {}
     pending = [var for var in wanted if not isinstance(var, jex.Literal)]
     pending += [var for i in equations for var in inputs_of(trace.jaxpr.eqns[i])]
@@ -85,7 +105,9 @@ def slice_of(
 
 
 def reached_from(jaxpr: jex.Jaxpr, start: Iterable[jex.Var], *, every: bool) -> set[jex.Var]:
-    """Return the variables that are computed from `start`: from `start` alone if `every`, else from any part of it."""
+    """Return the variables that are computed from `start`: from `start` alone if `every`, else from
+    any part of it.
+    """
     reached = set(start)
     for eqn in jaxpr.eqns:
         inputs = inputs_of(eqn)
@@ -114,7 +136,9 @@ def jaxpr_of_part(
     )
 
 
-def min_cut(edges: dict[tuple[int, int], int], size: int, source: int, sink: int) -> list[tuple[int, int]]:
+def min_cut(
+    edges: dict[tuple[int, int], int], size: int, source: int, sink: int
+) -> list[tuple[int, int]]:
     """Return the edges of the minimum cut nearest to the sink."""
     reaches_sink = sink_side(edges, size, source, sink)
     return [(a, b) for a, b in edges if a not in reaches_sink and b in reaches_sink]
@@ -126,7 +150,9 @@ def sink_side(edges: dict[tuple[int, int], int], size: int, source: int, sink: i
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
     ends = np.array(list(edges), np.int32)
-    capacity = csr_array((np.array(list(edges.values()), np.int32), (ends[:, 0], ends[:, 1])), shape=(size, size))
+    capacity = csr_array(
+        (np.array(list(edges.values()), np.int32), (ends[:, 0], ends[:, 1])), shape=(size, size)
+    )
     residual = capacity - maximum_flow(capacity, source, sink).flow
     residual.eliminate_zeros()
     return set(breadth_first_order(residual.T.tocsr(), sink, return_predecessors=False).tolist())

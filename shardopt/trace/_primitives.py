@@ -1,8 +1,9 @@
 """Names of jax's elementwise primitives and matrix decompositions, in all supported releases.
 
-Each element of an elementwise result depends only on the elements at the same position of the operands. An operand has
-the shape of the result, or is a single number. More facts about some primitives (their effect on zeros and sums, how
-their values grow) stand in the analyses that need them.
+Each element of an elementwise result depends only on the elements at the same position of the
+operands. An operand has the shape of the result, or is a single number. More facts about some
+primitives (their effect on zeros and sums, how their values grow) stand in the analyses that need
+them.
 """
 
 
@@ -12,25 +13,33 @@ def words(text: str) -> frozenset[str]:
 
 
 ARITHMETIC = words(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj convert_element_type cos cosh "
-    "div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le le_to lgamma log log1p log2 "
-    "logistic lt lt_to max min mul ne neg nextafter not one_minus_square or polynomial population_count pow real "
-    "reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
-    "sub tan tanh xor"
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz complex conj"
+    " convert_element_type cos cosh div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag"
+    " integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul ne neg"
+    " nextafter not one_minus_square or polynomial population_count pow real reduce_precision rem"
+    " round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt"
+    " square sub tan tanh xor"
 )
 """Cheap primitives: compilers fuse them into the operation that reads their result."""
 
-SPECIAL = words("bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac polygamma regularized_incomplete_beta zeta")
+SPECIAL = words(
+    "bessel_i0e bessel_i1e digamma igamma igamma_grad_a igammac polygamma"
+    " regularized_incomplete_beta zeta"
+)
 """Expensive primitives: functions that are computed by a series or a loop."""
 
 IDENTITIES = words("copy layout_constraint name pvary reshard sharding_constraint stop_gradient")
-"""Primitives that change no value, only its placement, name or gradient. `device_put` is left out: it has one result per operand."""
+"""Primitives that change no value, only its placement, name or gradient. `device_put` is left out:
+it has one result per operand.
+"""
 
 ELEMENTWISE = ARITHMETIC | SPECIAL | IDENTITIES | {"bitcast_convert_type"}
-"""`bitcast_convert_type` between dtypes of different widths turns one element into several, or several into one."""
+"""`bitcast_convert_type` between dtypes of different widths turns one element into several, or
+several into one.
+"""
 
 DECOMPOSITIONS = words(
-    "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd symmetric_product triangular_solve "
-    "tridiagonal tridiagonal_solve"
+    "cholesky eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd"
+    " symmetric_product triangular_solve tridiagonal tridiagonal_solve"
 )
 """These act on the last two dims; all other dims count matrices."""

@@ -1,7 +1,8 @@
 """The walk of analyses over a trace, or over several traces of one function side by side.
 
-An analysis gives every variable a value: the leaves that it follows from, or how it differs between two traces. The walk
-reads and binds variables, and opens calls, branches and loops. The rules of primitives belong to the analysis.
+An analysis gives every variable a value: the leaves that it follows from, or how it differs between
+two traces. The walk reads and binds variables, and opens calls, branches and loops. The rules of
+primitives belong to the analysis.
 """
 
 import dataclasses
@@ -44,7 +45,10 @@ class Walk(Generic[V]):
     def follow(self, jaxprs: Jaxprs, operands: Sequence[V]) -> list[V]:
         """Return the values of the results of a function, from the values of its operands."""
         opened = [open_jaxpr(jaxpr) for jaxpr in jaxprs]
-        if len({(len(x.invars), len(x.constvars), len(x.eqns), len(x.outvars)) for x in opened}) > 1:
+        if (
+            len({(len(x.invars), len(x.constvars), len(x.eqns), len(x.outvars)) for x in opened})
+            > 1
+        ):
             return [self.different] * len(opened[0].outvars)
         known: dict[tuple[Var | Literal, ...], V] = {}
 
@@ -68,13 +72,19 @@ class Walk(Generic[V]):
         return list(map(read, zip(*(x.outvars for x in opened), strict=True)))
 
     def call(self, eqns: Equations, operands: Sequence[V]) -> list[V] | None:
-        """Return the values of the results of a call; None if the equations do not call one function of these operands."""
+        """Return the values of the results of a call.
+
+        None if the equations do not call one function of these operands.
+        """
         jaxprs = [jaxpr for eqn in eqns for jaxpr in jaxpr_params(eqn)]
         counts = [len(called.invars) for eqn in eqns for called in called_jaxprs(eqn)]
         return self.follow(jaxprs, operands) if counts == [len(operands)] * len(eqns) else None
 
     def branches(self, eqns: Equations, operands: Sequence[V]) -> list[V]:
-        """Return the values of the results of a `cond`, whichever branch it takes; `operands` are without the index."""
+        """Return the values of the results of a `cond`, whichever branch it takes.
+
+        `operands` are without the index.
+        """
         branches = zip(*(eqn.params["branches"] for eqn in eqns), strict=True)
         results = [self.follow(branch, operands) for branch in branches]
         return [functools.reduce(self.join, values) for values in zip(*results, strict=True)]
@@ -82,8 +92,15 @@ class Walk(Generic[V]):
     def loop(
         self, bodies: Jaxprs, consts: Sequence[V], carry: Sequence[V], scanned: Sequence[V] = ()
     ) -> tuple[list[V], list[V]]:
-        """Return the values of the carry that hold before every turn of a loop, and of the other results of a turn."""
-        return fixed_point(lambda carry: self.follow(bodies, [*consts, *carry, *scanned]), carry, self.join, self.same)
+        """Return the values of the carry that hold before every turn of a loop, and of the other
+        results of a turn.
+        """
+        return fixed_point(
+            lambda carry: self.follow(bodies, [*consts, *carry, *scanned]),
+            carry,
+            self.join,
+            self.same,
+        )
 
 
 def fixed_point(
@@ -92,7 +109,9 @@ def fixed_point(
     join: Callable[[V, V], V],
     same: Callable[[V, V], bool] = operator.eq,
 ) -> tuple[list[V], list[V]]:
-    """Return the carry that a turn no longer changes, joined with all carries before it, and the other results of this turn."""
+    """Return the carry that a turn no longer changes, joined with all carries before it, and the
+    other results of this turn.
+    """
     while True:
         results = turn(list(carry))
         joined = list(map(join, carry, results))
@@ -101,15 +120,21 @@ def fixed_point(
         carry = joined
 
 
-def scan_parts(eqn: JaxprEqn, operands: Sequence[V]) -> tuple[Sequence[V], Sequence[V], Sequence[V]]:
+def scan_parts(
+    eqn: JaxprEqn, operands: Sequence[V]
+) -> tuple[Sequence[V], Sequence[V], Sequence[V]]:
     """Return the constants, the carry and the scanned operands of a scan."""
     num_carry, num_consts = scan_carry(eqn, eqn.params["jaxpr"].jaxpr)
     first_scanned = num_consts + num_carry
     return operands[:num_consts], operands[num_consts:first_scanned], operands[first_scanned:]
 
 
-def while_parts(eqn: JaxprEqn, operands: Sequence[V]) -> tuple[Sequence[V], Sequence[V], Sequence[V]]:
-    """Return the constants of the condition, the constants of the body and the carry of a `while` loop."""
+def while_parts(
+    eqn: JaxprEqn, operands: Sequence[V]
+) -> tuple[Sequence[V], Sequence[V], Sequence[V]]:
+    """Return the constants of the condition, the constants of the body and the carry of a `while`
+    loop.
+    """
     first = eqn.params["cond_nconsts"]
     first_carry = first + eqn.params["body_nconsts"]
     return operands[:first], operands[first:first_carry], operands[first_carry:]

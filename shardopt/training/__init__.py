@@ -1,4 +1,6 @@
-"""Training: the loop, early stopping, loggers, and changes of parameters and hyperparameters between steps."""
+"""Training: the loop, early stopping, loggers, and changes of parameters and hyperparameters
+between steps.
+"""
 
 from shardopt.core._early_stopping import EarlyStopping
 from shardopt.step._norms import Norms

@@ -30,26 +30,29 @@ def evaluation(
     prefix: str = "val_",
     params: str | None = None,
 ) -> "Evaluation":
-    """Return `evaluate(state) -> metrics`: loss and aux metrics over the rows of all batches, of any sizes.
+    """Return `evaluate(state) -> metrics`: loss and aux metrics over the rows of all batches, of
+    any sizes.
 
-    With local updates (`local_sgd`, `diloco`) the metrics belong to `state.params`, which change only when replicas
-    synchronize. For the mean of the replicas, call `evaluate(opt.synchronize(state))`.
+    With local updates (`local_sgd`, `diloco`) the metrics belong to `state.params`, which change
+    only when replicas synchronize. For the mean of the replicas, call
+    `evaluate(opt.synchronize(state))`.
 
     Args:
       opt: the optimizer that gives placement and loss.
-      batches: a list of batches, or another iterable that starts again each time. With several processes, pass the same
-        batches on each. Leaves are [rows, ...] with any number of rows.
-      evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of `so.ddp`. It gets
-        no random key.
+      batches: a list of batches, or another iterable that starts again each time. With several
+        processes, pass the same batches on each. Leaves are [rows, ...] with any number of rows.
+      evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of
+        `so.ddp`. It gets no random key.
       prefix: put before the name of each metric, since training reports "loss" too.
       params: "average" to evaluate the average of `so.with_average` in place of `state.params`.
 
     Raises:
-      TypeError: if `opt` is no `ShardedOptimizer`, if `batches` is an iterator, which is empty the second time, or if
-        `evaluate_fn` is not a function.
-      ValueError: if `params` is another value. From the returned function, if there are no batches, or no average.
-      NotSeparableError: from the returned function, in the per-device view, if the loss is no (weighted) mean over
-        rows.
+      TypeError: if `opt` is no `ShardedOptimizer`, if `batches` is an iterator, which is empty the
+        second time, or if `evaluate_fn` is not a function.
+      ValueError: if `params` is another value. From the returned function, if there are no batches,
+        or no average.
+      NotSeparableError: from the returned function, in the per-device view, if the loss is no
+        (weighted) mean over rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -62,18 +65,23 @@ def evaluation(
     **Definition**: devices, micro-batches and batches cut the set into pieces p of n_p rows.
 
     - A plain value v_p is a mean over rows; the metric is sum_p n_p v_p / sum_p n_p.
-    - For `so.Weighted`, totals and weights are summed over all batches and divided once at the end, in double
-      precision. So every token counts the same, however the tokens are batched.
+    - For `so.Weighted`, totals and weights are summed over all batches and divided once at the end,
+      in double precision. So every token counts the same, however the tokens are batched.
     - `so.Sum` adds up; `so.Max` and `so.Min` take the largest and the smallest value.
 
-    **Equivalence**: equal to one device on the complete set at once, up to summation order, if the loss is a
-    (weighted) mean over rows. A batch whose rows the devices do not divide, even with fewer rows than devices, is
-    padded with copies of a row; the copies do not count. Such a batch costs two more programs, each run once.
+    **Equivalence**: equal to one device on the complete set at once, up to summation order, if the
+    loss is a (weighted) mean over rows. A batch whose rows the devices do not divide, even with
+    fewer rows than devices, is padded with copies of a row; the copies do not count. Such a batch
+    costs two more programs, each run once.
     """
     check_is_strategy(opt)
     if iter(batches) is batches:
-        problem = f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
-        raise TypeError(format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n))."))
+        problem = (
+            f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
+        )
+        raise TypeError(
+            format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n)).")
+        )
     config = opt.config if evaluate_fn is None else opt.config.replace(evaluate_fn=evaluate_fn)
     check_evaluate_fn(config)
     check_selection("evaluation", params)
@@ -99,12 +107,15 @@ class Evaluation:
     params: str | None = None
 
     def __call__(self, state: TrainState, *, show: ShowBatches | None = None) -> dict[str, float]:
-        """Return the metrics of a state over all batches; call `show(done, total)` for each batch."""
+        """Return the metrics of a state over all batches.
+
+        Call `show(done, total)` for each batch.
+        """
         state = select_params("evaluation", state, self.params)
         sums: dict[str, Metric] = {}
         done, total = 0, len(self.batches) if isinstance(self.batches, Sized) else None
-        # Results are fetched one batch late: the device computes one batch while the host prepares the next. So the
-        # device holds at most two.
+        # Results are fetched one batch late: the device computes one batch while the host prepares
+        # the next. So the device holds at most two.
         pending = None
         for done, batch in enumerate(self.batches, 1):
             if show is not None:
@@ -118,7 +129,8 @@ class Evaluation:
         if not sums:
             problem = "there are no examples in batches."
             raise ValueError(format_error("evaluation", problem, fix="pass at least one batch."))
-        with np.errstate(invalid="ignore", divide="ignore"):  # if the weights sum to zero, the metric is NaN
+        # if the weights sum to zero, the metric is NaN
+        with np.errstate(invalid="ignore", divide="ignore"):
             return {self.prefix + name: value_of(metric).item() for name, metric in sums.items()}
 
 
@@ -134,7 +146,9 @@ def _add(sums: dict[str, Metric], parts: LossParts | None) -> None:
 def call_evaluate(
     evaluate: Evaluate, state: TrainState, training_names: Collection[str], show: ShowBatches
 ) -> dict[str, float]:
-    """Call the user's `evaluate` and return its metrics as numbers. The progress of an `Evaluation` is shown.
+    """Call the user's `evaluate` and return its metrics as numbers.
+
+    The progress of an `Evaluation` is shown.
 
     Args:
       evaluate: the function of the user.
@@ -151,11 +165,15 @@ def call_evaluate(
         problem = f"evaluate must return a dict of numbers, got {type(returned).__name__}."
         raise TypeError(format_error("fit", problem, fix='return {"val_loss": ...}.'))
     values = jax.device_get(dict(returned))
-    if not_numbers := [f"{name!r}: {value!r:.80}" for name, value in values.items() if not _is_number(value)]:
+    if not_numbers := [
+        f"{name!r}: {value!r:.80}" for name, value in values.items() if not _is_number(value)
+    ]:
         problem = "evaluate must return a dict of numbers."
         raise TypeError(format_error("fit", problem, not_numbers, "reduce each to one number."))
     if clashing_names := sorted(set(values) & set(training_names)):
-        problem = f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."
+        problem = (
+            f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."
+        )
         fix = f"give it another name, such as {f'val_{clashing_names[0]}'!r}."
         raise ValueError(format_error("fit", problem, fix=fix))
     return {name: float(values[name]) for name in returned}

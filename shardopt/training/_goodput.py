@@ -1,10 +1,11 @@
-"""Goodput: the share of time spent on steps that count, and the causes of the lost time, across restarts.
+"""Goodput: the share of time spent on steps that count, and the causes of the lost time, across
+restarts.
 
     goodput = seconds of steps taken for the first time / seconds since the run began
 
-Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with one entry per
-attempt. The time between two attempts is lost too in two cases: the first attempt failed, or its launcher ended it to
-continue with more processes.
+Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with
+one entry per attempt. The time between two attempts is lost too in two cases: the first attempt
+failed, or its launcher ended it to continue with more processes.
 """
 
 import contextlib
@@ -27,7 +28,9 @@ _STEP_PHASES = ("data", "step", "wait", "log", "agree")
 """The phases of `fit` that belong to a step."""
 
 _WRITE_SECONDS = 1.0
-"""Minimum seconds between writes. Time after the last write of a killed process counts as lost to the restart."""
+"""Minimum seconds between writes. Time after the last write of a killed process counts as lost to
+the restart.
+"""
 
 
 class Goodput(NamedTuple):
@@ -35,8 +38,10 @@ class Goodput(NamedTuple):
 
     Attributes:
       fraction: `useful` / `seconds`.
-      useful: seconds of steps taken for the first time, including waits for batches and for other processes.
-      seconds: seconds since the run began, without the time after an attempt that ended normally or was told to end.
+      useful: seconds of steps taken for the first time, including waits for batches and for other
+        processes.
+      seconds: seconds since the run began, without the time after an attempt that ended normally or
+        was told to end.
       lost: seconds by cause, only causes with lost time:
 
         - "start": until the first step began;
@@ -44,7 +49,8 @@ class Goodput(NamedTuple):
         - "checkpoint": training waited for a checkpoint;
         - "evaluate": evaluations;
         - "redone": steps that an earlier attempt had already taken, after its last checkpoint;
-        - "restart": from the end of a failed attempt, or from its last write, until the next attempt has restored;
+        - "restart": from the end of a failed attempt, or from its last write, until the next
+          attempt has restored;
         - "hang": until `shardopt launch --hang-timeout` noticed a hang.
 
       restarts: attempts after the first.
@@ -57,8 +63,12 @@ class Goodput(NamedTuple):
     restarts: int
 
     def __str__(self) -> str:
-        lost = ", ".join(f"{name} {_percent(seconds / self.seconds)}" for name, seconds in self.lost.items())
-        return f"goodput {_percent(self.fraction)} of {self.seconds:.0f} s" + (f"; lost to {lost}" if lost else "")
+        lost = ", ".join(
+            f"{name} {_percent(seconds / self.seconds)}" for name, seconds in self.lost.items()
+        )
+        return f"goodput {_percent(self.fraction)} of {self.seconds:.0f} s" + (
+            f"; lost to {lost}" if lost else ""
+        )
 
 
 class _Attempt(NamedTuple):
@@ -70,10 +80,13 @@ class _Attempt(NamedTuple):
 
 
 class Ledger:
-    """The account of one call of `fit` and of the attempts before it. It also marks phases for the watch of the job.
+    """The account of one call of `fit` and of the attempts before it.
+
+    It also marks phases for the watch of the job.
 
     Args:
-      folder: the folder of the run, whose account is continued; None keeps the account in memory only.
+      folder: the folder of the run, whose account is continued; None keeps the account in memory
+        only.
     """
 
     def __init__(self, folder: Path | None):
@@ -90,7 +103,9 @@ class Ledger:
             hung_seconds = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))
             self._seconds = {"hang": hung_seconds, "restart": gap - hung_seconds}
         self._first_cause = "restart" if is_restart else "start"
-        self._seconds[self._first_cause] = self._seconds.get(self._first_cause, 0.0) + time.time() - self._start_time
+        self._seconds[self._first_cause] = (
+            self._seconds.get(self._first_cause, 0.0) + time.time() - self._start_time
+        )
         self._phase, self._phase_start = "begin", time.monotonic()
         self._step, self._has_compiled, self._written = 0, False, 0.0
 
@@ -122,12 +137,20 @@ class Ledger:
         return Goodput(useful / total_seconds, useful, total_seconds, lost, len(self._earlier))
 
     def write(self, *, ended_well: bool = False) -> None:
-        """Write the account, unless the last write was less than a second ago; always write if `ended_well`."""
-        if self._path is None or (not ended_well and time.monotonic() - self._written < _WRITE_SECONDS):
+        """Write the account, unless the last write was less than a second ago.
+
+        Always write if `ended_well`.
+        """
+        if self._path is None or (
+            not ended_well and time.monotonic() - self._written < _WRITE_SECONDS
+        ):
             return
         self._written = time.monotonic()
-        attempts = [attempt._asdict() for attempt in (*self._earlier, self._attempt(ended_well=ended_well))]
-        # A full disk or a deleted folder does not stop training; the code that needs the folder raises the error.
+        attempts = [
+            attempt._asdict() for attempt in (*self._earlier, self._attempt(ended_well=ended_well))
+        ]
+        # A full disk or a deleted folder does not stop training; the code that needs the folder
+        # raises the error.
         with contextlib.suppress(OSError):
             write_atomic(self._path, json.dumps({"attempts": attempts}, indent=1) + "\n")
 
@@ -141,19 +164,24 @@ class Ledger:
         return self._phase if self._phase in CAUSES else "useful"
 
     def _attempt(self, *, ended_well: bool) -> _Attempt:
-        steps_done = self._step + (self._has_compiled and self._phase not in ("data", "step", "wait"))
+        steps_done = self._step + (
+            self._has_compiled and self._phase not in ("data", "step", "wait")
+        )
         highest_step = max(steps_done, self._highest_step)
         return _Attempt(self._start_time, time.time(), highest_step, ended_well, self._seconds)
 
 
 def _read(path: Path | None) -> list[_Attempt]:
-    """Return the earlier attempts, or [] if the account is missing or damaged: training does not depend on it."""
+    """Return the earlier attempts, or [] if the account is missing or damaged: training does not
+    depend on it.
+    """
     if path is None:
         return []
     try:
         attempts = [_Attempt(**attempt) for attempt in json.loads(path.read_text())["attempts"]]
         return [
-            attempt._replace(seconds={str(k): float(v) for k, v in attempt.seconds.items()}) for attempt in attempts
+            attempt._replace(seconds={str(k): float(v) for k, v in attempt.seconds.items()})
+            for attempt in attempts
         ]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return []

@@ -19,16 +19,17 @@ _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learn
 
 @calling("hyperparams")
 def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
-    """Return the hyperparameters of `optax.inject_hyperparams` states anywhere in the optimizer state.
+    """Return the hyperparameters of `optax.inject_hyperparams` states anywhere in the optimizer
+    state.
 
     Args:
       state: a train state.
 
     Returns:
-      {name: value}: numbers on the host, or numpy arrays for values with a shape. If several injected states have the
-      same name, the name starts with the key path: "0/learning_rate", "1/learning_rate". With `local_sgd` and
-      `diloco`, one value if it is equal on all replicas, else [replicas, ...]. With several processes all must call
-      it.
+      {name: value}: numbers on the host, or numpy arrays for values with a shape. If several
+      injected states have the same name, the name starts with the key path: "0/learning_rate",
+      "1/learning_rate". With `local_sgd` and `diloco`, one value if it is equal on all replicas,
+      else [replicas, ...]. With several processes all must call it.
 
     Raises:
       ValueError: if the state has no injected hyperparameters.
@@ -50,20 +51,21 @@ def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
 def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array) -> TrainState:
     """Return the state with new hyperparameters; call it between steps.
 
-    Shapes, dtypes and placement do not change, so the next step runs the compiled program. Use only the returned state
-    afterwards: its other leaves are shared with the old state. With several processes all must set the same values.
+    Shapes, dtypes and placement do not change, so the next step runs the compiled program. Use only
+    the returned state afterwards: its other leaves are shared with the old state. With several
+    processes all must set the same values.
 
     Args:
-      state: a train state. With `local_sgd` and `diloco`, a value is set on all replicas; a value [replicas, ...]
-        sets one on each.
+      state: a train state. With `local_sgd` and `diloco`, a value is set on all replicas; a value
+        [replicas, ...] sets one on each.
       **values: new values by the names that `hyperparams` returns; pass a name with a path as
         `**{"0/learning_rate": 1e-3}`.
 
     Raises:
       TypeError: if a value is not a number or an array of numbers.
-      ValueError: if the state has no injected hyperparameters, if a name is unknown, or if it follows a schedule,
-        which would overwrite the value at the next step. Also if a shape differs, or a value is NaN or does not fit
-        its dtype.
+      ValueError: if the state has no injected hyperparameters, if a name is unknown, or if it
+        follows a schedule, which would overwrite the value at the next step. Also if a shape
+        differs, or a value is NaN or does not fit its dtype.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -77,14 +79,26 @@ def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array
     injected_by_name = _injected_by_name(state)
     if unknown := sorted(set(values) - set(injected_by_name)):
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
-        raise ValueError(error_text(f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix))
+        raise ValueError(
+            error_text(f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix)
+        )
     if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
-        problem = f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next step."
-        raise ValueError(error_text(problem, fix="inject a number instead of the schedule, and set it as you go."))
+        problem = (
+            f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next"
+            " step."
+        )
+        raise ValueError(
+            error_text(
+                problem, fix="inject a number instead of the schedule, and set it as you go."
+            )
+        )
     new_values = {
-        injected_by_name[name].path: _placed_like(name, injected_by_name[name], value) for name, value in values.items()
+        injected_by_name[name].path: _placed_like(name, injected_by_name[name], value)
+        for name, value in values.items()
     }
-    opt_state = jax.tree_util.tree_map_with_path(lambda path, leaf: new_values.get(path, leaf), state.opt_state)
+    opt_state = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: new_values.get(path, leaf), state.opt_state
+    )
     return state._replace(opt_state=opt_state)
 
 
@@ -103,7 +117,9 @@ def _injected_by_name(state: TrainState) -> dict[str, _Injected]:
         raise TypeError(error_text(f"state must be a TrainState, got {type(state).__name__}."))
     entries = list(_injected_entries((), state.opt_state))
     if not entries:
-        raise ValueError(error_text("the optimizer state has no injected hyperparameters.", fix=_REMEDY))
+        raise ValueError(
+            error_text("the optimizer state has no injected hyperparameters.", fix=_REMEDY)
+        )
     name_counts = Counter(name for _, name, _ in entries)
     return {
         name if name_counts[name] == 1 else f"{path_text}/{name}".lstrip("/"): injected
@@ -112,7 +128,9 @@ def _injected_by_name(state: TrainState) -> dict[str, _Injected]:
 
 
 def _injected_entries(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str, _Injected]]:
-    """Yield (path of the injected state as text, name, hyperparameter), also from nested injected states."""
+    """Yield (path of the injected state as text, name, hyperparameter), also from nested injected
+    states.
+    """
     for path, node in jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda x: _is_injected(x) or isinstance(x, PerReplica)
     ):
@@ -130,8 +148,14 @@ def _injected_entries(prefix: _KeyPath, tree: PyTree) -> Iterator[tuple[str, str
         for name, value in node.hyperparams.items():
             value_path = (*node_path, field, jax.tree_util.DictKey(name))
             path_text = jax.tree_util.keystr(node_path, simple=True, separator="/")
-            yield path_text, name, _Injected(value_path, value, name in scheduled, per_replica=False)
-        yield from _injected_entries((*node_path, jax.tree_util.GetAttrKey("inner_state")), node.inner_state)
+            yield (
+                path_text,
+                name,
+                _Injected(value_path, value, name in scheduled, per_replica=False),
+            )
+        yield from _injected_entries(
+            (*node_path, jax.tree_util.GetAttrKey("inner_state")), node.inner_state
+        )
 
 
 def _is_injected(node: object) -> bool:
@@ -144,13 +168,19 @@ def _on_host(injected: _Injected) -> np.ndarray:
     return value[0] if injected.per_replica and (value == value[:1]).all() else value
 
 
-def _placed_like(name: str, injected: _Injected, value: float | np.ndarray | jax.Array) -> jax.Array | np.ndarray:
+def _placed_like(
+    name: str, injected: _Injected, value: float | np.ndarray | jax.Array
+) -> jax.Array | np.ndarray:
     """Return the value as an array with the shape, dtype and placement of the old value."""
     old = injected.value
-    numeric = isinstance(value, int | float | np.generic | np.ndarray | jax.Array) and not isinstance(value, bool)
+    numeric = isinstance(
+        value, int | float | np.generic | np.ndarray | jax.Array
+    ) and not isinstance(value, bool)
     new_value = np.asarray(jax.device_get(value)) if numeric else None
     if new_value is None or not jnp.issubdtype(new_value.dtype, jnp.number):
-        raise TypeError(error_text(f"{name} must be a number, got {value!r} ({type(value).__name__})."))
+        raise TypeError(
+            error_text(f"{name} must be a number, got {value!r} ({type(value).__name__}).")
+        )
     if injected.per_replica and new_value.shape == old.shape[1:]:
         new_value = np.broadcast_to(new_value, old.shape)
     if new_value.shape != old.shape:
@@ -160,6 +190,10 @@ def _placed_like(name: str, injected: _Injected, value: float | np.ndarray | jax
     with np.errstate(over="ignore", invalid="ignore"):
         cast = new_value.astype(old.dtype)
     is_integer = jnp.issubdtype(old.dtype, jnp.integer)
-    if not np.array_equal(cast, new_value) if is_integer else not np.array_equal(np.isinf(cast), np.isinf(new_value)):
+    if (
+        not np.array_equal(cast, new_value)
+        if is_integer
+        else not np.array_equal(np.isinf(cast), np.isinf(new_value))
+    ):
         raise ValueError(error_text(f"{name} has dtype {old.dtype}, which cannot hold {value!r}."))
     return put(cast, old.sharding) if isinstance(old, jax.Array) else cast

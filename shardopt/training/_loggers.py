@@ -1,4 +1,6 @@
-"""Loggers of metrics: a progress bar or lines for people, JSON lines, TensorBoard, or any `(step, metrics) -> None`."""
+"""Loggers of metrics: a progress bar or lines for people, JSON lines, TensorBoard, or any `(step,
+metrics) -> None`.
+"""
 
 import json
 import math
@@ -30,9 +32,10 @@ ShowBatches = Callable[[int, int | None], None]
 def jsonl(path: str | os.PathLike[str]) -> Log:
     r"""Return a logger that appends one JSON object per line: `{"step": 10, "loss": 2.3, ...}`.
 
-    The file holds one run. When a resumed run writes its first line, it deletes the interrupted run's lines of that
-    step and of later steps. It also deletes a line that a kill cut short. Every line is in the file when the call
-    returns. A file that somebody deleted is made again. JSON has no NaN or infinity, so they are written as null.
+    The file holds one run. When a resumed run writes its first line, it deletes the interrupted
+    run's lines of that step and of later steps. It also deletes a line that a kill cut short. Every
+    line is in the file when the call returns. A file that somebody deleted is made again. JSON has
+    no NaN or infinity, so they are written as null.
 
     Args:
       path: the file; its folder is made if needed.
@@ -74,7 +77,9 @@ def tensorboard(directory: str | os.PathLike[str]) -> Log:
     folder = _path(directory)
     require("tensorboardX", extra="tensorboard")
     if folder.is_file():
-        raise ValueError(format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder."))
+        raise ValueError(
+            format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder.")
+        )
 
     def start(step: int) -> OpenedLog:
         from tensorboardX import SummaryWriter  # an extra
@@ -98,14 +103,19 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
     loggers = log if isinstance(log, list | tuple) and not callable(log) else (log,)
     if not_callable := [type(logger).__name__ for logger in loggers if not callable(logger)]:
         problem = f"log must be callables (step, metrics) -> None, got {', '.join(not_callable)}."
-        fix = "pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
+        fix = (
+            "pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your"
+            " own."
+        )
         raise TypeError(format_error("fit", problem, fix=fix))
     return tuple(logger for logger in loggers if callable(logger))
 
 
 @contextmanager
 def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
-    """Yield one function that writes to every logger; on other processes than the first it does nothing.
+    """Yield one function that writes to every logger.
+
+    On other processes than the first it does nothing.
 
     Loggers with a `close` method are closed at the end.
     """
@@ -123,14 +133,19 @@ def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
 
 
 def reopen(loggers: Sequence[Log]) -> None:
-    """Close loggers that can be closed: when they open again, they drop the steps that the run takes again."""
+    """Close loggers that can be closed: when they open again, they drop the steps that the run
+    takes again.
+    """
     for logger in loggers:
         if jax.process_index() == 0 and callable(close := getattr(logger, "close", None)):
             close()
 
 
 class _JsonLines:
-    """The logger of `jsonl`. The first line opens the file; after `close`, the next line opens it again."""
+    """The logger of `jsonl`.
+
+    The first line opens the file; after `close`, the next line opens it again.
+    """
 
     def __init__(self, path: Path):
         self._path, self._file = path, None
@@ -161,7 +176,9 @@ class _JsonLines:
     def _open(self, step: int) -> FileIO:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         old_text = self._path.read_text() if self._path.exists() else ""
-        earlier_lines = "".join(line for line in old_text.splitlines(keepends=True) if _is_before(line, step))
+        earlier_lines = "".join(
+            line for line in old_text.splitlines(keepends=True) if _is_before(line, step)
+        )
         if earlier_lines != old_text:
             write_atomic(self._path, earlier_lines)
         return self._path.open("ab", buffering=0)  # without a buffer, close cannot fail
@@ -180,7 +197,10 @@ def _is_before(line: str, step: int) -> bool:
 
 
 class ReopenedLog:
-    """A logger whose first metric opens a log by `start(step)`; after `close`, the next metric opens it again."""
+    """A logger whose first metric opens a log by `start(step)`.
+
+    After `close`, the next metric opens it again.
+    """
 
     def __init__(self, start: Callable[[int], OpenedLog]):
         self._start = start
@@ -199,7 +219,9 @@ class ReopenedLog:
 
 def _path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(error_text(f"the path must be a string or a pathlib.Path, got {type(path).__name__}."))
+        raise TypeError(
+            error_text(f"the path must be a string or a pathlib.Path, got {type(path).__name__}.")
+        )
     return Path(path)
 
 
@@ -210,8 +232,8 @@ class Display(NamedTuple):
       say: `say(text)` prints a message, even if the bar is off.
       advance: `advance(step)`, called at the start and after each step.
       report: `report(step, metrics)`, called when metrics have arrived.
-      evaluate: `evaluate(done, total)`, called for each batch of an evaluation, from 0 on; the total is None if
-        unknown.
+      evaluate: `evaluate(done, total)`, called for each batch of an evaluation, from 0 on; the
+        total is None if unknown.
     """
 
     say: Callable[[str], None]
@@ -221,8 +243,13 @@ class Display(NamedTuple):
 
 
 @contextmanager
-def show_progress(num_steps: int, *, shown: bool, console: "Console | None" = None) -> Iterator[Display]:
-    """Yield functions that show a run of `num_steps` steps on the first process; only messages if `shown` is False."""
+def show_progress(
+    num_steps: int, *, shown: bool, console: "Console | None" = None
+) -> Iterator[Display]:
+    """Yield functions that show a run of `num_steps` steps on the first process.
+
+    Only messages if `shown` is False.
+    """
     if jax.process_index() != 0:
         yield Display(_do_nothing, _do_nothing, _do_nothing, _do_nothing)
         return
@@ -254,13 +281,19 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     """Return metrics as one line, with four significant digits each."""
     suffix = "_per_second"
     return "  ".join(
-        f"{value:.4g} {name.removesuffix(suffix)}/s" if name.endswith(suffix) else f"{name} {value:.4g}"
+        (
+            f"{value:.4g} {name.removesuffix(suffix)}/s"
+            if name.endswith(suffix)
+            else f"{name} {value:.4g}"
+        )
         for name, value in metrics.items()
     )
 
 
 @contextmanager
-def _progress_bar(num_steps: int, console: "Console") -> Iterator[tuple[Callable, Callable, ShowBatches]]:
+def _progress_bar(
+    num_steps: int, console: "Console"
+) -> Iterator[tuple[Callable, Callable, ShowBatches]]:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -276,7 +309,11 @@ def _progress_bar(num_steps: int, console: "Console") -> Iterator[tuple[Callable
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
+        TextColumn(
+            "{task.description}",
+            markup=False,
+            table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+        ),
     )
     latest_metrics: dict[str, float] = {}
 
@@ -294,7 +331,8 @@ def _progress_bar(num_steps: int, console: "Console") -> Iterator[tuple[Callable
 
         def evaluate(done: int, total: int | None) -> None:
             if done == 0:
-                progress.reset(evaluation_task, total=total)  # otherwise the bar shows the last evaluation
+                # otherwise the bar shows the last evaluation
+                progress.reset(evaluation_task, total=total)
             progress.update(evaluation_task, completed=done, total=total, visible=done != total)
 
         yield advance, report, evaluate

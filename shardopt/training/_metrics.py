@@ -14,18 +14,21 @@ from shardopt.core._types import PyTree, TrainState, is_array_like
 
 
 class Meter:
-    """Takes the metrics of each step as device arrays, and returns them as numbers once they have arrived.
+    """Takes the metrics of each step as device arrays, and returns them as numbers once they have
+    arrived.
 
-    `push` takes the metrics of a step that was just dispatched, and reads the previous step: it checks the loss. If
-    the step is to be reported, it fetches all metrics in one transfer. `settle` does the same for the newest step, so
-    it waits for the device. Call it when the host has to wait anyway, such as before a checkpoint.
+    `push` takes the metrics of a step that was just dispatched, and reads the previous step: it
+    checks the loss. If the step is to be reported, it fetches all metrics in one transfer. `settle`
+    does the same for the newest step, so it waits for the device. Call it when the host has to wait
+    anyway, such as before a checkpoint.
 
-    Metrics include `steps_per_second` and `examples_per_second` since the last fetched metrics. The clock starts when
-    the first step is done, so compilation does not count.
+    Metrics include `steps_per_second` and `examples_per_second` since the last fetched metrics. The
+    clock starts when the first step is done, so compilation does not count.
 
     Args:
       checkpoints: named in the error for a loss that is not finite.
-      report_skipped: called with a step that the optimizer skipped, the position of its batch and its metrics.
+      report_skipped: called with a step that the optimizer skipped, the position of its batch and
+        its metrics.
       watch: called with each other step in the same way; returns whether the run goes back from it.
     """
 
@@ -51,7 +54,9 @@ class Meter:
         reported: bool,
         tolerated: jax.Array | None = None,
     ) -> tuple[int, dict[str, float]] | None:
-        """Take a step whose scalar metrics are still being computed; return the metrics of the previous step, or None.
+        """Take a step whose scalar metrics are still being computed.
+
+        Return the metrics of the previous step, or None.
 
         None if the previous step is not to be reported, or was already read by `settle`.
 
@@ -61,15 +66,18 @@ class Meter:
           metrics: scalars on the device.
           examples: rows of the batch.
           reported: whether all metrics of this step are to be returned.
-          tolerated: a boolean on the device; if true, the optimizer skipped the step, and a loss that is not finite does not
-            end the run.
+          tolerated: a boolean on the device; if true, the optimizer skipped the step, and a loss
+            that is not finite does not end the run.
 
         Raises:
           NonFiniteLossError: if the loss of the previous step is not finite and not tolerated.
         """
         if self._pending is None and not self._newest_metrics:
             _check_metrics(metrics)
-        previous, self._pending = self._pending, _Pending(step, position, metrics, examples, reported, tolerated)
+        previous, self._pending = (
+            self._pending,
+            _Pending(step, position, metrics, examples, reported, tolerated),
+        )
         if previous is None:
             return None
         fetched = self._fetch(previous, all_metrics=previous.reported)
@@ -89,10 +97,19 @@ class Meter:
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
         tolerated = pending.tolerated is not None and bool(jax.device_get(pending.tolerated))
-        names = [*pending.metrics] if all_metrics or tolerated else ["grad_norm"] if self._watch is not None else []
-        requested = {name: pending.metrics[name] for name in ("loss", *names) if name in pending.metrics}
+        names = (
+            [*pending.metrics]
+            if all_metrics or tolerated
+            else ["grad_norm"]
+            if self._watch is not None
+            else []
+        )
+        requested = {
+            name: pending.metrics[name] for name in ("loss", *names) if name in pending.metrics
+        }
         fetched = jax.device_get(requested)
-        values = {name: fetched[name].item() for name in requested}  # jax sorts dicts; the loss should come first
+        # jax sorts dicts; the loss should come first
+        values = {name: fetched[name].item() for name in requested}
         if tolerated:
             self._report_skipped(pending.step, pending.position, values)
         elif self._watch is not None and self._watch(pending.step, pending.position, values):
@@ -109,7 +126,11 @@ class Meter:
         self._steps, self._examples = self._steps + 1, self._examples + examples
         if not finished:
             return {}
-        seconds, steps, num_examples = max(now - self._measured_from, 1e-9), self._steps, self._examples
+        seconds, steps, num_examples = (
+            max(now - self._measured_from, 1e-9),
+            self._steps,
+            self._examples,
+        )
         self._measured_from, self._steps, self._examples = now, 0, 0
         return {"steps_per_second": steps / seconds, "examples_per_second": num_examples / seconds}
 
@@ -125,7 +146,8 @@ class _Pending(NamedTuple):
 
 def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:
     not_scalars = [
-        f"metrics[{name!r}]: {f'shape {value.shape}' if is_array_like(value) else type(value).__name__}"
+        f"metrics[{name!r}]:"
+        f" {f'shape {value.shape}' if is_array_like(value) else type(value).__name__}"
         for name, value in metrics.items()
         if not is_array_like(value) or value.shape != ()
     ]
@@ -135,17 +157,23 @@ def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:
 
 
 def check_state(
-    state: TrainState, metrics: Mapping[str, float], *, step: int, position: int, checkpoints: Checkpoints | None = None
+    state: TrainState,
+    metrics: Mapping[str, float],
+    *,
+    step: int,
+    position: int,
+    checkpoints: Checkpoints | None = None,
 ) -> None:
-    """Refuse a state with NaN or infinities from the last update, whose loss was finite before that update.
+    """Refuse a state with NaN or infinities from the last update, whose loss was finite before that
+    update.
 
     Two cases are refused:
 
     - NaN anywhere in the parameters or the optimizer state;
     - infinite parameters together with a gradient norm that is not finite.
 
-    Infinite parameters alone may be intended (a mask of -inf). So may a gradient that is not finite:
-    `optax.apply_if_finite` skips it.
+    Infinite parameters alone may be intended (a mask of -inf). So may a gradient that is not
+    finite: `optax.apply_if_finite` skips it.
 
     Args:
       state: the state after the step.
@@ -158,18 +186,31 @@ def check_state(
       NonFiniteLossError: in these two cases.
     """
     grad_norm = metrics.get("grad_norm")
-    any_nan, any_infinite = jax.device_get(_any_nan_or_infinite((state.params, state.opt_state), state.params))
+    any_nan, any_infinite = jax.device_get(
+        _any_nan_or_infinite((state.params, state.opt_state), state.params)
+    )
     if any_nan or (any_infinite and grad_norm is not None and not math.isfinite(grad_norm)):
         kind = "NaN" if any_nan else "infinite"
         norm = "" if grad_norm is None else f" (its gradient norm was {grad_norm})"
-        _fail(f"the update made parameters or optimizer state {kind}{norm}", step, position, checkpoints)
+        _fail(
+            f"the update made parameters or optimizer state {kind}{norm}",
+            step,
+            position,
+            checkpoints,
+        )
 
 
 @jax.jit
-def _any_nan_or_infinite(params_and_opt_state: PyTree, params: PyTree) -> tuple[jax.Array, jax.Array]:
+def _any_nan_or_infinite(
+    params_and_opt_state: PyTree, params: PyTree
+) -> tuple[jax.Array, jax.Array]:
     def any_of(test, tree):
         leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-        return jnp.stack([test(leaf).any() for leaf in leaves]).any() if leaves else jnp.zeros((), bool)
+        return (
+            jnp.stack([test(leaf).any() for leaf in leaves]).any()
+            if leaves
+            else jnp.zeros((), bool)
+        )
 
     return any_of(jnp.isnan, params_and_opt_state), any_of(jnp.isinf, params)
 
@@ -184,11 +225,15 @@ def _fail(cause: str, step: int, position: int, checkpoints: Checkpoints | None)
             checkpoint_lines = [f"a checkpoint could not be written: {error}"]
         latest = checkpoints.latest()
         checkpoint_lines += [
-            f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in {checkpoints.directory}"
+            f"last checkpoint: {'none yet' if latest is None else f'step {latest}'}, in"
+            f" {checkpoints.directory}"
         ]
     fix = (
-        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the batch: "
-        f"next(itertools.islice(iter(batches), {position}, None)), with batches from their beginning."
+        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the"
+        f" batch: next(itertools.islice(iter(batches), {position}, None)), with batches from their"
+        " beginning."
     )
     problem = f"{cause} at step {step} (batch {position}, both counted from 0)."
-    raise NonFiniteLossError(format_error("fit", problem, checkpoint_lines, fix), step=step, position=position)
+    raise NonFiniteLossError(
+        format_error("fit", problem, checkpoint_lines, fix), step=step, position=position
+    )

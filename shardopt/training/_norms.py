@@ -1,4 +1,6 @@
-"""Norms of each leaf and layer in `fit`: steps that are due compute them, and the log gets them one step late."""
+"""Norms of each leaf and layer in `fit`: steps that are due compute them, and the log gets them one
+step late.
+"""
 
 import jax
 
@@ -10,26 +12,41 @@ from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._loggers import Log
 
 
-def check_metrics_every(opt: ShardedOptimizer, metrics_every: int | None, verify_every: int | None) -> None:
+def check_metrics_every(
+    opt: ShardedOptimizer, metrics_every: int | None, verify_every: int | None
+) -> None:
     """Check the argument of `fit`.
 
     Raises:
       TypeError: if it is no integer.
-      ValueError: if it is below 1, the replicas of the strategy train apart, or every step is verified.
+      ValueError: if it is below 1, the replicas of the strategy train apart, or every step is
+        verified.
     """
     if metrics_every is None:
         return
     check_count("metrics_every", metrics_every)
     if opt.config.per_replica:
-        problem = f"metrics_every takes norms of one gradient, and the replicas of {opt.config.strategy} train apart."
+        problem = (
+            f"metrics_every takes norms of one gradient, and the replicas of {opt.config.strategy}"
+            " train apart."
+        )
         raise ValueError(format_error("fit", problem, fix="leave metrics_every out."))
     if verify_every == 1:
-        problem = "metrics_every takes norms in steps that are not verified, and verify_every=1 verifies each step."
-        raise ValueError(format_error("fit", problem, fix="take verify_every=2 or more, or leave metrics_every out."))
+        problem = (
+            "metrics_every takes norms in steps that are not verified, and verify_every=1 verifies"
+            " each step."
+        )
+        raise ValueError(
+            format_error(
+                "fit", problem, fix="take verify_every=2 or more, or leave metrics_every out."
+            )
+        )
 
 
 class NormLog:
-    """Takes steps; every `every` steps it takes the step with norms, and logs them once they have arrived.
+    """Takes steps.
+
+    Every `every` steps it takes the step with norms, and logs them once they have arrived.
 
     Args:
       opt: the strategy.
@@ -47,10 +64,14 @@ class NormLog:
         return self._late or (self._every is not None and (number + 1) % self._every == 0)
 
     def leave_to_next(self, number: int) -> None:
-        """Let the next step compute the norms, if this one is due and was taken by a program without norms."""
+        """Let the next step compute the norms, if this one is due and was taken by a program
+        without norms.
+        """
         self._late = self.due(number)
 
-    def step(self, number: int, state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(
+        self, number: int, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
         """Return `opt.step(state, batch)`, the step with this number, counted from 0.
 
         The norms of an earlier step are written while the device computes this one.
@@ -66,7 +87,10 @@ class NormLog:
         return state, metrics
 
     def write(self) -> None:
-        """Write the norms of the last step that computed them, unless they are written; wait for that step."""
+        """Write the norms of the last step that computed them, unless they are written.
+
+        Wait for that step.
+        """
         if self._pending is not None:
             (step, norms), self._pending = self._pending, None
             self._write_log(step, norms.metrics())

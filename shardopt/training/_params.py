@@ -20,28 +20,29 @@ _CALLER = "with_params"
 def with_params(state: TrainState, values: PyTree) -> TrainState:
     """Return the state with new values for some parameters; call it between steps.
 
-    It is meant for the leaves in `frozen`: a coefficient of the loss, a reference model, a teacher. Shapes, dtypes
-    and placement do not change, so the next step runs the compiled program. The optimizer state does not change
-    either. So a trained leaf keeps its moments, and the copy of it that some optimizers hold (schedule-free,
-    lookahead).
+    It is meant for the leaves in `frozen`: a coefficient of the loss, a reference model, a teacher.
+    Shapes, dtypes and placement do not change, so the next step runs the compiled program. The
+    optimizer state does not change either. So a trained leaf keeps its moments, and the copy of it
+    that some optimizers hold (schedule-free, lookahead).
 
-    Use only the returned state afterwards: its other leaves are shared with the old state. With several processes all
-    must pass the same values.
+    Use only the returned state afterwards: its other leaves are shared with the old state. With
+    several processes all must pass the same values.
 
     Args:
-      state: a train state. With `local_sgd` and `diloco`, a value is set in the shared parameters and on each replica.
-      values: a tree with the new values, as a part of the parameter tree: `{"kl": 0.1, "teacher": params}`.
-        Leaves are numpy or jax arrays, or numbers. Key paths match them to parameters, so a flat dict works too:
-        `{"teacher/dense/kernel": kernel}`.
+      state: a train state. With `local_sgd` and `diloco`, a value is set in the shared parameters
+        and on each replica.
+      values: a tree with the new values, as a part of the parameter tree: `{"kl": 0.1, "teacher":
+        params}`. Leaves are numpy or jax arrays, or numbers. Key paths match them to parameters, so
+        a flat dict works too: `{"teacher/dense/kernel": kernel}`.
 
     Returns:
       The train state for the next step.
 
     Raises:
-      TypeError: if `state` is no `TrainState`, if a value is not an array or a number, or if its kind does not fit
-        (floating values for integers).
-      ValueError: if no parameter has the key path of a value, if a shape differs, if integers do not fit the dtype,
-        or if the state was already passed to a step.
+      TypeError: if `state` is no `TrainState`, if a value is not an array or a number, or if its
+        kind does not fit (floating values for integers).
+      ValueError: if no parameter has the key path of a value, if a shape differs, if integers do
+        not fit the dtype, or if the state was already passed to a step.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -56,14 +57,19 @@ def with_params(state: TrainState, values: PyTree) -> TrainState:
       >>> float(state.params["kl"]), bool((state.params["reference"] == state.params["w"]).all())
       (0.25, True)
 
-    **Placement**: each value is copied and gets the sharding of the old value. So an array that you pass, even one of
-    the state itself, is still valid after the next step.
+    **Placement**: each value is copied and gets the sharding of the old value. So an array that you
+    pass, even one of the state itself, is still valid after the next step.
 
-    **Communication**: none for arrays on the host. An array on devices is sent to the devices of the old value.
+    **Communication**: none for arrays on the host. An array on devices is sent to the devices of
+    the old value.
     """
     if not isinstance(state, TrainState):
         fix = "pass the state that opt.init or opt.step returned."
-        raise TypeError(format_error(_CALLER, f"state must be a TrainState, got {type(state).__name__}.", fix=fix))
+        raise TypeError(
+            format_error(
+                _CALLER, f"state must be a TrainState, got {type(state).__name__}.", fix=fix
+            )
+        )
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         problem = "this state was given to step already, which takes over its memory."
         raise ValueError(format_error(_CALLER, problem, fix="pass the state that step returned."))
@@ -84,7 +90,8 @@ def with_params(state: TrainState, values: PyTree) -> TrainState:
     if replicas is None:
         return state._replace(params=unflatten(shared_leaves))
     return state._replace(
-        params=unflatten(shared_leaves), opt_state=replicas._replace(params=PerReplica(unflatten(replica_leaves)))
+        params=unflatten(shared_leaves),
+        opt_state=replicas._replace(params=PerReplica(unflatten(replica_leaves))),
     )
 
 
@@ -97,9 +104,16 @@ def _check(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[str, Any]
     if unknown_paths:
         fix = f"name parameters by their key paths, such as {', '.join(known_paths[:8])}."
         raise ValueError(
-            format_error(_CALLER, f"{plural(len(unknown_paths), 'value')} named no parameter.", unknown_paths, fix)
+            format_error(
+                _CALLER,
+                f"{plural(len(unknown_paths), 'value')} named no parameter.",
+                unknown_paths,
+                fix,
+            )
         )
-    duplicate_paths = sorted({path for path in new_paths if new_paths.count(path) > 1 or known_paths.count(path) > 1})
+    duplicate_paths = sorted(
+        {path for path in new_paths if new_paths.count(path) > 1 or known_paths.count(path) > 1}
+    )
     if duplicate_paths:
         problem = f"{plural(len(duplicate_paths), 'key path')} stands for several leaves."
         fix = "give each value one leaf, with a key path of its own."
@@ -111,7 +125,9 @@ def _check(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[str, Any]
     ]
     if wrong_kind:
         problem = "values must be arrays or numbers of the kind that they replace."
-        raise TypeError(format_error(_CALLER, problem, wrong_kind, "convert them, as by value.astype(dtype)."))
+        raise TypeError(
+            format_error(_CALLER, problem, wrong_kind, "convert them, as by value.astype(dtype).")
+        )
     wrong_shape = [
         f"{path}: shape {leaves[path].shape}, got {np.shape(value)}"
         for path, value in new_leaves
@@ -119,13 +135,23 @@ def _check(param_leaves: list[tuple[str, Any]], new_leaves: list[tuple[str, Any]
     ]
     if wrong_shape:
         problem = f"{plural(len(wrong_shape), 'value')} of another shape."
-        raise ValueError(format_error(_CALLER, problem, wrong_shape, "give each value the shape of the parameter."))
+        raise ValueError(
+            format_error(
+                _CALLER, problem, wrong_shape, "give each value the shape of the parameter."
+            )
+        )
     out_of_range = [
-        f"{path}: {leaves[path].dtype}" for path, value in new_leaves if not _holds(leaves[path].dtype, value)
+        f"{path}: {leaves[path].dtype}"
+        for path, value in new_leaves
+        if not _holds(leaves[path].dtype, value)
     ]
     if out_of_range:
         problem = f"{plural(len(out_of_range), 'parameter')} cannot hold the integers given."
-        raise ValueError(format_error(_CALLER, problem, out_of_range, "give values within the range of the dtype."))
+        raise ValueError(
+            format_error(
+                _CALLER, problem, out_of_range, "give values within the range of the dtype."
+            )
+        )
 
 
 def _is_key(leaf: Any) -> bool:
@@ -134,18 +160,30 @@ def _is_key(leaf: Any) -> bool:
 
 def _kind(dtype: Any) -> str:
     kinds = {"b": "boolean", "i": "integer", "u": "integer", "c": "complex"}
-    return str(dtype) if jnp.issubdtype(dtype, jax.dtypes.prng_key) else kinds.get(np.dtype(dtype).kind, "floating")
+    return (
+        str(dtype)
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key)
+        else kinds.get(np.dtype(dtype).kind, "floating")
+    )
 
 
 def _value_text(value: Any) -> str:
-    return f"{value.dtype}{list(value.shape)}" if is_array_like(value) else f"{value!r:.40} ({type(value).__name__})"
+    return (
+        f"{value.dtype}{list(value.shape)}"
+        if is_array_like(value)
+        else f"{value!r:.40} ({type(value).__name__})"
+    )
 
 
 def _fits(leaf: Any, value: Any) -> bool:
-    """Return whether a value has the kind of a leaf, or a narrower kind: a floating leaf can hold integers."""
+    """Return whether a value has the kind of a leaf, or a narrower kind: a floating leaf can hold
+    integers.
+    """
     if not isinstance(value, jax.Array | np.ndarray | np.generic | bool | int | float | complex):
         return False
-    dtype = jnp.result_type(value) if isinstance(value, bool | int | float | complex) else value.dtype
+    dtype = (
+        jnp.result_type(value) if isinstance(value, bool | int | float | complex) else value.dtype
+    )
     if _is_key(leaf) or jnp.issubdtype(dtype, jax.dtypes.prng_key):
         return dtype == leaf.dtype
     if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
@@ -171,14 +209,22 @@ def _placed_like(old: jax.Array, value: Any) -> jax.Array:
     """
     impl, dtype = None, old.dtype
     if _is_key(old):
-        impl, value, dtype = str(jax.random.key_impl(old)), jax.random.key_data(value), np.dtype(np.uint32)
-    sharding = _unstacked(on_auto_axes(old.sharding), num_stacked_dims=old.ndim - np.ndim(value) + (impl is not None))
+        impl, value, dtype = (
+            str(jax.random.key_impl(old)),
+            jax.random.key_data(value),
+            np.dtype(np.uint32),
+        )
+    sharding = _unstacked(
+        on_auto_axes(old.sharding), num_stacked_dims=old.ndim - np.ndim(value) + (impl is not None)
+    )
     multiple_processes = jax.process_count() > 1
     if isinstance(value, jax.Array) and not (multiple_processes and value.is_fully_addressable):
         placed = value if multiple_processes else jax.device_put(value, sharding)
     else:
         host_values = np.asarray(jax.device_get(value)).astype(dtype)
-        placed = jax.make_array_from_callback(host_values.shape, sharding, lambda index: host_values[index])
+        placed = jax.make_array_from_callback(
+            host_values.shape, sharding, lambda index: host_values[index]
+        )
     return _copy_program(old.shape, dtype, impl, old.sharding)(placed)
 
 
@@ -190,7 +236,9 @@ def _unstacked(sharding: Sharding, *, num_stacked_dims: int) -> Sharding:
 
 
 @functools.lru_cache(maxsize=256)
-def _copy_program(shape: tuple[int, ...], dtype: Any, impl: str | None, sharding: Sharding) -> jax.stages.Wrapped:
+def _copy_program(
+    shape: tuple[int, ...], dtype: Any, impl: str | None, sharding: Sharding
+) -> jax.stages.Wrapped:
     def run(value: jax.Array) -> jax.Array:
         leaf = value.astype(dtype) if impl is None else jax.random.wrap_key_data(value, impl=impl)
         return copied(jnp.broadcast_to(leaf, shape))

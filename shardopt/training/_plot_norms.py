@@ -39,11 +39,14 @@ class HeatMap(NamedTuple):
 
 
 @calling("plot_norms")
-def plot_norms(log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, path: FilePath = None) -> "Figure":
-    """Draw the norms that `so.fit(metrics_every=...)` logged as heat maps over layers and steps, with logarithmic colours.
+def plot_norms(
+    log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, path: FilePath = None
+) -> "Figure":
+    """Draw the norms that `so.fit(metrics_every=...)` logged as heat maps over layers and steps,
+    with logarithmic colours.
 
-    The row of a layer is the norm of all its leaves together. Leaves that are not stacked have rows of their own. A norm that
-    is NaN or infinite is red, a norm of zero is black.
+    The row of a layer is the norm of all its leaves together. Leaves that are not stacked have rows
+    of their own. A norm that is NaN or infinite is red, a norm of zero is black.
 
     Args:
       log: the file of `so.training.jsonl`, or its lines as dicts.
@@ -62,7 +65,11 @@ def plot_norms(log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, p
       ['gradient']
     """
     lines = _lines(log)
-    maps = {title: heat_map for kind, title in _KINDS.items() if (heat_map := read_norms(lines, kind)) is not None}
+    maps = {
+        title: heat_map
+        for kind, title in _KINDS.items()
+        if (heat_map := read_norms(lines, kind)) is not None
+    }
     if not maps:
         fix = "train with so.fit(..., metrics_every=10, log=so.training.jsonl(path))."
         raise ValueError(error_text("the log has no norms.", fix=fix))
@@ -77,7 +84,10 @@ def plot_norms(log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, p
 
 
 def read_norms(lines: Sequence[Mapping[str, float | None]], kind: str) -> HeatMap | None:
-    """Return the norms of a kind, such as "gradient_norm", in the lines of a log; None if there are none."""
+    """Return the norms of a kind, such as "gradient_norm", in the lines of a log.
+
+    None if there are none.
+    """
     norms: dict[str, dict[int, float]] = {}
     for line in lines:
         row_norms: dict[str, float] = {}
@@ -86,20 +96,29 @@ def read_norms(lines: Sequence[Mapping[str, float | None]], kind: str) -> HeatMa
                 continue
             leaf_path = name.removeprefix(f"{kind}/")
             last = leaf_path.rpartition("/")[2]
-            row = last if last.removeprefix(_LAYER).isdigit() and last.startswith(_LAYER) else leaf_path
+            row = (
+                last
+                if last.removeprefix(_LAYER).isdigit() and last.startswith(_LAYER)
+                else leaf_path
+            )
             row_norms[row] = math.hypot(row_norms.get(row, 0.0), math.nan if norm is None else norm)
         for row, norm in row_norms.items():
-            norms.setdefault(row, {})[int(line["step"] or 0)] = norm  # a step that was taken again counts once
+            # a step that was taken again counts once
+            norms.setdefault(row, {})[int(line["step"] or 0)] = norm
     if not norms:
         return None
-    layers = sorted((row for row in norms if row.startswith(_LAYER)), key=lambda row: int(row[len(_LAYER) :]))
+    layers = sorted(
+        (row for row in norms if row.startswith(_LAYER)), key=lambda row: int(row[len(_LAYER) :])
+    )
     leaves = [row for row in norms if not row.startswith(_LAYER)]
     steps = sorted({step for by_step in norms.values() for step in by_step})
     values = [[norms[row].get(step, -1.0) for step in steps] for row in [*leaves, *layers]]
     return HeatMap((*leaves, *layers), len(leaves), np.array(steps), np.array(values))
 
 
-def _lines(log: str | os.PathLike[str] | Sequence[Mapping[str, float]]) -> Sequence[Mapping[str, float | None]]:
+def _lines(
+    log: str | os.PathLike[str] | Sequence[Mapping[str, float]],
+) -> Sequence[Mapping[str, float | None]]:
     if isinstance(log, str | os.PathLike):
         return [json.loads(line) for line in Path(log).read_text().splitlines()]
     return log
@@ -116,7 +135,9 @@ def _draw(axes: "Axes", title: str, heat_map: HeatMap) -> None:
     low, high = (low, high) if high > low * 1.01 else (low / 2, high * 2)
     axes.set_facecolor(_MISSING)
     norm, colours = LogNorm(low, high), "viridis"
-    mesh = axes.pcolormesh(edges, rows, np.ma.array(values, mask=~is_drawn), cmap=colours, norm=norm, rasterized=True)
+    mesh = axes.pcolormesh(
+        edges, rows, np.ma.array(values, mask=~is_drawn), cmap=colours, norm=norm, rasterized=True
+    )
     for colour, cells in ((_NOT_FINITE, ~np.isfinite(values)), (_ZERO, values == 0)):
         if cells.any():
             cells_mesh = np.ma.array(np.ones(values.shape), mask=~cells)
@@ -132,7 +153,9 @@ def _draw(axes: "Axes", title: str, heat_map: HeatMap) -> None:
     bar = axes.figure.colorbar(mesh, ax=axes, pad=0.01, aspect=15)
     bar.set_label("norm (log scale)", fontsize=8)
     decades = math.log10(high / low)
-    bar.ax.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 3 else (1.0, 2.0, 5.0), numticks=8))
+    bar.ax.yaxis.set_major_locator(
+        LogLocator(subs=(1.0,) if decades > 3 else (1.0, 2.0, 5.0), numticks=8)
+    )
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     bar.ax.yaxis.set_minor_formatter(NullFormatter())
     bar.ax.tick_params(labelsize=7)
@@ -162,6 +185,14 @@ def _legend(figure: "Figure", maps: Sequence[HeatMap]) -> None:
         "zero": (_ZERO, values == 0),
         "not logged": (_MISSING, values == -1),
     }
-    patches = [Patch(color=colour, label=label) for label, (colour, cells) in shown.items() if cells.any()]
+    patches = [
+        Patch(color=colour, label=label) for label, (colour, cells) in shown.items() if cells.any()
+    ]
     if patches:
-        figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), fontsize=8, frameon=False)
+        figure.legend(
+            handles=patches,
+            loc="outside upper right",
+            ncols=len(patches),
+            fontsize=8,
+            frameon=False,
+        )

@@ -20,11 +20,14 @@ STEP = "train"
 
 
 class Profiler:
-    """Records profiles of some steps, with an annotation for each step; every process records its own devices.
+    """Records profiles of some steps, with an annotation for each step.
+
+    Every process records its own devices.
 
     Args:
       directory: the folder of the profiles.
-      steps: the first step, counted from 0, and the number of steps; None if only a signal starts a profile.
+      steps: the first step, counted from 0, and the number of steps; None if only a signal starts a
+        profile.
       say: prints a message.
     """
 
@@ -35,7 +38,10 @@ class Profiler:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Take SIGUSR1 as a request, in the main thread; at the end, stop a profile that is in progress."""
+        """Take SIGUSR1 as a request, in the main thread.
+
+        At the end, stop a profile that is in progress.
+        """
         with handled_signals([signal.SIGUSR1], self._request):
             try:
                 yield
@@ -68,7 +74,8 @@ class Profiler:
             self._end = None
             jax.profiler.stop_trace()
             self._say(
-                f"A profile is in {self._directory}: open it with xprof, or its trace.json.gz with ui.perfetto.dev."
+                f"A profile is in {self._directory}: open it with xprof, or its trace.json.gz with"
+                " ui.perfetto.dev."
             )
 
 

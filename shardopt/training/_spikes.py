@@ -1,4 +1,6 @@
-"""The rules of `fit` for steps whose loss is not finite or spikes: end the run, skip them, or go back to the last snapshot."""
+"""The rules of `fit` for steps whose loss is not finite or spikes: end the run, skip them, or go
+back to the last snapshot.
+"""
 
 import math
 from collections import deque
@@ -13,7 +15,12 @@ from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, states_of
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.transforms._skip_anomalies import DEVIATIONS, SMALLEST_DEVIATION, WINDOW, SkipAnomaliesState
+from shardopt.transforms._skip_anomalies import (
+    DEVIATIONS,
+    SMALLEST_DEVIATION,
+    WINDOW,
+    SkipAnomaliesState,
+)
 
 MOST_ROLLBACKS = 3
 """A run that goes back to the same snapshot more often ends."""
@@ -34,7 +41,8 @@ class Spike(NamedTuple):
 
 
 class Spikes:
-    """Finds the spikes of a run, by the rule of `skip_anomalies`, from values that are equal on all processes.
+    """Finds the spikes of a run, by the rule of `skip_anomalies`, from values that are equal on all
+    processes.
 
     Args:
       includes_nonfinite: whether a loss or norm that is not finite is a spike.
@@ -70,7 +78,9 @@ class Spikes:
         past = np.array([pair[column] for pair in self._values])
         if 2 * past.size < WINDOW:
             return False
-        return bool(x > past.mean() + DEVIATIONS * max(past.std(), SMALLEST_DEVIATION * abs(past.mean())))
+        return bool(
+            x > past.mean() + DEVIATIONS * max(past.std(), SMALLEST_DEVIATION * abs(past.mean()))
+        )
 
     def to_json(self) -> Json:
         """Return the window as JSON, for a checkpoint."""
@@ -83,25 +93,41 @@ class Spikes:
 
 
 def spikes_of(
-    opt: ShardedOptimizer, opt_state: PyTree, on_nonfinite: str, on_spike: str | None, checkpoints: Checkpoints | None
+    opt: ShardedOptimizer,
+    opt_state: PyTree,
+    on_nonfinite: str,
+    on_spike: str | None,
+    checkpoints: Checkpoints | None,
 ) -> Spikes | None:
-    """Check three arguments of `fit`; return the search for spikes, or None if the run never goes back.
+    """Check three arguments of `fit`.
+
+    Return the search for spikes, or None if the run never goes back.
 
     Raises:
-      ValueError: if an argument has another value, or the optimizer or the checkpoints cannot do what it asks for.
+      ValueError: if an argument has another value, or the optimizer or the checkpoints cannot do
+        what it asks for.
     """
     if on_nonfinite not in ("raise", "skip"):
-        raise ValueError(format_error("fit", f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r:.80}."))
+        raise ValueError(
+            format_error(
+                "fit", f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r:.80}."
+            )
+        )
     if on_spike not in (None, "skip", "rollback"):
         problem = f"on_spike must be None, 'skip' or 'rollback', got {on_spike!r:.80}."
         raise ValueError(format_error("fit", problem))
     wrap = "wrap the optimizer: so.transforms.skip_anomalies(tx)"
     skips_spikes = bool(states_of(SkipAnomaliesState, opt_state))
     if on_spike == "skip" and not skips_spikes:
-        problem = "on_spike='skip' needs an optimizer that skips spikes, before they change its state."
+        problem = (
+            "on_spike='skip' needs an optimizer that skips spikes, before they change its state."
+        )
         raise ValueError(format_error("fit", problem, fix=f"{wrap}, or use on_spike='rollback'."))
     if on_spike == "rollback" and (checkpoints is None or opt.config.local_updates is not None):
-        problem = "on_spike='rollback' needs checkpoints to go back to, and the same loss on all processes."
+        problem = (
+            "on_spike='rollback' needs checkpoints to go back to, and the same loss on all"
+            " processes."
+        )
         fix = f"pass checkpoints=so.Checkpoints(...) and a synchronous strategy, or {wrap}."
         raise ValueError(format_error("fit", problem, fix=fix))
     skips = skips_spikes or bool(states_of(optax.ApplyIfFiniteState, opt_state))

@@ -1,4 +1,7 @@
-"""Find the steps that the optimizer skipped (`optax.apply_if_finite`, `skip_anomalies`); their loss may be NaN or infinite."""
+"""Find the steps that the optimizer skipped (`optax.apply_if_finite`, `skip_anomalies`).
+
+Their loss may be NaN or infinite.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -10,22 +13,28 @@ from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
 
 def num_skipped(state: TrainState) -> jax.Array | None:
-    """Return how many updates were skipped so far, on the device; None if the optimizer never skips one."""
+    """Return how many updates were skipped so far, on the device.
+
+    None if the optimizer never skips one.
+    """
     counts = _counts(state)
     return _total(counts) if counts else None
 
 
 def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | None:
-    """Return whether the last step was skipped, as a boolean on the device; None if the optimizer never skips one.
+    """Return whether the last step was skipped, as a boolean on the device.
 
-    A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were not finite.
-    `apply_if_finite` skips a gradient that is not finite, but applies it after `max_consecutive_errors` in a row. Its
-    state does not say whether it did. The parameters do: a gradient that was applied leaves NaN in them.
+    None if the optimizer never skips one.
+
+    A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were
+    not finite. `apply_if_finite` skips a gradient that is not finite, but applies it after
+    `max_consecutive_errors` in a row. Its state does not say whether it did. The parameters do: a
+    gradient that was applied leaves NaN in them.
 
     Args:
       state: the state after the step.
-      num_before: `num_skipped` of the state before it. Inside of `optax.MultiSteps` a flag still speaks of the last
-        update, which may be steps ago.
+      num_before: `num_skipped` of the state before it. Inside of `optax.MultiSteps` a flag still
+        speaks of the last update, which may be steps ago.
     """
     if num_before is None:
         return None
@@ -37,9 +46,15 @@ def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | No
 
 
 def _counts(state: TrainState) -> list[jax.Array]:
-    """Return the counts of skipped updates, of `skip_anomalies` if there is one, else of `apply_if_finite`."""
-    anomaly_counts = [anomalies.num_skipped for anomalies in states_of(SkipAnomaliesState, state.opt_state)]
-    return anomaly_counts or [finite.total_notfinite for finite in states_of(optax.ApplyIfFiniteState, state.opt_state)]
+    """Return the counts of skipped updates, of `skip_anomalies` if there is one, else of
+    `apply_if_finite`.
+    """
+    anomaly_counts = [
+        anomalies.num_skipped for anomalies in states_of(SkipAnomaliesState, state.opt_state)
+    ]
+    return anomaly_counts or [
+        finite.total_notfinite for finite in states_of(optax.ApplyIfFiniteState, state.opt_state)
+    ]
 
 
 @jax.jit
@@ -48,13 +63,21 @@ def _total(counts: list[jax.Array]) -> jax.Array:
 
 
 @jax.jit
-def _is_skipped(num_before: jax.Array, counts: list[jax.Array], hopeless: list[jax.Array]) -> jax.Array:
+def _is_skipped(
+    num_before: jax.Array, counts: list[jax.Array], hopeless: list[jax.Array]
+) -> jax.Array:
     return (num_before != _total(counts)) & ~jnp.stack([jnp.any(flag) for flag in hopeless]).any()
 
 
 @jax.jit
 def _is_harmless(num_before: jax.Array, counts: list[jax.Array], params: PyTree) -> jax.Array:
-    """Return whether a gradient was not finite, and no parameter is NaN; parameters are read only after such a gradient."""
+    """Return whether a gradient was not finite, and no parameter is NaN.
+
+    Parameters are read only after such a gradient.
+    """
     leaves = [leaf for leaf in jax.tree.leaves(params) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    no_nan = lambda: ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()  # noqa: E731
+
+    def no_nan():
+        return ~jnp.stack([jnp.isnan(leaf).any() for leaf in leaves]).any()
+
     return jax.lax.cond(num_before != _total(counts), no_nan, lambda: jnp.zeros((), bool))

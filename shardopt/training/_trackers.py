@@ -20,9 +20,10 @@ _MLFLOW_BATCH = 1000
 def wandb(project: str, run: str, **options: Any) -> Log:
     """Return a logger that sends metrics to Weights & Biases.
 
-    A resumed run, and a run that goes back from a spike, continue the run of the same id. All metrics are drawn over "step",
-    so steps that are taken again are not dropped. Offline, each start writes a folder of its own with the same id;
-    `wandb sync` joins them in the order of their starts.
+    A resumed run, and a run that goes back from a spike, continue the run of the same id. All
+    metrics are drawn over "step", so steps that are taken again are not dropped. Offline, each
+    start writes a folder of its own with the same id; `wandb sync` joins them in the order of their
+    starts.
 
     Args:
       project: the project.
@@ -35,7 +36,9 @@ def wandb(project: str, run: str, **options: Any) -> Log:
     require("wandb", extra="wandb")
 
     def start(_: int) -> OpenedLog:
-        started = import_module("wandb").init(project=project, id=run, name=run, resume="allow", **options)
+        started = import_module("wandb").init(
+            project=project, id=run, name=run, resume="allow", **options
+        )
         started.define_metric("*", step_metric="step")
         return lambda step, metrics: started.log({"step": step, **metrics}), started.finish
 
@@ -44,10 +47,12 @@ def wandb(project: str, run: str, **options: Any) -> Log:
 
 @calling("mlflow")
 def mlflow(experiment: str, run: str) -> Log:
-    """Return a logger that sends metrics to MLflow; the environment variable MLFLOW_TRACKING_URI says where to.
+    """Return a logger that sends metrics to MLflow.
 
-    A resumed run, and a run that goes back from a spike, continue the newest run of the same name. MLflow allows few
-    characters in the names of metrics; others become "_".
+    The environment variable MLFLOW_TRACKING_URI says where to.
+
+    A resumed run, and a run that goes back from a spike, continue the newest run of the same name.
+    MLflow allows few characters in the names of metrics; others become "_".
 
     Args:
       experiment: the name of the experiment; it is made if needed.
@@ -62,8 +67,12 @@ def mlflow(experiment: str, run: str) -> Log:
         package = import_module("mlflow")
         client = package.MlflowClient()
         known = client.get_experiment_by_name(experiment)
-        experiment_id = client.create_experiment(experiment) if known is None else known.experiment_id
-        runs = client.search_runs([experiment_id], filter_string=f"attributes.run_name = '{run}'", max_results=1)
+        experiment_id = (
+            client.create_experiment(experiment) if known is None else known.experiment_id
+        )
+        runs = client.search_runs(
+            [experiment_id], filter_string=f"attributes.run_name = '{run}'", max_results=1
+        )
         run_id = (runs[0] if runs else client.create_run(experiment_id, run_name=run)).info.run_id
 
         def log(step: int, metrics: Mapping[str, float]) -> None:
@@ -79,7 +88,8 @@ def mlflow(experiment: str, run: str) -> Log:
 
 @calling("trackio")
 def trackio(project: str, run: str, **options: Any) -> Log:
-    """Return a logger that sends metrics to trackio: to a local file, or to a Space of Hugging Face.
+    """Return a logger that sends metrics to trackio: to a local file, or to a Space of Hugging
+    Face.
 
     A resumed run, and a run that goes back from a spike, continue the run of the same name.
 
@@ -94,7 +104,9 @@ def trackio(project: str, run: str, **options: Any) -> Log:
     require("trackio", extra="trackio")
 
     def start(_: int) -> OpenedLog:
-        started = import_module("trackio").init(project=project, name=run, resume="allow", **options)
+        started = import_module("trackio").init(
+            project=project, name=run, resume="allow", **options
+        )
         return lambda step, metrics: started.log(dict(metrics), step=step), started.finish
 
     return ReopenedLog(start)

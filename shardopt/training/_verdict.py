@@ -1,4 +1,6 @@
-"""The verdict on the runs of a verified step: where their sums first differ, and which device was wrong."""
+"""The verdict on the runs of a verified step: where their sums first differ, and which device was
+wrong.
+"""
 
 import dataclasses
 import math
@@ -17,8 +19,8 @@ class Verdict(NamedTuple):
 
     Attributes:
       phase: the first phase with a difference, see `step._verified`.
-      kind: `NAMED` if the devices are wrong; `ONE_OF` if one of them is; `UNKNOWN` if any device may be; or
-        `NOT_DETERMINISTIC` if most devices do not get the same result again.
+      kind: `NAMED` if the devices are wrong; `ONE_OF` if one of them is; `UNKNOWN` if any device
+        may be; or `NOT_DETERMINISTIC` if most devices do not get the same result again.
       positions: the positions of the devices in the mesh.
     """
 
@@ -27,23 +29,30 @@ class Verdict(NamedTuple):
     positions: tuple[int, ...]
 
 
-def judge(runs: Sequence[Evidence], sizes: Mapping[str, int], recorded: np.ndarray | None = None) -> Verdict | None:
+def judge(
+    runs: Sequence[Evidence], sizes: Mapping[str, int], recorded: np.ndarray | None = None
+) -> Verdict | None:
     """Return the verdict on the sums of some runs of one step; None if all are as they must be.
 
-    Each device has a vote on each result that it computed: the majority is right. A device that got different results of
-    the same computation is wrong in one of them.
+    Each device has a vote on each result that it computed: the majority is right. A device that got
+    different results of the same computation is wrong in one of them.
 
     Args:
       runs: their sums.
       sizes: mesh axis -> size.
-      recorded: uint64[positions, columns], the sums after the last update, if the state must be the state that it wrote.
+      recorded: uint64[positions, columns], the sums after the last update, if the state must be the
+        state that it wrote.
     """
     columns = runs[0].columns
     for name in dict.fromkeys(column.phase for column in columns):
         indices = [i for i, column in enumerate(columns) if column.phase == name]
         phase = _Phase(name, runs, indices, sizes, recorded if name == STATE else None)
         if not phase.is_consistent():
-            return phase.name_together() if any(columns[i].together for i in indices) else phase.name_wrong()
+            return (
+                phase.name_together()
+                if any(columns[i].together for i in indices)
+                else phase.name_wrong()
+            )
     return None
 
 
@@ -53,7 +62,9 @@ def written(run: Evidence) -> np.ndarray:
 
 
 def total(sums: np.ndarray, columns: Sequence[Column], sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Return the sum of all leaves of a state: each shard counts once, however many devices have copies of it."""
+    """Return the sum of all leaves of a state: each shard counts once, however many devices have
+    copies of it.
+    """
     halves = [0, 0]
     for i, column in enumerate(columns):
         firsts = sums[_groups(column.copies, sizes)[:, 0], i]
@@ -63,7 +74,10 @@ def total(sums: np.ndarray, columns: Sequence[Column], sizes: Mapping[str, int])
 
 
 class _Item(NamedTuple):
-    """The sums of one shard, by the position of the device that computed it; `expected` if it is known."""
+    """The sums of one shard, by the position of the device that computed it.
+
+    `expected` if it is known.
+    """
 
     sums: dict[int, set[int]]
     expected: int | None
@@ -106,7 +120,9 @@ class _Phase:
             further_sums.append(self.recorded)
         if not all(np.array_equal(first, sums) for sums in further_sums):
             return False
-        grouped = [self.runs[0].sums[_groups(self.column(i).copies, self.sizes), i] for i in self.indices]
+        grouped = [
+            self.runs[0].sums[_groups(self.column(i).copies, self.sizes), i] for i in self.indices
+        ]
         return all(bool((sums == sums[:, :1]).all()) for sums in grouped)
 
     def items(self) -> list[_Item]:
@@ -117,7 +133,8 @@ class _Phase:
                 sums: dict[int, set[int]] = {}
                 for position in map(int, group):
                     values = [int(run.sums[position, i]) for run in self.runs]
-                    # A stored value that all runs read alike is what its own device stores, whichever device it moved to.
+                    # A stored value that all runs read alike is what its own device stores,
+                    # whichever device it moved to.
                     is_stored = self.name == STATE and len(set(values)) == 1
                     for run, value in zip(self.runs, values, strict=True):
                         device = position if is_stored else (position - run.shift) % count
@@ -156,7 +173,10 @@ class _Phase:
         suspects = set(range(count))
         for i in self.indices:
             for group in _groups(self.column(i).together, self.sizes):
-                results = [(run.sums[group, i].tobytes(), set((group - run.shift) % count)) for run in self.runs]
+                results = [
+                    (run.sums[group, i].tobytes(), set((group - run.shift) % count))
+                    for run in self.runs
+                ]
                 for device in range(count):
                     if len({result for result, devices in results if device not in devices}) > 1:
                         suspects.discard(device)
@@ -169,13 +189,18 @@ class _Phase:
         return self.suspected(suspects, NOT_DETERMINISTIC if unsteady > 1 else UNKNOWN)
 
     def suspected(self, suspects: set[int], otherwise: str) -> Verdict:
-        """Return the verdict that one of the suspects is wrong; `otherwise` if these are none, or too many."""
+        """Return the verdict that one of the suspects is wrong.
+
+        `otherwise` if these are none, or too many.
+        """
         if 0 < len(suspects) <= max(2, self.runs[0].sums.shape[0] // 2):
             return Verdict(self.name, ONE_OF, tuple(sorted(suspects)))
         return Verdict(self.name, otherwise, ())
 
     def only_one_differs(self) -> bool:
-        """Return whether all runs but one agree: then one of them was disturbed, and the program is deterministic."""
+        """Return whether all runs but one agree: then one of them was disturbed, and the program is
+        deterministic.
+        """
         results = [run.sums[:, self.indices].tobytes() for run in self.runs]
         return len(results) > 2 and max(map(results.count, results)) == len(results) - 1
 

@@ -1,4 +1,7 @@
-"""`fit(verify_every=k)`: every k-th step is computed on two devices; a difference ends the run before it is saved."""
+"""`fit(verify_every=k)`: every k-th step is computed on two devices.
+
+A difference ends the run before it is saved.
+"""
 
 import dataclasses
 import time
@@ -16,17 +19,30 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.runtime._processes import use_exit_codes
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.step._verified import STATE, Evidence, VerifiedStep, state_sums
-from shardopt.training._verdict import NAMED, NOT_DETERMINISTIC, ONE_OF, UNKNOWN, Verdict, judge, total, written
+from shardopt.training._verdict import (
+    NAMED,
+    NOT_DETERMINISTIC,
+    ONE_OF,
+    UNKNOWN,
+    Verdict,
+    judge,
+    total,
+    written,
+)
 
 SAVED = "the state to save"
 """What a checkpoint or snapshot is copied from, next to the phases of `step._verified`."""
 
 REPLAYS = (0, 1, 2)
-"""The shifts of the three replays after a difference: the two runs again, and a third device for each position."""
+"""The shifts of the three replays after a difference: the two runs again, and a third device for
+each position.
+"""
 
 
 HEAD_START = 2.0
-"""Seconds by which the process of a wrong device ends before the others, so that a launcher sees its exit code."""
+"""Seconds by which the process of a wrong device ends before the others, so that a launcher sees
+its exit code.
+"""
 
 
 def verification_of(
@@ -50,9 +66,17 @@ def verification_of(
     }
     if any(problems.values()):
         reasons = [reason for reason, holds in problems.items() if holds]
-        fix = "leave verify_every out, or use a synchronous strategy on several devices, without offload."
+        fix = (
+            "leave verify_every out, or use a synchronous strategy on several devices, without"
+            " offload."
+        )
         raise ValueError(
-            format_error("fit", "verify_every computes a step on two devices, which cannot be done.", reasons, fix)
+            format_error(
+                "fit",
+                "verify_every computes a step on two devices, which cannot be done.",
+                reasons,
+                fix,
+            )
         )
     use_exit_codes()
     return Verification(opt, every, checkpoints, num_steps)
@@ -80,10 +104,14 @@ class Verification:
     def due(self, step: int) -> bool:
         """Return whether the step from `step` to `step + 1` is verified."""
         number, checkpoints = step + 1, self.checkpoints
-        is_saved = checkpoints is not None and (checkpoints.due(number) or checkpoints.due_in_memory(number))
+        is_saved = checkpoints is not None and (
+            checkpoints.due(number) or checkpoints.due_in_memory(number)
+        )
         return is_saved or number % self.every == 0 or number == self.num_steps
 
-    def take_step(self, state: TrainState, batch: PyTree, step: int, position: int) -> tuple[TrainState, Metrics]:
+    def take_step(
+        self, state: TrainState, batch: PyTree, step: int, position: int
+    ) -> tuple[TrainState, Metrics]:
         """Take a step on two devices each; raise `SilentCorruptionError` if they differ."""
         step_fn: Any = self.opt.step
         verified, placed = step_fn.verified(state, batch)
@@ -98,7 +126,9 @@ class Verification:
             for shift in () if is_stored else REPLAYS:
                 runs.append(verified.run(state, placed, shift % verified.config.mesh.size)[2])
             self._fail(
-                judge(runs, sizes, recorded) or verdict, step, f"at step {step} (batch {position}, both counted from 0)"
+                judge(runs, sizes, recorded) or verdict,
+                step,
+                f"at step {step} (batch {position}, both counted from 0)",
             )
         self.recorded = step + 1, written(first)
         return new_state, metrics
@@ -108,13 +138,17 @@ class Verification:
         self.recorded = None
 
     def sums_to_save(self, state: TrainState, step: int) -> LeafSums:
-        """Return the sums of the leaves of a state, for a checkpoint, after comparing it with the last verified step.
+        """Return the sums of the leaves of a state, for a checkpoint, after comparing it with the
+        last verified step.
 
         If the last step was not verified, copies are compared with each other.
         """
         if self.verified is None:
             return leaf_sums(state)
-        config, columns = self.verified.config, [column for column in self.verified.columns if column.phase == STATE]
+        config, columns = (
+            self.verified.config,
+            [column for column in self.verified.columns if column.phase == STATE],
+        )
         sizes, recorded = dict(config.mesh.shape), self._recorded(step)
         stored = Evidence(0, tuple(columns), state_sums(self.verified, state))
         moment = f"after {plural(step, 'step')}"
@@ -130,7 +164,9 @@ class Verification:
 
     def _fail(self, verdict: Verdict, step: int, moment: str) -> NoReturn:
         assert self.verified is not None
-        devices = [self.verified.config.mesh.devices.flat[position] for position in verdict.positions]
+        devices = [
+            self.verified.config.mesh.devices.flat[position] for position in verdict.positions
+        ]
         processes = sorted({device.process_index for device in devices})
         message = corruption_text(verdict, devices, moment)
         exit_code = CORRUPTED if jax.process_index() in processes else 1
@@ -138,24 +174,53 @@ class Verification:
             time.sleep(HEAD_START)
         ids = [device.id for device in devices]
         error = SilentCorruptionError(
-            message, step=step, phase=verdict.phase, devices=ids, processes=processes, exit_code=exit_code
+            message,
+            step=step,
+            phase=verdict.phase,
+            devices=ids,
+            processes=processes,
+            exit_code=exit_code,
         )
         raise error
 
 
 def corruption_text(verdict: Verdict, devices: Sequence[Any], moment: str) -> str:
     """Return the message about a difference."""
-    lines = [f"device {device.id} ({device.device_kind}, process {device.process_index})" for device in devices]
-    fix = "take the host out of the job, and start again; shardopt launch --min-processes does both."
+    lines = [
+        f"device {device.id} ({device.device_kind}, process {device.process_index})"
+        for device in devices
+    ]
+    fix = (
+        "take the host out of the job, and start again; shardopt launch --min-processes does both."
+    )
     if verdict.kind == NAMED:
         verb = "has" if len(devices) == 1 else "have"
-        problem = f"{plural(len(devices), 'device')} {verb} wrong bits in {verdict.phase}, {moment}."
+        problem = (
+            f"{plural(len(devices), 'device')} {verb} wrong bits in {verdict.phase}, {moment}."
+        )
     elif verdict.kind == ONE_OF:
-        problem = f"one of {plural(len(devices), 'device')} has wrong bits in {verdict.phase}, {moment}; the others cannot tell which."
+        problem = (
+            f"one of {plural(len(devices), 'device')} has wrong bits in {verdict.phase}, {moment};"
+            " the others cannot tell which."
+        )
     elif verdict.kind == NOT_DETERMINISTIC:
-        problem = f"{verdict.phase} is not deterministic here: most devices get other bits when they compute it again, {moment}."
-        fix = "use deterministic operations (on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true), or leave verify_every out."
+        problem = (
+            f"{verdict.phase} is not deterministic here: most devices get other bits when they"
+            f" compute it again, {moment}."
+        )
+        fix = (
+            "use deterministic operations (on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true), or"
+            " leave verify_every out."
+        )
     else:
-        problem = f"a device has wrong bits in {verdict.phase}, {moment}; an exchange between devices hides which one."
-        fix = "start again from the last checkpoint; if it happens again, test the devices one by one."
-    return format_error("fit", f"{problem} The step is not used, and nothing was saved.", lines, fix)
+        problem = (
+            f"a device has wrong bits in {verdict.phase}, {moment}; an exchange between devices"
+            " hides which one."
+        )
+        fix = (
+            "start again from the last checkpoint; if it happens again, test the devices one by"
+            " one."
+        )
+    return format_error(
+        "fit", f"{problem} The step is not used, and nothing was saved.", lines, fix
+    )

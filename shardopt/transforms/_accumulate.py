@@ -29,14 +29,17 @@ class AccumulateState(NamedTuple):
 
 
 @calling("accumulate")
-def accumulate(inner: optax.GradientTransformation, every: int) -> optax.GradientTransformationExtraArgs:
+def accumulate(
+    inner: optax.GradientTransformation, every: int
+) -> optax.GradientTransformationExtraArgs:
     """Add up gradients on each device, and pass their mean to `inner` every `every` steps.
 
-    On steps t = every, 2 every, ...: update = inner(mean of the last `every` gradients). On all other steps the update is
-    zero, and the state of `inner` does not change.
+    On steps t = every, 2 every, ...: update = inner(mean of the last `every` gradients). On all
+    other steps the update is zero, and the state of `inner` does not change.
 
     Args:
-      inner: the transformation of the mean, such as `optax.chain(so.transforms.average_gradients("data"), ...)`.
+      inner: the transformation of the mean, such as
+        `optax.chain(so.transforms.average_gradients("data"), ...)`.
       every: the number of gradients per update of `inner`.
 
     Returns:
@@ -44,7 +47,8 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
 
     Raises:
       TypeError: if an argument is of the wrong kind; in `update`, if a gradient is not floating.
-      ValueError: if `every` is below 1; in `update`, if the gradients are not like the parameters that `init` saw.
+      ValueError: if `every` is below 1; in `update`, if the gradients are not like the parameters
+        that `init` saw.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -60,8 +64,8 @@ def accumulate(inner: optax.GradientTransformation, every: int) -> optax.Gradien
 
     **Placement**: the sum is local to each device, as large as its gradients in fp32.
 
-    **Communication**: the communication of `inner`, once every `every` steps. It is in a branch that other steps do not
-    take. Under a `jax.vmap` over the state, both branches are computed.
+    **Communication**: the communication of `inner`, once every `every` steps. It is in a branch
+    that other steps do not take. Under a `jax.vmap` over the state, both branches are computed.
     """
     tx = check_transformation("inner", inner)
     check_count("every", every, allow_array=True)
@@ -79,7 +83,9 @@ class _Accumulate(NamedTuple):
     @calling("accumulate")
     def init(self, params: PyTree) -> AccumulateState:
         check_leaves(params)
-        return AccumulateState(jnp.zeros((), jnp.int32), PerDevice(wide_zeros(params)), self.tx.init(params))
+        return AccumulateState(
+            jnp.zeros((), jnp.int32), PerDevice(wide_zeros(params)), self.tx.init(params)
+        )
 
     @calling("accumulate")
     def update(
@@ -87,11 +93,15 @@ class _Accumulate(NamedTuple):
     ) -> tuple[PyTree, AccumulateState]:
         check_leaves(updates)
         check_alike("the parameters that init saw", updates, state.total.value)
-        total = jax.tree.map(lambda old_sum, g: old_sum + g.astype(old_sum.dtype), state.total.value, updates)
+        total = jax.tree.map(
+            lambda old_sum, g: old_sum + g.astype(old_sum.dtype), state.total.value, updates
+        )
 
         def step(total, inner_state):
             mean = jax.tree.map(
-                lambda x, g: (x / jnp.asarray(self.every, x.real.dtype)).astype(g.dtype), total, updates
+                lambda x, g: (x / jnp.asarray(self.every, x.real.dtype)).astype(g.dtype),
+                total,
+                updates,
             )
             inner_updates, inner_state = self.tx.update(mean, inner_state, params, **extra_args)
             return inner_updates, jax.tree.map(jnp.zeros_like, total), inner_state
@@ -104,5 +114,9 @@ class _Accumulate(NamedTuple):
             inner_updates, total, inner_state = step(total, state.inner)
         else:
             is_last = state.mini_step + 1 >= self.every
-            inner_updates, total, inner_state = agreeing_cond(is_last, step, wait, total, state.inner)
-        return inner_updates, AccumulateState((state.mini_step + 1) % self.every, PerDevice(total), inner_state)
+            inner_updates, total, inner_state = agreeing_cond(
+                is_last, step, wait, total, state.inner
+            )
+        return inner_updates, AccumulateState(
+            (state.mini_step + 1) % self.every, PerDevice(total), inner_state
+        )

@@ -18,10 +18,13 @@ class AverageGradientsState(NamedTuple):
 
 
 @calling("average_gradients")
-def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> optax.GradientTransformationExtraArgs:
+def average_gradients(
+    axis_name: AxisName, reducer: Reducer | None = None
+) -> optax.GradientTransformationExtraArgs:
     """Replace each device's gradients by their mean over an axis.
 
-    g = mean_d g_d, computed by the reducer. Later transformations in the chain see the same gradients on all devices.
+    g = mean_d g_d, computed by the reducer. Later transformations in the chain see the same
+    gradients on all devices.
 
     Args:
       axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
@@ -31,8 +34,10 @@ def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> op
       An optax transformation.
 
     Raises:
-      TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a gradient is not floating.
-      ValueError: in `update`, if the axis is not bound, or the types show that the gradients are summed already.
+      TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a
+        gradient is not floating.
+      ValueError: in `update`, if the axis is not bound, or the types show that the gradients are
+        summed already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -41,11 +46,12 @@ def average_gradients(axis_name: AxisName, reducer: Reducer | None = None) -> op
       >>> print(update(jnp.array([1.0, 3.0])))
       [-2. -2.]
 
-    **Equivalence**: without a reducer, equal to one device on the union batch, up to summation order, if all devices have
-    equally many examples. With a reducer, see the reducer.
+    **Equivalence**: without a reducer, equal to one device on the union batch, up to summation
+    order, if all devices have equally many examples. With a reducer, see the reducer.
 
-    **Placement**: the state is the reducer's state. Error memories differ between devices: `so.reducers.init_state`,
-    `state_specs`, `own_state` and `stored_state` carry them in and out of `shard_map`.
+    **Placement**: the state is the reducer's state. Error memories differ between devices:
+    `so.reducers.init_state`, `state_specs`, `own_state` and `stored_state` carry them in and out of
+    `shard_map`.
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
     """

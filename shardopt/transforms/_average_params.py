@@ -17,13 +17,17 @@ CALLER = "average_params"
 def average_params(
     decay: float | None = None, half_life: float | None = None, *, start: int = 0, every: int = 1
 ) -> optax.GradientTransformationExtraArgs:
-    """Keep an average of the parameters; put it last in the chain, so that it sees the new parameters.
+    """Keep an average of the parameters.
 
-    Let p_1, p_2, ... be the parameters after steps start + every, start + 2 every, ... After n of them the average is
+    Put it last in the chain, so that it sees the new parameters.
+
+    Let p_1, p_2, ... be the parameters after steps start + every, start + 2 every, ... After n of
+    them the average is
 
     Args:
       decay: the share of the old average that stays, above 0 and below 1, for each p_n.
-      half_life: in place of decay, the number of steps after which a p_n counts half: decay = 2^(-every / half_life).
+      half_life: in place of decay, the number of steps after which a p_n counts half: decay =
+        2^(-every / half_life).
       start: steps before the average begins.
       every: steps between two parameters that the average takes in.
 
@@ -32,7 +36,8 @@ def average_params(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if an argument is out of range, or both decay and half_life are set; in `update`, without parameters.
+      ValueError: if an argument is out of range, or both decay and half_life are set; in `update`,
+        without parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -47,27 +52,32 @@ def average_params(
 
         a_n = a_{n-1} + w_n (p_n - a_{n-1})    with    w_n = (1 - decay) / (1 - decay^n).
 
-    This is the exponential moving average that starts from 0, divided by 1 - decay^n: the bias correction of `optax.ema`.
-    With neither decay nor half_life, w_n = 1 / n: all count alike, as in stochastic weight averaging. Until p_1 the average
-    equals the parameters. Updates pass unchanged.
+    This is the exponential moving average that starts from 0, divided by 1 - decay^n: the bias
+    correction of `optax.ema`. With neither decay nor half_life, w_n = 1 / n: all count alike, as in
+    stochastic weight averaging. Until p_1 the average equals the parameters. Updates pass
+    unchanged.
 
-    `opt.evaluate(state, batch, params="average")`, `so.training.evaluation(..., params="average")` and
-    `so.with_average(state)` use the average.
+    `opt.evaluate(state, batch, params="average")`, `so.training.evaluation(..., params="average")`
+    and `so.with_average(state)` use the average.
 
-    **Equivalence**: in every strategy the average equals the average of one device. With local updates each replica averages its own
-    parameters, and the average that is read is the mean over the replicas.
+    **Equivalence**: in every strategy the average equals the average of one device. With local
+    updates each replica averages its own parameters, and the average that is read is the mean over
+    the replicas.
 
-    **Placement**: one copy of the trained parameters, in fp32 at least, sharded as the strategy shards optimizer state: as
-    the parameters with fsdp. With `opt_state_layout="matrices"` it stays with the parameters. `offload` moves it too.
+    **Placement**: one copy of the trained parameters, in fp32 at least, sharded as the strategy
+    shards optimizer state: as the parameters with fsdp. With `opt_state_layout="matrices"` it stays
+    with the parameters. `offload` moves it too.
 
     **Communication**: none in a step. Reading it gathers it where the parameters are not sharded.
 
     References:
-      Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; Izmailov et al., "Averaging
-      Weights Leads to Wider Optima and Better Generalization", 2018.
+      Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992; Izmailov
+      et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018.
     """
     if decay is not None and half_life is not None:
-        raise ValueError(error_text(f"got decay={decay} and half_life={half_life}.", fix="pass one of them."))
+        raise ValueError(
+            error_text(f"got decay={decay} and half_life={half_life}.", fix="pass one of them.")
+        )
     check_count("start", start, minimum=0)
     check_count("every", every)
     log_decay = 0.0
@@ -79,7 +89,8 @@ def average_params(
         log_decay = -math.log(2) * every / half_life
 
     def init(params):
-        # without a copy, the average and the parameters could share a buffer, which a step would donate twice
+        # without a copy, the average and the parameters could share a buffer, which a step would
+        # donate twice
         average = jax.tree.map(lambda p: jnp.array(p, wide_dtype(p.dtype), copy=True), params)
         return AverageParamsState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), average)
 
@@ -89,7 +100,9 @@ def average_params(
         num_steps = state.num_steps + 1
         included = (num_steps > start) & ((num_steps - start) % every == 0)
         num_averaged = state.num_averaged + included.astype(jnp.int32)
-        weight = jnp.where(included, _weight(log_decay, num_averaged), (num_averaged == 0).astype(float))
+        weight = jnp.where(
+            included, _weight(log_decay, num_averaged), (num_averaged == 0).astype(float)
+        )
 
         def add(average: jax.Array, param: jax.Array) -> jax.Array:
             difference = param.astype(average.dtype) - average
@@ -104,6 +117,12 @@ def average_params(
 
 
 def _weight(log_decay: float, count: jax.Array) -> jax.Array:
-    """Return (1 - decay) / (1 - decay^count), or 1 / count for a decay of 1, without cancellation near 1."""
+    """Return (1 - decay) / (1 - decay^count), or 1 / count for a decay of 1, without cancellation
+    near 1.
+    """
     number = jnp.maximum(count, 1).astype(jnp.result_type(float))
-    return 1 / number if log_decay == 0 else jnp.expm1(jnp.full_like(number, log_decay)) / jnp.expm1(number * log_decay)
+    return (
+        1 / number
+        if log_decay == 0
+        else jnp.expm1(jnp.full_like(number, log_decay)) / jnp.expm1(number * log_decay)
+    )

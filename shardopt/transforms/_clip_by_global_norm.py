@@ -12,7 +12,14 @@ from shardopt.core._arguments import check_is_number
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.mesh import spec_axes
-from shardopt.reducers._axis import AxisName, axis_names, axis_size, is_bound, tracks_varying, varying
+from shardopt.reducers._axis import (
+    AxisName,
+    axis_names,
+    axis_size,
+    is_bound,
+    tracks_varying,
+    varying,
+)
 from shardopt.reducers._reducer import check_leaves, real_dtype
 
 CALLER = "clip_by_global_norm"
@@ -22,10 +29,11 @@ CALLER = "clip_by_global_norm"
 def clip_by_global_norm(
     max_norm: float | jax.Array, axis_names: AxisName, *, split: bool | PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Scale gradients so that their norm over all devices is at most `max_norm`, counting each element once.
+    """Scale gradients so that their norm over all devices is at most `max_norm`, counting each
+    element once.
 
-    g <- g min(1, max_norm / |g|), where |g|^2 is the sum over sharded leaves of psum(sum x^2), plus the sum over
-    replicated leaves of sum x^2.
+    g <- g min(1, max_norm / |g|), where |g|^2 is the sum over sharded leaves of psum(sum x^2), plus
+    the sum over replicated leaves of sum x^2.
 
     Args:
       max_norm: the largest norm.
@@ -34,17 +42,18 @@ def clip_by_global_norm(
 
         - True: each leaf is sharded over all of `axis_names`;
         - False: no leaf is sharded;
-        - a tree like the gradients, or a prefix of it, of True, False, and the `PartitionSpec`s that `shard_map` has for
-          these leaves.
+        - a tree like the gradients, or a prefix of it, of True, False, and the `PartitionSpec`s
+          that `shard_map` has for these leaves.
 
     Returns:
       An optax transformation.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_norm` is not positive. In `update`, if an axis is not bound, or if neither `split` nor types show
-        which leaves are sharded. Also if `split` is not a prefix of the gradients, a spec names a bound axis that is not
-        in `axis_names`, or `split` shards a leaf whose type is replicated.
+      ValueError: if `max_norm` is not positive. In `update`, if an axis is not bound, or if neither
+        `split` nor types show which leaves are sharded. Also if `split` is not a prefix of the
+        gradients, a spec names a bound axis that is not in `axis_names`, or `split` shards a leaf
+        whose type is replicated.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -55,18 +64,21 @@ def clip_by_global_norm(
       [[1.5]
        [1.5]]
 
-    A leaf that is sharded over an axis has different elements on each device. A replicated leaf has the same elements on
-    all devices, so it must count once. Values do not show which leaves are sharded. `update` takes this from `split`, or
-    from the types of a `shard_map` with `check_vma=True`, and raises an error if it has neither.
+    A leaf that is sharded over an axis has different elements on each device. A replicated leaf has
+    the same elements on all devices, so it must count once. Values do not show which leaves are
+    sharded. `update` takes this from `split`, or from the types of a `shard_map` with
+    `check_vma=True`, and raises an error if it has neither.
 
-    Average the gradients first: replicated leaves that still differ between devices have no common norm.
+    Average the gradients first: replicated leaves that still differ between devices have no common
+    norm.
 
-    **Equivalence**: equal to `optax.clip_by_global_norm(max_norm)` of the unsharded gradients, up to summation order, also
-    for NaN and inf.
+    **Equivalence**: equal to `optax.clip_by_global_norm(max_norm)` of the unsharded gradients, up
+    to summation order, also for NaN and inf.
 
     **Placement**: no state.
 
-    **Communication**: an all-reduce of one number for each set of axes that leaves are sharded over.
+    **Communication**: an all-reduce of one number for each set of axes that leaves are sharded
+    over.
     """
     names = _checked_names(axis_names)
     _check_max_norm(max_norm)
@@ -91,7 +103,9 @@ def clip_by_global_norm(
 
 def _sum_of_squares(leaves: Sequence[jax.Array], leaf_axes: Sequence[tuple[str, ...]]) -> jax.Array:
     """Return the sum of squares over all devices, given the axes that each leaf is sharded over."""
-    leaf_sums = [jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype))))) for leaf in leaves]
+    leaf_sums = [
+        jnp.sum(jnp.square(jnp.abs(leaf.astype(wide_dtype(leaf.dtype))))) for leaf in leaves
+    ]
     widest_dtype = max((leaf_sum.dtype for leaf_sum in leaf_sums), key=lambda dtype: dtype.itemsize)
     total = jnp.zeros((), widest_dtype)
     for group_axes in dict.fromkeys(leaf_axes):
@@ -115,25 +129,40 @@ def _scaled(leaf: jax.Array, norm: jax.Array, max_norm: float | jax.Array) -> ja
     return jnp.where(norm < max_norm, leaf, clipped.astype(leaf.dtype))
 
 
-def _axes_of_leaves(updates: PyTree, names: tuple[str, ...], split: bool | PyTree) -> list[tuple[str, ...]]:
+def _axes_of_leaves(
+    updates: PyTree, names: tuple[str, ...], split: bool | PyTree
+) -> list[tuple[str, ...]]:
     """Return the axes that each leaf is sharded over, from `split` or from types."""
     types_track_axes = tracks_varying(names)
     leaves = leaves_with_paths(updates)
     if split is None:
         if not types_track_axes:
             problem = (
-                "nothing says which leaves are split over the axis and which are whole: types do not tell it here."
+                "nothing says which leaves are split over the axis and which are whole: types do"
+                " not tell it here."
             )
-            fix = "pass split=True, False, or the PartitionSpecs of the leaves; or use shard_map with check_vma=True."
+            fix = (
+                "pass split=True, False, or the PartitionSpecs of the leaves; or use shard_map with"
+                " check_vma=True."
+            )
             raise ValueError(format_error(CALLER, problem, fix=fix))
         return [tuple(name for name in names if name in varying(leaf)) for _, leaf in leaves]
     leaf_axes = [_axes_of(entry, names) for entry in _split_of_leaves(split, updates)]
     if types_track_axes:
         pairs = zip(leaves, leaf_axes, strict=True)
-        wrong = [f"{path}: split over {axes}" for (path, leaf), axes in pairs if not set(axes) <= varying(leaf)]
+        wrong = [
+            f"{path}: split over {axes}"
+            for (path, leaf), axes in pairs
+            if not set(axes) <= varying(leaf)
+        ]
         if wrong:
-            problem = f"{plural(len(wrong), 'leaf')} said to be split by split= cannot be: its type does not vary."
-            raise ValueError(format_error(CALLER, problem, wrong, "say what is whole, or leave split= out."))
+            problem = (
+                f"{plural(len(wrong), 'leaf')} said to be split by split= cannot be: its type does"
+                " not vary."
+            )
+            raise ValueError(
+                format_error(CALLER, problem, wrong, "say what is whole, or leave split= out.")
+            )
     return leaf_axes
 
 
@@ -142,7 +171,9 @@ def _split_of_leaves(split: bool | PyTree, updates: PyTree) -> list[PartitionSpe
         return jax.tree.leaves(jax.tree.broadcast(split, updates))
     except ValueError as error:
         problem = "split is neither like the gradients nor a prefix of their tree."
-        raise ValueError(format_error(CALLER, problem, fix="give it the specs that shard_map has for them.")) from error
+        raise ValueError(
+            format_error(CALLER, problem, fix="give it the specs that shard_map has for them.")
+        ) from error
 
 
 def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -152,7 +183,9 @@ def _axes_of(entry: Any, names: tuple[str, ...]) -> tuple[str, ...]:
     missing = [name for name in spec_names if name not in names and is_bound(name)]
     if missing:
         problem = f"{entry} splits over {missing[0]!r}, which is not among axis_names={names}."
-        raise ValueError(format_error(CALLER, problem, fix="name every axis that leaves are split over."))
+        raise ValueError(
+            format_error(CALLER, problem, fix="name every axis that leaves are split over.")
+        )
     return tuple(name for name in names if name in spec_names)
 
 
@@ -169,6 +202,10 @@ def _check_max_norm(max_norm: float | jax.Array) -> None:
 
 
 def _check_split(split: bool | PyTree) -> None:
-    if wrong := [repr(entry) for entry in jax.tree.leaves(split) if not isinstance(entry, bool | PartitionSpec)]:
+    if wrong := [
+        repr(entry)
+        for entry in jax.tree.leaves(split)
+        if not isinstance(entry, bool | PartitionSpec)
+    ]:
         problem = "split must be True, False or a tree of PartitionSpecs."
         raise TypeError(format_error(CALLER, problem, wrong))

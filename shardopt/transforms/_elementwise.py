@@ -1,10 +1,11 @@
 """Decide whether a function acts element by element (or row by row), by comparing two traces of it.
 
-One trace is for whole leaves, the other for a part of each leaf: a shard, or some rows. The function acts element by
-element if two conditions hold:
+One trace is for whole leaves, the other for a part of each leaf: a shard, or some rows. The
+function acts element by element if two conditions hold:
 
 - Both traces have the same operations except for shapes.
-- Each operation is known to act on elements in place. An unknown operation counts as mixing elements.
+- Each operation is known to act on elements in place. An unknown operation counts as mixing
+  elements.
 
 The decision never depends on the values of arrays.
 """
@@ -75,7 +76,9 @@ def _label_of_literal(values: Sequence[Any]) -> Label:
     return Label(SAME, pad_value=pad_value, nonnegative=pad_value is not None and pad_value >= 0)
 
 
-def _result_labels(walk: Walk[Label], eqns: Equations, labels: list[Label], *, split: LeafSplit) -> list[Label]:
+def _result_labels(
+    walk: Walk[Label], eqns: Equations, labels: list[Label], *, split: LeafSplit
+) -> list[Label]:
     whole_eqn, part_eqn = eqns
     name, num_results = whole_eqn.primitive.name, len(whole_eqn.outvars)
     if name in CONTROL:
@@ -85,7 +88,10 @@ def _result_labels(walk: Walk[Label], eqns: Equations, labels: list[Label], *, s
     if name in OVER_AXES:
         is_same = same_params(whole_eqn, part_eqn)
         pairs = zip(whole_eqn.invars, labels, strict=True)
-        return [over_axes(whole_eqn, atom, label, split) if is_same else mixed(name) for atom, label in pairs]
+        return [
+            over_axes(whole_eqn, atom, label, split) if is_same else mixed(name)
+            for atom, label in pairs
+        ]
     if axes_of(whole_eqn) & split.axis_names and name != "pvary":
         return [mixed(name, of=labels)] * num_results
     return [result_of(whole_eqn, part_eqn, labels, split)] * num_results
@@ -110,12 +116,19 @@ def _while(walk: Walk[Label], eqns: Equations, labels: list[Label], _: LeafSplit
 def _scan(walk: Walk[Label], eqns: Equations, labels: list[Label], split: LeafSplit) -> list[Label]:
     bodies = [eqn.params["jaxpr"] for eqn in eqns]
     consts, carry, stacked = scan_parts(eqns[0], labels)
-    if any(label.kind != SAME for label in stacked) or len({eqn.params["length"] for eqn in eqns}) > 1:
-        by_element = all(label.kind == ELEMENT and label.leading_dims in (0, None) for label in stacked)
+    if (
+        any(label.kind != SAME for label in stacked)
+        or len({eqn.params["length"] for eqn in eqns}) > 1
+    ):
+        by_element = all(
+            label.kind == ELEMENT and label.leading_dims in (0, None) for label in stacked
+        )
         if carry or split.by_rows or not by_element or any(x.kind != SAME for x in consts):
             # The scan carries values from element to element, or counts elements.
             return [mixed("scan", of=labels)] * len(eqns[0].outvars)
-        return [x if x.kind == ELEMENT else mixed("scan", of=[x]) for x in walk.follow(bodies, labels)]
+        return [
+            x if x.kind == ELEMENT else mixed("scan", of=[x]) for x in walk.follow(bodies, labels)
+        ]
     carry, results = walk.loop(bodies, consts, carry, stacked)
     return [*carry, *(x if x.kind == SAME else mixed("scan", of=[x]) for x in results)]
 

@@ -1,4 +1,6 @@
-"""`local_updates`: each device trains on its own gradients, and parameters are averaged every few steps."""
+"""`local_updates`: each device trains on its own gradients, and parameters are averaged every few
+steps.
+"""
 
 from typing import NamedTuple
 
@@ -29,7 +31,8 @@ class LocalUpdatesState(NamedTuple):
 def local_updates(
     inner: optax.GradientTransformation, axis_name: AxisName, sync_every: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Update each device's parameters with its own gradients, and average parameters every `sync_every` steps.
+    """Update each device's parameters with its own gradients, and average parameters every
+    `sync_every` steps.
 
     u_d = inner(g_d). On steps t = sync_every, 2 sync_every, ...: u_d = mean_d(p_d + u_d) - p_d.
 
@@ -43,7 +46,8 @@ def local_updates(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `sync_every` is below 1; in `update`, if the axis is not bound or parameters are missing.
+      ValueError: if `sync_every` is below 1; in `update`, if the axis is not bound or parameters
+        are missing.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -56,15 +60,15 @@ def local_updates(
       >>> print(halfway, end)
       [-1. -3.] [-4. -4.]
 
-    **Equivalence**: equal to Local SGD. After a synchronised update, parameters are equal on all devices, up to the
-    rounding of p + (mean - p), which the next synchronised update removes. With `sync_every` 1 and SGD it equals
-    averaging the gradients.
+    **Equivalence**: equal to Local SGD. After a synchronised update, parameters are equal on all
+    devices, up to the rounding of p + (mean - p), which the next synchronised update removes. With
+    `sync_every` 1 and SGD it equals averaging the gradients.
 
-    **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...] outside `shard_map`.
-    `so.reducers.init_state`, `own_state` and `stored_state` convert the state.
+    **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...]
+    outside `shard_map`. `so.reducers.init_state`, `own_state` and `stored_state` convert the state.
 
-    **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch that other steps do not
-    take. Under a `jax.vmap` over the state, both branches are computed.
+    **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch
+    that other steps do not take. Under a `jax.vmap` over the state, both branches are computed.
 
     References:
       Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
@@ -82,17 +86,28 @@ def local_updates(
         old_params = check_params(params)
         inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
         # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
-        inner_updates = jax.tree.map(lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params)
+        inner_updates = jax.tree.map(
+            lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params
+        )
 
         def synchronise(inner_updates):
             mean, _ = exact().reduce(optax.apply_updates(old_params, inner_updates), (), axis_name)
-            return jax.tree.map(lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype), mean, old_params, inner_updates)
+            return jax.tree.map(
+                lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype),
+                mean,
+                old_params,
+                inner_updates,
+            )
 
         if isinstance(sync_every, int) and sync_every == 1:
             inner_updates = synchronise(inner_updates)
         else:
             is_last = state.since_sync + 1 >= sync_every
-            inner_updates = agreeing_cond(is_last, synchronise, lambda unchanged: unchanged, inner_updates)
-        return inner_updates, LocalUpdatesState((state.since_sync + 1) % sync_every, PerDevice(inner_state))
+            inner_updates = agreeing_cond(
+                is_last, synchronise, lambda unchanged: unchanged, inner_updates
+            )
+        return inner_updates, LocalUpdatesState(
+            (state.since_sync + 1) % sync_every, PerDevice(inner_state)
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)

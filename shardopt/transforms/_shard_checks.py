@@ -1,4 +1,6 @@
-"""The check of `shard_updates`: its inner transformation must treat a shard of a leaf as it treats the whole leaf."""
+"""The check of `shard_updates`: its inner transformation must treat a shard of a leaf as it treats
+the whole leaf.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,9 @@ from shardopt.trace._walk import fixed_point
 from shardopt.transforms._elementwise import compare
 from shardopt.transforms._primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit, mixed
 
-DRAWS = frozenset(["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"])
+DRAWS = frozenset(
+    ["random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform", "random_gamma"]
+)
 """Primitives that draw random numbers."""
 FIX = (
     "use so.zero, which runs any optimizer; or one that works element by element, with "
@@ -29,10 +33,11 @@ def check_elementwise(
     shard_trees: tuple[PyTree, PyTree],
     extra_args: dict[str, Any],
 ) -> None:
-    """Raise an error unless a transformation is shown to act element by element and to draw no random numbers.
+    """Raise an error unless a transformation is shown to act element by element and to draw no
+    random numbers.
 
-    A sum over a leaf is allowed if a collective completes the sum before any other use. Nothing is computed: `init` and
-    `update` are traced for whole leaves on one device, and for shards.
+    A sum over a leaf is allowed if a collective completes the sum before any other use. Nothing is
+    computed: `init` and `update` are traced for whole leaves on one device, and for shards.
 
     Args:
       tx: the transformation.
@@ -42,16 +47,23 @@ def check_elementwise(
       extra_args: the extra arguments of `update`.
 
     Raises:
-      ValueError: if the transformation is not shown to act element by element, or draws random numbers.
+      ValueError: if the transformation is not shown to act element by element, or draws random
+        numbers.
     """
     primitives = frozenset[str]().union(
-        *(label.primitives for label in _refused_labels(tx, names, whole_trees, shard_trees, extra_args))
+        *(
+            label.primitives
+            for label in _refused_labels(tx, names, whole_trees, shard_trees, extra_args)
+        )
     )
     if not primitives:
         return
     fix = FIX
     if mixing := ", ".join(sorted(primitives - DRAWS - {SHAPE})):
-        problem = f"inner mixes elements of a leaf ({mixing}), which means something else on a shard of it."
+        problem = (
+            f"inner mixes elements of a leaf ({mixing}), which means something else on a shard"
+            " of it."
+        )
     elif drawing := ", ".join(sorted(primitives & DRAWS)):
         problem = f"inner draws random numbers ({drawing}), which would be the same on each shard."
         fix = (
@@ -59,7 +71,10 @@ def check_elementwise(
             "so.transforms.shard_updates(...))."
         )
     else:
-        problem = "inner computes something else for shards: it depends on shapes, or on the number of devices."
+        problem = (
+            "inner computes something else for shards: it depends on shapes, or on the number of"
+            " devices."
+        )
     raise ValueError(error_text(problem, fix=fix))
 
 
@@ -70,7 +85,10 @@ def _refused_labels(
     shard_trees: tuple[PyTree, PyTree],
     extra_args: dict[str, Any],
 ) -> list[Label]:
-    """Return the labels of updates and state that `check_elementwise` refuses; none if `tx` acts element by element."""
+    """Return the labels of updates and state that `check_elementwise` refuses.
+
+    None if `tx` acts element by element.
+    """
     split = LeafSplit(frozenset(names))
     abstract_trees = [_as_sharded(trees, names) for trees in (whole_trees, shard_trees)]
     init_trees = [grads if params is None else params for grads, params in abstract_trees]
@@ -87,14 +105,20 @@ def _refused_labels(
         whole_trace = jax.make_jaxpr(f, axis_env=[(name, 1) for name in names])(*args[0])
         try:
             return whole_trace, jax.make_jaxpr(f)(*args[1])
-        except TypeError as error:  # raised where `tx` closes over an array with the shape of the whole leaf
+        except TypeError as error:
+            # raised where `tx` closes over an array with the shape of the whole leaf
             problem = "inner can be traced for leaves, but not for shards of them."
             raise ValueError(error_text(problem, [str(error).split("\n")[0]], FIX)) from error
 
     state_labels = compare(
-        *trace_both(tx.init, [(tree,) for tree in init_trees]), elements[: len(jax.tree.leaves(init_trees[0]))], split
+        *trace_both(tx.init, [(tree,) for tree in init_trees]),
+        elements[: len(jax.tree.leaves(init_trees[0]))],
+        split,
     )
-    args = [(grads, state, params) for (grads, params), state in zip(abstract_trees, states, strict=True)]
+    args = [
+        (grads, state, params)
+        for (grads, params), state in zip(abstract_trees, states, strict=True)
+    ]
     traces = trace_both(update, args)
     num_grads = len(elements) - num_params
 
@@ -112,12 +136,17 @@ def _refused_labels(
 
 
 def _as_sharded(trees: tuple[PyTree, PyTree], names: tuple[str, ...]) -> tuple[PyTree, PyTree]:
-    """Return abstract leaves; where types track varying axes, the leaves have the types of shards."""
+    """Return abstract leaves.
+
+    Where types track varying axes, the leaves have the types of shards.
+    """
     shapes = abstract(trees)
     if not tracks_varying(names):
         return shapes
 
     def make_varying_zeros():
-        return jax.tree.map(lambda x: jax.lax.pcast(jnp.zeros(x.shape, x.dtype), names, to="varying"), shapes)
+        return jax.tree.map(
+            lambda x: jax.lax.pcast(jnp.zeros(x.shape, x.dtype), names, to="varying"), shapes
+        )
 
     return jax.eval_shape(make_varying_zeros)

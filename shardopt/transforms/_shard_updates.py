@@ -26,29 +26,36 @@ from shardopt.transforms._shard_checks import check_elementwise
 
 
 class ShardUpdatesState(NamedTuple):
-    """The state of `shard_updates`: the state of the wrapped transformation for this device's shards."""
+    """The state of `shard_updates`: the state of the wrapped transformation for this device's
+    shards.
+    """
 
     inner: PerDevice
 
 
 @calling("shard_updates")
-def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> optax.GradientTransformationExtraArgs:
-    """Average gradients by a reduce-scatter, update this device's shard, and gather the updates: ZeRO-1 in a chain.
+def shard_updates(
+    inner: optax.GradientTransformation, axis_name: AxisName
+) -> optax.GradientTransformationExtraArgs:
+    """Average gradients by a reduce-scatter, update this device's shard, and gather the updates:
+    ZeRO-1 in a chain.
 
-    u = all_gather(inner(shard of mean_d g_d)). Use it instead of `average_gradients`. After `average_gradients` the result
-    is the same, but gradients are reduced twice.
+    u = all_gather(inner(shard of mean_d g_d)). Use it instead of `average_gradients`. After
+    `average_gradients` the result is the same, but gradients are reduced twice.
 
     Args:
       inner: an optimizer that acts element by element.
-      axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `init` and `update`.
+      axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `init`
+        and `update`.
 
     Returns:
       An optax transformation.
 
     Raises:
-      TypeError: if an argument is of the wrong kind; in `init` and `update`, if a leaf is not floating.
-      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` cannot be shown to act
-        element by element, or the types show that the gradients are summed already.
+      TypeError: if an argument is of the wrong kind; in `init` and `update`, if a leaf is not
+        floating.
+      ValueError: in `init` and `update`, if the axis is not bound; in `update`, if `inner` cannot
+        be shown to act element by element, or the types show that the gradients are summed already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -60,29 +67,34 @@ def shard_updates(inner: optax.GradientTransformation, axis_name: AxisName) -> o
       >>> print(update[0].round(3), mu.shape)
       [-1. -1.  1.] (2, 2)
 
-    **Equivalence**: equal to `inner` on the mean gradients, up to summation order, if `inner` acts element by element. Any
-    other `inner` raises an error before it runs. The check traces `inner` for whole leaves on one device, and for shards,
-    and compares the two traces. Both must have the same operations except for shapes, and each operation must be known to
-    act on elements in place. So the check finds
+    **Equivalence**: equal to `inner` on the mean gradients, up to summation order, if `inner` acts
+    element by element. Any other `inner` raises an error before it runs. The check traces `inner`
+    for whole leaves on one device, and for shards, and compares the two traces. Both must have the
+    same operations except for shapes, and each operation must be known to act on elements in place.
+    So the check finds
 
     - a norm, a factored moment or a transpose,
     - a mask by size or by position, or a factor of 1/fan-in,
     - random numbers.
 
-    A sum over a shard is allowed if a collective completes it before it is used, and if padding adds 0 to it. An example
-    is `so.transforms.clip_by_global_norm(..., split=True)`: inside `shard_updates` every leaf is sharded, also a leaf
-    without dims. Extra arguments of `update` must be the same on all devices.
+    A sum over a shard is allowed if a collective completes it before it is used, and if padding
+    adds 0 to it. An example is `so.transforms.clip_by_global_norm(..., split=True)`: inside
+    `shard_updates` every leaf is sharded, also a leaf without dims. Extra arguments of `update`
+    must be the same on all devices.
 
-    **Placement**: the state of `inner` is sharded over N devices. Each leaf is flattened, padded, and cut into N equal
-    shards. A shard keeps the number of dims of its leaf ([n, 1, ..., 1]), so that masks by key path or number of dims
-    work. A leaf without dims is on one shard, and zero on all others. `init` needs the axis too: call
-    `so.reducers.init_state` to make the state outside `shard_map`.
+    **Placement**: the state of `inner` is sharded over N devices. Each leaf is flattened, padded,
+    and cut into N equal shards. A shard keeps the number of dims of its leaf ([n, 1, ..., 1]), so
+    that masks by key path or number of dims work. A leaf without dims is on one shard, and zero on
+    all others. `init` needs the axis too: call `so.reducers.init_state` to make the state outside
+    `shard_map`.
 
-    **Communication** per update and device, for Psi gradient bytes: reduce-scatter and all-gather, 2(N-1)/N Psi, one bucket
-    at a time. For gradients in half precision an all-to-all replaces the reduce-scatter, and sums are in fp32.
+    **Communication** per update and device, for Psi gradient bytes: reduce-scatter and all-gather,
+    2(N-1)/N Psi, one bucket at a time. For gradients in half precision an all-to-all replaces the
+    reduce-scatter, and sums are in fp32.
 
     References:
-      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.1.
+      Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+      2020, section 5.1.
     """
     tx = check_transformation("inner", inner)
     functions = _ShardUpdates(tx, axis_name, axis_names(axis_name))
@@ -113,9 +125,15 @@ class _ShardUpdates(NamedTuple):
             check_alike("the parameters", updates, params)
         shards = treedef.unflatten(_mean_shards(leaves, num_devices, self.axis_name))
         param_shards = None if params is None else self.shards_of(params)
-        check_elementwise(self.tx, self.names, (updates, params), (shards, param_shards), extra_args)
-        update_shards, inner_state = self.tx.update(shards, state.inner.value, param_shards, **extra_args)
-        gathered = _gather_leaves(jax.tree.leaves(update_shards), [leaf.shape for leaf in leaves], self.axis_name)
+        check_elementwise(
+            self.tx, self.names, (updates, params), (shards, param_shards), extra_args
+        )
+        update_shards, inner_state = self.tx.update(
+            shards, state.inner.value, param_shards, **extra_args
+        )
+        gathered = _gather_leaves(
+            jax.tree.leaves(update_shards), [leaf.shape for leaf in leaves], self.axis_name
+        )
         return treedef.unflatten(gathered), ShardUpdatesState(PerDevice(inner_state))
 
     def shards_of(self, tree: PyTree) -> PyTree:
@@ -123,7 +141,9 @@ class _ShardUpdates(NamedTuple):
         num_devices, device_index = axis_size(self.axis_name), jax.lax.axis_index(self.axis_name)
 
         def shard_of(leaf):
-            flat_shard = jax.lax.dynamic_index_in_dim(_as_rows(leaf, num_devices), device_index, keepdims=False)
+            flat_shard = jax.lax.dynamic_index_in_dim(
+                _as_rows(leaf, num_devices), device_index, keepdims=False
+            )
             return _with_dims(flat_shard, leaf.ndim)
 
         return jax.tree.map(shard_of, tree)
@@ -150,7 +170,9 @@ def _scatter_mean(rows: jax.Array, num_devices: int, axis_name: AxisName) -> jax
     return (received.sum(axis=0) / num_devices).astype(rows.dtype)
 
 
-def _gather_leaves(shards: list[jax.Array], shapes: list[tuple[int, ...]], axis_name: AxisName) -> list[jax.Array]:
+def _gather_leaves(
+    shards: list[jax.Array], shapes: list[tuple[int, ...]], axis_name: AxisName
+) -> list[jax.Array]:
     leaves = list(shards)
     for i, shard in enumerate(shards):
         if not shard.size:
@@ -165,7 +187,9 @@ def _gather_leaves(shards: list[jax.Array], shapes: list[tuple[int, ...]], axis_
 def _as_rows(leaf: jax.Array, num_rows: int) -> jax.Array:
     """Flatten a leaf, pad it with zeros, and cut it into equal rows."""
     length = -(-leaf.size // num_rows)
-    return jnp.pad(jnp.reshape(leaf, -1), (0, num_rows * length - leaf.size)).reshape(num_rows, length)
+    return jnp.pad(jnp.reshape(leaf, -1), (0, num_rows * length - leaf.size)).reshape(
+        num_rows, length
+    )
 
 
 def _with_dims(flat: jax.Array, ndim: int) -> jax.Array:

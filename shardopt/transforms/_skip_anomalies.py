@@ -1,4 +1,6 @@
-"""`skip_anomalies`: leave out a step whose loss or gradient norm is not finite, or far above the last ones."""
+"""`skip_anomalies`: leave out a step whose loss or gradient norm is not finite, or far above the
+last ones.
+"""
 
 from typing import NamedTuple
 
@@ -12,10 +14,14 @@ from shardopt.core._types import PyTree, states_of, wide_dtype
 from shardopt.reducers._reducer import check_leaves
 
 WINDOW, DEVIATIONS = 128, 6.0
-"""The steps that mean and deviation are taken over, and how many deviations above the mean an anomaly is."""
+"""The steps that mean and deviation are taken over, and how many deviations above the mean an
+anomaly is.
+"""
 
 SMALLEST_DEVIATION = 0.01
-"""The least standard deviation, as a part of the mean: a loss that hardly moves has no spike of rounding errors."""
+"""The least standard deviation, as a part of the mean: a loss that hardly moves has no spike of
+rounding errors.
+"""
 
 
 class SkipAnomaliesState(NamedTuple):
@@ -24,12 +30,13 @@ class SkipAnomaliesState(NamedTuple):
     Attributes:
       losses: [window] float32, the losses of the last steps that were taken.
       norms: [window] float32, the gradient norms of the same steps.
-      num_taken: int32, the number of steps that were taken since the window last started. Step i stands at i % window.
+      num_taken: int32, the number of steps that were taken since the window last started. Step i
+        stands at i % window.
       skipped: bool, whether the last step was skipped.
       skipped_in_a_row: int32, the number of steps skipped since the last one that was taken.
       num_skipped: int32, the number of all steps skipped.
-      hopeless: bool, whether more than `max_in_a_row` steps in a row were skipped. They were not finite, or one would have
-        been taken.
+      hopeless: bool, whether more than `max_in_a_row` steps in a row were skipped. They were not
+        finite, or one would have been taken.
       inner: the state of the wrapped transformation.
     """
 
@@ -55,18 +62,20 @@ def skip_anomalies(
 
     Args:
       inner: the transformation of the steps that are taken, such as `optax.adamw(1e-3)`.
-      loss_z: how many standard deviations a loss may be above the mean; None if finite losses are no anomalies.
+      loss_z: how many standard deviations a loss may be above the mean; None if finite losses are
+        no anomalies.
       norm_z: the same for the norm of all gradients together.
       window: the number of steps that the mean and the deviation are taken over.
-      max_in_a_row: after this many skipped steps in a row, a finite step is taken in any case, and the window starts
-        again. Otherwise a loss that has reached another level would be skipped forever. `so.fit` ends the run, with an
-        error, if more steps in a row are not finite.
+      max_in_a_row: after this many skipped steps in a row, a finite step is taken in any case, and
+        the window starts again. Otherwise a loss that has reached another level would be skipped
+        forever. `so.fit` ends the run, with an error, if more steps in a row are not finite.
 
     Returns:
       An optax transformation. Its `update` takes the loss as `value`, which every strategy passes.
 
     Raises:
-      TypeError: if an argument is of the wrong kind. In `update`, if `loss_z` is set and there is no `value`.
+      TypeError: if an argument is of the wrong kind. In `update`, if `loss_z` is set and there is
+        no `value`.
       ValueError: if an argument is out of range.
 
     Example:
@@ -81,24 +90,25 @@ def skip_anomalies(
       -0.0 True
       -0.9 False
 
-    Let m and s be the mean and the standard deviation of the losses of the last `window` steps that were taken. A step is
-    an anomaly if its loss is above m + loss_z max(s, |m| / 100), or if its gradient norm is above the same bound of the
-    norms with norm_z. The bounds hold once half of the window is full. A loss or norm that is NaN or infinite is an
-    anomaly at every step.
+    Let m and s be the mean and the standard deviation of the losses of the last `window` steps that
+    were taken. A step is an anomaly if its loss is above m + loss_z max(s, |m| / 100), or if its
+    gradient norm is above the same bound of the norms with norm_z. The bounds hold once half of the
+    window is full. A loss or norm that is NaN or infinite is an anomaly at every step.
 
-    A skipped step leaves the parameters and the state of `inner` as they are, bit for bit: momenta, counters and keys. Its
-    loss and norm do not enter the window.
+    A skipped step leaves the parameters and the state of `inner` as they are, bit for bit: momenta,
+    counters and keys. Its loss and norm do not enter the window.
 
     Put it outside of the whole chain, so that it sees the gradients that the loss gave.
 
-    **Equivalence**: in every strategy the loss and the norm belong to the whole batch and to all parameters, so all devices
-    and processes decide alike, as on one device. With local updates each replica decides by itself. In your own
-    `shard_map`, pass a loss and gradients that are the same on every device.
+    **Equivalence**: in every strategy the loss and the norm belong to the whole batch and to all
+    parameters, so all devices and processes decide alike, as on one device. With local updates each
+    replica decides by itself. In your own `shard_map`, pass a loss and gradients that are the same
+    on every device.
 
     **Placement**: 2 `window` + 5 numbers on every device, and the state of `inner`.
 
-    **Communication**: an all-reduce of one number for the norm, and the communication of `inner`. Skipped steps send the
-    same.
+    **Communication**: an all-reduce of one number for the norm, and the communication of `inner`.
+    Skipped steps send the same.
 
     References:
       Chowdhery et al., "PaLM", 2022, section 5.1, on steps skipped at spikes.
@@ -112,10 +122,14 @@ def skip_anomalies(
 
     def init(params):
         empty, zero = jnp.zeros(window, jnp.float32), jnp.zeros((), jnp.int32)
-        return SkipAnomaliesState(empty, empty, zero, jnp.array(False), zero, zero, jnp.array(False), tx.init(params))
+        return SkipAnomaliesState(
+            empty, empty, zero, jnp.array(False), zero, zero, jnp.array(False), tx.init(params)
+        )
 
     @calling("skip_anomalies")
-    def update(updates, state, params=None, *, value: jax.Array | None = None, **extra_args: PyTree):
+    def update(
+        updates, state, params=None, *, value: jax.Array | None = None, **extra_args: PyTree
+    ):
         check_leaves(updates)
         if value is None and loss_z is not None:
             fix = "call update(grads, state, params, value=loss), or use loss_z=None."
@@ -124,7 +138,9 @@ def skip_anomalies(
         norm = _norm(updates)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         filled = jnp.arange(window) < state.num_taken
-        spike = _is_above(loss, state.losses, filled, loss_z) | _is_above(norm, state.norms, filled, norm_z)
+        spike = _is_above(loss, state.losses, filled, loss_z) | _is_above(
+            norm, state.norms, filled, norm_z
+        )
         resigned = finite & spike & (state.skipped_in_a_row >= max_in_a_row)
         skipped = ~finite | (spike & ~resigned)
 
@@ -132,8 +148,12 @@ def skip_anomalies(
             extra_args["value"] = value
         inner_updates, inner_state = tx.update(updates, state.inner, params, **extra_args)
         # x + -0.0 has the bits of x, and -0.0 + 0.0 has not the bits of -0.0
-        inner_updates = jax.tree.map(lambda u: jnp.where(skipped, jnp.full_like(u, -0.0), u), inner_updates)
-        inner_state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state.inner, inner_state)
+        inner_updates = jax.tree.map(
+            lambda u: jnp.where(skipped, jnp.full_like(u, -0.0), u), inner_updates
+        )
+        inner_state = jax.tree.map(
+            lambda old, new: jnp.where(skipped, old, new), state.inner, inner_state
+        )
 
         num_before = jnp.where(resigned, 0, state.num_taken)
         place = (jnp.arange(window) == num_before % window) & ~skipped
@@ -154,9 +174,11 @@ def skip_anomalies(
 
 
 def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:
-    """Return `new`, or `old` if a `skip_anomalies` skipped the step from the old state of the optimizer to the new one.
+    """Return `new`, or `old` if a `skip_anomalies` skipped the step from the old state of the
+    optimizer to the new one.
 
-    Counts are compared: inside of `optax.MultiSteps` a flag still speaks of the last update, which may be steps ago.
+    Counts are compared: inside of `optax.MultiSteps` a flag still speaks of the last update, which
+    may be steps ago.
     """
     if old is new or not (states := states_of(SkipAnomaliesState, opt_state)):
         return new
@@ -167,14 +189,19 @@ def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: P
 
 
 def _norm(updates: PyTree) -> jax.Array:
-    """Return the Euclidean norm of all leaves together, as float32; squares are summed in float32 at least."""
+    """Return the Euclidean norm of all leaves together, as float32.
+
+    Squares are summed in float32 at least.
+    """
     leaves = [x.astype(wide_dtype(x.dtype)) for x in jax.tree.leaves(updates)]
     squares = [jnp.sum(jnp.square(jnp.abs(x))).astype(jnp.float32) for x in leaves]
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
 def _is_above(x: jax.Array, values: jax.Array, filled: jax.Array, z: float | None) -> jax.Array:
-    """Return whether a number lies more than z deviations above the mean of the values that are filled in."""
+    """Return whether a number lies more than z deviations above the mean of the values that are
+    filled in.
+    """
     if z is None:
         return jnp.array(False)
     count = jnp.sum(filled)

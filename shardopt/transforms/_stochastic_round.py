@@ -28,12 +28,16 @@ class StochasticRoundState(NamedTuple):
 
 
 @calling(CALLER)
-def stochastic_round(inner: optax.GradientTransformation, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
-    """Round bfloat16 parameters up or down at random after each step, so that small updates are not lost.
+def stochastic_round(
+    inner: optax.GradientTransformation, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    """Round bfloat16 parameters up or down at random after each step, so that small updates are not
+    lost.
 
-    `inner` gets parameters and gradients in fp32. Let p' = p + update. A bfloat16 parameter becomes one of the two bfloat16
-    numbers around p', with probabilities such that its expectation is p'. The returned update leads there exactly. Leaves
-    of other dtypes get the update of `inner` unchanged.
+    `inner` gets parameters and gradients in fp32. Let p' = p + update. A bfloat16 parameter becomes
+    one of the two bfloat16 numbers around p', with probabilities such that its expectation is p'.
+    The returned update leads there exactly. Leaves of other dtypes get the update of `inner`
+    unchanged.
 
     Args:
       inner: an optax transformation.
@@ -55,8 +59,8 @@ def stochastic_round(inner: optax.GradientTransformation, *, seed: int = 0) -> o
       >>> sorted(set(new.tolist())), bool(abs(new.astype(jnp.float32).mean() - (1 - 2.0**-10)) < 2e-4)
       ([0.99609375, 1.0], True)
 
-    **Equivalence**: a step equals `inner` in fp32 in expectation. Random numbers depend on seed, step and leaf, not on the
-    number of devices, so training equals training on one device.
+    **Equivalence**: a step equals `inner` in fp32 in expectation. Random numbers depend on seed,
+    step and leaf, not on the number of devices, so training equals training on one device.
 
     **Placement**: the state of `inner` in fp32, and a key. There is no fp32 copy of the parameters.
 
@@ -75,14 +79,18 @@ def stochastic_round(inner: optax.GradientTransformation, *, seed: int = 0) -> o
     @calling(CALLER)
     def update(updates, state, params=None, **extra_args: Any):
         params = check_params(params)
-        inner_updates, inner_state = tx.update(_widen(updates), state.inner, _widen(params), **extra_args)
+        inner_updates, inner_state = tx.update(
+            _widen(updates), state.inner, _widen(params), **extra_args
+        )
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         leaves, treedef = jax.tree.flatten(inner_updates)
         rounded_updates = [
             _rounded_update(jax.random.fold_in(key, i), p, u) if p.dtype == jnp.bfloat16 else u
             for i, (p, u) in enumerate(zip(treedef.flatten_up_to(params), leaves, strict=True))
         ]
-        return treedef.unflatten(rounded_updates), StochasticRoundState(state.key, state.step + 1, inner_state)
+        return treedef.unflatten(rounded_updates), StochasticRoundState(
+            state.key, state.step + 1, inner_state
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -92,7 +100,9 @@ def _widen(tree: PyTree) -> PyTree:
 
 
 def _rounded_update(key: jax.Array, param: jax.Array, update: jax.Array) -> jax.Array:
-    """Return the fp32 update from a bfloat16 parameter to one of the two bfloat16 numbers around param + update."""
+    """Return the fp32 update from a bfloat16 parameter to one of the two bfloat16 numbers around
+    param + update.
+    """
     old_param = param.astype(jnp.float32)
     new_param = old_param + update.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(new_param, jnp.uint32)

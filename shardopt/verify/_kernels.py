@@ -17,7 +17,9 @@ from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, tole
 _POSITIONS, _HEADS, _WIDTH = 256, 4, 64
 _LONGEST_SUM = 512
 _INT8_TOLERANCE, _FP8_TOLERANCE = 0.03, 0.15
-"""A number is rounded to 1/127 of the largest in int8, and to 1/8 of itself in fp8 gradients; sums average that."""
+"""A number is rounded to 1/127 of the largest in int8, and to 1/8 of itself in fp8 gradients; sums
+average that.
+"""
 
 
 class Kernel(NamedTuple):
@@ -30,7 +32,8 @@ class Kernel(NamedTuple):
       draw: makes float32 arguments.
       platforms: the platforms that can run it, or nothing for all.
       dtype: dtype of the arguments that it gets.
-      tolerance: largest difference relative to the largest number; by default the rounding of a sum in `dtype`.
+      tolerance: largest difference relative to the largest number; by default the rounding of a sum
+        in `dtype`.
     """
 
     name: str
@@ -48,13 +51,20 @@ def _draw_heads(draw: np.random.Generator) -> tuple[np.ndarray, ...]:
 
 
 def _plain_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, window: int | None = None, *, causal: bool = True
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    window: int | None = None,
+    *,
+    causal: bool = True,
 ) -> jax.Array:
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
     scores = jnp.einsum("bthk,bshk->bhts", query, key) / query.shape[-1] ** 0.5
     distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(key.shape[1])[None, :]
     hidden = (distance < 0 if causal else False) | (distance >= (window or len(distance)))
-    weights = jax.nn.softmax(jnp.where(jnp.broadcast_to(hidden, scores.shape), -jnp.inf, scores), axis=-1)
+    weights = jax.nn.softmax(
+        jnp.where(jnp.broadcast_to(hidden, scores.shape), -jnp.inf, scores), axis=-1
+    )
     return jnp.einsum("bhts,bshk->bthk", weights, value)
 
 
@@ -94,7 +104,9 @@ def _plain_product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 _IDS = np.repeat([3, 0, 60], [900, 7, 3]).astype(np.int32)
-"""Most rows of a batch have one id, as in text: their gradients are added one after another, or in tiles."""
+"""Most rows of a batch have one id, as in text: their gradients are added one after another, or in
+tiles.
+"""
 
 
 def _run_embedding(table: jax.Array) -> jax.Array:
@@ -123,20 +135,54 @@ _cudnn = functools.partial(nn.attention, implementation="cudnn")
 
 KERNELS = (
     Kernel("splash attention", _splash, _plain_attention, _draw_heads),
-    Kernel("splash attention, window", functools.partial(_splash, window=100), _windowed, _draw_heads),
+    Kernel(
+        "splash attention, window", functools.partial(_splash, window=100), _windowed, _draw_heads
+    ),
     Kernel("cudnn attention", _cudnn, _plain_attention, _draw_heads, ("gpu",), "bfloat16"),
     Kernel(
-        "cudnn attention, window", functools.partial(_cudnn, window=100), _windowed, _draw_heads, ("gpu",), "bfloat16"
+        "cudnn attention, window",
+        functools.partial(_cudnn, window=100),
+        _windowed,
+        _draw_heads,
+        ("gpu",),
+        "bfloat16",
     ),
     Kernel("attention in tiles", _tiled_attention, _plain_attention, _draw_heads),
-    Kernel("attention by XLA", functools.partial(nn.attention, implementation="xla"), _plain_attention, _draw_heads),
+    Kernel(
+        "attention by XLA",
+        functools.partial(nn.attention, implementation="xla"),
+        _plain_attention,
+        _draw_heads,
+    ),
     Kernel("grouped product, ragged_dot", _run_groups("ragged_dot"), _plain_groups, _draw_groups),
-    Kernel("grouped product, megablox", _run_groups("megablox"), _plain_groups, _draw_groups, ("tpu",)),
+    Kernel(
+        "grouped product, megablox", _run_groups("megablox"), _plain_groups, _draw_groups, ("tpu",)
+    ),
     Kernel("grouped product, blocks", _run_groups("blocks"), _plain_groups, _draw_groups, ("cpu",)),
-    Kernel("int8 product", _run_product("int8"), _plain_product, _draw_product, tolerance=_INT8_TOLERANCE),
-    Kernel("int8 product of experts", _run_experts, _plain_groups, _draw_groups, tolerance=_INT8_TOLERANCE),
-    Kernel("fp8 product", _run_product("fp8"), _plain_product, _draw_product, tolerance=_FP8_TOLERANCE),
-    Kernel("embedding", _run_embedding, _plain_embedding, lambda draw: (draw.normal(size=(64, 32)),), dtype="bfloat16"),
+    Kernel(
+        "int8 product",
+        _run_product("int8"),
+        _plain_product,
+        _draw_product,
+        tolerance=_INT8_TOLERANCE,
+    ),
+    Kernel(
+        "int8 product of experts",
+        _run_experts,
+        _plain_groups,
+        _draw_groups,
+        tolerance=_INT8_TOLERANCE,
+    ),
+    Kernel(
+        "fp8 product", _run_product("fp8"), _plain_product, _draw_product, tolerance=_FP8_TOLERANCE
+    ),
+    Kernel(
+        "embedding",
+        _run_embedding,
+        _plain_embedding,
+        lambda draw: (draw.normal(size=(64, 32)),),
+        dtype="bfloat16",
+    ),
     Kernel(
         "cross-entropy in chunks",
         _run_cross_entropy,
@@ -148,7 +194,9 @@ KERNELS = (
 
 def kernel_rows() -> list[Row]:
     """Return one row for each kernel."""
-    return [Row("kernels", kernel.name, functools.partial(measure_kernel, kernel)) for kernel in KERNELS]
+    return [
+        Row("kernels", kernel.name, functools.partial(measure_kernel, kernel)) for kernel in KERNELS
+    ]
 
 
 def measure_kernel(kernel: Kernel, devices: Devices) -> Measurement:
@@ -156,7 +204,8 @@ def measure_kernel(kernel: Kernel, devices: Devices) -> Measurement:
     platform = devices[0].platform
     if kernel.platforms and platform not in kernel.platforms:
         raise NotRun(
-            "not on this platform", f"it needs {' or '.join(kernel.platforms)}, and these devices are {platform}"
+            "not on this platform",
+            f"it needs {' or '.join(kernel.platforms)}, and these devices are {platform}",
         )
     arrays = [x.astype(np.float32) for x in kernel.draw(np.random.default_rng(11))]
     # both get numbers that the narrow dtype holds
@@ -174,8 +223,13 @@ def measure_kernel(kernel: Kernel, devices: Devices) -> Measurement:
     passed = bool(differences[worst] <= allowed)
     interpreted = ", interpreted" if kernel.name.startswith("splash") and platform != "tpu" else ""
     place = "" if passed else f", in {names[worst]}"
-    numbers = {"differences": dict(zip(names, differences.tolist(), strict=True)), "tolerance": allowed}
-    return Measurement(passed, f"{differences[worst]:.1e} of {allowed:.1e}{place}{interpreted}", numbers)
+    numbers = {
+        "differences": dict(zip(names, differences.tolist(), strict=True)),
+        "tolerance": allowed,
+    }
+    return Measurement(
+        passed, f"{differences[worst]:.1e} of {allowed:.1e}{place}{interpreted}", numbers
+    )
 
 
 def _with_gradients(function: Callable[..., jax.Array], arrays: list) -> list[np.ndarray]:

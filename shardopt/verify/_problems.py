@@ -24,10 +24,18 @@ SET_BY_LOSS = ("router_load",)
 _VOCABULARY = 64
 _GPT = gpt.GPTConfig(vocab_size=_VOCABULARY, dim=32, num_layers=4, num_heads=4, max_length=LENGTH)
 _MOE = moe.MoEConfig(
-    vocab_size=_VOCABULARY, dim=32, num_layers=2, num_heads=4, num_experts=4, hidden=32, balance=None, max_length=LENGTH
+    vocab_size=_VOCABULARY,
+    dim=32,
+    num_layers=2,
+    num_heads=4,
+    num_experts=4,
+    hidden=32,
+    balance=None,
+    max_length=LENGTH,
 )
 
-# eps is far above the rounding of gradients: with 1e-8 Adam turns the rounding of a zero gradient into a whole step.
+# eps is far above the rounding of gradients: with 1e-8 Adam turns the rounding of a zero gradient
+# into a whole step.
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "momentum": lambda: optax.sgd(0.05, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-2, eps=1e-4, weight_decay=1e-2),
@@ -42,7 +50,8 @@ class Problem(NamedTuple):
     Attributes:
       params: initial parameters, as numpy arrays.
       loss_fn: the loss, or the `BlockModel`, for a strategy.
-      batches: global batches, as numpy arrays; rows differ in scale and weight, so that equal treatment shows.
+      batches: global batches, as numpy arrays; rows differ in scale and weight, so that equal
+        treatment shows.
       options: arguments of strategies that describe the leaves.
     """
 
@@ -52,11 +61,19 @@ class Problem(NamedTuple):
     options: dict[str, Any]
 
 
-def make_problem(name: str, num_rows: int, dtype: str, axes: Mapping[str, int] | None = None) -> Problem:
-    """Return the problem of this name with `num_rows` rows per step; its options are those for a mesh with these axes."""
+def make_problem(
+    name: str, num_rows: int, dtype: str, axes: Mapping[str, int] | None = None
+) -> Problem:
+    """Return the problem of this name with `num_rows` rows per step.
+
+    Its options are those for a mesh with these axes.
+    """
     params, loss_fn, rules, draw_batch = MODELS[name]()
     draw = np.random.default_rng(7)
-    cast = lambda x: np.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)  # noqa: E731
+
+    def cast(x):
+        return np.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+
     batches = tuple(jax.tree.map(cast, draw_batch(draw, num_rows)) for _ in range(STEPS))
     options: dict[str, Any] = {"rules": rules} if (axes or {}).get("tensor", 1) > 1 else {}
     if name == "moe":
@@ -67,14 +84,21 @@ def make_problem(name: str, num_rows: int, dtype: str, axes: Mapping[str, int] |
 
 def _draw_tokens(draw: np.random.Generator, rows: int) -> PyTree:
     tokens = draw.integers(0, _VOCABULARY, size=(2, rows, LENGTH), dtype=np.int32)
-    weights = np.maximum(0.0, draw.uniform(-0.5, 2.0, size=(rows, LENGTH))) * np.linspace(0.2, 2.0, rows)[:, None]
+    weights = (
+        np.maximum(0.0, draw.uniform(-0.5, 2.0, size=(rows, LENGTH)))
+        * np.linspace(0.2, 2.0, rows)[:, None]
+    )
     return {"tokens": tokens[0], "targets": tokens[1], "weights": weights}
 
 
 def _draw_points(draw: np.random.Generator, rows: int) -> PyTree:
     scale = np.linspace(0.2, 2.0, rows)[:, None]
     weights = np.maximum(0.0, draw.uniform(-0.5, 2.0, size=rows))
-    return {"x": scale * draw.normal(size=(rows, 7)), "y": draw.normal(size=(rows, 5)), "weights": weights}
+    return {
+        "x": scale * draw.normal(size=(rows, 7)),
+        "y": draw.normal(size=(rows, 5)),
+        "weights": weights,
+    }
 
 
 def _gpt():
@@ -89,7 +113,11 @@ def _moe():
 
 def _odd_params() -> PyTree:
     draw = np.random.default_rng(3)
-    return {"in": draw.normal(size=(7, 24)) * 0.4, "bias": np.zeros(24), "out": draw.normal(size=(24, 5)) * 0.3}
+    return {
+        "in": draw.normal(size=(7, 24)) * 0.4,
+        "bias": np.zeros(24),
+        "out": draw.normal(size=(24, 5)) * 0.3,
+    }
 
 
 _ODD_RULES = [("in", P(None, "tensor")), ("bias", P("tensor")), ("out", P("tensor"))]
@@ -118,20 +146,33 @@ def _mixing():
 def _attention(method: Method):
     def block(w, x):
         query, key, value = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", x, w["qkv"]), 2, 0)
-        return x + jnp.einsum("bthk,hkd->btd", nn.attention(query, key, value, method=method), w["out"])
+        return x + jnp.einsum(
+            "bthk,hkd->btd", nn.attention(query, key, value, method=method), w["out"]
+        )
 
     def loss(outer, x, batch):
         errors = ((x @ outer["out"])[..., 0] - batch["weights"]) ** 2
         return Weighted((errors * batch["weights"]).sum(), batch["weights"].sum())
 
     draw = np.random.default_rng(5)
-    blocks = {"qkv": draw.normal(size=(2, 16, 3, 2, 8)) / 4, "out": draw.normal(size=(2, 2, 8, 16)) / 4}
-    params = {"blocks": blocks, "in": draw.normal(size=(_VOCABULARY, 16)), "out": draw.normal(size=(16, 1)) / 4}
-    model = BlockModel(embed=lambda outer, batch: outer["in"][batch["tokens"]], block=block, loss=loss)
+    blocks = {
+        "qkv": draw.normal(size=(2, 16, 3, 2, 8)) / 4,
+        "out": draw.normal(size=(2, 2, 8, 16)) / 4,
+    }
+    params = {
+        "blocks": blocks,
+        "in": draw.normal(size=(_VOCABULARY, 16)),
+        "out": draw.normal(size=(16, 1)) / 4,
+    }
+    model = BlockModel(
+        embed=lambda outer, batch: outer["in"][batch["tokens"]], block=block, loss=loss
+    )
     return params, model, [], _draw_tokens
 
 
-MODELS: dict[str, Callable[[], tuple[PyTree, Any, Any, Callable[[np.random.Generator, int], PyTree]]]] = {
+MODELS: dict[
+    str, Callable[[], tuple[PyTree, Any, Any, Callable[[np.random.Generator, int], PyTree]]]
+] = {
     "gpt": _gpt,
     "moe": _moe,
     "odd sizes": _odd,
@@ -161,11 +202,14 @@ def train_on_one_device(
 ) -> Trained:
     """Train in plain jax and optax on one device, on whole batches.
 
-    With replicas, each trains on its own rows. After every `sync_every` steps the outer optimizer steps on their mean
-    progress, and each replica continues from the result with its own optimizer state.
+    With replicas, each trains on its own rows. After every `sync_every` steps the outer optimizer
+    steps on their mean progress, and each replica continues from the result with its own optimizer
+    state.
     """
     problem, tx = make_problem(model, num_rows, dtype), OPTIMIZERS[optimizer]()
-    loss_fn = problem.loss_fn.loss_fn if isinstance(problem.loss_fn, BlockModel) else problem.loss_fn
+    loss_fn = (
+        problem.loss_fn.loss_fn if isinstance(problem.loss_fn, BlockModel) else problem.loss_fn
+    )
 
     def scalar_loss(params, batch):
         loss = loss_fn(params, batch)
@@ -184,12 +228,17 @@ def train_on_one_device(
         outer_state, copies = outer_tx.init(shared), [(shared, jax.jit(tx.init)(shared))] * replicas
         losses = []
         for number, batch in enumerate(problem.batches, 1):
-            rows = [jax.tree.map(lambda leaf, i=i: np.split(leaf, replicas)[i], batch) for i in range(replicas)]
+            rows = [
+                jax.tree.map(lambda leaf, i=i: np.split(leaf, replicas)[i], batch)
+                for i in range(replicas)
+            ]
             results = [step(*copy, part) for copy, part in zip(copies, rows, strict=True)]
             copies = [(params, opt_state) for params, opt_state, _ in results]
             losses.append(float(np.mean([loss for _, _, loss in results])))
             if number % sync_every == 0:
-                progress = jax.tree.map(lambda old, *new: old - sum(new) / replicas, shared, *(p for p, _ in copies))
+                progress = jax.tree.map(
+                    lambda old, *new: old - sum(new) / replicas, shared, *(p for p, _ in copies)
+                )
                 updates, outer_state = outer_tx.update(progress, outer_state, shared)
                 shared = optax.apply_updates(shared, updates)
                 copies = [(shared, opt_state) for _, opt_state in copies]

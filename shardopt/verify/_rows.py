@@ -87,7 +87,10 @@ def mesh_sizes(axes: Mapping[str, int], devices: Devices) -> dict[str, int]:
     size = math.prod(axes.values())
     if len(devices) % size:
         names = " x ".join(f"{axis}={count}" for axis, count in axes.items())
-        raise NotRun("did not fit", f"{names} needs a multiple of {size} devices, and there are {len(devices)}")
+        raise NotRun(
+            "did not fit",
+            f"{names} needs a multiple of {size} devices, and there are {len(devices)}",
+        )
     return {"data": len(devices) // size, **axes}
 
 
@@ -100,10 +103,15 @@ def agree(numbers: np.ndarray) -> np.ndarray:
 
 def device_names(devices: Devices) -> str:
     """Return names such as "device 3 (TPU v5 lite, process 0)", at most eight."""
-    names = [f"device {device.id} ({device.device_kind}, process {device.process_index})" for device in devices[:8]]
+    names = [
+        f"device {device.id} ({device.device_kind}, process {device.process_index})"
+        for device in devices[:8]
+    ]
     return ", ".join(names) + (", ..." if len(devices) > 8 else "")
 
 
 def tolerance(dtype: str, roundings: int) -> float:
-    """Return the largest relative difference that counts as rounding: so many times the machine epsilon of a dtype."""
+    """Return the largest relative difference that counts as rounding: so many times the machine
+    epsilon of a dtype.
+    """
     return roundings * float(jax.numpy.finfo(dtype).eps)

@@ -1,4 +1,7 @@
-"""Run the rows, the most important first, until the time is over; and the report of their results."""
+"""Run the rows, the most important first, until the time is over.
+
+And the report of their results.
+"""
 
 import os
 import platform
@@ -42,7 +45,9 @@ class Report(NamedTuple):
 
     @property
     def exit_code(self) -> int:
-        """1 if a row failed, 3 if none failed and the time was over before all rows ran, otherwise 0."""
+        """1 if a row failed, 3 if none failed and the time was over before all rows ran, otherwise
+        0.
+        """
         if self.counts["failed"]:
             return FAILED
         return OUT_OF_TIME if self.counts["out of time"] else 0
@@ -60,9 +65,15 @@ class Report(NamedTuple):
                 "count": len(devices),
                 "processes": jax.process_count(),
             },
-            "flags": {name: os.environ[name] for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if name in os.environ},
+            "flags": {
+                name: os.environ[name]
+                for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+                if name in os.environ
+            },
             "not_run": [f"{r.group}: {r.name}" for r in self.results if r.status == "out of time"],
-            "rows": [{**result._asdict(), "seconds": round(result.seconds, 2)} for result in self.results],
+            "rows": [
+                {**result._asdict(), "seconds": round(result.seconds, 2)} for result in self.results
+            ],
         }
 
 
@@ -90,9 +101,12 @@ def run_rows(
     begin_row: Callable[[Row], None] = lambda row: None,
     end_row: Callable[[Result], None] = lambda result: None,
 ) -> Report:
-    """Run the rows in their order. No row begins after `seconds`; a row that has begun runs to its end.
+    """Run the rows in their order.
 
-    Several processes decide together: about the time, and about the status of a row, which fails if it fails in one.
+    No row begins after `seconds`; a row that has begun runs to its end.
+
+    Several processes decide together: about the time, and about the status of a row, which fails if
+    it fails in one.
     """
     results, begin = [], time.monotonic()
     for row in rows:
@@ -110,11 +124,18 @@ def _run_row(row: Row, devices: Devices) -> Result:
     begin, numbers = time.monotonic(), {}
     try:
         measurement = row.measure(devices)
-        status, detail, numbers = "passed" if measurement.passed else "failed", measurement.detail, measurement.numbers
+        status, detail, numbers = (
+            "passed" if measurement.passed else "failed",
+            measurement.detail,
+            measurement.numbers,
+        )
     except NotRun as reason:
         status, detail = reason.status, str(reason)
     except Exception as error:  # a row that raises an error must not end the others
-        status, detail = "failed", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        status, detail = (
+            "failed",
+            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
+        )
         if "RESOURCE_EXHAUSTED" in str(error):
             status, detail = "did not fit", "the device has too little memory"
         numbers = {"traceback": traceback.format_exc()}

@@ -1,4 +1,6 @@
-"""Rows that train a small model with a strategy on a mesh, and compare every device with training on one device."""
+"""Rows that train a small model with a strategy on a mesh, and compare every device with training
+on one device.
+"""
 
 import functools
 import itertools
@@ -19,13 +21,32 @@ from shardopt.pipeline import schedules
 from shardopt.step._check_proof import WrongProgramError
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
-from shardopt.verify._problems import LENGTH, OPTIMIZERS, SET_BY_LOSS, STEPS, Problem, make_problem, train_on_one_device
-from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, device_names, mesh_sizes, tolerance
+from shardopt.verify._problems import (
+    LENGTH,
+    OPTIMIZERS,
+    SET_BY_LOSS,
+    STEPS,
+    Problem,
+    make_problem,
+    train_on_one_device,
+)
+from shardopt.verify._rows import (
+    Devices,
+    Measurement,
+    NotRun,
+    Row,
+    agree,
+    device_names,
+    mesh_sizes,
+    tolerance,
+)
 
 _ROWS_PER_DEVICE = 8
 _LEAST_ROUNDINGS = 4096
 _MOE_TOLERANCE_ON_ACCELERATORS = 0.05
-"""Kernels for grouped products of TPUs and GPUs may round their operands to half precision (4e-3 each)."""
+"""Kernels for grouped products of TPUs and GPUs may round their operands to half precision (4e-3
+each).
+"""
 
 _STRATEGIES: dict[str, Callable[..., ShardedOptimizer]] = {
     "ddp": ddp,
@@ -65,9 +86,16 @@ class Training(NamedTuple):
     def __str__(self) -> str:
         """Return `fsdp tensor=2, gpt, adamw`."""
         words = [self.model, self.optimizer, *(["float64"] if self.dtype == "float64" else [])]
-        shown = [name for name in self.options if name != "micro_batches" or "pipeline" not in self.axes]
+        shown = [
+            name for name in self.options if name != "micro_batches" or "pipeline" not in self.axes
+        ]
         words += [f"{name}={_short(self.options[name])}" for name in shown]
-        return ", ".join([" ".join([self.strategy, *(f"{axis}={size}" for axis, size in self.axes.items())]), *words])
+        return ", ".join(
+            [
+                " ".join([self.strategy, *(f"{axis}={size}" for axis, size in self.axes.items())]),
+                *words,
+            ]
+        )
 
 
 def _short(value: object) -> str:
@@ -90,13 +118,19 @@ FIRST = (
     Training("fsdp", {"context": 2}, "adamw"),
     Training("fsdp", {"expert": 2}, "adamw", "moe"),
     Training("fsdp", {}, "adamw", "loss that mixes rows", _GLOBAL),
-    Training("hybrid", {"pipeline": 2, "tensor": 2}, "adamw", options={**_PIPELINE, "schedule": _INTERLEAVED}),
+    Training(
+        "hybrid",
+        {"pipeline": 2, "tensor": 2},
+        "adamw",
+        options={**_PIPELINE, "schedule": _INTERLEAVED},
+    ),
     Training("fsdp", {}, "lamb", options={"micro_batches": 2}),
     Training("diloco", {"replica": 2}),
     Training("local_sgd", {"replica": 2}),
     Training("async_sgd", {}, model="odd sizes"),
 )
-"""One row for each strategy and for each mesh axis, the most important first; small models first."""
+"""One row for each strategy and for each mesh axis, the most important first; small models first.
+"""
 
 _SCHEDULES = (
     schedules.gpipe,
@@ -114,9 +148,19 @@ SECOND = (
         Training("fsdp", {"context": 2}, model=model)
         for model in ("ring attention", "all-to-all attention", "gathered attention")
     ),
-    *(Training("hybrid", {"pipeline": 2}, options={**_PIPELINE, "schedule": schedule}) for schedule in _SCHEDULES),
-    *(Training(strategy, {}, optimizer) for optimizer in ("momentum", "adamw", "lamb") for strategy in _SYNCHRONOUS),
-    *(Training(strategy, {}, "muon", options={"opt_state_layout": "matrices"}) for strategy in ("zero1", "fsdp")),
+    *(
+        Training("hybrid", {"pipeline": 2}, options={**_PIPELINE, "schedule": schedule})
+        for schedule in _SCHEDULES
+    ),
+    *(
+        Training(strategy, {}, optimizer)
+        for optimizer in ("momentum", "adamw", "lamb")
+        for strategy in _SYNCHRONOUS
+    ),
+    *(
+        Training(strategy, {}, "muon", options={"opt_state_layout": "matrices"})
+        for strategy in ("zero1", "fsdp")
+    ),
     *(Training(strategy, axes) for axes in _AXES for strategy in _SYNCHRONOUS),
     *(Training(strategy, {"expert": 2}, model="moe") for strategy in ("ddp", "zero1", "zero2")),
     Training("hybrid", {"pipeline": 2, "expert": 2}, model="moe", options=_PIPELINE),
@@ -129,23 +173,35 @@ SECOND = (
         Training(strategy, {}, optimizer, "odd sizes", {"micro_batches": 2})
         for strategy, optimizer in itertools.product(_SYNCHRONOUS, ("momentum", "lamb"))
     ),
-    *(Training(strategy, {}, model="loss that mixes rows", options=_GLOBAL) for strategy in _SYNCHRONOUS),
-    *(Training(strategy, {}, optimizer, dtype="float64") for strategy in _SYNCHRONOUS for optimizer in OPTIMIZERS),
+    *(
+        Training(strategy, {}, model="loss that mixes rows", options=_GLOBAL)
+        for strategy in _SYNCHRONOUS
+    ),
+    *(
+        Training(strategy, {}, optimizer, dtype="float64")
+        for strategy in _SYNCHRONOUS
+        for optimizer in OPTIMIZERS
+    ),
 )
 
 
 def training_rows(table: tuple[Training, ...]) -> list[Row]:
     """Return the rows of a table."""
-    return [Row("training", str(training), functools.partial(measure_training, training)) for training in table]
+    return [
+        Row("training", str(training), functools.partial(measure_training, training))
+        for training in table
+    ]
 
 
 def allowed_difference(training: Training, platform: str, num_rows: int) -> float:
     """Return the largest relative difference of an update that counts as rounding.
 
-    A sum of n numbers in any order is off by at most n times the machine epsilon. The longest sums are over the positions
-    of the global batch, and each step adds its own. Optimizers that divide by the size of the gradient amplify the rounding
-    of a small batch, so there is a least tolerance. Muon's iteration multiplies small singular values, and their rounding, by
-    up to 3.44 in each of five turns. Measured differences were 3 times the tolerance, so Muon gets 10 times as much.
+    A sum of n numbers in any order is off by at most n times the machine epsilon. The longest sums
+    are over the positions of the global batch, and each step adds its own. Optimizers that divide
+    by the size of the gradient amplify the rounding of a small batch, so there is a least
+    tolerance. Muon's iteration multiplies small singular values, and their rounding, by up to 3.44
+    in each of five turns. Measured differences were 3 times the tolerance, so Muon gets 10 times as
+    much.
     """
     if training.model == "moe" and platform != "cpu":
         return _MOE_TOLERANCE_ON_ACCELERATORS
@@ -157,23 +213,39 @@ def measure_training(training: Training, devices: Devices) -> Measurement:
     """Train, and compare the losses and the updates of all parameters with one device."""
     platform = devices[0].platform
     if training.dtype == "float64" and platform != "cpu":
-        raise NotRun("not on this platform", f"float64 is compared on CPU, and these devices are {platform}")
+        raise NotRun(
+            "not on this platform", f"float64 is compared on CPU, and these devices are {platform}"
+        )
     sizes = mesh_sizes(training.axes, devices)
     num_rows = _ROWS_PER_DEVICE * len(devices)
     with jax.enable_x64(training.dtype == "float64"), jax.default_matmul_precision("highest"):
         problem = make_problem(training.model, num_rows, training.dtype, sizes)
-        expected = train_on_one_device(training.model, training.optimizer, num_rows, training.dtype, **_sync(training))
+        expected = train_on_one_device(
+            training.model, training.optimizer, num_rows, training.dtype, **_sync(training)
+        )
         if training.strategy == "async_sgd":
             params, losses, wrong = _train_asynchronously(training, problem, devices), [], ""
         else:
             params, losses, wrong = _train(training, problem, make_mesh(**sizes, devices=devices))
     differences = agree(device_differences(params, expected.params, problem.params, devices))
-    loss = float(np.max([abs(a - b) / abs(b) for a, b in zip(losses, expected.losses, strict=False)], initial=0.0))
+    loss = float(
+        np.max(
+            [abs(a - b) / abs(b) for a, b in zip(losses, expected.losses, strict=False)],
+            initial=0.0,
+        )
+    )
     allowed, worst = allowed_difference(training, platform, num_rows), float(np.max(differences))
     passed = bool(worst <= allowed and loss <= allowed) and not wrong
-    where = "" if worst <= allowed else f", on {device_names([devices[int(np.argmax(differences))]])}"
+    where = (
+        "" if worst <= allowed else f", on {device_names([devices[int(np.argmax(differences))]])}"
+    )
     detail = f"{max(worst, loss):.1e} of {allowed:.1e}{where}"
-    numbers = {"update_difference": worst, "loss_difference": loss, "tolerance": allowed, "mesh": sizes}
+    numbers = {
+        "update_difference": worst,
+        "loss_difference": loss,
+        "tolerance": allowed,
+        "mesh": sizes,
+    }
     numbers |= {"wrong_program": wrong} if wrong else {}
     return Measurement(passed, detail, numbers)
 
@@ -181,21 +253,35 @@ def measure_training(training: Training, devices: Devices) -> Measurement:
 def _sync(training: Training) -> dict[str, Any]:
     if training.strategy not in _OUTER:
         return {}
-    return {"replicas": training.axes["replica"], "sync_every": 2, "outer": _OUTER[training.strategy]}
+    return {
+        "replicas": training.axes["replica"],
+        "sync_every": 2,
+        "outer": _OUTER[training.strategy],
+    }
 
 
 def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, list[float], str]:
-    """Return the trained parameters, the losses and why a program is wrong; local methods report the losses of this process, which are left out."""
+    """Return the trained parameters, the losses and why a program is wrong.
+
+    Local methods report the losses of this process, which are left out.
+    """
     try:
         return (*_train_verified(training, problem, mesh, verify=True), "")
     except WrongProgramError as error:
         return (*_train_verified(training, problem, mesh, verify=False), str(error))
 
 
-def _train_verified(training: Training, problem: Problem, mesh: Mesh, *, verify: bool) -> tuple[PyTree, list[float]]:
-    tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options, "verify": verify}
+def _train_verified(
+    training: Training, problem: Problem, mesh: Mesh, *, verify: bool
+) -> tuple[PyTree, list[float]]:
+    tx, options = (
+        OPTIMIZERS[training.optimizer](),
+        {**problem.options, **training.options, "verify": verify},
+    )
     combinator = {"diloco": diloco, "local_sgd": local_sgd}.get(training.strategy)
-    opt = _STRATEGIES["fsdp" if combinator else training.strategy](tx, mesh, problem.loss_fn, **options)
+    opt = _STRATEGIES["fsdp" if combinator else training.strategy](
+        tx, mesh, problem.loss_fn, **options
+    )
     opt = combinator(opt, sync_every=2) if combinator else opt
     with warnings.catch_warnings():
         # the comparison with one device covers what the proof of a program leaves open
@@ -209,8 +295,12 @@ def _train_verified(training: Training, problem: Problem, mesh: Mesh, *, verify:
 
 def _train_asynchronously(training: Training, problem: Problem, devices: Devices) -> PyTree:
     if jax.process_count() > 1:
-        raise NotRun("did not fit", "threads share the devices of one process, and there are several")
-    opt = async_sgd(OPTIMIZERS[training.optimizer](), problem.loss_fn, workers=devices, max_staleness=0)
+        raise NotRun(
+            "did not fit", "threads share the devices of one process, and there are several"
+        )
+    opt = async_sgd(
+        OPTIMIZERS[training.optimizer](), problem.loss_fn, workers=devices, max_staleness=0
+    )
     parts = [
         [jax.tree.map(lambda x, i=i: np.split(x, len(devices))[i], b) for b in problem.batches]
         for i in range(len(devices))
@@ -218,19 +308,31 @@ def _train_asynchronously(training: Training, problem: Problem, devices: Devices
     return opt.run(problem.params, lambda worker: iter(parts[worker]), num_updates=STEPS).params
 
 
-def device_differences(params: PyTree, expected: PyTree, initial: PyTree, devices: Devices) -> np.ndarray:
-    """Return for each device the largest difference of a shard that it holds, relative to the largest update of its leaf.
+def device_differences(
+    params: PyTree, expected: PyTree, initial: PyTree, devices: Devices
+) -> np.ndarray:
+    """Return for each device the largest difference of a shard that it holds, relative to the
+    largest update of its leaf.
 
-    An update of less than a hundredth of its parameters counts as a hundredth: below it their own rounding shows. Devices of
-    other processes have 0. Leaves that the loss sets itself are left out.
+    An update of less than a hundredth of its parameters counts as a hundredth: below it their own
+    rounding shows. Devices of other processes have 0. Leaves that the loss sets itself are left
+    out.
     """
     params, expected, initial = map(_trained_leaves, (params, expected, initial))
     differences = np.zeros(len(devices))
     positions = {device: i for i, device in enumerate(devices)}
     for leaf, target, start in zip(*map(jax.tree.leaves, (params, expected, initial)), strict=True):
-        scale = max(np.max(np.abs(np.asarray(target, np.float64) - start)), np.max(np.abs(start)) / 100) or 1.0
+        scale = (
+            max(np.max(np.abs(np.asarray(target, np.float64) - start)), np.max(np.abs(start)) / 100)
+            or 1.0
+        )
         for shard in leaf.addressable_shards:
-            difference = np.max(np.abs(np.asarray(shard.data, np.float64) - target[shard.index]), initial=0.0) / scale
+            difference = (
+                np.max(
+                    np.abs(np.asarray(shard.data, np.float64) - target[shard.index]), initial=0.0
+                )
+                / scale
+            )
             position = positions[shard.device]
             differences[position] = np.maximum(differences[position], difference)
     return differences

@@ -1,4 +1,6 @@
-"""Contract 4: the compiled step sends what the placement table says, over the axis it says, and nothing more in loops."""
+"""Contract 4: the compiled step sends what the placement table says, over the axis it says, and
+nothing more in loops.
+"""
 
 import math
 
@@ -26,8 +28,15 @@ MESHES = [
     {"replica": 2, "data": 2, "tensor": 2},
     {"data": 1},
 ]
-TABLE = [(name, sizes, count) for name in STRATEGIES if name != "zero3" for sizes in MESHES for count in (1, 2)]
-# Of every strategy data alone in micro-batches, and of zero1 and fsdp all axes in one step. The rest is slow.
+TABLE = [
+    (name, sizes, count)
+    for name in STRATEGIES
+    if name != "zero3"
+    for sizes in MESHES
+    for count in (1, 2)
+]
+# Of every strategy data alone in micro-batches, and of zero1 and fsdp all axes in one step. The
+# rest is slow.
 QUICK = [({"replica": 2, "data": 2, "tensor": 2}, 1), ({"data": 8}, 2)]
 
 MODEL = so.BlockModel(
@@ -39,12 +48,18 @@ MODEL = so.BlockModel(
 
 def abstract_params():
     shapes = {
-        "blocks": {"up": (LAYERS, WIDTH, HIDDEN), "down": (LAYERS, HIDDEN, WIDTH), "bias": (LAYERS, WIDTH)},
+        "blocks": {
+            "up": (LAYERS, WIDTH, HIDDEN),
+            "down": (LAYERS, HIDDEN, WIDTH),
+            "bias": (LAYERS, WIDTH),
+        },
         "in": (16, WIDTH),
         "out": (WIDTH, 40),
     }
     return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
 
@@ -75,12 +90,18 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
         table.append(Expected("reduce-scatter", "data", both * micro_batches, in_loop=looped))
     if strategy in ("zero3", "fsdp"):
         bias = LAYERS * WIDTH * 4 if data > 1 else 0  # not needed in the backward pass
-        table.append(Expected("all-gather", "data", (2 * split["blocks"] - bias) * micro_batches, in_loop=True))
+        table.append(
+            Expected(
+                "all-gather", "data", (2 * split["blocks"] - bias) * micro_batches, in_loop=True
+            )
+        )
         # XLA:CPU sees that the outer weights are the same for every micro-batch
         table.append(Expected("all-gather", "data", split["outer"], in_loop=False))
         scattered = split["blocks"] + (split["outer"] if looped else 0)
         table.append(Expected("reduce-scatter", "data", scattered * micro_batches, in_loop=True))
-        table += [] if looped else [Expected("reduce-scatter", "data", split["outer"], in_loop=False)]
+        table += (
+            [] if looped else [Expected("reduce-scatter", "data", split["outer"], in_loop=False)]
+        )
     return table
 
 
@@ -88,7 +109,9 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
     ("strategy", "sizes", "micro_batches"),
     tiered(
         TABLE,
-        quick=lambda row: row[1:] == QUICK[1] or (row[1:] == QUICK[0] and row[0] in ("zero1", "fsdp")),
+        quick=lambda row: (
+            row[1:] == QUICK[1] or (row[1:] == QUICK[0] and row[0] in ("zero1", "fsdp"))
+        ),
         fast=lambda row: row[1:] == ({"data": 8}, 2),
     ),
     ids=str,
@@ -96,15 +119,25 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
 def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batches, mesh_of):
     rules = RULES if "tensor" in sizes else ()
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    opt = STRATEGIES[strategy](tx, mesh_of(**sizes), MODEL, micro_batches=micro_batches, rules=rules)
+    opt = STRATEGIES[strategy](
+        tx, mesh_of(**sizes), MODEL, micro_batches=micro_batches, rules=rules
+    )
     state = opt.abstract_state(abstract_params())
     found = audit(opt.step, state, jax.ShapeDtypeStruct((ROWS, 16), jnp.float32))
 
     table = stated_table(strategy, opt, micro_batches)
     if "tensor" in sizes:
-        # one sum in the forward and one in the backward pass of a block: a column-split product, then a row-split one
+        # one sum in the forward and one in the backward pass of a block: a column-split product,
+        # then a row-split one
         rows_here = ROWS // (sizes["data"] * sizes.get("replica", 1))
-        table.append(Expected("all-reduce", "tensor", 2 * LAYERS * rows_here * WIDTH * 4, 2 * LAYERS * micro_batches))
+        table.append(
+            Expected(
+                "all-reduce",
+                "tensor",
+                2 * LAYERS * rows_here * WIDTH * 4,
+                2 * LAYERS * micro_batches,
+            )
+        )
     found.check([row for row in table if row.bytes], min_bytes=SCALARS, rtol=0.01)
     if strategy in ("ddp", "zero1"):
         for axis in ("data", "replica"):
@@ -118,9 +151,15 @@ def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batc
     tiered([name for name in STRATEGIES if name != "zero3"], lambda name: name in ("ddp", "fsdp")),
 )
 def test_wire_bytes_are_those_of_algorithms_md(strategy, mesh_of):
-    """Of the ring formulas, with Psi the bytes of all leaves (those left whole are less than a percent)."""
+    """Of the ring formulas, with Psi the bytes of all leaves (those left whole are less than a
+    percent).
+    """
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), MODEL)
-    found = audit(opt.step, opt.abstract_state(abstract_params()), jax.ShapeDtypeStruct((ROWS, 16), jnp.float32))
+    found = audit(
+        opt.step,
+        opt.abstract_state(abstract_params()),
+        jax.ShapeDtypeStruct((ROWS, 16), jnp.float32),
+    )
     leaves = jax.tree.leaves(abstract_params())
     psi = sum(leaf.size * 4 for leaf in leaves)
     outer = sum(leaf.size * 4 for name, leaf in abstract_params().items() if name != "blocks")
@@ -144,7 +183,9 @@ def test_gathers_in_half_precision_send_half(mesh_of):
 def test_gpt_on_data_and_tensor_moves_no_weight_over_tensor(strategy, mesh_of):
     """Megatron: over tensor travel activations only, four sums a block, and the vocabulary's."""
     config = gpt.GPTConfig(dim=64, num_layers=3, num_heads=4)
-    opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=4, tensor=2), gpt.model(config), rules=gpt.rules)
+    opt = STRATEGIES[strategy](
+        optax.adamw(1e-3), mesh_of(data=4, tensor=2), gpt.model(config), rules=gpt.rules
+    )
     state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
     found = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 33), jnp.int32)})
     tensor = found.of(axis="tensor")
@@ -154,26 +195,31 @@ def test_gpt_on_data_and_tensor_moves_no_weight_over_tensor(strategy, mesh_of):
     assert blocks.total.bytes == 4 * 3 * activation
     assert {one.kind for one in blocks.collectives} == {"all-reduce"}
     weights = opt.config.report().rows[-1].bytes_total
-    assert not [one for one in tensor.of(kind="all-gather").collectives if one.bytes >= weights], str(tensor)
+    assert not [one for one in tensor.of(kind="all-gather").collectives if one.bytes >= weights], (
+        str(tensor)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_a_loss_without_blocks_gathers_and_scatters_every_split_leaf(strategy, mesh_of):
     params = {"a": (16, 64), "b": (64, 64), "c": (64, 24), "odd": (5, 7)}
     params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), params, is_leaf=lambda x: isinstance(x, tuple)
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        params,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
 
     def loss_fn(params, batch):
-        return jnp.mean((jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"]) @ params["c"]) ** 2) + jnp.mean(
-            jnp.tanh(batch[:, :5] @ params["odd"])
-        )
+        return jnp.mean(
+            (jnp.tanh(jnp.tanh(batch @ params["a"]) @ params["b"]) @ params["c"]) ** 2
+        ) + jnp.mean(jnp.tanh(batch[:, :5] @ params["odd"]))
 
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(data=8), loss_fn)
     found = audit(opt.step, opt.abstract_state(params), jax.ShapeDtypeStruct((16, 16), jnp.float32))
     psi = 4 * (16 * 64 + 64 * 64 + 64 * 24)
     gathered = found.of(kind="all-gather").total.bytes
-    # in the backward pass again, but for the first layer's weight; XLA:CPU of jax 0.10 merges the two gathers
+    # in the backward pass again, but for the first layer's weight; XLA:CPU of jax 0.10 merges the
+    # two gathers
     assert gathered in ([psi, 2 * psi - 4 * 16 * 64] if strategy == "fsdp" else [psi])
     found.check(
         [

@@ -1,7 +1,8 @@
-"""A context axis: positions of sequences split over it, on losses that look at one position at a time.
+"""A context axis: positions of sequences split over it, on losses that look at one position at a
+time.
 
-Attention over positions that others hold is tested in tests/rooms/nn, and in models in `test_context_models.py`.
-"""
+Attention over positions that others hold is tested in tests/rooms/nn, and in models in
+`test_context_models.py`."""
 
 import re
 
@@ -26,12 +27,17 @@ TX = optax.sgd(0.05, momentum=0.9)
 
 def params():
     draw = np.random.default_rng(0)
-    return {"w": draw.normal(size=(WIDTH, 16)), "v": draw.normal(size=16), "bias": draw.normal(size=3)}
+    return {
+        "w": draw.normal(size=(WIDTH, 16)),
+        "v": draw.normal(size=16),
+        "bias": draw.normal(size=3),
+    }
 
 
 def batches(steps=3):
     draw = np.random.default_rng(1)
-    scale = np.linspace(0.2, 2.0, LENGTH)[:, None]  # positions differ, so that each must count as it should
+    # positions differ, so that each must count as it should
+    scale = np.linspace(0.2, 2.0, LENGTH)[:, None]
     return [
         {
             "x": scale * draw.normal(size=(ROWS, LENGTH, WIDTH)),
@@ -55,13 +61,19 @@ def plain(params, batch):
 def weighted(params, batch):
     each = errors(params, batch)
     loss = so.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
-    return loss, {"masked": so.Sum((batch["mask"] == 0).sum()), "largest": so.Max(each.max()), "mean": each.mean()}
+    return loss, {
+        "masked": so.Sum((batch["mask"] == 0).sum()),
+        "largest": so.Max(each.max()),
+        "mean": each.mean(),
+    }
 
 
 def on_one_device(loss):
     def reference(params, batch):
         found = loss(params, batch)
-        found = found[0] if isinstance(found, tuple) and not isinstance(found, so.Weighted) else found
+        found = (
+            found[0] if isinstance(found, tuple) and not isinstance(found, so.Weighted) else found
+        )
         return found.total / found.weight if isinstance(found, so.Weighted) else found
 
     return reference
@@ -85,10 +97,14 @@ QUICK = [TABLE[i] for i in (4, 8)]
 def row_id(row):
     name, mesh, loss, options = row
     sizes = ",".join(f"{axis}{size}" for axis, size in mesh.items())
-    return "-".join([name, sizes, loss.__name__, *(f"{key}={value}" for key, value in options.items())])
+    return "-".join(
+        [name, sizes, loss.__name__, *(f"{key}={value}" for key, value in options.items())]
+    )
 
 
-@pytest.mark.parametrize(("name", "mesh", "loss", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id))
+@pytest.mark.parametrize(
+    ("name", "mesh", "loss", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id)
+)
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
     opt = STRATEGIES[name](TX, mesh_of(**mesh), loss, **options)
     expected, final = train(TX, on_one_device(loss), params(), batches())
@@ -110,13 +126,24 @@ def test_placements_shard_over_data_and_context_together(mesh_of):
     opt = so.fsdp(TX, mesh_of(data=2, context=4), plain, min_shard_elements=8)
     abstract = jax.eval_shape(lambda: jax.tree.map(jnp.float32, params()))
     specs = opt.specs(abstract)
-    assert specs.params == {"w": P(None, ("data", "context")), "v": P(("data", "context")), "bias": P(None)}
+    assert specs.params == {
+        "w": P(None, ("data", "context")),
+        "v": P(("data", "context")),
+        "bias": P(None),
+    }
     assert specs.opt_state[0].trace == specs.params
     report = opt.config.report(abstract)
-    assert [row.replicated_because for row in report.replicated] == ["3 elements, fewer than min_shard_elements=8"]
+    assert [row.replicated_because for row in report.replicated] == [
+        "3 elements, fewer than min_shard_elements=8"
+    ]
     assert {row.path: row.bytes_per_device for row in report.rows}["w"] == WIDTH * 16 * 4 // 8
-    uneven = so.fsdp(TX, mesh_of(data=2, context=4), plain, min_shard_elements=1).config.report(abstract)
-    assert uneven.replicated[0].replicated_because == "shape (3,): no dim is divisible by data x context=8"
+    uneven = so.fsdp(TX, mesh_of(data=2, context=4), plain, min_shard_elements=1).config.report(
+        abstract
+    )
+    assert (
+        uneven.replicated[0].replicated_because
+        == "shape (3,): no dim is divisible by data x context=8"
+    )
 
 
 def test_gradients_cross_the_wire_once(mesh_of):
@@ -134,7 +161,13 @@ def test_gradients_cross_the_wire_once(mesh_of):
 
 def test_axes_of_a_users_mesh_share_the_role(x64):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "ring", "ulysses"))
-    opt = so.fsdp(TX, mesh, weighted, axes=so.Axes(data="dp", context=("ring", "ulysses")), min_shard_elements=8)
+    opt = so.fsdp(
+        TX,
+        mesh,
+        weighted,
+        axes=so.Axes(data="dp", context=("ring", "ulysses")),
+        min_shard_elements=8,
+    )
     _, final = train(TX, on_one_device(weighted), params(), batches())
     state = opt.init(params())
     for batch in batches():
@@ -145,10 +178,17 @@ def test_axes_of_a_users_mesh_share_the_role(x64):
 
 def test_sequence_dims_say_where_positions_are(mesh_of, x64):
     def loss(params, batch):  # x [B, WIDTH, T]; table [B, 5] has none
-        return plain(params, batch | {"x": batch["x"].swapaxes(1, 2)}) + 0 * batch["table"].sum(1).mean()
+        return (
+            plain(params, batch | {"x": batch["x"].swapaxes(1, 2)})
+            + 0 * batch["table"].sum(1).mean()
+        )
 
-    turned = [one | {"x": one["x"].swapaxes(1, 2), "table": np.ones((ROWS, 5))} for one in batches()]
-    opt = so.ddp(TX, mesh_of(data=2, context=4), loss, sequence_dims=[("^x$", 2), ("^table$", None)])
+    turned = [
+        one | {"x": one["x"].swapaxes(1, 2), "table": np.ones((ROWS, 5))} for one in batches()
+    ]
+    opt = so.ddp(
+        TX, mesh_of(data=2, context=4), loss, sequence_dims=[("^x$", 2), ("^table$", None)]
+    )
     _, final = train(TX, loss, params(), turned)
     state = opt.init(params())
     for batch in turned:
@@ -169,17 +209,27 @@ def test_replicas_that_train_apart_have_context_within(mesh_of, x64):
 
 
 def test_stages_have_context_within(mesh_of, x64):
-    """Gradients of a stage are summed over context, and those of the outer leaves over the stages too."""
+    """Gradients of a stage are summed over context, and those of the outer leaves over the stages
+    too.
+    """
 
     def loss(outer, x, batch):
         each = (x @ outer["v"] - batch["y"]) ** 2
         return so.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
 
-    block = lambda weights, x: x + jnp.tanh(x @ weights["w"])  # noqa: E731
+    def block(weights, x):
+        return x + jnp.tanh(x @ weights["w"])
+
     model = so.BlockModel(lambda outer, batch: batch["x"] @ outer["in"], block, loss)
     draw = np.random.default_rng(2)
-    start = {"blocks": {"w": draw.normal(size=(2, 8, 8)) / 3}, "in": draw.normal(size=(WIDTH, 8)), "v": np.ones(8)}
-    opt = so.hybrid(TX, mesh_of(data=1, context=2, pipeline=2), model, micro_batches=2, min_shard_elements=8)
+    start = {
+        "blocks": {"w": draw.normal(size=(2, 8, 8)) / 3},
+        "in": draw.normal(size=(WIDTH, 8)),
+        "v": np.ones(8),
+    }
+    opt = so.hybrid(
+        TX, mesh_of(data=1, context=2, pipeline=2), model, micro_batches=2, min_shard_elements=8
+    )
     _, final = train(TX, on_one_device(model.loss_fn), start, batches(2))
     state = opt.init(start)
     for batch in batches(2):
@@ -205,7 +255,9 @@ def pooled(params, batch):
 
 
 def recurrent(params, batch):
-    turn = lambda h, x: (jnp.tanh(h + x @ params["w"]), None)  # noqa: E731
+    def turn(h, x):
+        return (jnp.tanh(h + x @ params["w"]), None)
+
     start = jnp.zeros((batch["x"].shape[0], 16), batch["x"].dtype)
     return (jax.lax.scan(turn, start, batch["x"].swapaxes(0, 1))[0] ** 2).mean()
 
@@ -240,7 +292,9 @@ def test_a_loss_that_mixes_positions_is_refused_before_anything_compiles(loss, o
 
 
 def test_rows_of_the_whole_batch_are_not_to_be_had(mesh_of):
-    loss = lambda p, batch: (so.batch_mean(errors(p, batch)) ** 2).mean()  # noqa: E731
+    def loss(p, batch):
+        return (so.batch_mean(errors(p, batch)) ** 2).mean()
+
     opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
     with pytest.raises(ValueError, match="on a context axis the loss sees a part of each sequence"):
         opt.step(opt.init(params()), batches()[0])
@@ -254,8 +308,12 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
         return errors(params, batch).mean() + (so.nn.attention(heads, heads, heads) ** 2).mean()
 
     whole = batches()[0] | {"whole": batches()[0]["x"]}
-    opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device", sequence_dims=[("^whole$", None)])
-    with pytest.raises(so.errors.NotSeparableError, match=r"not shown to be a .* mean over positions"):
+    opt = so.ddp(
+        TX, mesh_of(data=2, context=2), loss, view="per_device", sequence_dims=[("^whole$", None)]
+    )
+    with pytest.raises(
+        so.errors.NotSeparableError, match=r"not shown to be a .* mean over positions"
+    ):
         opt.step(opt.init(params()), whole)
 
 
@@ -265,25 +323,30 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
         (
             lambda batch: jax.tree.map(lambda x: x[:, :11] if x.ndim > 1 else x, batch),
             {},
-            "ddp: 3 batch leaves cannot be split over mesh axis 'context' (size 2).\n"
-            "  mask: shape (8, 11); dim 1 is 11, remainder 1\n"
-            "  x: shape (8, 11, 8); dim 1 is 11, remainder 1\n"
-            "  y: shape (8, 11); dim 1 is 11, remainder 1\n"
-            "Fix: use a length that it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or "
-            "sequence_dims=[(regex, None)] for leaves without positions.",
+            (
+                "ddp: 3 batch leaves cannot be split over mesh axis 'context' (size 2).\n  mask:"
+                " shape (8, 11); dim 1 is 11, remainder 1\n  x: shape (8, 11, 8); dim 1 is 11,"
+                " remainder 1\n  y: shape (8, 11); dim 1 is 11, remainder 1\nFix: use a length that"
+                " it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or"
+                " sequence_dims=[(regex, None)] for leaves without positions."
+            ),
         ),
         (
             lambda batch: {"scale": batch["scale"]},
             {},
-            "ddp: mesh axis 'context' (size 2) splits positions, and no batch leaf has any.\n"
-            "Fix: make the mesh with context=1, or name the dim of positions in sequence_dims.",
+            (
+                "ddp: mesh axis 'context' (size 2) splits positions, and no batch leaf has any.\n"
+                "Fix: make the mesh with context=1, or name the dim of positions in sequence_dims."
+            ),
         ),
         (
             lambda batch: batch,
             {"sequence_dims": [("^y$", 2)]},
-            "ddp: sequence_dims do not fit the batch.\n"
-            "  y: shape (8, 12); no dim 2 for positions\n"
-            "Fix: name a dim that the leaf has and that does not count rows, or None.",
+            (
+                "ddp: sequence_dims do not fit the batch.\n"
+                "  y: shape (8, 12); no dim 2 for positions\n"
+                "Fix: name a dim that the leaf has and that does not count rows, or None."
+            ),
         ),
     ],
     ids=["uneven", "none", "missing"],
@@ -298,8 +361,16 @@ def test_batches_that_cannot_be_split_are_refused_with_numbers(change, options, 
 @pytest.mark.parametrize(
     ("dims", "error", "message"),
     [
-        ("x", TypeError, "sequence_dims must be a sequence of (regex of key paths, dim or None), got 'x'."),
-        ([("x", "1")], TypeError, "sequence_dims must be a sequence of (regex of key paths, dim or None)"),
+        (
+            "x",
+            TypeError,
+            "sequence_dims must be a sequence of (regex of key paths, dim or None), got 'x'.",
+        ),
+        (
+            [("x", "1")],
+            TypeError,
+            "sequence_dims must be a sequence of (regex of key paths, dim or None)",
+        ),
         ([("(", 1)], ValueError, "sequence_dims must be regular expressions."),
     ],
 )
@@ -340,7 +411,9 @@ def test_mutations_go_red(broken, mesh_of, x64, monkeypatch):
         return axes._replace(summed=tuple(axis for axis in axes.summed if axis != "context"))
 
     def first_positions(config, batch):
-        half = lambda x: np.concatenate([x[:, : LENGTH // 2]] * 2, axis=1) if x.ndim > 1 else x  # noqa: E731
+        def half(x):
+            return np.concatenate([x[:, : LENGTH // 2]] * 2, axis=1) if x.ndim > 1 else x
+
         return place(config, jax.tree.map(half, batch))
 
     if broken == "not summed":

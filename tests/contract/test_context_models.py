@@ -1,4 +1,6 @@
-"""Models with attention over a context axis equal one device: methods, orders, packed rows, strategies, pipelines."""
+"""Models with attention over a context axis equal one device: methods, orders, packed rows,
+strategies, pipelines.
+"""
 
 import functools
 import itertools
@@ -45,7 +47,8 @@ def allowed(row):
     if row["strategy"] in HYBRID:
         stages = np.prod(list(row["mesh"].values())) <= 4 and row["view"] == "per_device"
         return bool(stages and row["micro_batches"] == 2)
-    return not (row["view"] == "global" and row["remat"] == "full")  # one partitioner's program less to compile
+    # one partitioner's program less to compile
+    return not (row["view"] == "global" and row["remat"] == "full")
 
 
 ROWS = all_pairs(FACTORS, allowed)
@@ -66,12 +69,21 @@ def row_id(row):
 def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     pipelined = row["strategy"] in HYBRID
     mesh = mesh_of(**row["mesh"], **({"pipeline": 2} if pipelined else {}))
-    order = None if row["order"] is None else functools.partial(so.nn.zigzag, mesh=mesh, order=row["order"])
+    order = (
+        None
+        if row["order"] is None
+        else functools.partial(so.nn.zigzag, mesh=mesh, order=row["order"])
+    )
     case = sequences(row["method"], packed=row["packed"], window=row["window"], order=order)
     model = case.model._replace(remat=row["remat"])
-    options = {"micro_batches": row["micro_batches"], "rules": RULES if "tensor" in row["mesh"] else ()}
+    options = {
+        "micro_batches": row["micro_batches"],
+        "rules": RULES if "tensor" in row["mesh"] else (),
+    }
     if pipelined:
-        opt = so.hybrid(TX, mesh, model, schedule=HYBRID[row["strategy"]], min_shard_elements=8, **options)
+        opt = so.hybrid(
+            TX, mesh, model, schedule=HYBRID[row["strategy"]], min_shard_elements=8, **options
+        )
     else:
         opt = STRATEGIES[row["strategy"]](TX, mesh, model, view=row["view"], **options)
     expected, final = train(TX, case.reference, case.params, case.batches)
@@ -87,7 +99,10 @@ def test_the_rows_cover_every_pair_that_is_allowed():
     for a, b in itertools.combinations(FACTORS, 2):
         seen = {(str(row[a]), str(row[b])) for row in ROWS}
         wanted = {
-            (str(x), str(y)) for x in FACTORS[a] for y in FACTORS[b] if any(allowed(row | {a: x, b: y}) for row in ROWS)
+            (str(x), str(y))
+            for x in FACTORS[a]
+            for y in FACTORS[b]
+            if any(allowed(row | {a: x, b: y}) for row in ROWS)
         }
         assert wanted <= seen
 
@@ -119,7 +134,9 @@ def test_a_state_moves_between_context_sizes(mesh_of, tmp_path, x64):
         so.fsdp(TX, mesh_of(data=2, context=2), case.model, min_shard_elements=8),
         so.zero(TX, mesh_of(data=2), case.model, stage=1, min_shard_elements=8),
     ):
-        moved = so.restore(tmp_path / "state", opt, abstract_params=jax.eval_shape(lambda: case.params))
+        moved = so.restore(
+            tmp_path / "state", opt, abstract_params=jax.eval_shape(lambda: case.params)
+        )
         for batch in case.batches[1:]:
             moved, _ = opt.step(moved, batch)
         assert relative_difference(moved.params, final) <= 1e-10

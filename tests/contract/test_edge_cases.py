@@ -43,12 +43,15 @@ HALVES = [(jnp.float16, 2e-3), (jnp.bfloat16, 2e-2)]
     tiered(
         [(name, *half, count) for name in STRATEGIES for half in HALVES for count in (1, 2)],
         lambda row: (
-            (row[0], row[1], row[3]) in (("zero2", jnp.float16, 2), ("fsdp", jnp.float16, 2), ("ddp", jnp.bfloat16, 1))
+            (row[0], row[1], row[3])
+            in (("zero2", jnp.float16, 2), ("fsdp", jnp.float16, 2), ("ddp", jnp.bfloat16, 1))
         ),
         ids=str,
     ),
 )
-def test_large_weights_do_not_spoil_half_precision_gradients(strategy, micro_batches, dtype, tolerance, mesh_of):
+def test_large_weights_do_not_spoil_half_precision_gradients(
+    strategy, micro_batches, dtype, tolerance, mesh_of
+):
     """A total weight of 80,000 is beyond fp16, and 257 beyond the 8 bits of bf16."""
 
     def loss_fn(params, batch):
@@ -56,7 +59,9 @@ def test_large_weights_do_not_spoil_half_precision_gradients(strategy, micro_bat
         return so.Weighted((per_row * 5000.0).sum(), jnp.float32(5000.0 * per_row.size))
 
     params = {"w": jnp.eye(8, dtype=dtype)}
-    opt = STRATEGIES[strategy](optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=micro_batches)
+    opt = STRATEGIES[strategy](
+        optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=micro_batches
+    )
     _, metrics = opt.step(opt.init(params), X)
     mean = jax.grad(lambda w: jnp.mean((X @ w) ** 2))(jnp.eye(8))
     np.testing.assert_allclose(metrics["grad_norm"], np.linalg.norm(mean), rtol=tolerance)
@@ -67,14 +72,18 @@ def test_running_statistics_move_although_gathers_are_narrow(mesh_of):
         moved = 0.9995 * params["mean"] + 0.0005 * 10.0
         return square(params, batch.astype(jnp.bfloat16)), {"m": so.Updated({"mean": moved})}
 
-    opt = so.fsdp(optax.sgd(0.0), mesh_of(data=2), loss_fn, frozen=["mean"], gather_dtype=jnp.bfloat16)
+    opt = so.fsdp(
+        optax.sgd(0.0), mesh_of(data=2), loss_fn, frozen=["mean"], gather_dtype=jnp.bfloat16
+    )
     state = opt.init({**PARAMS, "mean": jnp.ones((4,))})
     for _ in range(20):
         state, _ = opt.step(state, X)
     np.testing.assert_allclose(state.params["mean"], 10 - 9 * 0.9995**20, rtol=1e-5)
 
 
-@pytest.mark.parametrize("names", tiered([["ddp", "fsdp"], [*STRATEGIES]], lambda names: len(names) == 2, ids="-".join))
+@pytest.mark.parametrize(
+    "names", tiered([["ddp", "fsdp"], [*STRATEGIES]], lambda names: len(names) == 2, ids="-".join)
+)
 def test_every_strategy_draws_the_same_numbers(names, mesh_of):
     model = so.BlockModel(
         embed=lambda outer, batch: batch,
@@ -123,11 +132,20 @@ def test_numpy_doubles_are_promised_as_they_are_stored(mesh_of):
 
 
 def test_a_weakly_typed_parameter_does_not_compile_the_step_twice(mesh_of, monkeypatch):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: jnp.mean(batch) * params["scale"])
-    for state in (opt.init({"scale": 2.0}), opt.init(lambda rng: {"scale": 2.0}, jax.random.key(0))):
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=2), lambda params, batch: jnp.mean(batch) * params["scale"]
+    )
+    for state in (
+        opt.init({"scale": 2.0}),
+        opt.init(lambda rng: {"scale": 2.0}, jax.random.key(0)),
+    ):
         state, _ = opt.step(state, X)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+            patch.setattr(
+                jax._src.compiler,
+                "compile_or_get_cached",
+                lambda *_, **__: pytest.fail("compiled again"),
+            )
             opt.step(state, X)
 
 
@@ -159,7 +177,9 @@ def test_a_users_remat_policy_never_keeps_gathered_weights(mesh_of):
             remat=remat,
         )
         opt = so.fsdp(optax.sgd(0.1), mesh_of(data=8), model)
-        state = opt.abstract_state({"blocks": {"w": jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)}})
+        state = opt.abstract_state(
+            {"blocks": {"w": jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)}}
+        )
         batch = jax.ShapeDtypeStruct((8, 128), jnp.float32)
         return memory(opt.step.lower(state, batch).compile()).temporary
 
@@ -171,14 +191,19 @@ def test_a_kernel_that_wants_every_axis_manual_has_a_way(mesh_of):
     """Callbacks and Pallas kernels refuse axes that are left to the partitioner, as tensor is."""
 
     def host_double(x):
-        return jax.pure_callback(lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+        return jax.pure_callback(
+            lambda x: 2 * np.asarray(x), jax.ShapeDtypeStruct(x.shape, x.dtype), x
+        )
 
     def loss_fn(params, batch):
         whole = jax.sharding.PartitionSpec()
-        double = jax.shard_map(host_double, in_specs=whole, out_specs=whole, axis_names={"tensor"}, check_vma=False)
+        double = jax.shard_map(
+            host_double, in_specs=whole, out_specs=whole, axis_names={"tensor"}, check_vma=False
+        )
         return square(params, jax.lax.stop_gradient(double(batch)))
 
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, separable=True)  # no proof looks into a callback
+    # no proof looks into a callback
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, separable=True)
     _, metrics = opt.step(opt.init(PARAMS), X)
     np.testing.assert_allclose(metrics["loss"], square(PARAMS, 2 * X), rtol=1e-6)
 
@@ -217,8 +242,10 @@ REFUSED = [
     (
         lambda opt: opt.step(None, X),
         TypeError,
-        "ddp: the state must be the TrainState that init or step returned, got NoneType.\n"
-        "Fix: call step(state, batch) with state = opt.init(params).",
+        (
+            "ddp: the state must be the TrainState that init or step returned, got NoneType.\n"
+            "Fix: call step(state, batch) with state = opt.init(params)."
+        ),
     ),
     (
         lambda opt: opt.init(PARAMS, 0),
@@ -228,18 +255,26 @@ REFUSED = [
     (
         lambda opt: opt.init(jax.eval_shape(lambda: PARAMS)),
         TypeError,
-        "ddp: init was given shapes without values.\nFix: pass arrays, or a function and a key: init(init_fn, rng).",
+        (
+            "ddp: init was given shapes without values.\nFix: pass arrays, or a function and a key:"
+            " init(init_fn, rng)."
+        ),
     ),
     (
         lambda opt: opt.specs(opt.init(PARAMS)),
         TypeError,
-        "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it to so.adopt(opt, state).",
+        (
+            "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it"
+            " to so.adopt(opt, state)."
+        ),
     ),
     (
         lambda opt: opt.init({"a/b": jnp.ones(()), "a": {"b": jnp.ones(())}}),
         ValueError,
-        "ddp: 1 key path written alike belong to several leaves.\n  a/b\n"
-        "Fix: rename a key; '/' in a key reads as nesting.",
+        (
+            "ddp: 1 key path written alike belong to several leaves.\n  a/b\n"
+            "Fix: rename a key; '/' in a key reads as nesting."
+        ),
     ),
 ]
 
@@ -257,8 +292,9 @@ def test_a_state_that_was_used_up_is_refused(mesh_of):
     opt.step(state, X)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         opt.step(state, X)
-    assert str(caught.value) == (
-        "ddp: this state was given to step already, which takes over its memory.\n"
+    assert (
+        str(caught.value)
+        == "ddp: this state was given to step already, which takes over its memory.\n"
         "Fix: go on with the state that step returned."
     )
 
@@ -271,11 +307,15 @@ def test_a_state_of_another_strategy_is_refused(mesh_of):
     lines = str(caught.value).splitlines()
     assert lines[0] == "fsdp: the state does not live where this strategy keeps it (2 leaves)."
     assert lines[1].startswith("  params/b: placed as ")
-    assert lines[-1] == (
-        "Fix: move a state between strategies and meshes with so.save and so.restore, or so.checkpoint.to_bytes and so.checkpoint.from_bytes."
+    assert (
+        lines[-1]
+        == "Fix: move a state between strategies and meshes with so.save and so.restore, or"
+        " so.checkpoint.to_bytes and so.checkpoint.from_bytes."
     )
     with pytest.raises(ValueError, match="its structure differs"):
-        so.fsdp(optax.sgd(0.1), mesh_of(data=4), square, min_shard_elements=1).step(fsdp.init(PARAMS), X)
+        so.fsdp(optax.sgd(0.1), mesh_of(data=4), square, min_shard_elements=1).step(
+            fsdp.init(PARAMS), X
+        )
 
 
 def test_blocks_must_be_stacked(mesh_of):
@@ -283,8 +323,9 @@ def test_blocks_must_be_stacked(mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), model)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         opt.init({"blocks": {"w": jnp.ones((3, 8, 8)), "b": jnp.ones((2, 8))}})
-    assert str(caught.value) == (
-        "fsdp: the leaves of 'blocks' must be stacked along a first dim of one length.\n"
+    assert (
+        str(caught.value)
+        == "fsdp: the leaves of 'blocks' must be stacked along a first dim of one length.\n"
         "  blocks/b: shape (2, 8)\n  blocks/w: shape (3, 8, 8)\n"
         'Fix: pass {"blocks": leaves stacked [L, ...], **outer}; '
         "jax.tree.map(lambda *x: jnp.stack(x), *blocks) stacks."
@@ -292,7 +333,9 @@ def test_blocks_must_be_stacked(mesh_of):
     with pytest.raises(ValueError, match="must be a dict with 'blocks'"):
         opt.init({"layers": jnp.ones((3, 8, 8))})
     for remat in ("dots", "save:", "save:a,,b", 3):
-        with pytest.raises(ValueError, match=rf"BlockModel\.remat must be None, .*, got {remat!r}\."):
+        with pytest.raises(
+            ValueError, match=rf"BlockModel\.remat must be None, .*, got {remat!r}\."
+        ):
             so.fsdp(optax.sgd(0.1), mesh_of(data=2), model._replace(remat=remat))
 
 
@@ -303,6 +346,8 @@ def test_a_loss_that_cannot_do_without_a_key_says_so_when_evaluated(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
     with pytest.raises(TypeError) as caught:
         opt.evaluate(opt.init(PARAMS), X)
-    assert str(caught.value) == (
-        "loss_fn: there is no random key to give outside of training.\nFix: give rng the default None."
+    assert (
+        str(caught.value)
+        == "loss_fn: there is no random key to give outside of training.\nFix: give rng the default"
+        " None."
     )

@@ -1,8 +1,7 @@
 """Contract 1: ten steps of every strategy equal single-device training on the union batch.
 
-In every run each strategy in float64, with other meshes and optimizers. The rest of the pairs is slow, as all rows of the
-GPT are: each of them takes as long as three others.
-"""
+In every run each strategy in float64, with other meshes and optimizers. The rest of the pairs is
+slow, as all rows of the GPT are: each of them takes as long as three others."""
 
 import math
 
@@ -26,9 +25,22 @@ FACTORS = {
     "dtype": ["float64", "float32"],
 }
 ROWS = all_pairs(FACTORS)
-EXACT = [row for row in ROWS if row["dtype"] == "float64" and row["model"] != "gpt" and row["mesh"] != {"data": 1}]
-OPTIMIZER_OF = {"ddp": "clip_adamw", "zero1": "adafactor", "zero2": "adamw", "zero3": "lamb", "fsdp": "momentum"}
-FAST = [next(row for row in EXACT if (row["strategy"], row["optimizer"]) == pair) for pair in OPTIMIZER_OF.items()]
+EXACT = [
+    row
+    for row in ROWS
+    if row["dtype"] == "float64" and row["model"] != "gpt" and row["mesh"] != {"data": 1}
+]
+OPTIMIZER_OF = {
+    "ddp": "clip_adamw",
+    "zero1": "adafactor",
+    "zero2": "adamw",
+    "zero3": "lamb",
+    "fsdp": "momentum",
+}
+FAST = [
+    next(row for row in EXACT if (row["strategy"], row["optimizer"]) == pair)
+    for pair in OPTIMIZER_OF.items()
+]
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 
 
@@ -38,14 +50,20 @@ def row_id(row) -> str:
     return f"{row['strategy']}-{mesh}-{row['optimizer']}-{row['model']}-{loss}-m{row['micro_batches']}-{row['dtype']}"
 
 
-@pytest.mark.parametrize("row", tiered(ROWS, lambda row: False, fast=lambda row: row in FAST, ids=row_id))
+@pytest.mark.parametrize(
+    "row", tiered(ROWS, lambda row: False, fast=lambda row: row in FAST, ids=row_id)
+)
 def test_equals_one_device_on_the_union_batch(row, mesh_of):
     with jax.enable_x64(True):
         case = problem(row["model"], weighted=row["weighted"], dtype=jnp.dtype(row["dtype"]))
         tx = OPTIMIZERS[row["optimizer"]]()
         rules = case.rules if row["mesh"].get("tensor", 1) > 1 else ()
         opt = STRATEGIES[row["strategy"]](
-            tx, mesh_of(**row["mesh"]), case.loss_fn, micro_batches=row["micro_batches"], rules=rules
+            tx,
+            mesh_of(**row["mesh"]),
+            case.loss_fn,
+            micro_batches=row["micro_batches"],
+            rules=rules,
         )
         expected, final = train(tx, case.reference, case.params, case.batches)
         state = opt.init(case.params)
@@ -58,8 +76,11 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of):
         losses, norms = np.array(found).T
         expected_losses, expected_norms = np.array(expected).T
         np.testing.assert_allclose(losses, expected_losses, rtol=tolerance)
-        # A norm is that of the parameters' last rounding, not of their sum: in fp32 it wanders sooner.
-        np.testing.assert_allclose(norms, expected_norms, rtol=tolerance * (10 if row["dtype"] == "float32" else 1))
+        # A norm is that of the parameters' last rounding, not of their sum: in fp32 it wanders
+        # sooner.
+        np.testing.assert_allclose(
+            norms, expected_norms, rtol=tolerance * (10 if row["dtype"] == "float32" else 1)
+        )
         assert int(state.step) == len(case.batches)
 
 

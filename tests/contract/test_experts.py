@@ -1,7 +1,8 @@
-"""An expert axis: it splits rows as data does, and leaves of experts, to which the loss sends tokens itself.
+"""An expert axis: it splits rows as data does, and leaves of experts, to which the loss sends
+tokens itself.
 
-The layer here gathers tokens and scatters results, in a few lines; `so.nn.mixture_of_experts` is tested in tests/rooms/nn.
-"""
+The layer here gathers tokens and scatters results, in a few lines; `so.nn.mixture_of_experts` is
+tested in tests/rooms/nn."""
 
 import re
 
@@ -62,7 +63,10 @@ def one_layer(draw, *stacked):
         draw.normal(size=(*stacked, EXPERTS, WIDTH, HIDDEN)),
         draw.normal(size=(*stacked, EXPERTS, HIDDEN, WIDTH)),
     )
-    return {"experts": {"up": up / 2, "down": down / 2}, "router": draw.normal(size=(*stacked, WIDTH, EXPERTS))}
+    return {
+        "experts": {"up": up / 2, "down": down / 2},
+        "router": draw.normal(size=(*stacked, WIDTH, EXPERTS)),
+    }
 
 
 def params(loss):
@@ -76,8 +80,13 @@ def params(loss):
 def batches(steps=3):
     draw = np.random.default_rng(1)
     scale = np.linspace(0.2, 2.0, 16)[:, None]  # rows differ, so that each must count as it should
-    drawn = lambda: draw.normal(size=(16, WIDTH))  # noqa: E731
-    return [{"x": scale * drawn(), "y": drawn(), "weight": draw.uniform(size=16)} for _ in range(steps)]
+
+    def drawn():
+        return draw.normal(size=(16, WIDTH))
+
+    return [
+        {"x": scale * drawn(), "y": drawn(), "weight": draw.uniform(size=16)} for _ in range(steps)
+    ]
 
 
 def on_one_device(loss):
@@ -101,7 +110,12 @@ TABLE = [
     ("zero1", {"expert": 2, "data": 4}, MODEL, {"micro_batches": 2}),
     ("zero3", {"expert": 2, "data": 2, "replica": 2}, MODEL, {"micro_batches": 2}),
     ("hybrid", {"expert": 2, "data": 2, "pipeline": 2}, MODEL, {"micro_batches": 2}),
-    ("hybrid", {"expert": 4, "data": 1, "pipeline": 2}, MODEL, {"micro_batches": 4, "placement": "zero1"}),
+    (
+        "hybrid",
+        {"expert": 4, "data": 1, "pipeline": 2},
+        MODEL,
+        {"micro_batches": 4, "placement": "zero1"},
+    ),
 ]
 QUICK = [TABLE[3], TABLE[9]]
 
@@ -109,16 +123,27 @@ QUICK = [TABLE[3], TABLE[9]]
 def row_id(row):
     name, mesh, loss, options = row
     sizes = ",".join(f"{axis}{size}" for axis, size in mesh.items())
-    return "-".join([name, sizes, "blocks" if loss is MODEL else "plain", *(f"{k}={v}" for k, v in options.items())])
+    return "-".join(
+        [
+            name,
+            sizes,
+            "blocks" if loss is MODEL else "plain",
+            *(f"{k}={v}" for k, v in options.items()),
+        ]
+    )
 
 
 def strategy(name, mesh, loss, **options):
     if name == "hybrid":
         options["min_shard_elements"] = 1
-    return {"hybrid": so.hybrid, **STRATEGIES}[name](TX, mesh, loss, expert_leaves=LEAVES, **options)
+    return {"hybrid": so.hybrid, **STRATEGIES}[name](
+        TX, mesh, loss, expert_leaves=LEAVES, **options
+    )
 
 
-@pytest.mark.parametrize(("name", "mesh", "loss", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id))
+@pytest.mark.parametrize(
+    ("name", "mesh", "loss", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id)
+)
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
     opt = strategy(name, mesh_of(**mesh), loss, separable=True, **options)
     expected, final = train(TX, on_one_device(loss), params(loss), batches())
@@ -131,7 +156,9 @@ def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of
     if mesh["expert"] < 8:
         some = jax.tree.map(lambda x: x[:5], batches()[0])  # rows that the devices do not divide
         evaluated = so.training.evaluation(opt, [some])(state)
-        np.testing.assert_allclose(evaluated["val_loss"], on_one_device(loss)(final, some), rtol=1e-10)
+        np.testing.assert_allclose(
+            evaluated["val_loss"], on_one_device(loss)(final, some), rtol=1e-10
+        )
 
 
 @pytest.mark.slow  # a mutation
@@ -151,20 +178,32 @@ def shapes(loss):
 def test_experts_live_on_their_devices_and_are_sharded_over_data_besides(mesh_of):
     opt = strategy("fsdp", mesh_of(data=2, expert=4), weighted)
     specs = opt.specs(shapes(weighted))
-    own = dict.fromkeys(("up", "down"), P("expert", "data", None))  # the first dim that data divides
+    # the first dim that data divides
+    own = dict.fromkeys(("up", "down"), P("expert", "data", None))
     assert specs.params["first"] == {"experts": own, "router": P(None, ("data", "expert"))}
     assert specs.opt_state[1][0].trace == specs.params
     rows = {row.path: row.bytes_per_device for row in opt.config.report(shapes(weighted)).rows}
     assert rows["first/experts/up"] == EXPERTS * WIDTH * HIDDEN * 4 // 8
-    blocks = strategy("fsdp", mesh_of(data=2, expert=4), MODEL).specs(shapes(MODEL)).params["blocks"]
+    blocks = (
+        strategy("fsdp", mesh_of(data=2, expert=4), MODEL).specs(shapes(MODEL)).params["blocks"]
+    )
     assert blocks["experts"]["up"] == P(None, "expert", "data", None)
-    ruled = strategy("fsdp", mesh_of(data=2, expert=4), weighted, rules=[("experts/down$", P(None, "tensor"))])
-    assert ruled.specs(shapes(weighted)).params["first"]["experts"] == own, "a rule for tensor=1 takes a dim from data"
+    ruled = strategy(
+        "fsdp", mesh_of(data=2, expert=4), weighted, rules=[("experts/down$", P(None, "tensor"))]
+    )
+    assert ruled.specs(shapes(weighted)).params["first"]["experts"] == own, (
+        "a rule for tensor=1 takes a dim from data"
+    )
     replicated = strategy("ddp", mesh_of(data=2, expert=4), weighted).specs(shapes(weighted)).params
-    assert replicated["first"] == {"experts": dict.fromkeys(own, P("expert", None, None)), "router": P(None, None)}
+    assert replicated["first"] == {
+        "experts": dict.fromkeys(own, P("expert", None, None)),
+        "router": P(None, None),
+    }
 
 
-@pytest.mark.parametrize("counts", tiered([[4, 1], [4, 2, 1]], lambda counts: len(counts) == 2, ids=str))
+@pytest.mark.parametrize(
+    "counts", tiered([[4, 1], [4, 2, 1]], lambda counts: len(counts) == 2, ids=str)
+)
 def test_restores_on_another_number_of_expert_devices(counts, mesh_of, tmp_path):
     batch = jax.tree.map(jnp.float32, batches(1)[0])
     start = jax.tree.map(jnp.float32, params(MODEL))
@@ -196,17 +235,20 @@ def test_experts_used_elsewhere_than_in_their_layer_are_refused(mesh_of):
         opt.step(opt.init(params(penalised)), batches(1)[0])
     said = str(caught.value)
     assert said.startswith(
-        "ddp: the loss uses 1 leaf of experts outside of so.nn.mixture_of_experts, and each of 2 devices along expert has "
-        "its own experts.\n  second/experts/up: integer_pow at "
+        "ddp: the loss uses 1 leaf of experts outside of so.nn.mixture_of_experts, and each of 2"
+        " devices along expert has its own experts.\n  second/experts/up: integer_pow at "
     )
     assert "(penalised): return found.total" in said
 
 
 def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
-    block = lambda block, x: MODEL.block(block, x) + block["experts"]["down"].sum()  # noqa: E731
+    def block(block, x):
+        return MODEL.block(block, x) + block["experts"]["down"].sum()
+
     opt = strategy("fsdp", mesh_of(expert=2), MODEL._replace(block=block), view="per_device")
     with pytest.raises(
-        so.errors.NotSeparableError, match=r"blocks/experts/down: reduce_sum at tests/contract/test_experts\.py"
+        so.errors.NotSeparableError,
+        match=r"blocks/experts/down: reduce_sum at tests/contract/test_experts\.py",
     ):
         opt.step(opt.init(params(MODEL)), batches(1)[0])
     opt = strategy("fsdp", mesh_of(expert=2), MODEL)
@@ -230,7 +272,11 @@ def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
 )  # fmt: skip
 def test_refusals(leaves, options, message, mesh_of):
     opt = so.fsdp(
-        TX, mesh_of(expert=4, tensor=2 if "rules" in options else 1), weighted, expert_leaves=leaves, **options
+        TX,
+        mesh_of(expert=4, tensor=2 if "rules" in options else 1),
+        weighted,
+        expert_leaves=leaves,
+        **options,
     )
     if message is None:
         assert opt.specs(shapes(weighted)).params["first"]["router"] == P("expert", None)
@@ -240,10 +286,13 @@ def test_refusals(leaves, options, message, mesh_of):
 
 
 def test_experts_that_the_axis_does_not_divide_are_refused(mesh_of):
-    odd = shapes(weighted) | {"first": {"experts": {"up": jax.ShapeDtypeStruct((6, 4, 6), jnp.float32)}}}
+    odd = shapes(weighted) | {
+        "first": {"experts": {"up": jax.ShapeDtypeStruct((6, 4, 6), jnp.float32)}}
+    }
     message = (
-        "ddp: 1 leaf of experts cannot be split over mesh axis 'expert' (size 4).\n  first/experts/up: shape (6, 4, 6); dim 0 is "
-        "6, remainder 2\nFix: name in expert_leaves only leaves [experts, ...], or choose a size that divides the experts."
+        "ddp: 1 leaf of experts cannot be split over mesh axis 'expert' (size 4).\n "
+        " first/experts/up: shape (6, 4, 6); dim 0 is 6, remainder 2\nFix: name in expert_leaves"
+        " only leaves [experts, ...], or choose a size that divides the experts."
     )
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
         so.ddp(TX, mesh_of(expert=4), weighted, expert_leaves=["up"]).specs(odd)

@@ -1,4 +1,6 @@
-"""What a loss may ask for: aux metrics, rng, frozen and updated leaves, half precision, extra optax arguments."""
+"""What a loss may ask for: aux metrics, rng, frozen and updated leaves, half precision, extra optax
+arguments.
+"""
 
 import equinox as eqx
 import jax
@@ -34,7 +36,8 @@ def test_aux_metrics_are_those_of_the_union_batch(mesh_of, micro_batches):
         return square(params, batch), aux
 
     sizes = {"micro_batches": micro_batches, "min_shard_elements": 1}
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, separable=True, **sizes)  # but for "count"
+    # but for "count"
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, separable=True, **sizes)
     _, metrics = opt.step(opt.init(PARAMS), X)
     assert set(metrics) == {"loss", "grad_norm", "mean", "ratio", "count", "vector"}
     np.testing.assert_allclose(metrics["mean"], X.mean(), rtol=1e-5)
@@ -45,7 +48,9 @@ def test_aux_metrics_are_those_of_the_union_batch(mesh_of, micro_batches):
 
 @pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name in ("zero1", "fsdp")))
 def test_evaluate_gives_the_same_loss_and_donates_nothing(strategy, mesh_of):
-    loss_fn = lambda params, batch: (square(params, batch), {"m": batch.mean()})  # noqa: E731
+    def loss_fn(params, batch):
+        return (square(params, batch), {"m": batch.mean()})
+
     opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(data=4), loss_fn)
     state = opt.init(PARAMS)
     metrics = opt.evaluate(state, X)
@@ -56,20 +61,26 @@ def test_evaluate_gives_the_same_loss_and_donates_nothing(strategy, mesh_of):
 
 def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
     def loss_fn(params, batch, *, rng):
-        draws = jnp.where(batch[:, 0] > 0, jax.random.uniform(rng), 0.0)  # which rows are this device's
+        # which rows are this device's
+        draws = jnp.where(batch[:, 0] > 0, jax.random.uniform(rng), 0.0)
         return square(params, batch[:, 1:]), {
-            "draws": so.Updated({"seen": jnp.zeros((16,)).at[batch[:, 0].astype(int) - 1].set(draws) * 8})
+            "draws": so.Updated(
+                {"seen": jnp.zeros((16,)).at[batch[:, 0].astype(int) - 1].set(draws) * 8}
+            )
         }
 
     params = {**PARAMS, "seen": jnp.zeros((16,))}
-    opt = so.ddp(optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"], separable=True)
+    opt = so.ddp(
+        optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"], separable=True
+    )
     rows = np.concatenate([np.arange(1, 17, dtype=np.float32)[:, None], X], axis=1)
     state = opt.init(params, jax.random.key(5))
     seen = []
     for _ in range(2):
         state, _ = opt.step(state, rows)
         seen.append(np.asarray(state.params["seen"]))
-    # two rows share a device and micro-batch, so 16 rows draw 8 different numbers, others the next step
+    # two rows share a device and micro-batch, so 16 rows draw 8 different numbers, others the next
+    # step
     assert len(set(np.round(seen[0], 6))) == 8
     assert not set(np.round(seen[0], 6)) & set(np.round(seen[1], 6))
     again = opt.init(params, jax.random.key(5))
@@ -84,11 +95,15 @@ def test_blocks_draw_their_own_numbers():
         loss=lambda outer, x, batch: x.mean(),
     )
     params = {"blocks": {"one": jnp.eye(3)[:, None, :]}}
-    x = jax.jit(model._replace(loss=lambda outer, x, batch: x).loss_fn)(params, jnp.zeros((1, 3)), jax.random.key(0))
+    x = jax.jit(model._replace(loss=lambda outer, x, batch: x).loss_fn)(
+        params, jnp.zeros((1, 3)), jax.random.key(0)
+    )
     assert len(set(x[0].tolist())) == 3
 
 
-@pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name == "fsdp", fast=lambda name: name == "zero1"))
+@pytest.mark.parametrize(
+    "strategy", tiered(STRATEGIES, lambda name: name == "fsdp", fast=lambda name: name == "zero1")
+)
 def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strategy, mesh_of):
     def loss_fn(params, batch):
         normal = batch - params["stats"]["mean"][None, :]
@@ -100,7 +115,11 @@ def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strat
         }
         return square(params, normal) + params["base"].sum(), {"stats": so.Updated(stats)}
 
-    params = {**PARAMS, "base": jnp.ones((8, 8)), "stats": {"mean": jnp.zeros((8,)), "steps": jnp.int32(0)}}
+    params = {
+        **PARAMS,
+        "base": jnp.ones((8, 8)),
+        "stats": {"mean": jnp.zeros((8,)), "steps": jnp.int32(0)},
+    }
     opt = STRATEGIES[strategy](
         optax.adam(0.1), mesh_of(data=4), loss_fn, frozen=["^base$", "^stats/mean"], micro_batches=2
     )
@@ -122,11 +141,17 @@ def test_gradients_of_frozen_leaves_are_not_sent(mesh_of):
         block=lambda w, x: jnp.tanh(x @ (w["base"] + w["a"] @ w["b"])),
         loss=lambda outer, x, batch: jnp.mean(x**2),
     )
-    params = {"blocks": {"base": jnp.ones((3, 8, 8)), "a": jnp.ones((3, 8, 4)), "b": jnp.ones((3, 4, 8))}}
+    params = {
+        "blocks": {"base": jnp.ones((3, 8, 8)), "a": jnp.ones((3, 8, 4)), "b": jnp.ones((3, 4, 8))}
+    }
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model, frozen=["base$"], min_shard_elements=1)
     state = opt.init(params)
     program = so.audit(opt.step, state, np.ones((8, 8), np.float32))
-    sent = [(c.kind, c.bytes) for c in program.collectives if c.kind in ("all-gather", "reduce-scatter", "all-to-all")]
+    sent = [
+        (c.kind, c.bytes)
+        for c in program.collectives
+        if c.kind in ("all-gather", "reduce-scatter", "all-to-all")
+    ]
     # the joined shards of base, a and b are gathered; only the gradients of a and b are summed
     assert set(sent) == {("all-gather", 4 * (64 + 32 + 32)), ("reduce-scatter", 4 * (32 + 32))}
 
@@ -156,34 +181,43 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
     state, _ = opt.step(state, X)
     halves = []
     for half in (X[:8], X[8:]):
-        net = nnx.merge(graph, weights, jax.tree.map(jnp.copy, rest))  # modules change what they are merged from
+        # modules change what they are merged from
+        net = nnx.merge(graph, weights, jax.tree.map(jnp.copy, rest))
         net(half)
         halves.append(np.asarray(net.norm.mean[...]))
     merged = nnx.merge(graph, state.params["weights"], state.params["rest"])
-    np.testing.assert_allclose(merged.norm.mean[...], (halves[0] + halves[1]) / 2, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        merged.norm.mean[...], (halves[0] + halves[1]) / 2, rtol=1e-4, atol=1e-6
+    )
     assert jax.tree.structure(state.params) == jax.tree.structure(params)
 
 
 def test_updates_must_fit(mesh_of):
     def loss_fn(params, batch):
-        return square(params, batch), {"u": so.Updated({"w": params["w"], "n": jnp.zeros((2,)), "z": params["b"]})}
+        return square(params, batch), {
+            "u": so.Updated({"w": params["w"], "n": jnp.zeros((2,)), "z": params["b"]})
+        }
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), loss_fn)
     state = opt.init({**PARAMS, "n": jnp.int32(0)})
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         opt.step(state, X)
-    assert str(caught.value) == (
-        "ddp: so.Updated does not fit the parameters.\n"
-        "  w: not a frozen parameter leaf\n"
-        "  z: not a frozen parameter leaf\n"
-        "  n: shape (2,), the parameter has ()\n"
-        "Fix: return so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer type."
+    assert (
+        str(caught.value)
+        == "ddp: so.Updated does not fit the parameters.\n  w: not a frozen parameter leaf\n  z:"
+        " not a frozen parameter leaf\n  n: shape (2,), the parameter has ()\nFix: return"
+        " so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer"
+        " type."
     )
 
 
 def test_optimizers_that_want_the_loss_get_it(mesh_of):
-    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, accumulation_size=1))
-    opt = so.zero(tx, mesh_of(data=4), lambda params, batch: jnp.float32(1.0) + 0 * square(params, batch))
+    tx = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, accumulation_size=1)
+    )
+    opt = so.zero(
+        tx, mesh_of(data=4), lambda params, batch: jnp.float32(1.0) + 0 * square(params, batch)
+    )
     state = opt.init(PARAMS)
     for _ in range(4):
         state, _ = opt.step(state, X)
@@ -196,7 +230,11 @@ BACKTRACKING = optax.scale_by_backtracking_linesearch(6, store_grad=True)
 @pytest.mark.parametrize(
     ("strategy", "search"),
     tiered(
-        [("fsdp", BACKTRACKING), ("fsdp", optax.scale_by_zoom_linesearch(20)), ("zero1", BACKTRACKING)],
+        [
+            ("fsdp", BACKTRACKING),
+            ("fsdp", optax.scale_by_zoom_linesearch(20)),
+            ("zero1", BACKTRACKING),
+        ],
         lambda row: False,
         ids=lambda row: f"{row[0]}-{'backtracking' if row[1] is BACKTRACKING else 'zoom'}",
     ),
@@ -204,8 +242,8 @@ BACKTRACKING = optax.scale_by_backtracking_linesearch(6, store_grad=True)
 def test_line_searches_evaluate_the_loss_of_the_union_batch(strategy, search, mesh_of, x64):
     """L-BFGS differentiates `value_fn` from outside, in a while loop, in the global view.
 
-    In every run rooms/losses/test_global_view.py has a search over the whole batch, and test_edge_cases.py its loss.
-    """
+    In every run rooms/losses/test_global_view.py has a search over the whole batch, and
+    test_edge_cases.py its loss."""
     tx = optax.lbfgs(linesearch=search)
     case = problem("odd", weighted=True, steps=3)
     opt = STRATEGIES[strategy](tx, mesh_of(replica=2, data=2), case.loss_fn)
@@ -226,14 +264,21 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(model, mesh_o
         return jnp.tanh(x @ w["w"])
 
     blocks = so.BlockModel(
-        embed=lambda outer, batch: (batch @ outer["in"].astype(jnp.float32)).astype(outer["in"].dtype),
+        embed=lambda outer, batch: (batch @ outer["in"].astype(jnp.float32)).astype(
+            outer["in"].dtype
+        ),
         block=block,
         loss=lambda outer, x, batch: jnp.mean(x.astype(jnp.float32) ** 2),
     )
     draw = np.random.default_rng(0)
-    params = {"in": np.eye(8, dtype=np.float32), "blocks": {"w": draw.normal(size=(3, 8, 8)).astype(np.float32)}}
+    params = {
+        "in": np.eye(8, dtype=np.float32),
+        "blocks": {"w": draw.normal(size=(3, 8, 8)).astype(np.float32)},
+    }
     loss_fn = blocks if model == "blocks" else lambda params, batch: blocks.loss_fn(params, batch)
-    opt = so.fsdp(optax.sgd(0.5), mesh_of(data=4), loss_fn, gather_dtype=jnp.bfloat16, min_shard_elements=1)
+    opt = so.fsdp(
+        optax.sgd(0.5), mesh_of(data=4), loss_fn, gather_dtype=jnp.bfloat16, min_shard_elements=1
+    )
 
     def reference(params, batch):
         return blocks.loss_fn(jax.tree.map(lambda x: x.astype(jnp.bfloat16), params), batch)
@@ -250,13 +295,17 @@ def test_gather_dtype_computes_in_half_precision_with_fp32_masters(model, mesh_o
         np.testing.assert_allclose(found, wanted, atol=0.01)
 
 
-@pytest.mark.parametrize("names", tiered([["ddp", "fsdp"], [*STRATEGIES]], lambda names: len(names) == 2, ids="-".join))
+@pytest.mark.parametrize(
+    "names", tiered([["ddp", "fsdp"], [*STRATEGIES]], lambda names: len(names) == 2, ids="-".join)
+)
 def test_half_precision_parameters_train_on_every_strategy(names, mesh_of):
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
     losses = set()
     for name in names:
         opt = STRATEGIES[name](
-            optax.sgd(0.5), mesh_of(data=4), lambda params, batch: square(params, batch.astype(jnp.bfloat16))
+            optax.sgd(0.5),
+            mesh_of(data=4),
+            lambda params, batch: square(params, batch.astype(jnp.bfloat16)),
         )
         state, _ = opt.step(opt.init(params), X)
         state, metrics = opt.step(state, X)
@@ -267,10 +316,15 @@ def test_half_precision_parameters_train_on_every_strategy(names, mesh_of):
 
 @pytest.mark.parametrize(
     "make",
-    tiered([*STRATEGIES, "global", "hybrid"], lambda name: False, fast=lambda name: name not in ("zero1", "zero3")),
+    tiered(
+        [*STRATEGIES, "global", "hybrid"],
+        lambda name: False,
+        fast=lambda name: name not in ("zero1", "zero3"),
+    ),
 )
 def test_the_optimizer_receives_gradients_in_the_dtype_of_their_parameters(make, mesh_of):
-    """Sums over micro-batches are in float32, and are cast back, so the state of the optimizer is as on one device.
+    """Sums over micro-batches are in float32, and are cast back, so the state of the optimizer is
+    as on one device.
 
     The mutation: `accumulate` returns the sums as they are.
     """
@@ -315,7 +369,9 @@ def test_a_loss_that_scans_from_constant_zeros_works(mesh_of):
     batch = np.random.default_rng(1).normal(size=(8, 8, 5)).astype(np.float32)
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, min_shard_elements=1)
     state, _ = opt.step(opt.init(PARAMS), batch)
-    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 0.1 * jax.grad(loss_fn)(PARAMS, batch)["w"], rtol=1e-5)
+    np.testing.assert_allclose(
+        state.params["w"], PARAMS["w"] - 0.1 * jax.grad(loss_fn)(PARAMS, batch)["w"], rtol=1e-5
+    )
 
 
 def test_equinox_modules_are_parameters_although_callable(mesh_of):
@@ -334,17 +390,19 @@ def test_equinox_modules_are_parameters_although_callable(mesh_of):
     assert isinstance(state.params, eqx.nn.MLP)
     with pytest.raises(TypeError) as caught:
         opt.init(net)
-    assert str(caught.value) == (
-        "fsdp: parameters must be a pytree of arrays.\n"
-        "  activation: custom_jvp\n"
-        "  final_activation: function\n"
-        "Fix: split the rest off, for instance with equinox.partition(model, equinox.is_array) or flax.nnx.split."
+    assert (
+        str(caught.value)
+        == "fsdp: parameters must be a pytree of arrays.\n  activation: custom_jvp\n "
+        " final_activation: function\nFix: split the rest off, for instance with"
+        " equinox.partition(model, equinox.is_array) or flax.nnx.split."
     )
 
 
 def test_model_loss_fn_is_treated_as_the_model(mesh_of):
     model = so.BlockModel(
-        embed=lambda outer, batch: batch, block=lambda w, x: x @ w["w"], loss=lambda outer, x, batch: x.mean()
+        embed=lambda outer, batch: batch,
+        block=lambda w, x: x @ w["w"],
+        loss=lambda outer, x, batch: x.mean(),
     )
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model.loss_fn, min_shard_elements=1)
     specs = opt.specs({"blocks": {"w": jax.ShapeDtypeStruct((4, 8, 8), jnp.float32)}})
@@ -367,4 +425,9 @@ def test_the_contract_names(mesh_of):
     assert opt.config.strategy == "fsdp"
     assert opt.config.mesh_shape == {"replica": 2, "data": 4, "pipeline": 1, "tensor": 1}
     state = opt.init(PARAMS)
-    assert all(a is b for a, b in zip(jax.tree.leaves(opt.synchronize(state)), jax.tree.leaves(state), strict=True))
+    assert all(
+        a is b
+        for a, b in zip(
+            jax.tree.leaves(opt.synchronize(state)), jax.tree.leaves(state), strict=True
+        )
+    )

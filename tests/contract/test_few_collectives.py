@@ -29,15 +29,23 @@ ZERO = functools.partial(so.zero, min_shard_elements=1)
 STRATEGIES = {
     # the loss and its weight; the leaves
     "ddp": (so.ddp, {"all-reduce": 2}),
-    # the loss and its weight; the leaf that stays whole; the norm of the others; one exchange, of a part for each device
-    "zero1": (functools.partial(ZERO, stage=1), {"all-reduce": 3, "all-to-all": 4, "all-gather": 1}),
-    "zero2": (functools.partial(ZERO, stage=2), {"all-reduce": 3, "all-to-all": 4, "all-gather": 1}),
+    # the loss and its weight; the leaf that stays whole; the norm of the others; one exchange, of a
+    # part for each device
+    "zero1": (
+        functools.partial(ZERO, stage=1),
+        {"all-reduce": 3, "all-to-all": 4, "all-gather": 1},
+    ),
+    "zero2": (
+        functools.partial(ZERO, stage=2),
+        {"all-reduce": 3, "all-to-all": 4, "all-gather": 1},
+    ),
 }
 
 
 @pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name != "zero1"))
 def test_leaves_and_their_norms_travel_together(strategy, mesh_of, monkeypatch):
-    monkeypatch.setattr(jax, "process_count", lambda: 2)  # leaves are joined for all-reduces between processes only
+    # leaves are joined for all-reduces between processes only
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     make, expected = STRATEGIES[strategy]
     opt = make(optax.adam(0.1), mesh_of(data=4), loss_fn)
     found = so.audit(opt.step, opt.init(PARAMS), np.ones((8, 8), np.float32)).collectives

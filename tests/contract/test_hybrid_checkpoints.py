@@ -1,4 +1,6 @@
-"""States move between pipelines, meshes and strategies: blocks are stored in the model's order, whatever runs them."""
+"""States move between pipelines, meshes and strategies: blocks are stored in the model's order,
+whatever runs them.
+"""
 
 import functools
 
@@ -34,10 +36,18 @@ def hybrid(mesh, case, schedule="eager_one_f_one_b", **options):
 def others(mesh_of, case):
     made = {
         "pipeline=1": hybrid(mesh_of(data=4, pipeline=1), case),
-        "pipeline=2": hybrid(mesh_of(data=2, tensor=2, pipeline=2), case, "zero_bubble", placement="zero1"),
-        "interleaved again": hybrid(mesh_of(data=1, pipeline=4), case, "interleaved", placement="ddp"),
-        "v-shaped": hybrid(mesh_of(data=4, pipeline=2), case, "v_shaped", placement="zero2", micro_batches=2),
-        "fsdp": so.fsdp(TX, mesh_of(data=4, tensor=2), case.loss_fn, rules=case.rules, min_shard_elements=8),
+        "pipeline=2": hybrid(
+            mesh_of(data=2, tensor=2, pipeline=2), case, "zero_bubble", placement="zero1"
+        ),
+        "interleaved again": hybrid(
+            mesh_of(data=1, pipeline=4), case, "interleaved", placement="ddp"
+        ),
+        "v-shaped": hybrid(
+            mesh_of(data=4, pipeline=2), case, "v_shaped", placement="zero2", micro_batches=2
+        ),
+        "fsdp": so.fsdp(
+            TX, mesh_of(data=4, tensor=2), case.loss_fn, rules=case.rules, min_shard_elements=8
+        ),
         "ddp": so.ddp(TX, mesh_of(data=2), case.loss_fn),
     }
     return {name: knowing(opt, case) for name, opt in made.items()}
@@ -62,7 +72,10 @@ def same(found, expected):
 
 @pytest.mark.slow
 def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
-    """Interleaved on four stages, then anything; by files and by bytes, parameters and moments alike."""
+    """Interleaved on four stages, then anything.
+
+    By files and by bytes, parameters and moments alike.
+    """
     first = hybrid(mesh_of(data=2, pipeline=4), case, "interleaved")
     state = train(first, first.init(case.params, jax.random.key(1)), case.batches[:2])
     so.save(tmp_path, state)
@@ -70,14 +83,20 @@ def test_a_run_goes_on_anywhere(case, mesh_of, tmp_path):
     whole = train(first, state, case.batches[2:])
     for name, opt in others(mesh_of, case).items():
         restored = so.restore(tmp_path, opt)
-        for leaf, promised in zip(*map(jax.tree.leaves, (restored, opt.abstract_state(case.params))), strict=True):
+        for leaf, promised in zip(
+            *map(jax.tree.leaves, (restored, opt.abstract_state(case.params))), strict=True
+        ):
             assert leaf.sharding == promised.sharding, name
-        for leaf, other in zip(*map(jax.tree.leaves, (restored, so.checkpoint.from_bytes(opt, data))), strict=True):
+        for leaf, other in zip(
+            *map(jax.tree.leaves, (restored, so.checkpoint.from_bytes(opt, data))), strict=True
+        ):
             np.testing.assert_array_equal(leaf, other)
         same(train(opt, restored, case.batches[2:]), whole)
 
 
-@pytest.mark.parametrize("source", tiered(["fsdp", "v-shaped", "ddp"], lambda source: source == "ddp"))
+@pytest.mark.parametrize(
+    "source", tiered(["fsdp", "v-shaped", "ddp"], lambda source: source == "ddp")
+)
 def test_a_run_comes_into_a_pipeline_from_anywhere(source, case, mesh_of, tmp_path):
     """And a pipeline of chunks restores what it saved bit for bit."""
     opt = others(mesh_of, case)[source]

@@ -1,4 +1,6 @@
-"""The compiled pipeline sends what the schedule's table and the placement say, on the axis they say, and nothing more."""
+"""The compiled pipeline sends what the schedule's table and the placement say, on the axis they
+say, and nothing more.
+"""
 
 import itertools
 
@@ -30,7 +32,9 @@ SHAPES = {
     "out": (WIDTH, OUTPUTS),
 }
 PARAMS = jax.tree.map(
-    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+    lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+    SHAPES,
+    is_leaf=lambda x: isinstance(x, tuple),
 )
 BATCH = jax.ShapeDtypeStruct((ROWS, INPUTS), jnp.float32)
 BLOCK, OUTER = 4 * 2 * WIDTH * HIDDEN, 4 * (INPUTS + OUTPUTS) * WIDTH
@@ -58,7 +62,12 @@ REPEATED = (
 def make(schedule, placement, mesh, remat=False, micro_batches=4):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     rules = RULES if mesh.shape["tensor"] > 1 else ()
-    options = {"micro_batches": micro_batches, "placement": placement, "rules": rules, "remat": remat}
+    options = {
+        "micro_batches": micro_batches,
+        "placement": placement,
+        "rules": rules,
+        "remat": remat,
+    }
     return so.hybrid(tx, mesh, MODEL, schedule=SCHEDULES[schedule], **options)
 
 
@@ -72,19 +81,35 @@ def stated_table(schedule, placement, sizes, remat):
     stage = BLOCK * LAYERS // sizes["pipeline"] // tensor
     runs = ticks * k * BLOCK // tensor  # of a block in every tick, at the most
     permutes = sum(map(bool, schedule.forward_shifts)) + sum(map(bool, schedule.backward_shifts))
-    table = [Expected("collective-permute", "pipeline", permutes * ticks * activation, permutes * ticks, in_loop=True)]
+    table = [
+        Expected(
+            "collective-permute",
+            "pipeline",
+            permutes * ticks * activation,
+            permutes * ticks,
+            in_loop=True,
+        )
+    ]
     if tensor > 1:
-        # a sum in the forward and one in the backward pass of a block; with remat, again in the backward pass
+        # a sum in the forward and one in the backward pass of a block; with remat, again in the
+        # backward pass
         sums = (3 if remat else 2) * ticks * k
         table.append(Expected("all-reduce", "tensor", sums * activation, sums, in_loop=True))
-    if schedule.num_chunks > 1:  # parameters, as they are split over data, and gradients, as they are reduced
-        params, grads = (stage // data if split else stage for split in (placement == "fsdp", placement != "ddp"))
+    # parameters, as they are split over data, and gradients, as they are reduced
+    if schedule.num_chunks > 1:
+        params, grads = (
+            stage // data if split else stage for split in (placement == "fsdp", placement != "ddp")
+        )
         table.append(Expected("collective-permute", "pipeline", params + grads, in_loop=False))
     if placement == "ddp":
         table.append(Expected("all-reduce", axes, stage, in_loop=False))
         return [*table, Expected("all-reduce", (*axes, "pipeline"), OUTER, in_loop=False)]
     table.append(Expected("reduce-scatter", "data", OUTER, in_loop=False))
-    table.append(Expected("all-reduce", ("replica", "pipeline") if replica > 1 else "pipeline", OUTER // data))
+    table.append(
+        Expected(
+            "all-reduce", ("replica", "pipeline") if replica > 1 else "pipeline", OUTER // data
+        )
+    )
     if replica > 1:
         table.append(Expected("all-reduce", "replica", stage // data, in_loop=False))
     if placement == "zero1":
@@ -93,7 +118,8 @@ def stated_table(schedule, placement, sizes, remat):
         table.append(Expected("reduce-scatter", "data", runs, in_loop=True))
     if placement == "fsdp":
         table.append(Expected("all-gather", "data", OUTER, in_loop=False))
-        gathers = 3 if remat else 2  # remat gathers for the forward that it runs again, and once more for the backward
+        # remat gathers for the forward that it runs again, and once more for the backward
+        gathers = 3 if remat else 2
         table.append(Expected("all-gather", "data", gathers * runs, in_loop=True))
     else:
         table.append(Expected("all-gather", "data", stage + OUTER, in_loop=False))
@@ -102,7 +128,8 @@ def stated_table(schedule, placement, sizes, remat):
 
 
 @pytest.mark.parametrize(
-    ("name", "placement", "sizes", "remat"), tiered(CASES, lambda row: row[0] not in REPEATED and row[1] != "ddp")
+    ("name", "placement", "sizes", "remat"),
+    tiered(CASES, lambda row: row[0] not in REPEATED and row[1] != "ddp"),
 )
 def test_the_compiled_step_sends_what_the_table_says(name, placement, sizes, remat, mesh_of):
     opt = make(name, placement, mesh_of(**sizes), remat)
@@ -117,7 +144,9 @@ def test_the_compiled_step_sends_what_the_table_says(name, placement, sizes, rem
 
 @pytest.mark.slow
 def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of):
-    """Four sums a block: were a ring or a sum of gradients whole over tensor, gathers would be here."""
+    """Four sums a block: were a ring or a sum of gradients whole over tensor, gathers would be
+    here.
+    """
     config = gpt.GPTConfig(vocab_size=64, dim=32, num_layers=4, num_heads=4, mlp_multiple=2)
     for schedule in ("eager_one_f_one_b", "zero_bubble"):
         opt = so.hybrid(
@@ -128,22 +157,34 @@ def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of)
             micro_batches=4,
             rules=gpt.rules,
         )
-        state = opt.abstract_state(jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0)))
+        state = opt.abstract_state(
+            jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
+        )
         found = audit(opt.step, state, {"tokens": jax.ShapeDtypeStruct((16, 17), jnp.int32)})
         looped = found.of(axis="tensor", in_loop=True)
         activation, ticks = 4 * 2 * 16 * 32, opt.config.schedule.num_ticks
-        inside = [one for one in looped.collectives if one.bytes >= activation and len(one.loops) > 1]
+        inside = [
+            one for one in looped.collectives if one.bytes >= activation and len(one.loops) > 1
+        ]
         assert {one.kind for one in inside} == {"all-reduce"}
-        assert sum(one.bytes * one.calls for one in inside) == 4 * 2 * ticks * activation, str(looped)
-        assert not [one for one in looped.collectives if one.kind != "all-reduce" and one.bytes > SCALARS], str(looped)
+        assert sum(one.bytes * one.calls for one in inside) == 4 * 2 * ticks * activation, str(
+            looped
+        )
+        assert not [
+            one for one in looped.collectives if one.kind != "all-reduce" and one.bytes > SCALARS
+        ], str(looped)
 
 
-@pytest.mark.parametrize("placement", tiered(["ddp", "zero1", "zero2", "fsdp"], lambda name: name == "fsdp"))
+@pytest.mark.parametrize(
+    "placement", tiered(["ddp", "zero1", "zero2", "fsdp"], lambda name: name == "fsdp")
+)
 def test_one_stage_is_the_plain_strategy(placement, mesh_of):
     """Not a similar program: the very same one."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     options = {} if placement == "ddp" else {"min_shard_elements": 8}
-    plain = STRATEGIES[placement](tx, mesh_of(data=4, tensor=2), MODEL, micro_batches=2, rules=RULES)
+    plain = STRATEGIES[placement](
+        tx, mesh_of(data=4, tensor=2), MODEL, micro_batches=2, rules=RULES
+    )
     options = {
         "schedule": SCHEDULES["interleaved"],
         "micro_batches": 2,
@@ -174,14 +215,18 @@ def test_remat_on_one_stage_is_that_of_the_model(mesh_of):
     ("placement", "sizes"),
     tiered(
         itertools.product(
-            ["ddp", "zero1", "fsdp"], [{"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 4}]
+            ["ddp", "zero1", "fsdp"],
+            [{"data": 2, "tensor": 2, "pipeline": 2}, {"data": 2, "pipeline": 4}],
         ),
         lambda row: "tensor" in row[1] and row[0] == "fsdp",
     ),
     ids=str,
 )
 def test_bytes_per_device(placement, sizes, mesh_of):
-    """Blocks a stage's part, outer leaves whole over pipeline; on data and tensor as without a pipeline."""
+    """Blocks a stage's part, outer leaves whole over pipeline.
+
+    On data and tensor as without a pipeline.
+    """
     opt = make("interleaved", placement, mesh_of(**sizes))
     opt.specs(PARAMS)
     blocks, outer = BLOCK * LAYERS // sizes["pipeline"] // sizes.get("tensor", 1), OUTER

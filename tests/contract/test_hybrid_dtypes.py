@@ -13,7 +13,10 @@ import shardopt as so
 from shardopt.hlo import audit
 
 DRAW = np.random.default_rng(0)
-X = DRAW.normal(size=(16, 4)).astype(np.float32) * np.linspace(0.2, 2.0, 16, dtype=np.float32)[:, None]
+X = (
+    DRAW.normal(size=(16, 4)).astype(np.float32)
+    * np.linspace(0.2, 2.0, 16, dtype=np.float32)[:, None]
+)
 PARAMS = {
     "blocks": {"up": DRAW.normal(size=(8, 8, 16)) / 4, "down": DRAW.normal(size=(8, 16, 8)) / 4},
     "in": DRAW.normal(size=(4, 8)) / 2,
@@ -46,7 +49,9 @@ def gradient(opt, params):
 
 
 def check(found, dtype):
-    """Compare with the gradient that fp32 gives at the same rounded parameters: half a percent is bfloat16's rounding."""
+    """Compare with the gradient that fp32 gives at the same rounded parameters: half a percent is
+    bfloat16's rounding.
+    """
     grads, metrics = found
     rounded = cast(cast(PARAMS, jnp.bfloat16), jnp.float32)
     loss, expected = jax.jit(jax.value_and_grad(model().loss_fn))(rounded, {"x": X})
@@ -89,7 +94,9 @@ def test_half_precision_parameters_and_activations(schedule, placement, mesh_of)
 )
 def test_gather_dtype_computes_in_half_precision_with_fp32_masters(schedule, remat, mesh_of):
     seen = set()
-    opt = hybrid(mesh_of(data=2, pipeline=4), schedule, seen, gather_dtype=jnp.bfloat16, remat=remat)
+    opt = hybrid(
+        mesh_of(data=2, pipeline=4), schedule, seen, gather_dtype=jnp.bfloat16, remat=remat
+    )
     check(gradient(opt, cast(PARAMS, jnp.float32)), jnp.float32)
     assert seen == {jnp.dtype(jnp.bfloat16)}
 
@@ -100,13 +107,21 @@ def test_gathers_in_half_precision_send_half(mesh_of):
     for dtype in (None, jnp.bfloat16):
         opt = hybrid(mesh_of(data=2, pipeline=2), "eager_one_f_one_b", gather_dtype=dtype)
         abstract = jax.eval_shape(lambda: cast(PARAMS, jnp.float32))
-        found = audit(opt.step, opt.abstract_state(abstract), {"x": jax.ShapeDtypeStruct(X.shape, jnp.float32)})
-        sent[dtype] = {kind: found.of(kind=kind).total.bytes for kind in ("all-gather", "reduce-scatter")}
+        found = audit(
+            opt.step,
+            opt.abstract_state(abstract),
+            {"x": jax.ShapeDtypeStruct(X.shape, jnp.float32)},
+        )
+        sent[dtype] = {
+            kind: found.of(kind=kind).total.bytes for kind in ("all-gather", "reduce-scatter")
+        }
     assert sent[jnp.bfloat16]["all-gather"] * 2 == sent[None]["all-gather"] > 0
     assert sent[jnp.bfloat16]["reduce-scatter"] == sent[None]["reduce-scatter"] > 0
 
 
-@pytest.mark.parametrize("schedule", tiered(["eager_one_f_one_b", "zero_bubble"], lambda name: name == "zero_bubble"))
+@pytest.mark.parametrize(
+    "schedule", tiered(["eager_one_f_one_b", "zero_bubble"], lambda name: name == "zero_bubble")
+)
 def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
     """A thousandth beside a one is lost in a bfloat16 sum; 32 of them are not, in an fp32 one."""
     values = np.full((32, 1), 1 / 128, np.float32)
@@ -114,7 +129,9 @@ def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
     one = so.BlockModel(
         embed=lambda outer, batch: batch["x"].astype(jnp.bfloat16) * outer["scale"],
         block=lambda w, x: x * w["one"],
-        loss=lambda outer, x, batch: x.astype(jnp.float32).sum() + 0 * outer["scale"].astype(jnp.float32),
+        loss=lambda outer, x, batch: (
+            x.astype(jnp.float32).sum() + 0 * outer["scale"].astype(jnp.float32)
+        ),
     )
     params = {"blocks": {"one": jnp.ones((2,), jnp.bfloat16)}, "scale": jnp.ones((), jnp.bfloat16)}
     opt = so.hybrid(

@@ -1,8 +1,8 @@
-"""Hybrid equals one device on the union batch: every pair of schedule, placement, mesh, sizes, optimizer and model.
+"""Hybrid equals one device on the union batch: every pair of schedule, placement, mesh, sizes,
+optimizer and model.
 
-In every run a schedule of forward and backward passes in turn and one of a split backward pass, two placements, and replicas;
-the rest is slow.
-"""
+In every run a schedule of forward and backward passes in turn and one of a split backward pass, two
+placements, and replicas; the rest is slow."""
 
 import itertools
 import math
@@ -50,7 +50,11 @@ ROWS_OF_LATER = [
 ]
 
 QUICK = [
-    next(row for row in ROWS if row["model"] == "pytree" and (row["schedule"], row["placement"]) == pair)
+    next(
+        row
+        for row in ROWS
+        if row["model"] == "pytree" and (row["schedule"], row["placement"]) == pair
+    )
     for pair in [
         ("eager_one_f_one_b", "fsdp"),
         ("zero_bubble", "zero1"),
@@ -61,12 +65,24 @@ FAST = QUICK[:1]
 
 def row_id(row) -> str:
     mesh = ",".join(f"{axis}{size}" for axis, size in row["mesh"].items())
-    words = [row["schedule"], row["placement"], mesh, row["micro_batches"], row["optimizer"], row["model"]]
-    return "-".join([*words, *(["weighted"] if row["weighted"] else []), *(["remat"] if row["remat"] else [])])
+    words = [
+        row["schedule"],
+        row["placement"],
+        mesh,
+        row["micro_batches"],
+        row["optimizer"],
+        row["model"],
+    ]
+    return "-".join(
+        [*words, *(["weighted"] if row["weighted"] else []), *(["remat"] if row["remat"] else [])]
+    )
 
 
 @pytest.mark.parametrize(
-    "row", tiered(ROWS + ROWS_OF_LATER, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id)
+    "row",
+    tiered(
+        ROWS + ROWS_OF_LATER, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id
+    ),
 )
 def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     sizes = {"data": 1} | row["mesh"]
@@ -74,7 +90,9 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     count = micro_batches(row["schedule"], row["micro_batches"], stages)
     devices = sizes["data"] * sizes.get("replica", 1)
     num_blocks = 16 if stages == 8 else 8
-    case = block_problem(row["model"], weighted=row["weighted"], num_blocks=num_blocks, rows=2 * count * devices)
+    case = block_problem(
+        row["model"], weighted=row["weighted"], num_blocks=num_blocks, rows=2 * count * devices
+    )
     tx = OPTIMIZERS[row["optimizer"]]()
     opt = so.hybrid(
         tx,
@@ -96,7 +114,10 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
 def test_residuals_that_fill_tiles(schedule, remat, mesh_of, x64):
     """Their layout is told to the compiler, and passes through the partitioner of tensor."""
     draw = np.random.default_rng(3)
-    leaf = lambda *shape: draw.normal(size=shape) / shape[-2] ** 0.5  # noqa: E731
+
+    def leaf(*shape):
+        return draw.normal(size=shape) / shape[-2] ** 0.5
+
     params = {"blocks": {"up": leaf(8, 128, 256), "down": leaf(8, 256, 128)}, "in": leaf(4, 128)}
     model = so.BlockModel(
         embed=lambda outer, batch: batch @ outer["in"],
@@ -104,9 +125,17 @@ def test_residuals_that_fill_tiles(schedule, remat, mesh_of, x64):
         loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T) ** 2),
     )
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))]
-    case = Problem(params, model, model.loss_fn, rules, [draw.normal(size=(64, 4)) for _ in range(2)])
+    case = Problem(
+        params, model, model.loss_fn, rules, [draw.normal(size=(64, 4)) for _ in range(2)]
+    )
     tx = optax.sgd(1e-3)
-    how = {"schedule": SCHEDULES[schedule], "micro_batches": 4, "placement": "ddp", "rules": rules, "remat": remat}
+    how = {
+        "schedule": SCHEDULES[schedule],
+        "micro_batches": 4,
+        "placement": "ddp",
+        "rules": rules,
+        "remat": remat,
+    }
     opt = so.hybrid(tx, mesh_of(data=2, tensor=2, pipeline=2), model, **how)
     trains_as_one_device(opt, case, tx)
 
@@ -118,7 +147,8 @@ def test_zero3_is_the_placement_of_fsdp(mesh_of):
         mesh_of(data=2, pipeline=2),
     )
     configs = [
-        so.hybrid(optax.sgd(0.1), mesh, model, micro_batches=2, placement=name).config for name in ("zero3", "fsdp")
+        so.hybrid(optax.sgd(0.1), mesh, model, micro_batches=2, placement=name).config
+        for name in ("zero3", "fsdp")
     ]
     assert configs[0].placement == configs[1].placement
 
@@ -137,6 +167,13 @@ def test_the_problems_tell_devices_apart():
         for name in BLOCK_MODELS:
             case = block_problem(name, weighted=True, num_blocks=4, rows=8, steps=1)
             half = jax.tree.map(lambda x: x[:4], case.batches[0])
-            one, other = (jax.grad(case.reference, allow_int=True)(case.params, b) for b in (case.batches[0], half))
-            leaves = [(a, b) for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True) if a.dtype == float]
+            one, other = (
+                jax.grad(case.reference, allow_int=True)(case.params, b)
+                for b in (case.batches[0], half)
+            )
+            leaves = [
+                (a, b)
+                for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True)
+                if a.dtype == float
+            ]
             assert max(float(abs(a - b).max()) for a, b in leaves) > 1e-3

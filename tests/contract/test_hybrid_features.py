@@ -1,4 +1,6 @@
-"""Whatever a loss may ask for works in a pipeline too, and draws and returns what it does without one."""
+"""Whatever a loss may ask for works in a pipeline too, and draws and returns what it does without
+one.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +46,9 @@ def same(found, expected, rtol=1e-10):
 
 
 def plain(mesh, model, tx=None, **options):
-    return so.ddp(tx or optax.sgd(0.1, momentum=0.9), mesh, model, **({"micro_batches": 4} | options))
+    return so.ddp(
+        tx or optax.sgd(0.1, momentum=0.9), mesh, model, **({"micro_batches": 4} | options)
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,9 @@ def plain(mesh, model, tx=None, **options):
     ),
 )
 def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
-    """With as many data devices and micro-batches: each block, step, device and micro-batch has the same key."""
+    """With as many data devices and micro-batches: each block, step, device and micro-batch has the
+    same key.
+    """
 
     def dropped(x, rng):
         return x * jax.random.bernoulli(rng, 0.7, x.shape) / 0.7
@@ -65,7 +71,9 @@ def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
         block=lambda w, x, *, rng: x + dropped(jnp.tanh(x @ w["kernel"]), rng),
         loss=lambda outer, x, batch, *, rng: MODEL.loss(outer, dropped(x, rng), batch),
     )
-    state, metrics = run(hybrid(mesh_of(data=2, pipeline=4), model, schedule, remat=remat), PARAMS, {"x": X})
+    state, metrics = run(
+        hybrid(mesh_of(data=2, pipeline=4), model, schedule, remat=remat), PARAMS, {"x": X}
+    )
     without = plain(mesh_of(data=2), model)
     expected, wanted = run(without, PARAMS, {"x": X})
     same((state.params, metrics), (expected.params, wanted))
@@ -75,10 +83,14 @@ def test_draws_what_ddp_draws(schedule, remat, mesh_of, x64):
 
 @pytest.mark.slow  # test_features.py without a pipeline, test_hybrid_frozen.py
 @pytest.mark.parametrize(
-    "schedule", tiered(["eager_one_f_one_b", "zero_bubble_lockstep_2"], lambda name: "eager" in name)
+    "schedule",
+    tiered(["eager_one_f_one_b", "zero_bubble_lockstep_2"], lambda name: "eager" in name),
 )
 def test_frozen_updated_and_aux(schedule, mesh_of, x64):
-    """Frozen leaves in blocks and outside, integer, boolean and key leaves; new values for some; metrics of every kind."""
+    """Frozen leaves in blocks and outside, integer, boolean and key leaves.
+
+    New values for some; metrics of every kind.
+    """
 
     def block(w, x):
         scale = jnp.where(w["on"], w["frozen"], 1.0) + 0.1 * jax.random.uniform(w["key"])
@@ -92,7 +104,14 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
             "vector": x.mean(0),
             "count": so.Sum(jnp.int32(3)),
             "stats": so.Updated(
-                {"stats": {"mean": batch["x"].mean(0), "most": positive, "least": -positive - 1, "any": positive > 1}}
+                {
+                    "stats": {
+                        "mean": batch["x"].mean(0),
+                        "most": positive,
+                        "least": -positive - 1,
+                        "any": positive > 1,
+                    }
+                }
             ),
         }
         return so.Weighted(MODEL.loss(outer, x, batch) * positive, positive.astype(float)), aux
@@ -104,9 +123,18 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
         "key": jax.random.split(jax.random.key(0), 8),
     }
     stats = {"mean": np.zeros(4), "most": np.int32(0), "least": np.int32(0), "any": np.bool_(False)}
-    params = {"blocks": PARAMS["blocks"] | rest, "in": PARAMS["in"], "fixed": np.ones(3), "stats": stats}
-    model, frozen = MODEL._replace(block=block, loss=loss), ["^blocks/frozen", "^blocks/key", "^fixed", "^stats/mean"]
-    trusted = {"frozen": frozen, "separable": True}  # weights and counts of a piece are no sums over rows
+    params = {
+        "blocks": PARAMS["blocks"] | rest,
+        "in": PARAMS["in"],
+        "fixed": np.ones(3),
+        "stats": stats,
+    }
+    model, frozen = (
+        MODEL._replace(block=block, loss=loss),
+        ["^blocks/frozen", "^blocks/key", "^fixed", "^stats/mean"],
+    )
+    # weights and counts of a piece are no sums over rows
+    trusted = {"frozen": frozen, "separable": True}
     one = hybrid(mesh_of(data=2, pipeline=4), model, schedule, placement="zero2", **trusted)
     state, metrics = run(one, params, {"x": X})
     other = plain(mesh_of(data=2), model, **trusted)
@@ -120,10 +148,15 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
 
 @pytest.mark.parametrize(
     ("schedule", "frozen"),
-    tiered([("eager_one_f_one_b", "^in"), ("zero_bubble", "^blocks")], lambda row: row[0] == "zero_bubble"),
+    tiered(
+        [("eager_one_f_one_b", "^in"), ("zero_bubble", "^blocks")],
+        lambda row: row[0] == "zero_bubble",
+    ),
 )
 def test_one_part_alone_is_trained(schedule, frozen, mesh_of, x64):
-    state, metrics = run(hybrid(mesh_of(data=2, pipeline=4), MODEL, schedule, frozen=[frozen]), PARAMS, {"x": X})
+    state, metrics = run(
+        hybrid(mesh_of(data=2, pipeline=4), MODEL, schedule, frozen=[frozen]), PARAMS, {"x": X}
+    )
     expected, wanted = run(plain(mesh_of(data=2), MODEL, frozen=[frozen]), PARAMS, {"x": X})
     same((state.params, metrics), (expected.params, wanted))
 
@@ -131,7 +164,9 @@ def test_one_part_alone_is_trained(schedule, frozen, mesh_of, x64):
 def everything(w, x):
     """A block of inner scans, one of them unrolled, a checkpoint, custom gradients and a constant."""
     h = jax.nn.relu(jax.nn.gelu(x @ w["kernel"]) @ jnp.asarray(np.eye(8)[::-1]))
-    h, _ = jax.lax.scan(lambda h, s: (jnp.tanh(h @ w["kernel"] * s), None), h, jnp.array([0.5, 1.0]))
+    h, _ = jax.lax.scan(
+        lambda h, s: (jnp.tanh(h @ w["kernel"] * s), None), h, jnp.array([0.5, 1.0])
+    )
     h, _ = jax.lax.scan(lambda h, s: (jnp.tanh(h * s), None), h, jnp.array([0.5, 1.0]), unroll=True)
     h = checkpoint_name(h, "hidden")
     return x + jax.checkpoint(lambda h, k: jnp.sin(h @ k))(h, w["kernel"]) * twice(h)
@@ -150,15 +185,21 @@ twice.defvjp(lambda x: (2 * x, x), lambda x, dy: (3 * dy * jnp.cos(x),))
     [
         pytest.param("zero_bubble", None, False, marks=pytest.mark.slow),
         pytest.param("zero_bubble", "full", False, marks=pytest.mark.slow),
-        pytest.param("interleaved", jax.checkpoint_policies.dots_saveable, False, marks=pytest.mark.slow),
+        pytest.param(
+            "interleaved", jax.checkpoint_policies.dots_saveable, False, marks=pytest.mark.slow
+        ),
         pytest.param("eager_one_f_one_b", "full", True, marks=pytest.mark.slow),
-        pytest.param("zero_bubble", jax.checkpoint_policies.nothing_saveable, True, marks=pytest.mark.slow),
+        pytest.param(
+            "zero_bubble", jax.checkpoint_policies.nothing_saveable, True, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
     model = MODEL._replace(block=everything, remat=kept)
-    state, metrics = run(hybrid(mesh_of(data=2, pipeline=4), model, schedule, remat=remat), PARAMS, {"x": X})
+    state, metrics = run(
+        hybrid(mesh_of(data=2, pipeline=4), model, schedule, remat=remat), PARAMS, {"x": X}
+    )
     expected, wanted = run(plain(mesh_of(data=2), model), PARAMS, {"x": X})
     same((state.params, metrics), (expected.params, wanted))
 
@@ -167,7 +208,13 @@ def test_any_block_and_what_is_kept_of_it(schedule, kept, remat, mesh_of, x64):
 @pytest.mark.parametrize("schedule", ["eager_one_f_one_b", "interleaved"])
 def test_line_searches_evaluate_the_loss_of_the_union_batch(schedule, mesh_of, x64):
     case = block_problem("pytree", weighted=True, num_blocks=4, rows=16)
-    opt = hybrid(mesh_of(data=2, tensor=2, pipeline=2), case.loss_fn, schedule, tx=optax.lbfgs(), rules=case.rules)
+    opt = hybrid(
+        mesh_of(data=2, tensor=2, pipeline=2),
+        case.loss_fn,
+        schedule,
+        tx=optax.lbfgs(),
+        rules=case.rules,
+    )
     expected, final = train(optax.lbfgs(), case.reference, case.params, case.batches, value_fn=True)
     state = opt.init(case.params)
     for batch in case.batches:
@@ -182,23 +229,32 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(mesh_of):
     mesh = mesh_of(data=2, tensor=2, pipeline=2)
     opt = hybrid(mesh, case.loss_fn, "interleaved", tx=optax.adafactor(1e-2), rules=case.rules)
     specs = opt.specs(jax.eval_shape(lambda: case.params))
-    expected = jax.tree.map(lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    expected = jax.tree.map(
+        lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
     state = opt.init(lambda rng: case.params, jax.random.key(0))
     abstract = opt.abstract_state()
 
     def check(state):
-        for leaf, sharding, promised in zip(*map(jax.tree.leaves, (state, expected, abstract)), strict=True):
+        for leaf, sharding, promised in zip(
+            *map(jax.tree.leaves, (state, expected, abstract)), strict=True
+        ):
             assert leaf.sharding == sharding == promised.sharding
             assert (leaf.shape, leaf.dtype) == (promised.shape, promised.dtype)
 
     check(state)
-    assert specs.params["blocks"]["w"][0] == P("pipeline", None, "tensor")  # 5 is odd, so data finds no dim
+    # 5 is odd, so data finds no dim
+    assert specs.params["blocks"]["w"][0] == P("pipeline", None, "tensor")
     assert specs.params["blocks"]["gate"] == P("pipeline")
     old = jax.tree.leaves(state)
     state, _ = opt.step(state, case.batches[0])
     check(state)
     assert all(leaf.is_deleted() for leaf in old if leaf.size > 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        patch.setattr(
+            jax._src.compiler,
+            "compile_or_get_cached",
+            lambda *_, **__: pytest.fail("compiled again"),
+        )
         state, _ = opt.step(state, case.batches[1])
     check(state)

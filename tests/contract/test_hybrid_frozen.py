@@ -16,7 +16,9 @@ MODEL = so.BlockModel(
     loss=lambda outer, x, batch: jnp.mean((x @ outer["out"]) ** 2),
 )
 SHAPES = {"blocks": {"kernel": (BLOCKS, WIDTH, WIDTH)}, "in": (2, WIDTH), "out": (WIDTH, 2)}
-PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+PARAMS = jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+)
 
 
 @pytest.mark.parametrize(
@@ -38,4 +40,5 @@ def test_frozen_blocks_skip_what_nobody_reads(frozen, passes, mesh_of):
     compiled = opt.step.lower(opt.abstract_state(PARAMS), batch).compile()
     found = inner_product_flops(compiled, schedule=opt.config.schedule)
     one_pass = 2 * (ROWS // 2) * (BLOCKS // STAGES) * WIDTH**2
-    assert found == pytest.approx(passes * one_pass, rel=0.1)  # and the ends of the model, which are small
+    # and the ends of the model, which are small
+    assert found == pytest.approx(passes * one_pass, rel=0.1)

@@ -22,8 +22,13 @@ MODEL = so.BlockModel(
     block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
     loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T) ** 2),
 )
-SHAPES = {"blocks": {"up": (BLOCKS, WIDTH, 2 * WIDTH), "down": (BLOCKS, 2 * WIDTH, WIDTH)}, "in": (4, WIDTH)}
-PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+SHAPES = {
+    "blocks": {"up": (BLOCKS, WIDTH, 2 * WIDTH), "down": (BLOCKS, 2 * WIDTH, WIDTH)},
+    "in": (4, WIDTH),
+}
+PARAMS = jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+)
 
 
 CHECKED = ("eager_one_f_one_b", "interleaved", "zero_bubble", "gpipe")
@@ -52,7 +57,10 @@ def compiled(*how, **options):
 
 
 def slot_bytes(remat):
-    """What one slot of one chunk of a whole stage keeps: a block's input and its first product; or the chunk's input."""
+    """What one slot of one chunk of a whole stage keeps: a block's input and its first product.
+
+    Or the chunk's input.
+    """
     per_block = ROWS * WIDTH * 4 * (1 + 2)
     return ROWS * WIDTH * 4 if remat else BLOCKS // STAGES * per_block
 
@@ -103,7 +111,10 @@ def test_memory_grows_by_what_the_table_keeps_of_a_micro_batch(name, mesh_of):
     def kept(table):
         """Residuals of a chunk and its output for the loss; what waits."""
         waiting = table.num_input_slots + table.num_cotangent_slots
-        return table.num_slots * (slot_bytes(remat=False) / table.num_chunks + message) + waiting * message
+        return (
+            table.num_slots * (slot_bytes(remat=False) / table.num_chunks + message)
+            + waiting * message
+        )
 
     found = [compiled(name, count, mesh) for count in (8, 16, 32)]
     temporary = [program.memory_analysis().temp_size_in_bytes for program, _ in found]
@@ -112,21 +123,31 @@ def test_memory_grows_by_what_the_table_keeps_of_a_micro_batch(name, mesh_of):
 
 
 def test_the_loop_carries_the_slots_of_the_table(mesh_of):
-    """Before XLA has it: each residual and each message that waits once. The slow tier measures what XLA makes of it."""
+    """Before XLA has it: each residual and each message that waits once.
+
+    The slow tier measures what XLA makes of it.
+    """
     carried, expected = [], []
     for name in ("eager_one_f_one_b", "one_f_one_b", "interleaved"):
         program, table = lowered(name, 16, mesh_of(data=1, pipeline=STAGES))
-        (types,) = re.findall(r"stablehlo\.while.*?\) : (.*)", program.as_text())[:1]  # the loop over ticks comes first
+        # the loop over ticks comes first
+        (types,) = re.findall(r"stablehlo\.while.*?\) : (.*)", program.as_text())[:1]
         buffers = re.findall(rf"tensor<(\d+)x{ROWS}x({WIDTH}|{2 * WIDTH})xf32>", types)
         carried.append(sum(4 * ROWS * int(count) * int(width) for count, width in buffers))
-        outputs = table.num_slots if name == "one_f_one_b" else 0  # the others take the loss of what they have just run
+        # the others take the loss of what they have just run
+        outputs = table.num_slots if name == "one_f_one_b" else 0
         waiting = table.num_input_slots + table.num_cotangent_slots + outputs
-        expected.append(table.num_slots * slot_bytes(remat=False) // table.num_chunks + waiting * 4 * ROWS * WIDTH)
+        expected.append(
+            table.num_slots * slot_bytes(remat=False) // table.num_chunks
+            + waiting * 4 * ROWS * WIDTH
+        )
     assert carried == expected
 
 
 def temporary_bytes():
-    """Print the temporary memory of two schedules, and their numbers of slots, in the order of operations that users have."""
+    """Print the temporary memory of two schedules, and their numbers of slots, in the order of
+    operations that users have.
+    """
     mesh = so.make_mesh(data=1, pipeline=STAGES, devices=jax.devices()[:STAGES])
     for name in ("eager_one_f_one_b", "one_f_one_b"):
         print(compiled(name, 16, mesh)[0].memory_analysis().temp_size_in_bytes)
@@ -134,27 +155,50 @@ def temporary_bytes():
 
 @pytest.mark.slow
 def test_memory_follows_the_slots_of_the_table():
-    """`one_f_one_b` keeps S where the eager one keeps 2 S - 1; the difference is what the table says."""
-    flags = os.environ["XLA_FLAGS"].replace("--xla_cpu_enable_concurrency_optimized_scheduler=false", "")
-    environment = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    """`one_f_one_b` keeps S where the eager one keeps 2 S - 1.
+
+    The difference is what the table says.
+    """
+    flags = os.environ["XLA_FLAGS"].replace(
+        "--xla_cpu_enable_concurrency_optimized_scheduler=false", ""
+    )
+    environment = os.environ | {
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }
     output = subprocess.run(
         [sys.executable, __file__], env=environment, capture_output=True, text=True, check=True
     ).stdout
     eager, textbook = map(int, output.split())
     saved = eager - textbook
-    eager_table, textbook_table = (SCHEDULES[name](STAGES, 16) for name in ("eager_one_f_one_b", "one_f_one_b"))
+    eager_table, textbook_table = (
+        SCHEDULES[name](STAGES, 16) for name in ("eager_one_f_one_b", "one_f_one_b")
+    )
     fewer = eager_table.num_slots - textbook_table.num_slots
     assert fewer == STAGES - 1
     # inputs and cotangents wait, and outputs as well
-    waiting = textbook_table.num_input_slots + textbook_table.num_cotangent_slots + textbook_table.num_slots
+    waiting = (
+        textbook_table.num_input_slots
+        + textbook_table.num_cotangent_slots
+        + textbook_table.num_slots
+    )
     message = ROWS * WIDTH * 4
-    np.testing.assert_allclose(saved, fewer * slot_bytes(remat=False) - waiting * message, rtol=0.25)
+    np.testing.assert_allclose(
+        saved, fewer * slot_bytes(remat=False) - waiting * message, rtol=0.25
+    )
 
 
 def test_the_loop_over_one_block_stays_and_tells_how_often_it_turns(mesh_of):
-    """XLA dissolves what it knows to turn once, and then copies ring buffers on TPU; a reader of the program is told."""
+    """XLA dissolves what it knows to turn once, and then copies ring buffers on TPU.
+
+    A reader of the program is told.
+    """
     program, schedule = compiled("interleaved", 4, mesh_of(data=1, pipeline=STAGES))
-    loops = [line for line in program.as_text().splitlines() if " while(" in line and "/one_turn/while" in line]
+    loops = [
+        line
+        for line in program.as_text().splitlines()
+        if " while(" in line and "/one_turn/while" in line
+    ]
     assert len(loops) == 2  # of the forward, and of the backward
     products = inner_product_flops(program, schedule=schedule)
     assert products is not None

@@ -39,7 +39,10 @@ def _drop(patch, axis):
 
 def swap_the_directions(patch):
     permute = messages.permute
-    turned = lambda leaves, pairs, specs=None: permute(leaves, [(b, a) for a, b in pairs], specs)  # noqa: E731
+
+    def turned(leaves, pairs, specs=None):
+        return permute(leaves, [(b, a) for a, b in pairs], specs)
+
     break_function(patch, messages.permute, turned)
 
 
@@ -62,15 +65,25 @@ def changed_table(patch, change):
 
 
 def read_the_wrong_activation(patch):
-    changed_table(patch, lambda table, s: {"backward_slot": (table["backward_slot"] + 1) % s.num_slots})
+    changed_table(
+        patch, lambda table, s: {"backward_slot": (table["backward_slot"] + 1) % s.num_slots}
+    )
 
 
 def read_the_wrong_message(patch):
-    changed_table(patch, lambda table, s: {"forward_waited": (table["forward_waited"] + 1) % s.num_input_slots})
+    changed_table(
+        patch,
+        lambda table, s: {"forward_waited": (table["forward_waited"] + 1) % s.num_input_slots},
+    )
 
 
 def defer_into_one_slot(patch):
-    changed_table(patch, lambda table, s: {name: table[name] * 0 for name in ("backward_deferred", "weight_deferred")})
+    changed_table(
+        patch,
+        lambda table, s: {
+            name: table[name] * 0 for name in ("backward_deferred", "weight_deferred")
+        },
+    )
 
 
 def take_another_micro_batch_for_the_loss(patch):
@@ -82,7 +95,9 @@ def take_another_micro_batch_for_the_loss(patch):
 
 
 def run_the_chunks_in_another_order(patch):
-    changed_table(patch, lambda table, s: {"forward_chunk": (table["forward_chunk"] + 1) % s.num_chunks})
+    changed_table(
+        patch, lambda table, s: {"forward_chunk": (table["forward_chunk"] + 1) % s.num_chunks}
+    )
 
 
 def lose_arrivals_that_wait(patch):
@@ -97,14 +112,19 @@ def skip_a_weight_pass(patch):
     changed_table(
         patch,
         lambda table, s: {
-            "weight_micro_batch": jnp.where(table["weight_micro_batch"] == 2, -1, table["weight_micro_batch"])
+            "weight_micro_batch": jnp.where(
+                table["weight_micro_batch"] == 2, -1, table["weight_micro_batch"]
+            )
         },
     )
 
 
 def forget_the_embedding(patch):
     embed_grads = pipelined._PipelinedModel.embed_grads
-    zeros = lambda model, m, dx: jax.tree.map(jnp.zeros_like, embed_grads(model, m, dx))  # noqa: E731
+
+    def zeros(model, m, dx):
+        return jax.tree.map(jnp.zeros_like, embed_grads(model, m, dx))
+
     patch.setattr(pipelined._PipelinedModel, "embed_grads", zeros)
 
 
@@ -140,7 +160,11 @@ def keep_half_a_message(patch):
 
 def send_what_was_made_now(patch):
     send = messages.send
-    break_function(patch, messages.send, lambda schedule, kind, leaves, before: send(schedule, kind, leaves, leaves))
+    break_function(
+        patch,
+        messages.send,
+        lambda schedule, kind, leaves, before: send(schedule, kind, leaves, leaves),
+    )
 
 
 def run_blocks_that_are_not_there(patch):
@@ -150,7 +174,9 @@ def run_blocks_that_are_not_there(patch):
 def forget_which_blocks_are_whose(patch):
     rows = uneven.stage_rows
     break_function(
-        patch, uneven.stage_rows, lambda schedule, counts: (rows(schedule, counts)[0][::-1], rows(schedule, counts)[1])
+        patch,
+        uneven.stage_rows,
+        lambda schedule, counts: (rows(schedule, counts)[0][::-1], rows(schedule, counts)[1]),
     )
 
 
@@ -184,19 +210,28 @@ def difference(schedule, mesh):
     case = block_problem("pytree", weighted=True, num_blocks=10 if blocks else 8, rows=16, steps=2)
     tx = optax.sgd(0.05, momentum=0.9)
     opt = so.hybrid(
-        tx, mesh, case.loss_fn, schedule=SCHEDULES[schedule], micro_batches=4, placement="zero1", min_shard_elements=8
+        tx,
+        mesh,
+        case.loss_fn,
+        schedule=SCHEDULES[schedule],
+        micro_batches=4,
+        placement="zero1",
+        min_shard_elements=8,
     )
     state = opt.init(case.params)
     for rows in case.batches:
         state, _ = opt.step(state, rows)
-    return relative_difference(state.params, train(tx, case.reference, case.params, case.batches)[1])
+    return relative_difference(
+        state.params, train(tx, case.reference, case.params, case.batches)[1]
+    )
 
 
 @pytest.mark.parametrize(("mutate", "schedule"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_the_contract_notices(mutate, schedule, mesh_of, x64):
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        assert not difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-6  # NaN is noticed as well
+        # NaN is noticed as well
+        assert not difference(schedule, mesh_of(data=2, pipeline=4)) <= 1e-6
 
 
 @pytest.mark.parametrize("schedule", sorted({one for _, one in CASES}))

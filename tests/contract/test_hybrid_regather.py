@@ -1,4 +1,6 @@
-"""`hybrid(regather=False)`: blocks gathered once a step equal one device, send once what is sent every pass, and hold it."""
+"""`hybrid(regather=False)`: blocks gathered once a step equal one device, send once what is sent
+every pass, and hold it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +35,8 @@ ROWS_OF_TABLE = [
 
 
 @pytest.mark.parametrize(
-    ("model", "schedule", "sizes", "remat"), tiered(ROWS_OF_TABLE, lambda row: len(row[2]) == 2 and not row[3])
+    ("model", "schedule", "sizes", "remat"),
+    tiered(ROWS_OF_TABLE, lambda row: len(row[2]) == 2 and not row[3]),
 )
 def test_equals_one_device(model, schedule, sizes, remat, mesh_of, x64):
     case = block_problem(model, weighted=True, num_blocks=8, rows=16, steps=2)
@@ -51,29 +54,40 @@ def test_equals_one_device(model, schedule, sizes, remat, mesh_of, x64):
     )
     expected, final = train(tx, case.reference, case.params, case.batches)
     state = opt.init(case.params)
-    np.testing.assert_allclose(opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10)
+    np.testing.assert_allclose(
+        opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10
+    )
     for batch in case.batches:
         state, _ = opt.step(state, batch)
     assert relative_difference(state.params, final) <= 1e-10
 
 
 def make(mesh, **options):
-    how = {"schedule": so.schedules.eager_one_f_one_b, "micro_batches": MICRO_BATCHES, "min_shard_elements": 8}
+    how = {
+        "schedule": so.schedules.eager_one_f_one_b,
+        "micro_batches": MICRO_BATCHES,
+        "min_shard_elements": 8,
+    }
     return so.hybrid(optax.sgd(0.1), mesh, MODEL, **how, **options)
 
 
 def test_what_it_sends_and_what_it_holds(mesh_of):
     mesh, stage = mesh_of(**SIZES), 4 * WIDTH**2 * LAYERS // SIZES["pipeline"]
     once, again, zero1 = (
-        make(mesh, **options) for options in ({"regather": False}, {"regather": True}, {"placement": "zero1"})
+        make(mesh, **options)
+        for options in ({"regather": False}, {"regather": True}, {"placement": "zero1"})
     )
-    compiled = [opt.step.lower(opt.abstract_state(PARAMS), BATCH).compile() for opt in (once, again, zero1)]
+    compiled = [
+        opt.step.lower(opt.abstract_state(PARAMS), BATCH).compile() for opt in (once, again, zero1)
+    ]
     found = audit(compiled[0], mesh=mesh)
     outer, ticks = 4 * WIDTH**2, once.config.schedule.num_ticks
     activation = 4 * ROWS // SIZES["data"] // MICRO_BATCHES * WIDTH
     found.check(
         [
-            Expected("collective-permute", "pipeline", 2 * ticks * activation, 2 * ticks, in_loop=True),
+            Expected(
+                "collective-permute", "pipeline", 2 * ticks * activation, 2 * ticks, in_loop=True
+            ),
             Expected("all-gather", "data", stage + outer, in_loop=False),
             Expected("reduce-scatter", "data", stage + outer, in_loop=False),
             Expected("all-reduce", "pipeline", outer // SIZES["data"]),
@@ -83,11 +97,15 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
     )
     assert not found.of(axis="data", in_loop=True).collectives
     held, temporary = zip(
-        *((one.memory_analysis().argument_size_in_bytes, one.memory_analysis().temp_size_in_bytes) for one in compiled),
+        *(
+            (one.memory_analysis().argument_size_in_bytes, one.memory_analysis().temp_size_in_bytes)
+            for one in compiled
+        ),
         strict=True,
     )
     assert held[0] == held[1] < held[2]  # between steps: shards, of parameters too
-    # all weights of a stage, and its gradients unsharded: those of one block less, which are gathered and scattered in turn
+    # all weights of a stage, and its gradients unsharded: those of one block less, which are
+    # gathered and scattered in turn
     assert stage <= temporary[0] - temporary[1] <= 2.5 * stage
     assert temporary[0] - temporary[2] <= 1.6 * stage  # zero1 keeps the weights anyway
 
@@ -99,15 +117,19 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
             {"regather": False, "placement": "zero1"},
             SIZES,
             ValueError,
-            "hybrid: regather=False is for placements that gather parameters, not for 'zero1'.\n"
-            "Fix: use placement='fsdp', or leave regather out.",
+            (
+                "hybrid: regather=False is for placements that gather parameters, not for"
+                " 'zero1'.\nFix: use placement='fsdp', or leave regather out."
+            ),
         ),
         (
             {"regather": False},
             {"data": 8, "pipeline": 1},
             ValueError,
-            "hybrid: regather=False is for pipelines, and there is one stage.\n"
-            "Fix: use a mesh with pipeline above 1, or leave regather out.",
+            (
+                "hybrid: regather=False is for pipelines, and there is one stage.\n"
+                "Fix: use a mesh with pipeline above 1, or leave regather out."
+            ),
         ),
         ({"regather": None}, SIZES, TypeError, "hybrid: regather must be True or False, got None."),
     ],

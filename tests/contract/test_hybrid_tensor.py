@@ -12,7 +12,9 @@ import shardopt as so
 from shardopt.hlo import audit
 
 SHAPES = {"blocks": {"up": (4, 8, 16), "down": (4, 8, 8), "wide": (4, 16, 8)}, "in": (8, 8)}
-PARAMS = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+PARAMS = jax.tree.map(
+    lambda s: jax.ShapeDtypeStruct(s, jnp.float32), SHAPES, is_leaf=lambda x: isinstance(x, tuple)
+)
 RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 
 
@@ -39,7 +41,9 @@ of their own (as shardopt/models/_layers.py does), or change the rule."""
 
 def hybrid(block, mesh):
     model = so.BlockModel(
-        embed=lambda outer, batch: batch @ outer["in"], block=block, loss=lambda outer, x, batch: jnp.mean(x**2)
+        embed=lambda outer, batch: batch @ outer["in"],
+        block=block,
+        loss=lambda outer, x, batch: jnp.mean(x**2),
     )
     return so.hybrid(
         optax.sgd(0.1),
@@ -54,10 +58,14 @@ def hybrid(block, mesh):
 
 @pytest.mark.parametrize("block", tiered([gated, rotated, rolled], lambda block: block is rolled))
 def test_a_permute_in_a_branch_is_refused_before_anything_runs(block, mesh_of):
-    """A collective permute has no groups: on CPU every device has to come to it, and idle stages do not."""
+    """A collective permute has no groups: on CPU every device has to come to it, and idle stages do
+    not.
+    """
     opt = hybrid(block, mesh_of(data=2, tensor=2, pipeline=2))
     state = opt.init(jax.tree.map(lambda one: jnp.ones(one.shape), PARAMS))
-    with pytest.raises(ValueError, match=r"^hybrid: the partitioner moves data over tensor by permutes") as error:
+    with pytest.raises(
+        ValueError, match=r"^hybrid: the partitioner moves data over tensor by permutes"
+    ) as error:
         opt.step(state, jnp.ones((16, 8)))
     head, *places, fix = str(error.value).splitlines()
     assert (head, fix) == (MESSAGE.splitlines()[0], MESSAGE.splitlines()[-1])

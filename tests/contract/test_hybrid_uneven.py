@@ -1,4 +1,6 @@
-"""Stages of unequally many blocks equal one device, run what they have and nothing else, and keep the user's own leaves."""
+"""Stages of unequally many blocks equal one device, run what they have and nothing else, and keep
+the user's own leaves.
+"""
 
 from collections import Counter
 
@@ -17,14 +19,77 @@ from shardopt.hlo import audit
 ROWS = [
     # model, blocks, schedule, blocks_per_stage, mesh, placement, optimizer, options
     ("pytree", 7, "eager_one_f_one_b", None, {"data": 2, "pipeline": 2}, "ddp", "momentum", {}),
-    ("pytree", 7, "eager_one_f_one_b", None, {"data": 2, "tensor": 2, "pipeline": 2}, "fsdp", "clip_adamw", {}),
-    ("pytree", 7, "zero_bubble", (3, 4), {"data": 4, "pipeline": 2}, "zero1", "adafactor", {"remat": True}),
-    ("pytree", 5, "zero_bubble_v", (1, 0, 2, 2), {"data": 2, "pipeline": 2}, "ddp", "clip_adamw", {}),
-    ("pytree", 10, "interleaved", None, {"data": 2, "pipeline": 4}, "fsdp", "momentum", {"remat": True}),
-    ("pytree", 9, "zero_bubble_lockstep_2", None, {"replica": 2, "pipeline": 4}, "zero1", "muon", {}),
+    (
+        "pytree",
+        7,
+        "eager_one_f_one_b",
+        None,
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        "fsdp",
+        "clip_adamw",
+        {},
+    ),
+    (
+        "pytree",
+        7,
+        "zero_bubble",
+        (3, 4),
+        {"data": 4, "pipeline": 2},
+        "zero1",
+        "adafactor",
+        {"remat": True},
+    ),
+    (
+        "pytree",
+        5,
+        "zero_bubble_v",
+        (1, 0, 2, 2),
+        {"data": 2, "pipeline": 2},
+        "ddp",
+        "clip_adamw",
+        {},
+    ),
+    (
+        "pytree",
+        10,
+        "interleaved",
+        None,
+        {"data": 2, "pipeline": 4},
+        "fsdp",
+        "momentum",
+        {"remat": True},
+    ),
+    (
+        "pytree",
+        9,
+        "zero_bubble_lockstep_2",
+        None,
+        {"replica": 2, "pipeline": 4},
+        "zero1",
+        "muon",
+        {},
+    ),
     ("gpt", 8, "one_f_one_b", (3, 2, 2, 1), {"data": 2, "pipeline": 4}, "zero2", "clip_adamw", {}),
-    ("gpt", 7, "gpipe", None, {"data": 2, "tensor": 2, "pipeline": 2}, "fsdp", "clip_adamw", {"regather": False}),
-    ("nnx", 6, "dual_pipe_v", (2, 1, 1, 2), {"tensor": 2, "pipeline": 2}, "zero1", "momentum", {"remat": True}),
+    (
+        "gpt",
+        7,
+        "gpipe",
+        None,
+        {"data": 2, "tensor": 2, "pipeline": 2},
+        "fsdp",
+        "clip_adamw",
+        {"regather": False},
+    ),
+    (
+        "nnx",
+        6,
+        "dual_pipe_v",
+        (2, 1, 1, 2),
+        {"tensor": 2, "pipeline": 2},
+        "zero1",
+        "momentum",
+        {"remat": True},
+    ),
     ("nnx", 5, "looped_breadth_first", None, {"data": 4, "pipeline": 2}, "fsdp", "adafactor", {}),
     ("gpt", 9, "v_shaped", None, {"pipeline": 4}, "ddp", "clip_adamw", {"remat": True}),
 ]
@@ -32,9 +97,15 @@ ROWS = [
 
 @pytest.mark.parametrize(
     ("model", "blocks", "schedule", "counts", "sizes", "placement", "optimizer", "options"),
-    tiered(ROWS, lambda row: row[5:7] == ("ddp", "momentum"), ids=lambda row: f"{row[0]}-{row[2]}-{row[5]}"),
+    tiered(
+        ROWS,
+        lambda row: row[5:7] == ("ddp", "momentum"),
+        ids=lambda row: f"{row[0]}-{row[2]}-{row[5]}",
+    ),
 )
-def test_equals_one_device(model, blocks, schedule, counts, sizes, placement, optimizer, options, mesh_of, x64):
+def test_equals_one_device(
+    model, blocks, schedule, counts, sizes, placement, optimizer, options, mesh_of, x64
+):
     case = block_problem(model, weighted=True, num_blocks=blocks, rows=16, steps=2)
     tx = OPTIMIZERS[optimizer]()
     opt = so.hybrid(
@@ -62,7 +133,10 @@ MODEL = so.BlockModel(
 
 def params():
     draw = np.random.default_rng(0)
-    blocks = {"kernel": draw.normal(size=(BLOCKS, WIDTH, WIDTH)) / 4, "scale": np.ones((BLOCKS, WIDTH))}
+    blocks = {
+        "kernel": draw.normal(size=(BLOCKS, WIDTH, WIDTH)) / 4,
+        "scale": np.ones((BLOCKS, WIDTH)),
+    }
     return jax.tree.map(jnp.float32, {"blocks": blocks, "in": draw.normal(size=(4, WIDTH))})
 
 
@@ -78,10 +152,12 @@ def test_what_it_stores_and_what_it_sends(mesh_of):
     state = opt.abstract_state(jax.eval_shape(params))
     kernel, scale = state.params["blocks"]["kernel"], state.params["blocks"]["scale"]
     assert kernel.shape == (BLOCKS, WIDTH, WIDTH)  # the user's own
-    assert kernel.sharding.shard_shape(kernel.shape) == (BLOCKS, WIDTH, WIDTH // 2)  # the other dim is for data
+    # the other dim is for data
+    assert kernel.sharding.shard_shape(kernel.shape) == (BLOCKS, WIDTH, WIDTH // 2)
     assert scale.sharding.is_fully_replicated  # of a block fewer than min_shard_elements
     found = audit(opt.step.lower(state, batch).compile(), mesh=mesh)
-    # two stages of room for 4: weights out by an all-to-all, gradients back by one; scale's gradients by an all-gather
+    # two stages of room for 4: weights out by an all-to-all, gradients back by one; scale's
+    # gradients by an all-gather
     sent = found.of(axis="pipeline", in_loop=False, kind="all-to-all")
     assert [one.bytes for one in sent.collectives] == [2 * 4 * WIDTH**2 // 2 * 4] * 2
     (gathered,) = found.of(axis="pipeline", in_loop=False, kind="all-gather").collectives
@@ -89,7 +165,9 @@ def test_what_it_stores_and_what_it_sends(mesh_of):
 
 
 def test_a_stage_runs_its_own_blocks_and_no_others(mesh_of):
-    """Counted on the host, forwards and backwards, in a program that has room for 3 blocks on each of 4 stages."""
+    """Counted on the host, forwards and backwards, in a program that has room for 3 blocks on each
+    of 4 stages.
+    """
     seen = Counter()
 
     def count(stage, x):
@@ -100,22 +178,33 @@ def test_a_stage_runs_its_own_blocks_and_no_others(mesh_of):
         def call(stage, x):
             return jax.pure_callback(count, jax.ShapeDtypeStruct(x.shape, x.dtype), stage, x)
 
-        wrapped = jax.shard_map(call, in_specs=None, out_specs=jax.P(), axis_names={"tensor"}, check_vma=False)
+        wrapped = jax.shard_map(
+            call, in_specs=None, out_specs=jax.P(), axis_names={"tensor"}, check_vma=False
+        )
         return wrapped(jax.lax.axis_index("pipeline"), x)
 
     travelling = jax.custom_vjp(lambda x: tell(x))
     travelling.defvjp(lambda x: (tell(x), None), lambda _, dy: (tell(dy),))
-    model = MODEL._replace(block=lambda w, x: travelling(x) + jnp.tanh(x @ w["kernel"]) * w["scale"][None])
+    model = MODEL._replace(
+        block=lambda w, x: travelling(x) + jnp.tanh(x @ w["kernel"]) * w["scale"][None]
+    )
     counts = (3, 0, 3, 1)
     opt = make(
-        mesh_of(data=1, pipeline=4), model, blocks_per_stage=counts, schedule=so.schedules.zero_bubble, separable=True
+        mesh_of(data=1, pipeline=4),
+        model,
+        blocks_per_stage=counts,
+        schedule=so.schedules.zero_bubble,
+        separable=True,
     )
     state, _ = opt.step(opt.init(params()), np.ones((8, 4), np.float32))
     jax.block_until_ready(state)
     assert seen == Counter({s: 2 * MICRO_BATCHES * n for s, n in enumerate(counts) if n})
 
 
-OPTIMIZER = {"momentum": lambda: optax.sgd(0.003, momentum=0.9), "line search": lambda: optax.lbfgs(memory_size=2)}
+OPTIMIZER = {
+    "momentum": lambda: optax.sgd(0.003, momentum=0.9),
+    "line search": lambda: optax.lbfgs(memory_size=2),
+}
 
 
 @pytest.mark.slow  # test_hybrid_checkpoints.py

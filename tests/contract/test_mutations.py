@@ -1,4 +1,6 @@
-"""The contract can fail: each way of breaking a strategy on purpose is noticed by comparing with one device."""
+"""The contract can fail: each way of breaking a strategy on purpose is noticed by comparing with
+one device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +61,9 @@ def mean_of_means(patch):
 
 def swap_two_axes(patch):
     right = axes.axes_of
-    break_function(patch, config.axes_of, lambda *args, **kw: right(*args, **kw)._replace(summed=("replica",)))
+    break_function(
+        patch, config.axes_of, lambda *args, **kw: right(*args, **kw)._replace(summed=("replica",))
+    )
 
 
 def forget_a_micro_batch(patch):
@@ -67,7 +71,9 @@ def forget_a_micro_batch(patch):
     break_function(
         patch,
         gradients.accumulate,
-        lambda one, batch, count, *how: accumulate(one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, *how),
+        lambda one, batch, count, *how: accumulate(
+            one, jax.tree.map(lambda x: x[: x.shape[0] // 2], batch), 1, *how
+        ),
     )
 
 
@@ -100,7 +106,9 @@ def every_device_sees_the_first_rows(patch):
     place = inputs.place_batch
 
     def first_rows(config, rows):
-        return place(config, jax.tree.map(lambda x: jnp.concatenate([x[:8]] * (x.shape[0] // 8)), rows))
+        return place(
+            config, jax.tree.map(lambda x: jnp.concatenate([x[:8]] * (x.shape[0] // 8)), rows)
+        )
 
     break_function(patch, build.place_batch, first_rows)
 
@@ -127,14 +135,17 @@ def difference(strategy, mesh):
     state = opt.init(case.params)
     for rows in case.batches:
         state, _ = opt.step(state, rows)
-    return relative_difference(state.params, train(tx, case.reference, case.params, case.batches)[1])
+    return relative_difference(
+        state.params, train(tx, case.reference, case.params, case.batches)[1]
+    )
 
 
 @pytest.mark.parametrize(("mutate", "strategy"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_the_contract_notices(mutate, strategy, mesh_of, x64):
     with pytest.MonkeyPatch.context() as patch:
         mutate(patch)
-        assert not difference(strategy, mesh_of(replica=2, data=4)) <= 1e-6  # NaN is noticed as well
+        # NaN is noticed as well
+        assert not difference(strategy, mesh_of(replica=2, data=4)) <= 1e-6
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

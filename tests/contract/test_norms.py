@@ -1,4 +1,6 @@
-"""`opt.step.with_norms`: the norms of every leaf and layer equal one device, and cost one all-reduce of their own."""
+"""`opt.step.with_norms`: the norms of every leaf and layer equal one device, and cost one
+all-reduce of their own.
+"""
 
 from collections import Counter
 
@@ -43,7 +45,9 @@ def parameters(model):
     draw = np.random.default_rng(0)
     blocks = {"up": (LAYERS, WIDTH, 16), "down": (LAYERS, 16, WIDTH), "bias": (LAYERS, WIDTH)}
     shapes = {"blocks": blocks, "in": (6, WIDTH), "out": (WIDTH, 3), "scale": ()}
-    params = jax.tree.map(lambda shape: draw.normal(size=shape) * 0.3, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    params = jax.tree.map(
+        lambda shape: draw.normal(size=shape) * 0.3, shapes, is_leaf=lambda x: isinstance(x, tuple)
+    )
     if model is mixing:
         params["blocks"] = [jax.tree.map(lambda x: x[i], params["blocks"]) for i in range(LAYERS)]  # noqa: B023
     return jax.tree.map(np.asarray, params)
@@ -63,7 +67,10 @@ def adam():
 
 def muon():
     dims = optax.contrib.MuonDimensionNumbers((1,), (2,))
-    is_matrix = lambda params: jax.tree.map(lambda x: dims if x.ndim == 3 else None, params)  # noqa: E731
+
+    def is_matrix(params):
+        return jax.tree.map(lambda x: dims if x.ndim == 3 else None, params)
+
     return optax.contrib.muon(1e-2, muon_weight_dimension_numbers=is_matrix)
 
 
@@ -72,25 +79,50 @@ HYBRID = {"micro_batches": 2, "min_shard_elements": 8}
 CASES = {
     "ddp": ("ddp", {"data": 4, "replica": 2}, adam, {"micro_batches": 2}),
     "zero1 and a frozen leaf": ("zero1", {"data": 8}, adam, {"frozen": ["^in$"]}),
-    "zero2 and tensor": ("zero2", {"data": 4, "tensor": 2}, adam, {"micro_batches": 2, "rules": RULES}),
+    "zero2 and tensor": (
+        "zero2",
+        {"data": 4, "tensor": 2},
+        adam,
+        {"micro_batches": 2, "rules": RULES},
+    ),
     "fsdp of matrices": ("fsdp", {"data": 4}, muon, {"opt_state_layout": "matrices"}),
     "fsdp in the global view": ("fsdp", {"data": 8}, adam, {"view": "global"}),
     "pipeline": ("hybrid", PIPELINE, adam, HYBRID | {"placement": "fsdp", "rules": RULES}),
-    "pipeline of matrices": ("hybrid", {"data": 2, "pipeline": 2}, muon, HYBRID | {"opt_state_layout": "matrices"}),
-    "uneven pipeline": ("hybrid", {"data": 2, "pipeline": 2}, adam, HYBRID | {"blocks_per_stage": [3, 1]}),
+    "pipeline of matrices": (
+        "hybrid",
+        {"data": 2, "pipeline": 2},
+        muon,
+        HYBRID | {"opt_state_layout": "matrices"},
+    ),
+    "uneven pipeline": (
+        "hybrid",
+        {"data": 2, "pipeline": 2},
+        adam,
+        HYBRID | {"blocks_per_stage": [3, 1]},
+    ),
 }
 
 
 def expected_norms(tx, model, frozen):
-    """Return for each step the norms of plain jax and optax on the whole batch, and the last parameters."""
+    """Return for each step the norms of plain jax and optax on the whole batch, and the last
+    parameters.
+    """
 
     def loss_fn(params, batch):
-        loss = model.loss_fn(params, batch) if isinstance(model, so.BlockModel) else model(params, batch)
+        loss = (
+            model.loss_fn(params, batch)
+            if isinstance(model, so.BlockModel)
+            else model(params, batch)
+        )
         return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
 
     def norms(tree):
-        is_stacked = lambda path: isinstance(model, so.BlockModel) and path[0].key == "blocks"  # noqa: E731
-        norm = lambda path, x: jnp.sqrt(jnp.sum(x**2, tuple(range(is_stacked(path), x.ndim))))  # noqa: E731
+        def is_stacked(path):
+            return isinstance(model, so.BlockModel) and path[0].key == "blocks"
+
+        def norm(path, x):
+            return jnp.sqrt(jnp.sum(x**2, tuple(range(is_stacked(path), x.ndim))))
+
         return jax.tree_util.tree_map_with_path(norm, tree)
 
     @jax.jit
@@ -106,7 +138,12 @@ def expected_norms(tx, model, frozen):
     opt_state = tx.init({name: None if name in frozen else leaf for name, leaf in params.items()})
     for batch in batches():
         params, opt_state, of_step = step(params, opt_state, batch)
-        results.append([{_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(t)} for t in of_step])
+        results.append(
+            [
+                {_path(path): x for path, x in jax.tree_util.tree_leaves_with_path(t)}
+                for t in of_step
+            ]
+        )
     return results, params
 
 
@@ -124,7 +161,9 @@ def make(case, mesh_of):
 QUICK = ("ddp",)
 
 
-@pytest.mark.parametrize("case", tiered(CASES, lambda case: case in QUICK, fast=lambda case: case == "ddp"))
+@pytest.mark.parametrize(
+    "case", tiered(CASES, lambda case: case in QUICK, fast=lambda case: case == "ddp")
+)
 def test_norms_equal_one_device(case, mesh_of, x64):
     opt, model = make(case, mesh_of)
     frozen = ["in"] if "frozen" in case else []
@@ -132,27 +171,40 @@ def test_norms_equal_one_device(case, mesh_of, x64):
     state = opt.init(parameters(model))
     for batch, expected in zip(batches(), results, strict=True):
         state, metrics, norms = opt.step.with_norms(state, batch)
-        for measured, of_one in zip((norms.gradients, norms.updates, norms.params), expected, strict=True):
+        for measured, of_one in zip(
+            (norms.gradients, norms.updates, norms.params), expected, strict=True
+        ):
             assert measured.keys() == of_one.keys()
             for path in measured:
                 assert measured[path].shape == of_one[path].shape
-                np.testing.assert_allclose(measured[path], of_one[path], rtol=1e-9, atol=1e-13, err_msg=path)
+                np.testing.assert_allclose(
+                    measured[path], of_one[path], rtol=1e-9, atol=1e-13, err_msg=path
+                )
         squares = sum(float((norm**2).sum()) for norm in norms.gradients.values())
         np.testing.assert_allclose(metrics["grad_norm"], squares**0.5, rtol=1e-9)
     assert relative_difference(state.params, params) <= 1e-9
 
 
-@pytest.mark.parametrize("case", tiered(["fsdp of matrices", "pipeline", "ddp"], lambda case: case == "ddp"))
+@pytest.mark.parametrize(
+    "case", tiered(["fsdp of matrices", "pipeline", "ddp"], lambda case: case == "ddp")
+)
 def test_norms_travel_in_one_all_reduce(case, mesh_of, x64):
-    """A number a leaf and layer and norm comes on top, in one all-reduce; XLA may join it with the one of the loss."""
+    """A number a leaf and layer and norm comes on top, in one all-reduce.
+
+    XLA may join it with the one of the loss.
+    """
     opt, model = make(case, mesh_of)
     state, batch = opt.abstract_state(jax.eval_shape(lambda: parameters(model))), next(batches())
 
     def arrays(step):
-        """Return the arrays of all collectives, and of the all-reduces over the whole mesh how many there are."""
+        """Return the arrays of all collectives, and of the all-reduces over the whole mesh how many
+        there are.
+        """
         found = so.audit(step, state, batch).collectives
         shapes = Counter((one.kind, one.axes or (), shape) for one in found for shape in one.shapes)
-        return shapes, sum(one.kind == "all-reduce" and one.group_size == opt.mesh.size for one in found)
+        return shapes, sum(
+            one.kind == "all-reduce" and one.group_size == opt.mesh.size for one in found
+        )
 
     (with_norms, count), (without, count_without) = arrays(opt.step.with_norms), arrays(opt.step)
     axes = tuple(axis for axis, size in opt.mesh.shape.items() if size > 1)
@@ -166,7 +218,8 @@ def test_replicas_that_train_apart_are_refused(mesh_of):
     state = opt.init(parameters(MODEL))
     with pytest.raises(ValueError, match="train apart") as error:
         opt.step.with_norms(state, next(batches()))
-    assert str(error.value) == (
-        "local_sgd: the replicas train apart, each with gradients of its own, so there are no norms of all of them.\n"
-        "Fix: use step, or the norms of the strategy inside."
+    assert (
+        str(error.value)
+        == "local_sgd: the replicas train apart, each with gradients of its own, so there are no"
+        " norms of all of them.\nFix: use step, or the norms of the strategy inside."
     )

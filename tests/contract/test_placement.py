@@ -1,4 +1,6 @@
-"""Contract 2 and 3: specs are true, nothing recompiles, buffers are reused, bytes follow the formulas."""
+"""Contract 2 and 3: specs are true, nothing recompiles, buffers are reused, bytes follow the
+formulas.
+"""
 
 import itertools
 
@@ -27,21 +29,32 @@ CASES = [
 def build(strategy, mesh, model, optimizer, mesh_of, **options):
     case = problem(model, weighted=True, steps=3, dtype=jnp.float32)
     rules = case.rules if mesh.get("tensor", 1) > 1 else ()
-    opt = STRATEGIES[strategy](OPTIMIZERS[optimizer](), mesh_of(**mesh), case.loss_fn, rules=rules, **options)
+    opt = STRATEGIES[strategy](
+        OPTIMIZERS[optimizer](), mesh_of(**mesh), case.loss_fn, rules=rules, **options
+    )
     return case, opt
 
 
-@pytest.mark.parametrize(("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) == 9))
-def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, mesh, model, optimizer, mesh_of):
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "model", "optimizer"), tiered(CASES, lambda row: CASES.index(row) == 9)
+)
+def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(
+    strategy, mesh, model, optimizer, mesh_of
+):
     case, opt = build(strategy, MESHES[mesh], model, optimizer, mesh_of)
     specs = opt.specs(jax.eval_shape(lambda: case.params))
-    expected = jax.tree.map(lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    expected = jax.tree.map(
+        lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
     state = opt.init(case.params)
     abstract = opt.abstract_state()
 
     def check(state):
         for leaf, sharding, promised in zip(
-            jax.tree.leaves(state), jax.tree.leaves(expected), jax.tree.leaves(abstract), strict=True
+            jax.tree.leaves(state),
+            jax.tree.leaves(expected),
+            jax.tree.leaves(abstract),
+            strict=True,
         ):
             assert leaf.sharding == sharding == promised.sharding
             assert (leaf.shape, leaf.dtype) == (promised.shape, promised.dtype)
@@ -52,13 +65,19 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(strategy, 
     check(state)
     assert all(leaf.is_deleted() for leaf in old if leaf.size > 1)
     with jax.log_compiles(True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        patch.setattr(
+            jax._src.compiler,
+            "compile_or_get_cached",
+            lambda *_, **__: pytest.fail("compiled again"),
+        )
         state, _ = opt.step(state, case.batches[1])
     check(state)
 
 
 def adam_bytes(strategy, params_bytes, data):
-    """Bytes per device of parameters and of optimizer state, from the table of algorithms.md: fp32 Adam."""
+    """Bytes per device of parameters and of optimizer state, from the table of algorithms.md: fp32
+    Adam.
+    """
     whole = {"ddp": (1, 2), "zero1": (1, 2 / data), "zero2": (1, 2 / data)}
     share = whole.get(strategy, (1 / data, 2 / data))
     return share[0] * params_bytes, share[1] * params_bytes
@@ -67,14 +86,19 @@ def adam_bytes(strategy, params_bytes, data):
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
     tiered(
-        itertools.product(STRATEGIES, [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}]),
+        itertools.product(
+            STRATEGIES, [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}]
+        ),
         lambda row: "replica" in row[1] and row[0] in ("zero1", "fsdp"),
         ids=str,
     ),
 )
 def test_bytes_per_device_follow_the_formula(strategy, sizes, mesh_of):
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))] if "tensor" in sizes else ()
-    loss_fn = lambda params, batch: jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)  # noqa: E731
+
+    def loss_fn(params, batch):
+        return jnp.mean((jnp.tanh(batch @ params["up"]) @ params["down"]) ** 2)
+
     opt = STRATEGIES[strategy](optax.adam(1e-3), mesh_of(**sizes), loss_fn, rules=rules)
     params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
     state = opt.init(params)
@@ -106,7 +130,9 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
 
     init_program = step_init.init_program
     monkeypatch.setattr(step_init, "init_program", spy)
-    opt = so.fsdp(optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.sum(params["w"]) * batch.mean())
+    opt = so.fsdp(
+        optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.sum(params["w"]) * batch.mean()
+    )
     state = opt.init(init_fn, jax.random.key(3))
     np.testing.assert_allclose(state.params["w"], init_fn(jax.random.key(3))["w"], rtol=1e-6)
     whole = 4 * 1024 * 1024
@@ -115,7 +141,10 @@ def test_init_from_a_function_never_holds_a_split_leaf_whole(mesh_of, monkeypatc
 
 def test_init_leaves_the_users_arrays_alone(mesh_of):
     params = {"w": jnp.ones((8, 8)), "n": np.ones((8,), np.float32)}
-    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] + params["n"][None, :]) ** 2)  # noqa: E731
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] + params["n"][None, :]) ** 2)
+
     for sizes in ({"data": 1}, {"data": 8}):
         opt = so.ddp(optax.contrib.schedule_free_sgd(0.1), mesh_of(**sizes), loss_fn)
         state = opt.init(params)
@@ -126,10 +155,17 @@ def test_init_leaves_the_users_arrays_alone(mesh_of):
 
 
 def test_report_lists_what_stays_whole_and_why(mesh_of):
-    opt = so.zero(optax.adam(1e-3), mesh_of(data=4), lambda params, batch: params["odd"].sum() * batch.mean())
+    opt = so.zero(
+        optax.adam(1e-3), mesh_of(data=4), lambda params, batch: params["odd"].sum() * batch.mean()
+    )
     with pytest.raises(ValueError, match="zero: no parameters have been seen yet"):
         opt.config.report()
-    opt.specs({"odd": jax.ShapeDtypeStruct((45, 33), jnp.float32), "small": jax.ShapeDtypeStruct((8,), jnp.float32)})
+    opt.specs(
+        {
+            "odd": jax.ShapeDtypeStruct((45, 33), jnp.float32),
+            "small": jax.ShapeDtypeStruct((8,), jnp.float32),
+        }
+    )
     report = opt.config.report()
     assert {row.path: row.replicated_because for row in report.replicated} == {
         "odd": "shape (45, 33): no dim is divisible by data=4",
@@ -159,14 +195,21 @@ def of_two_products(layers, length):
         loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T) ** 2),
     )
     shapes = {"blocks": {"up": (layers, 512, 1024), "down": (layers, 1024, 512)}, "in": (16, 512)}
-    to_abstract = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+
+    def to_abstract(shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     params = jax.tree.map(to_abstract, shapes, is_leaf=lambda x: isinstance(x, tuple))
     return model, params, to_abstract((8, length, 16))
 
 
-@pytest.mark.parametrize("problem_of", tiered([of_two_products, of_gpt], lambda make: make is of_two_products))
+@pytest.mark.parametrize(
+    "problem_of", tiered([of_two_products, of_gpt], lambda make: make is of_two_products)
+)
 def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(problem_of, mesh_of):
-    """Temporary memory is linear in the blocks, and beyond saved activations a block costs only its gradient's shard."""
+    """Temporary memory is linear in the blocks, and beyond saved activations a block costs only its
+    gradient's shard.
+    """
 
     def temporary(layers, length):
         model, params, batch = problem_of(layers, length)
@@ -174,10 +217,18 @@ def test_fsdp_of_blocks_holds_at_most_two_blocks_whole(problem_of, mesh_of):
         state = opt.abstract_state(params)
         whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(state.params["blocks"])) / layers
         outer = sum(leaf.size * 4 for name, leaf in state.params.items() if name != "blocks")
-        return opt.step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes, whole, outer
+        return (
+            opt.step.lower(state, batch).compile().memory_analysis().temp_size_in_bytes,
+            whole,
+            outer,
+        )
 
     two, block, outer = temporary(2, 16)
-    four, six, short = temporary(4, 16)[0], temporary(6, 16)[0], temporary(4, 8)[0] - temporary(2, 8)[0]
+    four, six, short = (
+        temporary(4, 16)[0],
+        temporary(6, 16)[0],
+        temporary(4, 8)[0] - temporary(2, 8)[0],
+    )
     a_block, another = (four - two) / 2, (six - four) / 2
     np.testing.assert_allclose(a_block, another, rtol=0.1)
     activations = 2 * (a_block - short / 2)  # what grows with the length

@@ -1,4 +1,6 @@
-"""Every reducer under ddp with every kind of optimizer: one device that plays all senders, and the bytes that each holds."""
+"""Every reducer under ddp with every kind of optimizer: one device that plays all senders, and the
+bytes that each holds.
+"""
 
 import itertools
 
@@ -24,12 +26,15 @@ REDUCERS = {
     "power_sgd": EF(R.power_sgd(1, min_ratio=0)),
     "warm_up": EF(R.warm_up(R.sign(8), 2)),
 }
-KINDS = ("momentum", "adamw", "lamb")  # lamb takes norms of whole leaves: nothing element by element
+# lamb takes norms of whole leaves: nothing element by element
+KINDS = ("momentum", "adamw", "lamb")
 QUICK = [("int8", "momentum")]  # the others' laws hold in tests/rooms/reducers too
 
 
 def played(tx, reducer, case):
-    """One device: the gradient of each sender's rows, the reducer with the axis bound by vmap, the plain optimizer."""
+    """One device: the gradient of each sender's rows, the reducer with the axis bound by vmap, the
+    plain optimizer.
+    """
 
     def total(params, batch):
         loss = case.loss_fn.loss_fn(params, batch)
@@ -40,7 +45,9 @@ def played(tx, reducer, case):
         rows = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
         grads, weights = jax.vmap(jax.grad(total, has_aux=True), (None, 0))(params, rows)
         own = jax.tree.map(lambda g: g * (DEVICES / weights.sum()), grads)
-        means, memory = jax.vmap(lambda g, m: reducer.reduce(g, m, "data"), axis_name="data")(own, memory)
+        means, memory = jax.vmap(lambda g, m: reducer.reduce(g, m, "data"), axis_name="data")(
+            own, memory
+        )
         updates, opt_state = tx.update(jax.tree.map(lambda x: x[0], means), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, memory
 
@@ -51,7 +58,9 @@ def played(tx, reducer, case):
     return params
 
 
-@pytest.mark.parametrize(("name", "kind"), tiered(itertools.product(REDUCERS, KINDS), QUICK.__contains__))
+@pytest.mark.parametrize(
+    ("name", "kind"), tiered(itertools.product(REDUCERS, KINDS), QUICK.__contains__)
+)
 def test_ddp_sends_and_steps_as_one_device_that_plays_all_senders(name, kind, mesh_of, x64):
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=5)
     reducer, tx = REDUCERS[name], OPTIMIZERS[kind]()
@@ -68,7 +77,9 @@ def test_ddp_sends_and_steps_as_one_device_that_plays_all_senders(name, kind, me
 def held(tree):
     """Bytes of a device's pieces."""
     leaves = jax.tree.leaves(tree)
-    return sum(int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves)
+    return sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize for leaf in leaves
+    )
 
 
 def test_bytes_of_a_device_are_what_the_docstrings_state(mesh_of):
@@ -76,7 +87,13 @@ def test_bytes_of_a_device_are_what_the_docstrings_state(mesh_of):
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=1)
     abstract = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(jnp.float32), case.params))
     psi = 4 * sum(leaf.size for leaf in jax.tree.leaves(abstract))
-    for name, beside in {"bf16": 0, "int8": psi, "sign": psi, "top_k": 2 * psi, "warm_up": psi + 4}.items():
+    for name, beside in {
+        "bf16": 0,
+        "int8": psi,
+        "sign": psi,
+        "top_k": 2 * psi,
+        "warm_up": psi + 4,
+    }.items():
         opt = so.ddp(optax.adam(0.1), mesh_of(data=DEVICES), case.loss_fn, reducer=REDUCERS[name])
         state = opt.abstract_state(abstract)
         assert held(state.params) == psi
@@ -91,5 +108,7 @@ def test_the_layers_of_a_model_of_blocks_are_matrices_of_their_own(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=DEVICES), case.loss_fn, reducer=reducer)
     rows = opt.abstract_state(jax.eval_shape(lambda: case.params)).opt_state.reducer
     alone = jax.eval_shape(reducer.init, case.params)
-    assert sorted(leaf.shape[2:] for leaf in jax.tree.leaves(rows)) == sorted(x.shape for x in jax.tree.leaves(alone))
+    assert sorted(leaf.shape[2:] for leaf in jax.tree.leaves(rows)) == sorted(
+        x.shape for x in jax.tree.leaves(alone)
+    )
     assert {leaf.shape[0] for leaf in jax.tree.leaves(alone)} == {4, 1}

@@ -1,4 +1,6 @@
-"""Contract rows of ddp and hybrid with a reducer: exact where it is exact, placed and sent as stated, refused where it cannot be."""
+"""Contract rows of ddp and hybrid with a reducer: exact where it is exact, placed and sent as
+stated, refused where it cannot be.
+"""
 
 import functools
 
@@ -19,25 +21,43 @@ import shardopt as so
 R = so.reducers
 EF = R.error_feedback
 EXACT = [R.exact(), EF(R.top_k(1.0)), EF(R.power_sgd(64, min_ratio=0))]
-LOSSY = [R.int8(16), EF(R.int8(16)), EF(R.top_k(0.1)), EF(R.power_sgd(1, min_ratio=0)), EF(R.sign(8))]
+LOSSY = [
+    R.int8(16),
+    EF(R.int8(16)),
+    EF(R.top_k(0.1)),
+    EF(R.power_sgd(1, min_ratio=0)),
+    EF(R.sign(8)),
+]
 ROWS = {
     "ddp": (so.ddp, {"data": 4}),
     "ddp, replica": (so.ddp, {"replica": 2, "data": 2}),
     "ddp, tensor": (so.ddp, {"data": 2, "tensor": 2}),
-    "hybrid": (functools.partial(so.hybrid, micro_batches=2, placement="ddp"), {"data": 2, "pipeline": 2}),
+    "hybrid": (
+        functools.partial(so.hybrid, micro_batches=2, placement="ddp"),
+        {"data": 2, "pipeline": 2},
+    ),
     "hybrid zero1, tensor": (
         functools.partial(so.hybrid, micro_batches=2, placement="zero1"),
         {"data": 2, "pipeline": 2, "tensor": 2},
     ),
 }
-name_of = lambda one: one.name if isinstance(one, R.Reducer) else one  # noqa: E731
+
+
+def name_of(one):
+    return one.name if isinstance(one, R.Reducer) else one
 
 
 def build(row, reducer, mesh_of, *, tx=None, weighted=True, steps=3):
     make, sizes = ROWS[row]
     case = block_problem("pytree", weighted=weighted, num_blocks=4, rows=16, steps=steps)
     rules = case.rules if "tensor" in sizes else ()
-    return case, make(tx or optax.sgd(0.05, momentum=0.9), mesh_of(**sizes), case.loss_fn, rules=rules, reducer=reducer)
+    return case, make(
+        tx or optax.sgd(0.05, momentum=0.9),
+        mesh_of(**sizes),
+        case.loss_fn,
+        rules=rules,
+        reducer=reducer,
+    )
 
 
 def run(opt, case):
@@ -57,7 +77,9 @@ def each(reducers, quick):
 def test_an_exact_reducer_is_one_device(row, reducer, mesh_of, x64):
     case, opt = build(row, reducer, mesh_of)
     state, metrics = run(opt, case)
-    history, params = train(optax.sgd(0.05, momentum=0.9), case.reference, case.params, case.batches)
+    history, params = train(
+        optax.sgd(0.05, momentum=0.9), case.reference, case.params, case.batches
+    )
     assert relative_difference(state.params, params) < 1e-12
     np.testing.assert_allclose([metrics["loss"], metrics["grad_norm"]], history[-1], rtol=1e-12)
 
@@ -69,20 +91,31 @@ def apart(tree):
         copies = {}
         for shard in leaf.addressable_shards:
             copies.setdefault(str(shard.index), []).append(np.asarray(shard.data, np.float64))
-        largest = max([largest, *(np.max(np.abs(x - held[0]), initial=0) for held in copies.values() for x in held)])
+        largest = max(
+            [
+                largest,
+                *(np.max(np.abs(x - held[0]), initial=0) for held in copies.values() for x in held),
+            ]
+        )
     return largest
 
 
 def of_one_problem(make):
     """A large leaf that is split over some other axis beside small ones that stay whole there."""
-    block = lambda w, x: x + jnp.tanh(x @ w["kernel"]) * w["scale"][None]  # noqa: E731
+
+    def block(w, x):
+        return x + jnp.tanh(x @ w["kernel"]) * w["scale"][None]
+
     model = so.BlockModel(
         lambda outer, batch: batch["x"] @ outer["in"],
         block,
         lambda outer, x, batch: jnp.mean((x * outer["out"][None]) ** 2),
     )
     draw = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(draw.normal(size=shape) / 3, jnp.float32)  # noqa: E731
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape) / 3, jnp.float32)
+
     blocks = {"kernel": normal(2, 10, 10), "scale": normal(2, 10)}
     params = {"blocks": blocks, "in": normal(3, 10), "out": normal(10)}
     opt = make(optax.adam(0.05), model)
@@ -117,20 +150,28 @@ SPLIT = {
     ids=name_of,
 )
 def test_copies_stay_copies(way, reducer, mesh_of):
-    """No block of a bucket spans a leaf that is split over another axis and one that is whole over it."""
+    """No block of a bucket spans a leaf that is split over another axis and one that is whole over
+    it.
+    """
     sizes, make = SPLIT[way]
     state = of_one_problem(lambda tx, model: make(tx, mesh_of(**sizes), model, reducer=reducer))
     assert apart(state) == 0
 
 
 @pytest.mark.parametrize(
-    "reducer", tiered([R.top_k(0.3), R.warm_up(R.sign(8), 1)], lambda one: "top_k" in one.name, ids=name_of)
+    "reducer",
+    tiered([R.top_k(0.3), R.warm_up(R.sign(8), 1)], lambda one: "top_k" in one.name, ids=name_of),
 )
 def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     """The inf is in a column that one shard over tensor holds alone."""
-    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) * batch["by"]) + jnp.sum(params["b"])  # noqa: E731
+
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]) * batch["by"]) + jnp.sum(params["b"])
+
     tx = optax.apply_if_finite(optax.sgd(0.1), 5)
-    opt = so.ddp(tx, mesh_of(data=2, tensor=2), loss, reducer=EF(reducer), rules=[("w", P(None, "tensor"))])
+    opt = so.ddp(
+        tx, mesh_of(data=2, tensor=2), loss, reducer=EF(reducer), rules=[("w", P(None, "tensor"))]
+    )
     x, by = np.arange(12.0, dtype=np.float32).reshape(4, 3), np.ones((4, 4), np.float32)
     state = opt.init({"w": jnp.ones((3, 4)), "b": jnp.ones(5)})
     for _ in range(2):
@@ -140,18 +181,26 @@ def test_a_step_that_is_skipped_uses_up_no_memory_anywhere(reducer, mesh_of):
     bad[:, 0] = np.inf
     state, _ = opt.step(state, {"x": x, "by": bad})
     assert int(state.opt_state.optimizer.total_notfinite) == 1
-    for was, now in zip(jax.tree.leaves(before), jax.tree.leaves(state.opt_state.reducer), strict=True):
+    for was, now in zip(
+        jax.tree.leaves(before), jax.tree.leaves(state.opt_state.reducer), strict=True
+    ):
         np.testing.assert_array_equal(was, now)
 
 
 @pytest.mark.parametrize(
-    "sizes", tiered([{"data": 4}, {"data": 2, "tensor": 2}], lambda sizes: "tensor" in sizes, ids=str)
+    "sizes",
+    tiered([{"data": 4}, {"data": 2, "tensor": 2}], lambda sizes: "tensor" in sizes, ids=str),
 )
 def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
     """Each device's gradient, and their mean, is a whole multiple of what a block's scale can say."""
-    x = np.repeat(np.tile(np.array([[127, 254, -127, 0], [381, 254, 127, 0]], np.float32), (2, 1)), 2, axis=0)
+    x = np.repeat(
+        np.tile(np.array([[127, 254, -127, 0], [381, 254, 127, 0]], np.float32), (2, 1)), 2, axis=0
+    )
     rules = [("w", P(None, "tensor"))] if "tensor" in sizes else ()
-    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]).sum(-1))  # noqa: E731
+
+    def loss(params, batch):
+        return jnp.mean((batch["x"] @ params["w"]).sum(-1))
+
     opt = so.ddp(optax.sgd(1.0), mesh_of(**sizes), loss, reducer=EF(R.int8(1)), rules=rules)
     state, _ = opt.step(opt.init({"w": jnp.zeros((4, 2))}), {"x": x})
     assert state.params["w"].tolist() == [[-float(value)] * 2 for value in x.mean(0)]
@@ -165,7 +214,9 @@ def test_int8_of_an_exactly_representable_grid_is_exact(sizes, mesh_of):
 )
 def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reducer, mesh_of):
     case, opt = build(row, reducer, mesh_of, tx=optax.adam(1e-2))
-    specs = jax.tree.leaves(opt.specs(jax.eval_shape(lambda: case.params)), is_leaf=lambda x: isinstance(x, P))
+    specs = jax.tree.leaves(
+        opt.specs(jax.eval_shape(lambda: case.params)), is_leaf=lambda x: isinstance(x, P)
+    )
     state, promised = opt.init(case.params), jax.tree.leaves(opt.abstract_state())
 
     def check(state):
@@ -179,7 +230,11 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reduc
     check(state)
     assert all(leaf.is_deleted() for leaf in kept)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        patch.setattr(
+            jax._src.compiler,
+            "compile_or_get_cached",
+            lambda *_, **__: pytest.fail("compiled again"),
+        )
         state, metrics = opt.step(state, case.batches[1])
     check(state)
     assert np.isfinite(metrics["loss"])
@@ -194,15 +249,22 @@ def test_specs_are_the_shardings_and_the_second_step_compiles_nothing(row, reduc
     ids=name_of,
 )
 def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
-    """Of local shapes: halves over tensor, the blocks of a stage. Beside it only loss and weight cross the data axes."""
+    """Of local shapes: halves over tensor, the blocks of a stage.
+
+    Beside it only loss and weight cross the data axes.
+    """
     case, opt = build(row, reducer, mesh_of)
     state = opt.abstract_state(jax.eval_shape(lambda: case.params))
     batch = jax.eval_shape(lambda: case.batches[0])
     axes = tuple(axis for axis in ("replica", "data") if axis in opt.mesh.shape)
-    trained = [leaf for leaf in jax.tree.leaves(state.params) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    trained = [
+        leaf for leaf in jax.tree.leaves(state.params) if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
     stated = stated_bytes(reducer, trained, axes)
     found = so.audit(opt.step, state, batch)
-    sent = [one for one in found.of(axis="data").collectives if one.axes == axes and not is_scalar(one)]
+    sent = [
+        one for one in found.of(axis="data").collectives if one.axes == axes and not is_scalar(one)
+    ]
     # ZeRO 1 gathers the parameters that its devices have updated.
     gathered = gathered_bytes(opt, state) if "zero1" in row else 0
     assert sum(one.wire_bytes * one.calls for one in sent) == stated + gathered
@@ -210,7 +272,9 @@ def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
 
 
 def gathered_bytes(opt, state):
-    """What ZeRO 1 gathers over data after the update, a ring: (N - 1) / N of what a device holds of split leaves."""
+    """What ZeRO 1 gathers over data after the update, a ring: (N - 1) / N of what a device holds of
+    split leaves.
+    """
     count = opt.mesh.shape["data"]
     rows = {row.path: row for row in opt.config.report().rows}
     total = 0
@@ -239,8 +303,10 @@ def test_placements_that_split_gradients_refuse_one(placement, mesh_of):
             placement=placement,
             reducer=R.int8(),
         )
-    assert str(caught.value) == (
-        "hybrid: a reducer takes the mean of unsharded gradients, and this placement shards them.\n"
+    assert (
+        str(caught.value)
+        == "hybrid: a reducer takes the mean of unsharded gradients, and this placement shards"
+        " them.\n"
         "Fix: use placement='ddp' or 'zero1', or leave reducer out."
     )
 
@@ -250,16 +316,22 @@ def test_what_is_no_reducer(mesh_of):
         so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: 0.0, reducer=R.int8)
     assert (
         str(caught.value)
-        == "ddp: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
+        == "ddp: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(),"
+        " called."
     )
 
 
 @pytest.mark.slow  # reducers/test_laws.py
 def test_error_feedback_learns_where_plain_compression_stalls(mesh_of):
-    """Of a quadratic, sending one entry in ten: what is not sent is sent later, so the optimum is still found."""
+    """Of a quadratic, sending one entry in ten: what is not sent is sent later, so the optimum is
+    still found.
+    """
     draw = np.random.default_rng(2)
-    goal = draw.normal(size=(4, 20)).astype(np.float32)  # each device's own; the mean is what all want
-    loss = lambda params, batch: jnp.mean(((params["w"][None] - batch["goal"]) ** 2).sum(-1))  # noqa: E731
+    # each device's own; the mean is what all want
+    goal = draw.normal(size=(4, 20)).astype(np.float32)
+
+    def loss(params, batch):
+        return jnp.mean(((params["w"][None] - batch["goal"]) ** 2).sum(-1))
 
     def distance(reducer, steps=150):
         opt = so.ddp(optax.sgd(0.05), mesh_of(data=4), loss, reducer=reducer)

@@ -1,4 +1,6 @@
-"""`benchmarks/beside_maxtext.py` without a compiler: rows, what is compared with what, the table and the picture."""
+"""`benchmarks/beside_maxtext.py` without a compiler: rows, what is compared with what, the table
+and the picture.
+"""
 
 import json
 
@@ -17,7 +19,12 @@ def script():
 
 def program(seconds, gigabytes):
     memory = {"arguments": 1e9, "outputs": 2e9, "temporary": (gigabytes - 1) * 1e9, "aliased": 2e9}
-    return {"seconds": seconds, "compute": 0.9 * seconds, "exposed": 0.1 * seconds, "memory": memory}
+    return {
+        "seconds": seconds,
+        "compute": 0.9 * seconds,
+        "exposed": 0.1 * seconds,
+        "memory": memory,
+    }
 
 
 def test_rows_have_names_of_their_own(script):
@@ -31,8 +38,12 @@ def test_both_choose_from_one_list(script):
     ours, theirs = (script.choices(who, script.TABLE[0]) for who in script.CONTENDERS)
     assert ours.items() <= theirs.items()
     assert set(theirs) == set(script.Choice._fields) - {"collective_matmul"}
-    tensor = script.Row("v5p:4x4x4", 4096, 1, tensor=4)  # each begins with its own default, and tries the other's
-    assert [script.choices(who, tensor)["collective_matmul"] for who in script.CONTENDERS] == [(True,), (False,)]
+    # each begins with its own default, and tries the other's
+    tensor = script.Row("v5p:4x4x4", 4096, 1, tensor=4)
+    assert [script.choices(who, tensor)["collective_matmul"] for who in script.CONTENDERS] == [
+        (True,),
+        (False,),
+    ]
     tried = []
     script.search("shardopt", tensor, lambda choice: tried.append(choice) or {})
     assert {choice.collective_matmul for choice in tried[:-1]} == {False}
@@ -44,7 +55,11 @@ def test_both_begin_with_the_memory_that_compiler_options_allow(script):
     for topology, mebibytes in (("v5p:4x4x4", 48), ("v5e:16x16", 48), ("v6e:8x8", 96)):
         for who in script.CONTENDERS:
             tried = []
-            script.search(who, script.Row(topology, 2048, 1), lambda choice, tried=tried: tried.append(choice) or {})
+            script.search(
+                who,
+                script.Row(topology, 2048, 1),
+                lambda choice, tried=tried: tried.append(choice) or {},
+            )
             assert tried[0] == script.Choice(fused=who == "shardopt", vmem=mebibytes)
             assert str(tried[0]).endswith(f", {mebibytes} MiB")
 
@@ -68,12 +83,21 @@ def test_the_search_takes_the_fastest_value_of_each_field(script):
         best._replace(tiles=4),
         best._replace(vmem=60),
     ]
-    assert script.Choice.of("attention,4,1024,True,48,True") == best._replace(remat="attention", tiles=4)
-    assert script.Choice.of("full,1,1024,True,48,False").xla_options[script.COLLECTIVE_MATMUL] == 1_000_000
+    assert script.Choice.of("attention,4,1024,True,48,True") == best._replace(
+        remat="attention", tiles=4
+    )
+    assert (
+        script.Choice.of("full,1,1024,True,48,False").xla_options[script.COLLECTIVE_MATMUL]
+        == 1_000_000
+    )
 
 
 def test_the_claim_is_one_over_the_other(script):
-    ours = program(0.9, 6) | {"commit": "abc1234", "scheduled": 1.2, "choice": script.Choice(fused=True)._asdict()}
+    ours = program(0.9, 6) | {
+        "commit": "abc1234",
+        "scheduled": 1.2,
+        "choice": script.Choice(fused=True)._asdict(),
+    }
     programs = {
         "shardopt": ours,
         "maxtext": program(1.0, 5) | {"scheduled": 1.5, "choice": script.Choice()._asdict()},
@@ -84,7 +108,8 @@ def test_the_claim_is_one_over_the_other(script):
     assert script.compared({"shardopt": program(1, 1), "maxtext": {"error": "does not fit"}}) == {}
     line = script.table({"a": programs | claim}).splitlines()[-1]
     cells = (
-        "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 | defaults, 48 MiB; best of 1"
+        "900 (90), 1200, 6.0 | fused products, 48 MiB; best of 2 | 1000 (100), 1500, 5.0 |"
+        " defaults, 48 MiB; best of 1"
     )
     assert line == f"| a | {cells} | 0.900 | 0.800 | 1.200 | 0.0.52 | abc1234 |"
 
@@ -109,7 +134,11 @@ def test_what_is_published_is_what_was_compiled(script):
 
 def test_a_row_is_compared_anew_or_labelled_old(script):
     results = json.loads(script.RESULTS.read_text())["results"]
-    new = [name for name, row in results.items() if all("choice" in row[who] for who in script.CONTENDERS)]
+    new = [
+        name
+        for name, row in results.items()
+        if all("choice" in row[who] for who in script.CONTENDERS)
+    ]
     assert "llama3-8b v5p:4x4x4 4096 x 1" in new
     for name, row in results.items():
         for who in script.CONTENDERS:

@@ -1,4 +1,6 @@
-"""The table of what to use says what the README says, whose table is checked against the strategies."""
+"""The table of what to use says what the README says, whose table is checked against the
+strategies.
+"""
 
 import re
 
@@ -37,5 +39,14 @@ def test_every_name_in_the_tables_exists():
 
 def test_nothing_that_trains_is_left_out():
     text = (ROOT / "docs" / "choose.md").read_text()
-    for name in ("ddp", "zero", "fsdp", "hybrid", "local_sgd", "diloco", "async_sgd", "async_local_sgd"):
+    for name in (
+        "ddp",
+        "zero",
+        "fsdp",
+        "hybrid",
+        "local_sgd",
+        "diloco",
+        "async_sgd",
+        "async_local_sgd",
+    ):
         assert f"`so.{name}" in text

@@ -1,4 +1,6 @@
-"""Every python block in the pages runs as it stands, those of a page one after another in one namespace."""
+"""Every python block in the pages runs as it stands, those of a page one after another in one
+namespace.
+"""
 
 import ast
 import importlib.util
@@ -27,12 +29,18 @@ def blocks(text):
 
 def without_devices(block):
     """Return a block without the line that asks for eight devices: tests have them already."""
-    return re.sub(r"^jax\.config\.update\(.jax_num_cpu_devices., 8\).*\n", "\n", block, flags=re.MULTILINE)
+    return re.sub(
+        r"^jax\.config\.update\(.jax_num_cpu_devices., 8\).*\n", "\n", block, flags=re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize(
     "page",
-    tiered([page for page in PAGES if blocks(page.read_text())], lambda page: name_of(page) in QUICK, ids=name_of),
+    tiered(
+        [page for page in PAGES if blocks(page.read_text())],
+        lambda page: name_of(page) in QUICK,
+        ids=name_of,
+    ),
 )
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -44,33 +52,46 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
 
 
 def missing_names(block):
-    """Return the names of shardopt that a block uses and that do not exist: a page in the slow tier shows a rename too."""
+    """Return the names of shardopt that a block uses and that do not exist: a page in the slow tier
+    shows a rename too.
+    """
     tree, modules = ast.parse(block), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             modules |= {
-                alias.asname or alias.name.partition(".")[0]: alias.name
-                if alias.asname
-                else alias.name.partition(".")[0]
+                alias.asname or alias.name.partition(".")[0]: (
+                    alias.name if alias.asname else alias.name.partition(".")[0]
+                )
                 for alias in node.names
             }
         elif isinstance(node, ast.ImportFrom):
-            modules |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            modules |= {
+                alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names
+            }
     chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used = {modules[first] + dot + rest for first, dot, rest in (c.partition(".") for c in chains) if first in modules}
+    used = {
+        modules[first] + dot + rest
+        for first, dot, rest in (c.partition(".") for c in chains)
+        if first in modules
+    }
     used |= set(modules.values())
-    return sorted(name for name in used if re.fullmatch(r"shardopt[\w.]*", name) and not exists(name))
+    return sorted(
+        name for name in used if re.fullmatch(r"shardopt[\w.]*", name) and not exists(name)
+    )
 
 
 def exists(name):
     """Return whether a dotted name is a module, or what a chain of attributes of a module gives.
 
-    The chain of an attribute ends at a value that is no module and no class: what a call returns is not known here.
-    """
+    The chain of an attribute ends at a value that is no module and no class: what a call returns is
+    not known here."""
     value = importlib.import_module("shardopt")
     for part in name.split(".")[1:]:
         if not hasattr(value, part):
-            if not inspect.ismodule(value) or importlib.util.find_spec(f"{value.__name__}.{part}") is None:
+            if (
+                not inspect.ismodule(value)
+                or importlib.util.find_spec(f"{value.__name__}.{part}") is None
+            ):
                 return not (inspect.ismodule(value) or inspect.isclass(value))
             importlib.import_module(f"{value.__name__}.{part}")
         value = getattr(value, part)
@@ -83,7 +104,10 @@ def test_every_name_of_a_page_exists(page):
 
 
 def test_a_name_that_does_not_exist_is_noticed():
-    block = "import shardopt as so\nfrom shardopt.models import gpt\nso.ddp(gpt.model, so.reducers.int9())\nso.fsdb.x"
+    block = (
+        "import shardopt as so\nfrom shardopt.models import gpt\nso.ddp(gpt.model,"
+        " so.reducers.int9())\nso.fsdb.x"
+    )
     assert missing_names(block) == ["shardopt.fsdb", "shardopt.fsdb.x", "shardopt.reducers.int9"]
 
 
@@ -94,7 +118,9 @@ def test_the_example_of_the_first_page_is_that_of_the_readme_which_runs():
 
 def test_no_python_hides_in_a_block_of_another_name():
     for page in PAGES:
-        for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        for language, block in re.findall(
+            r"^```(\w*)\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+        ):
             assert language in ("python", "bash", "yaml", "text"), page
             if language == "text":
                 assert "import " not in block, page

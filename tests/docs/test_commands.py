@@ -1,4 +1,6 @@
-"""What is no python in the pages is checked too: shell by its grammar, commands by their parser, yaml by its form."""
+"""What is no python in the pages is checked too: shell by its grammar, commands by their parser,
+yaml by its form.
+"""
 
 import dataclasses
 import re
@@ -25,12 +27,19 @@ def blocks(language):
     return [
         (page.name, block)
         for page in PAGES
-        for block in re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+        for block in re.findall(
+            rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE
+        )
     ]
 
 
 COMMANDS = sorted(
-    {line for _, block in blocks("bash") for line in block.splitlines() if re.match(r"shardopt (train|launch)\b", line)}
+    {
+        line
+        for _, block in blocks("bash")
+        for line in block.splitlines()
+        if re.match(r"shardopt (train|launch)\b", line)
+    }
 )
 
 
@@ -47,7 +56,8 @@ def test_a_command_is_one(line):
     if isinstance(options, LaunchOptions):
         assert command
         options = parse(command, TrainOptions()) if command[0] == "train" else None
-    if options is not None and not options.run.resume:  # what a resumed one leaves out is in its folder
+    # what a resumed one leaves out is in its folder
+    if options is not None and not options.run.resume:
         check_strategy(options)
         replicas = options.communication.replicas
         pipelined = options.where.strategy == "hybrid"

@@ -1,4 +1,6 @@
-"""CONTRIBUTING is followed as it stands: its reducer, its schedule and its strategy do what theirs do."""
+"""CONTRIBUTING is followed as it stands: its reducer, its schedule and its strategy do what theirs
+do.
+"""
 
 import re
 
@@ -44,14 +46,18 @@ def test_the_reducer_sends_the_bytes_it_states_and_forgets_nothing(space, mesh_o
     reducer = so.reducers.error_feedback(space["float8"]())
     draw = np.random.default_rng(0).normal(size=(4, 6, 10)).astype(np.float32)
     state = jax.vmap(lambda g: reducer.init(g))(draw)
-    mean, state = jax.jit(jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data"))(draw, state)
+    mean, state = jax.jit(jax.vmap(lambda g, s: reducer.reduce(g, s, "data"), axis_name="data"))(
+        draw, state
+    )
     memory = np.asarray(jax.tree.leaves(state)[0]).reshape(4, 6, 10)
     np.testing.assert_allclose(4 * mean[0] + memory.sum(0), draw.sum(0), rtol=1e-5, atol=1e-5)
     assert np.abs(memory).max() > 1e-4  # something was lost, so there was something to remember
 
     opt = so.ddp(optax.sgd(0.3), mesh_of(data=4), loss_fn, reducer=reducer)
     losses = losses_of(opt)
-    np.testing.assert_allclose(losses, losses_of(so.ddp(optax.sgd(0.3), mesh_of(data=4), loss_fn)), rtol=0.01)
+    np.testing.assert_allclose(
+        losses, losses_of(so.ddp(optax.sgd(0.3), mesh_of(data=4), loss_fn)), rtol=0.01
+    )
     abstract = {"w": jax.ShapeDtypeStruct((32, 8), jnp.float32)}
     found = audit(opt.step, opt.abstract_state(), batch_of(0)).of(axis="data", min_bytes=64)
     sent = sum(one.wire_bytes * one.calls for one in found.collectives)
@@ -72,9 +78,13 @@ def test_the_schedule_is_valid_and_trains_as_one_device(space, mesh_of):
     )
     params = {"blocks": np.full((2, 8, 8), 0.05, np.float32), "in": np.eye(4, 8, dtype=np.float32)}
     batch = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
-    opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), model, schedule=make, micro_batches=4)
+    opt = so.hybrid(
+        optax.sgd(0.1), mesh_of(data=1, pipeline=2), model, schedule=make, micro_batches=4
+    )
     state, _ = opt.step(opt.init(params), batch)
-    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(model.loss_fn))(params, batch))
+    expected = jax.tree.map(
+        lambda p, g: p - 0.1 * g, params, jax.jit(jax.grad(model.loss_fn))(params, batch)
+    )
     for one, other in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
@@ -92,7 +102,9 @@ def test_the_option_it_shows_is_in_three_files_as_shown():
     assert len(blocks) == 3
     for path, shown in blocks:
         lines = (ROOT / path).read_text().splitlines()
-        assert [line for line in shown.splitlines() if line.removeprefix("   ") not in lines] == [], path
+        assert [
+            line for line in shown.splitlines() if line.removeprefix("   ") not in lines
+        ] == [], path
 
 
 def test_the_files_it_sends_people_to_are_there():

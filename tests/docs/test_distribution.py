@@ -1,4 +1,6 @@
-"""The wheel and the source distribution: what is in them, and that a bare virtual environment can use them."""
+"""The wheel and the source distribution: what is in them, and that a bare virtual environment can
+use them.
+"""
 
 import ast
 import email.parser
@@ -19,8 +21,19 @@ PROVIDES = {"orbax": "orbax-checkpoint"}
 
 
 def build(source, folder, *kinds):
-    """Build distributions without an environment of their own; hatchling is among what tests need."""
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder), *(f"-t{kind}" for kind in kinds)]
+    """Build distributions without an environment of their own.
+
+    Hatchling is among what tests need.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-d",
+        str(folder),
+        *(f"-t{kind}" for kind in kinds),
+    ]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return sorted(folder.iterdir())
@@ -38,7 +51,11 @@ def built(tmp_path_factory):
 
 def modules():
     """Return the files of the package as they lie in the project."""
-    files = (path for path in (ROOT / "shardopt").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path
+        for path in (ROOT / "shardopt").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    )
     return {path.relative_to(ROOT).as_posix() for path in files}
 
 
@@ -60,7 +77,8 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     ours = {name for name in files if not name.split("/")[0].endswith(".dist-info")}
     assert ours == modules()
     assert "shardopt/py.typed" in ours
-    assert {Path(name).suffix for name in ours} == {".py", ".typed"}  # bundled data would be a third
+    # bundled data would be a third
+    assert {Path(name).suffix for name in ours} == {".py", ".typed"}
     assert {Path(name).name for name in set(files) - ours} == {
         "METADATA",
         "WHEEL",
@@ -92,7 +110,12 @@ def imported():
         for node in ast.walk(ast.parse(text)):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-            for name in {name.split(".")[0] for name in names} - {"shardopt"} - beside - sys.stdlib_module_names:
+            for name in (
+                {name.split(".")[0] for name in names}
+                - {"shardopt"}
+                - beside
+                - sys.stdlib_module_names
+            ):
                 found.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
     return found
 
@@ -116,7 +139,8 @@ def test_what_is_imported_is_required(built):
         "tokenizers",
         "tyro",
     }
-    assert set(found) - always == optional  # each in an extra, which the message names where it is missing
+    # each in an extra, which the message names where it is missing
+    assert set(found) - always == optional
     assert always - set(found) == {"jaxlib"}  # jax's other half, held at its version
 
 
@@ -125,10 +149,19 @@ def test_the_source_distribution_has_what_tests_and_docs_need_and_no_litter(buil
         members = archive.getmembers()
     names = {member.name.partition("/")[2] for member in members if member.isfile()}
     assert modules() <= names
-    assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "mkdocs.yml"} <= names
+    assert {
+        "pyproject.toml",
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "mkdocs.yml",
+    } <= names
     assert {"LICENSE", "CITATION.cff"} <= names
     assert {"tests/conftest.py", "docs/index.md", "benchmarks/common.py"} <= names
-    litter = re.compile(r"(^|/)(__pycache__|\.venv|\.git|runs|build|dist|\.\w+_cache|\.hypothesis)(/|$)|\.pyc$")
+    litter = re.compile(
+        r"(^|/)(__pycache__|\.venv|\.git|runs|build|dist|\.\w+_cache|\.hypothesis)(/|$)|\.pyc$"
+    )
     assert [name for name in names if litter.search(name)] == []
     assert sum(member.size for member in members) < 20e6
 
@@ -143,7 +176,9 @@ def test_the_wheel_made_of_the_source_distribution_is_the_same(built, tmp_path):
 
 @pytest.mark.slow
 def test_a_bare_environment_can_use_it(built, tmp_path):
-    """Installed with what it requires and nothing else: it imports, trains, and names the extra of its command, which then works."""
+    """Installed with what it requires and nothing else: it imports, trains, and names the extra of
+    its command, which then works.
+    """
     folder, environment = (
         tmp_path / "venv",
         {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "XLA"))},
@@ -152,7 +187,11 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
 
     def run(*words):
         done = subprocess.run(
-            [str(word) for word in words], cwd=tmp_path, env=environment, capture_output=True, text=True
+            [str(word) for word in words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         return done.stdout
@@ -161,16 +200,42 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
     assert run(folder / "bin" / "pip", "check") == "No broken requirements found.\n"
     where = run(folder / "bin" / "python", "-c", "import shardopt; print(shardopt.__file__)")
     assert Path(where.strip()).is_relative_to(folder)
-    done = subprocess.run([folder / "bin" / "shardopt", "train"], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "Fix: pip install 'shardopt[cli]'")
+    done = subprocess.run(
+        [folder / "bin" / "shardopt", "train"], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        2,
+        "Fix: pip install 'shardopt[cli]'",
+    )
     example = (ROOT / "README.md").read_text().partition("```python\n")[2].partition("```")[0]
     assert "P('data', None)" in run(folder / "bin" / "python", "-c", example)
-    run(folder / "bin" / "pip", "install", "--quiet", "--disable-pip-version-check", f"{built[1]}[cli]")
+    run(
+        folder / "bin" / "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        f"{built[1]}[cli]",
+    )
     assert run(folder / "bin" / "pip", "check") == "No broken requirements found.\n"
     assert "launch" in run(folder / "bin" / "shardopt", "--help")
-    assert "stage 0" in run(folder / "bin" / "shardopt", "schedule", "--stages", 2, "--micro-batches", 4)
+    assert "stage 0" in run(
+        folder / "bin" / "shardopt", "schedule", "--stages", 2, "--micro-batches", 4
+    )
     text = tmp_path / "fox.txt"
     text.write_text("the quick brown fox jumps over the lazy dog.\n" * 400)
-    sizes = ["--dim", "32", "--layers", "2", "--length", "16", "--batch-size", "8", "--steps", "2", "--devices", "4"]
+    sizes = [
+        "--dim",
+        "32",
+        "--layers",
+        "2",
+        "--length",
+        "16",
+        "--batch-size",
+        "8",
+        "--steps",
+        "2",
+        "--devices",
+        "4",
+    ]
     run(folder / "bin" / "shardopt", "train", "--data", text, *sizes, "--run-dir", tmp_path / "run")
     assert (tmp_path / "run" / "loss.png").is_file()

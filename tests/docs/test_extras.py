@@ -1,4 +1,7 @@
-"""What works without the extras, and the error that names the extra where one is needed; the packages are hidden, not removed."""
+"""What works without the extras, and the error that names the extra where one is needed.
+
+The packages are hidden, not removed.
+"""
 
 import subprocess
 import sys
@@ -54,9 +57,16 @@ print(main(["plan"]))
 
 @pytest.fixture(scope="module")
 def without_extras():
-    environment = {"JAX_PLATFORMS": "cpu", "PATH": "", "PYTHONPATH": ":".join(filter(None, sys.path))}
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "PATH": "",
+        "PYTHONPATH": ":".join(filter(None, sys.path)),
+    }
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", HIDDEN + TRAINS], capture_output=True, text=True, env=environment
+        [sys.executable, "-W", "error", "-c", HIDDEN + TRAINS],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
 
 
@@ -64,7 +74,8 @@ def without_extras():
 def test_training_checkpoints_and_planning_need_no_extra(without_extras):
     assert without_extras.returncode == 0, without_extras.stderr
     steps, _ = without_extras.stderr.split("error: ")
-    assert [line.split("  ")[0] for line in steps.splitlines()] == ["step 1/2", "step 2/2"]  # lines, without rich
+    # lines, without rich
+    assert [line.split("  ")[0] for line in steps.splitlines()] == ["step 1/2", "step 2/2"]
     assert "stage 0" in without_extras.stdout
 
 
@@ -85,5 +96,6 @@ def test_the_error_names_the_extra(without_extras):
     )
     assert without_extras.stdout.endswith(f"{told}2\n")
     assert without_extras.stderr.endswith(
-        "error: shardopt: tyro is needed, which is not installed.\nFix: pip install 'shardopt[cli]'\n"
+        "error: shardopt: tyro is needed, which is not installed.\nFix: pip install"
+        " 'shardopt[cli]'\n"
     )

@@ -23,7 +23,9 @@ def rows(name, heading):
     lines = (ROOT / "docs" / name).read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {heading} |"))
     end = next(i for i in range(start, len(lines)) if not lines[i].startswith("|"))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : end]]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : end]
+    ]
 
 
 def test_the_table_of_schedules_is_what_they_say():
@@ -32,7 +34,10 @@ def test_the_table_of_schedules_is_what_they_say():
     for name, chunks, table, program, kept in found:
         options = {"num_chunks": int(chunks)} if chunks != "1" and "_v`" not in name else {}
         schedule = getattr(so.schedules, name.strip("`"))(4, 8, **options)
-        assert (table, program) == (f"{schedule.bubble_fraction:.1%}", f"{schedule.program_bubble_fraction:.1%}"), name
+        assert (table, program) == (
+            f"{schedule.bubble_fraction:.1%}",
+            f"{schedule.program_bubble_fraction:.1%}",
+        ), name
         assert int(kept) == max(schedule.peak_activations), name
 
 
@@ -42,27 +47,43 @@ def test_the_times_of_schedules_are_those_of_their_compiled_passes():
     assert [name for name, *_ in found] == list(known)
     for name, *told, kept in found:
         step = known[name]["step"]
-        assert told == [f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("program", "own_pace")], name
+        assert told == [
+            f"{1e3 * step[m][pace]:.0f}" for m in ("8", "32") for pace in ("program", "own_pace")
+        ], name
         assert float(kept) == step["8"]["activations"]
-        # of messages sent ahead every permute starts before the first pass of a tick and ends after the last
+        # of messages sent ahead every permute starts before the first pass of a tick and ends after
+        # the last
         if "permutes_beside_passes" in known[name]["passes"]:
             permutes = 4 if "_v" in name else 2
             expected = permutes if "sent ahead" in name else 0
             assert known[name]["passes"]["permutes_beside_passes"] == expected, name
     split, whole = (known[name]["passes"] for name in ("zero_bubble_lockstep", "eager_one_f_one_b"))
-    told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["seconds"]]
-    assert rows("notes/pipelines.md", "a pass")[0][1:] == [f"{1e3 * seconds:.1f}" for seconds in told]
-    flops = [split[kind]["flops"] for kind in ("forward", "backward", "weight")] + [whole["backward"]["flops"]]
+    told = [split[kind]["seconds"] for kind in ("forward", "backward", "weight")] + [
+        whole["backward"]["seconds"]
+    ]
+    assert rows("notes/pipelines.md", "a pass")[0][1:] == [
+        f"{1e3 * seconds:.1f}" for seconds in told
+    ]
+    flops = [split[kind]["flops"] for kind in ("forward", "backward", "weight")] + [
+        whole["backward"]["flops"]
+    ]
     assert rows("notes/pipelines.md", "a pass")[1][1:] == [f"{count / 1e12:.2f}" for count in flops]
-    assert {split[kind]["flops"] for kind in ("forward", "backward", "weight")} == {whole["backward"]["flops"] / 2}
+    assert {split[kind]["flops"] for kind in ("forward", "backward", "weight")} == {
+        whole["backward"]["flops"] / 2
+    }
 
 
 def test_losses_of_compressed_runs():
     contenders = results("convergence")["contenders"]
     names = {"`exact(jnp.bfloat16)`": "bf16", "`int8()`": "int8"}
     for reducer, *told in rows("notes/convergence.md", "reducer"):
-        keys = [f"{names.get(reducer, reducer.strip('`'))}, {how}" for how in ("error feedback", "none", "no warm-up")]
-        assert told == [f"{contenders[key]['ratio']:.3f}" if key in contenders else "" for key in keys]
+        keys = [
+            f"{names.get(reducer, reducer.strip('`'))}, {how}"
+            for how in ("error feedback", "none", "no warm-up")
+        ]
+        assert told == [
+            f"{contenders[key]['ratio']:.3f}" if key in contenders else "" for key in keys
+        ]
         assert [len(contenders[key]["losses"]) for key in keys if key in contenders][:2] == [3, 1]
     text = page("notes/convergence.md")
     for start, name in (
@@ -82,13 +103,20 @@ def test_ratios_of_times():
     beyond = results("import_time")["shardopt beyond jax"]["seconds, median"]
     assert f"takes {beyond:.2f} s beyond jax's own import" in text
     for name, row in results("separability_cost")["models"].items():
-        view, seconds = row["view"].replace("_", "-"), f"{row['seconds without']:.2f} | {row['seconds with']:.2f}"
+        view, seconds = (
+            row["view"].replace("_", "-"),
+            f"{row['seconds without']:.2f} | {row['seconds with']:.2f}",
+        )
         assert f"| {name} | {view} | {seconds} | {row['median_ratio']:.2f} |" in text
 
     text = page("notes/peers.md")
 
     def against(rival, group="processes"):
-        return [value for key, value in peers[group]["speed_ratios"].items() if re.search(f"/ {rival}", key)]
+        return [
+            value
+            for key, value in peers[group]["speed_ratios"].items()
+            if re.search(f"/ {rival}", key)
+        ]
 
     ddp, zero1, fsdp = against("torch")
     assert f"at {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
@@ -108,16 +136,25 @@ def test_ratios_of_times():
             for size in sizes
             for name in ("ddp", "zero1", "fsdp")
         ]
-        assert f"| {cpu} | {min(speed):.2f} to {max(speed):.2f} | {min(peak):.2f} to {max(peak):.2f} |" in text
+        assert (
+            f"| {cpu} | {min(speed):.2f} to {max(speed):.2f} | {min(peak):.2f} to {max(peak):.2f} |"
+            in text
+        )
     ddp, zero1, fsdp = against("torch", "devices")
-    assert f"it is {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
+    assert (
+        f"it is {ddp:.2f} (ddp), {zero1:.2f} (zero1) and {fsdp:.2f} (fsdp) of torch's speed" in text
+    )
 
 
 def test_optimizers_of_matrices():
     found, text = results("matrices"), page("notes/matrices.md")
     for name, rate, loss, share in rows("notes/matrices.md", "optimizer"):
         row = found["runs"][name.strip("`")]
-        told = f"{row['learning_rate']:g}", f"{statistics.mean(row['loss']):.3f}", f"{row['mean_share']:.2f}"
+        told = (
+            f"{row['learning_rate']:g}",
+            f"{statistics.mean(row['loss']):.3f}",
+            f"{row['mean_share']:.2f}",
+        )
         assert (rate, loss, share) == told, name
     assert f"width 32, on one device, {found['steps']} steps" in text
     muon, soap = (found["runs"][name]["mean_share"] for name in ("muon", "soap"))
@@ -127,19 +164,35 @@ def test_optimizers_of_matrices():
 
 def test_muon_beside_torch():
     found, text = results("peers_muon")["sizes"], page("notes/matrices.md")
-    names = {"AdamW, fsdp": "fsdp", "matrices": "muon", "within": "muon_within", "bf16": "muon", "fp32": "muon_fp32"}
+    names = {
+        "AdamW, fsdp": "fsdp",
+        "matrices": "muon",
+        "within": "muon_within",
+        "bf16": "muon",
+        "fp32": "muon_fp32",
+    }
     for who, how, *told in rows("notes/matrices.md", "fsdp + Muon"):
         name = f"{who} {names[how]}"
         expected = []
         for size in found.values():
-            expected += [f"{1e3 * size['seconds_a_step'][name]:.0f}", f"{size['bytes_a_step'][name] / 1e6:.1f}"]
+            expected += [
+                f"{1e3 * size['seconds_a_step'][name]:.0f}",
+                f"{size['bytes_a_step'][name] / 1e6:.1f}",
+            ]
         assert told == expected, name
     ratios = [size["ratios"] for size in found.values()]
     ours, theirs, both = (
         [f"{one[key]:.2f}" for one in ratios]
-        for key in ("shardopt muon / shardopt fsdp", "torch muon / torch fsdp", "shardopt muon / torch muon")
+        for key in (
+            "shardopt muon / shardopt fsdp",
+            "torch muon / torch fsdp",
+            "shardopt muon / torch muon",
+        )
     )
-    assert f"{ours[0]} and {ours[1]} times its AdamW's, torch's {theirs[0]} and {theirs[1]} times" in text
+    assert (
+        f"{ours[0]} and {ours[1]} times its AdamW's, torch's {theirs[0]} and {theirs[1]} times"
+        in text
+    )
     assert f"shardopt's takes {both[0]} and {both[1]} of torch's" in text
     assert f"takes {both[0]} to {both[1]} of one with torch's" in page("matrices.md")
     agree = max(size["differences"]["torch muon_fp32"]["loss"] for size in found.values())
@@ -165,7 +218,10 @@ def test_losses_in_8_bits():
         more = [b - a for a, b in zip(exact, found[precision]["losses"], strict=True)]
         mean, error = statistics.mean(more), statistics.stdev(more) / len(more) ** 0.5
         assert len(more) == 6
-        assert f"| {precision} | {mean:.3f} | {error:.3f} | {min(more):.3f} to {max(more):.3f} |" in text
+        assert (
+            f"| {precision} | {mean:.3f} | {error:.3f} | {min(more):.3f} to {max(more):.3f} |"
+            in text
+        )
     assert f"int8 costs {mean:.3f} nats, with a standard error of {error:.3f}" in page("models.md")
     assert f"int8: {mean:.3f} nats, with a standard error of {error:.3f}," in page("benchmarks.md")
 
@@ -174,22 +230,43 @@ def test_steps_in_8_bits():
     compiled, text = results("low_precision")["compiled"], page("notes/low_precision.md")
     ratios = []
     for tokens in ("8192 x 1", "2048 x 4"):
-        plain, rounded = (compiled[f"llama3-8b v6e:8x8 {tokens} {precision}"] for precision in ("bfloat16", "int8"))
+        plain, rounded = (
+            compiled[f"llama3-8b v6e:8x8 {tokens} {precision}"]
+            for precision in ("bfloat16", "int8")
+        )
         ratios.append(rounded["seconds"] / plain["seconds"])
         milliseconds = plain["seconds"] * 1e3, rounded["seconds"] * 1e3
-        assert f"| {tokens} | {milliseconds[0]:.0f} | {milliseconds[1]:.0f} | {ratios[-1]:.2f} |" in text
+        assert (
+            f"| {tokens} | {milliseconds[0]:.0f} | {milliseconds[1]:.0f} | {ratios[-1]:.2f} |"
+            in text
+        )
     gathered = (row["sent"]["all-gather"] / 1e9 for row in (rounded, plain))
     assert "send {:.1f} GB, and {:.1f} in bfloat16".format(*gathered) in text
     claim = f"{min(ratios):.2f} to {max(ratios):.2f} of the time"
     assert f"{claim} in bfloat16" in page("models.md")
     assert f"{claim} of bfloat16, compiled for v6e" in page("benchmarks.md")
-    plain, rounded = (compiled[f"llama3-8b tpu7x:2x4x4 8192 x 1 {precision}"] for precision in ("bfloat16", "fp8"))
-    milliseconds, fp8_ratio = (rounded["seconds"] * 1e3, plain["seconds"] * 1e3), rounded["seconds"] / plain["seconds"]
-    assert "{:.0f} ms a step, and {:.0f} in bfloat16, so {:.2f}".format(*milliseconds, fp8_ratio) in text
+    plain, rounded = (
+        compiled[f"llama3-8b tpu7x:2x4x4 8192 x 1 {precision}"] for precision in ("bfloat16", "fp8")
+    )
+    milliseconds, fp8_ratio = (
+        (rounded["seconds"] * 1e3, plain["seconds"] * 1e3),
+        rounded["seconds"] / plain["seconds"],
+    )
+    assert (
+        "{:.0f} ms a step, and {:.0f} in bfloat16, so {:.2f}".format(*milliseconds, fp8_ratio)
+        in text
+    )
     of_experts = results("experts_pod")
-    plain, rounded = (of_experts[f"mixtral-8x7b v6e:8x8 expert=1{name}"]["shardopt"] for name in ("", " int8"))
-    ratio, milliseconds = rounded["seconds"] / plain["seconds"], [one["seconds"] * 1e3 for one in (rounded, plain)]
-    assert "{:.0f} ms a step, and {:.0f} in bfloat16, so {:.2f}".format(*milliseconds, ratio) in text
+    plain, rounded = (
+        of_experts[f"mixtral-8x7b v6e:8x8 expert=1{name}"]["shardopt"] for name in ("", " int8")
+    )
+    ratio, milliseconds = (
+        rounded["seconds"] / plain["seconds"],
+        [one["seconds"] * 1e3 for one in (rounded, plain)],
+    )
+    assert (
+        "{:.0f} ms a step, and {:.0f} in bfloat16, so {:.2f}".format(*milliseconds, ratio) in text
+    )
     sent = [one["sent"]["all-gather over data"]["wire_bytes"] / 1e9 for one in (rounded, plain)]
     assert "gathers of a step send {:.0f} GB, and {:.0f}".format(*sent) in text
     assert f"and one of Mixtral 8x7B {ratio:.2f}" in page("models.md")
@@ -202,11 +279,16 @@ def test_work_of_pipelines():
     names = list(found["keeping"]["large"]["runs"])[1:]
     assert [name for name, *_ in told] == names
     for name, *cells in told:
-        assert cells == [f"{found[part][size]['runs'][name]['of_plain']:.2f}" for part, size in columns], name
+        assert cells == [
+            f"{found[part][size]['runs'][name]['of_plain']:.2f}" for part, size in columns
+        ], name
     assert max(row["ratio"] for row in found["program"].values()) < 1.004
     left = {name: f"{size / 1e6:.1f}" for name, size in found["passes"]["bytes"].items()}
     text = page("notes/pipelines.md")
-    assert f"B leaves {left['backward']} MB, and W reads these and {left['forward for weight']} of the" in text
+    assert (
+        f"B leaves {left['backward']} MB, and W reads these and {left['forward for weight']} of the"
+        in text
+    )
     assert f"of the {left['forward']} MB that the forward leaves" in text
     assert found["passes"]["operations"]["repeated"] < 0.001
 
@@ -220,7 +302,9 @@ def test_asynchronous_runs():
     )
     islands = results("async_local_sgd")["summary"]["asynchronous"]
     told += (f"(x {islands['loss']:.3f}, three seeds)", f"in {islands['seconds']:.2f} of its time")
-    told += (f"in {results('server')['apply']['adamw']['ratio']:.2f} times the time of optax alone",)
+    told += (
+        f"in {results('server')['apply']['adamw']['ratio']:.2f} times the time of optax alone",
+    )
     for words in told:
         assert words in text, words
 
@@ -245,10 +329,14 @@ def test_what_the_tpu_compiler_says():
         if one.get("compile_cpu_seconds"):
             seconds += f" ({one['compile_cpu_seconds']:.0f})"
         memory = f"{one['peak_bytes'] / 1e9:.2f} of {one['hbm_bytes'] / 1e9:.0f}"
-        ratios = f"{one['arguments_ratio']:.4f}", f"{one['memory_ratio']:.3f}", f"{one['flops_ratio']:.3f}"
-        assert (seconds, memory, *ratios) in cells or one["name"] == "llama3-8b v5p:4x4x4 replica=2 tensor=1", one[
+        ratios = (
+            f"{one['arguments_ratio']:.4f}",
+            f"{one['memory_ratio']:.3f}",
+            f"{one['flops_ratio']:.3f}",
+        )
+        assert (seconds, memory, *ratios) in cells or one[
             "name"
-        ]
+        ] == "llama3-8b v5p:4x4x4 replica=2 tensor=1", one["name"]
 
 
 def test_long_rows():
@@ -259,7 +347,10 @@ def test_long_rows():
         assert f"| {row['topology']} | {length:,} | {context} | {row['rows']} | {memory} |" in text
         assert f"| {row['step_milliseconds'] / 1e3:.2f} s |" in text
     told = page("long_sequences.md")
-    assert f"131,072 tokens fits on 64 v5p chips at {found[131_072, 8]['peak_bytes'] / 1e9:.0f} GB" in told
+    assert (
+        f"131,072 tokens fits on 64 v5p chips at {found[131_072, 8]['peak_bytes'] / 1e9:.0f} GB"
+        in told
+    )
     assert f"a million on 512 at {found[1_048_576, 64]['peak_bytes'] / 1e9:.0f} GB" in told
 
 
@@ -274,17 +365,26 @@ def test_predictions():
         assert f"| {row['name']} | {cells} |" in text
     for row in pod["diloco"]:
         pairs = zip(row["predicted_gbit"], row["paper_gbit"], strict=True)
-        assert f"| {row['name']} | {' | '.join(f'{ours:.3g} / {theirs:g}' for ours, theirs in pairs)} |" in text
+        assert (
+            f"| {row['name']} |"
+            f" {' | '.join(f'{ours:.3g} / {theirs:g}' for ours, theirs in pairs)} |" in text
+        )
     assert sum(row["within_a_rung"] for row in pod["diloco"]) == 72
 
 
 def test_the_losses_of_experts_are_those_of_the_benchmark():
     found, text = results("experts"), page("notes/experts.md")
     assert all(found["claims"].values())
-    losses = {name: [f"{run['loss']:.3f}" for run in one["runs"]] for name, one in found["contenders"].items()}
+    losses = {
+        name: [f"{run['loss']:.3f}" for run in one["runs"]]
+        for name, one in found["contenders"].items()
+    }
     for name in ("experts, biases", "experts, loss", "dense"):
         assert "{}, {} and {}".format(*losses[name]) in text, name
-    worst = {name: max(run["imbalance"] for run in one["runs"]) for name, one in found["contenders"].items()}
+    worst = {
+        name: max(run["imbalance"] for run in one["runs"])
+        for name, one in found["contenders"].items()
+    }
     assert f"at most {worst['experts, biases']:.2f} times" in text
     assert f"up to {worst['experts, nothing']:.2f} times" in text
 
@@ -293,14 +393,18 @@ def test_what_the_tpu_compiler_says_of_experts():
     found = results("experts_pod")
     with imported("experts_pod") as script:
         cells = script.cells
-    assert rows("notes/experts.md", "compiled") == [cells(name, row["shardopt"]) for name, row in found.items()]
+    assert rows("notes/experts.md", "compiled") == [
+        cells(name, row["shardopt"]) for name, row in found.items()
+    ]
     for name, row in found.items():
         one = row["shardopt"]
         assert abs(one["memory_ratio"] - 1) < 0.05, name
         assert abs(one["arguments_ratio"] - 1) < 1e-3, name
         assert max(one["weights_ratio"], one["flops_ratio"], one["active_ratio"]) < 1.05, name
     text, rest = page("notes/experts.md"), [row["shardopt"] for row in found.values()]
-    active = "{:.2f} (Mixtral) and {:.2f} (DeepSeek-V3)".format(*(rest[i]["active_ratio"] for i in (0, -1)))
+    active = "{:.2f} (Mixtral) and {:.2f} (DeepSeek-V3)".format(
+        *(rest[i]["active_ratio"] for i in (0, -1))
+    )
     assert f"a step has {active} times the active flops" in text
     overlap = rest[-1]["tile_overlap"]
     assert f"{overlap:.2f} times for DeepSeek-V3's 4,096 rows" in text
@@ -308,21 +412,34 @@ def test_what_the_tpu_compiler_says_of_experts():
     fsdp, over = (found[f"mixtral-8x7b v5p:4x4x4 expert={size}"] for size in (1, 8))
     deepseek = found["deepseek-v3 v5p:16x16x16 expert=64 replica=8"]
     memory = [
-        one["memory"]["arguments"] + one["memory"]["temporary"] + one["memory"]["outputs"] - one["memory"]["aliased"]
+        one["memory"]["arguments"]
+        + one["memory"]["temporary"]
+        + one["memory"]["outputs"]
+        - one["memory"]["aliased"]
         for one in (fsdp["maxtext"], over["maxtext"], fsdp["left_to_xla"], deepseek["left_to_xla"])
     ]
     assert (
-        f"{memory[2] / 1e9:.2f} (Mixtral, v5p, expert=1) and {memory[3] / 1e9:.2f} GB (DeepSeek-V3), and are est"
-        in text
+        f"{memory[2] / 1e9:.2f} (Mixtral, v5p, expert=1) and {memory[3] / 1e9:.2f} GB"
+        " (DeepSeek-V3), and are est" in text
     )
     left = [row for name, row in found.items() if not name.endswith("int8")]
     assert all(row["left_to_xla"]["seconds"] >= row["shardopt"]["seconds"] for row in left)
-    assert f"to {fsdp['maxtext']['seconds'] * 1e3:.0f} ms by the same estimates and {memory[0] / 1e9:.2f} GB" in text
+    assert (
+        f"to {fsdp['maxtext']['seconds'] * 1e3:.0f} ms by the same estimates and"
+        f" {memory[0] / 1e9:.2f} GB" in text
+    )
     seconds = over["maxtext"]["seconds"] * 1e3, over["shardopt"]["seconds"] * 1e3
-    told = f"{memory[1] / 1e9:.2f} GB, and by estimates that count all rows {seconds[0]:.0f} ms where shardopt's are"
+    told = (
+        f"{memory[1] / 1e9:.2f} GB, and by estimates that count all rows {seconds[0]:.0f} ms where"
+        " shardopt's are"
+    )
     assert f"{told} {seconds[1]:.0f}." in text
     v6e = [found[f"mixtral-8x7b v6e:8x8 expert={size}"] for size in (1, 8)]
-    seconds = [v6e[0]["maxtext"]["seconds"], v6e[1]["maxtext"]["seconds"], v6e[1]["shardopt"]["seconds"]]
+    seconds = [
+        v6e[0]["maxtext"]["seconds"],
+        v6e[1]["maxtext"]["seconds"],
+        v6e[1]["shardopt"]["seconds"],
+    ]
     assert f"v5p chips, {seconds[0] * 1e3:.0f} ms and" in text
     assert f"{seconds[1] * 1e3:.0f} ms where shardopt's are {seconds[2] * 1e3:.0f}." in text
 
@@ -340,32 +457,61 @@ def test_the_page_of_all_benchmarks_in_short():
     eight_bit = results("eight_bit")["runs"]
     share = eight_bit["8 bits"]["state_bytes"] / eight_bit["fp32"]["state_bytes"]
     tokens = results("matrices")["runs"]
-    muon = [size["ratios"]["shardopt muon / torch muon"] for size in results("peers_muon")["sizes"].values()]
+    muon = [
+        size["ratios"]["shardopt muon / torch muon"]
+        for size in results("peers_muon")["sizes"].values()
+    ]
     step = results("restarts")["first new step"]
     slow = results("stragglers")["runs"]["one slower"]["None"]["ratio"]
-    work = [row["of_plain"] for name, row in list(results("pipeline")["keeping"]["large"]["runs"].items())[1:]]
+    work = [
+        row["of_plain"]
+        for name, row in list(results("pipeline")["keeping"]["large"]["runs"].items())[1:]
+    ]
     proof = [row["median_ratio"] - 1 for row in results("separability_cost")["models"].values()]
     mixtral = results("experts_pod")["mixtral-8x7b v5p:4x4x4 expert=1"]
     beside = results("beside_maxtext")
-    fsdp = [beside[f"llama3-8b {row} x 1"] for row in ("v5p:4x4x4 2048", "v5p:4x4x4 4096", "v6e:8x8 8192")]
-    assert all(row["shardopt"]["choice"]["remat"] == row["maxtext"]["choice"]["remat"] for row in fsdp)
+    fsdp = [
+        beside[f"llama3-8b {row} x 1"]
+        for row in ("v5p:4x4x4 2048", "v5p:4x4x4 4096", "v6e:8x8 8192")
+    ]
+    assert all(
+        row["shardopt"]["choice"]["remat"] == row["maxtext"]["choice"]["remat"] for row in fsdp
+    )
     ratio, scheduled = ([f"{row[key]:.2f}" for row in fsdp] for key in ("ratio", "scheduled_ratio"))
     memory = [row["memory_ratio"] for row in fsdp]
     four_rows = beside["llama3-8b v5p:4x4x4 4096 x 4"]
     told = [
-        f"error feedback with `int8` | held-out loss times {losses['int8, error feedback']['ratio']:.3f}",
+        (
+            "error feedback with `int8` | held-out loss times"
+            f" {losses['int8, error feedback']['ratio']:.3f}"
+        ),
         f"DiLoCo, H = 50, four replicas | held-out loss times {losses['DiLoCo']['ratio']:.3f}",
         f"held-out loss times {eight_bit['8 bits']['ratio']:.3f}, {share:.2f} of the bytes",
-        f"on {tokens['muon']['mean_share']:.2f} and {tokens['soap']['mean_share']:.2f} of the tokens",
+        (
+            f"on {tokens['muon']['mean_share']:.2f} and {tokens['soap']['mean_share']:.2f} of the"
+            " tokens"
+        ),
         f"{muon[0]:.2f} and {muon[1]:.2f} of the time of torch's Muon",
-        f"back after {step['memory']:.1f} s from memory, and after {step['disk']:.1f} s from the disk",
+        (
+            f"back after {step['memory']:.1f} s from memory, and after {step['disk']:.1f} s from"
+            " the disk"
+        ),
         f"makes {slow:.2f} times the pushes",
         f"{min(work):.2f} to {max(work):.2f} of the work",
         f"0% to {max(proof):.0%} of it",
-        f"takes {mixtral['shardopt']['seconds'] / mixtral['maxtext']['seconds']:.2f} of MaxText's time on v5p",
+        (
+            f"takes {mixtral['shardopt']['seconds'] / mixtral['maxtext']['seconds']:.2f} of"
+            " MaxText's time on v5p"
+        ),
         f"{ratio[0]}, {ratio[1]} and {ratio[2]} of MaxText's time",
-        f"these are {scheduled[0]}, {scheduled[1]} and {scheduled[2]}, in {min(memory):.2f} to {max(memory):.2f} of its memory",
-        f"a chip of v5p it takes {four_rows['ratio']:.2f} of MaxText's time ({four_rows['scheduled_ratio']:.2f} by the schedules)",
+        (
+            f"these are {scheduled[0]}, {scheduled[1]} and {scheduled[2]}, in {min(memory):.2f} to"
+            f" {max(memory):.2f} of its memory"
+        ),
+        (
+            f"a chip of v5p it takes {four_rows['ratio']:.2f} of MaxText's time"
+            f" ({four_rows['scheduled_ratio']:.2f} by the schedules)"
+        ),
         f"in {four_rows['memory_ratio']:.2f} of its memory. Few of",
     ]
     for words in told:
@@ -374,11 +520,16 @@ def test_the_page_of_all_benchmarks_in_short():
 
 def test_sums_between_processes():
     for (jaxlib, *told), name in zip(
-        rows("notes/compiler_errors.md", "jaxlib"), ("process_sums", "process_sums_0.12"), strict=True
+        rows("notes/compiler_errors.md", "jaxlib"),
+        ("process_sums", "process_sums_0.12"),
+        strict=True,
     ):
         record = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
         measured = record["results"]
-        wrong = [f"{measured['wrong'][how]} of {measured['rounds']}" for how in ("reduce_scatter", "exchange")]
+        wrong = [
+            f"{measured['wrong'][how]} of {measured['rounds']}"
+            for how in ("reduce_scatter", "exchange")
+        ]
         assert told == [*wrong, f"{measured['reduce_scatter / exchange']['median']:.2f}"]
         assert jaxlib == record["versions"]["jaxlib"]
 
@@ -398,7 +549,10 @@ def test_goodput_next_to_published_runs():
     assert len(shown) == len(runs)
     for (name, published, predicted, simulated, points, kind), run in zip(shown, runs, strict=True):
         assert name == run["run"]
-        assert (published, predicted) == (f"{run['published']:.0%}", f"{run['predicted']:.1%}"), name
+        assert (published, predicted) == (
+            f"{run['published']:.0%}",
+            f"{run['predicted']:.1%}",
+        ), name
         assert simulated == ("-" if run["simulated"] is None else f"{run['simulated']:.1%}"), name
         assert (float(points), kind) == (run["points"], run["kind"]), name
         if run["kind"] == "prediction":
@@ -421,13 +575,19 @@ def test_silent_corruption():
     assert rows(name, "strategy | k") == told
     counts = ("change the state", "found", "named")
     told = [
-        [strategy, *(f"{row['all'][count]:,}" for count in counts)] for strategy, row in found["faults, k = 1"].items()
+        [strategy, *(f"{row['all'][count]:,}" for count in counts)]
+        for strategy, row in found["faults, k = 1"].items()
     ]
     assert rows(name, "strategy | faults that change the state") == told
     further = found["faults in matrices and experts"]
-    told = [[where, *(f"{row['all'][count]:,}" for count in (*counts, "suspected"))] for where, row in further.items()]
+    told = [
+        [where, *(f"{row['all'][count]:,}" for count in (*counts, "suspected"))]
+        for where, row in further.items()
+    ]
     assert rows(name, "strategy, k = 1") == told
-    assert all(row["all"]["suspected"] == row["all"]["change the state"] for row in further.values())
+    assert all(
+        row["all"]["suspected"] == row["all"]["change the state"] for row in further.values()
+    )
     kinds = ("transient", "stuck", "a stored shard")
     told = [
         [where, *(f"{row[kind]['found']} of {row[kind]['change the state']}" for kind in kinds)]
@@ -453,7 +613,10 @@ def test_norms():
     ]
     told = [[strategy, size.strip().partition(",")[0], *shares] for strategy, size, *shares in told]
     assert rows(name, "strategy | width x layers") == told
-    assert f"With `metrics_every={max(row['smallest k']['seconds'] for row in found.values())}` or more" in page(name)
+    assert (
+        f"With `metrics_every={max(row['smallest k']['seconds'] for row in found.values())}` or"
+        " more" in page(name)
+    )
     read = [row["share of a step"]["bytes accessed"] for row in found.values()]
     assert f"{min(read):.0%} to {max(read):.0%} of the bytes of a plain step" in page(name)
     assert {row["further reduced arrays"] for row in found.values()} == {1}
@@ -462,6 +625,9 @@ def test_norms():
 
 def test_find_nan():
     found, name = results("find_nan"), "howto/debug_a_nan.md"
-    told = [[*row_name.split(", "), f"{row['core seconds']:.1f}"] for row_name, row in found["searches"].items()]
+    told = [
+        [*row_name.split(", "), f"{row['core seconds']:.1f}"]
+        for row_name, row in found["searches"].items()
+    ]
     assert rows(name, "strategy | bad values") == told
     assert f"a GPT of {found['parameters'] / 1e6:.1f} million parameters" in page(name)

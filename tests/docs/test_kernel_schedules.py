@@ -1,4 +1,6 @@
-"""`benchmarks/kernel_schedules.py` without a compiler: branches of a schedule, and the counts that the package has."""
+"""`benchmarks/kernel_schedules.py` without a compiler: branches of a schedule, and the counts that
+the package has.
+"""
 
 import json
 
@@ -10,7 +12,8 @@ from shardopt.planning._attention_kernels import SCHEDULED
 
 pytestmark = pytest.mark.fast
 
-# a loop from bundle 2 to 12; the last steps skip 4 to 11, the branches in it skip 5 to 6 and 8 to 10
+# a loop from bundle 2 to 12; the last steps skip 4 to 11, the branches in it skip 5 to 6 and 8 to
+# 10
 SCHEDULE = """
      0   :  { %s1 = sld [smem:[#allocation0]] }
    0x1   :  { %2 = sbr.rel (%p0) target = $region4 }
@@ -53,7 +56,8 @@ def test_the_counts_of_a_kernel(script, monkeypatch):
         script.loop_of(SCHEDULE.replace("LB", "  "))
 
 
-# in a loop from 2 to 20: bundles 3 and 4 start copies, and 6 to 13 are skipped if the loop over tiles in it has no steps
+# in a loop from 2 to 20: bundles 3 and 4 start copies, and 6 to 13 are skipped if the loop over
+# tiles in it has no steps
 NESTED = """
    0x2 LB: > { %s3 = smov 0 }
    0x3   : > { %4 = sbr.rel (!%p1) target = $region8 }
@@ -96,17 +100,28 @@ def test_the_package_has_the_counts_of_the_results():
 
 
 def test_the_note_has_the_table_of_the_results(script):
-    results = json.loads((ROOT / "benchmarks" / "results" / "kernel_schedules.json").read_text())["results"]
+    results = json.loads((ROOT / "benchmarks" / "results" / "kernel_schedules.json").read_text())[
+        "results"
+    ]
     text = (ROOT / "docs" / "notes" / "kernels.md").read_text()
     assert script.table(results) in text
     milliseconds = {
-        line.split(" | ")[1]: float(line.split(" | ")[5]) for line in text.splitlines() if "| v5p | jax" in line
+        line.split(" | ")[1]: float(line.split(" | ")[5])
+        for line in text.splitlines()
+        if "| v5p | jax" in line
     }
     assert f"{milliseconds['jax, dq'] + milliseconds['jax, dkv']:.2f} ms on v5p" in text
 
 
 def test_the_note_has_the_seconds_in_which_kernels_are_generated(script):
-    seconds = json.loads((ROOT / "benchmarks" / "results" / "kernel_generation.json").read_text())["results"]
+    seconds = json.loads((ROOT / "benchmarks" / "results" / "kernel_generation.json").read_text())[
+        "results"
+    ]
     assert set(seconds) == set(script.TOPOLOGIES)
-    assert all(by_program[name] < 20 for by_program in seconds.values() for name in by_program if "shardopt" in name)
+    assert all(
+        by_program[name] < 20
+        for by_program in seconds.values()
+        for name in by_program
+        if "shardopt" in name
+    )
     assert script.generation_table(seconds) in (ROOT / "docs" / "notes" / "kernels.md").read_text()

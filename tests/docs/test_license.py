@@ -25,20 +25,33 @@ PERMISSIVE = {
     "Zlib",
 }
 CLASSIFIERS = {"Apache Software License": "Apache-2.0", "BSD License": "BSD", "MIT License": "MIT"}
-OLD_NAMES = {"3-Clause BSD License": "BSD-3-Clause", "Apache 2.0": "Apache-2.0", "MIT License": "MIT"}
+OLD_NAMES = {
+    "3-Clause BSD License": "BSD-3-Clause",
+    "Apache 2.0": "Apache-2.0",
+    "MIT License": "MIT",
+}
 """What the free text of `License`, which SPDX names replaced, says for a licence."""
 
 
 def licenses_of(metadata):
-    """Return the alternatives under which a distribution may be used, each a set of SPDX names that all apply."""
+    """Return the alternatives under which a distribution may be used, each a set of SPDX names that
+    all apply.
+    """
     expression = metadata.get("License-Expression")
     text = (metadata.get("License") or "").strip()
-    names = [line.split(" :: ")[-1] for line in metadata.get_all("Classifier") or [] if line.startswith("License ::")]
+    names = [
+        line.split(" :: ")[-1]
+        for line in metadata.get_all("Classifier") or []
+        if line.startswith("License ::")
+    ]
     names = [name for name in names if name != "OSI Approved"]
     if not expression and text and "\n" not in text:
         expression = OLD_NAMES.get(text, text)
     if expression:
-        return [set(re.split(r"\s+AND\s+", option.strip("() "))) for option in re.split(r"\s+OR\s+", expression)]
+        return [
+            set(re.split(r"\s+AND\s+", option.strip("() ")))
+            for option in re.split(r"\s+OR\s+", expression)
+        ]
     return [{CLASSIFIERS.get(name, name)} for name in names]
 
 
@@ -46,7 +59,9 @@ def required(name, extras=()):
     """Yield the distributions that a distribution with these extras requires here."""
     for line in importlib.metadata.requires(name) or []:
         requirement = Requirement(line)
-        if not requirement.marker or any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+        if not requirement.marker or any(
+            requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras)
+        ):
             yield requirement.name, tuple(sorted(requirement.extras))
 
 
@@ -62,9 +77,15 @@ def hard_dependencies():
 
 
 def not_permissive(metadatas):
-    """Return name -> its licences, for each distribution that no set of permissive licences allows to use."""
+    """Return name -> its licences, for each distribution that no set of permissive licences allows
+    to use.
+    """
     licenses = {metadata["Name"]: licenses_of(metadata) for metadata in metadatas}
-    return {name: options for name, options in licenses.items() if not any(option <= PERMISSIVE for option in options)}
+    return {
+        name: options
+        for name, options in licenses.items()
+        if not any(option <= PERMISSIVE for option in options)
+    }
 
 
 def test_no_hard_dependency_is_copyleft():

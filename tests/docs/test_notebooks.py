@@ -27,19 +27,33 @@ def sources(notebook):
 
 
 def shown(notebook):
-    """Return what each cell shows, by kind: "stream", or the richest form of a result: image before html before text."""
+    """Return what each cell shows, by kind: "stream", or the richest form of a result: image before
+    html before text.
+    """
     found = []
     for cell in notebook.cells:
-        outputs = [one for one in cell.get("outputs", ()) if one.output_type != "stream" or one.name == "stdout"]
+        outputs = [
+            one
+            for one in cell.get("outputs", ())
+            if one.output_type != "stream" or one.name == "stdout"
+        ]
         kinds = [min(one.data) if "data" in one else one.output_type for one in outputs]
         # what a cell prints may arrive in pieces
-        found.append([kind for i, kind in enumerate(kinds) if kind != "stream" or kinds[i - 1 : i] != ["stream"]])
+        found.append(
+            [
+                kind
+                for i, kind in enumerate(kinds)
+                if kind != "stream" or kinds[i - 1 : i] != ["stream"]
+            ]
+        )
     return found
 
 
 def test_there_are_eight_and_each_is_a_pair():
     assert [script.stem[0] for script in SCRIPTS] == list("12345678")
-    assert [book.stem for book in sorted(FOLDER.glob("*.ipynb"))] == [script.stem for script in SCRIPTS]
+    assert [book.stem for book in sorted(FOLDER.glob("*.ipynb"))] == [
+        script.stem for script in SCRIPTS
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
@@ -68,11 +82,17 @@ def test_a_notebook_runs_and_shows_what_the_committed_one_shows(script, tool):
 
 def test_a_cell_that_raises_fails(tool, tmp_path):
     script = tmp_path / "0_broken.py"
-    script.write_text("# %%\nprint('so far')\n\n# %%\nassert 1 == 2, 'a number that the text states'\n")
+    script.write_text(
+        "# %%\nprint('so far')\n\n# %%\nassert 1 == 2, 'a number that the text states'\n"
+    )
     with pytest.raises(CellExecutionError, match="a number that the text states"):
         tool["execute"](script)
 
 
 def test_links_between_notebooks_lead_somewhere():
-    targets = [target for script in SCRIPTS for target in re.findall(r"\]\(([^)#]+\.ipynb)\)", script.read_text())]
+    targets = [
+        target
+        for script in SCRIPTS
+        for target in re.findall(r"\]\(([^)#]+\.ipynb)\)", script.read_text())
+    ]
     assert targets == [f"{script.stem}.ipynb" for script in SCRIPTS[1:]]

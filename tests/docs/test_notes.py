@@ -1,4 +1,6 @@
-"""The notes: dates and versions are those of the results files, and scripts print the tables that the notes show."""
+"""The notes: dates and versions are those of the results files, and scripts print the tables that
+the notes show.
+"""
 
 import importlib
 import importlib.metadata
@@ -22,7 +24,9 @@ def stored(name):
 
 def test_a_note_has_the_date_and_the_versions_of_each_results_file():
     rows = [
-        row for note in NOTES for row in re.findall(r"^\| `([\w.]+)\.json` \| (.*) \|$", note.read_text(), re.MULTILINE)
+        row
+        for note in NOTES
+        for row in re.findall(r"^\| `([\w.]+)\.json` \| (.*) \|$", note.read_text(), re.MULTILINE)
     ]
     assert len(rows) > 20
     for name, row in rows:
@@ -30,13 +34,19 @@ def test_a_note_has_the_date_and_the_versions_of_each_results_file():
         date, commit, versions = row.split(" | ")
         assert date == record["date"], name
         assert re.fullmatch(r"[0-9a-f]{7}", commit), name
-        assert versions == f"jax {record['versions']['jax']}, Python {record['versions']['python']}", name
+        assert (
+            versions == f"jax {record['versions']['jax']}, Python {record['versions']['python']}"
+        ), name
 
 
-@pytest.mark.parametrize("name", ["maxtext", "experts", "long_rows", "predictions", "tpu_compiler", "pipelines"])
+@pytest.mark.parametrize(
+    "name", ["maxtext", "experts", "long_rows", "predictions", "tpu_compiler", "pipelines"]
+)
 def test_a_note_with_compiled_tables_names_the_libtpu(name):
     text = " ".join((ROOT / "docs" / "notes" / f"{name}.md").read_text().split())
-    assert re.search(r"libtpu (0\.0\.\d+|of jax)|its libtpu; other tables of that week have 0\.0\.\d+", text)
+    assert re.search(
+        r"libtpu (0\.0\.\d+|of jax)|its libtpu; other tables of that week have 0\.0\.\d+", text
+    )
 
 
 def test_planning_says_which_libtpu_the_extra_installs():
@@ -46,7 +56,10 @@ def test_planning_says_which_libtpu_the_extra_installs():
         if (match := re.match(r"libtpu==([\d.]+)\.\*;", line))
     }
     text = " ".join((ROOT / "docs" / "planning.md").read_text().split())
-    assert re.search(rf"{re.escape(pin)}(\.\d+)? with (jax )?{re.escape(importlib.metadata.version('jax'))}", text)
+    assert re.search(
+        rf"{re.escape(pin)}(\.\d+)? with (jax )?{re.escape(importlib.metadata.version('jax'))}",
+        text,
+    )
 
 
 GUIDES = ["benchmarks", "blocks", "data_parallel", "experts", "failures", "losses", "planning"]
@@ -78,7 +91,10 @@ def test_a_note_has_the_table_of_its_script(name, load):
 
 def check_any_loss(results):
     assert all(row["shardopt"] < 1e-3 for row in results.values())
-    assert min(row["mean of devices"] for name, row in results.items() if name != "mean_over_rows") > 0.1
+    assert (
+        min(row["mean of devices"] for name, row in results.items() if name != "mean_over_rows")
+        > 0.1
+    )
 
 
 def check_data_position(results):
@@ -89,7 +105,10 @@ def check_data_position(results):
 
 def check_muon_under_fsdp(results):
     more = {name: row["more"] for name, row in results.items()}
-    assert more["experts, so.fsdp, matrices"] < more["experts, marin's layout with data=1, update alone"] / 6
+    assert (
+        more["experts, so.fsdp, matrices"]
+        < more["experts, marin's layout with data=1, update alone"] / 6
+    )
     for name in ("stacked blocks", "separate matrices"):
         row = results[f"{name}, so.fsdp, matrices"]
         assert row["muon"] < 1.15 * row["adam"]
@@ -120,11 +139,20 @@ def test_the_stored_results_are_what_a_note_claims(name):
 def test_a_script_finds_the_same_again(name):
     code = f"import json, {name} as script; print('RESULTS', json.dumps(script.run()))"
     # the script chooses the number of its devices, as it does for a user
-    environment = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")
+    }
     environment["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=ROOT / "benchmarks", env=environment, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT / "benchmarks",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     CHECKS[name](json.loads(done.stdout.rpartition("RESULTS ")[2]))

@@ -62,22 +62,30 @@ def test_its_losses_and_weights_are_those_of_the_library_and_of_one_device(examp
         for name in ("loss", "grad_norm"):
             np.testing.assert_allclose(metrics[name], of_library[name], rtol=1e-7)
     for params in (unsharded.params, state.params):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), sharded.params, params)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), sharded.params, params
+        )
 
 
 @pytest.mark.slow  # a page and its example, which users change seldom
 def test_its_program_has_the_collectives_of_the_library_and_the_page_their_bytes(example):
     config, mesh, opt = example.Config(num_blocks=8), mesh_of_stages(), library(example)
-    shapes, batch = example.make_init(config, mesh).eval_shape(jax.random.key(0)), next(example.batches(config))
+    shapes, batch = (
+        example.make_init(config, mesh).eval_shape(jax.random.key(0)),
+        next(example.batches(config)),
+    )
     audit = so.audit(example.make_step(mesh, MICRO_BATCHES), shapes, batch, mesh=mesh)
     by_library = so.audit(opt.step, opt.abstract_state(shapes.params), batch)
     counts = [
-        collections.Counter((each.kind, each.axes, each.bytes, each.loops) for each in program.collectives)
+        collections.Counter(
+            (each.kind, each.axes, each.bytes, each.loops) for each in program.collectives
+        )
         for program in (audit, by_library)
     ]
     assert counts[0] == counts[1], f"{audit}\n{by_library}"
     permutes = audit.of("collective-permute", in_loop=True).total
-    assert permutes.calls == 2 * (MICRO_BATCHES + 2 * (STAGES - 1))  # an activation and a cotangent on every tick
+    # an activation and a cotangent on every tick
+    assert permutes.calls == 2 * (MICRO_BATCHES + 2 * (STAGES - 1))
 
     page = (ROOT / "docs" / "one_f_one_b_from_scratch.md").read_text()
     for kind, traffic in audit.by_kind().items():

@@ -13,15 +13,22 @@ LINES = {"fsdp_from_scratch": 200, "one_f_one_b_from_scratch": 250}
 def test_it_is_short_and_plain_jax(name):
     text = (ROOT / "examples" / f"{name}.py").read_text()
     assert len(text.splitlines()) <= LINES[name]
-    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    modules = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
+    imports = [
+        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)
+    ]
+    modules = {
+        alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names
+    }
     modules |= {node.module for node in imports if isinstance(node, ast.ImportFrom)}
     assert modules <= {"jax", "jax.numpy", "numpy", "typing", "fsdp_from_scratch"}
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_the_page_quotes_the_file(name):
-    text, page = (ROOT / "examples" / f"{name}.py").read_text(), (ROOT / "docs" / f"{name}.md").read_text()
+    text, page = (
+        (ROOT / "examples" / f"{name}.py").read_text(),
+        (ROOT / "docs" / f"{name}.md").read_text(),
+    )
     quotes = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     excerpts = [quote for quote in quotes if "import " not in quote]
     assert len(excerpts) == len(quotes) - 2  # the imports, and the same in shardopt

@@ -1,4 +1,6 @@
-"""The README: its code runs as it stands, its commands are the ones promised, its table is what strategies do."""
+"""The README: its code runs as it stands, its commands are the ones promised, its table is what
+strategies do.
+"""
 
 import os
 import re
@@ -21,7 +23,9 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["example", "all"])
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(None, marks=pytest.mark.slow)], ids=["example", "all"]
+)
 def test_the_python_runs_as_it_stands(count, tmp_path):
     # as many devices as the script asks for, compiled as cheaply as in all tests
     flags = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag]
@@ -30,7 +34,9 @@ def test_the_python_runs_as_it_stands(count, tmp_path):
     script.write_text("\n".join(blocks("python")[:count]))
     command = [sys.executable, "-W", "error", str(script)]
     environment["PYTHONPATH"] = str(ROOT)  # where it is not installed
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     loss, spec = done.stdout.split(maxsplit=1)
     assert float(loss) < 1e-3
@@ -63,7 +69,12 @@ def test_the_table_tells_the_bytes_a_parameter(name, mesh_of):
 
     options = {"stage": int(name[-2])} if "stage" in name else {}
     make = so.zero if options else so.ddp
-    opt = make(optax.adam(0.1), mesh_of(data=8), lambda params, batch: jnp.mean(batch @ params["w"]), **options)
+    opt = make(
+        optax.adam(0.1),
+        mesh_of(data=8),
+        lambda params, batch: jnp.mean(batch @ params["w"]),
+        **options,
+    )
     params = {"w": jnp.zeros((1024, 64))}
     report = opt.config.report(params)
     gradients = 4 / (8 if opt.config.placement.grads else 1)

@@ -1,4 +1,7 @@
-"""The reference has every public name once, each with a docstring that tells its arguments; and the pages build."""
+"""The reference has every public name once, each with a docstring that tells its arguments.
+
+And the pages build.
+"""
 
 import inspect
 import os
@@ -39,7 +42,10 @@ ROOMS = {
     "interop.": (interop, interop.__all__),
     "models.": (models, models.__all__),
     "models.decoder.": (decoder, decoder.__all__),
-    "models.gpt.": (gpt, ["GPTConfig", "init", "logits_of", "matrices", "model", "num_parameters", "rules"]),
+    "models.gpt.": (
+        gpt,
+        ["GPTConfig", "init", "logits_of", "matrices", "model", "num_parameters", "rules"],
+    ),
     "models.moe.": (
         moe,
         [
@@ -57,7 +63,10 @@ ROOMS = {
     "nn.": (nn, nn.__all__),
     "optimizers.": (optimizers, optimizers.__all__),
     "parameter_server.": (parameter_server, parameter_server.__all__),
-    "parameter_server.durations.": (parameter_server.durations, ["exponential", "lognormal", "with_stalls"]),
+    "parameter_server.durations.": (
+        parameter_server.durations,
+        ["exponential", "lognormal", "with_stalls"],
+    ),
     "parameter_server.rules.": (parameter_server.rules, parameter_server.rules.__all__),
     "planning.": (planning, planning.__all__),
     "reducers.": (reducers, reducers.__all__),
@@ -69,7 +78,10 @@ ROOMS = {
 
 
 def public():
-    """Return {qualified name: object}; what several rooms hand on counts under its shortest name."""
+    """Return {qualified name: object}.
+
+    What several rooms hand on counts under its shortest name.
+    """
     found = {}
     for prefix, (room, names) in ROOMS.items():
         for name in names:
@@ -90,7 +102,9 @@ def test_the_reference_has_every_public_name_once_and_no_other():
     assert set(listed) - set(PUBLIC) == set(), "these are not public"
 
 
-@pytest.mark.parametrize("name", [name for name, thing in PUBLIC.items() if inspect.isroutine(thing)])
+@pytest.mark.parametrize(
+    "name", [name for name, thing in PUBLIC.items() if inspect.isroutine(thing)]
+)
 def test_a_function_tells_what_it_does_and_every_argument(name):
     text = inspect.getdoc(PUBLIC[name]) or ""
     assert re.match(r"[A-Z].*\.(\n\n|$)", text, re.DOTALL)
@@ -101,7 +115,9 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
         told = re.findall(r"^  \*{0,2}(\w+): ", arguments, re.MULTILINE)
         assert sorted(told) == sorted(inspect.signature(PUBLIC[name]).parameters)
     notes = re.search(r"^\*\*", text, re.MULTILINE)
-    last_section = max(text.find(f"\n{section}:\n") for section in ("Args", "Returns", "Raises", "Example"))
+    last_section = max(
+        text.find(f"\n{section}:\n") for section in ("Args", "Returns", "Raises", "Example")
+    )
     assert notes is None or notes.start() > last_section, "notes follow the call"
 
 
@@ -113,9 +129,20 @@ def test_a_class_has_a_docstring_of_its_own():
 
 @pytest.mark.slow
 def test_the_pages_build_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(tmp_path / "site"),
+    ]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, "")
     page = (tmp_path / "site" / "reference" / "strategies.html").read_text()
     for text in ("so.fsdp", "Equivalence", "min_shard_elements", "Rajbhandari"):

@@ -1,4 +1,6 @@
-"""`benchmarks/rounded_schedules.py` without a compiler: loops and branches of a schedule, and the tables of the note."""
+"""`benchmarks/rounded_schedules.py` without a compiler: loops and branches of a schedule, and the
+tables of the note.
+"""
 
 import json
 import types
@@ -9,8 +11,9 @@ from support.scripts import imported
 
 pytestmark = pytest.mark.fast
 
-# A loop from bundle 0x1 to 0x2f. Its body is 0x8 to 0x28. In it a loop of 2 turns from 0xa to 0x18 has two branches, of 2
-# bundles and of 1, and a loop of 2 turns follows it directly, from 0x18 to 0x20. The branch at 0x20 starts copies.
+# A loop from bundle 0x1 to 0x2f. Its body is 0x8 to 0x28. In it a loop of 2 turns from 0xa to 0x18
+# has two branches, of 2 bundles and of 1, and a loop of 2 turns follows it directly, from 0x18 to
+# 0x20. The branch at 0x20 starts copies.
 SCHEDULE = """
      0   :  { %s1 = sld [smem:[#allocation0]] }
    0x1 LB: > { %s2 = smov 0 }
@@ -43,7 +46,9 @@ def script():
 
 
 def stored():
-    return json.loads((ROOT / "benchmarks" / "results" / "rounded_schedules.json").read_text())["results"]
+    return json.loads((ROOT / "benchmarks" / "results" / "rounded_schedules.json").read_text())[
+        "results"
+    ]
 
 
 def test_the_loops_and_branches_of_a_schedule(script):
@@ -51,13 +56,18 @@ def test_the_loops_and_branches_of_a_schedule(script):
     assert (loop.start, loop.end, loop.turns) == (0x1, 0x2F, 6)
     (body,) = loop.parts
     assert (body.start, body.end, body.turns) == (0x8, 0x28, None)
-    assert [(part.start, part.end, part.turns) for part in body.parts] == [(0xA, 0x18, 2), (0x18, 0x20, 2)]
+    assert [(part.start, part.end, part.turns) for part in body.parts] == [
+        (0xA, 0x18, 2),
+        (0x18, 0x20, 2),
+    ]
     assert [(part.start, part.end) for part in body.parts[0].parts] == [(0x10, 0x12), (0x16, 0x17)]
     with pytest.raises(ValueError, match="bundle 3 has a branch of an unknown form"):
         script.loop_of(SCHEDULE.replace("sbr.rel (%p1_p0)", "sbr.abs (%p1_p0)"))
     with pytest.raises(ValueError, match="bundle 19 has no target, and is not the end of a loop"):
         script.loop_of(
-            SCHEDULE.replace("0x18 LB:", "0x18   :").replace("0xa LB:", "0xa   :").replace("0x1 LB:", "0x1   :")
+            SCHEDULE.replace("0x18 LB:", "0x18   :")
+            .replace("0xa LB:", "0xa   :")
+            .replace("0x1 LB:", "0x1   :")
         )
     end = script.loop_of(
         SCHEDULE.replace("  0x2f   :  {", "  0x2e   : > { %s18 = smov 0 }\n  0x2f   : > {"), delay=2
@@ -80,12 +90,14 @@ def test_a_loop_counts_with_its_turns_and_a_branch_as_often_as_it_runs(script, m
     with pytest.raises(ValueError, match=r"^kernel: 6 turns of 1 bodies, for the grid \(5, 2\)"):
         script.bundles_of(SCHEDULE, call._replace(grid=(5, 2)))
     monkeypatch.setattr(script, "form_of", lambda call: loops)
-    assert script.bundles_of(SCHEDULE, call._replace(grid=(7,))) == (bundles, 4)  # the other core has three steps
+    # the other core has three steps
+    assert script.bundles_of(SCHEDULE, call._replace(grid=(7,))) == (bundles, 4)
 
 
 def test_the_turns_of_a_loop_may_be_data(script, monkeypatch):
     schedule = SCHEDULE.replace(
-        "%p4_p1 = scmp.ge.s32.totalorder %s4, 2 /* loop exit test */", "%p4_p1 = scmp.ge.s32 %s4, %s5"
+        "%p4_p1 = scmp.ge.s32.totalorder %s4, 2 /* loop exit test */",
+        "%p4_p1 = scmp.ge.s32 %s4, %s5",
     )
     (body,) = script.loop_of(schedule).parts
     assert [part.turns for part in body.parts] == [2, 0]
@@ -108,7 +120,10 @@ def test_a_block_is_copied_when_its_index_changes(script):
     numbers = types.SimpleNamespace(itemsize=2)
     rows, columns = spec((None, 8, 256), lambda i, j: (i, 0)), spec((4, 1), lambda i, j: (0, j))
     assert script.moved_bytes((2, 3), [rows], [numbers]) == 2 * 8 * 256 * 2
-    assert script.moved_bytes((2, 3), [rows, columns], [numbers] * 2) == 2 * 8 * 256 * 2 + 6 * 4 * 128 * 2
+    assert (
+        script.moved_bytes((2, 3), [rows, columns], [numbers] * 2)
+        == 2 * 8 * 256 * 2 + 6 * 4 * 128 * 2
+    )
 
 
 def test_the_note_has_the_numbers_of_the_results(script):

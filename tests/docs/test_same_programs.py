@@ -1,4 +1,6 @@
-"""The comparison of compiled programs: equal records pass, and every sort of difference is found and told."""
+"""The comparison of compiled programs: equal records pass, and every sort of difference is found
+and told.
+"""
 
 import json
 import sys
@@ -15,7 +17,14 @@ SUM = {
     "in_branch": False,
     "count": 2,
 }
-PERMUTE = {"kind": "collective-permute", "axes": None, "bytes": 8, "calls": 5, "in_loop": True, "in_branch": True}
+PERMUTE = {
+    "kind": "collective-permute",
+    "axes": None,
+    "bytes": 8,
+    "calls": 5,
+    "in_loop": True,
+    "in_branch": True,
+}
 PROGRAM = {
     "argument_bytes": 100,
     "output_bytes": 90,
@@ -54,10 +63,15 @@ def test_equal_records_are_the_same(script, capsys):
 
 
 def test_the_order_of_collectives_does_not_count(script):
-    assert script.compare(RECORD, changed(lambda found: found["ddp: step"]["collectives"].reverse())) == 0
+    assert (
+        script.compare(RECORD, changed(lambda found: found["ddp: step"]["collectives"].reverse()))
+        == 0
+    )
 
 
-@pytest.mark.parametrize("what", ["argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "flops"])
+@pytest.mark.parametrize(
+    "what", ["argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "flops"]
+)
 def test_another_number_is_a_difference(script, capsys, what):
     assert script.compare(RECORD, changed(lambda found: found["ddp: step"].update({what: 1}))) == 1
     told = capsys.readouterr().out
@@ -65,7 +79,10 @@ def test_another_number_is_a_difference(script, capsys, what):
 
 
 @pytest.mark.parametrize(
-    "other", [{key: value} for key, value in PERMUTE.items() if key != "calls"] + [{"bytes": 65}, {"count": 3}], ids=str
+    "other",
+    [{key: value} for key, value in PERMUTE.items() if key != "calls"]
+    + [{"bytes": 65}, {"count": 3}],
+    ids=str,
 )
 def test_another_collective_is_a_difference(script, other):
     after = changed(lambda found: found["ddp: step"]["collectives"][0].update(other))
@@ -109,10 +126,14 @@ def test_nothing_is_not_the_same(script):
 
 def test_two_files_are_compared(script, tmp_path, monkeypatch):
     paths = [tmp_path / name for name in ("before.json", "after.json")]
-    for path, record in zip(paths, (RECORD, changed(lambda found: found["ddp: step"].update(flops=1))), strict=True):
+    for path, record in zip(
+        paths, (RECORD, changed(lambda found: found["ddp: step"].update(flops=1))), strict=True
+    ):
         path.write_text(json.dumps(record))
     for other, code in ((paths[0], 0), (paths[1], 1)):
-        monkeypatch.setattr(sys, "argv", ["same_programs.py", "--compare", str(paths[0]), str(other)])
+        monkeypatch.setattr(
+            sys, "argv", ["same_programs.py", "--compare", str(paths[0]), str(other)]
+        )
         assert script.main() == code
 
 
@@ -123,7 +144,9 @@ def test_every_row_has_a_name_of_its_own(script):
 
 @pytest.mark.slow  # a script that is run by hand
 def test_a_compiled_program_tells_what_it_sends_and_holds(script):
-    row = next(row for row in script.all_rows() if row.name == "diloco of ddp, replica=2 data=4, blocks")
+    row = next(
+        row for row in script.all_rows() if row.name == "diloco of ddp, replica=2 data=4, blocks"
+    )
     found = dict(script.programs_of(row))
     assert set(found) == {f"{row.name}: step {step}" for step in (0, 1)}
     over = [{tuple(one["axes"]) for one in program["collectives"]} for program in found.values()]

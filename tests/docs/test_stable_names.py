@@ -1,4 +1,6 @@
-"""The stable names: their signatures are those of the last release, or the changelog says that they changed."""
+"""The stable names: their signatures are those of the last release, or the changelog says that they
+changed.
+"""
 
 import importlib.util
 
@@ -22,14 +24,21 @@ def test_the_changelog_names_every_changed_signature():
 
 
 def test_the_changelog_has_a_part_for_the_next_release():
-    assert CHANGELOG.count("\n## Unreleased\n") == 1, "after a merge: take main's CHANGELOG.md, add your line again"
+    assert CHANGELOG.count("\n## Unreleased\n") == 1, (
+        "after a merge: take main's CHANGELOG.md, add your line again"
+    )
 
 
 def test_a_release_takes_at_most_three_screens():
     parts = CHANGELOG.split("\n## ")[1:]
-    assert max(len(part.splitlines()) for part in parts) <= 150, "after a merge: take main's, add your line again"
+    assert max(len(part.splitlines()) for part in parts) <= 150, (
+        "after a merge: take main's, add your line again"
+    )
     titles = {line for line in CHANGELOG.splitlines() if line.startswith("### ")}
-    assert titles <= {f"### {title}" for title in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")}
+    assert titles <= {
+        f"### {title}"
+        for title in ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,8 +46,16 @@ def test_a_release_takes_at_most_three_screens():
     [
         ("so.make_mesh(data=-1", "so.make_mesh(data=1", "make_mesh"),
         ("so.fit(opt, state, batches, *, num_steps", "so.fit(opt, state, batches, *, steps", "fit"),
-        ("so.ShardedOptimizer.step(state, batch)", "so.ShardedOptimizer.step(batch, state)", "ShardedOptimizer.step"),
-        ("so.errors.CheckpointError: ValueError", "so.errors.CheckpointError: OSError", "errors.CheckpointError"),
+        (
+            "so.ShardedOptimizer.step(state, batch)",
+            "so.ShardedOptimizer.step(batch, state)",
+            "ShardedOptimizer.step",
+        ),
+        (
+            "so.errors.CheckpointError: ValueError",
+            "so.errors.CheckpointError: OSError",
+            "errors.CheckpointError",
+        ),
         ("so.with_params(", "so.set_params(state, values)\nso.with_params(", "set_params"),
     ],
 )
@@ -52,13 +69,17 @@ def test_a_change_needs_a_line_of_the_changelog(old, new, name):
 
 
 def test_every_strategy_is_stable():
-    assert {"ddp", "zero", "fsdp", "hybrid", "local_sgd", "diloco"} <= set(stable_names.names_of(TEXT))
+    assert {"ddp", "zero", "fsdp", "hybrid", "local_sgd", "diloco"} <= set(
+        stable_names.names_of(TEXT)
+    )
 
 
 def test_a_signature_is_the_same_in_every_process():
     assert " at 0x" not in TEXT
     assert stable_names.signatures(["make_mesh"]) == {
-        "make_mesh": "(data=-1, tensor=1, pipeline=1, *, replica=1, context=1, expert=1, devices=None)"
+        "make_mesh": (
+            "(data=-1, tensor=1, pipeline=1, *, replica=1, context=1, expert=1, devices=None)"
+        )
     }
     assert set(stable_names.signatures(["ShardedOptimizer"])) >= {
         f"ShardedOptimizer.{name}" for name in ("init", "step")

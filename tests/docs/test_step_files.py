@@ -1,4 +1,6 @@
-"""CONTRIBUTING lists the files that a reader of a step opens: they are the files on the way to its collectives."""
+"""CONTRIBUTING lists the files that a reader of a step opens: they are the files on the way to its
+collectives.
+"""
 
 import dis
 import re
@@ -46,7 +48,11 @@ def files_called_by(strategy, *args):
     files = set()
 
     def note(frame, event, _):
-        if event == "call" and frame.f_back is not None and frame.f_back.f_code.co_name == strategy.__name__:
+        if (
+            event == "call"
+            and frame.f_back is not None
+            and frame.f_back.f_code.co_name == strategy.__name__
+        ):
             files.update((file_of(frame), file_of(frame.f_back)))
 
     sys.setprofile(note)
@@ -58,7 +64,9 @@ def files_called_by(strategy, *args):
 
 
 def files_to_collectives(monkeypatch, opt) -> dict[str, set[str]]:
-    """Return kind of collective -> the files on the call stacks of its calls, while a step is traced."""
+    """Return kind of collective -> the files on the call stacks of its calls, while a step is
+    traced.
+    """
     files: dict[str, set[str]] = {}
 
     def recorded(kind, collective):
@@ -92,9 +100,13 @@ def test_the_step_reads_as_its_phases():
     constants = [code for code in make_step.__code__.co_consts if hasattr(code, "co_code")]
     (step,) = (code for code in constants if code.co_name == "step")
     phases = ("differentiate", "apply_update", "all_gather_params")
-    first_line = {name: min(line for line, names in names_by_line(step) if name in names) for name in phases}
+    first_line = {
+        name: min(line for line, names in names_by_line(step) if name in names) for name in phases
+    }
     assert [first_line[name] for name in phases] == sorted(first_line.values())
-    statements = {line for _, _, line in step.co_lines() if line is not None} - {step.co_firstlineno}
+    statements = {line for _, _, line in step.co_lines() if line is not None} - {
+        step.co_firstlineno
+    }
     assert len(statements) <= 6
 
 

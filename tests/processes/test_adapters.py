@@ -1,4 +1,6 @@
-"""Four processes train adapters, save them for peft together, load them, and keep checkpoints without the base."""
+"""Four processes train adapters, save them for peft together, load them, and keep checkpoints
+without the base.
+"""
 
 import json
 
@@ -18,7 +20,9 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapters")
     config, shapes, _ = oracle.read_case("llama3")
     oracle.write_folder(folder / "model", config, shapes)
-    said = run_processes(ROOT / "tests" / "processes" / "worker_adapters.py", 4, folder, timeout=700)
+    said = run_processes(
+        ROOT / "tests" / "processes" / "worker_adapters.py", 4, folder, timeout=700
+    )
     return folder, [json.loads(process.last) for process in said]
 
 
@@ -49,5 +53,8 @@ def test_peft_computes_with_the_adapters_of_four_processes(saved):
     tokens = torch.as_tensor(np.arange(8 * 9).reshape(8, 9) % 61)
     with torch.no_grad():
         logits = model(input_ids=tokens[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
-    assert float(loss) < reports[0]["losses"][1]  # after two steps; the losses are those before each step
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)
+    )
+    # after two steps; the losses are those before each step
+    assert float(loss) < reports[0]["losses"][1]

@@ -26,16 +26,24 @@ def test_four_processes_equal_one(schedule, told, x64):
     state, losses = worker.run(opt, opt.init(worker.make_params()), 0, 4)
     for found in told[0]:
         np.testing.assert_allclose(found[schedule]["losses"], losses, rtol=1e-12)
-        for leaf, other in zip(found[schedule]["params"], jax.tree.leaves(state.params), strict=True):
+        for leaf, other in zip(
+            found[schedule]["params"], jax.tree.leaves(state.params), strict=True
+        ):
             np.testing.assert_allclose(leaf, other, rtol=1e-10, atol=1e-12)
     restored = so.restore(told[1] / schedule, opt)
     again, _ = worker.run(opt, restored, 2, 4)
-    for leaf, other in zip(jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True):
+    for leaf, other in zip(
+        jax.tree.leaves(again.params), jax.tree.leaves(state.params), strict=True
+    ):
         np.testing.assert_allclose(leaf, other, rtol=1e-10, atol=1e-12)
 
 
 def test_each_process_holds_its_stage_alone_and_goes_on_from_what_all_saved(told):
     kernels = 4 * 8 * 8
     for found in told[0]:
-        assert [found[name]["held"] for name in worker.SCHEDULES] == [kernels // 2, kernels // 4, kernels // 2]
+        assert [found[name]["held"] for name in worker.SCHEDULES] == [
+            kernels // 2,
+            kernels // 4,
+            kernels // 2,
+        ]
         assert all(one["again"] for one in found.values())

@@ -19,19 +19,28 @@ MEGABYTE = 2**20
 def shapes():
     """The tensors of a Llama of 55 million parameters."""
     D, F, V = SIZES["hidden_size"], SIZES["intermediate_size"], SIZES["vocab_size"]
-    tensors = {"model.embed_tokens.weight": (V, D), "model.norm.weight": (D,), "lm_head.weight": (V, D)}
+    tensors = {
+        "model.embed_tokens.weight": (V, D),
+        "model.norm.weight": (D,),
+        "lm_head.weight": (V, D),
+    }
     for i in range(SIZES["num_hidden_layers"]):
         block = f"model.layers.{i}."
         tensors |= {f"{block}self_attn.{name}_proj.weight": (D, D) for name in "qkvo"}
         tensors |= {f"{block}mlp.{name}_proj.weight": (F, D) for name in ("gate", "up")}
         tensors |= {f"{block}mlp.down_proj.weight": (D, F)}
-        tensors |= {f"{block}{name}.weight": (D,) for name in ("input_layernorm", "post_attention_layernorm")}
+        tensors |= {
+            f"{block}{name}.weight": (D,)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        }
     return tensors
 
 
 def test_each_process_reads_its_shards_and_writes_its_part(tmp_path):
     oracle.write_folder(tmp_path / "model", {"model_type": "llama"} | SIZES | HEADS, shapes())
-    said = run_processes(ROOT / "tests" / "processes" / "worker_open_weights.py", 4, tmp_path, timeout=700)
+    said = run_processes(
+        ROOT / "tests" / "processes" / "worker_open_weights.py", 4, tmp_path, timeout=700
+    )
     reports = [json.loads(process.last) for process in said]
     for report in reports:
         assert report["shards"] <= report["read"] <= 1.3 * report["shards"]

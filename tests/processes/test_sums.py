@@ -1,4 +1,6 @@
-"""Sums between processes on CPU: gloo's reduce-scatter is wrong now and then, so none is handed to it."""
+"""Sums between processes on CPU: gloo's reduce-scatter is wrong now and then, so none is handed to
+it.
+"""
 
 import sys
 
@@ -54,7 +56,9 @@ def test_a_sum_between_processes_is_exchanged_and_the_same(dim, mesh_of, monkeyp
     def step():
         f = per_device(run, mesh_of(data=4), in_specs=(P("data"),), out_specs=spec)
         lowered = jax.jit(so.mesh.on_mesh(mesh_of(data=4), f)).lower(x)
-        return lowered.compile()(x), {one.kind for one in so.audit(lowered, mesh=mesh_of(data=4)).collectives}
+        return lowered.compile()(x), {
+            one.kind for one in so.audit(lowered, mesh=mesh_of(data=4)).collectives
+        }
 
     one_process, kinds = step()
     assert kinds == {"reduce-scatter"}

@@ -1,4 +1,5 @@
-"""One of several processes that train adapters on an open model, save them for peft, and load them: `python worker.py RANK PORT FOLDER`.
+"""One of several processes that train adapters on an open model, save them for peft, and load them:
+`python worker.py RANK PORT FOLDER`.
 
 It prints JSON: the loss of the first step, and whether A and B came back.
 """
@@ -48,7 +49,9 @@ same = jax.tree.map(
     state.params,
     loaded,
 )
-with so.Checkpoints(folder / "checkpoints", every=1, keep=1, hash_only=adapted.frozen) as checkpoints:
+with so.Checkpoints(
+    folder / "checkpoints", every=1, keep=1, hash_only=adapted.frozen
+) as checkpoints:
     checkpoints.save(state, step=2)
     checkpoints.wait()
     restored, _ = checkpoints.restore(opt, params=state.params)

@@ -1,4 +1,6 @@
-"""One of four processes with a device each: `python worker_hybrid.py RANK PORT FOLDER`. See test_hybrid_processes.py.
+"""One of four processes with a device each: `python worker_hybrid.py RANK PORT FOLDER`.
+
+See test_hybrid_processes.py.
 
 It says what it found as one line of JSON.
 """
@@ -19,7 +21,8 @@ MODEL = so.BlockModel(
     embed=lambda outer, batch: batch["x"] @ outer["in"],
     block=lambda w, x: x + jnp.tanh(x @ w["kernel"]),
     loss=lambda outer, x, batch: so.Weighted(
-        (((x @ outer["in"].T - batch["x"]) ** 2).mean(-1) * batch["weight"]).sum(), batch["weight"].sum()
+        (((x @ outer["in"].T - batch["x"]) ** 2).mean(-1) * batch["weight"]).sum(),
+        batch["weight"].sum(),
     ),
 )
 SCHEDULES = {
@@ -32,7 +35,10 @@ PLACEMENTS = {"eager_one_f_one_b": "ddp", "interleaved": "fsdp", "zero_bubble": 
 
 def make_params():
     draw = np.random.default_rng(1)
-    return {"blocks": {"kernel": draw.normal(size=(4, 8, 8)) / 4}, "in": draw.normal(size=(4, 8)) / 2}
+    return {
+        "blocks": {"kernel": draw.normal(size=(4, 8, 8)) / 4},
+        "in": draw.normal(size=(4, 8)) / 2,
+    }
 
 
 def batch_of(step):
@@ -59,7 +65,10 @@ def run(opt, state, begin, end):
 
 def whole(opt, tree):
     everywhere = jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec())
-    return [np.asarray(x).tolist() for x in jax.tree.leaves(jax.jit(lambda x: x, out_shardings=everywhere)(tree))]
+    return [
+        np.asarray(x).tolist()
+        for x in jax.tree.leaves(jax.jit(lambda x: x, out_shardings=everywhere)(tree))
+    ]
 
 
 def main(folder):
@@ -70,7 +79,9 @@ def main(folder):
         so.save(folder / schedule, state)
         state, more = run(opt, state, 2, 4)
         again, _ = run(opt, so.restore(folder / schedule, opt), 2, 4)
-        held = sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params["blocks"]))
+        held = sum(
+            leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(state.params["blocks"])
+        )
         found[schedule] = {
             "losses": losses + more,
             "params": whole(opt, state.params),

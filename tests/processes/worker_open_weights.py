@@ -1,7 +1,8 @@
-"""One of several processes that load open weights, take a step, and save: `python worker.py RANK PORT FOLDER`.
+"""One of several processes that load open weights, take a step, and save: `python worker.py RANK
+PORT FOLDER`.
 
-It prints JSON: bytes that the kernel read for this process during the load, bytes of its shards, and the rise of its memory.
-"""
+It prints JSON: bytes that the kernel read for this process during the load, bytes of its shards,
+and the rise of its memory."""
 
 import json
 import resource
@@ -35,12 +36,18 @@ def peak():
 
 model = from_pretrained(folder / "model")
 opt = so.fsdp(optax.sgd(0.0), so.make_mesh(data=8), model.model, min_shard_elements=1)
-shardings = jax.tree.map(lambda leaf: leaf.sharding, opt.abstract_state(model.abstract_params).params)
+shardings = jax.tree.map(
+    lambda leaf: leaf.sharding, opt.abstract_state(model.abstract_params).params
+)
 read_before, peak_before = bytes_read(), peak()
 params = jax.block_until_ready(model.load_params(shardings, progress=False))
 report = {"read": bytes_read() - read_before, "rise": peak() - peak_before}
-report["shards"] = sum(shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards)
+report["shards"] = sum(
+    shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards
+)
 report["largest"] = max(tensor.view().nbytes for tensor in model.tensors.values())
-state, metrics = opt.step(opt.init(params), {"tokens": np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 61})
+state, metrics = opt.step(
+    opt.init(params), {"tokens": np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 61}
+)
 model.save(folder / "out", state.params, max_file_bytes=20_000_000, progress=False)
 print(json.dumps(report | {"loss": float(metrics["loss"])}))

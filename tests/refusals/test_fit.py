@@ -21,7 +21,10 @@ GOOD = {
     "agree_every": 10,
     "progress": True,
 }
-ITERABLE = "Fix: pass a grain dataset, an iterator or a list; for one batch over and over itertools.repeat(batch)."
+ITERABLE = (
+    "Fix: pass a grain dataset, an iterator or a list; for one batch over and over"
+    " itertools.repeat(batch)."
+)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +36,11 @@ ITERABLE = "Fix: pass a grain dataset, an iterator or a list; for one batch over
         ({"log_every": 0}, ValueError, "fit: log_every must be at least 1, got 0."),
         ({"log_every": None}, TypeError, "fit: log_every must be an integer, got None (NoneType)."),
         ({"agree_every": 0}, ValueError, "fit: agree_every must be at least 1, got 0."),
-        ({"evaluate": print, "evaluate_every": 0}, ValueError, "fit: evaluate_every must be at least 1, got 0."),
+        (
+            {"evaluate": print, "evaluate_every": 0},
+            ValueError,
+            "fit: evaluate_every must be at least 1, got 0.",
+        ),
         (
             {"evaluate_every": 5},
             ValueError,
@@ -42,37 +49,65 @@ ITERABLE = "Fix: pass a grain dataset, an iterator or a list; for one batch over
         (
             {"evaluate": {"val_loss": 1}},
             TypeError,
-            "fit: evaluate must be a callable (state) -> dict of numbers, got dict.\n"
-            "Fix: pass so.training.evaluation(opt, batches) or your own function.",
+            (
+                "fit: evaluate must be a callable (state) -> dict of numbers, got dict.\n"
+                "Fix: pass so.training.evaluation(opt, batches) or your own function."
+            ),
         ),
         (
             {"early_stopping": ("loss", 3)},
             TypeError,
-            "fit: early_stopping must be a so.training.EarlyStopping, got tuple.\n"
-            'Fix: pass so.training.EarlyStopping("val_loss", patience=5).',
+            (
+                "fit: early_stopping must be a so.training.EarlyStopping, got tuple.\n"
+                'Fix: pass so.training.EarlyStopping("val_loss", patience=5).'
+            ),
         ),
         (
             {"checkpoints": "runs/a"},
             TypeError,
-            "fit: checkpoints must be a so.Checkpoints, got str without directory, every, resume, due, due_in_memory, memory_every, save, wait, latest, restore.\n"
-            "Fix: pass so.Checkpoints('runs/a', every=100, keep=3).",
+            (
+                "fit: checkpoints must be a so.Checkpoints, got str without directory, every,"
+                " resume, due, due_in_memory, memory_every, save, wait, latest, restore.\nFix: pass"
+                " so.Checkpoints('runs/a', every=100, keep=3)."
+            ),
         ),
         (
             {"log": "runs/a"},
             TypeError,
-            "fit: log must be callables (step, metrics) -> None, got str.\n"
-            "Fix: pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own.",
+            (
+                "fit: log must be callables (step, metrics) -> None, got str.\nFix: pass"
+                " so.training.jsonl(path), so.training.tensorboard(directory) or a function of your"
+                " own."
+            ),
         ),
         ({"progress": 1}, TypeError, "fit: progress must be True or False, got 1."),
-        ({"batches": 7}, TypeError, f"fit: batches must be an iterable of batches, got int.\n{ITERABLE}"),
-        ({"batches": {"x": 1}}, TypeError, f"fit: batches must be an iterable of batches, got dict.\n{ITERABLE}"),
-        ({"batches": np.ones(3)}, TypeError, f"fit: batches must be an iterable of batches, got ndarray.\n{ITERABLE}"),
-        ({"batches": None}, TypeError, f"fit: batches must be an iterable of batches, got NoneType.\n{ITERABLE}"),
+        (
+            {"batches": 7},
+            TypeError,
+            f"fit: batches must be an iterable of batches, got int.\n{ITERABLE}",
+        ),
+        (
+            {"batches": {"x": 1}},
+            TypeError,
+            f"fit: batches must be an iterable of batches, got dict.\n{ITERABLE}",
+        ),
+        (
+            {"batches": np.ones(3)},
+            TypeError,
+            f"fit: batches must be an iterable of batches, got ndarray.\n{ITERABLE}",
+        ),
+        (
+            {"batches": None},
+            TypeError,
+            f"fit: batches must be an iterable of batches, got NoneType.\n{ITERABLE}",
+        ),
         (
             {"opt": optax.adam(1e-3)},
             TypeError,
-            "fit: opt must be a so.ShardedOptimizer, got GradientTransformationExtraArgs.\n"
-            "Fix: pass what so.ddp, so.zero or so.fsdp returns.",
+            (
+                "fit: opt must be a so.ShardedOptimizer, got GradientTransformationExtraArgs.\n"
+                "Fix: pass what so.ddp, so.zero or so.fsdp returns."
+            ),
         ),
         (
             {"state": {"w": 1}},
@@ -102,7 +137,11 @@ def test_refused(opt, new_state, wrong, kind, message):
 def test_fit_refuses_before_anything_runs(opt, new_state, wrong):
     state, drawn = new_state(), []
     batches = (drawn.append(True) for _ in range(5))
-    arguments = {"batches": batches, "num_steps": 3, "log": lambda *_: pytest.fail("it ran")} | wrong
+    arguments = {
+        "batches": batches,
+        "num_steps": 3,
+        "log": lambda *_: pytest.fail("it ran"),
+    } | wrong
     with pytest.raises((TypeError, ValueError)):
         fit(opt, state, arguments.pop("batches"), **arguments)
     assert drawn == []

@@ -34,8 +34,10 @@ COUNTS = [
     ),
     (
         {"sync_every": 6, "fragments": 2, "delay": 3},
-        "delay=3 must be below sync_every / fragments = 3: the next fragment is sent then.\n"
-        "Fix: use a delay of at most 2, or sync less often.",
+        (
+            "delay=3 must be below sync_every / fragments = 3: the next fragment is sent then.\n"
+            "Fix: use a delay of at most 2, or sync less often."
+        ),
     ),
     ({"mix": 1.5}, "mix must be between 0 and 1, got 1.5."),
     ({"mix": -0.1}, "mix must be between 0 and 1, got -0.1."),
@@ -49,8 +51,10 @@ KINDS = [
     ({"mix": "half"}, "mix must be a number, got 'half' (str)."),
     (
         {"outer": optax.sgd},
-        "tx must be an optax.GradientTransformation, got function.\n"
-        "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself.",
+        (
+            "tx must be an optax.GradientTransformation, got function.\n"
+            "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
+        ),
     ),
     (
         {"reducer": so.reducers.sign},
@@ -66,7 +70,9 @@ def test_numbers_out_of_range(how, message, strategy_of):
 
 @pytest.mark.parametrize(("how", "message"), KINDS, ids=[next(iter(how)) for how, _ in KINDS])
 def test_arguments_of_the_wrong_kind(how, message, strategy_of):
-    assert message_of(lambda: so.diloco(strategy_of("ddp"), **how), TypeError) == f"diloco: {message}"
+    assert (
+        message_of(lambda: so.diloco(strategy_of("ddp"), **how), TypeError) == f"diloco: {message}"
+    )
 
 
 def test_local_sgd_refuses_the_same(strategy_of):
@@ -74,7 +80,10 @@ def test_local_sgd_refuses_the_same(strategy_of):
         ({"sync_every": 0}, "sync_every must be at least 1, got 0."),
         ({"sync_every": 2, "warmup_steps": -1}, "warmup_steps must be at least 0, got -1."),
     ):
-        assert message_of(lambda how=how: so.local_sgd(strategy_of("ddp"), **how)) == f"local_sgd: {message}"
+        assert (
+            message_of(lambda how=how: so.local_sgd(strategy_of("ddp"), **how))
+            == f"local_sgd: {message}"
+        )
 
 
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"replica": 1, "data": 4}], ids=str)
@@ -103,29 +112,36 @@ def test_what_is_no_synchronous_strategy(strategy_of):
 def test_warm_up_with_a_reducer_inside(strategy_of):
     inner = strategy_of("ddp", options={"reducer": so.reducers.int8()})
     message = (
-        "local_sgd: warm-up steps average gradients over replicas exactly, which a strategy with a reducer of its own "
-        "does not.\nFix: use warmup_steps=0, or a strategy without a reducer."
+        "local_sgd: warm-up steps average gradients over replicas exactly, which a strategy with a"
+        " reducer of its own does not.\nFix: use warmup_steps=0, or a strategy without a reducer."
     )
     assert message_of(lambda: so.local_sgd(inner, sync_every=2, warmup_steps=1)) == message
     so.local_sgd(inner, sync_every=2)
 
 
-def test_steps_refuse_what_strategies_refuse_in_their_own_name(strategy_of, new_params, new_batches):
+def test_steps_refuse_what_strategies_refuse_in_their_own_name(
+    strategy_of, new_params, new_batches
+):
     inner = strategy_of("ddp")
     opt = so.diloco(inner, sync_every=2)
     (batch,) = new_batches(1)
     state = opt.init(new_params())
     message = message_of(lambda: opt.step(state, jax.tree.map(lambda x: x[:6], batch)))
-    assert message.startswith("diloco: a global batch of 6 is not divisible by 4 devices along replica x data = 4.")
+    assert message.startswith(
+        "diloco: a global batch of 6 is not divisible by 4 devices along replica x data = 4."
+    )
     message = message_of(lambda: opt.step(inner.init(new_params()), batch))
     assert message.startswith(
         "diloco: the optimizer state is not that of this optimizer: its structure differs.\nFix: "
     )
     opt.step(state, batch)
-    assert message_of(lambda: opt.step(state, batch)).startswith("diloco: this state was given to step already")
+    assert message_of(lambda: opt.step(state, batch)).startswith(
+        "diloco: this state was given to step already"
+    )
     fresh = opt.init(new_params())
-    assert message_of(lambda: jax.jit(opt.step)(fresh, batch), TypeError) == (
-        "diloco: which program a step runs depends on state.step, which is traced here.\n"
+    assert (
+        message_of(lambda: jax.jit(opt.step)(fresh, batch), TypeError)
+        == "diloco: which program a step runs depends on state.step, which is traced here.\n"
         "Fix: call step outside jit: it is compiled already."
     )
     fresh = fresh._replace(step=np.int32(0))
@@ -136,7 +152,7 @@ def test_a_line_search_needs_the_loss_elsewhere(strategy_of, new_params, new_bat
     opt = so.local_sgd(strategy_of("ddp", optax.lbfgs()), sync_every=2)
     state = opt.init(jax.tree.map(jnp.copy, new_params()))
     message = (
-        "local_sgd: this optimizer asks for the loss at other parameters, as line searches do, which replicas that train apart cannot.\n"
-        "Fix: use an optimizer without value_fn."
+        "local_sgd: this optimizer asks for the loss at other parameters, as line searches do,"
+        " which replicas that train apart cannot.\nFix: use an optimizer without value_fn."
     )
     assert message_of(lambda: opt.step(state, new_batches(1)[0])) == message

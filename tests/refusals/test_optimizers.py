@@ -18,26 +18,39 @@ WRONG = [
         [("qkv", Matrix(1, (3, 5))), ("b", Matrix(0, ()))],
         "{}: matrices= does not fit 2 leaves.\n"
         "  b: shape (3,), Matrix(rows=0, columns=()) has no columns\n"
-        "  qkv: shape (2, 4, 3, 2, 2), Matrix(rows=1, columns=(3, 5)) names dim 5, there are 5\n" + FIX,
+        "  qkv: shape (2, 4, 3, 2, 2), Matrix(rows=1, columns=(3, 5)) names dim 5, there are 5\n"
+        + FIX,
     ),
     (
         [("qkv", Matrix((1, 3), (3, 4)))],
         "{}: matrices= does not fit 1 leaf.\n"
-        "  qkv: shape (2, 4, 3, 2, 2), Matrix(rows=(1, 3), columns=(3, 4)) names a dim twice\n" + FIX,
+        "  qkv: shape (2, 4, 3, 2, 2), Matrix(rows=(1, 3), columns=(3, 4)) names a dim twice\n"
+        + FIX,
     ),
     (
         [("kqv", Matrix(1, (3, 4)))],
-        "{}: 1 rule of matrices= matched no parameter.\n  'kqv'\nFix: match a key path, such as: b, qkv.",
+        (
+            "{}: 1 rule of matrices= matched no parameter.\n  'kqv'\nFix: match a key path, such"
+            " as: b, qkv."
+        ),
     ),
     (
         [("(", Matrix())],
-        "{}: matrices: '(' is not a regular expression: missing ), unterminated subpattern at position 0.\n"
-        "Fix: give a regex that is searched in key paths.",
+        (
+            "{}: matrices: '(' is not a regular expression: missing ), unterminated subpattern at"
+            " position 0.\nFix: give a regex that is searched in key paths."
+        ),
     ),
-    ({"qkv": Matrix()}, "{}: matrices must be [(regex, so.optimizers.Matrix or None), ...], got dict."),
+    (
+        {"qkv": Matrix()},
+        "{}: matrices must be [(regex, so.optimizers.Matrix or None), ...], got dict.",
+    ),
     (
         [("qkv", (1, 2))],
-        "{}: matrices must be [(regex, so.optimizers.Matrix or None), ...]; got the rule ('qkv', (1, 2)).",
+        (
+            "{}: matrices must be [(regex, so.optimizers.Matrix or None), ...]; got the rule"
+            " ('qkv', (1, 2))."
+        ),
     ),
 ]
 

@@ -1,7 +1,9 @@
-"""Each strategy refuses a wrong kind and a wrong value of each of its options; the rows are made from the records.
+"""Each strategy refuses a wrong kind and a wrong value of each of its options.
 
-A new option needs no row if `WRONG` has its type. An option without bad input here fails the first test.
-"""
+The rows are made from the records.
+
+A new option needs no row if `WRONG` has its type. An option without bad input here fails the first
+test."""
 
 import re
 from collections.abc import Sequence
@@ -52,68 +54,113 @@ WRONG = {
         (
             ["(", "w", "["],
             ValueError,
-            "{name} must be regular expressions.\n  '(': missing ), unterminated subpattern at position 0\n"
-            "  '[': unterminated character set at position 0\n"
-            "Fix: escape what is meant literally, with re.escape.",
+            (
+                "{name} must be regular expressions.\n  '(': missing ), unterminated subpattern at"
+                " position 0\n  '[': unterminated character set at position 0\nFix: escape what is"
+                " meant literally, with re.escape."
+            ),
         ),
     ],
     BatchDims: [
         (
             "w",
             TypeError,
-            "{name} must be a sequence of (regex of key paths, dim or None), got 'w'.\nFix: write {name}=[...].",
+            (
+                "{name} must be a sequence of (regex of key paths, dim or None), got 'w'.\nFix:"
+                " write {name}=[...]."
+            ),
         ),
         (
             [("w", 1.5)],
             TypeError,
-            "{name} must be a sequence of (regex of key paths, dim or None), got [('w', 1.5)].\nFix: write {name}=[...].",
+            (
+                "{name} must be a sequence of (regex of key paths, dim or None), got [('w',"
+                " 1.5)].\nFix: write {name}=[...]."
+            ),
         ),
         (
             [("(", 0)],
             ValueError,
-            "{name} must be regular expressions.\n  '(': missing ), unterminated subpattern at position 0\n"
-            "Fix: escape what is meant literally, with re.escape.",
+            (
+                "{name} must be regular expressions.\n  '(': missing ), unterminated subpattern at"
+                " position 0\nFix: escape what is meant literally, with re.escape."
+            ),
         ),
     ],
     View: CHOICE,
     OptStateLayout: CHOICE,
     jax.typing.DTypeLike | None: [
-        (1.5, TypeError, "{name} must be a floating dtype, got 1.5.\nFix: use jnp.bfloat16, or None to ..."),
-        ("float7", ValueError, "{name} must be a floating dtype, got float7.\nFix: use jnp.bfloat16, or None to ..."),
-        (jnp.int8, ValueError, "{name} must be a floating dtype, got int8.\nFix: use jnp.bfloat16, or None to ..."),
+        (
+            1.5,
+            TypeError,
+            "{name} must be a floating dtype, got 1.5.\nFix: use jnp.bfloat16, or None to ...",
+        ),
+        (
+            "float7",
+            ValueError,
+            "{name} must be a floating dtype, got float7.\nFix: use jnp.bfloat16, or None to ...",
+        ),
+        (
+            jnp.int8,
+            ValueError,
+            "{name} must be a floating dtype, got int8.\nFix: use jnp.bfloat16, or None to ...",
+        ),
     ],
     Rules: [
         (
             1,
             TypeError,
-            "{name} must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec, got int.",
+            (
+                "{name} must be [(regex, PartitionSpec), ...] or a callable (path, shape) ->"
+                " PartitionSpec, got int."
+            ),
         ),
         (
             ["w"],
             TypeError,
-            "{name} must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec; got the rule 'w'.",
+            (
+                "{name} must be [(regex, PartitionSpec), ...] or a callable (path, shape) ->"
+                " PartitionSpec; got the rule 'w'."
+            ),
         ),
     ],
     LossFn | None: [
         (
             1,
             TypeError,
-            "{name} must be a function (params, batch) -> loss, or a BlockModel, got 1.\n"
-            "Fix: pass {name}=loss, or leave it out to evaluate loss_fn.",
+            (
+                "{name} must be a function (params, batch) -> loss, or a BlockModel, got 1.\n"
+                "Fix: pass {name}=loss, or leave it out to evaluate loss_fn."
+            ),
         )
     ],
-    so.Axes | None: [("data", TypeError, "{name} must be so.Axes, got 'data'.\nFix: write {name}=so.Axes(...")],
+    so.Axes | None: [
+        ("data", TypeError, "{name} must be so.Axes, got 'data'.\nFix: write {name}=so.Axes(...")
+    ],
     CompilerOptions | None: [
         (
             "fast",
             TypeError,
-            "{name} must be a dict of option name to value, got str.\nFix: start from so.compiler_options(mesh).",
+            (
+                "{name} must be a dict of option name to value, got str.\nFix: start from"
+                " so.compiler_options(mesh)."
+            ),
         )
     ],
     bool: [("yes", TypeError, "{name} must be True or False, got 'yes'.")],
-    bool | None: [(False, TypeError, "{name} must be True (...) or None (check), got False.\nFix: leave it out.")],
+    bool | None: [
+        (
+            False,
+            TypeError,
+            "{name} must be True (...) or None (check), got False.\nFix: leave it out.",
+        )
+    ],
     Reducer | None: [
-        ("int8", TypeError, "{name} must be a Reducer, got str.\nFix: pass one such as so.reducers.int8(), called.")
+        (
+            "int8",
+            TypeError,
+            "{name} must be a Reducer, got str.\nFix: pass one such as so.reducers.int8(), called.",
+        )
     ],
 }
 """Type of an option -> (bad input, error, message); ... stands for any text."""
@@ -123,13 +170,25 @@ WRONG[int | None] = WRONG[int]
 OFFLOAD_FIX = "Fix: use offload=('opt_state',), or leave it out."
 WRONG_BY_NAME = {
     "offload": [
-        ("opt_state", TypeError, f"{{name}} must be a sequence of names, got 'opt_state'.\n{OFFLOAD_FIX}"),
-        (["params"], ValueError, f"{{name}} names what cannot wait in host memory.\n  'params'\n{OFFLOAD_FIX}"),
+        (
+            "opt_state",
+            TypeError,
+            f"{{name}} must be a sequence of names, got 'opt_state'.\n{OFFLOAD_FIX}",
+        ),
+        (
+            ["params"],
+            ValueError,
+            f"{{name}} names what cannot wait in host memory.\n  'params'\n{OFFLOAD_FIX}",
+        ),
     ]
 }
 """Options whose type says less than their check."""
 
-OPTIONS = [(strategy, name, kind) for strategy, group in GROUPS.items() for name, kind in get_type_hints(group).items()]
+OPTIONS = [
+    (strategy, name, kind)
+    for strategy, group in GROUPS.items()
+    for name, kind in get_type_hints(group).items()
+]
 ROWS = [
     pytest.param(strategy, name, *row, id=f"{strategy.__name__}-{name}-{row[0]}")
     for strategy, name, kind in OPTIONS
@@ -138,16 +197,22 @@ ROWS = [
 
 
 def test_every_option_has_bad_input():
-    assert {name for _, name, kind in OPTIONS if name not in WRONG_BY_NAME and kind not in WRONG} == set()
+    assert {
+        name for _, name, kind in OPTIONS if name not in WRONG_BY_NAME and kind not in WRONG
+    } == set()
 
 
 @pytest.mark.parametrize(("strategy", "name", "value", "error", "message"), ROWS)
 def test_bad_input_of_an_option_is_refused(strategy, name, value, error, message, monkeypatch):
-    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(
+        jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled")
+    )
     options = {"micro_batches": 4} if strategy is so.hybrid else {}
     mesh = so.make_mesh(data=2, pipeline=4) if strategy is so.hybrid else so.make_mesh()
     with pytest.raises(error) as caught:
         strategy(optax.sgd(0.1), mesh, MODEL, **options | {name: value})
     assert type(caught.value) is error
     expected = f"{strategy.__name__}: {message.format(name=name)}"
-    assert re.fullmatch(re.escape(expected).replace(r"\.\.\.", ".*"), str(caught.value)), str(caught.value)
+    assert re.fullmatch(re.escape(expected).replace(r"\.\.\.", ".*"), str(caught.value)), str(
+        caught.value
+    )

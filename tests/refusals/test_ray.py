@@ -22,7 +22,11 @@ def mean(params, batch):
 
 def run(**options):
     opt = so.async_sgd(optax.sgd(0.01), mean, backend="ray", **{"workers": 2, **options})
-    return opt.run({"w": np.zeros((), np.float32)}, lambda worker: [{"x": np.ones(2, np.float32)}], num_updates=2)
+    return opt.run(
+        {"w": np.zeros((), np.float32)},
+        lambda worker: [{"x": np.ones(2, np.float32)}],
+        num_updates=2,
+    )
 
 
 def test_an_address_where_nothing_answers():
@@ -30,9 +34,11 @@ def test_an_address_where_nothing_answers():
         port = taken.getsockname()[1]
     with pytest.raises(ConnectionError) as caught:
         run(address=f"127.0.0.1:{port}")
-    assert str(caught.value) == (
-        f"async_sgd: no Ray answers at '127.0.0.1:{port}' (ConnectionRefusedError: [Errno 111] Connection refused).\n"
-        "Fix: start Ray there (ray start --head), correct the address, or leave it out for a local Ray."
+    assert (
+        str(caught.value)
+        == f"async_sgd: no Ray answers at '127.0.0.1:{port}' (ConnectionRefusedError: [Errno 111]"
+        " Connection refused).\nFix: start Ray there (ray start --head), correct the address,"
+        " or leave it out for a local Ray."
     )
     assert not ray.is_initialized()
 
@@ -43,20 +49,34 @@ REFUSED = {
     "an empty list": (
         {"workers": []},
         ValueError,
-        f"async_sgd: workers must be at least 1, got none.\n{KINDS.replace(', or workers=[2, 2] for two devices each', '')}",
+        (
+            "async_sgd: workers must be at least 1, got"
+            f" none.\n{KINDS.replace(', or workers=[2, 2] for two devices each', '')}"
+        ),
     ),
     "half a worker": (
         {"workers": 1.5},
         TypeError,
-        f"async_sgd: on Ray workers must be an integer or for each its number of devices, got 1.5.\n{KINDS}",
+        (
+            "async_sgd: on Ray workers must be an integer or for each its number of devices, got"
+            f" 1.5.\n{KINDS}"
+        ),
     ),
-    "no devices": ({"workers": [1, 0]}, ValueError, "async_sgd: workers[1] must be at least 1, got 0."),
+    "no devices": (
+        {"workers": [1, 0]},
+        ValueError,
+        "async_sgd: workers[1] must be at least 1, got 0.",
+    ),
     "an address of another kind": (
         {"address": 6379},
         TypeError,
         "async_sgd: address must be a string or None, got int.",
     ),
-    "negative restarts": ({"max_restarts": -1}, ValueError, "async_sgd: max_restarts must be at least 0, got -1."),
+    "negative restarts": (
+        {"max_restarts": -1},
+        ValueError,
+        "async_sgd: max_restarts must be at least 0, got -1.",
+    ),
 }
 
 
@@ -71,17 +91,26 @@ def test_refusals(name):
 
 def test_strategies_cannot_cross(message_of):
     made = so.ddp(optax.sgd(0.1), so.make_mesh(), mean)
-    fix = "Fix: pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for four islands."
-    assert message_of(TypeError, so.async_local_sgd, [made], local_steps=1, backend="ray") == (
-        f"async_local_sgd: on Ray strategies must be functions, got ShardedOptimizer: devices cannot cross.\n{fix}"
+    fix = (
+        "Fix: pass [lambda devices: so.fsdp(tx, so.make_mesh(devices=devices), loss_fn)] * 4, for"
+        " four islands."
     )
-    assert message_of(TypeError, so.async_local_sgd, made, local_steps=1, backend="ray") == (
-        f"async_local_sgd: on Ray strategies must be a sequence of functions, got ShardedOptimizer.\n{fix}"
+    assert (
+        message_of(TypeError, so.async_local_sgd, [made], local_steps=1, backend="ray")
+        == "async_local_sgd: on Ray strategies must be functions, got ShardedOptimizer: devices"
+        f" cannot cross.\n{fix}"
+    )
+    assert (
+        message_of(TypeError, so.async_local_sgd, made, local_steps=1, backend="ray")
+        == "async_local_sgd: on Ray strategies must be a sequence of functions, got"
+        f" ShardedOptimizer.\n{fix}"
     )
 
 
 def test_who_hangs(monkeypatch):
-    """Not those that wait or compile, nor those whose process has ended, nor any while the caller evaluates; and each once."""
+    """Not those that wait or compile, nor those whose process has ended, nor any while the caller
+    evaluates; and each once.
+    """
     now = [0.0]
     monkeypatch.setattr("shardopt.parameter_server._ray.time.monotonic", lambda: now[0])
     workers = [

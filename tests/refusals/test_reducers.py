@@ -17,28 +17,41 @@ CONSTRUCTION = [
     (
         lambda: R.sign(12),
         ValueError,
-        "sign: block_size must be a multiple of 8, because bits are packed into bytes; got 12.\nFix: use 8 or 16.",
+        (
+            "sign: block_size must be a multiple of 8, because bits are packed into bytes; got"
+            " 12.\nFix: use 8 or 16."
+        ),
     ),
     (
         lambda: R.top_k(0.0),
         ValueError,
-        "top_k: density must be above 0 and at most 1, got 0.0.\n"
-        "Fix: use 1 to send everything, 0.01 to send one entry in a hundred.",
+        (
+            "top_k: density must be above 0 and at most 1, got 0.0.\n"
+            "Fix: use 1 to send everything, 0.01 to send one entry in a hundred."
+        ),
     ),
     (
         lambda: R.top_k(float("nan")),
         ValueError,
-        "top_k: density must be above 0 and at most 1, got nan.\n"
-        "Fix: use 1 to send everything, 0.01 to send one entry in a hundred.",
+        (
+            "top_k: density must be above 0 and at most 1, got nan.\n"
+            "Fix: use 1 to send everything, 0.01 to send one entry in a hundred."
+        ),
     ),
     (
         lambda: R.top_k(1.5),
         ValueError,
-        "top_k: density must be above 0 and at most 1, got 1.5.\n"
-        "Fix: use 1 to send everything, 0.01 to send one entry in a hundred.",
+        (
+            "top_k: density must be above 0 and at most 1, got 1.5.\n"
+            "Fix: use 1 to send everything, 0.01 to send one entry in a hundred."
+        ),
     ),
     (lambda: R.top_k("1%"), TypeError, "top_k: density must be a number, got '1%' (str)."),
-    (lambda: R.top_k(momentum=1.0), ValueError, "top_k: momentum must be finite, at least 0 and below 1; got 1.0."),
+    (
+        lambda: R.top_k(momentum=1.0),
+        ValueError,
+        "top_k: momentum must be finite, at least 0 and below 1; got 1.0.",
+    ),
     (lambda: R.power_sgd(0), ValueError, "power_sgd: rank must be at least 1, got 0."),
     (lambda: R.power_sgd(True), TypeError, "power_sgd: rank must be an integer, got True (bool)."),
     (
@@ -51,18 +64,31 @@ CONSTRUCTION = [
         ValueError,
         "power_sgd: min_ratio must not be negative, got -1.0.",
     ),
-    (lambda: R.power_sgd(start_step=1.5), TypeError, "power_sgd: start_step must be an integer, got 1.5 (float)."),
+    (
+        lambda: R.power_sgd(start_step=1.5),
+        TypeError,
+        "power_sgd: start_step must be an integer, got 1.5 (float).",
+    ),
     (
         lambda: R.power_sgd(stacked="("),
         ValueError,
-        "power_sgd: stacked='(' is no regular expression: missing ), unterminated subpattern at position 0.",
+        (
+            "power_sgd: stacked='(' is no regular expression: missing ), unterminated subpattern at"
+            " position 0."
+        ),
     ),
-    (lambda: R.power_sgd(stacked=3), TypeError, "power_sgd: stacked must be a regular expression, got 3."),
+    (
+        lambda: R.power_sgd(stacked=3),
+        TypeError,
+        "power_sgd: stacked must be a regular expression, got 3.",
+    ),
     (
         lambda: R.exact(jnp.int8),
         ValueError,
-        "exact: dtype must be a floating dtype of 16 bits or more, got int8.\n"
-        "Fix: use bfloat16, or so.reducers.int8() for fewer bits.",
+        (
+            "exact: dtype must be a floating dtype of 16 bits or more, got int8.\n"
+            "Fix: use bfloat16, or so.reducers.int8() for fewer bits."
+        ),
     ),
     (
         lambda: R.exact("bf17"),
@@ -72,39 +98,63 @@ CONSTRUCTION = [
     (
         lambda: R.error_feedback(R.int8),
         TypeError,
-        "error_feedback: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called.",
+        (
+            "error_feedback: reducer must be a Reducer, got int8.\nFix: pass one such as"
+            " so.reducers.int8(), called."
+        ),
     ),
     (
         lambda: R.error_feedback(R.error_feedback(R.int8())),
         ValueError,
-        "error_feedback: error_feedback(int8(block_size=256)) has error feedback already.\nFix: wrap a reducer once.",
+        (
+            "error_feedback: error_feedback(int8(block_size=256)) has error feedback already.\nFix:"
+            " wrap a reducer once."
+        ),
     ),
     (lambda: R.warm_up(R.sign(), -1), ValueError, "warm_up: steps must be at least 0, got -1."),
-    (lambda: R.warm_up(R.sign(), 1.5), TypeError, "warm_up: steps must be an integer, got 1.5 (float)."),
+    (
+        lambda: R.warm_up(R.sign(), 1.5),
+        TypeError,
+        "warm_up: steps must be an integer, got 1.5 (float).",
+    ),
     (
         lambda: R.warm_up(R.error_feedback(R.sign(8)), 3),
         ValueError,
-        "warm_up: error_feedback(sign(block_size=8)) has error feedback, which must see both what is sent at first and "
-        "later.\nFix: use error_feedback(warm_up(...)), the other way round.",
+        (
+            "warm_up: error_feedback(sign(block_size=8)) has error feedback, which must see both"
+            " what is sent at first and later.\nFix: use error_feedback(warm_up(...)), the other"
+            " way round."
+        ),
     ),
-    (lambda: R.exact().wire_bytes({}, 0), ValueError, "exact(): axis_size must be at least 1, got 0."),
+    (
+        lambda: R.exact().wire_bytes({}, 0),
+        ValueError,
+        "exact(): axis_size must be at least 1, got 0.",
+    ),
     (
         lambda: R.sign().wire_bytes({"count": jnp.int32(3)}, 2),
         TypeError,
-        "sign(block_size=1024): 1 leaf cannot be reduced: a mean needs floating or complex arrays.\n"
-        "  count: int32\nFix: leave such leaves out, for instance with optax.masked.",
+        (
+            "sign(block_size=1024): 1 leaf cannot be reduced: a mean needs floating or complex"
+            " arrays.\n  count: int32\nFix: leave such leaves out, for instance with optax.masked."
+        ),
     ),
     (
         lambda: R.exact().init({"name": "w", "n": jnp.arange(2)}),
         TypeError,
-        "exact(): 2 leaves cannot be reduced: a mean needs floating or complex arrays.\n"
-        "  n: int32\n  name: str\nFix: leave such leaves out, for instance with optax.masked.",
+        (
+            "exact(): 2 leaves cannot be reduced: a mean needs floating or complex arrays.\n"
+            "  n: int32\n  name: str\nFix: leave such leaves out, for instance with optax.masked."
+        ),
     ),
     (
         lambda: R.resize_state({"inner": R.PerDevice({"mu": jnp.ones((2, 3))})}, 4),
         ValueError,
-        "resize_state: state that belongs to its device cannot be carried to another axis size.\n"
-        "  inner\nFix: make it again with init_state, or use so.zero or so.ddp, whose state can be resharded.",
+        (
+            "resize_state: state that belongs to its device cannot be carried to another axis"
+            " size.\n  inner\nFix: make it again with init_state, or use so.zero or so.ddp, whose"
+            " state can be resharded."
+        ),
     ),
 ]
 
@@ -120,47 +170,66 @@ def test_an_axis_that_is_not_bound():
     reducer = R.int8()
     with pytest.raises(ValueError, match="not bound") as caught:
         reducer.reduce(jnp.ones(3), (), "data")
-    assert str(caught.value) == (
-        "int8(block_size=256): axis 'data' is not bound here.\n"
-        "Fix: call it inside jax.shard_map over a mesh with axis 'data' (manual, not left to the partitioner), or "
-        "inside jax.pmap or jax.vmap with axis_name='data'."
+    assert (
+        str(caught.value)
+        == "int8(block_size=256): axis 'data' is not bound here.\nFix: call it inside jax.shard_map"
+        " over a mesh with axis 'data' (manual, not left to the partitioner), or inside jax.pmap"
+        " or jax.vmap with axis_name='data'."
     )
     with pytest.raises(TypeError) as caught:
         reducer.reduce(jnp.ones(3), (), 3)
-    assert str(caught.value) == (
-        "int8(block_size=256): an axis name is a string or a tuple of strings, got 3.\n"
+    assert (
+        str(caught.value)
+        == "int8(block_size=256): an axis name is a string or a tuple of strings, got 3.\n"
         'Fix: pass the name of a mesh axis, such as "data".'
     )
     with pytest.raises(ValueError, match="differ") as caught:
-        jax.vmap(lambda g: reducer.reduce(g, (), ("data", "data"))[0], axis_name="data")(jnp.ones((2, 3)))
-    assert str(caught.value) == "int8(block_size=256): axis names must differ, got ('data', 'data')."
+        jax.vmap(lambda g: reducer.reduce(g, (), ("data", "data"))[0], axis_name="data")(
+            jnp.ones((2, 3))
+        )
+    assert (
+        str(caught.value) == "int8(block_size=256): axis names must differ, got ('data', 'data')."
+    )
 
 
 def test_gradients_that_are_summed_already(mesh_of):
-    """The gradient of a replicated parameter, with types that track it: a mean would be N times too large."""
+    """The gradient of a replicated parameter, with types that track it: a mean would be N times too
+    large.
+    """
 
     def step(w, x):
         grads = jax.grad(lambda w: jnp.sum(w * x))(w)
         return R.exact().reduce({"w": grads}, (), "data")[0]
 
     with pytest.raises(ValueError, match="does not vary") as caught:
-        jax.shard_map(step, mesh=mesh_of(data=2), in_specs=(P(), P("data")), out_specs=P())(jnp.ones(()), jnp.ones(2))
-    assert str(caught.value) == (
-        "exact(): 1 gradient leaf does not vary along 'data': under check_vma=True the gradient of a replicated "
-        "parameter arrives summed already.\n  w\n"
-        "Fix: differentiate with respect to jax.lax.pcast(params, 'data', to='varying'), or use check_vma=False."
+        jax.shard_map(step, mesh=mesh_of(data=2), in_specs=(P(), P("data")), out_specs=P())(
+            jnp.ones(()), jnp.ones(2)
+        )
+    assert (
+        str(caught.value)
+        == "exact(): 1 gradient leaf does not vary along 'data': under check_vma=True the gradient"
+        " of a replicated parameter arrives summed already.\n  w\nFix: differentiate with"
+        " respect to jax.lax.pcast(params, 'data', to='varying'), or use check_vma=False."
     )
 
 
 def test_gradients_unlike_the_memory(on_devices):
     reducer = R.error_feedback(R.int8())
     state = reducer.init({"w": jnp.ones((2, 3))})
-    reduce = lambda g: reducer.reduce(g, state, "data")[0]  # noqa: E731
+
+    def reduce(g):
+        return reducer.reduce(g, state, "data")[0]
+
     with pytest.raises(ValueError, match="another shape") as caught:
         on_devices(reduce, 2, {"w": jnp.ones((2, 3, 2))})
-    assert str(caught.value) == (
-        "int8(block_size=256): 1 gradient leaf has another shape than the memory.\n  w: (3, 2), was (2, 3)"
+    assert (
+        str(caught.value)
+        == "int8(block_size=256): 1 gradient leaf has another shape than the memory.\n  w: (3, 2),"
+        " was (2, 3)"
     )
     with pytest.raises(ValueError, match="structure") as caught:
         on_devices(reduce, 2, [jnp.ones((2, 3))])
-    assert str(caught.value) == "int8(block_size=256): the gradients have another tree structure than the memory."
+    assert (
+        str(caught.value)
+        == "int8(block_size=256): the gradients have another tree structure than the memory."
+    )

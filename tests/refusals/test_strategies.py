@@ -25,7 +25,9 @@ def square(params, batch):
 
 @pytest.fixture
 def no_compile(monkeypatch):
-    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(
+        jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled")
+    )
 
 
 def mesh(**sizes):
@@ -36,19 +38,26 @@ CONSTRUCTION = [
     (
         lambda: so.ddp("adam", mesh(), square),
         TypeError,
-        "ddp: tx must be an optax.GradientTransformation, got str.\n"
-        "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself.",
+        (
+            "ddp: tx must be an optax.GradientTransformation, got str.\n"
+            "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
+        ),
     ),
     (
         lambda: so.fsdp(optax.GradientTransformation, mesh(), square),
         TypeError,
-        "fsdp: tx must be an optax.GradientTransformation, got type.\n"
-        "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself.",
+        (
+            "fsdp: tx must be an optax.GradientTransformation, got type.\n"
+            "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
+        ),
     ),
     (
         lambda: so.zero(TX, mesh(), square, stage=4),
         ValueError,
-        "zero: stage must be 1, 2 or 3, got 4.\nFix: use so.ddp to shard nothing, stage=1, 2 or 3 for more.",
+        (
+            "zero: stage must be 1, 2 or 3, got 4.\nFix: use so.ddp to shard nothing, stage=1, 2 or"
+            " 3 for more."
+        ),
     ),
     (
         lambda: so.zero(TX, mesh(), square, stage=True),
@@ -58,21 +67,27 @@ CONSTRUCTION = [
     (
         lambda: so.ddp(TX, mesh(data=4, pipeline=2), square),
         ValueError,
-        "ddp: mesh axis 'pipeline' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: use so.hybrid, or make the mesh with pipeline=1.",
+        (
+            "ddp: mesh axis 'pipeline' (size 2) is above 1, but nothing is split over it.\n"
+            "Fix: use so.hybrid, or make the mesh with pipeline=1."
+        ),
     ),
     (
         lambda: so.ddp(TX, Mesh(np.array(jax.devices()), ("model",)), square),
         ValueError,
-        "ddp: the mesh has axes ('model',), none of them 'data'.\n"
-        "Fix: make the mesh with so.make_mesh(data=...), or say which axis it is: axes=so.Axes(data=...).",
+        (
+            "ddp: the mesh has axes ('model',), none of them 'data'.\nFix: make the mesh with"
+            " so.make_mesh(data=...), or say which axis it is: axes=so.Axes(data=...)."
+        ),
     ),
     (
         lambda: so.ddp(TX, Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model")), square),
         ValueError,
-        "ddp: mesh axis 'model' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: use the axes data, tensor, pipeline, context, expert, replica, or say what it is: "
-        "axes=so.Axes(data=('data', 'model')), or tensor='model'.",
+        (
+            "ddp: mesh axis 'model' (size 2) is above 1, but nothing is split over it.\nFix: use"
+            " the axes data, tensor, pipeline, context, expert, replica, or say what it is:"
+            " axes=so.Axes(data=('data', 'model')), or tensor='model'."
+        ),
     ),
     (
         lambda: so.ddp(TX, 8, square),
@@ -87,26 +102,34 @@ CONSTRUCTION = [
     (
         lambda: so.fsdp(TX, mesh(), square, gather_dtype=jnp.int8),
         ValueError,
-        "fsdp: gather_dtype must be a floating dtype, got int8.\n"
-        "Fix: use jnp.bfloat16, or None to gather what is stored.",
+        (
+            "fsdp: gather_dtype must be a floating dtype, got int8.\n"
+            "Fix: use jnp.bfloat16, or None to gather what is stored."
+        ),
     ),
     (
         lambda: so.zero(TX, mesh(), square, scatter_dtype="int4"),
         ValueError,
-        "zero: scatter_dtype must be a floating dtype, got int4.\n"
-        "Fix: use jnp.bfloat16, or None to sum in the dtype that is stored.",
+        (
+            "zero: scatter_dtype must be a floating dtype, got int4.\n"
+            "Fix: use jnp.bfloat16, or None to sum in the dtype that is stored."
+        ),
     ),
     (
         lambda: so.fsdp(TX, mesh(), square, view="global", scatter_dtype=jnp.bfloat16),
         ValueError,
-        "fsdp: with view='global' the partitioner sums gradients, in the dtype of the products that make them.\n"
-        "Fix: leave scatter_dtype out, or use view='per_device'.",
+        (
+            "fsdp: with view='global' the partitioner sums gradients, in the dtype of the products"
+            " that make them.\nFix: leave scatter_dtype out, or use view='per_device'."
+        ),
     ),
     (
         lambda: so.ddp(TX, mesh(data=4, tensor=2), square, rules=[("w", P("data"))]),
         ValueError,
-        f"ddp: 1 rule cannot be used.\n  'w': {P('data')} names axis 'data'\n"
-        "Fix: name only 'tensor' in rules, each once; the strategy places the other axes.",
+        (
+            f"ddp: 1 rule cannot be used.\n  'w': {P('data')} names axis 'data'\n"
+            "Fix: name only 'tensor' in rules, each once; the strategy places the other axes."
+        ),
     ),
 ]
 
@@ -122,8 +145,11 @@ FIRST_PARAMETERS = [
     (
         lambda: so.ddp(TX, mesh(data=4, tensor=2), square).specs(PARAMS),
         ValueError,
-        "ddp: mesh axis 'tensor' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1.",
+        (
+            "ddp: mesh axis 'tensor' (size 2) is above 1, but nothing is split over it.\nFix: give"
+            " rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with"
+            " tensor=1."
+        ),
     ),
     (
         lambda: so.ddp(TX, mesh(), square, rules=[("kernel", P("tensor"))]).specs(PARAMS),
@@ -133,12 +159,18 @@ FIRST_PARAMETERS = [
     (
         lambda: so.ddp(TX, mesh(), square, frozen=["kernel"]).specs(PARAMS),
         ValueError,
-        "ddp: 1 pattern of frozen matched no parameter.\n  'kernel'\nFix: match a key path, such as: w.",
+        (
+            "ddp: 1 pattern of frozen matched no parameter.\n  'kernel'\nFix: match a key path,"
+            " such as: w."
+        ),
     ),
     (
         lambda: so.ddp(TX, mesh(), square, frozen=["w"]).specs(PARAMS),
         ValueError,
-        "ddp: nothing is trainable among 1 parameter leaf.\nFix: pass floating leaves that frozen does not match.",
+        (
+            "ddp: nothing is trainable among 1 parameter leaf.\nFix: pass floating leaves that"
+            " frozen does not match."
+        ),
     ),
 ]
 
@@ -156,58 +188,73 @@ FIRST_BATCH = [
         {},
         np.ones((12, 8), np.float32),
         ValueError,
-        "ddp: a global batch of 12 is not divisible by 8 devices along data = 8.\n"
-        "Fix: use a batch of 8 or 16, or another mesh or micro_batches.",
+        (
+            "ddp: a global batch of 12 is not divisible by 8 devices along data = 8.\n"
+            "Fix: use a batch of 8 or 16, or another mesh or micro_batches."
+        ),
     ),
     (
         square,
         {"micro_batches": 4},
         np.ones((48, 8), np.float32),
         ValueError,
-        "ddp: a global batch of 48 is not divisible by 8 devices along data x 4 micro-batches = 32.\n"
-        "Fix: use a batch of 32 or 64, or another mesh or micro_batches.",
+        (
+            "ddp: a global batch of 48 is not divisible by 8 devices along data x 4 micro-batches ="
+            " 32.\nFix: use a batch of 32 or 64, or another mesh or micro_batches."
+        ),
     ),
     (
         square,
         {},
         np.ones((0, 8), np.float32),
         ValueError,
-        "ddp: a global batch of 0 is not divisible by 8 devices along data = 8.\n"
-        "Fix: use a batch of 8, or another mesh or micro_batches.",
+        (
+            "ddp: a global batch of 0 is not divisible by 8 devices along data = 8.\n"
+            "Fix: use a batch of 8, or another mesh or micro_batches."
+        ),
     ),
     (
         square,
         {"view": "per_device"},
         {"x": np.ones((16, 8)), "y": np.ones((8,)), "z": np.float32(1)},
         ValueError,
-        "ddp: batch leaves must agree on a number of rows, the global batch.\n"
-        "  x: shape (16, 8); dim 0 has 16 rows\n  y: shape (8,); dim 0 has 8 rows\n  z: shape (); no rows\n"
-        "Fix: name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]; or use "
-        'view="global", which takes leaves of any shapes.',
+        (
+            "ddp: batch leaves must agree on a number of rows, the global batch.\n  x: shape (16,"
+            " 8); dim 0 has 16 rows\n  y: shape (8,); dim 0 has 8 rows\n  z: shape (); no"
+            " rows\nFix: name the dim of rows of a leaf, or None if all rows share it:"
+            ' batch_dims=[(regex, dim or None)]; or use view="global", which takes leaves of any'
+            " shapes."
+        ),
     ),
     (
         square,
         {},
         ["text"],
         TypeError,
-        "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows share.\n"
-        "  batch: a list of str; make numbers of it, or leave it out",
+        (
+            "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows"
+            " share.\n  batch: a list of str; make numbers of it, or leave it out"
+        ),
     ),
     (
         lambda params, batch: (batch @ params["w"]).mean(1),
         {},
         X,
         ValueError,
-        "ddp: loss_fn must return a scalar, but its total has shape (16,).\n"
-        "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight).",
+        (
+            "ddp: loss_fn must return a scalar, but its total has shape (16,).\n"
+            "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+        ),
     ),
     (
         lambda params, batch: so.Weighted(square(params, batch), batch[:, 0]),
         {},
         X,
         ValueError,
-        "ddp: loss_fn must return a scalar, but its weight has shape (16,).\n"
-        "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight).",
+        (
+            "ddp: loss_fn must return a scalar, but its weight has shape (16,).\n"
+            "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+        ),
     ),
     (
         lambda params, batch: jnp.int32(1),
@@ -221,15 +268,20 @@ FIRST_BATCH = [
         {},
         X,
         ValueError,
-        "ddp: metric names that shardopt itself reports: ['loss'].\nFix: rename it in the aux dict of loss_fn.",
+        (
+            "ddp: metric names that shardopt itself reports: ['loss'].\nFix: rename it in the aux"
+            " dict of loss_fn."
+        ),
     ),
     (
         lambda params, batch: (square(params, batch), 1.0),
         {},
         X,
         TypeError,
-        "ddp: the aux value of loss_fn must be a dict of metrics, got float.\n"
-        "Fix: return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight.",
+        (
+            "ddp: the aux value of loss_fn must be a dict of metrics, got float.\nFix: return"
+            " (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight."
+        ),
     ),
     (
         lambda params, batch: (square(params, batch), {}, {}),
@@ -264,27 +316,36 @@ def test_check_wants_a_strategy():
 
 def kept_as(first, then):
     """An optimizer whose state begins as `first` makes it, and goes on as `then` does."""
-    update = lambda grads, state, params=None: (grads, jax.tree.map(then, grads))  # noqa: E731
+
+    def update(grads, state, params=None):
+        return (grads, jax.tree.map(then, grads))
+
     return optax.GradientTransformation(lambda params: jax.tree.map(first, params), update)
 
 
 CHANGING = [
     (
         kept_as(lambda x: x.astype(jnp.bfloat16), lambda g: g),
-        "update of the optimizer changed its state's form, which must be the same at every step.\n"
-        "  w: bfloat16[8, 8], then float32[8, 8]\n"
-        "Fix: let init make each leaf with the shape and dtype that update returns, or cast to it in update.",
+        (
+            "update of the optimizer changed its state's form, which must be the same at every"
+            " step.\n  w: bfloat16[8, 8], then float32[8, 8]\nFix: let init make each leaf with the"
+            " shape and dtype that update returns, or cast to it in update."
+        ),
     ),
     (
         kept_as(lambda x: x[0], lambda g: g),
-        "update of the optimizer changed its state's form, which must be the same at every step.\n"
-        "  w: float32[8], then float32[8, 8]\n"
-        "Fix: let init make each leaf with the shape and dtype that update returns, or cast to it in update.",
+        (
+            "update of the optimizer changed its state's form, which must be the same at every"
+            " step.\n  w: float32[8], then float32[8, 8]\nFix: let init make each leaf with the"
+            " shape and dtype that update returns, or cast to it in update."
+        ),
     ),
     (
         kept_as(lambda x: (x, x), lambda g: g),
-        "update of the optimizer returned a state of another structure than it was given.\n"
-        "Fix: let init make what update returns.",
+        (
+            "update of the optimizer returned a state of another structure than it was given.\n"
+            "Fix: let init make what update returns."
+        ),
     ),
 ]
 
@@ -305,9 +366,18 @@ def test_an_optimizer_whose_state_changes_its_form_is_refused(strategy, tx, mess
 LOOKAHEAD = optax.lookahead(TX, sync_period=5, slow_step_size=0.5)
 WITH_LOOKAHEAD = {
     "alone": ("ddp", lambda: so.ddp(LOOKAHEAD, mesh(), square)),
-    "in a chain": ("fsdp", lambda: so.fsdp(optax.chain(optax.clip(1.0), LOOKAHEAD), mesh(), square)),
-    "of some leaves": ("zero", lambda: so.zero(optax.masked(LOOKAHEAD, {"w": True}), mesh(), square, stage=1)),
-    "of replicas": ("diloco", lambda: so.diloco(so.ddp(TX, mesh(replica=2), square), sync_every=2, outer=LOOKAHEAD)),
+    "in a chain": (
+        "fsdp",
+        lambda: so.fsdp(optax.chain(optax.clip(1.0), LOOKAHEAD), mesh(), square),
+    ),
+    "of some leaves": (
+        "zero",
+        lambda: so.zero(optax.masked(LOOKAHEAD, {"w": True}), mesh(), square, stage=1),
+    ),
+    "of replicas": (
+        "diloco",
+        lambda: so.diloco(so.ddp(TX, mesh(replica=2), square), sync_every=2, outer=LOOKAHEAD),
+    ),
 }
 
 
@@ -315,8 +385,9 @@ WITH_LOOKAHEAD = {
 def test_lookahead_is_refused_by_the_type_of_its_state(name, no_compile):
     strategy, make = WITH_LOOKAHEAD[name]
     message = (
-        f"{strategy}: optax.lookahead steps two copies of the parameters, and there is but one here.\n"
-        "Fix: use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast optimizer alone."
+        f"{strategy}: optax.lookahead steps two copies of the parameters, and there is but one"
+        " here.\nFix: use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the"
+        " fast optimizer alone."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         make().specs(PARAMS)

@@ -1,7 +1,7 @@
 """Chat templates in the forms of open models, and folders with a small tokenizer for them.
 
-[[ and ]] stand for the marks around what the assistant writes, which most published templates do not have.
-"""
+[[ and ]] stand for the marks around what the assistant writes, which most published templates do
+not have."""
 
 import json
 
@@ -69,7 +69,11 @@ TOKENS = [
     *("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     *("<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"),
 ]
-CORPUS = ["the quick brown fox jumps over the lazy dog", "what is 2 + 2? it is 4.", "system user assistant model"] * 3
+CORPUS = [
+    "the quick brown fox jumps over the lazy dog",
+    "what is 2 + 2? it is 4.",
+    "system user assistant model",
+] * 3
 
 
 def marked(template):
@@ -105,7 +109,9 @@ def make_tokenizer(kind="bpe", vocab_size=320):
             decoders.ByteLevel(),
         )
         alphabet = pre_tokenizers.ByteLevel.alphabet()
-        trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=TOKENS, initial_alphabet=alphabet)
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size, special_tokens=TOKENS, initial_alphabet=alphabet
+        )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer
 
@@ -121,4 +127,6 @@ def write_tokenizer(folder, template, kind="bpe"):
 def chat(*contents, system=None):
     """Messages of the user and the assistant in turn."""
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return messages + [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    return messages + [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]

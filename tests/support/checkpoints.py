@@ -9,12 +9,17 @@ import shardopt as so
 
 @pytest.fixture(scope="session")
 def same():
-    """Return a function that says whether two states are equal in structure, and bit for bit in values."""
+    """Return a function that says whether two states are equal in structure, and bit for bit in
+    values.
+    """
 
     def compare(a, b):
         assert jax.tree.structure(a) == jax.tree.structure(b)
         pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-        return all(x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+        return all(
+            x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+            for x, y in pairs
+        )
 
     return compare
 

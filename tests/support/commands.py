@@ -13,14 +13,19 @@ from support.paths import ROOT
 def tiny(tmp_path_factory):
     """The command with a model and a text that take seconds."""
     path = tmp_path_factory.mktemp("text") / "fox.txt"
-    path.write_text("".join(f"the quick brown fox {i} jumps over the lazy dog.\n" for i in range(400)))
+    path.write_text(
+        "".join(f"the quick brown fox {i} jumps over the lazy dog.\n" for i in range(400))
+    )
     sizes = "--dim 32 --layers 2 --length 16 --batch-size 8 --evaluate-every 4"
     return ["train", "--data", str(path), *sizes.split()]
 
 
 @pytest.fixture
 def shardopt():
-    """Return a function that starts `shardopt` with CPU devices of its own choosing; none is left over."""
+    """Return a function that starts `shardopt` with CPU devices of its own choosing.
+
+    None is left over.
+    """
     started = []
 
     def run(*words, **how):

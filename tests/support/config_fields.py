@@ -25,7 +25,12 @@ SIZES = frozenset(
 MOST_PARAMETERS = 300_000
 """Models with more are left out: the default of a size is that of a large model."""
 ROPES = (
-    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.3},
+    {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "attention_factor": 1.3,
+    },
     {"rope_type": "default", "partial_rotary_factor": 0.5},
 )
 
@@ -46,8 +51,14 @@ def changes_of(config):
             values = [True, 2, 0.7]
         elif name == "layer_types":
             kinds = "full_attention", "sliding_attention", "chunked_attention"
-            values = [value[::-1], [kinds[i % 2] for i in range(len(value))], [kinds[-1]] * len(value)]
-        elif name == "rope_parameters" and not any(isinstance(entry, dict) for entry in value.values()):
+            values = [
+                value[::-1],
+                [kinds[i % 2] for i in range(len(value))],
+                [kinds[-1]] * len(value),
+            ]
+        elif name == "rope_parameters" and not any(
+            isinstance(entry, dict) for entry in value.values()
+        ):
             values = [{"rope_theta": 5e4} | rope for rope in ROPES]
         elif isinstance(value, list) and all(isinstance(entry, int) for entry in value):
             values = [[], [0], value[::-1], [1 - bool(entry) for entry in value]]
@@ -58,7 +69,9 @@ def changes_of(config):
 
 
 def full_config(config):
-    """Return a config.json with every field of transformers' class for it, and the fields of the case."""
+    """Return a config.json with every field of transformers' class for it, and the fields of the
+    case.
+    """
     import transformers
 
     own_fields = set(transformers.PretrainedConfig().to_dict())
@@ -67,14 +80,20 @@ def full_config(config):
 
 
 class Theirs:
-    """Models of transformers with the weights of `oracle.weight`; those of one form share a file."""
+    """Models of transformers with the weights of `oracle.weight`.
+
+    Those of one form share a file.
+    """
 
     def __init__(self, folder):
         self._folder = folder
         self._states = {}
 
     def logits(self, config):
-        """Write a folder with this config.json; return it and the logits, or None where transformers refuses."""
+        """Write a folder with this config.json.
+
+        Return it and the logits, or None where transformers refuses.
+        """
         import torch
         import transformers
 
@@ -90,7 +109,10 @@ class Theirs:
                 weights = transformers.AutoModelForCausalLM.from_config(theirs).state_dict()
             if sum(weight.numel() for weight in weights.values()) > MOST_PARAMETERS:
                 return folder, None
-            form = theirs.tie_word_embeddings, *((name, tuple(weight.shape)) for name, weight in weights.items())
+            form = (
+                theirs.tie_word_embeddings,
+                *((name, tuple(weight.shape)) for name, weight in weights.items()),
+            )
             model = transformers.AutoModelForCausalLM.from_config(theirs, dtype=torch.float32)
             if form not in self._states:
                 self._states[form] = self._load(model, config, str(len(self._states)))

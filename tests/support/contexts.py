@@ -21,10 +21,15 @@ def mesh_of(**sizes):
 
 
 def drawn(rows=2, length=32, heads=8, groups=4, width=4, *, packed=False, dtype=np.float64):
-    """Return a batch: query, key, value, the weight of each result in the loss, and segments if it is packed."""
+    """Return a batch: query, key, value, the weight of each result in the loss, and segments if it
+    is packed.
+    """
     rng = np.random.default_rng(0)
     heads = {"query": heads, "key": groups, "value": groups, "weight": heads}
-    batch = {name: rng.normal(size=(rows, length, count, width)).astype(dtype) for name, count in heads.items()}
+    batch = {
+        name: rng.normal(size=(rows, length, count, width)).astype(dtype)
+        for name, count in heads.items()
+    }
     if packed:
         batch["segments"] = np.sort(rng.integers(0, 4, (rows, length)), axis=1).astype(np.int32)
     return batch
@@ -49,18 +54,29 @@ def on_one_device(batch, causal, window):
 
 
 def program(mesh, batch, **how):
-    """Return the function of a batch in the per-device view, as the step makes it: tensor is left to the partitioner."""
+    """Return the function of a batch in the per-device view, as the step makes it: tensor is left
+    to the partitioner.
+    """
     spec = PartitionSpec("data", "context")
     specs = {name: PartitionSpec(*spec[: leaf.ndim]) for name, leaf in batch.items()}
     manual = frozenset(MESH_AXES) - ({"tensor"} if mesh.shape["tensor"] > 1 else set())
     f = functools.partial(results, **how)
     return jax.jit(
-        jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=(spec,) * 4, axis_names=manual, check_vma=False)
+        jax.shard_map(
+            f,
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=(spec,) * 4,
+            axis_names=manual,
+            check_vma=False,
+        )
     )
 
 
 def difference(mesh, batch, *, order=None, causal=True, window=None, **how):
-    """Return the largest difference between the mesh and one device, of attention and each gradient."""
+    """Return the largest difference between the mesh and one device, of attention and each
+    gradient.
+    """
     wanted = on_one_device(batch, causal, window)
     given = batch if order is None else so.nn.zigzag(batch, mesh, order=order)
     found = program(mesh, given, causal=causal, window=window, **how)(given)
@@ -68,4 +84,7 @@ def difference(mesh, batch, *, order=None, causal=True, window=None, **how):
         found = so.nn.zigzag(found, mesh, order=order, inverse=True)
     for a, b in zip(found, wanted, strict=True):
         assert a.dtype == b.dtype
-    return max(float(np.max(np.abs(np.asarray(a) - np.asarray(b)))) for a, b in zip(found, wanted, strict=True))
+    return max(
+        float(np.max(np.abs(np.asarray(a) - np.asarray(b))))
+        for a, b in zip(found, wanted, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""Local SGD and DiLoCo written from their equations: replicas in a list, numpy for what crosses between them."""
+"""Local SGD and DiLoCo written from their equations: replicas in a list, numpy for what crosses
+between them.
+"""
 
 import functools
 
@@ -12,11 +14,16 @@ NESTEROV = {"rate": 0.7, "momentum": 0.9, "nesterov": True}
 
 def own_batches(batch, replicas):
     """Cut a global batch into the replicas' rows."""
-    return [jax.tree.map(lambda x, i=i: np.split(np.asarray(x), replicas)[i], batch) for i in range(replicas)]
+    return [
+        jax.tree.map(lambda x, i=i: np.split(np.asarray(x), replicas)[i], batch)
+        for i in range(replicas)
+    ]
 
 
 def fragment_masks(params, count, stages=1):
-    """Return P trees of 0 and 1: blocks f, f + P, ... of each stage, other leaves dealt out in turn."""
+    """Return P trees of 0 and 1: blocks f, f + P, ... of each stage, other leaves dealt out in
+    turn.
+    """
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     leaves, treedef = jax.tree.flatten(params)
     turn, masks = 0, [[] for _ in range(count)]
@@ -72,16 +79,26 @@ def diloco(
         for f, mask in enumerate(masks):
             after = t - warmup
             if after % sync_every == (f + 1) * sync_every // fragments % sync_every:
-                mean = jax.tree.map(lambda s, *o: s - sum(np.asarray(x) for x in o) / replicas, shared, *own)
+                mean = jax.tree.map(
+                    lambda s, *o: s - sum(np.asarray(x) for x in o) / replicas, shared, *own
+                )
                 pending[t + delay] = (mask, mean)
         if t in pending:
             mask, delta = pending.pop(t)
-            velocity = jax.tree.map(lambda m, v, d: np.where(m > 0, mu * v + d, v), mask, velocity, delta)
-            ahead = jax.tree.map(lambda v, d: d + mu * v if outer["nesterov"] else v, velocity, delta)
-            shared = jax.tree.map(lambda m, s, u: np.where(m > 0, s - outer["rate"] * u, s), mask, shared, ahead)
+            velocity = jax.tree.map(
+                lambda m, v, d: np.where(m > 0, mu * v + d, v), mask, velocity, delta
+            )
+            ahead = jax.tree.map(
+                lambda v, d: d + mu * v if outer["nesterov"] else v, velocity, delta
+            )
+            shared = jax.tree.map(
+                lambda m, s, u: np.where(m > 0, s - outer["rate"] * u, s), mask, shared, ahead
+            )
             own = [
                 jax.tree.map(
-                    lambda m, s, x: jnp.asarray(np.where(m > 0, (1 - mix) * s + mix * np.asarray(x), x)),
+                    lambda m, s, x: jnp.asarray(
+                        np.where(m > 0, (1 - mix) * s + mix * np.asarray(x), x)
+                    ),
                     mask,
                     shared,
                     one,

@@ -1,4 +1,6 @@
-"""A mixture of experts token by token in numpy's manner, and the same on a mesh with an expert axis."""
+"""A mixture of experts token by token in numpy's manner, and the same on a mesh with an expert
+axis.
+"""
 
 import functools
 import math
@@ -20,12 +22,17 @@ def mesh_of(**sizes):
     return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def drawn(rows=4, length=6, width=5, experts=8, hidden=4, *, gated=True, shared=False, dtype=np.float64):
+def drawn(
+    rows=4, length=6, width=5, experts=8, hidden=4, *, gated=True, shared=False, dtype=np.float64
+):
     """Return arguments of a mixture: weights, x, router, and the weight of each result in a loss."""
     rng = np.random.default_rng(0)
     names = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
     names = {name: shape for name, shape in names.items() if gated or name != "gate"}
-    draw = lambda *shape: rng.normal(size=shape).astype(dtype)  # noqa: E731
+
+    def draw(*shape):
+        return rng.normal(size=shape).astype(dtype)
+
     args = {
         "weights": {name: draw(experts, *shape) for name, shape in names.items()},
         "x": draw(rows, length, width),
@@ -40,12 +47,16 @@ def drawn(rows=4, length=6, width=5, experts=8, hidden=4, *, gated=True, shared=
 
 def dense(weights, x, router, *, top_k, score="softmax", normalize=True, bias=None, groups=None, scale=1.0, shared=None,
           capacity_factor=None, activation=jax.nn.silu):  # fmt: skip
-    """Return y and statistics: every expert of every token, of which those that numpy would choose one by one count."""
+    """Return y and statistics: every expert of every token, of which those that numpy would choose
+    one by one count.
+    """
     B, T, _ = x.shape
     E = router.shape[1]
 
     def mlp(w, x):
-        hidden = activation(x @ w["gate"]) * (x @ w["up"]) if "gate" in w else activation(x @ w["up"])
+        hidden = (
+            activation(x @ w["gate"]) * (x @ w["up"]) if "gate" in w else activation(x @ w["up"])
+        )
         return hidden @ w["down"]
 
     logits = x @ router
@@ -72,17 +83,23 @@ def dense(weights, x, router, *, top_k, score="softmax", normalize=True, bias=No
 def _chosen(scores, bias, groups, top_k):
     """Return [B, T, E], whether an expert is chosen: by sorting, equal scores in order."""
     compared = scores if bias is None else scores + jnp.asarray(bias)[None, None]
-    best = lambda a, k: jnp.argsort(jnp.argsort(-a, -1, stable=True), -1, stable=True) < k  # noqa: E731
+
+    def best(a, k):
+        return jnp.argsort(jnp.argsort(-a, -1, stable=True), -1, stable=True) < k
+
     if groups is not None:
         count, allowed = groups
         apart = compared.reshape(*compared.shape[:2], count, -1)
         worth = jnp.sort(apart, -1)[..., -2:].sum(-1)
-        compared = jnp.where(best(worth, allowed)[..., None], apart, -jnp.inf).reshape(compared.shape)
+        compared = jnp.where(best(worth, allowed)[..., None], apart, -jnp.inf).reshape(
+            compared.shape
+        )
     return best(compared, top_k)
 
 
 def results(mixture, args, *, context=False, **how):
-    """Return y and the statistics, and the gradients of a loss of both: of weights, x, router and shared experts.
+    """Return y and the statistics, and the gradients of a loss of both: of weights, x, router and
+    shared experts.
 
     Over context each device gives its share of the loss.
     """
@@ -90,10 +107,14 @@ def results(mixture, args, *, context=False, **how):
     names = [name for name in ("weights", "x", "router", "shared") if name in args]
 
     def loss(given):
-        y, statistics = mixture(given["weights"], given["x"], given["router"], shared=given.get("shared"), **how)
+        y, statistics = mixture(
+            given["weights"], given["x"], given["router"], shared=given.get("shared"), **how
+        )
         if context:
             statistics = jax.tree.map(lambda a: jax.lax.pmean(a, "context"), statistics)
-        balance = jnp.sum(statistics.probability * args["of_load"] * statistics.load) + jnp.sum(statistics.z_loss)
+        balance = jnp.sum(statistics.probability * args["of_load"] * statistics.load) + jnp.sum(
+            statistics.z_loss
+        )
         return jnp.sum(y * args["wanted"]) + balance / shares, (y, statistics)
 
     (_, found), grads = jax.value_and_grad(loss, has_aux=True)({name: args[name] for name in names})
@@ -105,16 +126,24 @@ def on_one_device(args, **how):
 
 
 def program(mesh, args, *, travels=True, **how):
-    """Return results in the per-device view, as the step makes it: gradients of what is replicated are summed."""
+    """Return results in the per-device view, as the step makes it: gradients of what is replicated
+    are summed.
+    """
     rows = ("data", "expert")
     of_expert = PartitionSpec("expert" if travels else None)
     tokens, replicated = PartitionSpec(rows, "context"), PartitionSpec()
-    specs = dict.fromkeys(args, replicated) | {"x": tokens, "wanted": tokens, "of_load": PartitionSpec(rows)}
+    specs = dict.fromkeys(args, replicated) | {
+        "x": tokens,
+        "wanted": tokens,
+        "of_load": PartitionSpec(rows),
+    }
     specs["weights"] = of_expert
     names = [name for name in ("weights", "x", "router", "shared") if name in args]
 
     def f(args):
-        found, grads = results(so.nn.mixture_of_experts, args, context=mesh.shape["context"] > 1, **how)
+        found, grads = results(
+            so.nn.mixture_of_experts, args, context=mesh.shape["context"] > 1, **how
+        )
         every = ("data", "expert", "context")
         for name in names:
             over = {"x": (), "weights": ("data", "context") if travels else every}.get(name, every)
@@ -123,12 +152,16 @@ def program(mesh, args, *, travels=True, **how):
 
     out = ((tokens, PartitionSpec(rows)), {name: specs[name] for name in names})
     manual = frozenset(MESH_AXES) - ({"tensor"} if mesh.shape["tensor"] > 1 else set())
-    run = jax.shard_map(f, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names=manual, check_vma=False)
+    run = jax.shard_map(
+        f, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names=manual, check_vma=False
+    )
     return jax.jit(run)
 
 
 def difference(found, wanted):
-    """Return the largest difference of two trees, relative to the largest number of each leaf (or 1)."""
+    """Return the largest difference of two trees, relative to the largest number of each leaf (or
+    1).
+    """
     worst = 0.0
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert a.shape == b.shape

@@ -1,8 +1,9 @@
-"""Faults of one device, put into a step on purpose: flipped bits, stuck bits and wrong tiles, at each site of a step.
+"""Faults of one device, put into a step on purpose: flipped bits, stuck bits and wrong tiles, at
+each site of a step.
 
-A batch has a leaf "fault" with a code in each row. A device reads the code of its first row, so one compiled program has all
-faults. A transient fault is in the first run of a step only. A stuck fault is in every run, wherever its device takes part.
-"""
+A batch has a leaf "fault" with a code in each row. A device reads the code of its first row, so one
+compiled program has all faults. A transient fault is in the first run of a step only. A stuck fault
+is in every run, wherever its device takes part."""
 
 import itertools
 from typing import NamedTuple
@@ -18,8 +19,8 @@ from shardopt.step._verified import VerifiedStep
 from shardopt.training._verify import Verification
 
 SITES = ("none", "shard", "weight", "activation", "gradient", "reduced", "update")
-"""What is hit: a stored shard, a weight as the loss reads it (after its gather), an activation, a local gradient, a gradient
-after its reduction, the result of the update."""
+"""What is hit: a stored shard, a weight as the loss reads it (after its gather), an activation, a
+local gradient, a gradient after its reduction, the result of the update."""
 KINDS = ("flip", "stuck", "tile")
 ROWS = 2  # of each device
 WIDTH = 8
@@ -43,7 +44,12 @@ class Fault(NamedTuple):
 def draw(rng, devices):
     """Return a random fault."""
     site, kind = rng.choice(SITES[1:]), rng.choice(KINDS)
-    return Fault(int(rng.integers(devices)), str(site), str(kind), *(int(rng.integers(n)) for n in (2**16, 32, 2**8)))
+    return Fault(
+        int(rng.integers(devices)),
+        str(site),
+        str(kind),
+        *(int(rng.integers(n)) for n in (2**16, 32, 2**8)),
+    )
 
 
 def damaged(x, code, active):
@@ -56,13 +62,16 @@ def damaged(x, code, active):
     stuck = jnp.where(lane, jnp.where(index % 2 == 0, bits | one, bits & ~one), bits)
     tile = jnp.where(place // 4 == (index % bits.size) // 4, jnp.roll(bits, 4), bits)
     faulty = jnp.where(kind == 0, flipped, jnp.where(kind == 1, stuck, tile))
-    return jax.lax.bitcast_convert_type(jnp.where(active, faulty, bits).reshape(x.shape), jnp.float32)
+    return jax.lax.bitcast_convert_type(
+        jnp.where(active, faulty, bits).reshape(x.shape), jnp.float32
+    )
 
 
 def at_site(site, x, code, leaf=None, leaves=1):
     active = code[0] == SITES.index(site)
     active = active if leaf is None else active & (code[4] % leaves == leaf)
-    run = jax.custom_vjp(damaged)  # bits have no gradient: the backward pass is that of a device that computed x right
+    # bits have no gradient: the backward pass is that of a device that computed x right
+    run = jax.custom_vjp(damaged)
     run.defvjp(lambda *args: (damaged(*args), None), lambda _, dx: (dx, None, None))
     return run(x, code, active)
 
@@ -70,7 +79,10 @@ def at_site(site, x, code, leaf=None, leaves=1):
 def of_gradient(x, code, leaf, leaves):
     """Return x, whose gradient has the fault."""
     run = jax.custom_vjp(lambda x, code: x)
-    run.defvjp(lambda x, code: (x, code), lambda code, dx: (at_site("gradient", dx, code, leaf, leaves), None))
+    run.defvjp(
+        lambda x, code: (x, code),
+        lambda code, dx: (at_site("gradient", dx, code, leaf, leaves), None),
+    )
     return run(x, code)
 
 
@@ -91,7 +103,9 @@ def expert_loss(params, batch):
     for i, leaf in enumerate(leaves):
         leaves[i] = of_gradient(at_site("weight", leaf, code, i, len(leaves)), code, i, len(leaves))
     weights = treedef.unflatten(leaves)
-    mixed, _ = so.nn.mixture_of_experts(weights["experts"], batch["x"][:, None], weights["router"], top_k=2)
+    mixed, _ = so.nn.mixture_of_experts(
+        weights["experts"], batch["x"][:, None], weights["router"], top_k=2
+    )
     hidden = at_site("activation", mixed[:, 0], code)
     return jnp.mean((hidden @ weights["w"] - batch["y"]) ** 2)
 
@@ -102,7 +116,10 @@ def first_params(name="ddp"):
     if name.startswith("experts"):
         experts = {"up": (4, WIDTH, WIDTH), "down": (4, WIDTH, WIDTH)}
         shapes = {"experts": experts, "router": (WIDTH, 4), "w": (WIDTH, WIDTH)}
-    draw = lambda shape: (draws.normal(size=shape) / 3).astype(np.float32)  # noqa: E731
+
+    def draw(shape):
+        return (draws.normal(size=shape) / 3).astype(np.float32)
+
     return jax.tree.map(draw, shapes, is_leaf=lambda shape: isinstance(shape, tuple))
 
 
@@ -110,43 +127,62 @@ def batches(devices):
     """Yield batches without faults."""
     for seed in itertools.count():
         draws = np.random.default_rng(seed)
-        rows = {name: draws.normal(size=(ROWS * devices, WIDTH)).astype(np.float32) for name in ("x", "y")}
+        rows = {
+            name: draws.normal(size=(ROWS * devices, WIDTH)).astype(np.float32)
+            for name in ("x", "y")
+        }
         yield rows | {"fault": np.zeros((ROWS * devices, 5), np.int32)}
 
 
 def strategies(devices):
-    """Return name -> optimizer, on four devices that exchange nothing before the reduction of the gradients."""
-    mesh, options = so.make_mesh(data=4, devices=devices[:4]), {"min_shard_elements": 1, "separable": True}
+    """Return name -> optimizer, on four devices that exchange nothing before the reduction of the
+    gradients.
+    """
+    mesh, options = (
+        so.make_mesh(data=4, devices=devices[:4]),
+        {"min_shard_elements": 1, "separable": True},
+    )
     tx = optax.adam(0.01)
     return {
         "ddp": lambda: so.ddp(tx, mesh, loss, separable=True),
         "zero1": lambda: so.zero(tx, mesh, loss, stage=1, **options),
         "zero2": lambda: so.zero(tx, mesh, loss, stage=2, **options),
         "fsdp": lambda: so.fsdp(tx, mesh, loss, **options),
-        "hsdp": lambda: so.fsdp(tx, so.make_mesh(replica=2, data=2, devices=devices[:4]), loss, **options),
+        "hsdp": lambda: so.fsdp(
+            tx, so.make_mesh(replica=2, data=2, devices=devices[:4]), loss, **options
+        ),
     }
 
 
 def further_strategies(devices):
-    """Return name -> optimizer: Muon on whole matrices, and experts, whose devices exchange tokens within a step."""
+    """Return name -> optimizer: Muon on whole matrices, and experts, whose devices exchange tokens
+    within a step.
+    """
     mesh, expert_mesh = (
-        so.make_mesh(**sizes, devices=devices[:4]) for sizes in ({"data": 4}, {"data": 2, "expert": 2})
+        so.make_mesh(**sizes, devices=devices[:4])
+        for sizes in ({"data": 4}, {"data": 2, "expert": 2})
     )
     options, muon = {"min_shard_elements": 1, "separable": True}, optax.contrib.muon(0.01)
     experts = {"expert_leaves": ["^experts/"], "separable": True}
     return {
-        "Muon, zero1": lambda: so.zero(muon, mesh, loss, stage=1, opt_state_layout="matrices", **options),
+        "Muon, zero1": lambda: so.zero(
+            muon, mesh, loss, stage=1, opt_state_layout="matrices", **options
+        ),
         "Muon, fsdp": lambda: so.fsdp(muon, mesh, loss, opt_state_layout="matrices", **options),
         "experts, ddp": lambda: so.ddp(optax.adam(0.01), expert_mesh, expert_loss, **experts),
-        "experts, fsdp": lambda: so.fsdp(optax.adam(0.01), expert_mesh, expert_loss, min_shard_elements=1, **experts),
+        "experts, fsdp": lambda: so.fsdp(
+            optax.adam(0.01), expert_mesh, expert_loss, min_shard_elements=1, **experts
+        ),
     }
 
 
 def hit_runs(patch):
-    """Put the code of a fault into the batch of each run of a verified step: faults of the loss need no more.
+    """Put the code of a fault into the batch of each run of a verified step: faults of the loss
+    need no more.
 
     Returns:
-      A dict: `fault` is the fault of the next runs, `stuck` whether it is in all of them, and `runs` counts them.
+      A dict: `fault` is the fault of the next runs, `stuck` whether it is in all of them, and
+      `runs` counts them.
     """
     now, run = {"fault": None, "stuck": False, "runs": 0}, VerifiedStep.run
 
@@ -163,7 +199,10 @@ def hit_runs(patch):
 
 
 def install(patch, break_function):
-    """Put the faults after the reduction and in the update into the step too; return the dict of `hit_runs`."""
+    """Put the faults after the reduction and in the update into the step too.
+
+    Return the dict of `hit_runs`.
+    """
     now = hit_runs(patch)
     differentiate, reduce = _gradients.micro_batch_gradients, _gradients._reduce
     make_gradients, apply_update = _step.make_gradients, _step.apply_update
@@ -174,7 +213,9 @@ def install(patch, break_function):
 
     def with_faulty_result(*args):
         grads, reducer = reduce(*args)
-        return [at_site("reduced", x, now["local code"], i, len(grads)) for i, x in enumerate(grads)], reducer
+        return [
+            at_site("reduced", x, now["local code"], i, len(grads)) for i, x in enumerate(grads)
+        ], reducer
 
     def with_codes(config, layout):
         gradients = make_gradients(config, layout)
@@ -188,17 +229,22 @@ def install(patch, break_function):
     def with_faulty_update(config, layout, *args):
         update = apply_update(config, layout, *args)
         specs = [plan.spec(sharded=config.placement.opt_state) for plan in layout.plans]
-        specs += jax.tree.leaves(layout.specs.opt_state, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec))
+        specs += jax.tree.leaves(
+            layout.specs.opt_state, is_leaf=lambda x: isinstance(x, jax.sharding.PartitionSpec)
+        )
         leaves, treedef = jax.tree.flatten((update.params, update.opt_state))
 
         def run(codes, leaves):
             count = len(leaves)
             return [
-                at_site("update", x, codes[0], i, count) if x.dtype == jnp.float32 else x for i, x in enumerate(leaves)
+                at_site("update", x, codes[0], i, count) if x.dtype == jnp.float32 else x
+                for i, x in enumerate(leaves)
             ]
 
         rows = jax.sharding.PartitionSpec(config.axes.rows)
-        run = jax.shard_map(run, mesh=config.mesh, in_specs=(rows, specs), out_specs=specs, check_vma=False)
+        run = jax.shard_map(
+            run, mesh=config.mesh, in_specs=(rows, specs), out_specs=specs, check_vma=False
+        )
         params, opt_state = treedef.unflatten(run(now["codes"], leaves))
         return update._replace(params=params, opt_state=opt_state)
 
@@ -216,7 +262,9 @@ def faulty(batch, fault, shift=0):
         position = (fault.device + shift) % (len(codes) // ROWS)
         codes[position * ROWS : (position + 1) * ROWS] = fault.code
     old = batch["fault"]
-    return batch | {"fault": jax.device_put(codes, old.sharding) if isinstance(old, jax.Array) else codes}
+    return batch | {
+        "fault": jax.device_put(codes, old.sharding) if isinstance(old, jax.Array) else codes
+    }
 
 
 def with_faulty_shard(state, fault, mesh):
@@ -231,7 +279,9 @@ def with_faulty_shard(state, fault, mesh):
         if shard.device == device:
             data = np.asarray(_damaged(data, code, True))
         shards.append(jax.device_put(data, shard.device))
-    leaves[chosen] = jax.make_array_from_single_device_arrays(leaves[chosen].shape, leaves[chosen].sharding, shards)
+    leaves[chosen] = jax.make_array_from_single_device_arrays(
+        leaves[chosen].shape, leaves[chosen].sharding, shards
+    )
     return treedef.unflatten(leaves)
 
 

@@ -38,7 +38,12 @@ def batches():
 @pytest.fixture(scope="session")
 def opt():
     """Adam on two devices, the weights split."""
-    return so.fsdp(optax.adam(0.05), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn, min_shard_elements=1)
+    return so.fsdp(
+        optax.adam(0.05),
+        so.make_mesh(data=2, devices=jax.devices()[:2]),
+        loss_fn,
+        min_shard_elements=1,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -62,9 +67,8 @@ def same():
 def memory():
     """Return a function that makes checkpoints kept in memory.
 
-    What is saved arrives only with `wait`, as on a disk that takes its time. Passing the same `disk` again is
-    opening the same folder again.
-    """
+    What is saved arrives only with `wait`, as on a disk that takes its time. Passing the same
+    `disk` again is opening the same folder again."""
 
     def make(every, *, disk=None, resume=False):
         disk = {} if disk is None else disk
@@ -108,4 +112,6 @@ def memory():
 @pytest.fixture(scope="session")
 def metrics_at():
     """Return a function from a history to {step: value} of one metric."""
-    return lambda history, name: {record["step"]: record[name] for record in history if name in record}
+    return lambda history, name: {
+        record["step"]: record[name] for record in history if name in record
+    }

@@ -1,4 +1,6 @@
-"""Inputs of all kinds for what reads them, and what may come of it: a result, or an error that was written for people."""
+"""Inputs of all kinds for what reads them, and what may come of it: a result, or an error that was
+written for people.
+"""
 
 import signal
 import warnings
@@ -20,23 +22,30 @@ def fuzz(prop, *strategies, count):
     """Call `prop` with `count` draws of the strategies."""
     run = given(*strategies)(prop)
     quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-    settings(max_examples=count, deadline=None, derandomize=count <= 1000, database=None, suppress_health_check=quiet)(
-        run
-    )()
+    settings(
+        max_examples=count,
+        deadline=None,
+        derandomize=count <= 1000,
+        database=None,
+        suppress_health_check=quiet,
+    )(run)()
 
 
 def outcome(action, *starts):
-    """Return (what the action returned, None), or (None, message) of a documented error; fail for any other and for hangs.
+    """Return (what the action returned, None), or (None, message) of a documented error.
 
-    A documented error is a ValueError or TypeError, none of its subclasses but CheckpointError and its own, that names the
-    function it comes from.
-    """
+    Fail for any other and for hangs.
+
+    A documented error is a ValueError or TypeError, none of its subclasses but CheckpointError and
+    its own, that names the function it comes from."""
     try:
         with _in_time():
             return action(), None
     except (ValueError, TypeError) as error:
         caught = error
-    assert type(caught) in (ValueError, TypeError) or isinstance(caught, CheckpointError), repr(caught)
+    assert type(caught) in (ValueError, TypeError) or isinstance(caught, CheckpointError), repr(
+        caught
+    )
     assert str(caught).startswith(tuple(f"{start}: " for start in starts)), repr(caught)
     return None, str(caught)
 

@@ -5,7 +5,9 @@ import numpy as np
 
 
 def host_params(init, config, seed: int = 0):
-    """Draw parameters of a model as its `init` does, on the host and without a program for each shape."""
+    """Draw parameters of a model as its `init` does, on the host and without a program for each
+    shape.
+    """
     shapes = jax.eval_shape(lambda key: init(config, key), jax.random.key(0))
     draw = np.random.default_rng(seed)
 

@@ -1,4 +1,6 @@
-"""A small transformer under a layout: what is predicted of it, and the step that is really compiled."""
+"""A small transformer under a layout: what is predicted of it, and the step that is really
+compiled.
+"""
 
 import dataclasses
 import functools
@@ -16,7 +18,14 @@ from shardopt.planning._costs import by_axis, footprint, step_flops, traffic
 from shardopt.planning._layout import abstract_opt_state, place
 from shardopt.planning._models import RULES
 
-SIZES = {"dim": 128, "num_layers": 8, "num_heads": 8, "num_kv_heads": 4, "hidden": 384, "vocab_size": 512}
+SIZES = {
+    "dim": 128,
+    "num_layers": 8,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "hidden": 384,
+    "vocab_size": 512,
+}
 SHAPE = Transformer("small", **SIZES, length=64, dtype=jnp.float32, fused_attention=False)
 THREE_LAYERS = dataclasses.replace(SHAPE, num_layers=3)
 TX = optax.adamw(1e-3)
@@ -34,7 +43,10 @@ LAYOUTS = {
     "fsdp, micro-batches": (Layout(data=8, micro_batches=4), 64),
     "fsdp, remat": (Layout(data=8, remat=True), 64),
     "fsdp, scattered in half": (Layout(data=8, scatter_dtype="bfloat16"), 16),
-    "zero2, scattered in half": (Layout(data=8, placement="zero2", micro_batches=2, scatter_dtype="bfloat16"), 32),
+    "zero2, scattered in half": (
+        Layout(data=8, placement="zero2", micro_batches=2, scatter_dtype="bfloat16"),
+        32,
+    ),
     "fsdp, saved": (Layout(data=8, remat="save:attention,mlp_hidden"), 64),
     "fsdp, tensor": (Layout(data=4, tensor=2), 32),
     "fsdp, tensor, remat": (Layout(data=4, tensor=2, remat=True), 64),
@@ -46,30 +58,67 @@ LAYOUTS = {
     "fsdp, context, remat": (Layout(data=2, context=2, tensor=2, remat=True, micro_batches=2), 32),
     "zero1, context": (Layout(data=4, context=2, placement="zero1"), 32),
     "1f1b, context": (
-        Layout(data=2, pipeline=2, context=2, schedule="eager_one_f_one_b", micro_batches=4, remat=True),
+        Layout(
+            data=2, pipeline=2, context=2, schedule="eager_one_f_one_b", micro_batches=4, remat=True
+        ),
         64,
     ),
     "1f1b": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8), 64),
-    "1f1b, remat": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True), 64),
+    "1f1b, remat": (
+        Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True),
+        64,
+    ),
     "1f1b, gathered once": (
         Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, regather=False),
         64,
     ),
     "interleaved, gathered once, remat": (
-        Layout(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True, regather=False),
+        Layout(
+            data=4,
+            pipeline=2,
+            schedule="interleaved",
+            chunks=2,
+            micro_batches=4,
+            remat=True,
+            regather=False,
+        ),
         64,
     ),
     "zero bubble on a V, sent ahead": (
-        Layout(data=2, pipeline=4, placement="zero1", schedule="zero_bubble_v", chunks=2, micro_batches=8),
+        Layout(
+            data=2,
+            pipeline=4,
+            placement="zero1",
+            schedule="zero_bubble_v",
+            chunks=2,
+            micro_batches=8,
+        ),
         64,
     ),
     "1f1b, ddp, remat": (
-        Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4, remat=True),
+        Layout(
+            data=4,
+            pipeline=2,
+            placement="ddp",
+            schedule="eager_one_f_one_b",
+            micro_batches=4,
+            remat=True,
+        ),
         64,
     ),
-    "1f1b, ddp": (Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4), 64),
+    "1f1b, ddp": (
+        Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4),
+        64,
+    ),
     "zero bubble, zero1, tensor": (
-        Layout(data=2, pipeline=2, tensor=2, placement="zero1", schedule="zero_bubble_lockstep", micro_batches=4),
+        Layout(
+            data=2,
+            pipeline=2,
+            tensor=2,
+            placement="zero1",
+            schedule="zero_bubble_lockstep",
+            micro_batches=4,
+        ),
         32,
     ),
     "interleaved, tensor": (
@@ -81,7 +130,9 @@ LAYOUTS = {
         64,
     ),
     "1f1b, zero2": (
-        Layout(data=2, pipeline=4, placement="zero2", schedule="eager_one_f_one_b", micro_batches=8),
+        Layout(
+            data=2, pipeline=4, placement="zero2", schedule="eager_one_f_one_b", micro_batches=8
+        ),
         64,
     ),
     "three stages of one block, remat": (
@@ -116,7 +167,9 @@ def compiled(layout, batch_size, shape=SHAPE):
 
 
 def disagreements(layout, batch_size, shape=SHAPE):
-    """Return in which respects prediction and compiled step differ: bytes held, bytes sent over an axis, flops."""
+    """Return in which respects prediction and compiled step differ: bytes held, bytes sent over an
+    axis, flops.
+    """
     placed, held, sent = predicted(layout, batch_size, shape)
     program, table = compiled(layout, batch_size, shape), layout.table()
     found, wrong = memory(program), []
@@ -130,12 +183,14 @@ def disagreements(layout, batch_size, shape=SHAPE):
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
     collectives = so.audit(program, mesh=sizes, schedule=table).collectives
-    # XLA:CPU of jax 0.10 makes one of the gather of a forward that runs again and that of the backward after it
+    # XLA:CPU of jax 0.10 makes one of the gather of a forward that runs again and that of the
+    # backward after it
     merged = layout.remat and layout.pipeline == 1 and jax.__version_info__ < (0, 11)
     for axis, wire in sent.items():
         if axis == "context" and merged:
             continue
-        # what goes over several axes at once counts for the first of them: nothing else but sums of the loss does
+        # what goes over several axes at once counts for the first of them: nothing else but sums of
+        # the loss does
         mine = [one for one in collectives if one.axes is not None and one.axes[0] == axis]
         found_wire = sum(one.wire_bytes * (one.calls or 0) for one in mine)
         if not math.isclose(wire, found_wire, rel_tol=0.15 if axis == "tensor" else 0.05):

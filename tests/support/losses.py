@@ -1,4 +1,5 @@
-"""Losses that are no mean over rows, as people write them: each device's share of rows alone gives another number.
+"""Losses that are no mean over rows, as people write them: each device's share of rows alone gives
+another number.
 
 Right as they stand on one device and in the global view; in the per-device view they are refused.
 """
@@ -18,15 +19,19 @@ class MixingLoss(NamedTuple):
 
     Attributes:
       loss_fn: `loss_fn(params, batch) -> scalar`.
-      params: what it is trained from, float64 numpy arrays whose dims eight devices divide, and a few that they do not.
-      make_batch: `make_batch(draw, rows=32)`, whose rows differ in scale and weight, so that every share of them shows.
+      params: what it is trained from, float64 numpy arrays whose dims eight devices divide, and a
+        few that they do not.
+      make_batch: `make_batch(draw, rows=32)`, whose rows differ in scale and weight, so that every
+        share of them shows.
     """
 
     loss_fn: Callable[..., Any]
     params: dict[str, np.ndarray]
     make_batch: Callable[..., dict[str, np.ndarray]]
 
-    def batches(self, steps: int, dtype: Any = np.float64, rows: int = ROWS) -> list[dict[str, np.ndarray]]:
+    def batches(
+        self, steps: int, dtype: Any = np.float64, rows: int = ROWS
+    ) -> list[dict[str, np.ndarray]]:
         """Return as many batches, floating leaves of this dtype."""
         draw = np.random.default_rng(5)
         return [cast(self.make_batch(draw, rows), dtype) for _ in range(steps)]
@@ -34,7 +39,9 @@ class MixingLoss(NamedTuple):
 
 def cast(tree: Any, dtype: Any) -> Any:
     """Return a tree whose floating leaves have this dtype."""
-    return jax.tree.map(lambda x: x.astype(dtype) if np.issubdtype(x.dtype, np.floating) else x, tree)
+    return jax.tree.map(
+        lambda x: x.astype(dtype) if np.issubdtype(x.dtype, np.floating) else x, tree
+    )
 
 
 def clip(params, batch):
@@ -44,7 +51,10 @@ def clip(params, batch):
     text = text / jnp.linalg.norm(text, axis=-1, keepdims=True)
     logits = image @ text.T * jnp.exp(params["temperature"])
     rows = jnp.arange(logits.shape[0])
-    right = lambda logits: jnp.mean(jax.nn.log_softmax(logits)[rows, rows])  # noqa: E731
+
+    def right(logits):
+        return jnp.mean(jax.nn.log_softmax(logits)[rows, rows])
+
     return -(right(logits) + right(logits.T)) / 2
 
 
@@ -76,7 +86,9 @@ def inner_gradient(params, batch):
 
 
 def constant_key(params, batch):
-    """Denoising with a key that is written into the loss: devices would draw the same noise for other rows."""
+    """Denoising with a key that is written into the loss: devices would draw the same noise for
+    other rows.
+    """
     noisy = batch["x"] + jax.random.normal(jax.random.key(0), batch["x"].shape, batch["x"].dtype)
     return jnp.mean((_forward(params, noisy) - batch["y"]) ** 2)
 
@@ -103,11 +115,15 @@ def top_half(params, batch):
 def quantile(params, batch):
     """The rows below a quantile of the batch's errors count fully, the others a tenth."""
     errors = _errors(params, batch)
-    return jnp.mean(jnp.where(errors <= jax.lax.stop_gradient(jnp.quantile(errors, 0.7)), errors, 0.1 * errors))
+    return jnp.mean(
+        jnp.where(errors <= jax.lax.stop_gradient(jnp.quantile(errors, 0.7)), errors, 0.1 * errors)
+    )
 
 
 def balance(params, batch):
-    """A mixture of experts' balance term: the share of rows times the mean probability, expert by expert."""
+    """A mixture of experts' balance term: the share of rows times the mean probability, expert by
+    expert.
+    """
     gates = jax.nn.softmax(batch["x"] @ params["up"])
     chosen = jax.nn.one_hot(gates.argmax(-1), gates.shape[-1], dtype=gates.dtype)
     term = gates.shape[-1] * jnp.sum(chosen.mean(0) * gates.mean(0))
@@ -129,7 +145,10 @@ def _errors(params, batch):
 
 def _network() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(3)
-    normal = lambda *shape: draw.normal(size=shape) * 0.4  # noqa: E731
+
+    def normal(*shape):
+        return draw.normal(size=shape) * 0.4
+
     return {"up": normal(12, 16), "scale": 1 + normal(16), "down": normal(16, 5)}
 
 
@@ -152,7 +171,11 @@ def _pairs(draw: np.random.Generator, rows: int = ROWS) -> dict[str, np.ndarray]
 
 def _towers() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(3)
-    return {"image": draw.normal(size=(12, 16)), "text": draw.normal(size=(10, 16)), "temperature": np.array(0.5)}
+    return {
+        "image": draw.normal(size=(12, 16)),
+        "text": draw.normal(size=(10, 16)),
+        "temperature": np.array(0.5),
+    }
 
 
 LOSSES: dict[str, MixingLoss] = {"clip": MixingLoss(clip, _towers(), _pairs)} | {

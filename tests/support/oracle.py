@@ -1,8 +1,8 @@
 """Tiny models of each family of open weights, and what transformers computes from them.
 
-The weights follow from the name and shape of each tensor, so fixtures hold configs, shapes and results alone. To write
-the fixtures again, with torch 2.13.0 and transformers installed: `python tests/support/oracle.py [case ...]`.
-"""
+The weights follow from the name and shape of each tensor, so fixtures hold configs, shapes and
+results alone. To write the fixtures again, with torch 2.13.0 and transformers installed: `python
+tests/support/oracle.py [case ...]`."""
 
 import json
 import sys
@@ -14,7 +14,9 @@ from safetensors.numpy import save_file
 
 FOLDER = Path(__file__).parents[1] / "rooms" / "models" / "open_weights"
 RATE, DECAY, EPSILON = 1e-2, 0.1, 1e-3
-"""AdamW: an epsilon near the size of gradients, since else the first step is a sign, and rounding flips it."""
+"""AdamW: an epsilon near the size of gradients, since else the first step is a sign, and rounding
+flips it.
+"""
 TOKENS = (np.arange(8 * 13).reshape(8, 13) ** 2 * 7 + 3 * np.arange(13)) % 61
 SHOWN = 2
 """Rows whose logits a fixture holds."""
@@ -40,7 +42,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 GEMMA = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 4}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -75,7 +82,12 @@ CASES = {
     "qwen2": ("qwen2", {"rope_parameters": YARN}),
     "qwen2_windows": (
         "qwen2",
-        {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+        {
+            "num_hidden_layers": 4,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+        },
     ),
     "qwen3": ("qwen3", {"head_dim": 16}),
     "olmo2": ("olmo2", {}),
@@ -95,17 +107,29 @@ CASES = {
     "phi3": (
         "phi3",
         {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
             "sliding_window": 5,
         },
     ),
     "gpt2": ("gpt2", {"n_inner": 48, "num_key_value_heads": None, "intermediate_size": None}),
     "mixtral": ("mixtral", EXPERTS | {"intermediate_size": 24}),
-    "qwen3_moe": ("qwen3_moe", EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16}),
+    "qwen3_moe": (
+        "qwen3_moe",
+        EXPERTS | {"moe_intermediate_size": 24, "norm_topk_prob": True, "head_dim": 16},
+    ),
     "gpt_oss": (
         "gpt_oss",
         EXPERTS
-        | {"head_dim": 8, "sliding_window": 4, "rope_parameters": YARN | {"truncate": False}, "intermediate_size": 24},
+        | {
+            "head_dim": 8,
+            "sliding_window": 4,
+            "rope_parameters": YARN | {"truncate": False},
+            "intermediate_size": 24,
+        },
     ),
     "deepseek_v3": (
         "deepseek_v3",
@@ -201,7 +225,10 @@ CASES = {
     "phi": ("phi", {}),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox_in_turn": ("gpt_neox", {"use_parallel_residual": False}),
-    "falcon": ("falcon", {"ffn_hidden_size": 48, "num_key_value_heads": None, "intermediate_size": None}),
+    "falcon": (
+        "falcon",
+        {"ffn_hidden_size": 48, "num_key_value_heads": None, "intermediate_size": None},
+    ),
     "helium": ("helium", {"head_dim": 8}),
     "ministral": (
         "ministral",
@@ -220,7 +247,12 @@ CASES = {
         "hunyuan_v1_dense",
         {
             "head_dim": 16,
-            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0},
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 1e4,
+                "alpha": 50.0,
+                "factor": 1.0,
+            },
         },
     ),
     "qwen2_moe": (
@@ -243,7 +275,10 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "flex_olmo": ("flex_olmo", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}),
+    "flex_olmo": (
+        "flex_olmo",
+        {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
+    ),
     "dots1": (
         "dots1",
         {
@@ -276,25 +311,40 @@ CASES = {
     "vaultgemma": ("vaultgemma", GEMMA),
     "internlm3": ("internlm3", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "iquestcoder": ("iquestcoder", {"head_dim": 16}),
-    "gpt_bigcode": ("gpt_bigcode", {"n_inner": 48, "num_key_value_heads": None, "intermediate_size": None}),
+    "gpt_bigcode": (
+        "gpt_bigcode",
+        {"n_inner": 48, "num_key_value_heads": None, "intermediate_size": None},
+    ),
     "gpt_neo": (
         "gpt_neo",
-        {"window_size": 4, "attention_types": [[["global", "local"], 1]], "num_key_value_heads": None},
+        {
+            "window_size": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "num_key_value_heads": None,
+        },
     ),
     "gptj": (
         "gptj",
         {"rotary_dim": 4, "n_inner": 48, "num_key_value_heads": None, "intermediate_size": None},
     ),
-    "youtu": ("youtu", LATENT | {"pad_token_id": None}),  # transformers clears the row of such a token as it loads
+    # transformers clears the row of such a token as it loads
+    "youtu": ("youtu", LATENT | {"pad_token_id": None}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | SIGMOID_EXPERTS | {"num_hidden_layers": 3}),
-    "solar_open": ("solar_open", SIGMOID_EXPERTS | {"head_dim": 16, "attention_bias": True, "intermediate_size": None}),
+    "solar_open": (
+        "solar_open",
+        SIGMOID_EXPERTS | {"head_dim": 16, "attention_bias": True, "intermediate_size": None},
+    ),
     "minimax_m2": (
         "minimax_m2",
         EXPERTS
         | {
             "head_dim": 16,
             "intermediate_size": 24,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
         },
     ),
 }
@@ -340,7 +390,8 @@ def answer(name, folder):
     torch.manual_seed(0)
     model_type, changes = CASES[name]
     config = transformers.AutoConfig.for_model(
-        model_type, **{name: value for name, value in (SMALL | changes).items() if value is not None}
+        model_type,
+        **{name: value for name, value in (SMALL | changes).items() if value is not None},
     )
     made = folder / "made"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made)
@@ -351,11 +402,15 @@ def answer(name, folder):
     written = json.loads((made / "config.json").read_text())
     written.pop("transformers_version", None)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        write_folder(folder / "case", written, shapes), dtype=torch.float32, attn_implementation="eager"
+        write_folder(folder / "case", written, shapes),
+        dtype=torch.float32,
+        attn_implementation="eager",
     ).eval()
     tokens = torch.as_tensor(TOKENS)
     logits = model(input_ids=tokens[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)
+    )
     loss.backward()
     torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, eps=EPSILON).step()
     stepped = folder / "stepped"
@@ -373,9 +428,17 @@ def main(names):
     for name in names or CASES:
         with tempfile.TemporaryDirectory() as folder:
             config, shapes, results = answer(name, Path(folder))
-        (FOLDER / f"{name}.json").write_text(json.dumps({"config": config, "shapes": shapes}) + "\n")
+        (FOLDER / f"{name}.json").write_text(
+            json.dumps({"config": config, "shapes": shapes}) + "\n"
+        )
         np.savez_compressed(FOLDER / f"{name}.npz", **results)
-        print(name, "loss", float(results["loss"]), "largest logit", float(np.abs(results["logits"]).max()))
+        print(
+            name,
+            "loss",
+            float(results["loss"]),
+            "largest logit",
+            float(np.abs(results["logits"]).max()),
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Models of other libraries with the losses that their users write: parameters, loss and batches of each.
+"""Models of other libraries with the losses that their users write: parameters, loss and batches of
+each.
 
 Each library is imported where its model is made.
 """
@@ -39,12 +40,17 @@ class Case(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """What a strategy is told of it."""
-        return {"frozen": self.frozen} | ({"view": "global"} if self.mixing or self.constrained else {})
+        return {"frozen": self.frozen} | (
+            {"view": "global"} if self.mixing or self.constrained else {}
+        )
 
     def batches(self, steps: int) -> list[Any]:
         """Return as many batches, floats as float32."""
         draw = np.random.default_rng(11)
-        single = lambda x: x.astype(np.float32) if x.dtype == np.float64 else x  # noqa: E731
+
+        def single(x):
+            return x.astype(np.float32) if x.dtype == np.float64 else x
+
         return [jax.tree.map(single, self.make_batch(draw)) for _ in range(steps)]
 
 
@@ -77,7 +83,9 @@ def linen_resnet():
 
         @nn.compact
         def __call__(self, x, train):
-            norm = lambda: nn.BatchNorm(use_running_average=not train, momentum=0.9)  # noqa: E731
+            def norm():
+                return nn.BatchNorm(use_running_average=not train, momentum=0.9)
+
             y = nn.relu(norm()(nn.Conv(self.width, (3, 3), use_bias=False)(x)))
             y = norm()(nn.Conv(self.width, (3, 3), use_bias=False)(y))
             return nn.relu(nn.Conv(self.width, (1, 1))(x) + y)
@@ -98,7 +106,9 @@ def linen_resnet():
         aux = {"accuracy": accuracy} | ({"stats": so.Updated(new)} if train else {})
         return cross_entropy(logits, batch["label"]), aux
 
-    variables = jax.jit(lambda key: model.init(key, jnp.zeros((1, 8, 8, 3)), False))(jax.random.key(0))
+    variables = jax.jit(lambda key: model.init(key, jnp.zeros((1, 8, 8, 3)), False))(
+        jax.random.key(0)
+    )
     return Case(variables, loss_fn, images, frozen=("^batch_stats/",), mixing=True)
 
 
@@ -126,25 +136,38 @@ def linen_transformer():
     """Logical axes on activations and parameters."""
     from flax import linen as nn
 
-    dense = lambda width, names: nn.Dense(  # noqa: E731
-        width, kernel_init=nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
-    )
+    def dense(width, names):
+        return nn.Dense(
+            width, kernel_init=nn.with_logical_partitioning(nn.initializers.lecun_normal(), names)
+        )
 
     class Transformer(nn.Module):
         @nn.compact
         def __call__(self, tokens):
             x = nn.Embed(16, 16)(tokens)
             x = nn.with_logical_constraint(x, ("batch", "length", "embed"))
-            y = nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens))
+            y = nn.MultiHeadDotProductAttention(2)(
+                nn.LayerNorm()(x), mask=nn.make_causal_mask(tokens)
+            )
             x = nn.with_logical_constraint(x + y, ("batch", "length", "embed"))
-            x = x + dense(16, ("mlp", "embed"))(nn.relu(dense(32, ("embed", "mlp"))(nn.LayerNorm()(x))))
-            return dense(16, ("embed", "vocab"))(nn.with_logical_constraint(x, ("batch", "length", "embed")))
+            x = x + dense(16, ("mlp", "embed"))(
+                nn.relu(dense(32, ("embed", "mlp"))(nn.LayerNorm()(x)))
+            )
+            return dense(16, ("embed", "vocab"))(
+                nn.with_logical_constraint(x, ("batch", "length", "embed"))
+            )
 
     model = Transformer()
     variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
 
     def apply(params, tokens):
-        rules = (("batch", "data"), ("length", None), ("embed", None), ("mlp", None), ("vocab", None))
+        rules = (
+            ("batch", "data"),
+            ("length", None),
+            ("embed", None),
+            ("mlp", None),
+            ("vocab", None),
+        )
         with nn.logical_axis_rules(rules):
             return model.apply(params, tokens)
 
@@ -199,7 +222,10 @@ def equinox_batch_norm():
 
         def __init__(self, key):
             keys = jax.random.split(key)
-            self.up, self.down = eqx.nn.Linear(12, 16, key=keys[0]), eqx.nn.Linear(16, 4, key=keys[1])
+            self.up, self.down = (
+                eqx.nn.Linear(12, 16, key=keys[0]),
+                eqx.nn.Linear(16, 4, key=keys[1]),
+            )
             self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
 
         def __call__(self, x, state):
@@ -215,7 +241,9 @@ def equinox_batch_norm():
         logits, new = run(batch["x"], variables["state"])
         return cross_entropy(logits, batch["label"]), {"stats": so.Updated({"state": new})}
 
-    return Case({"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True)
+    return Case(
+        {"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True
+    )
 
 
 def vectors(draw):
@@ -235,11 +263,14 @@ def _haiku_transformer():
         x = hk.Embed(16, 16)(tokens)
         mask = jnp.tril(jnp.ones((1, 1, tokens.shape[1], tokens.shape[1])))
         for _ in range(2):
-            norm = lambda: hk.LayerNorm(-1, True, True)  # noqa: E731
+
+            def norm():
+                return hk.LayerNorm(-1, True, True)
+
             y = norm()(x)
-            x = x + hk.MultiHeadAttention(2, 8, w_init=hk.initializers.VarianceScaling(1.0), model_size=16)(
-                y, y, y, mask
-            )
+            x = x + hk.MultiHeadAttention(
+                2, 8, w_init=hk.initializers.VarianceScaling(1.0), model_size=16
+            )(y, y, y, mask)
             x = x + hk.nets.MLP([32, 16])(norm()(x))
         return hk.Linear(16)(x)
 
@@ -261,11 +292,15 @@ def haiku_batch_norm():
 
     def loss_fn(variables, batch, rng=None):
         training = rng is not None
-        logits, new = model.apply(variables["params"], variables["state"], rng, batch["x"], training)
+        logits, new = model.apply(
+            variables["params"], variables["state"], rng, batch["x"], training
+        )
         aux = {"stats": so.Updated({"state": new})} if training else {}
         return cross_entropy(logits, batch["label"]), aux
 
-    return Case({"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True)
+    return Case(
+        {"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True
+    )
 
 
 def keras_stateless():
@@ -287,16 +322,25 @@ def keras_stateless():
     entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
     def loss_fn(variables, batch):
-        logits, other = model.stateless_call(variables["trainable"], variables["other"], batch["x"], training=True)
+        logits, other = model.stateless_call(
+            variables["trainable"], variables["other"], batch["x"], training=True
+        )
         return entropy(batch["label"], logits), {"stats": so.Updated({"other": other})}
 
-    values = lambda variables: [variable.value for variable in variables]  # noqa: E731
-    params = {"trainable": values(model.trainable_variables), "other": values(model.non_trainable_variables)}
+    def values(variables):
+        return [variable.value for variable in variables]
+
+    params = {
+        "trainable": values(model.trainable_variables),
+        "other": values(model.non_trainable_variables),
+    }
     return Case(params, loss_fn, vectors, frozen=("^other/",), mixing=True)
 
 
 def jraph_graphs():
-    """Padded graphs, stacked: each row of the batch is some graphs in one, as jraph's own pmap example has them."""
+    """Padded graphs, stacked: each row of the batch is some graphs in one, as jraph's own pmap
+    example has them.
+    """
     import jraph
 
     def graph(draw, nodes):
@@ -312,12 +356,16 @@ def jraph_graphs():
         )
 
     def make_batch(draw):
-        rows = [jraph.batch_np([graph(draw, n) for n in draw.integers(2, 5, 2)]) for _ in range(ROWS)]
+        rows = [
+            jraph.batch_np([graph(draw, n) for n in draw.integers(2, 5, 2)]) for _ in range(ROWS)
+        ]
         rows = [jraph.pad_with_graphs(row, 10, 20, 3) for row in rows]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
 
     def forward(params, graph):
-        dense = lambda name: jraph.concatenated_args(lambda x: jnp.tanh(x @ params[name]))  # noqa: E731
+        def dense(name):
+            return jraph.concatenated_args(lambda x: jnp.tanh(x @ params[name]))
+
         network = jraph.GraphNetwork(dense("edge"), dense("node"), dense("global"))
         return network(graph).globals
 
@@ -332,12 +380,16 @@ def jraph_graphs():
 
     draw = np.random.default_rng(0)
     sizes = {"edge": (2 + 5 + 5 + 1, 8), "node": (5 + 8 + 8 + 1, 8), "global": (8 + 8 + 1, 8)}
-    params = {name: (draw.normal(size=size) * 0.3).astype(np.float32) for name, size in sizes.items()}
+    params = {
+        name: (draw.normal(size=size) * 0.3).astype(np.float32) for name, size in sizes.items()
+    }
     return Case(params, loss_fn, make_batch)
 
 
 def diffrax_ode():
-    """A neural ODE with the default adjoint, adaptive steps and diffrax's own checks of errors, vmapped."""
+    """A neural ODE with the default adjoint, adaptive steps and diffrax's own checks of errors,
+    vmapped.
+    """
     import diffrax
     import equinox as eqx
 
@@ -361,12 +413,16 @@ def diffrax_ode():
 
         return jnp.mean((jax.vmap(solve)(batch["x"]) - batch["y"]) ** 2)
 
-    make = lambda draw: {"x": draw.normal(size=(ROWS, 2)), "y": draw.normal(size=(ROWS, 2))}  # noqa: E731
+    def make(draw):
+        return {"x": draw.normal(size=(ROWS, 2)), "y": draw.normal(size=(ROWS, 2))}
+
     return Case(params, loss_fn, make)
 
 
 def ppo():
-    """Advantages normalised over the batch, entropy and value terms, as brax and purejaxrl have them."""
+    """Advantages normalised over the batch, entropy and value terms, as brax and purejaxrl have
+    them.
+    """
     from flax import linen as nn
 
     class ActorCritic(nn.Module):
@@ -380,14 +436,19 @@ def ppo():
     def make_batch(draw):
         rows = vectors(draw)
         rows |= {name: draw.normal(size=ROWS) for name in ("advantage", "target", "old_value")}
-        return rows | {"old_log_prob": draw.uniform(-2.0, -1.0, ROWS), "advantage": 3 + draw.normal(size=ROWS)}
+        return rows | {
+            "old_log_prob": draw.uniform(-2.0, -1.0, ROWS),
+            "advantage": 3 + draw.normal(size=ROWS),
+        }
 
     def loss_fn(params, batch):
         logits, value = model.apply(params, batch["x"])
         log_probs = jax.nn.log_softmax(logits)
         log_prob = jnp.take_along_axis(log_probs, batch["label"][:, None], 1)[:, 0]
         ratio = jnp.exp(log_prob - batch["old_log_prob"])
-        advantage = (batch["advantage"] - batch["advantage"].mean()) / (batch["advantage"].std() + 1e-8)
+        advantage = (batch["advantage"] - batch["advantage"].mean()) / (
+            batch["advantage"].std() + 1e-8
+        )
         policy = -jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage).mean()
         clipped = batch["old_value"] + jnp.clip(value - batch["old_value"], -0.2, 0.2)
         errors = jnp.maximum((value - batch["target"]) ** 2, (clipped - batch["target"]) ** 2)
@@ -416,7 +477,9 @@ def clip():
         pairs = jnp.arange(logits.shape[0])
         return (cross_entropy(logits, pairs) + cross_entropy(logits.T, pairs)) / 2
 
-    make = lambda draw: {"image": draw.normal(size=(ROWS, 12)), "text": draw.normal(size=(ROWS, 10))}  # noqa: E731
+    def make(draw):
+        return {"image": draw.normal(size=(ROWS, 12)), "text": draw.normal(size=(ROWS, 10))}
+
     params = model.init(jax.random.key(0), jnp.zeros((1, 12)), jnp.zeros((1, 10)))
     return Case(params, loss_fn, make, mixing=True)
 
@@ -424,7 +487,10 @@ def clip():
 def lora():
     """Adapters on frozen weights."""
     draw = np.random.default_rng(0)
-    normal = lambda *shape: (draw.normal(size=shape) * 0.3).astype(np.float32)  # noqa: E731
+
+    def normal(*shape):
+        return (draw.normal(size=shape) * 0.3).astype(np.float32)
+
     params = {
         "base": {"up": normal(12, 16), "down": normal(16, 4)},
         "lora": {
@@ -434,8 +500,13 @@ def lora():
     }
 
     def loss_fn(params, batch):
-        weights = {k: w + params["lora"][k]["a"] @ params["lora"][k]["b"] for k, w in params["base"].items()}
-        return cross_entropy(jax.nn.gelu(batch["x"] @ weights["up"]) @ weights["down"], batch["label"])
+        weights = {
+            k: w + params["lora"][k]["a"] @ params["lora"][k]["b"]
+            for k, w in params["base"].items()
+        }
+        return cross_entropy(
+            jax.nn.gelu(batch["x"] @ weights["up"]) @ weights["down"], batch["label"]
+        )
 
     return Case(params, loss_fn, vectors, frozen=("^base/",))
 
@@ -456,7 +527,9 @@ def dpo():
         margin = 0.1 * (policy - jax.lax.stop_gradient(reference))
         return -jax.nn.log_sigmoid(margin).mean(), {"accuracy": jnp.mean(margin > 0)}
 
-    make = lambda draw: {name: draw.integers(0, 16, (ROWS, 9)) for name in ("chosen", "rejected")}  # noqa: E731
+    def make(draw):
+        return {name: draw.integers(0, 16, (ROWS, 9)) for name in ("chosen", "rejected")}
+
     return Case({"policy": start, "reference": start}, loss_fn, make, frozen=("^reference/",))
 
 
@@ -487,7 +560,9 @@ def maml_of_tasks():
 
 
 def maml_of_batch():
-    """One gradient step on the support rows of the whole batch, the loss on the query rows: rows mix."""
+    """One gradient step on the support rows of the whole batch, the loss on the query rows: rows
+    mix.
+    """
     case = maml_of_tasks()
 
     def errors(params, x, y):
@@ -502,9 +577,14 @@ def maml_of_batch():
 
 
 def gan():
-    """Return parameters, the losses of discriminator and generator, and a function that makes batches."""
+    """Return parameters, the losses of discriminator and generator, and a function that makes
+    batches.
+    """
     draw = np.random.default_rng(0)
-    normal = lambda *shape: (draw.normal(size=shape) * 0.4).astype(np.float32)  # noqa: E731
+
+    def normal(*shape):
+        return (draw.normal(size=shape) * 0.4).astype(np.float32)
+
     params = {
         "discriminator": {"up": normal(12, 16), "down": normal(16, 1)},
         "generator": {"up": normal(6, 16), "down": normal(16, 12)},
@@ -514,16 +594,23 @@ def gan():
         return jnp.tanh(z @ params["generator"]["up"]) @ params["generator"]["down"]
 
     def discriminate(params, x):
-        return jax.nn.leaky_relu(x @ params["discriminator"]["up"]) @ params["discriminator"]["down"]
+        return (
+            jax.nn.leaky_relu(x @ params["discriminator"]["up"]) @ params["discriminator"]["down"]
+        )
 
     def discriminator_loss(params, batch):
-        real, fake = discriminate(params, batch["x"]), discriminate(params, generate(params, batch["z"]))
+        real, fake = (
+            discriminate(params, batch["x"]),
+            discriminate(params, generate(params, batch["z"])),
+        )
         return jax.nn.softplus(-real).mean() + jax.nn.softplus(fake).mean()
 
     def generator_loss(params, batch):
         return jax.nn.softplus(-discriminate(params, generate(params, batch["z"]))).mean()
 
-    make = lambda draw: vectors(draw) | {"z": draw.normal(size=(ROWS, 6))}  # noqa: E731
+    def make(draw):
+        return vectors(draw) | {"z": draw.normal(size=(ROWS, 6))}
+
     return params, discriminator_loss, generator_loss, make
 
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def all_pairs(factors: dict[str, list], allowed=lambda row: True, seed: int = 0) -> list[dict]:
-    """Cover all pairs greedily: of some random rows around an uncovered pair, keep the one that covers most."""
+    """Cover all pairs greedily: of some random rows around an uncovered pair, keep the one that
+    covers most.
+    """
     draw = random.Random(seed)
     names = list(factors)
     open_pairs = {
@@ -20,7 +22,9 @@ def all_pairs(factors: dict[str, list], allowed=lambda row: True, seed: int = 0)
         target = min(open_pairs)
         tries = []
         for _ in range(60):
-            row = {name: draw.randrange(len(values)) for name, values in factors.items()} | dict(target)
+            row = {name: draw.randrange(len(values)) for name, values in factors.items()} | dict(
+                target
+            )
             if allowed({name: factors[name][i] for name, i in row.items()}):
                 tries.append(row)
         if not tries:
@@ -37,13 +41,18 @@ def lighten(rows: list[dict], name: str, value) -> list[dict]:
     rows = [dict(row) for row in rows]
     for row in rows:
         lost = [{name: row[name], other: row[other]} for other in row if other != name]
-        if all(any(row is not one and pair.items() <= one.items() for one in rows) for pair in lost):
+        if all(
+            any(row is not one and pair.items() <= one.items() for one in rows) for pair in lost
+        ):
             row[name] = value
     return rows
 
 
 def few(rows: list[dict], times: int = 1, *, start: Sequence[dict] = ()) -> list[dict]:
-    """Return few of the rows, found greedily, in which each value of each factor comes so often; `start` is among them."""
+    """Return few of the rows, found greedily, in which each value of each factor comes so often.
+
+    `start` is among them.
+    """
     chosen = list(start)
     for repeat in range(times):
         left = [row for row in rows if row not in chosen]

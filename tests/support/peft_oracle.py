@@ -1,7 +1,7 @@
 """Adapters of a tiny Llama, and what peft computes from them.
 
-A and B follow from the name and shape of each tensor, so the fixture holds results alone. To write it again, with torch
-2.13.0, transformers and peft installed: `python tests/support/peft_oracle.py`.
+A and B follow from the name and shape of each tensor, so the fixture holds results alone. To write
+it again, with torch 2.13.0, transformers and peft installed: `python tests/support/peft_oracle.py`.
 """
 
 import json
@@ -43,7 +43,9 @@ def run(folder, adapters=None):
 
     config, shapes, _ = oracle.read_case(CASE)
     base = transformers.AutoModelForCausalLM.from_pretrained(
-        oracle.write_folder(folder / "base", config, shapes), dtype=torch.float32, attn_implementation="eager"
+        oracle.write_folder(folder / "base", config, shapes),
+        dtype=torch.float32,
+        attn_implementation="eager",
     )
     if adapters is not None:
         return peft.PeftModel.from_pretrained(base, adapters, is_trainable=True).eval()
@@ -57,7 +59,9 @@ def answer(model, folder):
 
     tokens = torch.as_tensor(oracle.TOKENS)
     logits = model(input_ids=tokens[:, :-1]).logits
-    loss = torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1))
+    loss = torch.nn.functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), tokens[:, 1:].reshape(-1)
+    )
     loss.backward()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     torch.optim.AdamW(trained, lr=oracle.RATE, weight_decay=oracle.DECAY, eps=oracle.EPSILON).step()
@@ -71,9 +75,14 @@ def main(folder):
     """Write the fixture."""
     model = run(folder)
     model.save_pretrained(folder / "new")
-    shapes = {name: list(x.shape) for name, x in load_file(folder / "new" / "adapter_model.safetensors").items()}
+    shapes = {
+        name: list(x.shape)
+        for name, x in load_file(folder / "new" / "adapter_model.safetensors").items()
+    }
     config = (folder / "new" / "adapter_config.json").read_text()
-    save_file(weights(shapes), folder / "new" / "adapter_model.safetensors", metadata={"format": "pt"})
+    save_file(
+        weights(shapes), folder / "new" / "adapter_model.safetensors", metadata={"format": "pt"}
+    )
     results = answer(run(folder, folder / "new"), folder / "stepped")
     np.savez_compressed(FIXTURE, **results, shapes=json.dumps(shapes), config=config)
     print(len(shapes), "tensors, loss", float(results["loss"]))

@@ -1,4 +1,6 @@
-"""What the tests of pipelines share: schedules by name, sizes that they take, models whose blocks can be cut."""
+"""What the tests of pipelines share: schedules by name, sizes that they take, models whose blocks
+can be cut.
+"""
 
 import functools
 
@@ -20,11 +22,15 @@ def v_shaped(num_stages: int, num_micro_batches: int) -> so.schedules.Schedule:
     words = [("F", down), ("F", up), ("B", up), ("B", down), ("W", up), ("W", down)]
     order = " ".join(word.format(letter) for letter, several in words for word in several)
     stages = range(num_stages)
-    return so.schedules.from_order([order] * num_stages, stage_of=[*stages, *reversed(stages)], name="v_shaped")
+    return so.schedules.from_order(
+        [order] * num_stages, stage_of=[*stages, *reversed(stages)], name="v_shaped"
+    )
 
 
 def searched(num_stages: int, num_micro_batches: int) -> so.schedules.Schedule:
-    """What is found for stages whose input gradient takes longest and that keep at most S activations."""
+    """What is found for stages whose input gradient takes longest and that keep at most S
+    activations.
+    """
     times = {"forward": 2.0, "backward": 3.0, "weight": 1.0, "communication": 0.5}
     return so.schedules.search(num_stages, num_micro_batches, **times, memory=num_stages)
 
@@ -63,12 +69,20 @@ def micro_batches(schedule: str, how_many: str, stages: int) -> int:
     return max(round(count / stages), 1) * stages if schedule in IN_GROUPS else count
 
 
-def block_problem(name: str, *, weighted: bool, num_blocks: int, rows: int, steps: int = 3) -> Problem:
-    """Build a `Problem`, in float64 where that is on, whose loss is a `BlockModel`; rows differ in scale and weight."""
+def block_problem(
+    name: str, *, weighted: bool, num_blocks: int, rows: int, steps: int = 3
+) -> Problem:
+    """Build a `Problem`, in float64 where that is on, whose loss is a `BlockModel`.
+
+    Rows differ in scale and weight.
+    """
     params, model, rules, make_batch = BLOCK_MODELS[name](weighted, num_blocks)
     draw = np.random.default_rng(11)
     dtype = jnp.float64 if jax.config.jax_enable_x64 else jnp.float32
-    wide = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+
+    def wide(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
     batches = [jax.tree.map(wide, make_batch(draw, rows)) for _ in range(steps)]
 
     def reference(params, batch):
@@ -83,11 +97,15 @@ def _rows(draw, rows, **widths):
     scale = np.linspace(0.2, 2.0, rows)[:, None]
     weights = np.maximum(0.0, draw.uniform(-0.5, 2.0, size=rows))
     weights[-1] = 1.0  # not all of them zero
-    return {name: scale * draw.normal(size=(rows, width)) for name, width in widths.items()} | {"weights": weights}
+    return {name: scale * draw.normal(size=(rows, width)) for name, width in widths.items()} | {
+        "weights": weights
+    }
 
 
 def _gpt(weighted, num_blocks):
-    config = gpt.GPTConfig(vocab_size=16, dim=8, num_layers=num_blocks, num_heads=2, mlp_multiple=2, max_length=8)
+    config = gpt.GPTConfig(
+        vocab_size=16, dim=8, num_layers=num_blocks, num_heads=2, mlp_multiple=2, max_length=8
+    )
     params = jax.tree.map(lambda x: x * 2, host_params(gpt.init, config, seed=1))
 
     def make(draw, rows):
@@ -113,12 +131,18 @@ def _nnx(weighted, num_blocks):
     draw = np.random.default_rng(5)
 
     def drawn(module, *stacked):
-        """Return the graph of a module, and its parameters as they begin: drawn on the host, without a program for each."""
+        """Return the graph of a module, and its parameters as they begin: drawn on the host,
+        without a program for each.
+        """
 
         def leaf(path, shape):
             if len(shape.shape) == 1:
-                return np.full((*stacked, *shape.shape), "scale" in jax.tree_util.keystr(path), shape.dtype)
-            return (draw.normal(size=(*stacked, *shape.shape)) / shape.shape[0] ** 0.5).astype(shape.dtype)
+                return np.full(
+                    (*stacked, *shape.shape), "scale" in jax.tree_util.keystr(path), shape.dtype
+                )
+            return (draw.normal(size=(*stacked, *shape.shape)) / shape.shape[0] ** 0.5).astype(
+                shape.dtype
+            )
 
         graph, shapes = nnx.split(nnx.eval_shape(module))
         return graph, jax.tree.map_with_path(leaf, shapes)
@@ -128,9 +152,15 @@ def _nnx(weighted, num_blocks):
     model = so.BlockModel(
         embed=lambda outer, batch: nnx.merge(read, outer["enter"])(batch["x"]),
         block=lambda state, x: nnx.merge(graph, state)(x),
-        loss=lambda outer, x, batch: reduce(((x @ outer["leave"] - batch["y"]) ** 2).mean(-1), batch, weighted),
+        loss=lambda outer, x, batch: reduce(
+            ((x @ outer["leave"] - batch["y"]) ** 2).mean(-1), batch, weighted
+        ),
     )
-    params = {"blocks": stacked, "enter": enter, "leave": (draw.normal(size=(8, 4)) / 2).astype(np.float32)}
+    params = {
+        "blocks": stacked,
+        "enter": enter,
+        "leave": (draw.normal(size=(8, 4)) / 2).astype(np.float32),
+    }
     rules = [("^blocks/up/kernel", P(None, "tensor")), ("^blocks/down/kernel", P("tensor"))]
     return params, model, rules, functools.partial(_rows, x=6, y=4)
 
@@ -140,7 +170,10 @@ def _pytree(weighted, num_blocks):
     draw = np.random.default_rng(3)
     params = {
         "blocks": {
-            "w": [draw.normal(size=(num_blocks, 5, 12)) * 0.4, draw.normal(size=(num_blocks, 12, 5)) * 0.3],
+            "w": [
+                draw.normal(size=(num_blocks, 5, 12)) * 0.4,
+                draw.normal(size=(num_blocks, 12, 5)) * 0.3,
+            ],
             "b": np.zeros((num_blocks, 12)),
             "gate": np.full((num_blocks,), 0.5),
             "shift": np.arange(num_blocks, dtype=np.int32) % 3,
@@ -152,22 +185,36 @@ def _pytree(weighted, num_blocks):
 
     def embed(outer, batch):
         x = batch["x"] @ outer["ends"][0]
-        return {"h": x + outer["table"][batch["kind"]], "kind": batch["kind"], "sum": jnp.zeros(x.shape[:1])}
+        return {
+            "h": x + outer["table"][batch["kind"]],
+            "kind": batch["kind"],
+            "sum": jnp.zeros(x.shape[:1]),
+        }
 
     def block(w, x):
         hidden = jnp.tanh(x["h"] @ w["w"][0] + w["b"][None, :])
         h = x["h"] + w["gate"] * (hidden @ w["w"][1])
-        return {"h": h, "kind": (x["kind"] + w["shift"]) % 4, "sum": x["sum"] + h[:, 0] * (x["kind"] == 1)}
+        return {
+            "h": h,
+            "kind": (x["kind"] + w["shift"]) % 4,
+            "sum": x["sum"] + h[:, 0] * (x["kind"] == 1),
+        }
 
     def loss(outer, x, batch):
         out = x["h"] @ outer["ends"][0].T + outer["ends"][1] + x["sum"][:, None] / 8
-        return reduce(((out - batch["x"]) ** 2).mean(-1) + outer["table"][x["kind"], 0] ** 2, batch, weighted)
+        return reduce(
+            ((out - batch["x"]) ** 2).mean(-1) + outer["table"][x["kind"], 0] ** 2, batch, weighted
+        )
 
     def make(draw, rows):
         return _rows(draw, rows, x=7) | {"kind": draw.integers(0, 4, size=(rows,)).astype(np.int32)}
 
     model = so.BlockModel(embed, block, loss)
-    rules = [("^blocks/w/0", P(None, "tensor")), ("^blocks/b", P("tensor")), ("^blocks/w/1", P("tensor"))]
+    rules = [
+        ("^blocks/w/0", P(None, "tensor")),
+        ("^blocks/b", P("tensor")),
+        ("^blocks/w/1", P("tensor")),
+    ]
     return jax.tree.map(np.asarray, params), model, rules, make
 
 

@@ -41,4 +41,7 @@ def soap(grads, *, b1, b2, eps, ridge, interval, first=10):
             yield np.zeros_like(g)
         left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
         for _ in range(first if t == 0 else t % interval == 0):
-            p, q = (np.linalg.qr(x @ y + ridge * np.trace(x) / len(x) * y)[0] for x, y in ((left, p), (right, q)))
+            p, q = (
+                np.linalg.qr(x @ y + ridge * np.trace(x) / len(x) * y)[0]
+                for x, y in ((left, p), (right, q))
+            )

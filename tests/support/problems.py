@@ -26,12 +26,18 @@ class Problem(NamedTuple):
 
 
 def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) -> Problem:
-    """Build a problem whose rows differ in scale and weight, so that equal treatment of devices shows."""
+    """Build a problem whose rows differ in scale and weight, so that equal treatment of devices
+    shows.
+    """
     params, loss_fn, rules, make_batch = MODELS[name](weighted)
     draw = np.random.default_rng(7)
     dtype = jax.dtypes.canonicalize_dtype(dtype)
-    cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
-    params = jax.tree.map(cast, jax.device_get(params))  # on the host, where a cast and a slice are no programs
+
+    def cast(x):
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    # on the host, where a cast and a slice are no programs
+    params = jax.tree.map(cast, jax.device_get(params))
     batches = [jax.tree.map(cast, make_batch(draw)) for _ in range(steps)]
     as_function = loss_fn.loss_fn if isinstance(loss_fn, so.BlockModel) else loss_fn
 
@@ -92,7 +98,12 @@ def _nnx(weighted: bool):
         out = nnx.merge(graph, params)(batch["x"])
         return reduce(((out - batch["y"]) ** 2).mean(-1), batch, weighted)
 
-    return params, loss_fn, [("up/kernel", P(None, "tensor")), ("down/kernel", P("tensor"))], regression_batch(12, 8)
+    return (
+        params,
+        loss_fn,
+        [("up/kernel", P(None, "tensor")), ("down/kernel", P("tensor"))],
+        regression_batch(12, 8),
+    )
 
 
 def _linen(weighted: bool):
@@ -108,7 +119,12 @@ def _linen(weighted: bool):
     def loss_fn(params, batch):
         return reduce(((net.apply(params, batch["x"]) - batch["y"]) ** 2).mean(-1), batch, weighted)
 
-    return params, loss_fn, [("up/kernel", P(None, "tensor")), ("down/kernel", P("tensor"))], regression_batch(12, 8)
+    return (
+        params,
+        loss_fn,
+        [("up/kernel", P(None, "tensor")), ("down/kernel", P("tensor"))],
+        regression_batch(12, 8),
+    )
 
 
 def _odd(weighted: bool):
@@ -130,7 +146,11 @@ def _odd(weighted: bool):
         out = (x @ params["out"][0]) * params["out"][1] + params["count"]
         return reduce(((out - batch["y"]) ** 2).mean(-1), batch, weighted)
 
-    rules = [(r"layers/1/w", P(None, "tensor")), (r"layers/1/b", P("tensor")), (r"out/0", P("tensor"))]
+    rules = [
+        (r"layers/1/w", P(None, "tensor")),
+        (r"layers/1/b", P("tensor")),
+        (r"out/0", P("tensor")),
+    ]
     return params, loss_fn, rules, regression_batch(7, 5)
 
 

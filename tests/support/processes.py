@@ -1,4 +1,6 @@
-"""Scripts as several processes of one job: `python worker.py RANK PORT FOLDER`, each with its own part to say."""
+"""Scripts as several processes of one job: `python worker.py RANK PORT FOLDER`, each with its own
+part to say.
+"""
 
 import os
 import socket
@@ -11,7 +13,10 @@ ROOT = Path(__file__).parents[2]
 
 
 class Said(NamedTuple):
-    """What a process said; `last` is the last line of its standard output, as gloo talks there too."""
+    """What a process said.
+
+    `last` is the last line of its standard output, as gloo talks there too.
+    """
 
     out: str
     err: str
@@ -24,8 +29,8 @@ class Said(NamedTuple):
 def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Said]:
     """Run a script as `count` processes that find each other at PORT, and return what each said.
 
-    With `strict` warnings are errors in them too. One that fails fails the test, with what all said; none is left over.
-    """
+    With `strict` warnings are errors in them too. One that fails fails the test, with what all
+    said; none is left over."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -33,7 +38,10 @@ def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Sa
     environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, *(["-W", "error"] if strict else []), str(script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen([*command, str(rank), str(port), str(folder)], **pipes) for rank in range(count)]
+    processes = [
+        subprocess.Popen([*command, str(rank), str(port), str(folder)], **pipes)
+        for rank in range(count)
+    ]
     try:
         said = [Said(*process.communicate(timeout=timeout)) for process in processes]
     finally:

@@ -1,7 +1,8 @@
 """Random losses over the primitives that people use, drawn from a seed, with their source.
 
-A program is a list of statements. A statement is a template with placeholders, which are filled with earlier values of a
-shape that fits. About half of the templates keep rows apart. Every second program has one or two of the other templates.
+A program is a list of statements. A statement is a template with placeholders, which are filled
+with earlier values of a shape that fits. About half of the templates keep rows apart. Every second
+program has one or two of the other templates.
 
 Placeholders ("picked" is the value that the last {r} was filled with):
 
@@ -60,7 +61,10 @@ class Program(NamedTuple):
 
     def __str__(self) -> str:
         rows, features = self.batch["x"].shape
-        return f"seed {self.seed}, {rows} rows in {self.pieces} pieces, {features} features:\n{self.source}"
+        return (
+            f"seed {self.seed}, {rows} rows in {self.pieces} pieces, {features}"
+            f" features:\n{self.source}"
+        )
 
 
 class Value(NamedTuple):
@@ -94,7 +98,11 @@ def random_loss(seed: int) -> Program:
         "y": numbers.normal(size=(rows, G)),
         "seq": numbers.normal(size=(rows, T, F)),
         "label": numbers.integers(0, 3, rows),
-        "mask": np.ones(rows) if draw.random() < 0.3 else (numbers.uniform(size=rows) < 0.7).astype(float) + 0.0,
+        "mask": (
+            np.ones(rows)
+            if draw.random() < 0.3
+            else (numbers.uniform(size=rows) < 0.7).astype(float) + 0.0
+        ),
     }
     sizes = {"w": (4, 4), "v": (LONGEST,), "table": (LONGEST, 4), "pos": (LONGEST, 4)}
     params = {name: 0.7 * numbers.normal(size=size) for name, size in sizes.items()}
@@ -106,13 +114,19 @@ def random_loss(seed: int) -> Program:
 
 
 class _Writer:
-    """Writes one program, statement by statement. It leaves out statements that jax cannot trace."""
+    """Writes one program, statement by statement.
+
+    It leaves out statements that jax cannot trace.
+    """
 
     def __init__(self, draw: random.Random, params: dict, batch: dict, pieces: int):
         self.draw, self.lines, self.values = draw, [], []
         rows = len(batch["x"])
         self.rows = rows, rows // pieces
-        abstract = lambda x, rows: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)  # noqa: E731
+
+        def abstract(x, rows):
+            return jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype)
+
         self.params = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in params.items()}
         for name, x in batch.items():
             shapes = tuple(abstract(x, rows) for rows in self.rows)
@@ -131,7 +145,9 @@ class _Writer:
             plan.insert(draw.randint(0, 1), {"parameters": random_templates.ROWWISE["parameters"]})
         for groups in plan:
             self.statement(groups)
-        ending = random_templates.WRONG_ENDINGS if draw.random() < 0.12 else random_templates.ENDINGS
+        ending = (
+            random_templates.WRONG_ENDINGS if draw.random() < 0.12 else random_templates.ENDINGS
+        )
         loss = self.ending(ending)
         if draw.random() < 0.25:
             wrong = draw.random() < 0.3
@@ -140,7 +156,9 @@ class _Writer:
             loss = f'{loss}, {{"metric": {metric}}}'
         head = ["def loss(params, batch):", '    B = batch["x"].shape[0]']
         head += [f'    {name} = batch["{name}"]' for name in ("x", "y", "seq", "label", "mask")]
-        return "\n".join([*head, *(f"    {line}" for line in self.needed(loss)), f"    return {loss}", ""])
+        return "\n".join(
+            [*head, *(f"    {line}" for line in self.needed(loss)), f"    return {loss}", ""]
+        )
 
     def needed(self, loss: str) -> list[str]:
         """Return the statements that the loss follows from."""
@@ -161,7 +179,11 @@ class _Writer:
             shapes = self.shapes(expression)
             if not shapes:
                 continue
-            kind = "mean" if groups is random_templates.MEANS and not shapes[0].shape else self.kind(shapes)
+            kind = (
+                "mean"
+                if groups is random_templates.MEANS and not shapes[0].shape
+                else self.kind(shapes)
+            )
             is_float = bool(jnp.issubdtype(shapes[0].dtype, jnp.floating))
             value = Value(f"v{len(self.lines)}", shapes, kind, is_float)
             self.lines.append(f"{value.name} = {expression}")
@@ -185,11 +207,18 @@ class _Writer:
         return "rows" if is_rows and sizes[0][1:] == sizes[1][1:] else "odd"
 
     def shapes(self, expression: str, as_result: bool = False) -> Any:
-        """Return the shapes of an expression for the whole batch and for a piece; None if jax cannot trace it."""
+        """Return the shapes of an expression for the whole batch and for a piece.
+
+        None if jax cannot trace it.
+        """
         code = compile(expression, "<template>", "eval")
         shapes = []
         for i, rows in enumerate(self.rows):
-            inputs = {value.name: value.shapes[i] for value in self.values if value.name in _names(expression)}
+            inputs = {
+                value.name: value.shapes[i]
+                for value in self.values
+                if value.name in _names(expression)
+            }
 
             def run(params, inputs, rows=rows):
                 scope = SCOPE | inputs | {"params": params, "B": rows}
@@ -203,7 +232,9 @@ class _Writer:
             if as_result:
                 if any(leaf.shape for leaf in leaves):
                     return None
-            elif not hasattr(shape, "shape") or shape.size == 0 or shape.size > 600 or shape.ndim > 4:
+            elif (
+                not hasattr(shape, "shape") or shape.size == 0 or shape.size > 600 or shape.ndim > 4
+            ):
                 return None
             shapes.append(shape)
         return tuple(shapes)
@@ -226,23 +257,39 @@ class _Writer:
         rows = [value for value in floats if value.kind == "rows"]
         odd_values = [value for value in floats if value.kind == "odd" and value.shape]
         if token in ("c", "n"):
-            return str(round(draw.uniform(-2, 2), 2)) if token == "c" else str(draw.choice([1, 2, 3, 4]))
+            return (
+                str(round(draw.uniform(-2, 2), 2))
+                if token == "c"
+                else str(draw.choice([1, 2, 3, 4]))
+            )
         if token == "i":
-            return draw.choice(["label", "label", "(label + 1) % 3", "jnp.arange(B) % 3", "jnp.argmax(x, -1)"])
+            return draw.choice(
+                ["label", "label", "(label + 1) % 3", "jnp.arange(B) % 3", "jnp.argmax(x, -1)"]
+            )
         if token == "m":
-            return self.choose_name([value for value in floats if value.kind == "mean" and not value.shape])
+            return self.choose_name(
+                [value for value in floats if value.kind == "mean" and not value.shape]
+            )
         if token == "o":
             return self.choose_name([value for value in floats if value.kind != "mean"])
         if token in ("r", "r1", "r2", "r3"):
-            fits = [value for value in rows + odd_values if token == "r" or len(value.shape) == int(token[1])]
+            fits = [
+                value
+                for value in rows + odd_values
+                if token == "r" or len(value.shape) == int(token[1])
+            ]
             return self.choose_name(fits, becomes_last=True)
         if picked is None:
             return None
         if token == "s":
-            return self.choose_name([value for value in rows + odd_values if value.shape == picked.shape])
+            return self.choose_name(
+                [value for value in rows + odd_values if value.shape == picked.shape]
+            )
         if token == "q":
             per_row = draw.choice([value.name for value in rows if len(value.shape) == 1])
-            return per_row + f"[:, {', '.join(['None'] * (len(picked.shape) - 1))}]" * (len(picked.shape) > 1)
+            return per_row + f"[:, {', '.join(['None'] * (len(picked.shape) - 1))}]" * (
+                len(picked.shape) > 1
+            )
         if token == "rest":
             return "".join(f", {size}" for size in picked.shape[1:])
         last = picked.shape[-1] if len(picked.shape) > 1 else None
@@ -256,7 +303,11 @@ class _Writer:
         """Return the name of one of several values: the last value of the program in most cases."""
         if not values:
             return None
-        value = self.last if self.last in values and self.draw.random() < 0.75 else self.draw.choice(values)
+        value = (
+            self.last
+            if self.last in values and self.draw.random() < 0.75
+            else self.draw.choice(values)
+        )
         if becomes_last:
             self.picked = value
         return value.name
@@ -335,7 +386,9 @@ def slope_of_its_own(x):
     return jnp.sin(x)
 
 
-slope_of_its_own.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), 0.3 * tangents[0] * primals[0]))
+slope_of_its_own.defjvp(
+    lambda primals, tangents: (jnp.sin(primals[0]), 0.3 * tangents[0] * primals[0])
+)
 
 
 @jax.custom_jvp
@@ -343,7 +396,9 @@ def slope_over_count(x):
     return jnp.sin(x)
 
 
-slope_over_count.defjvp(lambda primals, tangents: (jnp.sin(primals[0]), tangents[0] / primals[0].shape[0]))
+slope_over_count.defjvp(
+    lambda primals, tangents: (jnp.sin(primals[0]), tangents[0] / primals[0].shape[0])
+)
 
 
 @jax.custom_jvp
@@ -359,7 +414,9 @@ def slope_by_mean(x):
     return x
 
 
-slope_by_mean.defjvp(lambda primals, tangents: (primals[0], tangents[0] * jnp.tanh(primals[0]).mean(0)))
+slope_by_mean.defjvp(
+    lambda primals, tangents: (primals[0], tangents[0] * jnp.tanh(primals[0]).mean(0))
+)
 
 
 @jax.jit
@@ -380,7 +437,22 @@ HELPERS = [
     sign_of_gradient,
     clipped_gradient,
 ]
-HELPERS += [gradient_by_last_row, shifted_gradient, slope_of_its_own, slope_over_count, slope_less_mean, slope_by_mean]
+HELPERS += [
+    gradient_by_last_row,
+    shifted_gradient,
+    slope_of_its_own,
+    slope_over_count,
+    slope_less_mean,
+    slope_by_mean,
+]
 HELPERS += [jitted_norm, layer_norm]
-SCOPE = {"jax": jax, "jnp": jnp, "np": np, "so": so, "optax": optax, "functools": functools, "TABLE": TABLE}
+SCOPE = {
+    "jax": jax,
+    "jnp": jnp,
+    "np": np,
+    "so": so,
+    "optax": optax,
+    "functools": functools,
+    "TABLE": TABLE,
+}
 SCOPE |= {getattr(helper, "__name__", ""): helper for helper in HELPERS}

@@ -1,4 +1,7 @@
-"""What random losses are made of: expressions by family. The placeholders are explained in `random_losses`."""
+"""What random losses are made of: expressions by family.
+
+The placeholders are explained in `random_losses`.
+"""
 
 ROWWISE = {
     "elementwise": [
@@ -152,7 +155,9 @@ MIXING = {
         "{r} * jax.lax.stop_gradient({r}.mean(0))", "jax.lax.stop_gradient({r} - {r}.mean(0)) * {r}", "{r} + jax.lax.stop_gradient({r}.mean(0)) - {r}.mean(0)", "{r2} @ jax.grad(lambda w: jnp.mean(jnp.tanh({r2} @ w)))({w})", "{r2} @ ({w} - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh({r2} @ w) ** 2))({w}))", "optax.projections.projection_simplex({r1})", "{r2} / jnp.sqrt(jnp.sum({r2} ** 2))",
     ],
 }  # fmt: skip
-"""Mostly what mixes rows, or depends on their number or place; some of it does not, or is undone by a mean at the end."""
+"""Mostly what mixes rows, or depends on their number or place; some of it does not, or is undone by
+a mean at the end.
+"""
 
 ENDINGS = [
     "jnp.mean({r})", "{r}.sum() / B", "jnp.sum({r}) / {r}.size", "jnp.mean(jnp.sum({r2}, -1))", "so.Weighted(jnp.sum({r} * {q}), jnp.sum({q}))", "so.Weighted(jnp.sum({r}), {r}.size)", "so.Weighted((jnp.sum({r}), jnp.sum({s} * {q})), (B, jnp.sum({q})))", "so.Weighted(jnp.sum({r1} * mask), jnp.sum(mask) + 1e-9 * B)", "{c} * {m}", "jnp.mean({r1}) + 0.1 * {m}",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-# eps well above the rounding of fp32 gradients: with the usual 1e-8 Adam turns the rounding of a gradient near
-# zero into a whole step.
+# eps well above the rounding of fp32 gradients: with the usual 1e-8 Adam turns the rounding of a
+# gradient near zero into a whole step.
 OPTIMIZERS = {
     "momentum": lambda: optax.sgd(0.05, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-2, eps=1e-4, weight_decay=1e-2),
@@ -19,29 +19,56 @@ OPTIMIZERS = {
 }
 
 
-def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False, asks: Sequence[str] | None = None):
+def train(
+    tx,
+    loss_fn,
+    params,
+    batches: Sequence,
+    *,
+    value_fn: bool = False,
+    asks: Sequence[str] | None = None,
+):
     """Return the losses, gradient norms and final parameters of plain training on whole batches.
 
-    `asks` names the extra arguments that the optimizer gets: by default value, gradient and, if asked for, value_fn.
-    """
-    trained = [i for i, leaf in enumerate(jax.tree.leaves(params)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    `asks` names the extra arguments that the optimizer gets: by default value, gradient and, if
+    asked for, value_fn."""
+    trained = [
+        i
+        for i, leaf in enumerate(jax.tree.leaves(params))
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    ]
     treedef = jax.tree.structure(params)
 
     def split(tree):
-        return treedef.unflatten([x if i in trained else None for i, x in enumerate(jax.tree.leaves(tree))])
+        return treedef.unflatten(
+            [x if i in trained else None for i, x in enumerate(jax.tree.leaves(tree))]
+        )
 
     def merge(tree):
         new = iter(jax.tree.leaves(tree))
-        return treedef.unflatten([next(new) if i in trained else x for i, x in enumerate(jax.tree.leaves(params))])
+        return treedef.unflatten(
+            [next(new) if i in trained else x for i, x in enumerate(jax.tree.leaves(params))]
+        )
 
     @jax.jit
     def step(part, opt_state, batch):
         loss, grads = jax.value_and_grad(lambda part: loss_fn(merge(part), batch))(part)
-        loss_at = lambda part, *_: loss_fn(merge(part), batch)  # noqa: E731
-        known = {"value": loss, "grad": grads, "value_fn": loss_at, "obj_fn": loss_at, "grad_fn": jax.grad(loss_at)}
+
+        def loss_at(part, *_):
+            return loss_fn(merge(part), batch)
+
+        known = {
+            "value": loss,
+            "grad": grads,
+            "value_fn": loss_at,
+            "obj_fn": loss_at,
+            "grad_fn": jax.grad(loss_at),
+        }
         names = ["value", "grad", *["value_fn"] * value_fn] if asks is None else asks
         extra = {name: known[name] for name in names}
-        updates, opt_state = optax.with_extra_args_support(tx).update(grads, opt_state, part, **extra)
+        updates, opt_state = optax.with_extra_args_support(tx).update(
+            grads, opt_state, part, **extra
+        )
         return optax.apply_updates(part, updates), opt_state, loss, optax.tree.norm(grads)
 
     part, opt_state, history = split(params), jax.jit(tx.init)(split(params)), []
@@ -52,12 +79,17 @@ def train(tx, loss_fn, params, batches: Sequence, *, value_fn: bool = False, ask
 
 
 def jitted(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation of which `init` and `update` are one program each, for a loop that calls them op by op."""
+    """Return a transformation of which `init` and `update` are one program each, for a loop that
+    calls them op by op.
+    """
     return optax.GradientTransformationExtraArgs(jax.jit(tx.init), jax.jit(tx.update))
 
 
 def relative_difference(found, expected) -> float:
-    """Return the largest difference of any leaf, relative to that leaf's largest magnitude; NaN if there is a NaN."""
+    """Return the largest difference of any leaf, relative to that leaf's largest magnitude.
+
+    NaN if there is a NaN.
+    """
     worst = 0.0
     for a, b in zip(jax.tree.leaves(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
         scale = np.max(np.abs(b)) or 1.0
@@ -67,10 +99,14 @@ def relative_difference(found, expected) -> float:
 
 
 def trains_as_one_device(opt, case, tx):
-    """Evaluate and train a strategy on a problem, and compare losses, norms and parameters with one device at 1e-10."""
+    """Evaluate and train a strategy on a problem, and compare losses, norms and parameters with one
+    device at 1e-10.
+    """
     expected, final = train(tx, case.reference, case.params, case.batches)
     state = opt.init(case.params)
-    np.testing.assert_allclose(opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10)
+    np.testing.assert_allclose(
+        opt.evaluate(state, case.batches[0])["loss"], expected[0][0], rtol=1e-10
+    )
     found = []
     for batch in case.batches:
         state, metrics = opt.step(state, batch)
@@ -81,5 +117,7 @@ def trains_as_one_device(opt, case, tx):
 
 def same_bits(a, b):
     """Assert that two trees have the same leaves, bit for bit."""
-    for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True):
+    for x, y in zip(
+        jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True
+    ):
         assert (x.dtype, x.tobytes()) == (y.dtype, y.tobytes())

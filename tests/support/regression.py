@@ -49,13 +49,18 @@ def regression():
 
     params = {"w": jnp.zeros(4), "b": jnp.zeros(())}
     return Regression(
-        params, loss_fn, lambda num_workers, rounds=1000: batches_cut(batches, num_workers, rounds), batches
+        params,
+        loss_fn,
+        lambda num_workers, rounds=1000: batches_cut(batches, num_workers, rounds),
+        batches,
     )
 
 
 @pytest.fixture
 def odd():
-    """Return `odd(weighted) -> (case, batches_of(num_workers))`: a net of awkward leaves, in double precision."""
+    """Return `odd(weighted) -> (case, batches_of(num_workers))`: a net of awkward leaves, in double
+    precision.
+    """
 
     def make(weighted, steps=6):
         case = problem("odd", weighted=weighted, steps=steps)
@@ -66,10 +71,15 @@ def odd():
 
 @pytest.fixture
 def waiting_for_joins():
-    """Return `waiting(batches_of, {worker: [n, m]})`: others get batch n once that worker has joined, m once it has twice."""
+    """Return `waiting(batches_of, {worker: [n, m]})`: others get batch n once that worker has
+    joined, m once it has twice.
+    """
 
     def waiting(batches_of, joins):
-        came = {worker: {number: threading.Event() for number in numbers} for worker, numbers in joins.items()}
+        came = {
+            worker: {number: threading.Event() for number in numbers}
+            for worker, numbers in joins.items()
+        }
         left = {worker: iter(events.values()) for worker, events in came.items()}
 
         def batches_that_wait(worker):
@@ -87,11 +97,15 @@ def waiting_for_joins():
 
 @pytest.fixture
 def simulate_really(regression):
-    """Return a simulation of uneven workers with real mathematics: `simulate_really(tx, **options)`."""
+    """Return a simulation of uneven workers with real mathematics: `simulate_really(tx,
+    **options)`.
+    """
 
     def run(tx, *, workers=3, num_updates=30, **options):
         specs = [
-            so.parameter_server.SimulatedWorker(so.parameter_server.durations.exponential(1.0 + worker))
+            so.parameter_server.SimulatedWorker(
+                so.parameter_server.durations.exponential(1.0 + worker)
+            )
             for worker in range(workers)
         ]
         return so.parameter_server.simulate(
@@ -109,7 +123,9 @@ def simulate_really(regression):
 
 @pytest.fixture
 def message_of():
-    """Return `message_of(error, do, *arguments)`: the message with which `do(*arguments)` raises `error`."""
+    """Return `message_of(error, do, *arguments)`: the message with which `do(*arguments)` raises
+    `error`.
+    """
 
     def message(error, do, *arguments, **options):
         with pytest.raises(error) as caught:

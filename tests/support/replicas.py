@@ -1,4 +1,6 @@
-"""A model of a few blocks on two replicas, small enough to compile in a moment, and ways to compare."""
+"""A model of a few blocks on two replicas, small enough to compile in a moment, and ways to
+compare.
+"""
 
 import functools
 
@@ -35,12 +37,18 @@ def _loss(outer, x, batch, *, weighted):
     return reduce(((x @ outer["out"] * outer["scale"] - batch["y"]) ** 2).mean(-1), batch, weighted)
 
 
-MODELS = {weighted: so.BlockModel(_embed, _block, functools.partial(_loss, weighted=weighted)) for weighted in (0, 1)}
+MODELS = {
+    weighted: so.BlockModel(_embed, _block, functools.partial(_loss, weighted=weighted))
+    for weighted in (0, 1)
+}
 
 
 @pytest.fixture(scope="session")
 def model_of():
-    """Return a function from "is it weighted?" to the model; always the same object, so that programs are shared."""
+    """Return a function from "is it weighted?" to the model.
+
+    Always the same object, so that programs are shared.
+    """
     return lambda weighted=False: MODELS[int(weighted)]
 
 
@@ -87,7 +95,9 @@ def new_params():
 
 @pytest.fixture(scope="session")
 def new_batches():
-    """Return a function that makes batches whose rows differ in scale and weight, so that replicas differ."""
+    """Return a function that makes batches whose rows differ in scale and weight, so that replicas
+    differ.
+    """
 
     def make(count, rows=8, seed=0):
         draw = np.random.default_rng(seed)
@@ -112,7 +122,9 @@ def strategy_of(mesh_of, model_of):
         sizes = {"replica": 2, "data": 2} | sizes
         rules = RULES if sizes.get("tensor", 1) > 1 else ()
         tx = optax.adamw(1e-2, eps=1e-4) if tx is None else tx
-        return STRATEGIES[name](tx, mesh_of(**sizes), model or model_of(weighted), rules=rules, **dict(options))
+        return STRATEGIES[name](
+            tx, mesh_of(**sizes), model or model_of(weighted), rules=rules, **dict(options)
+        )
 
     return make
 
@@ -136,14 +148,19 @@ def rows_of():
 
     def split(state):
         value = jax.device_get(state.opt_state.params.value)
-        return [jax.tree.map(lambda x, i=i: x[i], value) for i in range(jax.tree.leaves(value)[0].shape[0])]
+        return [
+            jax.tree.map(lambda x, i=i: x[i], value)
+            for i in range(jax.tree.leaves(value)[0].shape[0])
+        ]
 
     return split
 
 
 @pytest.fixture(scope="session")
 def apart():
-    """Return a function from (found, expected), trees or lists of them, to their largest relative difference."""
+    """Return a function from (found, expected), trees or lists of them, to their largest relative
+    difference.
+    """
 
     def compare(found, expected):
         if isinstance(expected, list):

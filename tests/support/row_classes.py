@@ -1,8 +1,8 @@
-"""Classes of losses that a proof of separability can get wrong: members of each, and near them losses that are means.
+"""Classes of losses that a proof of separability can get wrong: members of each, and near them
+losses that are means.
 
-`CLASSES[name][row]` is a `Case`. Whether the loss is separable is what the oracle of `piecewise` says, not an opinion.
-`ACCEPTED` holds losses that the proof must accept.
-"""
+`CLASSES[name][row]` is a `Case`. Whether the loss is separable is what the oracle of `piecewise`
+says, not an opinion. `ACCEPTED` holds losses that the proof must accept."""
 
 import functools
 from collections.abc import Callable
@@ -35,7 +35,10 @@ class Case(NamedTuple):
 
 
 def cases(losses: dict[str, Any], **options: Any) -> dict[str, Case]:
-    return {name: loss if isinstance(loss, Case) else Case(loss, **options) for name, loss in losses.items()}
+    return {
+        name: loss if isinstance(loss, Case) else Case(loss, **options)
+        for name, loss in losses.items()
+    }
 
 
 means = functools.partial(cases, separable=True)
@@ -58,7 +61,15 @@ def batch_of(rows: int) -> dict[str, np.ndarray]:
 
 def _parameters() -> dict[str, np.ndarray]:
     draw = np.random.default_rng(1)
-    sizes = {"w": (4, 3), "b": (3,), "scale": (4,), "pos": (16, 4), "table": (6, 4), "long": (32,), "square": (4, 4)}
+    sizes = {
+        "w": (4, 3),
+        "b": (3,),
+        "scale": (4,),
+        "pos": (16, 4),
+        "table": (6, 4),
+        "long": (32,),
+        "square": (4, 4),
+    }
     sizes |= {"kernel": (3, 4, 3), "pixels": (3, 3, 2, 4), "deep": (12, 3)}
     return {name: 0.5 * draw.normal(size=size) for name, size in sizes.items()}
 
@@ -243,10 +254,15 @@ FULL_SIZE = {
         "more than there are": lambda p, b: jnp.mean(errors(p, b)[:8]),
     }),
 }  # fmt: skip
-FULL_SIZE = {(f"one row each: {name}" if case.rows == case.pieces else name): case for name, case in FULL_SIZE.items()}
+FULL_SIZE = {
+    (f"one row each: {name}" if case.rows == case.pieces else name): case
+    for name, case in FULL_SIZE.items()
+}
 
 
-def with_slope(slope: Callable[[Any, Any], Any], value: Callable[[Any], Any] = lambda x: x) -> Callable[[Any], Any]:
+def with_slope(
+    slope: Callable[[Any, Any], Any], value: Callable[[Any], Any] = lambda x: x
+) -> Callable[[Any], Any]:
     """Return a `custom_jvp` function: its tangent is slope(x, t)."""
     fn = jax.custom_jvp(value)
     fn.defjvp(lambda primals, tangents: (value(primals[0]), slope(primals[0], tangents[0])))
@@ -267,7 +283,9 @@ def of_hidden(fn: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
 
 def of_errors(fn: Callable[..., Any]) -> Callable[[Any, Any], Any]:
     """Return fn(errors), with the number of rows if it takes two arguments."""
-    return lambda p, b: fn(errors(p, b), rows_of(b)) if fn.__code__.co_argcount == 2 else fn(errors(p, b))
+    return lambda p, b: (
+        fn(errors(p, b), rows_of(b)) if fn.__code__.co_argcount == 2 else fn(errors(p, b))
+    )
 
 
 JVP_RULES = cases({
@@ -345,14 +363,23 @@ EQUATION_PARAMETERS = cases({
 })  # fmt: skip
 
 
-def carried(step: Callable[[Any, Any], Any], start: float = 0.0, of: Callable = lambda c, B: c / B) -> Callable:
+def carried(
+    step: Callable[[Any, Any], Any], start: float = 0.0, of: Callable = lambda c, B: c / B
+) -> Callable:
     """Return a loss that scans over errors, and divides what is carried by the count."""
-    return lambda p, b: of(jax.lax.scan(lambda c, e: (step(c, e), None), start, errors(p, b))[0], rows_of(b))
+    return lambda p, b: of(
+        jax.lax.scan(lambda c, e: (step(c, e), None), start, errors(p, b))[0], rows_of(b)
+    )
 
 
-def carried_rows(step: Callable[[Any, Any], Any], start: Callable[[], Any] = lambda: jnp.zeros(3)) -> Callable:
+def carried_rows(
+    step: Callable[[Any, Any], Any], start: Callable[[], Any] = lambda: jnp.zeros(3)
+) -> Callable:
     """Return a loss that scans over the hidden rows."""
-    last = lambda p, b: jax.lax.scan(lambda c, h: (step(c, h), None), start(), hidden(p, b))[0]  # noqa: E731
+
+    def last(p, b):
+        return jax.lax.scan(lambda c, h: (step(c, h), None), start(), hidden(p, b))[0]
+
     return lambda p, b: jnp.sum(last(p, b) * p["b"]) / rows_of(b)
 
 
@@ -479,7 +506,9 @@ CARRIES = cases({
 }, rows=12, pieces=4)  # fmt: skip
 
 
-def with_vjp(backward: Callable[[Any, Any], Any], value: Callable[[Any], Any] = lambda x: x) -> Callable[[Any], Any]:
+def with_vjp(
+    backward: Callable[[Any, Any], Any], value: Callable[[Any], Any] = lambda x: x
+) -> Callable[[Any], Any]:
     """Return a `custom_vjp` function: its cotangent is backward(x, ct)."""
     fn = jax.custom_vjp(value)
     fn.defvjp(lambda x: (value(x), x), lambda x, ct: (backward(x, ct),))
@@ -739,9 +768,12 @@ BY_LENGTH = {
     "as many tokens as rows": Case(
         lambda p, b: jnp.max(errors(p, b)) if b["seq"].shape[1] == 6 else jnp.mean(errors(p, b))
     ),
-    "as wide as a piece": Case(lambda p, b: jnp.mean(b["x"] if b["x"].shape[0] != b["x"].shape[1] else b["x"] ** 2)),
+    "as wide as a piece": Case(
+        lambda p, b: jnp.mean(b["x"] if b["x"].shape[0] != b["x"].shape[1] else b["x"] ** 2)
+    ),
     "normed over the dim of that size": Case(
-        lambda p, b: jnp.mean(jax.nn.softmax(b["x"] @ p["w"], axis=b["x"].shape.index(4)) * b["y"]), False
+        lambda p, b: jnp.mean(jax.nn.softmax(b["x"] @ p["w"], axis=b["x"].shape.index(4)) * b["y"]),
+        False,
     ),
 }
 
@@ -869,7 +901,10 @@ def buffered(params: Any, batch: Any) -> jax.Array:
 
 def buffered_in_a_loop(params: Any, batch: Any) -> jax.Array:
     """The same under `fori_loop`."""
-    set_one = lambda i, out: out.at[:, i].set(jnp.tanh(batch["seq"][:, i] @ params["scale"]))  # noqa: E731
+
+    def set_one(i, out):
+        return out.at[:, i].set(jnp.tanh(batch["seq"][:, i] @ params["scale"]))
+
     return jnp.mean(jax.lax.fori_loop(0, 6, set_one, jnp.zeros((rows_of(batch), 6))) ** 2)
 
 
@@ -890,7 +925,9 @@ def class_token(params: Any, batch: Any) -> jax.Array:
     token = jnp.tile(params["scale"][None, None], (rows_of(batch), 1, 1))
     x = jnp.concatenate([token, batch["seq"]], axis=1) + params["pos"][:7]
     scores = jax.nn.softmax(x @ x.swapaxes(1, 2) / 2)
-    return optax.softmax_cross_entropy_with_integer_labels((scores @ x)[:, 0] @ params["w"], batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        (scores @ x)[:, 0] @ params["w"], batch["label"]
+    ).mean()
 
 
 def checked(params: Any, batch: Any) -> jax.Array:
@@ -911,13 +948,19 @@ def convolved(params: Any, batch: Any) -> jax.Array:
 
 def layer_normed(params: Any, batch: Any) -> jax.Array:
     x = batch["x"] @ params["square"]
-    x = (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6) * params["scale"]
+    x = (
+        (x - x.mean(-1, keepdims=True))
+        * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+        * params["scale"]
+    )
     return jnp.mean((x @ params["w"] + params["b"] - batch["y"]) ** 2)
 
 
 def attending(params: Any, batch: Any) -> jax.Array:
     q = (batch["seq"] + params["pos"][:6]) @ params["square"]
-    out = jax.nn.dot_product_attention(q[:, :, None], q[:, :, None], q[:, :, None], is_causal=True)[:, :, 0]
+    out = jax.nn.dot_product_attention(q[:, :, None], q[:, :, None], q[:, :, None], is_causal=True)[
+        :, :, 0
+    ]
     logits = out @ params["w"]
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"] % 3).mean()
 
@@ -932,7 +975,9 @@ def language_model(params: Any, batch: Any) -> so.Weighted:
 
 
 def recurrent(params: Any, batch: Any) -> jax.Array:
-    step = lambda h, x: (jnp.tanh(h @ params["square"] + x), None)  # noqa: E731
+    def step(h, x):
+        return (jnp.tanh(h @ params["square"] + x), None)
+
     last, _ = jax.lax.scan(step, jnp.zeros((rows_of(batch), 4)), batch["seq"].swapaxes(0, 1))
     return jnp.mean((last @ params["w"] - batch["y"]) ** 2)
 
@@ -959,7 +1004,9 @@ def of_nnx(params: Any, batch: Any) -> jax.Array:
     layer = nnx.Linear(4, 3, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
     layer.kernel[...], layer.bias[...] = params["w"], params["b"]
     norm = nnx.LayerNorm(3, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
-    return optax.softmax_cross_entropy_with_integer_labels(norm(nnx.gelu(layer(batch["x"]))), batch["label"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        norm(nnx.gelu(layer(batch["x"]))), batch["label"]
+    ).mean()
 
 
 def equinox_mlp(params: Any, batch: Any) -> jax.Array:

@@ -56,7 +56,9 @@ def weighted(params, batch):
 
 
 def decayed(params, batch):
-    return mean_squared(params, batch) + 1e-3 * sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+    return mean_squared(params, batch) + 1e-3 * sum(
+        jnp.sum(leaf**2) for leaf in jax.tree.leaves(params)
+    )
 
 
 def half_precision(params, batch):
@@ -108,7 +110,9 @@ def vmapped_lookup(params, batch):
 
 
 def one_after_another(params, batch):
-    return jax.lax.map(lambda row: errors(params, jax.tree.map(lambda x: x[None], row))[0], batch).mean()
+    return jax.lax.map(
+        lambda row: errors(params, jax.tree.map(lambda x: x[None], row))[0], batch
+    ).mean()
 
 
 def summed_by_scan(params, batch):
@@ -150,7 +154,10 @@ def diffusion(params, batch, rng=None):
         return mean_squared(params, batch)
     time = jax.random.uniform(time_key, (batch["x"].shape[0], 1))
     noise = jax.random.normal(noise_key, batch["x"].shape)
-    return jnp.mean((forward(params, jnp.sqrt(time) * batch["x"] + jnp.sqrt(1 - time) * noise) - batch["y"]) ** 2)
+    return jnp.mean(
+        (forward(params, jnp.sqrt(time) * batch["x"] + jnp.sqrt(1 - time) * noise) - batch["y"])
+        ** 2
+    )
 
 
 def keys_of_rows(params, batch, rng=None):
@@ -171,7 +178,10 @@ def preferences(params, batch):
     both = forward(params, jnp.concatenate([batch["x"], batch["other"]], axis=0)).sum(-1)
     chosen, rejected = both[: len(batch["x"])], both[len(batch["x"]) :]
     margin = chosen - rejected
-    return -jax.nn.log_sigmoid(margin).mean(), {"margin": margin.mean(), "accuracy": (margin > 0).mean()}
+    return -jax.nn.log_sigmoid(margin).mean(), {
+        "margin": margin.mean(),
+        "accuracy": (margin > 0).mean(),
+    }
 
 
 def low_rank(params, batch):
@@ -182,7 +192,9 @@ def low_rank(params, batch):
 def looped(params, batch):
     def one(x):
         return jax.lax.while_loop(
-            lambda c: (c[0] < 5) & (jnp.sum(c[1] ** 2) > 0.1), lambda c: (c[0] + 1, c[1] * 0.5), (0, x)
+            lambda c: (c[0] < 5) & (jnp.sum(c[1] ** 2) > 0.1),
+            lambda c: (c[0] + 1, c[1] * 0.5),
+            (0, x),
         )[1]
 
     halved = jax.lax.stop_gradient(jax.vmap(one)(batch["x"]))
@@ -190,7 +202,9 @@ def looped(params, batch):
 
 
 def branched(params, batch):
-    one = lambda x: jax.lax.cond(x[0] > 0, jnp.sin, lambda x: x * 2, x)  # noqa: E731
+    def one(x):
+        return jax.lax.cond(x[0] > 0, jnp.sin, lambda x: x * 2, x)
+
     return jnp.mean((forward(params, jax.vmap(one)(batch["x"])) - batch["y"]) ** 2)
 
 
@@ -203,7 +217,9 @@ def guarded_gradient(x):
     return x
 
 
-guarded_gradient.defvjp(lambda x: (x, None), lambda _, ct: (0.5 * jnp.where(jnp.isfinite(ct), ct, 0),))
+guarded_gradient.defvjp(
+    lambda x: (x, None), lambda _, ct: (0.5 * jnp.where(jnp.isfinite(ct), ct, 0),)
+)
 
 
 def custom_backward(params, batch):
@@ -262,7 +278,12 @@ def attention(params, batch):
 def pooled(params, batch):
     def one(image):
         return jnp.stack(
-            [jnp.median(image), jnp.linalg.norm(image), jnp.fft.fft(image[:, 0, 0]).real[1], image[::-1].max()]
+            [
+                jnp.median(image),
+                jnp.linalg.norm(image),
+                jnp.fft.fft(image[:, 0, 0]).real[1],
+                image[::-1].max(),
+            ]
         )
 
     return jnp.mean(jax.vmap(one)(batch["image"]) @ params["up"][:4])
@@ -275,7 +296,9 @@ def linear_algebra(params, batch):
 
 
 def segments(params, batch):
-    summed = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, 12))(batch["series"], batch["tokens"])
+    summed = jax.vmap(lambda x, ids: jax.ops.segment_sum(x, ids, 12))(
+        batch["series"], batch["tokens"]
+    )
     return jnp.mean((summed @ params["up"][:, :5]) ** 2)
 
 
@@ -312,7 +335,11 @@ def of_linen(net, field):
     params = net.init(KEY, BATCH[field][:2])
 
     def loss(params, batch, rng=None):
-        kwargs = {} if rng is None or field == "image" else {"deterministic": False, "rngs": {"dropout": rng}}
+        kwargs = (
+            {}
+            if rng is None or field == "image"
+            else {"deterministic": False, "rngs": {"dropout": rng}}
+        )
         out = net.apply(params, batch[field], **kwargs)
         return optax.softmax_cross_entropy_with_integer_labels(out, batch["label"]).mean()
 
@@ -374,9 +401,13 @@ def of_equinox():
 def of_haiku():
     def net(x):
         y = hk.LayerNorm(-1, True, True)(x)
-        x = x + hk.MultiHeadAttention(2, 6, w_init=hk.initializers.VarianceScaling(1.0), model_size=12)(y, y, y)
+        x = x + hk.MultiHeadAttention(
+            2, 6, w_init=hk.initializers.VarianceScaling(1.0), model_size=12
+        )(y, y, y)
         return hk.Linear(5)(
-            hk.dynamic_unroll(hk.LSTM(8), x.swapaxes(0, 1), hk.LSTM(8).initial_state(x.shape[0]))[0][-1]
+            hk.dynamic_unroll(hk.LSTM(8), x.swapaxes(0, 1), hk.LSTM(8).initial_state(x.shape[0]))[
+                0
+            ][-1]
         )
 
     net = hk.without_apply_rng(hk.transform(net))
@@ -395,7 +426,11 @@ def of_gpt(weighted):
     model = gpt.model(config)
 
     def loss(params, batch):
-        weights = {"weights": jnp.broadcast_to(batch["mask"][:, None], (len(batch["mask"]), 6))} if weighted else {}
+        weights = (
+            {"weights": jnp.broadcast_to(batch["mask"][:, None], (len(batch["mask"]), 6))}
+            if weighted
+            else {}
+        )
         return model.loss_fn(params, {"tokens": batch["tokens"], **weights})
 
     return gpt.init(config, KEY), loss
@@ -407,7 +442,7 @@ PLAIN = [mean_squared, by_hand, weighted, decayed, half_precision, classified, a
          auxiliary_mean_inside, finite_or_zero, recurrent, embedded, attention, pooled, linear_algebra, segments]  # fmt: skip
 
 SEPARABLE = {
-    **{loss.__name__: (lambda loss=loss: (NETWORK, loss)) for loss in PLAIN},
+    **{loss.__name__: lambda loss=loss: (NETWORK, loss) for loss in PLAIN},
     "linen_cnn": lambda: of_linen(_Cnn(), "image"),
     "linen_transformer": lambda: of_linen(_Transformer(), "series"),
     "nnx_transformer": of_nnx,

@@ -1,4 +1,6 @@
-"""A small transformer whose positions see each other by `so.nn.attention`, with packed and weighted batches."""
+"""A small transformer whose positions see each other by `so.nn.attention`, with packed and weighted
+batches.
+"""
 
 from typing import Any, NamedTuple
 
@@ -27,18 +29,27 @@ class Sequences(NamedTuple):
 
 
 def sequences(
-    method: str | None = None, *, packed: bool = False, window: int | None = None, order=None, steps: int = 2
+    method: str | None = None,
+    *,
+    packed: bool = False,
+    window: int | None = None,
+    order=None,
+    steps: int = 2,
 ) -> Sequences:
     """Build the model with an attention method, and batches in an order: `order(batch)`."""
 
     def embed(outer, batch):
         x = so.nn.embedding(outer["embedding"], batch["tokens"])
-        return {"x": x} | {name: batch[name] for name in ("segment_ids", "positions", "order") if name in batch}
+        return {"x": x} | {
+            name: batch[name] for name in ("segment_ids", "positions", "order") if name in batch
+        }
 
     def block(weights, given):
         x = given["x"]
         order = given.get("order")
-        where = given.get("positions", so.nn.positions(x.shape[1])[None] if order is None else order)
+        where = given.get(
+            "positions", so.nn.positions(x.shape[1])[None] if order is None else order
+        )
         query, key, value = (jnp.einsum("btd,dhk->bthk", x, weights[name]) for name in "qkv")
         marks = {"segment_ids": given.get("segment_ids"), "positions": order}
         mixed = so.nn.attention(
@@ -52,7 +63,10 @@ def sequences(
         return so.Weighted((nats * batch["weights"]).sum(), batch["weights"].sum())
 
     draw = np.random.default_rng(3)
-    normal = lambda *shape: 0.2 * draw.normal(size=shape)  # noqa: E731
+
+    def normal(*shape):
+        return 0.2 * draw.normal(size=shape)
+
     blocks = {
         "q": normal(LAYERS, WIDTH, HEADS, HEAD),
         "k": normal(LAYERS, WIDTH, GROUPS, HEAD),
@@ -75,7 +89,10 @@ def sequences(
 def rotated(x, where):
     """Turn pairs of components by angles that grow with the position."""
     angle = where[..., None] * (0.1 ** jnp.arange(x.shape[-1] // 2))[None, None]
-    cos, sin = jnp.cos(angle)[:, :, None].astype(x.dtype), jnp.sin(angle)[:, :, None].astype(x.dtype)
+    cos, sin = (
+        jnp.cos(angle)[:, :, None].astype(x.dtype),
+        jnp.sin(angle)[:, :, None].astype(x.dtype),
+    )
     a, b = jnp.split(x, 2, -1)
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
@@ -91,5 +108,7 @@ def _batch(draw, packed):
         at = np.arange(LENGTH)[None]
         batch["segment_ids"] = (at >= ends[:, :1]).astype(np.int32) + (at >= ends[:, 1:])
         starts = np.concatenate([np.zeros((ROWS, 1), np.int32), ends.astype(np.int32)], axis=1)
-        batch["positions"] = at.astype(np.int32) - np.take_along_axis(starts, batch["segment_ids"], axis=1)
+        batch["positions"] = at.astype(np.int32) - np.take_along_axis(
+            starts, batch["segment_ids"], axis=1
+        )
     return batch

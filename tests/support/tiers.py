@@ -1,8 +1,8 @@
-"""Tiers: a file marks itself with `pytestmark`, a test with a decorator, and a row of a table through `tiered`.
+"""Tiers: a file marks itself with `pytestmark`, a test with a decorator, and a row of a table
+through `tiered`.
 
-`fast` is a mark for files that are pure Python or compile few programs. In such a file, `slow` and `default` take a test
-out of the fast tier.
-"""
+`fast` is a mark for files that are pure Python or compile few programs. In such a file, `slow` and
+`default` take a test out of the fast tier."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,9 +17,15 @@ def has_fast(path: Path) -> bool:
 
 
 def tiered(
-    table: Iterable, quick: Callable, *, fast: Callable = lambda row: False, ids: Callable | None = None
+    table: Iterable,
+    quick: Callable,
+    *,
+    fast: Callable = lambda row: False,
+    ids: Callable | None = None,
 ) -> list:
-    """Return the rows for `parametrize`: those that are not quick are slow, those that are fast run with -m fast too."""
+    """Return the rows for `parametrize`: those that are not quick are slow, those that are fast run
+    with -m fast too.
+    """
     marked = []
     for row in table:
         mark = [pytest.mark.fast] if fast(row) else [] if quick(row) else [pytest.mark.slow]

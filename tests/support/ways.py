@@ -25,7 +25,9 @@ def under_shard_map(f, size, *, check_vma=False):
         return jax.tree.map(lambda x: jnp.asarray(x)[None], f(*local))
 
     mesh = so.make_mesh(data=size, devices=jax.devices()[:size])
-    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma))
+    return jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=check_vma)
+    )
 
 
 WAYS = {

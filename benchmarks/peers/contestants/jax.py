@@ -1,4 +1,6 @@
-"""jax by hand as a contestant: the same GPT, and what a user writes around it with jax and optax alone."""
+"""jax by hand as a contestant: the same GPT, and what a user writes around it with jax and optax
+alone.
+"""
 
 import functools
 import os
@@ -60,7 +62,10 @@ def loss_of(config: Config, outer, blocks, tokens, block=block_of):
 def start():
     """Join the other process, where there is one; return the mesh."""
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        place = [os.environ[f"JAX_{name}"] for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")]
+        place = [
+            os.environ[f"JAX_{name}"]
+            for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+        ]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(place[0], int(place[1]), int(place[2]))
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
@@ -75,7 +80,9 @@ def ddp(task: Task):
         loss = lambda params: loss_of(task.config, params, params["blocks"], tokens)
         return jax.lax.pmean(jax.value_and_grad(loss)(params), "data")
 
-    mean = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    mean = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, tokens):
@@ -92,7 +99,10 @@ def ddp(task: Task):
 
 
 def dims_of(params, size):
-    """The largest dim of each leaf that splits evenly, -1 for small leaves; a block's first dim is its number."""
+    """The largest dim of each leaf that splits evenly, -1 for small leaves.
+
+    A block's first dim is its number.
+    """
 
     def dim_of(path, leaf):
         skip = int(path[0].key == "blocks")
@@ -105,7 +115,9 @@ def dims_of(params, size):
 
 def placed(mesh, params, dims, tx):
     """Specs and shardings of leaves split on those dims, and shardings of the optimizer's state."""
-    specs = jax.tree.map(lambda x, d: P(*("data" if i == d else None for i in range(x.ndim))), params, dims)
+    specs = jax.tree.map(
+        lambda x, d: P(*("data" if i == d else None for i in range(x.ndim))), params, dims
+    )
     on = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     other = lambda leaf: NamedSharding(mesh, P())
     on_state = optax.tree_utils.tree_map_params(
@@ -132,9 +144,13 @@ def zero1(task: Task):
         loss, grads = jax.value_and_grad(loss)(params)
         return jax.lax.pmean(loss, "data"), jax.tree.map(scatter, grads, dims)
 
-    mean = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs), check_vma=False)
+    mean = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P("data")), out_specs=(P(), specs), check_vma=False
+    )
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(whole, on_state, whole, whole))
+    @functools.partial(
+        jax.jit, donate_argnums=(0, 1), out_shardings=(whole, on_state, whole, whole)
+    )
     def step(params, state, tokens):
         loss, grads = mean(params, tokens)
         shards = jax.lax.with_sharding_constraint(params, on)
@@ -173,10 +189,15 @@ def fsdp(task: Task):
 
     def local(params, tokens):
         loss, grads = jax.value_and_grad(gathered_loss)(params, tokens)
-        total = lambda grad, d: jax.lax.psum(grad, "data") if d < 0 else grad  # the others are summed already
-        return jax.lax.pmean(loss, "data"), jax.tree.map(lambda g, d: total(g, d) / mesh.size, grads, dims)
+        # the others are summed already
+        total = lambda grad, d: jax.lax.psum(grad, "data") if d < 0 else grad
+        return jax.lax.pmean(loss, "data"), jax.tree.map(
+            lambda g, d: total(g, d) / mesh.size, grads, dims
+        )
 
-    mean = jax.shard_map(local, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False)
+    mean = jax.shard_map(
+        local, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False
+    )
 
     @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=(on, on_state, whole, whole))
     def step(params, state, tokens):

@@ -1,10 +1,13 @@
-"""MaxText as a contestant: its own model, optimizer and train step, given the task's parameters and batches.
+"""MaxText as a contestant: its own model, optimizer and train step, given the task's parameters and
+batches.
 
-Run by the Python of another environment, in which MaxText is installed: python -m benchmarks.peers --maxtext
-/path/to/python. Or the step is exported there, and run by a Python with jax alone (`peers.exported`).
+Run by the Python of another environment, in which MaxText is installed: python -m benchmarks.peers
+--maxtext /path/to/python. Or the step is exported there, and run by a Python with jax alone
+(`peers.exported`).
 
-Its decoder block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS norms,
-SwiGLU, and queries scaled by a factor, which "llama2" would fold into its parameters, so that Adam learns at another rate.
+Its decoder block "qwen2" without biases is the GPT of the others: rotary positions by halves, RMS
+norms, SwiGLU, and queries scaled by a factor, which "llama2" would fold into its parameters, so
+that Adam learns at another rate.
 """
 
 import contextlib
@@ -19,7 +22,8 @@ import numpy as np
 
 from ..task import B1, B2, EPS, LEARNING_RATE, WEIGHT_DECAY, Config, Task
 
-if importlib.util.find_spec("maxtext"):  # it is not installed where benchmarks.peers counts the lines of this file
+# it is not installed where benchmarks.peers counts the lines of this file
+if importlib.util.find_spec("maxtext"):
     os.environ["JAX_PLATFORMS"] = "cpu"  # or libtpu, which comes with MaxText, looks for TPUs
 
     import jax
@@ -47,7 +51,8 @@ def options(config: Config, devices: int) -> dict[str, Any]:
         "per_device_batch_size": config.batch // devices,
         "dtype": config.dtype,
         "weight_dtype": "float32",
-        "remat_policy": "none",  # MaxText 0.2.5 computes blocks again all the same; "minimal_with_context" took as long
+        # MaxText 0.2.5 computes blocks again all the same; "minimal_with_context" took as long
+        "remat_policy": "none",
         "attention": "dot_product",
         "learning_rate": LEARNING_RATE,
         "learning_rate_final_fraction": 1,
@@ -66,16 +71,24 @@ def options(config: Config, devices: int) -> dict[str, Any]:
 
 
 def start() -> int:
-    """Join the other process, where there is one, as MaxText would on its own clusters; return how many devices there are."""
+    """Join the other process, where there is one, as MaxText would on its own clusters.
+
+    Return how many devices there are.
+    """
     if "JAX_COORDINATOR_ADDRESS" in os.environ:
-        place = [os.environ[f"JAX_{name}"] for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")]
+        place = [
+            os.environ[f"JAX_{name}"]
+            for name in ("COORDINATOR_ADDRESS", "NUM_PROCESSES", "PROCESS_ID")
+        ]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(place[0], int(place[1]), int(place[2]))
     return jax.device_count()
 
 
 def leaves_of(params: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Return shardopt's parameters as MaxText lays them out: blocks stacked along dim 1, the parts of a product apart."""
+    """Return shardopt's parameters as MaxText lays them out: blocks stacked along dim 1, the parts
+    of a product apart.
+    """
     attention, mlp = params["blocks"]["attention"], params["blocks"]["mlp"]
     query, key, value = np.moveaxis(attention["qkv"], 2, 0)
     gate, up = np.moveaxis(mlp["up"], 2, 0)
@@ -90,10 +103,15 @@ def leaves_of(params: dict[str, Any]) -> dict[str, np.ndarray]:
         "mlp.wi_1.kernel": up,
         "mlp.wo.kernel": mlp["down"],
     }
-    outer = {"token_embedder.embedding": params["embedding"], "decoder.decoder_norm.scale": params["norm"]}
+    outer = {
+        "token_embedder.embedding": params["embedding"],
+        "decoder.decoder_norm.scale": params["norm"],
+    }
     if "head" in params:
         outer["decoder.logits_dense.kernel"] = params["head"].T
-    return outer | {f"decoder.layers.{name}": np.swapaxes(leaf, 0, 1) for name, leaf in stacked.items()}
+    return outer | {
+        f"decoder.layers.{name}": np.swapaxes(leaf, 0, 1) for name, leaf in stacked.items()
+    }
 
 
 def with_unstacked_blocks(leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -110,7 +128,10 @@ def with_unstacked_blocks(leaves: dict[str, np.ndarray]) -> dict[str, np.ndarray
 
 def places_of(model: Any) -> dict[str, Any]:
     """Return the parameters of MaxText's model by name, such as "decoder.layers.mlp.wo.kernel"."""
-    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))}
+    return {
+        ".".join(map(str, path)): leaf
+        for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
 
 
 def fill(model: Any, leaves: dict[str, np.ndarray]) -> None:
@@ -120,16 +141,22 @@ def fill(model: Any, leaves: dict[str, np.ndarray]) -> None:
       ValueError: if names or shapes differ: it would not be the same model.
     """
     places = places_of(model)
-    wanted, found = ({name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (leaves, places))
+    wanted, found = (
+        {name: tuple(leaf.shape) for name, leaf in tree.items()} for tree in (leaves, places)
+    )
     if wanted != found:
-        raise ValueError(f"peers: maxtext: not the same model: {sorted(wanted.items() ^ found.items())}")
+        raise ValueError(
+            f"peers: maxtext: not the same model: {sorted(wanted.items() ^ found.items())}"
+        )
     for name, place in places.items():
         put = lambda index, leaf=leaves[name]: leaf[index]
         place[...] = jax.make_array_from_callback(place.shape, place[...].sharding, put)
 
 
 class Training(NamedTuple):
-    """MaxText's jitted step, the state that it begins with, the sharding of a batch, and the context of a call."""
+    """MaxText's jitted step, the state that it begins with, the sharding of a batch, and the
+    context of a call.
+    """
 
     step: Any
     state: Any
@@ -145,8 +172,15 @@ def prepare(task: Task, **chosen: Any) -> Training:
       chosen: MaxText's options beside those of the model, such as the strategy.
     """
     base = str(Path(maxtext.__file__).parent / "configs" / "base.yml")
-    given = {"run_name": "peers", "base_output_directory": str(task.folder)} | options(task.config, start()) | chosen
-    words = [f"{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in given.items()]
+    given = (
+        {"run_name": "peers", "base_output_directory": str(task.folder)}
+        | options(task.config, start())
+        | chosen
+    )
+    words = [
+        f"{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in given.items()
+    ]
     config, recorder = trainer.initialize(["", base, *words])
     _, _, places, _, mesh, *_, state = train_utils.setup_train_loop(config, recorder)
     leaves = leaves_of(task.params())
@@ -163,7 +197,8 @@ def prepare(task: Task, **chosen: Any) -> Training:
             yield
 
     with context():
-        if config.shard_optimizer_over_data:  # train_loop does this by device_put, which two processes on CPUs cannot
+        # train_loop does this by device_put, which two processes on CPUs cannot
+        if config.shard_optimizer_over_data:
             state = jax.jit(lambda leaves: leaves, out_shardings=places)(state)
         rows = sharding.get_input_data_sharding(config, mesh)
     return Training(step, state, rows, context)
@@ -189,7 +224,10 @@ def train(task: Task, **strategy: Any):
     step, state, rows, context = prepare(task, **strategy)
     for tokens in task.local_batches():
         fields = batch_of(tokens)
-        batch = {name: jax.make_array_from_process_local_data(rows, field) for name, field in fields.items()}
+        batch = {
+            name: jax.make_array_from_process_local_data(rows, field)
+            for name, field in fields.items()
+        }
         with context():
             state, metrics = step(state, batch)
         loss, norm = figures(metrics)
@@ -236,7 +274,9 @@ def ddp(task: Task):
 
 
 def zero1(task: Task):
-    return train(task, ici_data_parallelism=-1, ici_fsdp_parallelism=1, shard_optimizer_over_data=True)
+    return train(
+        task, ici_data_parallelism=-1, ici_fsdp_parallelism=1, shard_optimizer_over_data=True
+    )
 
 
 def fsdp(task: Task):

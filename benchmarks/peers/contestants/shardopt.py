@@ -1,11 +1,23 @@
-"""shardopt as a contestant: what a user writes, a function a strategy, with the GPT that comes with it."""
+"""shardopt as a contestant: what a user writes, a function a strategy, with the GPT that comes with
+it.
+"""
 
 import optax
 
 import shardopt as so
 from shardopt.models import gpt
 
-from ..task import B1, B2, EPS, LEARNING_RATE, MUON_MOMENTUM, MUON_RATE, WEIGHT_DECAY, Task, gpt_config
+from ..task import (
+    B1,
+    B2,
+    EPS,
+    LEARNING_RATE,
+    MUON_MOMENTUM,
+    MUON_RATE,
+    WEIGHT_DECAY,
+    Task,
+    gpt_config,
+)
 
 
 def ddp(task: Task):

@@ -1,4 +1,6 @@
-"""torch as a contestant: the same GPT as modules, and what a user writes around it, a function a strategy."""
+"""torch as a contestant: the same GPT as modules, and what a user writes around it, a function a
+strategy.
+"""
 
 import numpy as np
 import torch
@@ -11,7 +13,13 @@ from torch.nn.utils import get_total_norm
 
 from ..task import B1, B2, EPS, LEARNING_RATE, MUON_MOMENTUM, MUON_RATE, WEIGHT_DECAY, Config, Task
 
-ADAMW = {"lr": LEARNING_RATE, "betas": (B1, B2), "eps": EPS, "weight_decay": WEIGHT_DECAY, "fused": True}
+ADAMW = {
+    "lr": LEARNING_RATE,
+    "betas": (B1, B2),
+    "eps": EPS,
+    "weight_decay": WEIGHT_DECAY,
+    "fused": True,
+}
 
 
 def rotary(length: int, width: int, base: float = 10_000.0) -> torch.Tensor:
@@ -35,7 +43,10 @@ class Block(nn.Module):
         self.heads = config.num_heads
         self.attention_norm, self.mlp_norm = nn.RMSNorm(dim, eps=1e-6), nn.RMSNorm(dim, eps=1e-6)
         self.qkv, self.out = nn.Linear(dim, 3 * dim, bias=False), nn.Linear(dim, dim, bias=False)
-        self.up, self.down = nn.Linear(dim, 2 * hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+        self.up, self.down = (
+            nn.Linear(dim, 2 * hidden, bias=False),
+            nn.Linear(hidden, dim, bias=False),
+        )
 
     def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Add both branches to x [B, T, D]."""
@@ -59,7 +70,9 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
             self.norm = nn.RMSNorm(config.dim, eps=1e-6)
             self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-            self.register_buffer("table", rotary(config.length, config.dim // config.num_heads), persistent=False)
+            self.register_buffer(
+                "table", rotary(config.length, config.dim // config.num_heads), persistent=False
+            )
         if config.tied:
             self.head.weight = self.embedding.weight
 
@@ -100,7 +113,9 @@ def load(model: GPT, params: dict) -> GPT:
 
 def ddp(task: Task):
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(load(GPT(task.config), task.params()), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        load(GPT(task.config), task.params()), gradient_as_bucket_view=True
+    )
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     for tokens in task.local_batches():
         optimizer.zero_grad()
@@ -115,7 +130,9 @@ def ddp(task: Task):
 
 def zero1(task: Task):
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(load(GPT(task.config), task.params()), gradient_as_bucket_view=True)
+    model = DistributedDataParallel(
+        load(GPT(task.config), task.params()), gradient_as_bucket_view=True
+    )
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     for tokens in task.local_batches():
         optimizer.zero_grad()
@@ -155,9 +172,19 @@ def muon(task: Task):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     parameters = dict(model.named_parameters())
-    matrices = {name for name, one in parameters.items() if name.startswith("blocks.") and one.ndim == 2}
-    chosen, others = ([parameters[name] for name in parameters if (name in matrices) is one] for one in (True, False))
-    options = {"lr": MUON_RATE, "momentum": MUON_MOMENTUM, "weight_decay": WEIGHT_DECAY, "nesterov": False}
+    matrices = {
+        name for name, one in parameters.items() if name.startswith("blocks.") and one.ndim == 2
+    }
+    chosen, others = (
+        [parameters[name] for name in parameters if (name in matrices) is one]
+        for one in (True, False)
+    )
+    options = {
+        "lr": MUON_RATE,
+        "momentum": MUON_MOMENTUM,
+        "weight_decay": WEIGHT_DECAY,
+        "nesterov": False,
+    }
     optimizers = torch.optim.Muon(chosen, **options), torch.optim.AdamW(others, **ADAMW)
     for tokens in task.local_batches():
         model.zero_grad()
@@ -175,7 +202,9 @@ def muon_fp32(task: Task):
     """The same, its Newton-Schulz in fp32 as optax's is, where torch's is always in bf16."""
     from torch.optim import _muon
 
-    def newton_schulz(grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float):
+    def newton_schulz(
+        grad: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+    ):
         a, b, c = coefficients
         x = grad.T if grad.size(0) > grad.size(1) else grad
         x = x / x.norm().clamp(min=eps)

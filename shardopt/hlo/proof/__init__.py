@@ -1,4 +1,6 @@
-"""Prove that a compiled program computes what one device would: every partial sum is completed, every piece fits."""
+"""Prove that a compiled program computes what one device would: every partial sum is completed,
+every piece fits.
+"""
 
 from shardopt.hlo.proof._proof import Problem, Proof, Unknown
 from shardopt.hlo.proof._prove import prove

@@ -1,4 +1,6 @@
-"""What collectives do to the pieces that devices hold: they are the identity of whole arrays, or they are wrong."""
+"""What collectives do to the pieces that devices hold: they are the identity of whole arrays, or
+they are wrong.
+"""
 
 import math
 
@@ -56,40 +58,51 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     for dim in value.dims:
         for factor in dim:
             if factor.size and _varying(factor.at, groups):
-                raise Wrong("it reduces over devices that hold different pieces of an array.", groups)
+                raise Wrong(
+                    "it reduces over devices that hold different pieces of an array.", groups
+                )
     varying = [h for h in value.hidden if _varying(h.at, groups)]
     remaining = [h for h in value.hidden if h not in varying]
     if kind != "add":
-        varying = [h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h for h in varying]
+        varying = [
+            h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h
+            for h in varying
+        ]
         if any(h.kind == "dim" for h in varying):
             raise Unproved(
-                f"it takes the {kind} over a dim of which each device holds one element, where a sum may be meant."
+                f"it takes the {kind} over a dim of which each device holds one element, where a"
+                " sum may be meant."
             )
     if not varying:
         if value.zero or (kind not in ("add", "multiply") and not value.constant):
             return value
         if kind != "add":
             raise Unproved(f"it takes the {kind} of copies, where a sum may be meant.")
-        if value.constant:  # a count of rows or devices: it is a constant no more, so that no second sum is taken
+        # a count of rows or devices: it is a constant no more, so that no second sum is taken
+        if value.constant:
             return value.changed(constant=False, sums=value.sums | {group_classes(groups)})
         if any(h.kind == kind for h in remaining):
             raise Wrong(
-                "it sums over devices that hold the same term: each term counts several times, and the sum over other "
-                "devices is still missing.",
+                "it sums over devices that hold the same term: each term counts several times, and"
+                " the sum over other devices is still missing.",
                 groups,
             )
         if kind == "add" and group_classes(groups) in value.sums:
             raise Wrong(
-                f"it sums {n} copies of a sum that is complete already: the result is {n} times too large.", groups
+                f"it sums {n} copies of a sum that is complete already: the result is {n} times too"
+                " large.",
+                groups,
             )
         raise Unproved(
-            f"it sums {n} copies of a value: right only if the result is used as an average of equal values."
+            f"it sums {n} copies of a value: right only if the result is used as an average of"
+            " equal values."
         )
     for h in varying:
         if h.kind == "own":
             raise Unproved(
-                "it sums values that devices computed from terms of a sum that is not complete: the result is that of one "
-                "device only if the computation between is linear up to rounding."
+                "it sums values that devices computed from terms of a sum that is not complete: the"
+                " result is that of one device only if the computation between is linear up to"
+                " rounding."
             )
         if h.kind == "device":
             raise Unproved("it sums values that devices chose by their own number.")
@@ -101,7 +114,9 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     if len(frozenset().union(*members)) < total:
         raise Unproved("it sums terms of which some are on no device.")
     if any(len(member) != n for member in members):
-        raise Wrong("some devices of a group hold the same term, which counts several times.", groups)
+        raise Wrong(
+            "some devices of a group hold the same term, which counts several times.", groups
+        )
     if n < total:
         remaining.append(_partial(members, groups, n, total, varying, kind, order))
     elif n > total:
@@ -130,7 +145,10 @@ def _partial(
     """Return the coordinate of the reduction that remains: groups summed other sets of terms."""
     distinct = sorted(set(members), key=sorted)
     if total % n or sum(len(member) for member in distinct) != len(frozenset().union(*distinct)):
-        raise Wrong("its groups sum sets of terms that overlap, so that no later sum can complete them.", groups)
+        raise Wrong(
+            "its groups sum sets of terms that overlap, so that no later sum can complete them.",
+            groups,
+        )
     at = np.zeros(sum(map(len, groups)), np.int64)
     for member, group in zip(members, groups, strict=True):
         at[list(group)] = distinct.index(member)
@@ -159,7 +177,9 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
         major, minor = cut(factors[0], n)
         start = Positions.of(major.at.array + at.array)
         if minor.local == 1:
-            hidden = with_element(hidden, Hidden("dim", start, major.size, SCATTERED, math.prod(shape[dim + 1 :])))
+            hidden = with_element(
+                hidden, Hidden("dim", start, major.size, SCATTERED, math.prod(shape[dim + 1 :]))
+            )
             factors = factors[1:]
         else:
             factors[0] = Factor(minor.local, major.size * minor.local, scaled(start, minor.local))
@@ -181,9 +201,12 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
     shape = (*value.shape[:dim], size * n, *value.shape[dim + 1 :])
     if value.parts or (value.fill is not None and not value.hidden):
         return value.changed(
-            shape=shape, dims=_replaced(value.dims, dim, _constant(size * n, devices)), fill=value.fill
+            shape=shape,
+            dims=_replaced(value.dims, dim, _constant(size * n, devices)),
+            fill=value.fill,
         )
-    minor = math.prod(value.shape[dim:])  # joined in their order, pieces are a dim to the left of their elements
+    # joined in their order, pieces are a dim to the left of their elements
+    minor = math.prod(value.shape[dim:])
     new_major, dims, hidden = _gathered_coordinate(value, groups, devices, minor)
     factors = list(dims[dim])
     if new_major is not None:
@@ -191,17 +214,26 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
         if moved == dim and factors[:1] == [factor]:
             factors[0] = Factor(factor.local * n, factor.size, _first(factor.at, groups))
         elif moved >= 0 and size == 1:  # pieces become rows of a dim of their own
-            factors = [Factor(n, factor.size // factor.local, scaled(_first(factor.at, groups), 1, factor.local))]
+            factors = [
+                Factor(
+                    n,
+                    factor.size // factor.local,
+                    scaled(_first(factor.at, groups), 1, factor.local),
+                )
+            ]
             dims = _replaced(dims, moved, _without_piece(dims[moved], factor, devices))
         elif moved >= 0:
             raise Unproved(
-                "it joins pieces of one dim along another: whether they are put in order later is not followed."
+                "it joins pieces of one dim along another: whether they are put in order later is"
+                " not followed."
             )
         else:
             factors = [Factor(n, factor.size, _first(factor.at, groups)), *factors]
     else:
         factors = [Factor(n, 0, zeros(devices)), *factors]
-    return value.changed(shape=shape, dims=_replaced(dims, dim, normal(tuple(factors))), hidden=hidden)
+    return value.changed(
+        shape=shape, dims=_replaced(dims, dim, normal(tuple(factors))), hidden=hidden
+    )
 
 
 def _constant(size: int, devices: int) -> Dim:
@@ -228,9 +260,15 @@ def _first(at: Positions, groups: Groups) -> Positions:
 def _gathered_coordinate(
     value: Value, groups: Groups, devices: int, minor: int
 ) -> tuple[tuple[int, Factor] | None, tuple[Dim, ...], tuple[Hidden, ...]]:
-    """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim; None if there is none."""
+    """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim.
+
+    None if there is none.
+    """
     factors = [
-        (i, factor) for i, dim in enumerate(value.dims) for factor in dim if factor.size and _varying(factor.at, groups)
+        (i, factor)
+        for i, dim in enumerate(value.dims)
+        for factor in dim
+        if factor.size and _varying(factor.at, groups)
     ]
     hidden = [h for h in value.hidden if _varying(h.at, groups)]
     if not factors and not hidden:
@@ -249,7 +287,8 @@ def _gathered_coordinate(
         _check_ascending(at, 1, groups)
         if any(h.minor != minor for h in hidden) and math.prod(value.shape) != 1:
             raise Unproved(
-                "it joins elements of a dim of which each device holds one; whether along that dim is unknown."
+                "it joins elements of a dim of which each device holds one; whether along that dim"
+                " is unknown."
             )
         return (-1, Factor(1, math.prod(h.count for h in hidden), at)), value.dims, remaining
     kinds = {h.kind for h in hidden} - {"dim"}
@@ -274,12 +313,16 @@ def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
     for row in _per_group(at, groups):
         if (row != row[0] + step * np.arange(len(row))).any():
             raise Wrong(
-                f"it joins pieces in another order than they have in the array: from {row[:8].tolist()}.", groups
+                "it joins pieces in another order than they have in the array: from"
+                f" {row[:8].tolist()}.",
+                groups,
             )
 
 
 def exchanged(value: Value, dim: int, groups: Groups) -> Value:
-    """Return the result of an all-to-all: block i of a dim goes to device i of the group, blocks arrive in its order."""
+    """Return the result of an all-to-all: block i of a dim goes to device i of the group, blocks
+    arrive in its order.
+    """
     devices = sum(len(group) for group in groups)
     _check_cover(groups, devices)
     n = len(groups[0])
@@ -288,13 +331,16 @@ def exchanged(value: Value, dim: int, groups: Groups) -> Value:
     size = value.shape[dim]
     sent = block(value, dim, zeros(devices), n)
     received = gathered(sent, dim, groups)
-    # the block that arrives is the one with the receiver's number: gathering saw block 0 of every device
+    # the block that arrives is the one with the receiver's number: gathering saw block 0 of every
+    # device
     common = value._replace(hidden=tuple(h for h in value.hidden if not _varying(h.at, groups)))
     arriving = block(common, dim, position_in_group(groups), n)
     return _moved_block(received, sent, arriving, dim, size, groups)
 
 
-def _moved_block(received: Value, sent: Value, own: Value, dim: int, size: int, groups: Groups) -> Value:
+def _moved_block(
+    received: Value, sent: Value, own: Value, dim: int, size: int, groups: Groups
+) -> Value:
     """Return what was gathered from block 0 with the coordinates of the receiver's own block."""
     new_hidden = [h for h in own.hidden if h not in sent.hidden]
     factors = list(received.dims[dim])
@@ -305,7 +351,9 @@ def _moved_block(received: Value, sent: Value, own: Value, dim: int, size: int, 
         factors[factors.index(before)] = after
     dims = _replaced(received.dims, dim, tuple(factors))
     hidden = tuple(h for h in received.hidden if h not in sent.hidden or h in own.hidden)
-    return received.changed(dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill)
+    return received.changed(
+        dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill
+    )
 
 
 def permuted(value: Value, senders: np.ndarray, order: int) -> Value:
@@ -318,9 +366,15 @@ def permuted(value: Value, senders: np.ndarray, order: int) -> Value:
     def moved(at: Positions) -> Positions:
         return Positions.of(at.array[source])
 
-    dims = tuple(tuple(factor._replace(at=moved(factor.at)) for factor in dim) for dim in value.dims)
+    dims = tuple(
+        tuple(factor._replace(at=moved(factor.at)) for factor in dim) for dim in value.dims
+    )
     hidden = tuple(h._replace(at=moved(h.at)) for h in value.hidden)
     if varies(receives):
         hidden = (*hidden, Hidden("device", partition(receives), 2, order))
-    parts = None if value.parts is None else tuple(permuted(part, senders, order) for part in value.parts)
+    parts = (
+        None
+        if value.parts is None
+        else tuple(permuted(part, senders, order) for part in value.parts)
+    )
     return value.changed(dims=dims, hidden=merged_hidden([hidden]), fill=value.fill, parts=parts)

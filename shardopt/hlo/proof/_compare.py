@@ -1,7 +1,9 @@
-"""A compiled program and the program that XLA was given, interpreted on the same arguments and compared.
+"""A compiled program and the program that XLA was given, interpreted on the same arguments and
+compared.
 
-Both are computed in double precision without rounding in between. So they differ by 1e-14 if the compiled program is right,
-also where its types are short, and by more than `TOLERANCE` if it is not.
+Both are computed in double precision without rounding in between. So they differ by 1e-14 if the
+compiled program is right, also where its types are short, and by more than `TOLERANCE` if it is
+not.
 """
 
 import functools
@@ -31,11 +33,17 @@ from shardopt.hlo.proof._text import lowered_text
 TOLERANCE = 1e-6
 """Results are equal up to so much of their largest number."""
 SMALLEST = 1e-3
-"""A result whose numbers are smaller than this may be zero up to rounding, and is compared with this."""
+"""A result whose numbers are smaller than this may be zero up to rounding, and is compared with
+this.
+"""
 MAX_NUMBERS = 1 << 28
-"""A program is interpreted if it computes at most so many numbers, on all devices together and in all turns of loops."""
+"""A program is interpreted if it computes at most so many numbers, on all devices together and in
+all turns of loops.
+"""
 DRAWS = (1.0, 0.05)
-"""Arguments are drawn so often, each time with numbers of this size: clipping takes both of its branches."""
+"""Arguments are drawn so often, each time with numbers of this size: clipping takes both of its
+branches.
+"""
 
 
 class Difference(NamedTuple):
@@ -67,7 +75,8 @@ class Comparison(NamedTuple):
 
 
 class Equal(NamedTuple):
-    """Mesh axes over which the pieces of some arguments hold equal numbers, as the state of a run does.
+    """Mesh axes over which the pieces of some arguments hold equal numbers, as the state of a run
+    does.
 
     Attributes:
       axes: the mesh axes; empty if all numbers are drawn.
@@ -98,10 +107,25 @@ class Reference:
 
     @functools.cached_property
     def equal(self) -> Equal | None:
-        """The pieces that have to be equal, so that devices that should hold copies do; None if none helps."""
-        axes = [axis for sizes in self.interpreter.meshes.values() for axis, size in sizes.items() if size > 1]
-        sets = [chosen for count in range(1, len(axes) + 1) for chosen in itertools.combinations(axes, count)]
-        for equal in [Equal(), *(Equal(chosen, params) for params in (False, True) for chosen in sets)]:
+        """The pieces that have to be equal, so that devices that should hold copies do.
+
+        None if none helps.
+        """
+        axes = [
+            axis
+            for sizes in self.interpreter.meshes.values()
+            for axis, size in sizes.items()
+            if size > 1
+        ]
+        sets = [
+            chosen
+            for count in range(1, len(axes) + 1)
+            for chosen in itertools.combinations(axes, count)
+        ]
+        for equal in [
+            Equal(),
+            *(Equal(chosen, params) for params in (False, True) for chosen in sets),
+        ]:
             self.interpreter.uneven = False
             self._results[0] = self.interpreter.run(self._drawn(0, equal))
             if not self.interpreter.uneven:
@@ -119,13 +143,19 @@ class Reference:
             if shape.dtype == np.uint32:
                 value = source.integers(0, 2**31, shape.dims)
             elif shape.dtype.kind in "iub":
-                value = source.integers(0, 8, shape.dims) if "batch" in name else source.integers(1, 3, shape.dims)
+                value = (
+                    source.integers(0, 8, shape.dims)
+                    if "batch" in name
+                    else source.integers(1, 3, shape.dims)
+                )
             elif "opt_state" in name or "weights" in name:
                 value = source.uniform(0.1, 1, shape.dims)
             else:
                 value = source.uniform(-1, 1, shape.dims) * DRAWS[draw]
             value = np.asarray(value).astype(shape.dtype)
-            for axis in equal.axes if "batch" not in name and (equal.params or "params" not in name) else ():
+            for axis in (
+                equal.axes if "batch" not in name and (equal.params or "params" not in name) else ()
+            ):
                 value = self.interpreter.with_equal_pieces(value, line, axis)
             values.append(value)
         return values
@@ -165,7 +195,10 @@ def compare(
         if refusal := _refusal(interpreter, reference):
             return Comparison(None, refusal)
         ranks = [len(array_shape(line.shape)) for line in interpreter.parameters]
-        into = [sharding_text(sharding, rank, devices) for sharding, rank in zip(inputs, ranks, strict=True)]
+        into = [
+            sharding_text(sharding, rank, devices)
+            for sharding, rank in zip(inputs, ranks, strict=True)
+        ]
         for draw in range(len(DRAWS)):
             expected = reference.results(draw)
             if not all(map(_tells, expected)):
@@ -183,8 +216,13 @@ def compare(
             ]
             index = int(np.argmax(errors)) if errors else 0
             if errors and errors[index] > TOLERANCE:
-                rounding = errors_of_folding(module, reference.interpreter.module, arguments, results)
-                if all(error <= TOLERANCE + bound for error, bound in zip(errors, rounding, strict=True)):
+                rounding = errors_of_folding(
+                    module, reference.interpreter.module, arguments, results
+                )
+                if all(
+                    error <= TOLERANCE + bound
+                    for error, bound in zip(errors, rounding, strict=True)
+                ):
                     continue
                 site = locate(interpreter, arguments, reference.values(draw), index, sizes)
                 return Comparison(_described(index, errors[index], site))
@@ -195,43 +233,60 @@ def compare(
 
 
 def _described(result: int, error: float, site: Site | None) -> Difference:
-    reason = f"result {result} differs from that of the program that XLA was given by {error:.1e} of its largest number"
+    reason = (
+        f"result {result} differs from that of the program that XLA was given by {error:.1e} of its"
+        " largest number"
+    )
     if math.isinf(error):
         reason = (
-            f"devices that should hold copies of result {result} hold different numbers, or numbers that are not finite"
+            f"devices that should hold copies of result {result} hold different numbers, or numbers"
+            " that are not finite"
         )
     if site is None:
         return Difference(None, f"{reason}.")
     if site.groups:
-        step = f"it reads {site.reads} as if it were whole, and the sum of {site.reads} over these devices is not taken"
+        step = (
+            f"it reads {site.reads} as if it were whole, and the sum of {site.reads} over these"
+            " devices is not taken"
+        )
     else:
         step = "its operands are values of the program that XLA was given, and its result is none"
     return Difference(site.instruction, f"{step}: {reason}.", site.groups)
 
 
 def _refusal(interpreter: Interpreter, reference: Reference) -> str:
-    lines = (line for computation in interpreter.module.computations.values() for line in computation)
+    lines = (
+        line for computation in interpreter.module.computations.values() for line in computation
+    )
     numbers = sum(math.prod(array_shape(array)) for line in lines for array in _computed(line))
     numbers *= interpreter.replicas * interpreter.partitions
     if numbers > MAX_NUMBERS:
         return f"its instructions compute {numbers:,} numbers, too many to interpret."
     counts = len(reference.interpreter.parameters), len(interpreter.parameters)
     if counts[0] != counts[1]:
-        return f"the program that XLA was given has {counts[0]} arguments, and the compiled program has {counts[1]}."
+        return (
+            f"the program that XLA was given has {counts[0]} arguments, and the compiled program"
+            f" has {counts[1]}."
+        )
     if reference.equal is None:
         return "for drawn arguments, devices that should hold copies hold different numbers."
     return ""
 
 
 def _computed(line: Instruction) -> list[str]:
-    """Return the arrays that an instruction computes; those of cuBLAS after the first one are workspaces."""
+    """Return the arrays that an instruction computes.
+
+    Those of cuBLAS after the first one are workspaces.
+    """
     shapes = arrays(line.shape)
     return shapes[:1] if any(target in line.rest for target in TARGETS) else shapes
 
 
 def _tells(result: np.ndarray) -> bool:
     """Return whether a result can be compared: its numbers are finite; a metric may be infinite."""
-    return result.dtype.kind != "f" or bool(np.isfinite(result).all() or (result.ndim == 0 and np.isinf(result)))
+    return result.dtype.kind != "f" or bool(
+        np.isfinite(result).all() or (result.ndim == 0 and np.isinf(result))
+    )
 
 
 def _error(shards: np.ndarray, sharding: str, expected: np.ndarray) -> float:

@@ -34,8 +34,25 @@ Result = Any
 """A `Value`, or a tuple of results."""
 
 MAX_TURNS = 12
-_UNNOTED = ("fusion", "get-tuple-element", "while", "conditional", "optimization-barrier", "opt-barrier", "call")
-_IN_ORDER = (*BY_ELEMENT, *_UNNOTED, "reshape", "bitcast", "transpose", "slice", "broadcast", "parameter")
+_UNNOTED = (
+    "fusion",
+    "get-tuple-element",
+    "while",
+    "conditional",
+    "optimization-barrier",
+    "opt-barrier",
+    "call",
+)
+_IN_ORDER = (
+    *BY_ELEMENT,
+    *_UNNOTED,
+    "reshape",
+    "bitcast",
+    "transpose",
+    "slice",
+    "broadcast",
+    "parameter",
+)
 _IN_ORDER += ("reduce-scatter", "all-reduce", "collective-permute")
 """These keep the elements of an array in their order."""
 _MOVES = ("collective-permute", "slice", "copy", THROUGH)
@@ -49,10 +66,13 @@ class Walk:
       computations: the lines of each computation.
       replicas: the number of replicas.
       partitions: the number of partitions.
-      sums_of_constants: the orders of reductions of numbers that follow from no argument and are the same on all devices.
+      sums_of_constants: the orders of reductions of numbers that follow from no argument and are
+        the same on all devices.
     """
 
-    def __init__(self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int) -> None:
+    def __init__(
+        self, computations: dict[str, tuple[Line, ...]], replicas: int, partitions: int
+    ) -> None:
         self.computations, self.replicas, self.partitions = computations, replicas, partitions
         self.devices = replicas * partitions
         self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
@@ -75,7 +95,9 @@ class Walk:
                 values[line.name] = arguments[int(line.rest.partition(")")[0])]
             else:
                 operands = [values[operand] for operand in line.operands]
-                values[line.name] = self.line(line, operands, [lines[operand].shape for operand in line.operands])
+                values[line.name] = self.line(
+                    line, operands, [lines[operand].shape for operand in line.operands]
+                )
             if line.opcode == "concatenate":
                 values[line.name] = self._joined(line, lines, values)
             if line.is_root:
@@ -89,14 +111,20 @@ class Walk:
             if isinstance(result, Value) and line.opcode not in _IN_ORDER:
                 result = _reordered(result)
             if isinstance(result, Value) and line.opcode not in _UNNOTED:
-                return noted(line, [o for o in operands if isinstance(o, Value)], result, self.devices)
+                return noted(
+                    line, [o for o in operands if isinstance(o, Value)], result, self.devices
+                )
             return result
         except Wrong as problem:
             fault = Fault(True, line.order, problem.reason, problem.groups)
         except Unproved as problem:
             fault = Fault(False, line.order, problem.reason)
         except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-            fault = Fault(False, line.order, f"the rule of {line.opcode} does not cover this form of it ({error!r}).")
+            fault = Fault(
+                False,
+                line.order,
+                f"the rule of {line.opcode} does not cover this form of it ({error!r}).",
+            )
         return faulty(line.shape, frozenset([fault]))
 
     def _line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
@@ -104,7 +132,11 @@ class Walk:
         if opcode in ("tuple", "after-all"):
             return tuple(operands)
         if opcode == "get-tuple-element":
-            return operands[0][int(line.attributes["index"])] if isinstance(operands[0], tuple) else operands[0]
+            return (
+                operands[0][int(line.attributes["index"])]
+                if isinstance(operands[0], tuple)
+                else operands[0]
+            )
         if opcode in ("optimization-barrier", "opt-barrier"):
             return operands[0]
         if opcode in ("fusion", "call"):
@@ -119,7 +151,11 @@ class Walk:
             return iota(line, self.devices)
         if opcode in ("partition-id", "replica-id"):
             positions = np.arange(self.devices)
-            ids = positions % self.partitions if opcode == "partition-id" else positions // self.partitions
+            ids = (
+                positions % self.partitions
+                if opcode == "partition-id"
+                else positions // self.partitions
+            )
             return known(ids.astype(np.uint32), self.devices, line.order)
         if opcode in KINDS:
             return self._collective(line, opcode, operands)
@@ -148,18 +184,24 @@ class Walk:
         if opcode == "scatter":
             return _indexing.scatter(line, operands, devices, self.reduction(line.callee))
         if opcode == "bitcast" and operands[0].data is None and not operands[0].parts:
-            return _rules.bitcast(operands[0], shapes[0], line.shape, line.dims)._replace(constant=constant)
+            return _rules.bitcast(operands[0], shapes[0], line.shape, line.dims)._replace(
+                constant=constant
+            )
         if opcode in _SPECIAL and not any(operand.parts for operand in operands):
             value = _rules.evaluate(line, operands, devices)
             if value is not None:
                 return known(value, devices, line.order)
-            return _rules.without_known_devices(_SPECIAL[opcode](line, operands, devices)._replace(constant=constant))
+            return _rules.without_known_devices(
+                _SPECIAL[opcode](line, operands, devices)._replace(constant=constant)
+            )
         return _rules.apply(line, operands, devices)
 
     def reduction(self, name: str) -> str | None:
         """Return the reduction of a computation of two scalars, such as `add`; None for others."""
         opcodes = [
-            line.opcode for line in self.computations.get(name, ()) if line.opcode not in ("parameter", "convert")
+            line.opcode
+            for line in self.computations.get(name, ())
+            if line.opcode not in ("parameter", "convert")
         ]
         return opcodes[0] if len(opcodes) == 1 else None
 
@@ -172,7 +214,10 @@ class Walk:
         removed = line.integers("dimensions")
         mixed = _indexing.along_whole(line, operands[:half], removed)
         kept = [i for i in range(len(mixed[0].shape)) if i not in removed]
-        results = tuple(Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden) for v in mixed)
+        results = tuple(
+            Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden)
+            for v in mixed
+        )
         return results if line.shape.startswith("(") else results[0]
 
     def _custom_call(self, line: Line, operands: list[Value]) -> Result:
@@ -191,8 +236,12 @@ class Walk:
             return self._gemm(line, gemm, operands)
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
             return self._of_whole_dims(line, operands, 2)
-        if target == "tpu_custom_call" and '"has_communication":true' not in line.rest.replace(" ", ""):
-            return self._of_whole_dims(line, operands, max(len(operand.shape) for operand in operands))
+        if target == "tpu_custom_call" and '"has_communication":true' not in line.rest.replace(
+            " ", ""
+        ):
+            return self._of_whole_dims(
+                line, operands, max(len(operand.shape) for operand in operands)
+            )
         raise Unproved(f"no rule covers the custom call {target}.")
 
     def _gemm(self, line: Line, gemm: Gemm, operands: list[Value]) -> Result:
@@ -201,7 +250,9 @@ class Walk:
         left, right, *others = operands
         value = _rules.product(array, left, right, gemm.batch, gemm.contracting)
         if gemm.bias:
-            last = array._replace(attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast")
+            last = array._replace(
+                attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast"
+            )
             others[-1] = _rules.apply(last, others[-1:], self.devices)
         for other in others:
             value = _rules.apply(array._replace(opcode="add"), [value, other], self.devices)
@@ -213,24 +264,36 @@ class Walk:
         return (result, *empty) if line.shape.startswith("(") else result
 
     def _allocated(self, shape: tuple[int, ...]) -> Value:
-        return Value(shape, tuple(same_everywhere(size, self.devices) for size in shape), constant=True, fill=0)
+        return Value(
+            shape,
+            tuple(same_everywhere(size, self.devices) for size in shape),
+            constant=True,
+            fill=0,
+        )
 
     def _of_whole_dims(self, line: Line, operands: list[Value], count: int) -> Result:
         """Return a function of the last dims, which are whole; the dims before are a batch.
 
-        Decompositions read two dims. A kernel reads all dims, and its devices may have their own elements of other dims.
+        Decompositions read two dims. A kernel reads all dims, and its devices may have their own
+        elements of other dims.
         """
         rank = max(len(operand.shape) for operand in operands)
         batch = next(operand for operand in operands if len(operand.shape) == rank)
         for operand in operands:
-            if not all(_rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - count, 0) :]):
+            if not all(
+                _rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - count, 0) :]
+            ):
                 raise Unproved("it mixes the elements of dims of which each device holds a piece.")
         hidden = merged_hidden(used(operand.hidden, line.order) for operand in operands)
         results = []
         for shape in leaves(line.shape):
             sizes = array_shape(shape)
             dims = tuple(
-                batch.dims[i] if i < rank - count and size == batch.shape[i] else whole(size, self.devices)
+                (
+                    batch.dims[i]
+                    if i < rank - count and size == batch.shape[i]
+                    else whole(size, self.devices)
+                )
                 for i, size in enumerate(sizes)
             )
             results.append(Value(sizes, dims, hidden))
@@ -239,18 +302,26 @@ class Walk:
     # pieces of neighbours
 
     def _joined(self, line: Line, lines: dict[str, Line], values: dict[str, Result]) -> Value:
-        """Return a concatenation, with the interval that each device joins if its pieces are of one value."""
+        """Return a concatenation, with the interval that each device joins if its pieces are of one
+        value.
+        """
         result, (dim,) = values[line.name], line.integers("dimensions")
         if _faults([values[name] for name in line.operands]) or not (result.faults or result.parts):
             return result
-        names, senders, starts = zip(*(self._piece(name, dim, lines) for name in line.operands), strict=True)
+        names, senders, starts = zip(
+            *(self._piece(name, dim, lines) for name in line.operands), strict=True
+        )
         value, sizes = values[names[0]], [lines[name].dims[dim] for name in line.operands]
         if len(set(names)) > 1 or not isinstance(value, Value):
             return result
-        return result._replace(note=window(value, dim, np.stack(senders), np.array(starts), np.array(sizes)))
+        return result._replace(
+            note=window(value, dim, np.stack(senders), np.array(starts), np.array(sizes))
+        )
 
     def _piece(self, name: str, dim: int, lines: dict[str, Line]) -> tuple[str, np.ndarray, int]:
-        """Return the name of the value that an operand is a piece of, the devices that send it, and where it starts."""
+        """Return the name of the value that an operand is a piece of, the devices that send it, and
+        where it starts.
+        """
         senders, start = np.arange(self.devices), 0
         while len((line := lines[name]).operands) == 1 and line.opcode in _MOVES:
             if line.opcode == "collective-permute":
@@ -278,15 +349,22 @@ class Walk:
         if predicate.faults:
             return faulty(line.shape, predicate.faults)
         # devices that leave the loop after different numbers of turns hold different things
-        return _with_hidden(state, used(predicate.hidden, line.order)) if predicate.hidden else state
+        return (
+            _with_hidden(state, used(predicate.hidden, line.order)) if predicate.hidden else state
+        )
 
     def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
         keys = ["branch_computations", "true_computation", "false_computation"]
         names = [
-            name.strip(" %{}") for key in keys if key in line.attributes for name in line.attributes[key].split(",")
+            name.strip(" %{}")
+            for key in keys
+            if key in line.attributes
+            for name in line.attributes[key].split(",")
         ]
         index = operands[0]
-        results = [self.run(name, (operand,)) for name, operand in zip(names, operands[1:], strict=True)]
+        results = [
+            self.run(name, (operand,)) for name, operand in zip(names, operands[1:], strict=True)
+        ]
         if index.faults:
             return faulty(line.shape, index.faults)
         result = functools.reduce(lambda a, b: join(a, b, line), results)
@@ -297,7 +375,10 @@ class Walk:
 
     def _groups(self, line: Line, *, has_global_flag: bool) -> Groups:
         return replica_groups(
-            line.attributes, replicas=self.replicas, partitions=self.partitions, has_global_flag=has_global_flag
+            line.attributes,
+            replicas=self.replicas,
+            partitions=self.partitions,
+            has_global_flag=has_global_flag,
         )
 
     def _collective(self, line: Line, kind: str, operands: Sequence[Result]) -> Result:
@@ -318,15 +399,24 @@ class Walk:
                 else:
                     results.append(self._one_collective(line, kind, operand))
             except Wrong as problem:
-                results.append(faulty(shapes[i], frozenset([Fault(True, line.order, problem.reason, problem.groups)])))
+                results.append(
+                    faulty(
+                        shapes[i],
+                        frozenset([Fault(True, line.order, problem.reason, problem.groups)]),
+                    )
+                )
             except Unproved as problem:
-                results.append(faulty(shapes[i], frozenset([Fault(False, line.order, problem.reason)])))
+                results.append(
+                    faulty(shapes[i], frozenset([Fault(False, line.order, problem.reason)]))
+                )
         return tuple(results) if line.shape.startswith("(") else results[0]
 
     def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
         if kind == "collective-permute":
             return _collectives.permuted(value, self._senders(line), line.order)
-        groups = self._groups(line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"))
+        groups = self._groups(
+            line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter")
+        )
         if kind == "all-reduce":
             return self._by_part(value, lambda part: self._reduced(line, part, groups))
         (dim,) = line.integers("dimensions")
@@ -335,9 +425,13 @@ class Walk:
         if kind == "all-gather":
             return self._by_part(value, lambda part: _collectives.gathered(part, dim, groups))
         if kind == "all-to-all":
-            return self._by_part(value, lambda part: _exchanged(part, dim, groups, major_to_minor(line.shape)))
+            return self._by_part(
+                value, lambda part: _exchanged(part, dim, groups, major_to_minor(line.shape))
+            )
         at, n = _collectives.position_in_group(groups), len(groups[0])
-        return self._by_part(value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n))
+        return self._by_part(
+            value, lambda part: _collectives.block(self._reduced(line, part, groups), dim, at, n)
+        )
 
     def _senders(self, line: Line) -> np.ndarray:
         """Return from which device each device receives; -1 for none."""
@@ -351,7 +445,9 @@ class Walk:
         return senders
 
     def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
-        result = _collectives.reduced_over(value, self.reduction(line.callee) or "?", groups, line.order)
+        result = _collectives.reduced_over(
+            value, self.reduction(line.callee) or "?", groups, line.order
+        )
         if value.constant and not value.hidden and not value.zero and len(groups[0]) > 1:
             self.sums_of_constants.add(line.order)
         return result
@@ -376,7 +472,11 @@ class Walk:
             raise Unproved("it exchanges arrays of different layouts.")
         n = len(operands)
         shape = (n, *operands[0].shape)
-        stacked = Value(shape, (whole(n, self.devices), *common), merged_hidden(value.hidden for value in values))
+        stacked = Value(
+            shape,
+            (whole(n, self.devices), *common),
+            merged_hidden(value.hidden for value in values),
+        )
         received = _collectives.exchanged(stacked, 0, groups)
         element = Value(operands[0].shape, received.dims[1:], received.hidden)
         return (element,) * n
@@ -399,7 +499,9 @@ _IDENTITIES = (
 
 
 def _exchanged(value: Value, dim: int, groups: Groups, order: tuple[int, ...]) -> Value:
-    """Return the result of an all-to-all of an array in memory, where an element of a dim is to the left of others."""
+    """Return the result of an all-to-all of an array in memory, where an element of a dim is to the
+    left of others.
+    """
     stored = _collectives.exchanged(_rules.transposed(value, order), order.index(dim), groups)
     return _rules.transposed(stored, tuple(map(order.index, range(len(order)))))
 
@@ -422,7 +524,11 @@ def faulty(shape: str, faults: frozenset[Fault]) -> Result:
 def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
     faults: frozenset[Fault] = frozenset()
     for operand in operands:
-        faults |= _faults(operand) if isinstance(operand, tuple) and not isinstance(operand, Value) else operand.faults
+        faults |= (
+            _faults(operand)
+            if isinstance(operand, tuple) and not isinstance(operand, Value)
+            else operand.faults
+        )
     return faults
 
 
@@ -441,4 +547,6 @@ def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:
         return tuple(_with_hidden(part, hidden) for part in result)
     if result.faults:
         return result._replace(note=None)
-    return _rules.without_known_devices(result.changed(hidden=merged_hidden([result.hidden, hidden])))
+    return _rules.without_known_devices(
+        result.changed(hidden=merged_hidden([result.hidden, hidden]))
+    )

@@ -1,4 +1,6 @@
-"""Convolutions of XLA:TPU that are inner products: every spatial dim is free, contracted or common to both operands."""
+"""Convolutions of XLA:TPU that are inner products: every spatial dim is free, contracted or common
+to both operands.
+"""
 
 import re
 from collections.abc import Sequence
@@ -11,8 +13,9 @@ from shardopt.hlo.proof._value import Unproved, Value
 def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
     """Return the rule of a convolution that is an inner product.
 
-    A spatial dim of n elements is common to both operands if the window of size n steps over a left side that is spread by
-    n. It is contracted if the window covers it whole, and free if one of the operands has one element.
+    A spatial dim of n elements is common to both operands if the window of size n steps over a left
+    side that is spread by n. It is contracted if the window covers it whole, and free if one of the
+    operands has one element.
     """
     left, right = values
     left_labels, right_labels, result_labels = re.split("_|->", line.attributes["dim_labels"])
@@ -27,14 +30,25 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
         low, high = map(int, _of(window, "pad", index, "0_0").split("_"))
         stride, spread, reversed_, right_spread = (
             int(_of(window, key, index, default))
-            for key, default in (("stride", "1"), ("lhs_dilate", "1"), ("rhs_reversal", "0"), ("rhs_dilate", "1"))
+            for key, default in (
+                ("stride", "1"),
+                ("lhs_dilate", "1"),
+                ("rhs_reversal", "0"),
+                ("rhs_dilate", "1"),
+            )
         )
         plain = (stride, spread, right_spread, low, high, reversed_) == (1, 1, 1, 0, 0, 0)
         if plain and size[1] == 1 and result == size[0]:
             free_left.append(label)
         elif plain and size[0] == size[1] and result == 1:
             contracting.append((label, label))
-        elif size[0] == 1 and (low, high) == (size[1] - 1,) * 2 and reversed_ and result == size[1] and stride == 1:
+        elif (
+            size[0] == 1
+            and (low, high) == (size[1] - 1,) * 2
+            and reversed_
+            and result == size[1]
+            and stride == 1
+        ):
             free_right.append(label)
         elif (
             size[0] == size[1] == result == spread
@@ -46,13 +60,20 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
             raise Unproved("no rule covers a convolution that is no inner product.")
     left, left_labels = _without(left, left_labels, free_right)
     right, right_labels = _without(right, right_labels, free_left)
-    pairs = [[(left_labels.index(a), right_labels.index(b)) for a, b in labels] for labels in (batch, contracting)]
+    pairs = [
+        [(left_labels.index(a), right_labels.index(b)) for a, b in labels]
+        for labels in (batch, contracting)
+    ]
     result = product(line, left, right, *pairs)
     taken = {i for pair in pairs for i, _ in pair}, {j for pair in pairs for _, j in pair}
     order = [label for label, _ in batch]
     order += [label for i, label in enumerate(left_labels) if i not in taken[0]]
-    order += [{"o": "f"}.get(label, label) for j, label in enumerate(right_labels) if j not in taken[1]]
-    dims = tuple(result.dims[order.index(label)] if label in order else () for label in result_labels)
+    order += [
+        {"o": "f"}.get(label, label) for j, label in enumerate(right_labels) if j not in taken[1]
+    ]
+    dims = tuple(
+        result.dims[order.index(label)] if label in order else () for label in result_labels
+    )
     return Value(line.dims, dims, result.hidden, fill=result.fill)
 
 

@@ -1,4 +1,6 @@
-"""Matrix products of cuBLAS: custom calls whose configuration states the dims, the factors and what follows the product."""
+"""Matrix products of cuBLAS: custom calls whose configuration states the dims, the factors and what
+follows the product.
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +13,8 @@ Pairs = list[tuple[int, int]]
 
 
 class Gemm(NamedTuple):
-    """The product `alpha * left @ right + beta * other`, then a bias along the last dim, and a function.
+    """The product `alpha * left @ right + beta * other`, then a bias along the last dim, and a
+    function.
 
     Attributes:
       batch: pairs of batch dims of both operands.
@@ -47,4 +50,11 @@ def read_gemm(attributes: Mapping[str, str]) -> Gemm | None:
         for key in ("batch_dimensions", "contracting_dimensions")
     )
     function = epilogue.removeprefix("BIAS").strip("_").replace("DEFAULT", "")
-    return Gemm(batch, contracting, config.get("alpha_real", 1), config.get("beta", 0), "BIAS" in epilogue, function)
+    return Gemm(
+        batch,
+        contracting,
+        config.get("alpha_real", 1),
+        config.get("beta", 0),
+        "BIAS" in epilogue,
+        function,
+    )

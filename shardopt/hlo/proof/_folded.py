@@ -1,4 +1,6 @@
-"""Constants that XLA computed in bf16 or fp16: they are known up to a rounding, and so are the results that they are in."""
+"""Constants that XLA computed in bf16 or fp16: they are known up to a rounding, and so are the
+results that they are in.
+"""
 
 import re
 from collections.abc import Sequence
@@ -16,15 +18,20 @@ _FLOAT = re.compile(r"(bf16|f16|f32)\[\]")
 
 
 def folded_constants(module: Module, written: Module) -> dict[float, float]:
-    """Return the short constants of a compiled program that are not written in its source, with their spacing.
+    """Return the short constants of a compiled program that are not written in its source, with
+    their spacing.
 
-    XLA replaces the product of two constants in bf16 by the rounded product. Whole numbers are exact.
+    XLA replaces the product of two constants in bf16 by the rounded product. Whole numbers are
+    exact.
     """
     types, numbers = _constants(written)
     if not types & {"bf16", "f16"}:
         return {}
     new = {number for number in _constants(module)[1] - numbers if not number.is_integer()}
-    spacings = {number: [s for dtype, s in SHORT.items() if float(dtype.type(number)) == number] for number in new}
+    spacings = {
+        number: [s for dtype, s in SHORT.items() if float(dtype.type(number)) == number]
+        for number in new
+    }
     return {number: max(spacing) for number, spacing in spacings.items() if spacing}
 
 
@@ -44,6 +51,10 @@ def errors_of_folding(
     """Return how far each result moves if each folded constant moves by its spacing."""
     errors = [0.0] * len(results)
     for number, spacing in folded_constants(module, written).items():
-        moved = Interpreter(module, exact=True, moved={number: number * (1 + spacing)}).run(arguments)
-        errors = [error + error_between(a, b) for error, a, b in zip(errors, moved, results, strict=True)]
+        moved = Interpreter(module, exact=True, moved={number: number * (1 + spacing)}).run(
+            arguments
+        )
+        errors = [
+            error + error_between(a, b) for error, a, b in zip(errors, moved, results, strict=True)
+        ]
     return errors

@@ -1,4 +1,6 @@
-"""Slices and updates at computed places, gathers, scatters and sorts: by number of the device, or the same everywhere."""
+"""Slices and updates at computed places, gathers, scatters and sorts: by number of the device, or
+the same everywhere.
+"""
 
 import math
 from collections.abc import Sequence
@@ -37,14 +39,18 @@ def starts_of(value: Value, devices: int) -> np.ndarray | None:
     """Return the start on each device; None if it is unknown."""
     if value.data is None:
         return None
-    return np.broadcast_to(value.data.array.reshape(len(value.data.array)), (devices,)).astype(np.int64)
+    return np.broadcast_to(value.data.array.reshape(len(value.data.array)), (devices,)).astype(
+        np.int64
+    )
 
 
 def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
     """Return the rule of a slice that starts at computed positions."""
     value, indices = values[0], values[1:]
     dims, hidden = list(value.dims), list(value.hidden)
-    for dim, (size, index) in enumerate(zip(line.integers("dynamic_slice_sizes"), indices, strict=True)):
+    for dim, (size, index) in enumerate(
+        zip(line.integers("dynamic_slice_sizes"), indices, strict=True)
+    ):
         local = value.shape[dim]
         if size == local:
             continue
@@ -58,7 +64,9 @@ def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
             if size == 1:
                 for f in dims[dim]:
                     if f.size > 1 and varies(f.at):
-                        hidden = list(with_element(tuple(hidden), Hidden("dim", f.at, f.size, line.order)))
+                        hidden = list(
+                            with_element(tuple(hidden), Hidden("dim", f.at, f.size, line.order))
+                        )
                 dims[dim] = ()
             continue
         start = np.clip(start, 0, local - size)
@@ -77,7 +85,9 @@ def _of_index(index: Value, value: Value, line: Line) -> list[Hidden]:
     return list(hidden)
 
 
-def _own_block(dim: Dim, local: int, size: int, start: np.ndarray, order: int) -> tuple[Dim, list[Hidden]]:
+def _own_block(
+    dim: Dim, local: int, size: int, start: np.ndarray, order: int
+) -> tuple[Dim, list[Hidden]]:
     """Return the part of a dim that starts at another position on each device."""
     if is_constant_along(dim):
         return tuple(factor._replace(local=size) for factor in dim[:1] if size != 1), []
@@ -111,7 +121,11 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
             continue
         start = starts_of(index, devices)
         by_device = start is not None and bool((start != start[0]).any())
-        if start is None or not by_device or not (base.zero and _covers(start, size, base.shape[dim])):
+        if (
+            start is None
+            or not by_device
+            or not (base.zero and _covers(start, size, base.shape[dim]))
+        ):
             index_hidden += used(index.hidden, line.order)
             if not (is_whole(base.dims[dim]) and is_whole(update.dims[dim])):
                 dims[dim] = _updated_piece(base, update, dim, devices)
@@ -160,7 +174,11 @@ def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
     if size == 1:
         for h in update.hidden:
             for factor in base.dims[dim]:
-                if factor.size > factor.local and h.kind == "dim" and h.at is scaled(factor.at, 1, factor.local):
+                if (
+                    factor.size > factor.local
+                    and h.kind == "dim"
+                    and h.at is scaled(factor.at, 1, factor.local)
+                ):
                     return base.dims[dim]
     raise Unproved("it writes a piece of a dim into another piece of it.")
 
@@ -168,7 +186,9 @@ def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
 def _padded(
     local: int, update: Value, dim: int, start: np.ndarray, line: Line, devices: int
 ) -> tuple[Dim, Hidden, Value]:
-    """Every device writes its piece into zeros, at its place: the sum over devices is the whole array."""
+    """Every device writes its piece into zeros, at its place: the sum over devices is the whole
+    array.
+    """
     size = update.shape[dim]
     at = Positions.of(start)
     blocks = local // size
@@ -176,17 +196,29 @@ def _padded(
     if local % size or (start % size).any():
         raise Unproved("each device writes its piece at a place that overlaps others.")
     factors = normal(update.dims[dim])
-    if len(factors) == 1 and factors[0].size > 0 and factors[0].at is at and factors[0].size == local:
+    if (
+        len(factors) == 1
+        and factors[0].size > 0
+        and factors[0].at is at
+        and factors[0].size == local
+    ):
         remaining = update.hidden
     else:
-        matching = [h for h in update.hidden if h.kind == "dim" and h.at is coordinate.at and h.count == blocks]
+        matching = [
+            h
+            for h in update.hidden
+            if h.kind == "dim" and h.at is coordinate.at and h.count == blocks
+        ]
         if not matching or not is_whole(factors):
             if update.constant or is_constant_along(factors):
                 matching = []
             elif len(factors) != 1 or factors[0].size != local:
                 raise Unproved("each device writes its own numbers at its own place.")
             else:
-                raise Wrong("devices write their pieces at other places than these pieces have in the array.")
+                raise Wrong(
+                    "devices write their pieces at other places than these pieces have in the"
+                    " array."
+                )
         remaining = tuple(h for h in update.hidden if h not in matching)
     dims = (*update.dims[:dim], whole(size, devices), *update.dims[dim + 1 :])
     return whole(local, devices), coordinate, update._replace(dims=dims, hidden=remaining)
@@ -199,23 +231,40 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
     starts, sizes = line.integers("start_index_map"), line.integers("slice_sizes")
     vector_dim = line.integers("index_vector_dim")[0]
     batching = list(
-        zip(line.integers("operand_batching_dims"), line.integers("start_indices_batching_dims"), strict=True)
+        zip(
+            line.integers("operand_batching_dims"),
+            line.integers("start_indices_batching_dims"),
+            strict=True,
+        )
     )
     if pending(indices):
         indices = indices._replace(hidden=used(indices.hidden, line.order))
     common, operand, indices = unify(operand, indices, batching)
     batch = [i for i in range(len(indices.shape)) if i != vector_dim]
     by_indices = {j: common[i] for i, j in batching}
-    window = [i for i in range(len(operand.shape)) if i not in collapsed and i not in {i for i, _ in batching}]
+    window = [
+        i
+        for i in range(len(operand.shape))
+        if i not in collapsed and i not in {i for i, _ in batching}
+    ]
     rows = None
     for dim in starts:
         if sizes[dim] != operand.shape[dim] and not is_whole(operand.dims[dim]):
             if len(starts) != 1 or sizes[dim] != 1:
-                raise Unproved(f"it looks up elements of dim {dim}, of which each device holds a piece.")
+                raise Unproved(
+                    f"it looks up elements of dim {dim}, of which each device holds a piece."
+                )
             rows, indices = own_rows(operand, dim, indices, line.order)
     batch_dims = iter([by_indices.get(j, indices.dims[j]) for j in batch])
-    window_dims = iter([operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], devices) for i in window])
-    dims = [next(window_dims) if i in offset_dims else next(batch_dims) for i in range(len(line.dims))]
+    window_dims = iter(
+        [
+            operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], devices)
+            for i in window
+        ]
+    )
+    dims = [
+        next(window_dims) if i in offset_dims else next(batch_dims) for i in range(len(line.dims))
+    ]
     for i in window:
         if i not in starts and sizes[i] != operand.shape[i] and not is_whole(operand.dims[i]):
             raise Unproved("it takes a part of a piece.")
@@ -227,13 +276,23 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 
 def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None) -> Value:
-    """Return the rule of a scatter; `kind` is the reduction of its updates, None if they overwrite."""
+    """Return the rule of a scatter.
+
+    `kind` is the reduction of its updates, None if they overwrite.
+    """
     operand, indices, updates = values
-    window_dims, inserted = line.integers("update_window_dims"), line.integers("inserted_window_dims")
+    window_dims, inserted = (
+        line.integers("update_window_dims"),
+        line.integers("inserted_window_dims"),
+    )
     scattered = line.integers("scatter_dims_to_operand_dims")
     vector_dim = line.integers("index_vector_dim")[0]
     batching = list(
-        zip(line.integers("input_batching_dims"), line.integers("scatter_indices_batching_dims"), strict=True)
+        zip(
+            line.integers("input_batching_dims"),
+            line.integers("scatter_indices_batching_dims"),
+            strict=True,
+        )
     )
     indices = indices._replace(hidden=used(indices.hidden, line.order))
     batch_of_indices = [i for i in range(len(indices.shape)) if i != vector_dim]
@@ -241,7 +300,11 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
     pairs = list(zip(batch_of_updates, batch_of_indices, strict=True))
     common, updates, indices = unify(updates, indices, pairs)
     updates = updates._replace(dims=tuple(common.get(i, dim) for i, dim in enumerate(updates.dims)))
-    windows = [i for i in range(len(operand.shape)) if i not in inserted and i not in {i for i, _ in batching}]
+    windows = [
+        i
+        for i in range(len(operand.shape))
+        if i not in inserted and i not in {i for i, _ in batching}
+    ]
     window_of = dict(zip(windows, window_dims, strict=True))
     same = [(i, j) for i, j in window_of.items() if operand.shape[i] == updates.shape[j]]
     batched = {j: i for i, j in batching}
@@ -251,7 +314,11 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
     for dim in {*scattered, *(i for i in windows if i not in dims_of_operand)}:
         if dim in dims_of_operand:
             continue
-        rows = scattered_rows(indices, operand.shape[dim]) if scattered == (dim,) and operand.zero else None
+        rows = (
+            scattered_rows(indices, operand.shape[dim])
+            if scattered == (dim,) and operand.zero
+            else None
+        )
         if rows is not None and kind == "add":
             at, size = rows
             dims[dim] = (Factor(operand.shape[dim], size, at),)
@@ -261,8 +328,15 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
             raise Unproved(f"it writes to places of dim {dim}, of which each device holds a piece.")
         dims[dim] = whole(operand.shape[dim], devices)
     reduced_dims = [i for i, j in pairs if j not in batched]
-    terms = Value(updates.shape, updates.dims, merged_hidden([updates.hidden, indices.hidden]), fill=updates.fill)
-    if pending(updates) and {partition(h.at) for h in pending(updates)} & {partition(h.at) for h in indices.hidden}:
+    terms = Value(
+        updates.shape,
+        updates.dims,
+        merged_hidden([updates.hidden, indices.hidden]),
+        fill=updates.fill,
+    )
+    if pending(updates) and {partition(h.at) for h in pending(updates)} & {
+        partition(h.at) for h in indices.hidden
+    }:
         terms = terms._replace(hidden=used(terms.hidden, line.order))
     sums = [f for i in reduced_dims for f in terms.dims[i] if f.size > f.local or f.size == -1]
     if sums and kind is None:
@@ -281,16 +355,24 @@ def sort(line: Line, values: Sequence[Value], devices: int) -> tuple[Value, ...]
 
 
 def along_whole(line: Line, values: Sequence[Value], dims: Sequence[int]) -> tuple[Value, ...]:
-    """Return the operands after a computation that mixes the elements of some dims, which must be whole."""
+    """Return the operands after a computation that mixes the elements of some dims, which must be
+    whole.
+    """
     from shardopt.hlo.proof._rules import unified_operands
 
     common, operands = unified_operands(values)
     for dim in dims:
         if not is_whole(common[dim]):
-            raise Unproved(f"it mixes the elements of dim {dim}, of which each device holds a piece.")
+            raise Unproved(
+                f"it mixes the elements of dim {dim}, of which each device holds a piece."
+            )
     hidden = merged_hidden(used(value.hidden, line.order) for value in operands)
     result = tuple(
-        (Factor(value.shape[i], value.shape[i], scaled(f[0].at, 0)),) if i in dims and (f := common[i]) else common[i]
+        (
+            (Factor(value.shape[i], value.shape[i], scaled(f[0].at, 0)),)
+            if i in dims and (f := common[i])
+            else common[i]
+        )
         for i, value in ((i, operands[0]) for i in range(len(common)))
     )
     return tuple(Value(value.shape, result, hidden) for value in operands)

@@ -1,6 +1,7 @@
 """Interpret a partitioned HLO module in numpy: all devices step through it together.
 
-This is the second witness of a proof about a compiled program. The rules of the derivation are no part of it.
+This is the second witness of a proof about a compiled program. The rules of the derivation are no
+part of it.
 """
 
 import functools
@@ -10,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, entry_parameters, header_count, operands, parse
+from shardopt.hlo._hlo_text import (
+    Instruction,
+    Module,
+    attributes,
+    entry_parameters,
+    header_count,
+    operands,
+    parse,
+)
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
@@ -27,7 +36,14 @@ from shardopt.hlo.proof._interpret_numpy import (
     wide_float,
     widened,
 )
-from shardopt.hlo.proof._interpret_shards import cut, error_between, join, read_literal, read_shape, written_shardings
+from shardopt.hlo.proof._interpret_shards import (
+    cut,
+    error_between,
+    join,
+    read_literal,
+    read_shape,
+    written_shardings,
+)
 from shardopt.hlo.proof._opened import opened
 
 Value = Any
@@ -40,7 +56,9 @@ _PASSED += ("fusion", "call", "while", "conditional")
 
 
 class CannotInterpretError(NotImplementedError):
-    """An instruction that has no meaning in numpy here, or none at all because a device would wait forever."""
+    """An instruction that has no meaning in numpy here, or none at all because a device would wait
+    forever.
+    """
 
     def __init__(self, instruction: Instruction, reason: str) -> None:
         operand_text = instruction.rest.partition(", metadata=")[0][:200]
@@ -61,7 +79,8 @@ def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.nd
       For each result an array `[devices, ...local shape]`.
 
     Raises:
-      CannotInterpretError: if it cannot interpret an instruction, with the instruction and the reason.
+      CannotInterpretError: if it cannot interpret an instruction, with the instruction and the
+        reason.
     """
     return Interpreter(parse(program) if isinstance(program, str) else program).run(inputs)
 
@@ -74,14 +93,16 @@ def compare(
     *,
     input_shardings: Sequence[str] | None = None,
 ) -> list[float]:
-    """Return the largest error of each result of a partitioned program, relative to one device's largest number.
+    """Return the largest error of each result of a partitioned program, relative to one device's
+    largest number.
 
     Args:
       program: the text of a partitioned HLO module, or the parsed module.
       inputs: the whole arguments.
       expected: the whole results on one device.
       outputs: the sharding of each result, as HLO text, such as `{devices=[8,1]<=[8]}`.
-      input_shardings: the sharding of each argument; by default those in the text, which XLA:TPU leaves out.
+      input_shardings: the sharding of each argument; by default those in the text, which XLA:TPU
+        leaves out.
 
     Raises:
       CannotInterpretError: if it cannot interpret an instruction.
@@ -101,8 +122,10 @@ class Interpreter:
 
     Attributes:
       module: the parsed module.
-      exact: whether to compute in double precision, with no rounding in between, whatever the types of floats are.
-      limit: the most numbers that are computed, of all devices, and in all turns of loops; None is no limit.
+      exact: whether to compute in double precision, with no rounding in between, whatever the types
+        of floats are.
+      limit: the most numbers that are computed, of all devices, and in all turns of loops; None is
+        no limit.
       moved: constants that are replaced, by their numbers.
       watch: called with the computation, the instruction and its value after each step.
       replicas: the number of replicas.
@@ -118,7 +141,9 @@ class Interpreter:
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     computed: int = field(init=False, default=0)
-    _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(default_factory=dict)
+    _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         """Read the number of devices, and make asynchronous instructions synchronous."""
@@ -137,19 +162,30 @@ class Interpreter:
         """The parameters of the entry computation, in order."""
         return entry_parameters(self.module)
 
-    def shard(self, inputs: Sequence[np.ndarray], shardings: Sequence[str] | None = None) -> list[np.ndarray]:
-        """Cut whole arguments by shardings, by default those that the text states of the parameters."""
+    def shard(
+        self, inputs: Sequence[np.ndarray], shardings: Sequence[str] | None = None
+    ) -> list[np.ndarray]:
+        """Cut whole arguments by shardings, by default those that the text states of the
+        parameters.
+        """
         count = self.replicas * self.partitions
         shardings = written_shardings(self.parameters, count) if shardings is None else shardings
-        return [cut(np.asarray(value), sharding, count) for value, sharding in zip(inputs, shardings, strict=True)]
+        return [
+            cut(np.asarray(value), sharding, count)
+            for value, sharding in zip(inputs, shardings, strict=True)
+        ]
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return each result on all devices."""
         for line, value in zip(self.parameters, inputs, strict=True):
             shape = read_shape(line.shape)
-            if value.shape != (self.replicas * self.partitions, *shape.dims) or value.dtype != shape.dtype:
+            if (
+                value.shape != (self.replicas * self.partitions, *shape.dims)
+                or value.dtype != shape.dtype
+            ):
                 raise ValueError(
-                    f"interpret: {line.name} is {line.shape} on each device, got {value.dtype}{list(value.shape)}."
+                    f"interpret: {line.name} is {line.shape} on each device, got"
+                    f" {value.dtype}{list(value.shape)}."
                 )
         return self._results(self.devices, inputs)
 
@@ -180,7 +216,9 @@ class Interpreter:
             values.append(value)
             self.computed += 0 if instruction.opcode in _PASSED else _size(value)
             if self.limit is not None and self.computed > self.limit:
-                raise CannotInterpretError(instruction, f"until then {self.computed:,} numbers are computed, too many")
+                raise CannotInterpretError(
+                    instruction, f"until then {self.computed:,} numbers are computed, too many"
+                )
             if self.watch is not None:
                 self.watch(name, instruction, value)
         return values[root]
@@ -190,7 +228,11 @@ class Interpreter:
         place_of = {line.name: place for place, line in enumerate(lines)}
         steps = []
         for instruction in lines:
-            names = [] if instruction.opcode in ("constant", "parameter", "iota") else operands(instruction)
+            names = (
+                []
+                if instruction.opcode in ("constant", "parameter", "iota")
+                else operands(instruction)
+            )
             if instruction.opcode == "parameter":
                 index = int(operands(instruction)[0])
                 steps.append((lambda devices, values, index=index: index, (-1,), instruction))
@@ -223,12 +265,19 @@ class Interpreter:
             numbers = iota(line)
             return lambda devices, values: numbers(len(devices.positions))
         if opcode == "constant":
-            text = instruction.rest.partition("), ")[0].rpartition(")")[0] or instruction.rest.partition(")")[0]
+            text = (
+                instruction.rest.partition("), ")[0].rpartition(")")[0]
+                or instruction.rest.partition(")")[0]
+            )
             literal = read_literal(text, read_shape(instruction.shape)).astype(line.result.dtype)
-            literal = exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
+            literal = (
+                exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
+            )
             if literal.ndim == 0:
                 literal = np.array(self.moved.get(float(literal), literal), literal.dtype)
-            return lambda devices, values: np.broadcast_to(literal, (len(devices.positions), *literal.shape))
+            return lambda devices, values: np.broadcast_to(
+                literal, (len(devices.positions), *literal.shape)
+            )
         builder = getattr(self, "_" + opcode.replace("-", "_"), None)
         if builder is None:
             raise ValueError(f"the opcode {opcode} is not interpreted")
@@ -284,23 +333,35 @@ class Interpreter:
 
     def _conditional(self, line: Line) -> Step:
         if "branch_computations" in line.attributes:
-            branches = [name.strip(" %") for name in line.attributes["branch_computations"].strip("{}").split(",")]
+            branches = [
+                name.strip(" %")
+                for name in line.attributes["branch_computations"].strip("{}").split(",")
+            ]
         else:
-            branches = [line.attributes[key].lstrip("%") for key in ("true_computation", "false_computation")]
+            branches = [
+                line.attributes[key].lstrip("%")
+                for key in ("true_computation", "false_computation")
+            ]
         is_boolean = line.operand(0).dtype == np.bool_
 
         def step(devices: Devices, values: list[Value]) -> Value:
             which = (
                 ~values[0] * 1
                 if is_boolean
-                else np.where((values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0])
+                else np.where(
+                    (values[0] < 0) | (values[0] >= len(branches)), len(branches) - 1, values[0]
+                )
             )
             result = None
             for branch in np.unique(which).tolist():
                 rows = np.flatnonzero(which == branch)
                 part = devices._replace(positions=devices.positions[rows])
                 outcome = self.call(branches[branch], part, [_take(values[1 + branch], rows)])
-                result = _spread_rows(outcome, rows, len(which)) if result is None else _put(result, rows, outcome)
+                result = (
+                    _spread_rows(outcome, rows, len(which))
+                    if result is None
+                    else _put(result, rows, outcome)
+                )
             return result
 
         return step
@@ -325,23 +386,33 @@ class Interpreter:
         name = self._combiner(line)
         if name is None:
             raise ValueError(
-                f"its computation {line.attributes['to_apply']} is more than one of {', '.join(sorted(UFUNCS))}"
+                f"its computation {line.attributes['to_apply']} is more than one of"
+                f" {', '.join(sorted(UFUNCS))}"
             )
         return name
 
     def _scalars(self, name: str, values: Sequence[np.ndarray]) -> Value:
-        """Apply a computation of single numbers to arrays: each place counts as a device of its own."""
+        """Apply a computation of single numbers to arrays: each place counts as a device of its
+        own.
+        """
         flat = [np.ascontiguousarray(value).reshape(-1) for value in values]
         result = self.call(name, Devices(np.arange(len(flat[0])), len(flat[0]), 1), flat)
         shape = values[0].shape
-        return tuple(part.reshape(shape) for part in result) if isinstance(result, tuple) else result.reshape(shape)
+        return (
+            tuple(part.reshape(shape) for part in result)
+            if isinstance(result, tuple)
+            else result.reshape(shape)
+        )
 
     def _map(self, line: Line) -> Step:
         name = self._callee(line, "to_apply")
         return lambda devices, values: self._scalars(name, values)
 
     def _reduce(self, line: Line) -> Step:
-        name, axes = self._callee(line, "to_apply"), tuple(dim + 1 for dim in line.dims("dimensions"))
+        name, axes = (
+            self._callee(line, "to_apply"),
+            tuple(dim + 1 for dim in line.dims("dimensions")),
+        )
         combiner, count = self._combiner(line), len(line.operand_shapes) // 2
         if count == 1 and combiner in UFUNCS:
             ufunc = UFUNCS[combiner]
@@ -349,7 +420,9 @@ class Interpreter:
             def direct(devices: Devices, values: list[Value]) -> Value:
                 value, initial = values
                 reduced = reduce_rows(ufunc, value, axes)
-                return ufunc(reduced, initial.reshape(len(initial), *(1,) * (reduced.ndim - 1))).astype(value.dtype)
+                return ufunc(
+                    reduced, initial.reshape(len(initial), *(1,) * (reduced.ndim - 1))
+                ).astype(value.dtype)
 
             return direct
 
@@ -357,7 +430,10 @@ class Interpreter:
             kept = [axis for axis in range(values[0].ndim) if axis not in axes]
             shape = tuple(values[0].shape[axis] for axis in kept)
             moved = [value.transpose(*kept, *axes).reshape(*shape, -1) for value in values[:count]]
-            total = [np.broadcast_to(value.reshape(-1, *(1,) * (len(shape) - 1)), shape) for value in values[count:]]
+            total = [
+                np.broadcast_to(value.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+                for value in values[count:]
+            ]
             for place in range(moved[0].shape[-1]):
                 result = self._scalars(name, [*total, *(value[..., place] for value in moved)])
                 total = list(result) if isinstance(result, tuple) else [result]
@@ -382,13 +458,18 @@ class Interpreter:
             length = columns[0].shape[-1]
             for turn in range(length):
                 left, right = slice(turn % 2, length - 1, 2), slice(turn % 2 + 1, length, 2)
-                pairs = [part for column in columns for part in (column[..., right], column[..., left])]
+                pairs = [
+                    part for column in columns for part in (column[..., right], column[..., left])
+                ]
                 if pairs[0].size == 0:
                     continue
                 swaps = self._scalars(name, pairs)
                 for column in columns:
                     a, b = column[..., left].copy(), column[..., right].copy()
-                    column[..., left], column[..., right] = np.where(swaps, b, a), np.where(swaps, a, b)
+                    column[..., left], column[..., right] = (
+                        np.where(swaps, b, a),
+                        np.where(swaps, a, b),
+                    )
             sorted_values = tuple(np.moveaxis(column, -1, axis) for column in columns)
             return sorted_values if line.shape.startswith("(") else sorted_values[0]
 
@@ -402,7 +483,9 @@ class Interpreter:
         target = line.attributes.get("custom_call_target", "").strip('"')
         if target == "AllocateBuffer":
             shape = line.result
-            return lambda devices, values: np.zeros((len(devices.positions), *shape.dims), shape.dtype)
+            return lambda devices, values: np.zeros(
+                (len(devices.positions), *shape.dims), shape.dtype
+            )
         if target in ("AssumeGatherIndicesInBound", "LayoutConstraint"):
             return lambda devices, values: values[0]
         if target not in CUSTOM_CALLS:
@@ -412,7 +495,9 @@ class Interpreter:
 
     # collectives
 
-    def _each(self, kind: str, line: Line, move: Callable[[np.ndarray, list[list[int]]], np.ndarray]) -> Step:
+    def _each(
+        self, kind: str, line: Line, move: Callable[[np.ndarray, list[list[int]]], np.ndarray]
+    ) -> Step:
         groups = collectives.groups_of(kind, line.attributes, self.devices)
         is_tuple = len(line.operand_shapes) > 1
 
@@ -429,22 +514,30 @@ class Interpreter:
 
     def _all_reduce(self, line: Line) -> Step:
         reduction = self._reduction(line)
-        return self._each("all-reduce", line, lambda value, rows: collectives.all_reduce(value, rows, reduction))
+        return self._each(
+            "all-reduce", line, lambda value, rows: collectives.all_reduce(value, rows, reduction)
+        )
 
     def _all_gather(self, line: Line) -> Step:
         dim = line.dims("dimensions")[0]
-        return self._each("all-gather", line, lambda value, rows: collectives.all_gather(value, rows, dim))
+        return self._each(
+            "all-gather", line, lambda value, rows: collectives.all_gather(value, rows, dim)
+        )
 
     def _reduce_scatter(self, line: Line) -> Step:
         dim, reduction = line.dims("dimensions")[0], self._reduction(line)
         return self._each(
-            "reduce-scatter", line, lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction)
+            "reduce-scatter",
+            line,
+            lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction),
         )
 
     def _all_to_all(self, line: Line) -> Step:
         if "dimensions" in line.attributes:
             dim = line.dims("dimensions")[0]
-            return self._each("all-to-all", line, lambda value, rows: collectives.all_to_all(value, rows, dim))
+            return self._each(
+                "all-to-all", line, lambda value, rows: collectives.all_to_all(value, rows, dim)
+            )
         groups = collectives.groups_of("all-to-all", line.attributes, self.devices)
         return lambda devices, values: collectives.exchange(values, devices.rows(groups))
 
@@ -463,7 +556,9 @@ class Interpreter:
         is_tuple = len(line.operand_shapes) > 1
 
         def step(devices: Devices, values: list[Value]) -> Value:
-            results = tuple(collectives.permute(value, line.attributes, devices) for value in values)
+            results = tuple(
+                collectives.permute(value, line.attributes, devices) for value in values
+            )
             return results if is_tuple else results[0]
 
         return step
@@ -490,7 +585,10 @@ def _put(value: Value, rows: np.ndarray, update: Value) -> Value:
 
 
 def _spread_rows(value: Value, rows: np.ndarray, count: int) -> Value:
-    """Return a value of `count` devices with the given rows; the others are zero until they are put."""
+    """Return a value of `count` devices with the given rows.
+
+    The others are zero until they are put.
+    """
     if isinstance(value, tuple):
         return tuple(_spread_rows(part, rows, count) for part in value)
     if len(rows) == count:

@@ -1,4 +1,6 @@
-"""The collectives of HLO in numpy: a value is an array [devices, ...], and a collective mixes its rows."""
+"""The collectives of HLO in numpy: a value is an array [devices, ...], and a collective mixes its
+rows.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,20 +15,27 @@ STUCK = ("waits forever", "receives twice", "do not hold each device once")
 
 
 class Devices(NamedTuple):
-    """The devices that run a computation: their positions in the device assignment, and the size of the program."""
+    """The devices that run a computation: their positions in the device assignment, and the size of
+    the program.
+    """
 
     positions: np.ndarray
     replicas: int
     partitions: int
 
     def rows(self, groups: Groups) -> list[list[int]]:
-        """Return the rows of each group among these devices; raise ValueError if a group waits for other devices."""
+        """Return the rows of each group among these devices.
+
+        Raise ValueError if a group waits for other devices.
+        """
         row_of = {int(position): row for row, position in enumerate(self.positions)}
         rows = []
         for group in groups:
             members = [row_of[position] for position in group if position in row_of]
             if len(members) not in (0, len(group)):
-                raise ValueError(f"of its group {group} only some devices run it, so it waits forever")
+                raise ValueError(
+                    f"of its group {group} only some devices run it, so it waits forever"
+                )
             if members:
                 rows.append(members)
         if sorted(row for members in rows for row in members) != list(range(len(self.positions))):
@@ -62,11 +71,15 @@ def all_gather(value: np.ndarray, rows: list[list[int]], dim: int) -> np.ndarray
     return np.stack(gathered)
 
 
-def reduce_scatter(value: np.ndarray, rows: list[list[int]], dim: int, reduction: Reduction) -> np.ndarray:
+def reduce_scatter(
+    value: np.ndarray, rows: list[list[int]], dim: int, reduction: Reduction
+) -> np.ndarray:
     """Return each member's part of the sum over its group."""
     parts: list[np.ndarray] = [value] * len(value)
     for members in rows:
-        for row, part in zip(members, np.split(reduction(value[members]), len(members), dim), strict=True):
+        for row, part in zip(
+            members, np.split(reduction(value[members]), len(members), dim), strict=True
+        ):
             parts[row] = part
     return np.stack(parts)
 
@@ -92,15 +105,22 @@ def exchange(values: Sequence[np.ndarray], rows: list[list[int]]) -> tuple[np.nd
 
 
 def ragged_all_to_all(values: Sequence[np.ndarray], rows: list[list[int]]) -> np.ndarray:
-    """Return the outputs after each member of a group sent its rows to all members; each states the places and the numbers of rows."""
+    """Return the outputs after each member of a group sent its rows to all members.
+
+    Each states the places and the numbers of rows.
+    """
     sent, output, starts, sizes, targets, _ = values
     result = output.copy()
     for members in rows:
         each = starts.shape[1] // len(members)  # several pieces for each member
         for sender in members:
             for place in range(starts.shape[1]):
-                start, size, target = (int(column[sender, place]) for column in (starts, sizes, targets))
-                result[members[place // each], target : target + size] = sent[sender, start : start + size]
+                start, size, target = (
+                    int(column[sender, place]) for column in (starts, sizes, targets)
+                )
+                result[members[place // each], target : target + size] = sent[
+                    sender, start : start + size
+                ]
     return result
 
 
@@ -115,7 +135,9 @@ def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> 
         raise ValueError(f"a device receives twice: {pairs}")
     for source, target in (*moving, *_unmoved(pairs, attributes, devices)):
         if (source in row_of) != (target in row_of):
-            raise ValueError(f"only one of the devices {source} and {target} runs it, so it waits forever")
+            raise ValueError(
+                f"only one of the devices {source} and {target} runs it, so it waits forever"
+            )
         if source in row_of:
             result[row_of[target]] = value[row_of[source]]
     return result
@@ -124,7 +146,9 @@ def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> 
 def _unmoved(pairs: str, attributes: dict[str, str], devices: Devices) -> list[tuple[int, int]]:
     """Return the pairs of equal positions, which keep a value and are no traffic."""
     own = [int(a) for a, b in _pairs(pairs) if a == b]
-    positions = np.arange(devices.replicas * devices.partitions).reshape(devices.replicas, devices.partitions)
+    positions = np.arange(devices.replicas * devices.partitions).reshape(
+        devices.replicas, devices.partitions
+    )
     lines = positions if "channel_id" in attributes else positions.T
     return [(int(line[place]), int(line[place])) for line in lines for place in own]
 

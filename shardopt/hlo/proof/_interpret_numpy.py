@@ -1,4 +1,7 @@
-"""The array operations of HLO in numpy. A value is an array [devices, ...]: dim d of HLO is axis d + 1."""
+"""The array operations of HLO in numpy.
+
+A value is an array [devices, ...]: dim d of HLO is axis d + 1.
+"""
 
 import itertools
 import math
@@ -47,14 +50,21 @@ _SHORT_FLOAT = re.compile(r"\b(?:bf16|f16|f32)(?=\[)")
 
 
 def widened(line: Line) -> Line:
-    """Return the line with floats of 64 bits in place of 16 and 32. Floats of 8 bits stay: the program means their rounding."""
+    """Return the line with floats of 64 bits in place of 16 and 32.
+
+    Floats of 8 bits stay: the program means their rounding.
+    """
     shapes = tuple(_SHORT_FLOAT.sub("f64", shape) for shape in line.operand_shapes)
     opcode = "copy" if line.opcode == "reduce-precision" else line.opcode
-    return line._replace(opcode=opcode, shape=_SHORT_FLOAT.sub("f64", line.shape), operand_shapes=shapes)
+    return line._replace(
+        opcode=opcode, shape=_SHORT_FLOAT.sub("f64", line.shape), operand_shapes=shapes
+    )
 
 
 def exact_reciprocals(value: np.ndarray) -> np.ndarray:
-    """Return constants with 1/n in place of its fp32 number: XLA multiplies by such a number where a program divides."""
+    """Return constants with 1/n in place of its fp32 number: XLA multiplies by such a number where
+    a program divides.
+    """
     with np.errstate(all="ignore"):
         divisor = np.rint(1 / value)
         near = np.isfinite(divisor) & (np.abs(1 / value - divisor) <= 2e-7 * np.abs(divisor))
@@ -83,7 +93,9 @@ def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     )
 
 
-def _shift(a: np.ndarray, b: np.ndarray, shift: Callable, *, signed: bool, fill: Callable) -> np.ndarray:
+def _shift(
+    a: np.ndarray, b: np.ndarray, shift: Callable, *, signed: bool, fill: Callable
+) -> np.ndarray:
     bits = a.dtype.itemsize * 8
     kind = np.dtype(f"{'int' if signed else 'uint'}{bits}")
     count = b.astype(np.uint64)
@@ -159,7 +171,9 @@ BINARY: dict[str, Operation] = {
     "mulhi": _high_product,
     "shift-left": lambda a, b: _shift(a, b, np.left_shift, signed=False, fill=_zero),
     "shift-right-logical": lambda a, b: _shift(a, b, np.right_shift, signed=False, fill=_zero),
-    "shift-right-arithmetic": lambda a, b: _shift(a, b, np.right_shift, signed=True, fill=_sign_bits),
+    "shift-right-arithmetic": lambda a, b: _shift(
+        a, b, np.right_shift, signed=True, fill=_sign_bits
+    ),
 }
 COMPARE = {
     "EQ": np.equal,
@@ -196,7 +210,9 @@ def elementwise(line: Line) -> Operation | None:
     if opcode == "select":
         return lambda which, yes, no: np.where(_spread(which, yes), yes, no)
     if opcode == "clamp":
-        return lambda low, value, high: np.minimum(np.maximum(value, _spread(low, value)), _spread(high, value))
+        return lambda low, value, high: np.minimum(
+            np.maximum(value, _spread(low, value)), _spread(high, value)
+        )
     if opcode == "convert":
         target = line.result.dtype
         return lambda value: _convert(value, target)
@@ -218,7 +234,11 @@ def _compare(line: Line) -> Operation:
 
 
 def _spread(scalar: np.ndarray, value: np.ndarray) -> np.ndarray:
-    return scalar.reshape(len(scalar), *(1,) * (value.ndim - 1)) if scalar.ndim < value.ndim else scalar
+    return (
+        scalar.reshape(len(scalar), *(1,) * (value.ndim - 1))
+        if scalar.ndim < value.ndim
+        else scalar
+    )
 
 
 def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -226,12 +246,14 @@ def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return value != 0
     if dtype.kind in "iu" and value.dtype.kind not in "biu":  # XLA clamps, and a NaN becomes 0
         limits = np.iinfo(dtype)
-        whole = np.trunc(np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf))
+        whole = np.trunc(
+            np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
+        )
         inside = np.clip(whole, float(limits.min), float(limits.max))
         result = np.where(np.abs(inside) < 2.0**53, inside, 0).astype(dtype)
-        return np.where(whole >= limits.max, limits.max, np.where(whole <= limits.min, limits.min, result)).astype(
-            dtype
-        )
+        return np.where(
+            whole >= limits.max, limits.max, np.where(whole <= limits.min, limits.min, result)
+        ).astype(dtype)
     return value.astype(dtype)
 
 
@@ -256,12 +278,15 @@ def shaped(line: Line) -> Operation | None:
 
 def _bitcast(line: Line) -> Operation:
     source, target = line.operand(0), line.result
-    if source.without_ones() == target.without_ones():  # tiles pad other dims then, and the order is the same
+    # tiles pad other dims then, and the order is the same
+    if source.without_ones() == target.without_ones():
         source, target = source._replace(tile=()), target._replace(tile=())
 
     def apply(value: np.ndarray) -> np.ndarray:
         flat = to_memory(value, source)
-        flat = flat if source.dtype == target.dtype else np.ascontiguousarray(flat).view(target.dtype)
+        flat = (
+            flat if source.dtype == target.dtype else np.ascontiguousarray(flat).view(target.dtype)
+        )
         return from_memory(flat, target)
 
     return apply
@@ -300,13 +325,18 @@ def _transpose(line: Line) -> Operation:
 
 
 def _slice(line: Line) -> Operation:
-    parts = [[int(n) for n in part.split(":")] for part in re.findall(r"\[([\d:]+)\]", line.attributes["slice"])]
+    parts = [
+        [int(n) for n in part.split(":")]
+        for part in re.findall(r"\[([\d:]+)\]", line.attributes["slice"])
+    ]
     window = (slice(None), *(slice(*part) for part in parts))
     return lambda value: value[window]
 
 
 def _pad(line: Line) -> Operation:
-    edges = [[int(n) for n in part.split("_")] for part in line.attributes["padding"].split("x") if part]
+    edges = [
+        [int(n) for n in part.split("_")] for part in line.attributes["padding"].split("x") if part
+    ]
     edges = [[*edge, 0][:3] for edge in edges]
     target = line.result.dims
 
@@ -318,7 +348,11 @@ def _pad(line: Line) -> Operation:
             first = max(0, -(low // step)) if low < 0 else 0
             last = min(size, (length - 1 - low) // step + 1)
             out.append(slice(first, max(first, last)))
-            into.append(slice(low + first * step, max(low + (last - 1) * step + 1, low + first * step), step))
+            into.append(
+                slice(
+                    low + first * step, max(low + (last - 1) * step + 1, low + first * step), step
+                )
+            )
         result[tuple(into)] = value[tuple(out)]
         return result
 
@@ -329,7 +363,9 @@ def iota(line: Line) -> Operation:
     """Return counts along a dim, for a number of devices."""
     shape, dim = line.result, int(line.attributes.get("iota_dimension", "0"))
     sizes = [size if d == dim else 1 for d, size in enumerate(shape.dims)]
-    values = np.broadcast_to(np.arange(shape.dims[dim]).astype(shape.dtype).reshape(sizes), shape.dims)
+    values = np.broadcast_to(
+        np.arange(shape.dims[dim]).astype(shape.dtype).reshape(sizes), shape.dims
+    )
     return lambda devices: np.broadcast_to(values, (devices, *shape.dims))
 
 
@@ -338,7 +374,9 @@ def _concatenate(line: Line) -> Operation:
     return lambda *values: np.concatenate(values, axis)
 
 
-def _starts(starts: Sequence[np.ndarray], operand: Sequence[int], window: Sequence[int]) -> list[np.ndarray]:
+def _starts(
+    starts: Sequence[np.ndarray], operand: Sequence[int], window: Sequence[int]
+) -> list[np.ndarray]:
     return [
         np.clip(start.astype(np.int64), 0, size - length)
         for start, size, length in zip(starts, operand, window, strict=True)
@@ -360,7 +398,9 @@ def _dynamic_slice(line: Line) -> Operation:
     lengths = line.dims("dynamic_slice_sizes")
 
     def apply(value: np.ndarray, *starts: np.ndarray) -> np.ndarray:
-        return value[_window(_starts(starts, value.shape[1:], lengths), lengths)] if lengths else value
+        return (
+            value[_window(_starts(starts, value.shape[1:], lengths), lengths)] if lengths else value
+        )
 
     return apply
 
@@ -370,7 +410,9 @@ def _dynamic_update_slice(line: Line) -> Operation:
         if not starts:
             return update
         result = value.copy()
-        result[_window(_starts(starts, value.shape[1:], update.shape[1:]), update.shape[1:])] = update
+        result[_window(_starts(starts, value.shape[1:], update.shape[1:]), update.shape[1:])] = (
+            update
+        )
         return result
 
     return apply
@@ -379,19 +421,37 @@ def _dynamic_update_slice(line: Line) -> Operation:
 def _dot(line: Line) -> Operation:
     lhs, rhs, result = line.operand(0), line.operand(1), line.result
     (lb, lc), (rb, rc) = (
-        (line.dims(f"{side}_batch_dims"), line.dims(f"{side}_contracting_dims")) for side in ("lhs", "rhs")
+        (line.dims(f"{side}_batch_dims"), line.dims(f"{side}_contracting_dims"))
+        for side in ("lhs", "rhs")
     )
     lf = [d for d in range(len(lhs.dims)) if d not in (*lb, *lc)]
     rf = [d for d in range(len(rhs.dims)) if d not in (*rb, *rc)]
     batch = [lhs.dims[d] for d in lb]
     m, k, n = (
-        math.prod(sizes) for sizes in ([lhs.dims[d] for d in lf], [lhs.dims[d] for d in lc], [rhs.dims[d] for d in rf])
+        math.prod(sizes)
+        for sizes in (
+            [lhs.dims[d] for d in lf],
+            [lhs.dims[d] for d in lc],
+            [rhs.dims[d] for d in rf],
+        )
     )
-    wide = np.float32 if result.dtype.kind not in "iufc" or result.dtype == np.float16 else result.dtype
+    wide = (
+        np.float32
+        if result.dtype.kind not in "iufc" or result.dtype == np.float16
+        else result.dtype
+    )
 
     def apply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        a = a.astype(wide).transpose(0, *(d + 1 for d in (*lb, *lf, *lc))).reshape(len(a), *batch, m, k)
-        b = b.astype(wide).transpose(0, *(d + 1 for d in (*rb, *rc, *rf))).reshape(len(b), *batch, k, n)
+        a = (
+            a.astype(wide)
+            .transpose(0, *(d + 1 for d in (*lb, *lf, *lc)))
+            .reshape(len(a), *batch, m, k)
+        )
+        b = (
+            b.astype(wide)
+            .transpose(0, *(d + 1 for d in (*rb, *rc, *rf)))
+            .reshape(len(b), *batch, k, n)
+        )
         return np.matmul(a, b).astype(result.dtype).reshape(len(a), *result.dims)
 
     return apply
@@ -400,7 +460,9 @@ def _dot(line: Line) -> Operation:
 def _convolution(line: Line) -> Operation:
     lhs_labels, kernel_labels, out_labels = re.split("_|->", line.attributes["dim_labels"])
     spatial = sorted(label for label in lhs_labels if label.isdigit())
-    window = dict(part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split())
+    window = dict(
+        part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split()
+    )
 
     def of_window(key: str, default: str) -> list[str]:
         return window[key].split("x") if key in window else [default] * len(spatial)
@@ -410,15 +472,21 @@ def _convolution(line: Line) -> Operation:
     )
     pads = [[int(n) for n in pad.split("_")] for pad in of_window("pad", "0_0")]
     backwards = [flag == "1" for flag in of_window("rhs_reversal", "0")]
-    groups, batches = (int(line.attributes.get(f"{name}_group_count", "1")) for name in ("feature", "batch"))
+    groups, batches = (
+        int(line.attributes.get(f"{name}_group_count", "1")) for name in ("feature", "batch")
+    )
     if groups * batches > 1:
         raise ValueError("convolutions in groups are not interpreted")
     result = line.result
     wide = np.float64 if result.dtype == np.float64 else np.float32
 
     def apply(value: np.ndarray, kernel: np.ndarray) -> np.ndarray:
-        value = value.astype(wide).transpose(0, *(lhs_labels.index(label) + 1 for label in ["b", "f", *spatial]))
-        kernel = kernel.astype(wide).transpose(0, *(kernel_labels.index(label) + 1 for label in ["i", "o", *spatial]))
+        value = value.astype(wide).transpose(
+            0, *(lhs_labels.index(label) + 1 for label in ["b", "f", *spatial])
+        )
+        kernel = kernel.astype(wide).transpose(
+            0, *(kernel_labels.index(label) + 1 for label in ["i", "o", *spatial])
+        )
         for dim, (low, high) in enumerate(pads):
             value = _padded(value, dim + 3, low, high, inner[dim])
         sizes = [result.dims[out_labels.index(label)] for label in spatial]
@@ -429,10 +497,14 @@ def _convolution(line: Line) -> Operation:
                 for at, dilation, size, stride in zip(place, dilations, sizes, strides, strict=True)
             )
             at = tuple(
-                size - 1 - i if back else i for i, size, back in zip(place, kernel.shape[3:], backwards, strict=True)
+                size - 1 - i if back else i
+                for i, size, back in zip(place, kernel.shape[3:], backwards, strict=True)
             )
             total += np.einsum(
-                "nbf...,nfo->nbo...", value[(..., *window)], kernel[(slice(None),) * 3 + at], optimize=True
+                "nbf...,nfo->nbo...",
+                value[(..., *window)],
+                kernel[(slice(None),) * 3 + at],
+                optimize=True,
             )
         order = [0, *(1 + ["b", "f", *spatial].index(label) for label in out_labels)]
         return total.transpose(order).astype(result.dtype)
@@ -445,13 +517,18 @@ def _padded(value: np.ndarray, axis: int, low: int, high: int, step: int) -> np.
     length = (value.shape[axis] - 1) * step + 1
     wide = np.zeros((*value.shape[:axis], length, *value.shape[axis + 1 :]), value.dtype)
     wide[(slice(None),) * axis + (slice(None, None, step),)] = value
-    wide = np.pad(wide, [(max(low, 0), max(high, 0)) if dim == axis else (0, 0) for dim in range(value.ndim)])
+    wide = np.pad(
+        wide, [(max(low, 0), max(high, 0)) if dim == axis else (0, 0) for dim in range(value.ndim)]
+    )
     cut = slice(max(-low, 0), wide.shape[axis] - max(-high, 0))
     return wide[(slice(None),) * axis + (cut,)]
 
 
 class _GatherDims(NamedTuple):
-    """How the dims of a gather or scatter correspond; a scatter is a gather of the places that it writes."""
+    """How the dims of a gather or scatter correspond.
+
+    A scatter is a gather of the places that it writes.
+    """
 
     window: tuple[int, ...]
     hidden: tuple[int, ...]
@@ -460,9 +537,17 @@ class _GatherDims(NamedTuple):
     index_batch: tuple[int, ...]
     vector: int
 
-    def places(self, operand: Sequence[int], indexes: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return the first index of the window in each dim of the operand, [devices, ...batch of the indexes]."""
-        vectors = indexes[..., None] if self.vector == indexes.ndim - 1 else np.moveaxis(indexes, self.vector + 1, -1)
+    def places(
+        self, operand: Sequence[int], indexes: np.ndarray, lengths: Sequence[int]
+    ) -> list[np.ndarray]:
+        """Return the first index of the window in each dim of the operand, [devices, ...batch of
+        the indexes].
+        """
+        vectors = (
+            indexes[..., None]
+            if self.vector == indexes.ndim - 1
+            else np.moveaxis(indexes, self.vector + 1, -1)
+        )
         vectors = vectors.astype(np.int64)
         batch = vectors.shape[1:-1]
         starts = [np.zeros((len(indexes), *batch), np.int64) for _ in operand]
@@ -477,7 +562,11 @@ class _GatherDims(NamedTuple):
 
     def expand(self, starts: list[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
         """Return full index arrays [devices, ...batch, ...window]; the first is the device."""
-        shown = [dim for dim in range(len(lengths)) if dim not in self.hidden and dim not in self.operand_batch]
+        shown = [
+            dim
+            for dim in range(len(lengths))
+            if dim not in self.hidden and dim not in self.operand_batch
+        ]
         batch = starts[0].ndim - 1
         rank = batch + len(shown)
         indexes = [np.arange(len(starts[0])).reshape(-1, *(1,) * rank)]
@@ -511,7 +600,9 @@ def _gather(line: Line) -> Operation:
         result = value[tuple(dims.expand(starts, lengths))]
         outer = iter(range(1, rank - len(dims.window) + 1))
         inner = {dim: rank - len(dims.window) + 1 + place for place, dim in enumerate(dims.window)}
-        return result.transpose(0, *(inner[dim] if dim in inner else next(outer) for dim in range(rank)))
+        return result.transpose(
+            0, *(inner[dim] if dim in inner else next(outer) for dim in range(rank))
+        )
 
     return apply
 
@@ -531,7 +622,11 @@ def scatter(line: Line, combine: str) -> Operation:
     updates_rank = len(line.operand(2).dims)
     batch = [dim for dim in range(updates_rank) if dim not in dims.window]
     operand_rank = len(line.operand(0).dims)
-    shown = [dim for dim in range(operand_rank) if dim not in dims.hidden and dim not in dims.operand_batch]
+    shown = [
+        dim
+        for dim in range(operand_rank)
+        if dim not in dims.hidden and dim not in dims.operand_batch
+    ]
 
     def apply(value: np.ndarray, indexes: np.ndarray, updates: np.ndarray) -> np.ndarray:
         lengths = [1] * operand_rank
@@ -544,9 +639,15 @@ def scatter(line: Line, combine: str) -> Operation:
         places = dims.expand([np.where(inside, start, 0) for start in starts], lengths)
         updates = updates.transpose(0, *(dim + 1 for dim in (*batch, *dims.window)))
         full = [np.broadcast_to(place, updates.shape) for place in places]
-        mask = np.broadcast_to(inside.reshape(*inside.shape, *(1,) * len(dims.window)), updates.shape)
+        mask = np.broadcast_to(
+            inside.reshape(*inside.shape, *(1,) * len(dims.window)), updates.shape
+        )
         where = tuple(place[mask] for place in full)
-        wide = np.float32 if value.dtype.kind not in "biufc" or value.dtype == np.float16 else value.dtype
+        wide = (
+            np.float32
+            if value.dtype.kind not in "biufc" or value.dtype == np.float16
+            else value.dtype
+        )
         result = value.astype(wide)
         if combine == "set":
             result[where] = updates[mask].astype(wide)
@@ -567,14 +668,23 @@ def reduce_window(line: Line, combine: str) -> Operation:
     )
     if set(dilations + inner) != {1}:
         raise ValueError("dilated windows are not interpreted")
-    pads = [[int(n) for n in pad.split("_")] for pad in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")]
+    pads = [
+        [int(n) for n in pad.split("_")]
+        for pad in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")
+    ]
 
     def apply(value: np.ndarray, initial: np.ndarray) -> np.ndarray:
         shape = [size + low + high for size, (low, high) in zip(value.shape[1:], pads, strict=True)]
         wide = np.broadcast_to(_spread(initial, value), (len(value), *shape)).copy()
-        wide[(slice(None), *(slice(low, low + size) for size, (low, _) in zip(value.shape[1:], pads, strict=True)))] = (
-            value
-        )
+        wide[
+            (
+                slice(None),
+                *(
+                    slice(low, low + size)
+                    for size, (low, _) in zip(value.shape[1:], pads, strict=True)
+                ),
+            )
+        ] = value
         views = np.lib.stride_tricks.sliding_window_view(wide, sizes, tuple(range(1, value.ndim)))
         views = views[(slice(None), *(slice(None, None, stride) for stride in strides))]
         reduced = reduce_rows(UFUNCS[combine], views, tuple(range(value.ndim, 2 * value.ndim - 1)))
@@ -584,7 +694,9 @@ def reduce_window(line: Line, combine: str) -> Operation:
 
 
 def top_k(line: Line) -> Operation:
-    """Return the custom call TopK: the largest numbers of the last dim and their places, equal ones in order."""
+    """Return the custom call TopK: the largest numbers of the last dim and their places, equal ones
+    in order.
+    """
     values, _ = (read_shape(part) for part in _results(line.shape))
     count = values.dims[-1]
 
@@ -622,7 +734,9 @@ def orgqr(line: Line) -> Operation:
     def apply(value: np.ndarray, taus: np.ndarray) -> np.ndarray:
         matrices, rows = value.reshape(-1, *value.shape[-2:]), taus.reshape(-1, taus.shape[-1])
         (function,) = lapack.get_lapack_funcs(("orgqr",), (value,))
-        return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(value.shape)
+        return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(
+            value.shape
+        )
 
     return apply
 
@@ -634,7 +748,10 @@ def gemm(line: Line) -> Operation:
     shape = _results(line.shape)[0]
     pairs = {"batch": config.batch, "contracting": config.contracting}
     sides = [(i, side, key) for i, side in enumerate(("lhs", "rhs")) for key in pairs]
-    dims = {f"{side}_{key}_dims": f"{{{','.join(str(pair[i]) for pair in pairs[key])}}}" for i, side, key in sides}
+    dims = {
+        f"{side}_{key}_dims": f"{{{','.join(str(pair[i]) for pair in pairs[key])}}}"
+        for i, side, key in sides
+    }
     product = _dot(Line("dot", shape, dims, line.operand_shapes[:2]))
 
     def apply(left: np.ndarray, right: np.ndarray, *others: np.ndarray) -> Any:

@@ -13,13 +13,24 @@ from shardopt.core._errors import format_error
 from shardopt.hlo._collective import read_groups
 from shardopt.hlo._hlo_text import Instruction, attributes
 
-_NUMPY = {"pred": np.bool_, "f16": np.float16, "f32": np.float32, "f64": np.float64, "bf16": jnp.dtype("bfloat16").type}
+_NUMPY = {
+    "pred": np.bool_,
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "bf16": jnp.dtype("bfloat16").type,
+}
 _NUMPY |= {
     f"{kind}{bits}": np.dtype(f"{name}{bits}")
     for kind, name in (("s", "int"), ("u", "uint"))
     for bits in (8, 16, 32, 64)
 }
-_NUMPY |= {"s4": jnp.dtype("int4").type, "u4": jnp.dtype("uint4").type, "c64": np.complex64, "c128": np.complex128}
+_NUMPY |= {
+    "s4": jnp.dtype("int4").type,
+    "u4": jnp.dtype("uint4").type,
+    "c64": np.complex64,
+    "c128": np.complex128,
+}
 _NUMPY |= {
     name: jnp.dtype(f"float8_{name[2:]}").type
     for name in ("f8e4m3fn", "f8e5m2", "f8e4m3b11fnuz", "f8e4m3", "f8e3m4", "f8e8m0fnu")
@@ -30,7 +41,9 @@ _ARRAY = re.compile(
 
 
 class Shape(NamedTuple):
-    """An array of HLO: its type, its dims, its dims from the fastest to the slowest in memory, and its tile."""
+    """An array of HLO: its type, its dims, its dims from the fastest to the slowest in memory, and
+    its tile.
+    """
 
     dtype: np.dtype
     dims: tuple[int, ...]
@@ -66,29 +79,46 @@ def numbers(text: str) -> tuple[int, ...]:
 def read_literal(text: str, shape: Shape) -> np.ndarray:
     """Parse the literal of a constant; raise ValueError if the text leaves its numbers out."""
     if "..." in text:
-        raise ValueError("its numbers are left out of the text; print the module with `print_large_constants`")
+        raise ValueError(
+            "its numbers are left out of the text; print the module with `print_large_constants`"
+        )
     if shape.dtype.kind == "c":
         raise ValueError("complex literals are not read")
-    words = re.sub(r"/\*.*?\*/", " ", text).replace("{", " ").replace("}", " ").replace(",", " ").split()
+    words = (
+        re.sub(r"/\*.*?\*/", " ", text)
+        .replace("{", " ")
+        .replace("}", " ")
+        .replace(",", " ")
+        .split()
+    )
     integers = shape.dtype.kind in "iub" or "int" in shape.dtype.name
     words = [{"true": "1", "false": "0"}.get(word, word) for word in words]
     # a payload of a NaN, `nan(0x400000)`, has no meaning here
     values = [int(word) if integers else float(word.partition("(")[0]) for word in words]
-    wide = np.array(values, np.float64 if not integers else np.uint64 if shape.dtype.kind == "u" else np.int64)
+    wide = np.array(
+        values, np.float64 if not integers else np.uint64 if shape.dtype.kind == "u" else np.int64
+    )
     return wide.astype(shape.dtype).reshape(shape.dims)
 
 
 def to_memory(value: np.ndarray, shape: Shape) -> np.ndarray:
-    """Return values [devices, ...] in the order of memory, [devices, numbers]; tiles are padded with zeros."""
+    """Return values [devices, ...] in the order of memory, [devices, numbers].
+
+    Tiles are padded with zeros.
+    """
     value = value.transpose(0, *(dim + 1 for dim in reversed(shape.order)))
     if not shape.tile or not shape.dims:
         return value.reshape(len(value), -1)
     outer, inner, padding = _tiling(shape)
     value = value.reshape(len(value), *(1,) * (len(shape.tile) - len(shape.dims)), *value.shape[1:])
     value = np.pad(value, [(0, 0), *((0, pad) for pad in padding)])
-    value = value.reshape(len(value), *(size for pair in zip(outer, inner, strict=True) for size in pair))
+    value = value.reshape(
+        len(value), *(size for pair in zip(outer, inner, strict=True) for size in pair)
+    )
     dims = len(outer)
-    return value.transpose(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).reshape(len(value), -1)
+    return value.transpose(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).reshape(
+        len(value), -1
+    )
 
 
 def from_memory(flat: np.ndarray, shape: Shape) -> np.ndarray:
@@ -98,18 +128,27 @@ def from_memory(flat: np.ndarray, shape: Shape) -> np.ndarray:
         outer, inner, padding = _tiling(shape)
         dims = len(outer)
         value = flat.reshape(len(flat), *outer, *inner)
-        value = value.transpose(0, *(axis for dim in range(1, dims + 1) for axis in (dim, dim + dims)))
+        value = value.transpose(
+            0, *(axis for dim in range(1, dims + 1) for axis in (dim, dim + dims))
+        )
         value = value.reshape(len(flat), *(a * b for a, b in zip(outer, inner, strict=True)))
         value = value[
-            (slice(None), *(slice(0, size - pad) for size, pad in zip(value.shape[1:], padding, strict=True)))
+            (
+                slice(None),
+                *(slice(0, size - pad) for size, pad in zip(value.shape[1:], padding, strict=True)),
+            )
         ]
         flat = value
     value = flat.reshape(len(flat), *physical)
-    return value.transpose(0, *(1 + tuple(reversed(shape.order)).index(dim) for dim in range(len(shape.dims))))
+    return value.transpose(
+        0, *(1 + tuple(reversed(shape.order)).index(dim) for dim in range(len(shape.dims)))
+    )
 
 
 def _tiling(shape: Shape) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of tiles, the tile and the padding of each dim, from the slowest dim in memory."""
+    """Return the numbers of tiles, the tile and the padding of each dim, from the slowest dim in
+    memory.
+    """
     physical = [shape.dims[dim] for dim in reversed(shape.order)]
     physical = [1] * (len(shape.tile) - len(physical)) + physical
     inner = [1] * (len(physical) - len(shape.tile)) + list(shape.tile)
@@ -118,7 +157,8 @@ def _tiling(shape: Shape) -> tuple[list[int], list[int], list[int]]:
 
 
 def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:
-    """Return the tile that each device holds, as indexes [devices, rank], and the tiles along each dim in the last row.
+    """Return the tile that each device holds, as indexes [devices, rank], and the tiles along each
+    dim in the last row.
 
     Example:
       >>> tile_of_device("{devices=[2,1,2]<=[4] last_tile_dim_replicate}", 2, 4).tolist()
@@ -128,7 +168,9 @@ def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:
     text = text[1:-1].strip() if text.startswith("{") else text
     match = re.match(r"devices=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?|[\d,]+)(.*)", text)
     if not match:
-        if text.split(" ")[0] not in ("replicated", "manual", "") or (text and text.startswith("maximal")):
+        if text.split(" ")[0] not in ("replicated", "manual", "") or (
+            text and text.startswith("maximal")
+        ):
             raise ValueError(f"cannot read the sharding {sharding!r}.")
         return np.array([[0] * rank] * devices + [[1] * rank], int).reshape(devices + 1, rank)
     tiles = numbers(match[1])
@@ -144,12 +186,20 @@ def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:
 
 
 def written_shardings(parameters: Sequence[Instruction], devices: int) -> list[str]:
-    """Return the shardings that a text states of its parameters; raise ValueError if it does not."""
-    shardings = [attributes(line).get("sharding", "{replicated}" if devices == 1 else "") for line in parameters]
+    """Return the shardings that a text states of its parameters.
+
+    Raise ValueError if it does not.
+    """
+    shardings = [
+        attributes(line).get("sharding", "{replicated}" if devices == 1 else "")
+        for line in parameters
+    ]
     if all(shardings):
         return shardings
     problem = "the text does not contain the shardings of all parameters."
-    raise ValueError(format_error("prove", problem, fix="pass inputs=, one sharding per parameter."))
+    raise ValueError(
+        format_error("prove", problem, fix="pass inputs=, one sharding per parameter.")
+    )
 
 
 def cut(value: np.ndarray, sharding: str, devices: int) -> np.ndarray:
@@ -157,23 +207,33 @@ def cut(value: np.ndarray, sharding: str, devices: int) -> np.ndarray:
     places = tile_of_device(sharding, value.ndim, devices)
     sizes = [size // tiles for size, tiles in zip(value.shape, places[-1], strict=True)]
     windows = [
-        tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True)) for place in places[:-1]
+        tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True))
+        for place in places[:-1]
     ]
     return np.stack([value[window] for window in windows])
 
 
 def join(shards: np.ndarray, sharding: str) -> np.ndarray:
-    """Return the whole array of shards [devices, ...]; raise ValueError if copies of a shard differ."""
+    """Return the whole array of shards [devices, ...].
+
+    Raise ValueError if copies of a shard differ.
+    """
     devices = len(shards)
     places = tile_of_device(sharding, shards.ndim - 1, devices)
     local = shards.shape[1:]
-    whole = np.zeros([size * tiles for size, tiles in zip(local, places[-1], strict=True)], shards.dtype)
+    whole = np.zeros(
+        [size * tiles for size, tiles in zip(local, places[-1], strict=True)], shards.dtype
+    )
     written: dict[tuple[int, ...], int] = {}
     for device, place in enumerate(places[:-1]):
-        window = tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, local, strict=True))
+        window = tuple(
+            slice(i * size, (i + 1) * size) for i, size in zip(place, local, strict=True)
+        )
         first = written.setdefault(tuple(place.tolist()), device)
         if first != device and not same(shards[first], shards[device]):
-            raise ValueError(f"devices {first} and {device} should hold copies, and hold different numbers.")
+            raise ValueError(
+                f"devices {first} and {device} should hold copies, and hold different numbers."
+            )
         whole[window] = shards[device]
     if len(written) != math.prod(places[-1]):
         raise ValueError("no device holds some of the shards.")
@@ -181,7 +241,9 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
 
 
 def error_between(actual: np.ndarray, expected: np.ndarray, smallest: float = 1e-30) -> float:
-    """Return the largest difference, relative to the largest expected number; infinite where one is not finite.
+    """Return the largest difference, relative to the largest expected number.
+
+    Infinite where one is not finite.
 
     Numbers below `smallest` count as `smallest`.
     """
@@ -191,10 +253,16 @@ def error_between(actual: np.ndarray, expected: np.ndarray, smallest: float = 1e
         return 0.0 if np.array_equal(actual, expected) else math.inf
     a, b = actual.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(b)
-    if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+    if not np.array_equal(finite, np.isfinite(a)) or not np.array_equal(
+        a[~finite], b[~finite], equal_nan=True
+    ):
         return math.inf
     difference, scale = np.abs(a[finite] - b[finite]), np.abs(b[finite])
-    return float(difference.max(initial=0) / max(scale.max(initial=0), smallest)) if difference.any() else 0.0
+    return (
+        float(difference.max(initial=0) / max(scale.max(initial=0), smallest))
+        if difference.any()
+        else 0.0
+    )
 
 
 def same(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5) -> bool:

@@ -1,8 +1,10 @@
-"""The first wrong instruction of a program whose results differ from the program that XLA was given.
+"""The first wrong instruction of a program whose results differ from the program that XLA was
+given.
 
-Each value of the compiled program is searched among the values of the other program. Devices may hold copies of a value,
-pieces of it, or terms of a sum, over each set of mesh axes. The order of the elements is ignored. From a result that differs, the
-search goes back to the first instruction whose operands are all values of the other program, and whose result is none.
+Each value of the compiled program is searched among the values of the other program. Devices may
+hold copies of a value, pieces of it, or terms of a sum, over each set of mesh axes. The order of
+the elements is ignored. From a result that differs, the search goes back to the first instruction
+whose operands are all values of the other program, and whose result is none.
 """
 
 import itertools
@@ -22,7 +24,9 @@ CALLS = ("fusion", "call", "while", "conditional")
 
 
 class Site(NamedTuple):
-    """The first wrong instruction, and the devices over which the sum of one of its operands is missing."""
+    """The first wrong instruction, and the devices over which the sum of one of its operands is
+    missing.
+    """
 
     instruction: Instruction
     reads: str
@@ -36,14 +40,20 @@ Recorded = dict[tuple[str, str], Value]
 def recorded(interpreter: Interpreter, arguments: Sequence[np.ndarray]) -> Recorded:
     """Return the value of each instruction of a program."""
     values: Recorded = {}
-    interpreter.watch = lambda computation, line, value: values.setdefault((computation, line.name), value)
+    interpreter.watch = lambda computation, line, value: values.setdefault(
+        (computation, line.name), value
+    )
     interpreter.run(arguments)
     interpreter.watch = None
     return values
 
 
 def locate(
-    interpreter: Interpreter, arguments: Sequence[np.ndarray], known: Recorded, result: int, sizes: Mapping[str, int]
+    interpreter: Interpreter,
+    arguments: Sequence[np.ndarray],
+    known: Recorded,
+    result: int,
+    sizes: Mapping[str, int],
 ) -> Site | None:
     """Return the first wrong instruction before a result; None if it is not found.
 
@@ -57,7 +67,9 @@ def locate(
     devices = interpreter.replicas * interpreter.partitions
     shape = tuple(sizes.values()) if math.prod(sizes.values()) == devices else (devices,)
     values = recorded(interpreter, arguments)
-    return _Search(interpreter.module, values, _Known(known.values(), devices), shape).first_wrong(result)
+    return _Search(interpreter.module, values, _Known(known.values(), devices), shape).first_wrong(
+        result
+    )
 
 
 def is_collective(line: Instruction) -> bool:
@@ -69,7 +81,10 @@ def _features(value: np.ndarray) -> np.ndarray:
     """Return sums of powers of the numbers of each device. They add up over pieces."""
     flat = value.reshape(len(value), -1).astype(np.float64)
     size = np.abs(flat)
-    return np.stack([(flat != 0).sum(1), size.sum(1), (flat**2).sum(1), (flat * size).sum(1), (size**3).sum(1)], axis=1)
+    return np.stack(
+        [(flat != 0).sum(1), size.sum(1), (flat**2).sum(1), (flat * size).sum(1), (size**3).sum(1)],
+        axis=1,
+    )
 
 
 def _arrays(value: Value) -> Iterator[np.ndarray]:
@@ -78,10 +93,17 @@ def _arrays(value: Value) -> Iterator[np.ndarray]:
 
 
 class _Known:
-    """The values of the other program as sums of powers, sorted by the sum of squares on the first device."""
+    """The values of the other program as sums of powers, sorted by the sum of squares on the first
+    device.
+    """
 
     def __init__(self, values: Iterable[Value], devices: int) -> None:
-        rows = [_features(array) for value in values for array in _arrays(value) if len(array) in (1, devices)]
+        rows = [
+            _features(array)
+            for value in values
+            for array in _arrays(value)
+            if len(array) in (1, devices)
+        ]
         table = np.stack([np.broadcast_to(row, (devices, row.shape[1])) for row in rows])
         self.table = table[np.argsort(table[:, 0, 2])]
         self.squares = self.table[:, 0, 2]
@@ -98,10 +120,16 @@ class _Known:
 
 class _Search:
     def __init__(
-        self, module: Module, values: dict[tuple[str, str], Value], known: _Known, shape: tuple[int, ...]
+        self,
+        module: Module,
+        values: dict[tuple[str, str], Value],
+        known: _Known,
+        shape: tuple[int, ...],
     ) -> None:
         self.module, self.values, self.known, self.shape = module, values, known, shape
-        self.lines = {(name, line.name): line for name, lines in module.computations.items() for line in lines}
+        self.lines = {
+            (name, line.name): line for name, lines in module.computations.items() for line in lines
+        }
         self.order = {key: place for place, key in enumerate(self.lines)}
         self.right: dict[tuple[str, str, int], bool] = {}
         self.callers = {
@@ -136,9 +164,13 @@ class _Search:
                     sites.append(node)
         if not sites:
             return None
-        described = [self._site(node) for node in sorted(sites, key=lambda node: self.order[node[:2]])]
+        described = [
+            self._site(node) for node in sorted(sites, key=lambda node: self.order[node[:2]])
+        ]
         # a sum that is missing, then a collective, then the order of the program
-        return min(described, key=lambda site: (not site.groups, not is_collective(site.instruction)))
+        return min(
+            described, key=lambda site: (not site.groups, not is_collective(site.instruction))
+        )
 
     def _sources(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
         """Return the elements, in the same computation, from which an element of a result follows."""
@@ -146,7 +178,11 @@ class _Search:
         line = self.lines[computation, name]
         if line.opcode in ("parameter", "constant", "iota"):
             return []
-        read = [(computation, operand) for operand in operands(line) if (computation, operand) in self.lines]
+        read = [
+            (computation, operand)
+            for operand in operands(line)
+            if (computation, operand) in self.lines
+        ]
         if line.opcode == "get-tuple-element":
             return [(*read[0], int(attributes(line)["index"]))]
         if line.opcode == "tuple":
@@ -162,7 +198,9 @@ class _Search:
         if line.opcode not in CALLS:
             return []
         called = attributes(line)
-        names = [called[key].strip("{}% ") for key in ("calls", "to_apply", "body") if key in called]
+        names = [
+            called[key].strip("{}% ") for key in ("calls", "to_apply", "body") if key in called
+        ]
         return [
             (name, inner.name, index)
             for name in names
@@ -178,7 +216,9 @@ class _Search:
         value = self.values.get(node[:2])
         if isinstance(value, tuple):
             value = value[node[2]] if node[2] < len(value) else None
-        return value if isinstance(value, np.ndarray) and len(value) == math.prod(self.shape) else None
+        return (
+            value if isinstance(value, np.ndarray) and len(value) == math.prod(self.shape) else None
+        )
 
     def _is_right(self, node: tuple[str, str, int]) -> bool:
         if node not in self.right:
@@ -188,21 +228,34 @@ class _Search:
         return self.right[node]
 
     def _matches(self, array: np.ndarray) -> bool:
-        if array.size == len(array) and np.unique(array).size == 1 and float(array.flat[0]).is_integer():
+        if (
+            array.size == len(array)
+            and np.unique(array).size == 1
+            and float(array.flat[0]).is_integer()
+        ):
             return True
         return any(self.known.has(features) for _, features in self._readings(array))
 
     def _readings(self, array: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-        """Yield each way to hold a value: the axes of its sum, and its sums of powers on each device."""
+        """Yield each way to hold a value: the axes of its sum, and its sums of powers on each
+        device.
+        """
         axes = [axis for axis, size in enumerate(self.shape) if size > 1]
         grid = array.reshape(*self.shape, *array.shape[1:])
         for kinds in sorted(itertools.product((0, 1, 2), repeat=len(axes)), key=sum):
             summed = tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == 2)
             pieces = tuple(axis for axis, kind in zip(axes, kinds, strict=True) if kind == 1)
             total = grid.sum(summed, keepdims=True)
-            features = _features(total.reshape(-1, *array.shape[1:])).reshape(*total.shape[: len(self.shape)], -1)
+            features = _features(total.reshape(-1, *array.shape[1:])).reshape(
+                *total.shape[: len(self.shape)], -1
+            )
             features = features.sum(pieces, keepdims=True)
-            yield summed, np.broadcast_to(features, (*self.shape, features.shape[-1])).reshape(len(array), -1)
+            yield (
+                summed,
+                np.broadcast_to(features, (*self.shape, features.shape[-1])).reshape(
+                    len(array), -1
+                ),
+            )
 
     def _site(self, node: tuple[str, str, int]) -> Site:
         """Return the report of a node, with the groups of a sum that one of its operands needs."""
@@ -212,7 +265,11 @@ class _Search:
             array = self._array(source)
             if array is None or array.dtype.kind != "f" or reduces or not array.any():
                 continue
-            matching = (summed for summed, features in self._readings(array) if summed and self.known.has(features))
+            matching = (
+                summed
+                for summed, features in self._readings(array)
+                if summed and self.known.has(features)
+            )
             if summed := next(matching, None):
                 return Site(line, self._name(source), self._groups(summed))
         return Site(line, "", ())
@@ -220,7 +277,11 @@ class _Search:
     def _name(self, node: tuple[str, str, int]) -> str:
         """Return the name of a value; of a parameter of a fusion, the name outside."""
         line, caller = self.lines[node[:2]], self.callers.get(node[0])
-        return node[1] if caller is None or line.opcode != "parameter" else operands(caller)[int(operands(line)[0])]
+        return (
+            node[1]
+            if caller is None or line.opcode != "parameter"
+            else operands(caller)[int(operands(line)[0])]
+        )
 
     def _groups(self, summed: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         ids = np.arange(math.prod(self.shape)).reshape(self.shape)

@@ -1,7 +1,9 @@
-"""Lookups in a table of which each device holds some rows: rows of other devices are masked, and the sum is the lookup.
+"""Lookups in a table of which each device holds some rows: rows of other devices are masked, and
+the sum is the lookup.
 
-A device looks up `ids - start` in its rows, and puts zeros where `ids` is outside of `[start, start + rows)`. Both must
-be about the same ids and the same start, so integers carry the instruction that made them and what was added to them.
+A device looks up `ids - start` in its rows, and puts zeros where `ids` is outside of `[start, start
++ rows)`. Both must be about the same ids and the same start, so integers carry the instruction that
+made them and what was added to them.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,10 @@ class Shift(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Whether the numbers of `source` are within (or outside of) an interval per device; None is no bound."""
+    """Whether the numbers of `source` are within (or outside of) an interval per device.
+
+    None is no bound.
+    """
 
     source: int
     low: Positions | None
@@ -41,7 +46,9 @@ class Range(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows that were looked up with the numbers of `source`: right where these are in an interval, else anything."""
+    """Rows that were looked up with the numbers of `source`: right where these are in an interval,
+    else anything.
+    """
 
     source: int
     low: Positions
@@ -62,7 +69,9 @@ def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) ->
     if line.opcode in KEEP and operands:
         is_mask = dtype_of(line.shape) == "pred"
         note = operands[0].note
-        return result._replace(note=note if isinstance(note, (Rows, Range if is_mask else Shift)) else None)
+        return result._replace(
+            note=note if isinstance(note, (Rows, Range if is_mask else Shift)) else None
+        )
     if line.opcode == "transpose" and isinstance(operands[0].note, Rows):
         return result._replace(note=operands[0].note)
     if result.note is not None:  # set by `looked_up`
@@ -82,23 +91,43 @@ def _sums(line: Line, operands: Sequence[Value]) -> frozenset[Positions]:
     return frozenset()
 
 
-_LINEAR = (*KEEP, "transpose", "slice", "dynamic-slice", "pad", "reverse", "negate", "divide", "reduce", "copy-start")
+_LINEAR = (
+    *KEEP,
+    "transpose",
+    "slice",
+    "dynamic-slice",
+    "pad",
+    "reverse",
+    "negate",
+    "divide",
+    "reduce",
+    "copy-start",
+)
 
 
 def _note(line: Line, operands: Sequence[Value], devices: int) -> Shift | Range | None:
     if line.opcode in ("add", "subtract") and len(operands) == 2:
         for value, other in (operands, operands[::-1]):
             plus = _splat(other, devices)
-            if isinstance(value.note, Shift) and plus is not None and (line.opcode == "add" or value is operands[0]):
+            if (
+                isinstance(value.note, Shift)
+                and plus is not None
+                and (line.opcode == "add" or value is operands[0])
+            ):
                 plus = plus if line.opcode == "add" else -plus
                 return Shift(value.note.source, Positions.of(value.note.plus.array + plus))
     if line.opcode == "compare":
         direction = line.attributes.get("direction", "")
-        for value, other, turned in ((*operands, direction), (*operands[::-1], _MIRRORED.get(direction, ""))):
+        for value, other, turned in (
+            (*operands, direction),
+            (*operands[::-1], _MIRRORED.get(direction, "")),
+        ):
             bound = _splat(other, devices)
             if isinstance(value.note, Shift) and bound is not None and turned in _MIRRORED:
                 return _bounded(value.note, bound, turned)
-    if line.opcode in ("and", "or") and all(isinstance(operand.note, Range) for operand in operands):
+    if line.opcode in ("and", "or") and all(
+        isinstance(operand.note, Range) for operand in operands
+    ):
         return _both(*(operand.note for operand in operands), inside=line.opcode == "and")  # type: ignore[arg-type]
     if line.opcode == "not" and isinstance(operands[0].note, Range):
         return operands[0].note._replace(inside=not operands[0].note.inside)
@@ -125,7 +154,9 @@ def _bounded(shift: Shift, bound: np.ndarray, direction: str) -> Range:
 
 
 def _both(first: Range, second: Range, *, inside: bool) -> Range | None:
-    """Return the interval that `and` of two conditions within, or `or` of two conditions outside, is about."""
+    """Return the interval that `and` of two conditions within, or `or` of two conditions outside,
+    is about.
+    """
     if first.source != second.source:
         return None
     sides = [_form(condition, inside) for condition in (first, second)]
@@ -150,26 +181,37 @@ def _form(condition: Range, inside: bool) -> Range | None:
 
 
 def own_rows(table: Value, dim: int, indices: Value, order: int) -> tuple[Rows, Value]:
-    """Return what a lookup in the rows of each device gives, and the indices without their dependence on the device."""
+    """Return what a lookup in the rows of each device gives, and the indices without their
+    dependence on the device.
+    """
     factors = table.dims[dim]
     note = indices.note
     if len(factors) != 1 or factors[0].size <= factors[0].local or not isinstance(note, Shift):
         raise Unproved(f"it looks up elements of dim {dim}, of which each device holds a piece.")
     (factor,) = factors
     if note.plus is not scaled(factor.at, -1):
-        raise Unproved("it looks up elements by numbers that do not start where the piece of the device starts.")
+        raise Unproved(
+            "it looks up elements by numbers that do not start where the piece of the device"
+            " starts."
+        )
     row = Hidden("device", scaled(factor.at, 1, factor.local), factor.size // factor.local, order)
-    return Rows(note.source, factor.at, Positions.of(factor.at.array + factor.local - 1), row), without(indices, row)
+    return Rows(
+        note.source, factor.at, Positions.of(factor.at.array + factor.local - 1), row
+    ), without(indices, row)
 
 
 def without(value: Value, row: Hidden) -> Value:
     """Return a value without the dependence on the device that the start of its rows brings."""
-    hidden = tuple(h for h in value.hidden if h.kind != "device" or partition(h.at) is not partition(row.at))
+    hidden = tuple(
+        h for h in value.hidden if h.kind != "device" or partition(h.at) is not partition(row.at)
+    )
     return value._replace(hidden=hidden)
 
 
 def masked(line: Line, operands: Sequence[Value]) -> Value | None:
-    """Return the value of a select that puts zeros where rows belong to other devices: a term of the lookup."""
+    """Return the value of a select that puts zeros where rows belong to other devices: a term of
+    the lookup.
+    """
     predicate, *branches = operands
     condition = predicate.note
     if not isinstance(condition, Range):
@@ -182,7 +224,9 @@ def masked(line: Line, operands: Sequence[Value]) -> Value | None:
         raise Unproved("it masks other rows than those that the device does not hold.")
     if note.row not in rows.hidden:
         return None
-    frame, term, condition_value = unify(rows, without(predicate, note.row), [(i, i) for i in range(len(rows.shape))])
+    frame, term, condition_value = unify(
+        rows, without(predicate, note.row), [(i, i) for i in range(len(rows.shape))]
+    )
     hidden = tuple(h for h in term.hidden if h != note.row)
     pending = note.row._replace(kind="add", origin=line.order)
     dims = tuple(frame[i] for i in range(len(rows.shape)))
@@ -190,7 +234,9 @@ def masked(line: Line, operands: Sequence[Value]) -> Value | None:
 
 
 def scattered_rows(indices: Value, local: int) -> tuple[Positions, int] | None:
-    """Return where the rows of each device start, and how many there are in all, if indices count from that start."""
+    """Return where the rows of each device start, and how many there are in all, if indices count
+    from that start.
+    """
     if not isinstance(indices.note, Shift):
         return None
     at = -indices.note.plus.array

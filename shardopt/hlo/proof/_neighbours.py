@@ -1,6 +1,8 @@
-"""Pieces of neighbours: a device joins the pieces of devices next to it, and cuts its own block out of them.
+"""Pieces of neighbours: a device joins the pieces of devices next to it, and cuts its own block out
+of them.
 
-XLA does this if a collective leaves pieces of another size than a sharding has, such as whole tiles.
+XLA does this if a collective leaves pieces of another size than a sharding has, such as whole
+tiles.
 """
 
 from collections.abc import Sequence
@@ -14,8 +16,12 @@ from shardopt.hlo.proof._value import Factor, Positions, Unproved, Value
 NOWHERE = -(1 << 60)
 
 
-def window(value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> Value | None:
-    """Return the interval of a dim that each device joins from pieces of a value; None if it is no interval.
+def window(
+    value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, sizes: np.ndarray
+) -> Value | None:
+    """Return the interval of a dim that each device joins from pieces of a value.
+
+    None if it is no interval.
 
     Elements outside of the dim are anything: no device sends them.
 
@@ -48,7 +54,9 @@ def window(value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, size
 
 
 def block_of(line: Line, interval: Value, indices: Sequence[Value], devices: int) -> Value:
-    """Return the rule of a dynamic slice of an interval: the slices are the blocks of a dim, from its first element on."""
+    """Return the rule of a dynamic slice of an interval: the slices are the blocks of a dim, from
+    its first element on.
+    """
     cut = [dim for dim, size in enumerate(line.dims) if size != interval.shape[dim]]
     starts = starts_of(indices[cut[0]], devices) if len(cut) == 1 else None
     (factor,) = interval.dims[cut[0]]

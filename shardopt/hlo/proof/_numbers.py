@@ -1,4 +1,6 @@
-"""Small whole numbers that follow from constants and the number of the device, computed for every device."""
+"""Small whole numbers that follow from constants and the number of the device, computed for every
+device.
+"""
 
 import math
 import re
@@ -35,9 +37,14 @@ def known(array: np.ndarray, devices: int, order: int) -> Value:
     data = Data.of(array)
     array = data.array
     shape = array.shape[1:]
-    varying = [dim for dim, size in enumerate(shape) if size > 1 and (array != array.take([0], dim + 1)).any()]
+    varying = [
+        dim
+        for dim, size in enumerate(shape)
+        if size > 1 and (array != array.take([0], dim + 1)).any()
+    ]
     dims: list[Dim] = [
-        whole(size, devices) if dim in varying else same_everywhere(size, devices) for dim, size in enumerate(shape)
+        whole(size, devices) if dim in varying else same_everywhere(size, devices)
+        for dim, size in enumerate(shape)
     ]
     hidden: tuple[Hidden, ...] = ()
     if len(array) > 1:
@@ -56,7 +63,9 @@ def literal(line: Line, devices: int) -> Value:
     dtype, shape = dtype_of(line.shape), line.dims
     text = line.rest.partition(")")[0]
     size = math.prod(shape)
-    numbers_text = re.sub(r"/\*.*?\*/", "", text).replace("{", " ").replace("}", " ").replace(",", " ").split()
+    numbers_text = (
+        re.sub(r"/\*.*?\*/", "", text).replace("{", " ").replace("}", " ").replace(",", " ").split()
+    )
     if "..." not in text and size <= LIMIT and len(numbers_text) in (1, size):
         if dtype == "pred":
             numbers = [part in ("true", "1") for part in numbers_text]
@@ -66,7 +75,8 @@ def literal(line: Line, devices: int) -> Value:
             numbers = None
         if numbers is not None:
             array = np.broadcast_to(
-                np.array(numbers, DTYPES[dtype]).reshape(shape if len(numbers) == size else ()), shape
+                np.array(numbers, DTYPES[dtype]).reshape(shape if len(numbers) == size else ()),
+                shape,
             )
             return known(array[None], devices, line.order)
         if len(set(numbers_text)) == 1 and re.fullmatch(r"-?[\d.]+(e[+-]?\d+)?", numbers_text[0]):
@@ -78,7 +88,10 @@ def literal(line: Line, devices: int) -> Value:
             )
     dims = tuple(whole(n, devices) for n in shape) if len(set(numbers_text)) > 1 else None
     if dims is None:
-        dims = tuple((same_everywhere if size == 1 or "..." not in text else whole)(n, devices) for n in shape)
+        dims = tuple(
+            (same_everywhere if size == 1 or "..." not in text else whole)(n, devices)
+            for n in shape
+        )
     return Value(shape, dims, constant=True)
 
 
@@ -89,7 +102,9 @@ def iota(line: Line, devices: int) -> Value:
     if math.prod(shape) <= LIMIT and dtype in DTYPES:
         row = np.arange(shape[dim]).reshape([-1 if i == dim else 1 for i in range(len(shape))])
         return known(np.broadcast_to(row, shape).astype(DTYPES[dtype])[None], devices, line.order)
-    dims = tuple((whole if i == dim else same_everywhere)(size, devices) for i, size in enumerate(shape))
+    dims = tuple(
+        (whole if i == dim else same_everywhere)(size, devices) for i, size in enumerate(shape)
+    )
     return Value(shape, dims, constant=True)
 
 
@@ -102,7 +117,9 @@ def evaluate(line: Line, values: Sequence[Value], devices: int) -> np.ndarray | 
     if dtype_of(line.shape) not in DTYPES or rows * math.prod(line.dims) > LIMIT:
         return None
     arrays = [np.broadcast_to(array, (rows, *array.shape[1:])) for array in arrays]
-    shapes = tuple(f"{_NAMES[array.dtype]}[{','.join(map(str, array.shape[1:]))}]" for array in arrays)
+    shapes = tuple(
+        f"{_NAMES[array.dtype]}[{','.join(map(str, array.shape[1:]))}]" for array in arrays
+    )
     # the numbers of a bitcast stay in the order of the dims
     opcode = "reshape" if line.opcode == "bitcast" else line.opcode
     step = _interpret_numpy.Line(opcode, line.shape.partition("{")[0], line.attributes, shapes)
@@ -114,7 +131,31 @@ def evaluate(line: Line, values: Sequence[Value], devices: int) -> np.ndarray | 
     return result if result.shape[1:] == line.dims else None
 
 
-EVALUATED = ("add", "subtract", "multiply", "maximum", "minimum", "and", "or", "xor", "compare", "divide", "remainder")
-EVALUATED += ("select", "clamp", "not", "negate", "abs", "sign", "copy", "convert", "reshape", "bitcast", "broadcast")
+EVALUATED = (
+    "add",
+    "subtract",
+    "multiply",
+    "maximum",
+    "minimum",
+    "and",
+    "or",
+    "xor",
+    "compare",
+    "divide",
+    "remainder",
+)
+EVALUATED += (
+    "select",
+    "clamp",
+    "not",
+    "negate",
+    "abs",
+    "sign",
+    "copy",
+    "convert",
+    "reshape",
+    "bitcast",
+    "broadcast",
+)
 EVALUATED += ("transpose", "concatenate", "slice", "dynamic-slice")
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}

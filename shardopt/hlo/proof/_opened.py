@@ -1,7 +1,7 @@
 """Asynchronous instructions as synchronous ones. Both witnesses read a program in this form.
 
-`K-start`, `K-update` and `K-done` are one instruction `K`, whatever `K` is: a collective, a copy, a slice or a call. A
-start or an update brings operands, and the instruction runs at the last of them.
+`K-start`, `K-update` and `K-done` are one instruction `K`, whatever `K` is: a collective, a copy, a
+slice or a call. A start or an update brings operands, and the instruction runs at the last of them.
 """
 
 from collections.abc import Sequence
@@ -12,12 +12,19 @@ from shardopt.hlo._walk import ON_SPARSE_CORE
 THROUGH = "optimization-barrier"
 """The opcode of what hands a value on."""
 _WHOLE_SHAPE = ("all-reduce",)
-"""The shape of their start is the shape of their result. Other starts have a tuple: operands, results and contexts."""
+"""The shape of their start is the shape of their result. Other starts have a tuple: operands,
+results and contexts.
+"""
 
 
 def opened(module: Module) -> Module:
-    """Return the module without asynchronous instructions. Each instruction keeps its name and its place."""
-    return module._replace(computations={name: _opened(lines) for name, lines in module.computations.items()})
+    """Return the module without asynchronous instructions.
+
+    Each instruction keeps its name and its place.
+    """
+    return module._replace(
+        computations={name: _opened(lines) for name, lines in module.computations.items()}
+    )
 
 
 def _opened(lines: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
@@ -35,23 +42,32 @@ def _opened(lines: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
 
 
 def _synchronous(chain: Sequence[Instruction]) -> list[Instruction]:
-    """Return the instructions of a chain: nothing, then the instruction with all operands, then its value."""
+    """Return the instructions of a chain: nothing, then the instruction with all operands, then its
+    value.
+    """
     start, *others = chain
-    if not start.opcode.endswith("-start"):  # its start is in another computation, such as the turn of a loop before
+    # its start is in another computation, such as the turn of a loop before
+    if not start.opcode.endswith("-start"):
         return [line._replace(opcode=THROUGH, rest=f"%{operands(line)[0]})") for line in chain]
     added = [operands(start), *(operands(line)[1:] for line in others)]
     last = max((i for i, names in enumerate(added) if names), default=0)
     values = ", ".join(f"%{name}" for names in added for name in names)
     kind = start.opcode.removesuffix("-start")
     # `elements(shape)[0]` of the update or the start are operands
-    shape = chain[-1].shape if chain[-1].opcode.endswith("-done") else _result_shape(kind, chain[last].shape)
+    shape = (
+        chain[-1].shape
+        if chain[-1].opcode.endswith("-done")
+        else _result_shape(kind, chain[last].shape)
+    )
     attributes = start.rest[end_of(start.rest) + 1 :]
     if kind == "async" or (kind == "custom-call" and ON_SPARSE_CORE in attributes):
         kind, attributes = "call", attributes.replace("called_computations=", "to_apply=")
     lines = [line._replace(opcode="after-all", shape="()", rest=")") for line in chain[:last]]
     lines.append(chain[last]._replace(opcode=kind, shape=shape, rest=f"{values}){attributes}"))
     passed = f"%{chain[last].name})"
-    return lines + [line._replace(opcode=THROUGH, shape=shape, rest=passed) for line in chain[last + 1 :]]
+    return lines + [
+        line._replace(opcode=THROUGH, shape=shape, rest=passed) for line in chain[last + 1 :]
+    ]
 
 
 def _result_shape(kind: str, shape: str) -> str:

@@ -1,4 +1,7 @@
-"""Concatenations whose pieces have different layouts: buckets of several leaves. Each piece is followed alone."""
+"""Concatenations whose pieces have different layouts: buckets of several leaves.
+
+Each piece is followed alone.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -7,21 +10,49 @@ from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along
 
 Apply = Callable[[Line, Sequence[Value], int], Value]
 
-BY_ELEMENT = ("add", "subtract", "multiply", "divide", "maximum", "minimum", "negate", "convert", "copy", "select")
-BY_ELEMENT += ("compare", "and", "or", "not", "abs", "sign", "sqrt", "rsqrt", "exponential", "log", "tanh", "power")
+BY_ELEMENT = (
+    "add",
+    "subtract",
+    "multiply",
+    "divide",
+    "maximum",
+    "minimum",
+    "negate",
+    "convert",
+    "copy",
+    "select",
+)
+BY_ELEMENT += (
+    "compare",
+    "and",
+    "or",
+    "not",
+    "abs",
+    "sign",
+    "sqrt",
+    "rsqrt",
+    "exponential",
+    "log",
+    "tanh",
+    "power",
+)
 BY_ELEMENT += ("floor", "ceil", "round-nearest-even", "clamp", "reduce-precision", "is-finite")
 
 
 def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:
     """Return the concatenation of values along the last dim as parts."""
     if any(size != 1 for size in line.dims[dim + 1 :]):
-        raise Unproved("it concatenates pieces of different layouts along a dim that is not the last.")
-    parts = [part for value in values for part in (value.parts or (value,))]
+        raise Unproved(
+            "it concatenates pieces of different layouts along a dim that is not the last."
+        )
+    parts = [part for value in values for part in value.parts or (value,)]
     return Value(line.dims, tuple(() for _ in line.dims), parts=tuple(parts))
 
 
 def along(value: Value) -> int:
-    """Return the dim along which the parts of a value are concatenated: the last with more than one element."""
+    """Return the dim along which the parts of a value are concatenated: the last with more than one
+    element.
+    """
     sizes = [i for i in range(len(value.shape)) if value.shape[i] != 1]
     return sizes[-1] if sizes else len(value.shape) - 1
 
@@ -70,7 +101,11 @@ def _split(other: Value, value: Value, dim: int) -> list[Value]:
             shape=part.shape,
             dims=(
                 *other.dims[:dim],
-                tuple(f._replace(local=part.shape[dim]) for f in other.dims[dim][:1] if part.shape[dim] != 1),
+                tuple(
+                    f._replace(local=part.shape[dim])
+                    for f in other.dims[dim][:1]
+                    if part.shape[dim] != 1
+                ),
                 *other.dims[dim + 1 :],
             ),
             data=None,
@@ -90,8 +125,12 @@ def sliced(value: Value, start: int, stop: int, line: Line, devices: int, apply:
             continue
         if (low, high) != (0, size):
             shape = (*part.shape[:dim], high - low, *part.shape[dim + 1 :])
-            bounds = ",".join(f"[{low}:{high}]" if i == dim else f"[0:{n}]" for i, n in enumerate(part.shape))
-            part_line = _resized(line, shape)._replace(opcode="slice", attributes={"slice": "{" + bounds + "}"})
+            bounds = ",".join(
+                f"[{low}:{high}]" if i == dim else f"[0:{n}]" for i, n in enumerate(part.shape)
+            )
+            part_line = _resized(line, shape)._replace(
+                opcode="slice", attributes={"slice": "{" + bounds + "}"}
+            )
             part = apply(part_line, [part], devices)
         taken.append(part)
     if len(taken) == 1:

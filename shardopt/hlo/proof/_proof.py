@@ -1,4 +1,6 @@
-"""The result of a proof: a verdict, the first wrong instruction, and the instructions that no rule covers."""
+"""The result of a proof: a verdict, the first wrong instruction, and the instructions that no rule
+covers.
+"""
 
 from typing import Literal, NamedTuple
 
@@ -9,8 +11,10 @@ class Problem(NamedTuple):
     Attributes:
       instruction: name of the instruction.
       opcode: its opcode.
-      source: file and line of the user's program, or the name that jax gave the operation; "" if the text has neither.
-      axes: the mesh axes along which the value is wrong; None if the mesh is unknown or the devices are no whole axes.
+      source: file and line of the user's program, or the name that jax gave the operation; "" if
+        the text has neither.
+      axes: the mesh axes along which the value is wrong; None if the mesh is unknown or the devices
+        are no whole axes.
       groups: the devices concerned: each group should hold one value, or add up to one.
       missing: what is wrong, and the step that is missing, as a sentence.
       hlo: the instructions around it, under 60 lines.
@@ -25,7 +29,9 @@ class Problem(NamedTuple):
     hlo: str
 
     def __str__(self) -> str:
-        """Return the instruction, its place, the groups and what is missing, then the instructions around it."""
+        """Return the instruction, its place, the groups and what is missing, then the instructions
+        around it.
+        """
         axes = "" if not self.axes else f" over {' x '.join(self.axes)}"
         shown = ", ".join(map(str, self.groups[:4])) + (", ..." if len(self.groups) > 4 else "")
         groups = f", devices {shown}" if self.groups else ""
@@ -60,16 +66,17 @@ class Proof(NamedTuple):
     """The verdict on a compiled program.
 
     Attributes:
-      verdict: "proved", "derived", "agrees", "unknown" or "wrong". Rules cover all instructions of a program that is "proved"
-        or "derived". The results of the program that XLA was given are equal if it is "proved" or "agrees", and are not
-        compared if it is "derived" or "unknown".
+      verdict: "proved", "derived", "agrees", "unknown" or "wrong". Rules cover all instructions of
+        a program that is "proved" or "derived". The results of the program that XLA was given are
+        equal if it is "proved" or "agrees", and are not compared if it is "derived" or "unknown".
       problem: the first wrong instruction, if the verdict is "wrong".
       unknown: the instructions that no rule covers, and on which a result depends.
       num_instructions: the number of instructions of the program, in all of its computations.
-      not_compared: why the results were not compared with the program that XLA was given; "" if they were.
+      not_compared: why the results were not compared with the program that XLA was given; "" if
+        they were.
       assumption: what holds for the arguments that were compared; "" if they were any.
-      sums_of_constants: the instructions that sum a number which is the same on all devices, such as a count of rows. No
-        rule tells whether such a sum is meant, only the comparison does.
+      sums_of_constants: the instructions that sum a number which is the same on all devices, such
+        as a count of rows. No rule tells whether such a sum is meant, only the comparison does.
     """
 
     verdict: Literal["proved", "derived", "agrees", "unknown", "wrong"]
@@ -84,15 +91,25 @@ class Proof(NamedTuple):
         """Return the verdict, its reasons, and the problem or the first unknown instructions."""
         if self.problem is not None:
             return f"wrong: {self.problem}"
-        derived = f"all results of {self.num_instructions:,} instructions have their declared shardings"
+        derived = (
+            f"all results of {self.num_instructions:,} instructions have their declared shardings"
+        )
         if self.unknown:
-            derived = f"no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions"
-        compared = f"Results on drawn arguments are equal{f' where {self.assumption}' if self.assumption else ''}."
+            derived = (
+                f"no rule covers {len(self.unknown)} of {self.num_instructions:,} instructions"
+            )
+        compared = (
+            "Results on drawn arguments are"
+            f" equal{f' where {self.assumption}' if self.assumption else ''}."
+        )
         compared = f"Not compared: {self.not_compared}" if self.not_compared else compared
         lines = [f"{self.verdict}: {derived}. {compared}"]
         if self.sums_of_constants:
             settled = "open" if self.not_compared else "settled by the comparison"
-            lines.append(f"Whether sums of constants are meant is {settled}: {_shown(self.sums_of_constants)}.")
+            lines.append(
+                f"Whether sums of constants are meant is {settled}:"
+                f" {_shown(self.sums_of_constants)}."
+            )
         lines += [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
         more = len(self.unknown) - MAX_SHOWN
         return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])

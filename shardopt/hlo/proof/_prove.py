@@ -1,4 +1,6 @@
-"""`prove`: the derivation for a whole program, from the shardings of its arguments to those of its results."""
+"""`prove`: the derivation for a whole program, from the shardings of its arguments to those of its
+results.
+"""
 
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -54,9 +56,13 @@ class Source:
         return f"Source({len(self.text):,} characters)"
 
 
-def source_of(compiled: Compiled, lowered: Lowered | str | None = None, text: str | None = None) -> Source:
+def source_of(
+    compiled: Compiled, lowered: Lowered | str | None = None, text: str | None = None
+) -> Source:
     """Return the source of a compiled program; `text` is its text, if it is read already."""
-    inputs, outputs = (tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings))
+    inputs, outputs = (
+        tuple(jax.tree.leaves(s)) for s in (compiled.input_shardings, compiled.output_shardings)
+    )
     text = text or text_of(compiled, lowered if isinstance(lowered, Lowered) else None) or ""
     return Source(full_text(compiled, text), inputs, outputs, lowered)
 
@@ -71,22 +77,27 @@ def prove(
 ) -> Proof:
     """Prove that a partitioned program computes the program that XLA was given.
 
-    The proof derives for every value which pieces, copies or terms of a sum the devices hold. And it interprets both
-    programs on the same arguments.
+    The proof derives for every value which pieces, copies or terms of a sum the devices hold. And
+    it interprets both programs on the same arguments.
 
     Args:
-      program: a lowered program, which is compiled; a compiled program; or the text of an optimised, partitioned HLO module.
-      inputs: one sharding per parameter of the entry computation, flat: a jax sharding, or the text of an HLO sharding
-        such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default the `Compiled` or the text states them.
+      program: a lowered program, which is compiled; a compiled program; or the text of an
+        optimised, partitioned HLO module.
+      inputs: one sharding per parameter of the entry computation, flat: a jax sharding, or the text
+        of an HLO sharding such as `{devices=[8,1]<=[8]}` or `{replicated}`. By default the
+        `Compiled` or the text states them.
       outputs: one sharding per array of the result, flat. By default the `Compiled` states them.
-      mesh: names and sizes of the axes, for the report. By default the mesh of the first `NamedSharding`.
-      lowered: the program that XLA was given, if `program` is compiled already: a `Lowered`, or its HLO text.
+      mesh: names and sizes of the axes, for the report. By default the mesh of the first
+        `NamedSharding`.
+      lowered: the program that XLA was given, if `program` is compiled already: a `Lowered`, or its
+        HLO text.
 
     Returns:
       A `Proof`: `.verdict`, `.problem`, `.unknown`; `print` shows it.
 
     Raises:
-      ValueError: if a text comes without the shardings of its parameters or results, or with another number of them.
+      ValueError: if a text comes without the shardings of its parameters or results, or with
+        another number of them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -101,17 +112,26 @@ def prove(
       'derived'
 
     Note:
-      A "proved" program is derived, and its results are equal. A "derived" program was not compared. That is less: a sum
-      of constants that was dropped leaves no trace in a compiled program. A program that "agrees" has equal results, and
-      instructions that no rule covers. "unknown" is neither. `docs/compiled_proof.md` says more.
+      A "proved" program is derived, and its results are equal. A "derived" program was not
+      compared. That is less: a sum of constants that was dropped leaves no trace in a compiled
+      program. A program that "agrees" has equal results, and instructions that no rule covers.
+      "unknown" is neither. `docs/compiled_proof.md` says more.
     """
-    program, lowered = (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
+    program, lowered = (
+        (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
+    )
     known = None if isinstance(lowered, Reference) else lowered
     source = source_of(program, known) if isinstance(program, Compiled) else program
     if isinstance(source, Source):
-        inputs, outputs, lowered = inputs or source.inputs, outputs or source.outputs, lowered or source.lowered
+        inputs, outputs, lowered = (
+            inputs or source.inputs,
+            outputs or source.outputs,
+            lowered or source.lowered,
+        )
     text = source if isinstance(source, str) else source.text
-    named = next((s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None)
+    named = next(
+        (s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None
+    )
     mesh = named if mesh is None and isinstance(named, Mesh) else mesh
     sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
     written = parse(text)
@@ -125,17 +145,27 @@ def prove(
         assert outputs is not None
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, sizes)
-    faults, instructions = derivation.faults, [line for lines in written.computations.values() for line in lines]
+    faults, instructions = (
+        derivation.faults,
+        [line for lines in written.computations.values() for line in lines],
+    )
     compared = not comparison.refusal
-    if compared and comparison.difference is None:  # a rule that objects does not cover this program
+    # a rule that objects does not cover this program
+    if compared and comparison.difference is None:
         faults = {fault._replace(wrong=False) for fault in faults}
     wrong = _first_wrong(faults, comparison.difference, derivation)
     unknown = {
-        fault.order: Unknown(instructions[fault.order].name, instructions[fault.order].opcode, fault.reason)
-        for fault in sorted((fault for fault in faults if not fault.wrong), key=lambda fault: fault.order)
+        fault.order: Unknown(
+            instructions[fault.order].name, instructions[fault.order].opcode, fault.reason
+        )
+        for fault in sorted(
+            (fault for fault in faults if not fault.wrong), key=lambda fault: fault.order
+        )
     }
     problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
-    verdict = ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
+    verdict = (
+        ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
+    )
     return Proof(
         "wrong" if problem else verdict,
         problem,
@@ -163,7 +193,9 @@ class _Derivation(NamedTuple):
     sums_of_constants: tuple[str, ...]
 
 
-def _derive(module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[Sharding | str] | None) -> _Derivation:
+def _derive(
+    module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[Sharding | str] | None
+) -> _Derivation:
     """Derive the results from the arguments.
 
     Raises:
@@ -171,12 +203,18 @@ def _derive(module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[
     """
     parameters, devices = entry_parameters(module), _devices(module)
     if len(inputs) != len(parameters):
-        problem = f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were passed."
+        problem = (
+            f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were"
+            " passed."
+        )
         raise ValueError(
-            format_error("prove", problem, fix="pass one sharding per parameter of the entry computation.")
+            format_error(
+                "prove", problem, fix="pass one sharding per parameter of the entry computation."
+            )
         )
     arguments = tuple(
-        sharded(sharding, array_shape(line.shape), devices) for line, sharding in zip(parameters, inputs, strict=True)
+        sharded(sharding, array_shape(line.shape), devices)
+        for line, sharding in zip(parameters, inputs, strict=True)
     )
     computations, instructions = read_lines(module)
     walk = Walk(computations, *_sizes_of_program(module))
@@ -186,21 +224,34 @@ def _derive(module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[
     if outputs is None or len(outputs) != len(results):
         count = "none" if outputs is None else str(len(outputs))
         problem = f"the program has {len(results)} results, and {count} shardings were passed."
-        raise ValueError(format_error("prove", problem, fix="pass outputs=, one sharding per array of the result."))
+        raise ValueError(
+            format_error(
+                "prove", problem, fix="pass outputs=, one sharding per array of the result."
+            )
+        )
     faults: set[Fault] = set()
     for index, ((value, shape), sharding) in enumerate(zip(results, outputs, strict=True)):
-        faults |= _faults_of_result(value, sharded(sharding, array_shape(shape), devices), index, root.order)
+        faults |= _faults_of_result(
+            value, sharded(sharding, array_shape(shape), devices), index, root.order
+        )
     sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
     return _Derivation(faults, instructions, root.order, sums)
 
 
-def _first_wrong(faults: Set[Fault], difference: Difference | None, derivation: _Derivation) -> Fault | None:
-    """Return the fault to report: the first one that a rule finds, or the one that the comparison finds."""
-    by_rule = min((fault for fault in faults if fault.wrong), key=lambda fault: fault.order, default=None)
+def _first_wrong(
+    faults: Set[Fault], difference: Difference | None, derivation: _Derivation
+) -> Fault | None:
+    """Return the fault to report: the first one that a rule finds, or the one that the comparison
+    finds.
+    """
+    by_rule = min(
+        (fault for fault in faults if fault.wrong), key=lambda fault: fault.order, default=None
+    )
     if difference is None:
         return by_rule
     instructions = derivation.instructions
-    # a rule knows which collective is wrong; else it names a later reader, and the comparison the first one
+    # a rule knows which collective is wrong; else it names a later reader, and the comparison the
+    # first one
     is_named = by_rule is not None and is_collective(instructions[by_rule.order])
     if by_rule is not None and (is_named or difference.instruction is None):
         return by_rule
@@ -209,7 +260,9 @@ def _first_wrong(faults: Set[Fault], difference: Difference | None, derivation: 
 
 def _sizes_of_program(module: Module) -> tuple[int, int]:
     """Return the number of replicas, and of partitions of each."""
-    return header_count(module.header, "replica_count"), header_count(module.header, "num_partitions")
+    return header_count(module.header, "replica_count"), header_count(
+        module.header, "num_partitions"
+    )
 
 
 def _devices(module: Module) -> int:
@@ -222,11 +275,19 @@ def _fault_of_difference(difference: Difference, derivation: _Derivation) -> Fau
 
 
 def _flat(result: Result) -> list[Value]:
-    return [result] if isinstance(result, Value) else [value for part in result for value in _flat(part)]
+    return (
+        [result]
+        if isinstance(result, Value)
+        else [value for part in result for value in _flat(part)]
+    )
 
 
 def _flat_shapes(shape: str) -> list[str]:
-    return [leaf for part in leaves(shape) for leaf in _flat_shapes(part)] if shape.startswith("(") else [shape]
+    return (
+        [leaf for part in leaves(shape) for leaf in _flat_shapes(part)]
+        if shape.startswith("(")
+        else [shape]
+    )
 
 
 def _faults_of_result(value: Value, declared: Value, index: int, root: int) -> frozenset[Fault]:
@@ -234,7 +295,9 @@ def _faults_of_result(value: Value, declared: Value, index: int, root: int) -> f
     if value.faults:
         return value.faults
     if value.parts:
-        return frozenset([Fault(False, root, f"result {index} is a bucket of pieces with different layouts.")])
+        return frozenset(
+            [Fault(False, root, f"result {index} is a bucket of pieces with different layouts.")]
+        )
     if value.zero:
         return frozenset()
     value = without_known_devices(value)
@@ -243,13 +306,17 @@ def _faults_of_result(value: Value, declared: Value, index: int, root: int) -> f
     except Unproved as problem:
         return frozenset([Fault(False, root, f"result {index}: {problem.reason}")])
     except Wrong as problem:
-        reason = problem.reason.replace("its operands hold", "what is derived and what is declared are")
+        reason = problem.reason.replace(
+            "its operands hold", "what is derived and what is declared are"
+        )
         return frozenset([Fault(True, root, f"result {index}: {reason}", problem.groups)])
     expected = {(h.at, h.count) for h in rest.hidden}
     extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
     if not extra:
         return frozenset()
-    return frozenset(_left_over(h, index, root, declared=(h.at, h.count) in expected) for h in extra)
+    return frozenset(
+        _left_over(h, index, root, declared=(h.at, h.count) in expected) for h in extra
+    )
 
 
 def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Fault:
@@ -257,28 +324,38 @@ def _left_over(hidden: Hidden, index: int, root: int, *, declared: bool) -> Faul
     origin = root if hidden.origin < 0 else hidden.origin
     if declared and hidden.kind != "device":
         reason = (
-            f"result {index} has one element of a dim on each of these devices, which use terms of a sum over them: either "
-            "they train apart, or a reduction is missing. The program alone does not tell."
+            f"result {index} has one element of a dim on each of these devices, which use terms of"
+            " a sum over them: either they train apart, or a reduction is missing. The program"
+            " alone does not tell."
         )
         return Fault(False, origin, reason)
     if hidden.kind == "own":
         return Fault(
-            True, origin, "it uses the term of each device as if it were the whole sum, which is never taken.", groups
+            True,
+            origin,
+            "it uses the term of each device as if it were the whole sum, which is never taken.",
+            groups,
         )
     if hidden.kind == "dim" and hidden.origin == INPUT:
         reason = (
-            f"result {index} is declared to be the same on devices that hold different elements of an argument: right only "
-            "if these elements are equal."
+            f"result {index} is declared to be the same on devices that hold different elements of"
+            " an argument: right only if these elements are equal."
         )
         return Fault(False, root, reason)
     if hidden.kind == "dim":
         return Fault(
-            True, origin, f"result {index} is declared to be the same on devices that hold different elements.", groups
+            True,
+            origin,
+            f"result {index} is declared to be the same on devices that hold different elements.",
+            groups,
         )
     if hidden.kind == "device":
         return Fault(True, origin, f"result {index} depends on the number of the device.", groups)
     return Fault(
-        True, origin, f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.", groups
+        True,
+        origin,
+        f"result {index} is a partial {hidden.kind}: the reduction over these devices is missing.",
+        groups,
     )
 
 

@@ -1,7 +1,10 @@
-"""The program that XLA was given, interpreted on whole arrays. The compiled program has to compute the same results.
+"""The program that XLA was given, interpreted on whole arrays.
 
-Before XLA partitions a program, its values are whole arrays. Only the bodies of `shard_map` are written for devices. Here
-such a body runs on all devices, and everything around it runs once. No partitioner and no pass of XLA takes part.
+The compiled program has to compute the same results.
+
+Before XLA partitions a program, its values are whole arrays. Only the bodies of `shard_map` are
+written for devices. Here such a body runs on all devices, and everything around it runs once. No
+partitioner and no pass of XLA takes part.
 """
 
 import itertools
@@ -26,10 +29,13 @@ WHOLE = -1
 
 @dataclass
 class ReferenceInterpreter(Interpreter):
-    """An interpreter of the program that XLA was given. A value has one row outside of the bodies of `shard_map`.
+    """An interpreter of the program that XLA was given.
+
+    A value has one row outside of the bodies of `shard_map`.
 
     Attributes:
-      uneven: whether the body of a `shard_map` made different numbers on devices that are declared to hold copies.
+      uneven: whether the body of a `shard_map` made different numbers on devices that are declared
+        to hold copies.
     """
 
     uneven: bool = False
@@ -39,9 +45,14 @@ class ReferenceInterpreter(Interpreter):
         super().__post_init__()
         self.meshes = {
             name: {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', axes)}
-            for name, axes in re.findall(r"(\w+) = #sdy\.mesh<\[([^\]]*)\]", self.module.header.replace("\\", ""))
+            for name, axes in re.findall(
+                r"(\w+) = #sdy\.mesh<\[([^\]]*)\]", self.module.header.replace("\\", "")
+            )
         }
-        self.replicas, self.partitions = 1, max([math.prod(sizes.values()) for sizes in self.meshes.values()] or [1])
+        self.replicas, self.partitions = (
+            1,
+            max([math.prod(sizes.values()) for sizes in self.meshes.values()] or [1]),
+        )
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the whole results for whole arguments."""
@@ -49,7 +60,9 @@ class ReferenceInterpreter(Interpreter):
         return [value[0] for value in self._results(once, [value[None] for value in inputs])]
 
     def with_equal_pieces(self, value: np.ndarray, parameter: Instruction, axis: str) -> np.ndarray:
-        """Return an argument in which all devices along a mesh axis have the pieces of the first one."""
+        """Return an argument in which all devices along a mesh axis have the pieces of the first
+        one.
+        """
         text = attributes(parameter).get("frontend_attributes", "").replace("\\", "")
         for mesh, dims in re.findall(r"sharding<@(\w+), \[(.*?)\][,>]", text):
             sizes = self.meshes[mesh]
@@ -64,7 +77,9 @@ class ReferenceInterpreter(Interpreter):
     def _call(self, line: Line) -> Step:
         name = self._callee(line, "to_apply")
         is_body = name.startswith(BODY)
-        return lambda devices, values: self.call(name, self._inside(devices) if is_body else devices, values)
+        return lambda devices, values: self.call(
+            name, self._inside(devices) if is_body else devices, values
+        )
 
     def _inside(self, devices: Devices) -> Devices:
         """Return the devices that run the body of a `shard_map`."""
@@ -72,20 +87,31 @@ class ReferenceInterpreter(Interpreter):
 
     def _custom_call(self, line: Line) -> Step:
         target = line.attributes.get("custom_call_target", "").strip('"')
-        if target == "Sharding" or target in ("xla.sdy.FuncResultSharding", "xla.sdy.PropagationBarrier"):
+        if target == "Sharding" or target in (
+            "xla.sdy.FuncResultSharding",
+            "xla.sdy.PropagationBarrier",
+        ):
             return lambda devices, values: values[0] if len(values) == 1 else tuple(values)
         if target not in ("xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"):
             return super()._custom_call(line)
         is_tuple, into = line.shape.startswith("("), "GlobalToLocal" in target
         text = line.attributes["frontend_attributes"].replace("\\", "")
         manual = re.findall(r'"([^"]+)"', text.partition("manual_axes{")[2].partition("}")[0])
-        listed = text.partition("in_shardings=" if into else "out_shardings=")[2].partition("]>]>")[0] + "]>"
+        listed = (
+            text.partition("in_shardings=" if into else "out_shardings=")[2].partition("]>]>")[0]
+            + "]>"
+        )
         shardings = re.findall(r"<@(\w+), \[(.*?)\](?:, \w+=\{[^}]*\})*>", listed)
-        places = [_Places(self.meshes[mesh], tuple(manual), _axes_of_dims(dims, manual)) for mesh, dims in shardings]
+        places = [
+            _Places(self.meshes[mesh], tuple(manual), _axes_of_dims(dims, manual))
+            for mesh, dims in shardings
+        ]
 
         def step(devices: Devices, values: list[Value]) -> Value:
             change = self._cut if into else self._joined
-            results = [change(place, value, devices) for place, value in zip(places, values, strict=True)]
+            results = [
+                change(place, value, devices) for place, value in zip(places, values, strict=True)
+            ]
             return tuple(results) if is_tuple else results[0]
 
         return step
@@ -121,7 +147,9 @@ class _Places:
 
     def _windows(self, local: tuple[int, ...]) -> list[tuple[slice, ...]]:
         """Return the place of each device's piece."""
-        coordinates = dict(zip(self.sizes, np.indices(self._grid.shape).reshape(len(self.sizes), -1), strict=True))
+        coordinates = dict(
+            zip(self.sizes, np.indices(self._grid.shape).reshape(len(self.sizes), -1), strict=True)
+        )
         windows = []
         for device in range(self._grid.size):
             starts = []
@@ -130,7 +158,9 @@ class _Places:
                 for axis in axes:
                     index = index * self.sizes[axis] + int(coordinates[axis][device])
                 starts.append(index * size)
-            windows.append(tuple(slice(at, at + size) for at, size in zip(starts, local, strict=True)))
+            windows.append(
+                tuple(slice(at, at + size) for at, size in zip(starts, local, strict=True))
+            )
         return windows
 
     def _pieces(self, axes: tuple[str, ...]) -> int:
@@ -141,17 +171,26 @@ class _Places:
         count = len(devices.positions)
         if not any(self.dims):
             return np.broadcast_to(value, (count, *value.shape[1:]))
-        local = tuple(size // self._pieces(axes) for size, axes in zip(value.shape[1:], self.dims, strict=True))
+        local = tuple(
+            size // self._pieces(axes)
+            for size, axes in zip(value.shape[1:], self.dims, strict=True)
+        )
         windows = self._windows(local)
         rows = np.broadcast_to(value, (count, *value.shape[1:]))
-        return np.stack([row[windows[device]] for row, device in zip(rows, devices.positions, strict=True)])
+        return np.stack(
+            [row[windows[device]] for row, device in zip(rows, devices.positions, strict=True)]
+        )
 
     def joined(self, value: np.ndarray, devices: Devices, targets: np.ndarray) -> np.ndarray:
-        """Return for each target the whole array that it and its neighbours along the split axes make up."""
+        """Return for each target the whole array that it and its neighbours along the split axes
+        make up.
+        """
         if not any(self.dims):
             return value[: len(targets)]
         local = value.shape[1:]
-        whole_shape = tuple(size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True))
+        whole_shape = tuple(
+            size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True)
+        )
         split = [list(self.sizes).index(axis) for axes in self.dims for axis in axes]
         grid, windows = self._grid, self._windows(local)
         row_of = {int(device): row for row, device in enumerate(devices.positions)}

@@ -1,4 +1,6 @@
-"""The first wrong instruction, with its place in the program of the user and the instructions around it."""
+"""The first wrong instruction, with its place in the program of the user and the instructions
+around it.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,20 +15,33 @@ MAX_WIDTH = 200
 
 
 def describe(
-    fault: Fault, module: Module, instructions: Sequence[Instruction], text: str, sizes: Mapping[str, int]
+    fault: Fault,
+    module: Module,
+    instructions: Sequence[Instruction],
+    text: str,
+    sizes: Mapping[str, int],
 ) -> Problem:
-    """Return the report of a fault; `sizes` has mesh axis -> size, and is empty if the mesh is unknown."""
+    """Return the report of a fault.
+
+    `sizes` has mesh axis -> size, and is empty if the mesh is unknown.
+    """
     instruction = instructions[fault.order]
     source = source_of(instruction, read_frames(text)) or op_name_of(instruction)
     axes = axes_of_groups(fault.groups, sizes) if sizes and fault.groups else None
     hlo = _around(instruction, module)
-    return Problem(instruction.name, instruction.opcode, source, axes, fault.groups, fault.reason, hlo)
+    return Problem(
+        instruction.name, instruction.opcode, source, axes, fault.groups, fault.reason, hlo
+    )
 
 
 def _around(instruction: Instruction, module: Module) -> str:
-    """Return the instruction, what it reads over three steps and what reads it, in the order of the program."""
+    """Return the instruction, what it reads over three steps and what reads it, in the order of the
+    program.
+    """
     name, lines = next(
-        (name, lines) for name, lines in module.computations.items() if any(line is instruction for line in lines)
+        (name, lines)
+        for name, lines in module.computations.items()
+        if any(line is instruction for line in lines)
     )
     by_name = {line.name: line for line in lines}
     shown, edge = {instruction.name}, [instruction]

@@ -66,7 +66,9 @@ def _by_parts(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 
 def unified_operands(values: Sequence[Value]) -> tuple[tuple[Dim, ...], list[Value]]:
-    """Return the dims that operands of equal shape have in common, and the operands without what became visible."""
+    """Return the dims that operands of equal shape have in common, and the operands without what
+    became visible.
+    """
     pairs = [(i, i) for i in range(len(values[0].shape))]
     common = values[0]
     for value in values[1:]:
@@ -91,7 +93,9 @@ def _same_kind(line: Line, values: Sequence[Value], devices: int) -> Value:
         reductions = [{partition(h.at) for h in pending(value)} for value in operands]
         if all(r == reductions[0] for r in reductions):
             return Value(line.dims, dims, merged_hidden(value.hidden for value in operands))
-    return Value(line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands))
+    return Value(
+        line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands)
+    )
 
 
 def _product(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -112,11 +116,15 @@ def _nonlinear(line: Line, values: Sequence[Value], devices: int) -> Value:
         return Value(line.dims, tuple(whole(size, devices) for size in line.dims))
     dims, operands = unified_operands(_scalars_broadcast(values, line))
     _check_blocks(operands)
-    return Value(line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands))
+    return Value(
+        line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands)
+    )
 
 
 def _check_blocks(operands: Sequence[Value]) -> None:
-    """A term of a reduction over the pieces of a dim, used with these pieces: one block per device, or a missing reduction."""
+    """A term of a reduction over the pieces of a dim, used with these pieces: one block per device,
+    or a missing reduction.
+    """
     for value in operands:
         for h in value.hidden:
             if h.kind not in ("own", *REDUCTIONS):
@@ -133,17 +141,23 @@ def _check_blocks(operands: Sequence[Value]) -> None:
 
 
 AMBIGUOUS = (
-    "each device uses its own part of a reduction with its own piece: either the piece is a head or a block of its own, or "
-    "a reduction over devices is missing. The program alone does not tell."
+    "each device uses its own part of a reduction with its own piece: either the piece is a head or"
+    " a block of its own, or a reduction over devices is missing. The program alone does not tell."
 )
 
 
 def _scalars_broadcast(values: Sequence[Value], line: Line) -> list[Value]:
     """`clamp` and `select` take scalars next to arrays."""
     return [
-        value._replace(shape=line.dims, dims=tuple(_constant_dim(size, value) for size in line.dims), data=None)
-        if value.shape != line.dims and not value.shape
-        else value
+        (
+            value._replace(
+                shape=line.dims,
+                dims=tuple(_constant_dim(size, value) for size in line.dims),
+                data=None,
+            )
+            if value.shape != line.dims and not value.shape
+            else value
+        )
         for value in values
     ]
 
@@ -210,11 +224,15 @@ def _reshape(line: Line, values: Sequence[Value], devices: int) -> Value:
 def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
     """Return a value in another shape."""
     factors = [factor for dim in value.dims for factor in dim]
-    return Value(shape, split_dims(factors, shape), placed(value).hidden, value.constant, fill=value.fill)
+    return Value(
+        shape, split_dims(factors, shape), placed(value).hidden, value.constant, fill=value.fill
+    )
 
 
 def bitcast(value: Value, source: str, target: str, shape: tuple[int, ...]) -> Value:
-    """Return the value of a bitcast between two shapes with layouts: a transpose, a reshape and a transpose."""
+    """Return the value of a bitcast between two shapes with layouts: a transpose, a reshape and a
+    transpose.
+    """
     if dtype_of(source) != dtype_of(target) and math.prod(shape) != math.prod(value.shape):
         raise Unproved("the bitcast changes the number of elements.")
     order, new_order = major_to_minor(source), major_to_minor(target)
@@ -246,10 +264,17 @@ def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
 def placed(value: Value) -> Value:
     """Return a value whose one element of a dim of the arguments is at its only dim of one element."""
     elements = [h for h in value.hidden if h.kind == "dim"]
-    if value.shape.count(1) != 1 or len(elements) != 1 or elements[0].origin != INPUT or elements[0].minor >= 0:
+    if (
+        value.shape.count(1) != 1
+        or len(elements) != 1
+        or elements[0].origin != INPUT
+        or elements[0].minor >= 0
+    ):
         return value
     minor = math.prod(value.shape[value.shape.index(1) :])
-    return value._replace(hidden=tuple(h._replace(minor=minor) if h in elements else h for h in value.hidden))
+    return value._replace(
+        hidden=tuple(h._replace(minor=minor) if h in elements else h for h in value.hidden)
+    )
 
 
 def _reverse(line: Line, values: Sequence[Value], devices: int) -> Value:
@@ -280,12 +305,24 @@ def _sliced(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
         return tuple(factor._replace(local=count) for factor in dim[:1])
     if is_whole(dim):
         return (Factor(count, count, scaled(dim[0].at, 0)),)
-    if len(dim) == 1 and dim[0].size > 0 and dim[0].size % size == 0 and all_multiples(dim[0].at, size):
+    if (
+        len(dim) == 1
+        and dim[0].size > 0
+        and dim[0].size % size == 0
+        and all_multiples(dim[0].at, size)
+    ):
         (factor,) = dim
         return (Factor(count, factor.size // size * count, scaled(factor.at, count, size)),)
     minor = math.prod(factor.local for factor in dim[1:])
-    if stride == 1 and start % minor == 0 and count % minor == 0 and dim[0].size in (0, dim[0].local):
-        return normal((dim[0]._replace(local=count // minor, size=dim[0].size and count // minor), *dim[1:]))
+    if (
+        stride == 1
+        and start % minor == 0
+        and count % minor == 0
+        and dim[0].size in (0, dim[0].local)
+    ):
+        return normal(
+            (dim[0]._replace(local=count // minor, size=dim[0].size and count // minor), *dim[1:])
+        )
     raise Unproved("it slices a dim that is made of several pieces.")
 
 
@@ -337,12 +374,18 @@ def concatenated(values: Sequence[Value], dim: int, line: Line, devices: int) ->
         common, hidden = values[0], []
         for value in values[1:]:
             dims, common, _ = unify(common, value, [(i, i) for i in others])
-            common = common._replace(dims=tuple(dims.get(i, common.dims[i]) for i in range(len(line.dims))))
+            common = common._replace(
+                dims=tuple(dims.get(i, common.dims[i]) for i in range(len(line.dims)))
+            )
         frame = Value(common.shape, common.dims)
         operands = [unify(frame, value, [(i, i) for i in others])[2] for value in values]
         hidden = added(operands, line.order)
-        kinds = [{(h.at, h.count) for h in operand.hidden} for operand in operands if not operand.zero]
-        joined_dim = _joined_dim([operand.dims[dim] for operand in operands], [v.shape[dim] for v in values], devices)
+        kinds = [
+            {(h.at, h.count) for h in operand.hidden} for operand in operands if not operand.zero
+        ]
+        joined_dim = _joined_dim(
+            [operand.dims[dim] for operand in operands], [v.shape[dim] for v in values], devices
+        )
         if any(kind != kinds[0] for kind in kinds):
             raise Unproved("")
     except (Wrong, Unproved):
@@ -360,7 +403,11 @@ def _joined_dim(dims: Sequence[Dim], sizes: Sequence[int], devices: int) -> Dim:
         raise Unproved("")
     blocks = dims[0][0].size // sizes[0], scaled(dims[0][0].at, 1, sizes[0])
     for dim, size in zip(dims, sizes, strict=True):
-        if len(dim) != 1 or dim[0].size != blocks[0] * size or dim[0].at is not scaled(blocks[1], size):
+        if (
+            len(dim) != 1
+            or dim[0].size != blocks[0] * size
+            or dim[0].at is not scaled(blocks[1], size)
+        ):
             raise Unproved("")
     return (Factor(total, blocks[0] * total, scaled(blocks[1], total)),)
 
@@ -385,16 +432,22 @@ def reduced(value: Value, removed: Sequence[int], kind: str, line: Line) -> tupl
     return merged_hidden([tuple(hidden)])
 
 
-def _within_elements(hidden: tuple[Hidden, ...], count: int, at: Positions) -> tuple[int, Positions]:
+def _within_elements(
+    hidden: tuple[Hidden, ...], count: int, at: Positions
+) -> tuple[int, Positions]:
     """Return the pieces to sum for each element of the hidden dims that follow from the piece.
 
-    If every device holds one element of a dim, and the pieces of a replica's rows meet that replica's element only, then
-    the sum is over the pieces that meet the element.
+    If every device holds one element of a dim, and the pieces of a replica's rows meet that
+    replica's element only, then the sum is over the pieces that meet the element.
     """
     for h in hidden:
         if h.kind == "dim" and count % h.count == 0 and determines([at], h.at):
-            members = [np.unique(at.array[h.at.array == element]) for element in np.unique(h.at.array)]
-            if len(members) == h.count and all(len(pieces) == count // h.count for pieces in members):
+            members = [
+                np.unique(at.array[h.at.array == element]) for element in np.unique(h.at.array)
+            ]
+            if len(members) == h.count and all(
+                len(pieces) == count // h.count for pieces in members
+            ):
                 rank = {int(piece): i for pieces in members for i, piece in enumerate(pieces)}
                 at = Positions.of(np.array([rank[int(piece)] for piece in at.array]))
                 count //= h.count
@@ -407,7 +460,11 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
     if kind != "add":
         value = value._replace(
             hidden=tuple(
-                h if h.kind not in REDUCTIONS or h.kind == kind else h._replace(kind="own", origin=line.order)
+                (
+                    h
+                    if h.kind not in REDUCTIONS or h.kind == kind
+                    else h._replace(kind="own", origin=line.order)
+                )
                 for h in value.hidden
             )
         )
@@ -433,13 +490,23 @@ def _reduce_window(line: Line, values: Sequence[Value], devices: int) -> Value:
 
 def _dot(line: Line, values: Sequence[Value], devices: int) -> Value:
     left, right = values
-    contracting = list(zip(line.integers("lhs_contracting_dims"), line.integers("rhs_contracting_dims"), strict=True))
+    contracting = list(
+        zip(
+            line.integers("lhs_contracting_dims"),
+            line.integers("rhs_contracting_dims"),
+            strict=True,
+        )
+    )
     batch = list(zip(line.integers("lhs_batch_dims"), line.integers("rhs_batch_dims"), strict=True))
     return product(line, left, right, batch, contracting)
 
 
 def product(
-    line: Line, left: Value, right: Value, batch: list[tuple[int, int]], contracting: list[tuple[int, int]]
+    line: Line,
+    left: Value,
+    right: Value,
+    batch: list[tuple[int, int]],
+    contracting: list[tuple[int, int]],
 ) -> Value:
     """Return a dot product: dims in the order batch, left, right."""
     common, left, right = unify(left, right, [*batch, *contracting])
@@ -449,11 +516,20 @@ def product(
     hidden = multiplied([left, right], line.order)
     pieces = Value(left.shape, summed.dims, hidden)
     hidden = reduced(pieces, [i for i, _ in contracting], "add", line)
-    before = {(partition(h.at)) for h in multiplied([left, right], line.order) if h.kind in ("own", *REDUCTIONS)}
+    before = {
+        (partition(h.at))
+        for h in multiplied([left, right], line.order)
+        if h.kind in ("own", *REDUCTIONS)
+    }
     for h in hidden:
         if h.kind == "add" and h.origin == line.order and partition(h.at) in before:
-            raise Unproved("it contracts a dim over the same devices as a sum that is not complete.")
-    taken_left, taken_right = {i for i, _ in [*batch, *contracting]}, {j for _, j in [*batch, *contracting]}
+            raise Unproved(
+                "it contracts a dim over the same devices as a sum that is not complete."
+            )
+    taken_left, taken_right = (
+        {i for i, _ in [*batch, *contracting]},
+        {j for _, j in [*batch, *contracting]},
+    )
     dims = [common[i] for i, _ in batch]
     dims += [dim for i, dim in enumerate(left.dims) if i not in taken_left]
     dims += [dim for j, dim in enumerate(right.dims) if j not in taken_right]
@@ -464,26 +540,72 @@ def product(
 
 
 def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
-    """A sum over the pieces of a dim, used on its own with these pieces: one head per device, or a missing sum."""
+    """A sum over the pieces of a dim, used on its own with these pieces: one head per device, or a
+    missing sum.
+    """
     for h in value.hidden:
         if h.kind not in ("own", "add"):
             continue
         for i, dim in enumerate(other.dims):
             for factor in dim:
-                if i not in common and factor.size > factor.local and partition(factor.at) is partition(h.at):
+                if (
+                    i not in common
+                    and factor.size > factor.local
+                    and partition(factor.at) is partition(h.at)
+                ):
                     raise Unproved(AMBIGUOUS)
 
 
-_ELEMENTWISE = ("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "sqrt", "rsqrt")
-_ELEMENTWISE += ("cbrt", "power", "sine", "cosine", "tan", "abs", "sign", "floor", "ceil", "round-nearest-even")
-_ELEMENTWISE += ("round-nearest-afz", "is-finite", "not", "xor", "compare", "atan2", "remainder", "shift-left")
-_ELEMENTWISE += ("shift-right-logical", "shift-right-arithmetic", "popcnt", "clz", "erf", "clamp", "mulhi")
+_ELEMENTWISE = (
+    "exponential",
+    "exponential-minus-one",
+    "log",
+    "log-plus-one",
+    "tanh",
+    "logistic",
+    "sqrt",
+    "rsqrt",
+)
+_ELEMENTWISE += (
+    "cbrt",
+    "power",
+    "sine",
+    "cosine",
+    "tan",
+    "abs",
+    "sign",
+    "floor",
+    "ceil",
+    "round-nearest-even",
+)
+_ELEMENTWISE += (
+    "round-nearest-afz",
+    "is-finite",
+    "not",
+    "xor",
+    "compare",
+    "atan2",
+    "remainder",
+    "shift-left",
+)
+_ELEMENTWISE += (
+    "shift-right-logical",
+    "shift-right-arithmetic",
+    "popcnt",
+    "clz",
+    "erf",
+    "clamp",
+    "mulhi",
+)
 _ELEMENTWISE += ("stochastic-convert", "bitcast-convert")
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(_ELEMENTWISE, _nonlinear),
     **dict.fromkeys(["add", "subtract", "complex"], _linear),
     **dict.fromkeys(["maximum", "minimum", "and", "or"], _same_kind),
-    **dict.fromkeys(["copy", "convert", "negate", "reduce-precision", "real", "imag", "optimization-barrier"], _passed),
+    **dict.fromkeys(
+        ["copy", "convert", "negate", "reduce-precision", "real", "imag", "optimization-barrier"],
+        _passed,
+    ),
     "multiply": _product,
     "divide": _quotient,
     "select": _select,

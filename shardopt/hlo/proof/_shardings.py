@@ -33,7 +33,9 @@ def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> V
         if size == 1:
             dims.append(())
             if count > 1:
-                hidden.append(Hidden("dim", Positions.of(at), count, -1, math.prod(shape[dim + 1 :])))
+                hidden.append(
+                    Hidden("dim", Positions.of(at), count, -1, math.prod(shape[dim + 1 :]))
+                )
         else:
             dims.append((Factor(size, size * count, Positions.of(at * size)),))
     return Value(shape, tuple(dims), merged_hidden([tuple(hidden)]))

@@ -1,4 +1,6 @@
-"""The text of a program with all of its constants: the compiled program, and the program that XLA was given."""
+"""The text of a program with all of its constants: the compiled program, and the program that XLA
+was given.
+"""
 
 import tempfile
 from pathlib import Path
@@ -11,8 +13,8 @@ from jax.stages import Compiled, Lowered
 def text_of(compiled: Compiled, lowered: Lowered | None) -> str | None:
     """Return the HLO text of a compiled program; None if the backend has none.
 
-    jaxlib cannot read some instructions of a libtpu that is newer, and then has no text of the program. In this case it
-    is compiled again, and the compiler writes the text.
+    jaxlib cannot read some instructions of a libtpu that is newer, and then has no text of the
+    program. In this case it is compiled again, and the compiler writes the text.
     """
     try:
         return compiled.as_text()
@@ -26,9 +28,12 @@ def text_of(compiled: Compiled, lowered: Lowered | None) -> str | None:
 
 
 def full_text(compiled: Compiled, text: str | None = None) -> str:
-    """Return the HLO text of a compiled program, with the numbers of every constant; `text` may leave some out.
+    """Return the HLO text of a compiled program, with the numbers of every constant.
 
-    `Compiled.as_text` leaves out the numbers of constants that have more than ten, such as the table of a schedule.
+    `text` may leave some out.
+
+    `Compiled.as_text` leaves out the numbers of constants that have more than ten, such as the
+    table of a schedule.
     """
     text = text or compiled.as_text() or ""
     if "constant({...})" not in text:

@@ -1,8 +1,9 @@
-"""What each device holds of a value: which piece of a whole array, and along which sums or choices it differs.
+"""What each device holds of a value: which piece of a whole array, and along which sums or choices
+it differs.
 
-A dim of an array is a list of factors, major first. A factor says which interval of a larger dim each device holds.
-What a value depends on besides its dims is hidden: a sum that is not complete yet, a dim of which every device holds
-one element, or a choice by the number of the device.
+A dim of an array is a list of factors, major first. A factor says which interval of a larger dim
+each device holds. What a value depends on besides its dims is hidden: a sum that is not complete
+yet, a dim of which every device holds one element, or a choice by the number of the device.
 """
 
 import functools
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Positions:
-    """One whole number per device. Equal vectors are one object, so that they compare and hash fast."""
+    """One whole number per device.
+
+    Equal vectors are one object, so that they compare and hash fast.
+    """
 
     __slots__ = ("array",)
     _known: ClassVar[dict[bytes, "Positions"]] = {}
@@ -41,8 +45,8 @@ class Positions:
 class Factor(NamedTuple):
     """A device holds `local` elements, from position `at` on, of a dim of `size` elements.
 
-    `size` is 0 if the value is constant along the dim: it fits every interval of every size. `size` is -1 for numbers
-    that count positions: the interval is known, and the size is not.
+    `size` is 0 if the value is constant along the dim: it fits every interval of every size. `size`
+    is -1 for numbers that count positions: the interval is known, and the size is not.
     """
 
     local: int
@@ -51,12 +55,13 @@ class Factor(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """A coordinate of a value that is no dim of its array: devices with equal numbers hold equal things.
+    """A coordinate of a value that is no dim of its array: devices with equal numbers hold equal
+    things.
 
     Attributes:
-      kind: `dim` for a dim of which each device holds one element; `add`, `maximum`, ... for a reduction that is not
-        complete; `own` if every device computed with a term of such a reduction as if it were complete; `device` for a
-        choice by the number of the device.
+      kind: `dim` for a dim of which each device holds one element; `add`, `maximum`, ... for a
+        reduction that is not complete; `own` if every device computed with a term of such a
+        reduction as if it were complete; `device` for a choice by the number of the device.
       at: the coordinate of each device.
       count: the number of coordinates that there are.
       origin: the index of the instruction that made it.
@@ -122,9 +127,11 @@ class Value(NamedTuple):
       data: its numbers, if they are few integers that depend on no input.
       faults: why it is wrong or unknown; its dims then say nothing.
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
-      sums: the groups over which the value is a sum that is complete: a sum over them again would count it twice.
-      note: what is known about its numbers, for lookups in a table of which each device holds some rows. Or the value with
-        the interval of a dim that each device joined from pieces of its neighbours.
+      sums: the groups over which the value is a sum that is complete: a sum over them again would
+        count it twice.
+      note: what is known about its numbers, for lookups in a table of which each device holds some
+        rows. Or the value with the interval of a dim that each device joined from pieces of its
+        neighbours.
     """
 
     shape: tuple[int, ...]
@@ -249,7 +256,9 @@ def normal(dim: Dim) -> Dim:
                 continue
             if major.size > 0 and factor.size == factor.local:
                 joined[-1] = Factor(
-                    major.local * factor.local, major.size * factor.local, scaled(major.at, factor.local)
+                    major.local * factor.local,
+                    major.size * factor.local,
+                    scaled(major.at, factor.local),
                 )
                 continue
         joined.append(factor)
@@ -263,7 +272,9 @@ def cut(factor: Factor, major: int) -> tuple[Factor, Factor]:
         return Factor(major, 0, factor.at), Factor(minor, 0, factor.at)
     if factor.size > 0 and factor.size % minor == 0 and all_multiples(factor.at, minor):
         zero = zeros(len(factor.at.array))
-        return Factor(major, factor.size // minor, scaled(factor.at, 1, minor)), Factor(minor, minor, zero)
+        return Factor(major, factor.size // minor, scaled(factor.at, 1, minor)), Factor(
+            minor, minor, zero
+        )
     raise Unproved("the reshape splits a dim across the borders of its pieces.")
 
 
@@ -346,8 +357,11 @@ def unified(first: Dim, second: Dim) -> Dim:
     return normal(tuple(factors))
 
 
-def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple[dict[int, Dim], Value, Value]:
-    """Return the common dims by dim of `first`, and both values without the hidden dims that became visible.
+def unify(
+    first: Value, second: Value, dims: Iterable[tuple[int, int]]
+) -> tuple[dict[int, Dim], Value, Value]:
+    """Return the common dims by dim of `first`, and both values without the hidden dims that became
+    visible.
 
     `dims` has the pairs of dims that must agree.
     """
@@ -365,14 +379,20 @@ def unify(first: Value, second: Value, dims: Iterable[tuple[int, int]]) -> tuple
                     second = revealed
                     continue
                 if first.constant or second.constant:
-                    raise Unproved("positions within a piece meet positions within the whole.") from None
-                raise Wrong(f"its operands hold different pieces: {_piece(a)} and {_piece(b)}.") from None
+                    raise Unproved(
+                        "positions within a piece meet positions within the whole."
+                    ) from None
+                raise Wrong(
+                    f"its operands hold different pieces: {_piece(a)} and {_piece(b)}."
+                ) from None
             break
     return common, first, second
 
 
 def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | None:
-    """Return the value with a whole dim as the piece `other`, if it depends on the device as that piece does."""
+    """Return the value with a whole dim as the piece `other`, if it depends on the device as that
+    piece does.
+    """
     if factor.size != factor.local or other.size <= other.local or len(value.dims[dim]) != 1:
         return None
     if other.size % other.local or not all_multiples(other.at, other.local):
@@ -381,8 +401,12 @@ def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | 
     for hidden in value.hidden:
         same = hidden.kind == "dim" and hidden.at is at and hidden.count == count
         if same and hidden.origin != SCATTERED:  # the rows of a batch are not the rows of a weight
-            raise Unproved("each device holds one element of a dim, which may or may not be the major part of another.")
-        # numbers that each device made for its own rows, such as random ones, are rows of a whole array
+            raise Unproved(
+                "each device holds one element of a dim, which may or may not be the major part of"
+                " another."
+            )
+        # numbers that each device made for its own rows, such as random ones, are rows of a whole
+        # array
         if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
             remaining = tuple(h for h in value.hidden if h is not hidden)
             dims = (*value.dims[:dim], (other,), *value.dims[dim + 1 :])
@@ -395,18 +419,26 @@ def _piece(factor: Factor) -> str:
         return f"all {factor.local} elements"
     starts = factor.at.array[:8].tolist()
     more = ", ..." if len(factor.at.array) > 8 else ""
-    return f"{factor.local} of {factor.size if factor.size > 0 else 'all'} elements from {starts}{more}"
+    return (
+        f"{factor.local} of {factor.size if factor.size > 0 else 'all'} elements from"
+        f" {starts}{more}"
+    )
 
 
 def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, ...]:
     """Return the coordinates with a dim of which each device now takes one element."""
     if any(partition(h.at) is partition(element.at) and h.kind != "device" for h in hidden):
-        raise Unproved("each device takes its own element of a value that differs between the same devices already.")
+        raise Unproved(
+            "each device takes its own element of a value that differs between the same devices"
+            " already."
+        )
     return merged_hidden([(*hidden, element)])
 
 
 def cut_beside(value: Value, shape: tuple[int, ...]) -> tuple[Hidden, ...]:
-    """Return the coordinates of a value after its dims are cut to a shape: other elements are to their right."""
+    """Return the coordinates of a value after its dims are cut to a shape: other elements are to
+    their right.
+    """
     minors = {math.prod(value.shape[dim:]): math.prod(shape[dim:]) for dim in range(len(shape) + 1)}
     return tuple(h._replace(minor=minors.get(h.minor, -1)) for h in value.hidden)
 
@@ -428,15 +460,19 @@ def pending(value: Value) -> tuple[Hidden, ...]:
 
 
 def used(hidden: tuple[Hidden, ...], order: int) -> tuple[Hidden, ...]:
-    """Return the coordinates after a use that is not linear: terms of a reduction are used on their own."""
-    return tuple(h._replace(kind="own", origin=order) if h.kind in REDUCTIONS else h for h in hidden)
+    """Return the coordinates after a use that is not linear: terms of a reduction are used on their
+    own.
+    """
+    return tuple(
+        h._replace(kind="own", origin=order) if h.kind in REDUCTIONS else h for h in hidden
+    )
 
 
 def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidden, ...]:
     """Return the coordinates of a sum of values.
 
-    All must be terms of the same reductions. A term plus a value that is whole is a number of the device's own: a later
-    sum counts the whole value several times, unless it is an average.
+    All must be terms of the same reductions. A term plus a value that is whole is a number of the
+    device's own: a later sum counts the whole value several times, unless it is an average.
     """
     terms = [value for value in values if not (kind == "add" and value.zero)]
     reductions = {partition(h.at): h for value in terms for h in pending(value)}
@@ -452,9 +488,13 @@ def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidde
             if changed_kind != kind:
                 changed_kind = "own"
             hidden = tuple(
-                h._replace(kind=changed_kind, origin=order if changed_kind == "own" else h.origin)
-                if h in same and h.kind != changed_kind
-                else h
+                (
+                    h._replace(
+                        kind=changed_kind, origin=order if changed_kind == "own" else h.origin
+                    )
+                    if h in same and h.kind != changed_kind
+                    else h
+                )
                 for h in hidden
             )
         changed.append(hidden)
@@ -468,9 +508,11 @@ def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
         others = {partition(h.at) for j, other in enumerate(values) if j != i for h in other.hidden}
         hidden.append(
             tuple(
-                h._replace(kind="own", origin=order)
-                if h.kind in REDUCTIONS and (h.kind != "add" or partition(h.at) in others)
-                else h
+                (
+                    h._replace(kind="own", origin=order)
+                    if h.kind in REDUCTIONS and (h.kind != "add" or partition(h.at) in others)
+                    else h
+                )
                 for h in value.hidden
             )
         )
@@ -485,22 +527,32 @@ def without_known_devices(value: Value) -> Value:
     for h in value.hidden:
         if h.kind == "device":
             others = [f.at for dim in value.dims for f in dim if f.size > 0]
-            others += [other.at for other in hidden if other is not h and other.kind in ("dim", "device")]
+            others += [
+                other.at for other in hidden if other is not h and other.kind in ("dim", "device")
+            ]
             if determines(others, h.at):
                 hidden.remove(h)
     return value._replace(hidden=tuple(hidden))
 
 
 def joined(first: Value, second: Value) -> Value:
-    """Return what holds for both of two values: the result of a branch, or of a loop that may not turn."""
+    """Return what holds for both of two values: the result of a branch, or of a loop that may not
+    turn.
+    """
     if first == second:
         return first
     if first.faults or second.faults:
         return first.changed(faults=first.faults | second.faults)
     if first.zero or second.zero:
-        return (second if first.zero else first).changed(constant=first.constant and second.constant)
+        return (second if first.zero else first).changed(
+            constant=first.constant and second.constant
+        )
     if first.parts or second.parts:
-        if first.parts and second.parts and [p.shape for p in first.parts] == [p.shape for p in second.parts]:
+        if (
+            first.parts
+            and second.parts
+            and [p.shape for p in first.parts] == [p.shape for p in second.parts]
+        ):
             parts = tuple(joined(a, b) for a, b in zip(first.parts, second.parts, strict=True))
             return first.changed(parts=parts, constant=False)
         raise Unproved("two values of a loop or branch are made of different pieces.")

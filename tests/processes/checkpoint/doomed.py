@@ -1,4 +1,7 @@
-"""A writer that dies, or meets a full disk: `python doomed.py HOW FOLDER`. See test_killed_writers.py."""
+"""A writer that dies, or meets a full disk: `python doomed.py HOW FOLDER`.
+
+See test_killed_writers.py.
+"""
 
 import os
 import resource

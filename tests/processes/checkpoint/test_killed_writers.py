@@ -1,4 +1,6 @@
-"""Whatever kills a writer, and whenever: whole checkpoints are left, and the next writer takes over."""
+"""Whatever kills a writer, and whenever: whole checkpoints are left, and the next writer takes
+over.
+"""
 
 import os
 import re
@@ -24,17 +26,24 @@ def launch(how, folder):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, str(Path(__file__).with_name("doomed.py")), how, str(folder)]
-    return subprocess.Popen(command, **pipes, text=True, env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""})
+    return subprocess.Popen(
+        command, **pipes, text=True, env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    )
 
 
 @pytest.fixture(scope="module")
 def remains(tmp_path_factory):
     """Return how each writer ended: (folder, exit code, output), all run side by side."""
-    folders = {how: tmp_path_factory.mktemp(how) for how in ("writing", "manifest", "publish", "rotating", "replacing")}
+    folders = {
+        how: tmp_path_factory.mktemp(how)
+        for how in ("writing", "manifest", "publish", "rotating", "replacing")
+    }
     folders["full"] = tmp_path_factory.mktemp("full")
     running = {how: launch(how, folder) for how, folder in folders.items()}
     outputs = {how: process.communicate(timeout=120) for how, process in running.items()}
-    return {how: (folders[how], process.returncode, *outputs[how]) for how, process in running.items()}
+    return {
+        how: (folders[how], process.returncode, *outputs[how]) for how, process in running.items()
+    }
 
 
 @pytest.fixture
@@ -93,8 +102,13 @@ def test_a_full_disk(remains, read):
     folder, code, output, errors = remains["full"]
     assert code == 0, errors
     first, last = output.strip().split("\n")
-    assert re.fullmatch(rf"Checkpoints: step 2 could not be written to {folder} \(.*File too large.*\)\.", first)
-    assert last == ("Fix: make room, then save again; checkpoints that were committed before are untouched.")
+    assert re.fullmatch(
+        rf"Checkpoints: step 2 could not be written to {folder} \(.*File too large.*\)\.", first
+    )
+    assert (
+        last
+        == "Fix: make room, then save again; checkpoints that were committed before are untouched."
+    )
     assert names(folder) == [".lock", "1", "3"]
     assert (read(folder, 1), read(folder)) == (1, 3)
 
@@ -104,12 +118,18 @@ def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path, complaint_
     try:
         pid = int(holder.stdout.readline())
         refused = (
-            rf"Checkpoints: {tmp_path} is already being written to by process {pid} on {os.uname().nodename}, "
-            r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\nFix: stop that job, or use another directory\."
+            rf"Checkpoints: {tmp_path} is already being written to by process {pid} on"
+            rf" {os.uname().nodename}, "
+            r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\nFix: stop that job, or use another"
+            r" directory\."
         )
-        message = complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.errors.CheckpointInUseError)
+        message = complaint_of(
+            lambda: Checkpoints(tmp_path, every=1, keep=1), so.errors.CheckpointInUseError
+        )
         assert re.fullmatch(refused, message)
-        message = complaint_of(lambda: so.save(tmp_path, {"a": jnp.ones(2)}, step=5), so.errors.CheckpointInUseError)
+        message = complaint_of(
+            lambda: so.save(tmp_path, {"a": jnp.ones(2)}, step=5), so.errors.CheckpointInUseError
+        )
         assert re.fullmatch(refused.replace("Checkpoints", "save"), message)
         assert read(tmp_path) == 1  # who only reads is never refused
     finally:
@@ -122,9 +142,12 @@ def test_a_second_writer_is_refused_until_the_first_is_dead(tmp_path, complaint_
 def test_a_writer_in_the_same_process_is_refused_until_the_first_is_closed(tmp_path, complaint_of):
     first = Checkpoints(tmp_path, every=1, keep=1)
     assert re.fullmatch(
-        rf"Checkpoints: {tmp_path} is already being written to by this very process, since [\d: -]+\.\n"
+        rf"Checkpoints: {tmp_path} is already being written to by this very process, since [\d:"
+        r" -]+\.\n"
         r"Fix: close\(\) the other Checkpoints first, or use another directory\.",
-        complaint_of(lambda: Checkpoints(tmp_path, every=1, keep=1), so.errors.CheckpointInUseError),
+        complaint_of(
+            lambda: Checkpoints(tmp_path, every=1, keep=1), so.errors.CheckpointInUseError
+        ),
     )
     first.close()
     Checkpoints(tmp_path, every=1, keep=1)  # never closed, only forgotten: gone with the object
@@ -139,6 +162,9 @@ def test_a_file_system_without_locks_is_said_to_have_none(tmp_path, monkeypatch)
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    text = f"Checkpoints: the file system of {tmp_path} has no locks, so a second job writing there goes unnoticed."
+    text = (
+        f"Checkpoints: the file system of {tmp_path} has no locks, so a second job writing there"
+        " goes unnoticed."
+    )
     with pytest.warns(UserWarning, match=f"^{re.escape(text)}$"):
         Checkpoints(tmp_path, every=1, keep=1).close()

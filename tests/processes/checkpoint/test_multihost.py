@@ -1,4 +1,6 @@
-"""Two processes over gloo save and restore together, agree on what is wrong, and share checkpoints with one process."""
+"""Two processes over gloo save and restore together, agree on what is wrong, and share checkpoints
+with one process.
+"""
 
 import json
 
@@ -63,13 +65,19 @@ def test_both_processes_see_the_same(run):
     damaged = message.split("\n")
     assert damaged[0] == f"restore: step 2 in {folder}/spoiled is damaged."
     assert len(damaged) == 7
-    assert all(": its bytes are not those that were written (SHA-256 " in line for line in damaged[1:-1])
-    assert damaged[-1] == (
-        "Fix: bring the files back from a copy, or go back to step 1, which is intact (pass step=1, or delete "
-        f"{folder}/spoiled/2)."
+    assert all(
+        ": its bytes are not those that were written (SHA-256 " in line for line in damaged[1:-1]
+    )
+    assert (
+        damaged[-1]
+        == "Fix: bring the files back from a copy, or go back to step 1, which is intact (pass"
+        f" step=1, or delete {folder}/spoiled/2)."
     )
     assert kind == "DamagedCheckpointError"
-    assert [first[key][0] for key in ("nowhere", "second writer")] == ["StepNotFoundError", "CheckpointInUseError"]
+    assert [first[key][0] for key in ("nowhere", "second writer")] == [
+        "StepNotFoundError",
+        "CheckpointInUseError",
+    ]
     for key in ("spoiled", "nowhere", "second writer"):
         assert first[key] == second[key]
 
@@ -77,8 +85,12 @@ def test_both_processes_see_the_same(run):
 def test_a_failure_in_one_process_is_heard_in_both(run):
     folder, first, second = run
     where = f"Checkpoints: step 8 could not be written to {folder}/run"
-    assert second["failed write"][1].startswith(f"{where} (OSError: [Errno 5] Input/output error).\n")
-    assert first["failed write"][1].startswith(f"{where} (OSError: process 1 failed; its message has the reason).\n")
+    assert second["failed write"][1].startswith(
+        f"{where} (OSError: [Errno 5] Input/output error).\n"
+    )
+    assert first["failed write"][1].startswith(
+        f"{where} (OSError: process 1 failed; its message has the reason).\n"
+    )
 
 
 def test_a_failure_of_orbax_in_one_process_does_not_let_the_other_wait(run):
@@ -88,12 +100,18 @@ def test_a_failure_of_orbax_in_one_process_does_not_let_the_other_wait(run):
     kind = "CheckpointError"
     own = [
         kind,
-        f"{where} (OSError: [Errno 28] No space left on device).\nFix: make room, then save again; {UNTOUCHED}",
+        (
+            f"{where} (OSError: [Errno 28] No space left on device).\nFix: make room, then save"
+            f" again; {UNTOUCHED}"
+        ),
     ]
     told = [
         [
             kind,
-            f"{where} (OSError: process {who} failed; its message has the reason).\nFix: remove the cause, then save again; {UNTOUCHED}",
+            (
+                f"{where} (OSError: process {who} failed; its message has the reason).\nFix: remove"
+                f" the cause, then save again; {UNTOUCHED}"
+            ),
         ]
         for who in range(2)
     ]

@@ -1,4 +1,6 @@
-"""Two jobs told to write to one folder, at ten random distances: one writes, the other is told who does."""
+"""Two jobs told to write to one folder, at ten random distances: one writes, the other is told who
+does.
+"""
 
 import os
 import random
@@ -25,7 +27,9 @@ def start(tmp_path):
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         command = [sys.executable, str(DOOMED), "holding", str(tmp_path / "run")]
         started.append(
-            subprocess.Popen(command, **pipes, text=True, env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""})
+            subprocess.Popen(
+                command, **pipes, text=True, env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+            )
         )
         return started[-1]
 
@@ -50,7 +54,8 @@ def test_one_of_two_jobs_is_refused_and_a_dead_one_is_no_obstacle(start, tmp_pat
     assert loser.returncode == 1
     refusal = re.search(r"CheckpointInUseError: (Checkpoints: .*\n.*)\n", said)[1]
     named = re.fullmatch(
-        rf"Checkpoints: {tmp_path}/run is already being written to by process (\w+) on (.*), since (.*)\.\n"
+        rf"Checkpoints: {tmp_path}/run is already being written to by process (\w+) on (.*), since"
+        r" (.*)\.\n"
         r"Fix: stop that job, or use another directory\.",
         refusal,
     )

@@ -1,4 +1,6 @@
-"""One of two processes with two devices each: `python worker.py RANK PORT FOLDER`. See test_multihost.py.
+"""One of two processes with two devices each: `python worker.py RANK PORT FOLDER`.
+
+See test_multihost.py.
 
 It says what it found as one line of JSON.
 """
@@ -40,7 +42,9 @@ def make_params():
 
 def run(opt, state, begin, end):
     for step in range(begin, end):
-        state, _ = opt.step(state, np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32))
+        state, _ = opt.step(
+            state, np.random.default_rng(step).normal(size=(8, 16)).astype(np.float32)
+        )
     return state
 
 
@@ -65,7 +69,10 @@ class NoRoom:
 
 
 def fail_while_writing(rank, folder, state):
-    """Let orbax fail on one process, then on the other, while it waits for them to meet; and then on none."""
+    """Let orbax fail on one process, then on the other, while it waits for them to meet.
+
+    And then on none.
+    """
     told = []
     with Checkpoints(folder, every=1, keep=2) as checkpoints:
         handler = checkpoints._writer._orbax.handler
@@ -97,7 +104,10 @@ def fail_while_writing(rank, folder, state):
 
 def main(rank, folder):
     found = {
-        "exchanged": [[len(text) for text in exchange("ä" * size)] for size in (3 + rank, 510 + rank, 4000 * rank)]
+        "exchanged": [
+            [len(text) for text in exchange("ä" * size)]
+            for size in (3 + rank, 510 + rank, 4000 * rank)
+        ]
     }
     opt = make_opt()
     # what one process with four devices saved, and on from there

@@ -1,10 +1,11 @@
-"""A disk that fills up under a run, at random places: said, nothing of before is lost, and the run goes on when there is room.
+"""A disk that fills up under a run, at random places: said, nothing of before is lost, and the run
+goes on when there is room.
 
-Two disks are filled. One is a limit on the size of files, which works everywhere: those tests are never skipped, and meet the same
-code. The other is a tmpfs of 3 MiB, in a mount namespace of its own so that nothing is left over; it takes CAP_SYS_ADMIN, or the
-right to make user namespaces. What it adds is the kernel's own ENOSPC under orbax, and how much room is given back. Without it
-ENOSPC comes from /dev/full: here for the lock, in test_loggers.py for metrics.
-"""
+Two disks are filled. One is a limit on the size of files, which works everywhere: those tests are
+never skipped, and meet the same code. The other is a tmpfs of 3 MiB, in a mount namespace of its
+own so that nothing is left over; it takes CAP_SYS_ADMIN, or the right to make user namespaces. What
+it adds is the kernel's own ENOSPC under orbax, and how much room is given back. Without it ENOSPC
+comes from /dev/full: here for the lock, in test_loggers.py for metrics."""
 
 import json
 import os
@@ -23,12 +24,20 @@ pytestmark = pytest.mark.slow  # processes on disks of their own
 
 WORKER = Path(__file__).with_name("worker_full_disk.py")
 MOUNT = 'mount -t tmpfs -o size=3m none "$0" && exec "$@"'
-FORBIDDEN = ("unshare failed", "Operation not permitted", "ermission denied", "No such file or directory: 'unshare'")
+FORBIDDEN = (
+    "unshare failed",
+    "Operation not permitted",
+    "ermission denied",
+    "No such file or directory: 'unshare'",
+)
 SAID = {"tmpfs": "No space left on device", "limit": "File too large"}
 
 
 def on_a_small_disk(folder):
-    """Return the words before a command that give it a small file system at the folder; skip where that is forbidden."""
+    """Return the words before a command that give it a small file system at the folder.
+
+    Skip where that is forbidden.
+    """
     refused = []
     for own in (["unshare", "--mount"], ["unshare", "--map-root-user", "--mount"]):
         words = [*own, "sh", "-c", MOUNT, str(folder)]
@@ -40,10 +49,12 @@ def on_a_small_disk(folder):
         if not tried.returncode:
             return words
         refused.append(f"{' '.join(own)}: {tried.stderr.strip()}")
-    # Any other failure, of mount or of the command, is one: only what the system forbids is a reason.
+    # Any other failure, of mount or of the command, is one: only what the system forbids is a
+    # reason.
     assert all(any(word in one for word in FORBIDDEN) for one in refused), refused
     return pytest.skip(
-        f"this system forbids mounts ({'; '.join(refused)}); the tests on the file size limit ran instead"
+        f"this system forbids mounts ({'; '.join(refused)}); the tests on the file size limit ran"
+        " instead"
     )
 
 
@@ -59,13 +70,19 @@ def test_a_disk_that_fills_up_under_a_run(disk, repeats, tmp_path):
     assert len(told) == repeats
     for one in told:
         run = tmp_path / "run"
-        saved = re.match(rf"CheckpointError: Checkpoints: step (\d+) could not be written to {run} \(", one["error"])
-        logged = one["error"] == f"OSError: [Errno 28] No space left on device: '{run}/metrics.jsonl'"
+        saved = re.match(
+            rf"CheckpointError: Checkpoints: step (\d+) could not be written to {run} \(",
+            one["error"],
+        )
+        logged = (
+            one["error"] == f"OSError: [Errno 28] No space left on device: '{run}/metrics.jsonl'"
+        )
         assert saved or logged, one
         if saved:
             assert SAID[disk] in one["error"]
             assert one["error"].endswith(
-                "\nFix: make room, then save again; checkpoints that were committed before are untouched."
+                "\nFix: make room, then save again; checkpoints that were committed before are"
+                " untouched."
             )
         last_good = int(saved[1]) - 5 if saved else one["at"] // 5 * 5
         assert one["whole"][-1] == one["restored"] == last_good, one
@@ -82,7 +99,9 @@ def test_a_folder_is_taken_and_tidied_where_there_is_no_room_for_a_name(tmp_path
     (tmp_path / ".saving-3" / "data").write_bytes(bytes(100))
     write = os.pwrite
     with Path("/dev/full").open("wb", buffering=0) as full:
-        monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: write(full.fileno(), data, at))
+        monkeypatch.setattr(
+            os, "pwrite", lambda descriptor, data, at: write(full.fileno(), data, at)
+        )
         with pytest.raises(OSError, match="No space left on device"):
             os.pwrite(0, b"name", 0)
         with Checkpoints(tmp_path, every=1, keep=1) as checkpoints:
@@ -93,21 +112,23 @@ def test_a_folder_is_taken_and_tidied_where_there_is_no_room_for_a_name(tmp_path
 
 
 def test_a_full_disk_does_not_keep_the_next_job_from_making_room(tmp_path):
-    """What a killed job left behind fills the disk to the last byte; whoever takes the folder deletes it first."""
+    """What a killed job left behind fills the disk to the last byte.
+
+    Whoever takes the folder deletes it first.
+    """
     words = on_a_small_disk(tmp_path)
     program = (
-        "import pathlib, sys, jax.numpy as jnp; from shardopt.checkpoint._checkpoints import Checkpoints\n"
-        f"folder = pathlib.Path({str(tmp_path)!r}, 'run'); (folder / '.saving-3').mkdir(parents=True)\n"
-        "(folder / '.lock').touch()\n"
-        "file = (folder / '.saving-3' / 'data').open('wb', buffering=0)\n"
-        "try:\n"
-        "    while True: file.write(bytes(100))\n"
-        "except OSError as error: print(error)\n"
-        "file.close()  # whose room is kept while anybody has it open\n"
-        "with Checkpoints(folder, every=1, keep=1) as checkpoints:\n"
-        "    checkpoints.save({'w': jnp.ones(9)}, step=4)\n"
-        "print(sorted(path.name for path in folder.iterdir()))\n"
+        "import pathlib, sys, jax.numpy as jnp; from shardopt.checkpoint._checkpoints import"
+        f" Checkpoints\nfolder = pathlib.Path({str(tmp_path)!r}, 'run'); (folder /"
+        " '.saving-3').mkdir(parents=True)\n(folder / '.lock').touch()\nfile = (folder /"
+        " '.saving-3' / 'data').open('wb', buffering=0)\ntry:\n    while True:"
+        " file.write(bytes(100))\nexcept OSError as error: print(error)\nfile.close()  # whose"
+        " room is kept while anybody has it open\nwith Checkpoints(folder, every=1, keep=1) as"
+        " checkpoints:\n    checkpoints.save({'w': jnp.ones(9)}, step=4)\nprint(sorted(path.name"
+        " for path in folder.iterdir()))\n"
     )
     command = [*words, sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
     assert done.stdout == "[Errno 28] No space left on device\n['.lock', '4']\n", done.stderr

@@ -27,7 +27,8 @@ def told(tmp_path_factory):
     ("name", "step", "stopped"),
     [
         ("whole", 30, "completed"),
-        ("sigterm", 15, "sigterm"),  # received at step 13 by one of them; they ask each other every five
+        # received at step 13 by one of them; they ask each other every five
+        ("sigterm", 15, "sigterm"),
         ("resumed", 30, "completed"),
         ("early", 12, "early"),  # process 1 sees 1.0 three times; process 0 would go on
         ("exhausted", 17, "exhausted"),
@@ -53,9 +54,13 @@ def test_resumed_equals_unbroken_and_one_process(told):
         return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
 
     x = [np.random.default_rng(step).normal(size=(8, 4)).astype(np.float32) for step in range(30)]
-    opt = so.fsdp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:4]), loss_fn, min_shard_elements=1)
+    opt = so.fsdp(
+        optax.adam(0.05), so.make_mesh(devices=jax.devices()[:4]), loss_fn, min_shard_elements=1
+    )
     batches = [{"x": one, "y": one.sum(1)} for one in x]
-    alone = fit(opt, opt.init({"w": np.zeros(4, np.float32)}), batches, num_steps=30, progress=False)
+    alone = fit(
+        opt, opt.init({"w": np.zeros(4, np.float32)}), batches, num_steps=30, progress=False
+    )
     np.testing.assert_allclose(first["params"], alone.state.params["w"], rtol=2e-5)
 
 

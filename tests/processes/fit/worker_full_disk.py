@@ -1,8 +1,8 @@
-"""Runs that meet a full disk at random places: `python worker_full_disk.py tmpfs|limit FOLDER REPEATS`.
+"""Runs that meet a full disk at random places: `python worker_full_disk.py tmpfs|limit FOLDER
+REPEATS`.
 
-tmpfs: FOLDER is a small file system, which is filled until a part of a checkpoint's room is left. limit: no file may grow
-beyond a part of a checkpoint's size. Prints a line of JSON a repeat.
-"""
+tmpfs: FOLDER is a small file system, which is filled until a part of a checkpoint's room is left.
+limit: no file may grow beyond a part of a checkpoint's size. Prints a line of JSON a repeat."""
 
 import json
 import os
@@ -59,7 +59,9 @@ def same(a, b):
 
 
 def meet(how, disk, rng, unbroken):
-    """Fill the disk at a random step, after the first checkpoints, so that a random part of the next one fits."""
+    """Fill the disk at a random step, after the first checkpoints, so that a random part of the
+    next one fits.
+    """
     run, ballast = disk / "run", disk / "ballast"
     limits, free, part = resource.getrlimit(resource.RLIMIT_FSIZE), [], rng.random()
 
@@ -78,20 +80,38 @@ def meet(how, disk, rng, unbroken):
     try:
         with checkpoints:
             log = jsonl(run / "metrics.jsonl")
-            fit(opt, fresh(), batches(at, fill), num_steps=STEPS, checkpoints=checkpoints, log=log, progress=False)
+            fit(
+                opt,
+                fresh(),
+                batches(at, fill),
+                num_steps=STEPS,
+                checkpoints=checkpoints,
+                log=log,
+                progress=False,
+            )
         error = None
     except (so.errors.CheckpointError, OSError) as caught:
         error = caught
     left = [shutil.disk_usage(disk).free] if free else []
     whole = checkpoints.steps()
-    unfinished = [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"]
+    unfinished = [
+        path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"
+    ]
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     ballast.unlink(missing_ok=True)
 
     newest = so.restore(run, opt)  # every byte of it is compared with its SHA-256
     with so.Checkpoints(run, every=EVERY, keep=2) as checkpoints:
         log = jsonl(run / "metrics.jsonl")
-        again = fit(opt, fresh(), batches(), num_steps=STEPS, checkpoints=checkpoints, log=log, progress=False)
+        again = fit(
+            opt,
+            fresh(),
+            batches(),
+            num_steps=STEPS,
+            checkpoints=checkpoints,
+            log=log,
+            progress=False,
+        )
     return {
         "at": at,
         "error": error and f"{type(error).__name__}: {error}",
@@ -102,7 +122,9 @@ def meet(how, disk, rng, unbroken):
         "completed": again.step,
         "same": same(again.state, unbroken.state),
         "names": sorted(path.name for path in run.iterdir()),
-        "logged": [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()],
+        "logged": [
+            json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()
+        ],
     }
 
 

@@ -52,17 +52,28 @@ def run(name, state, data, **options):
     logged = []
     options = {"num_steps": 30, "agree_every": 5, "progress": True} | options
     result = fit(opt, state, data, log=lambda step, metrics: logged.append(step), **options)
-    found[name] = {"step": result.step, "stopped": result.stopped, "logged": logged, "history": result.history}
+    found[name] = {
+        "step": result.step,
+        "stopped": result.stopped,
+        "logged": logged,
+        "history": result.history,
+    }
     return result
 
 
-gather = jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec()))
+gather = jax.jit(
+    lambda x: x, out_shardings=jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec())
+)
 whole = run("whole", new_state(), batches(40), evaluate=evaluation(opt, fixed))
 with Checkpoints(folder, every=10, keep=2) as checkpoints:
-    run("sigterm", new_state(), batches(40, stop=12 if rank == 1 else None), checkpoints=checkpoints)
+    run(
+        "sigterm", new_state(), batches(40, stop=12 if rank == 1 else None), checkpoints=checkpoints
+    )
 with Checkpoints(folder, every=10, keep=2) as checkpoints:
     resumed = run("resumed", new_state(), batches(40), checkpoints=checkpoints)
-found["resumed"]["same"] = bool((gather(whole.state.params["w"]) == gather(resumed.state.params["w"])).all())
+found["resumed"]["same"] = bool(
+    (gather(whole.state.params["w"]) == gather(resumed.state.params["w"])).all()
+)
 found["params"] = np.asarray(gather(resumed.state.params["w"])).tolist()
 run(
     "early",
@@ -82,8 +93,12 @@ found["hyperparams"] = hyperparams(run("changed", state, batches(40), num_steps=
 
 state = resumed.state
 numbers = np.arange(4, dtype=np.float64)
-of_one, of_all = (so.with_params(state, {"w": w}).params["w"] for w in (numbers, jnp.asarray(numbers)))
+of_one, of_all = (
+    so.with_params(state, {"w": w}).params["w"] for w in (numbers, jnp.asarray(numbers))
+)
 twice = so.with_params(state, {"w": jax.jit(lambda w: 2 * w)(of_one)}).params["w"]
 found["with_params"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twice)]
-found["with_params"].append([str(w.sharding) == str(state.params["w"].sharding) for w in (of_one, of_all, twice)])
+found["with_params"].append(
+    [str(w.sharding) == str(state.params["w"].sharding) for w in (of_one, of_all, twice)]
+)
 print(json.dumps(found), flush=True)

@@ -1,4 +1,6 @@
-"""What the processes of these tests train: a small net under fsdp, one device a process, batches by their step."""
+"""What the processes of these tests train: a small net under fsdp, one device a process, batches by
+their step.
+"""
 
 from pathlib import Path
 
@@ -37,6 +39,11 @@ def strategy_and_state(width=32):
 
 def leave_params(folder: Path, opt, result):
     """Have process 0 leave the parameters of a run that is complete in the folder."""
-    whole = jax.jit(lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P()))(result.state.params)
+    whole = jax.jit(lambda params: params, out_shardings=jax.NamedSharding(opt.mesh, jax.P()))(
+        result.state.params
+    )
     if jax.process_index() == 0 and result.stopped == "completed":
-        np.savez(folder / "params.npz", **{name: np.asarray(leaf.addressable_data(0)) for name, leaf in whole.items()})
+        np.savez(
+            folder / "params.npz",
+            **{name: np.asarray(leaf.addressable_data(0)) for name, leaf in whole.items()},
+        )

@@ -1,4 +1,7 @@
-"""`shardopt launch`: train as several processes, killed and started again with fewer; scripts; what is refused."""
+"""`shardopt launch`: train as several processes, killed and started again with fewer.
+
+Scripts; what is refused.
+"""
 
 import contextlib
 import json
@@ -77,11 +80,16 @@ def test_a_script_is_launched_and_an_error_of_one_process_ends_all_at_once(start
     assert "launch: process 1 of 2 ended with exit code 1; the others were ended.\n" in bad
     assert "  RuntimeError: the disk is full\n" in bad
     assert "done" not in bad
-    assert sorted(path.name for path in (tmp_path / "here").glob("*.log")) == ["process-0.log", "process-1.log"]
+    assert sorted(path.name for path in (tmp_path / "here").glob("*.log")) == [
+        "process-0.log",
+        "process-1.log",
+    ]
 
 
 @pytest.mark.slow
-def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_with_fewer(start, tmp_path):
+def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_with_fewer(
+    start, tmp_path
+):
     (tmp_path / "mine.py").write_text(SCRIPT)
     job = start("--max-restarts", 1, "--min-processes", 1, "--", "mine.py", "fit")
     said, _ = job.communicate(timeout=300)
@@ -98,28 +106,49 @@ def test_a_killed_process_ends_the_job_and_a_script_goes_on_from_its_checkpoint_
     [
         (["train", "--steps", "3"], 0, True, ["-m", "shardopt.cli", "train", "--steps", "3"]),
         (["train", "--steps", "3"], 1, False, ["-m", "shardopt.cli", "train", "--steps", "3"]),
-        (["train", "--steps", "3"], 1, True, ["-m", "shardopt.cli", "train", "--steps", "3", "--resume"]),
+        (
+            ["train", "--steps", "3"],
+            1,
+            True,
+            ["-m", "shardopt.cli", "train", "--steps", "3", "--resume"],
+        ),
         (["train", "--resume"], 2, True, ["-m", "shardopt.cli", "train", "--resume"]),
         (["mine.py", "--fast"], 1, True, ["mine.py", "--fast"]),
         (["python", "mine.py"], 1, True, None),
     ],
 )
-def test_train_is_resumed_where_there_is_something_to_go_on_with(words, attempt, saved, command, tmp_path, monkeypatch):
+def test_train_is_resumed_where_there_is_something_to_go_on_with(
+    words, attempt, saved, command, tmp_path, monkeypatch
+):
     monkeypatch.setattr("shardopt.cli._commands.committed", lambda folder: [4] if saved else [])
     folder = tmp_path if words[0] == "train" else None
-    assert child_command(words, folder, attempt) == (words if command is None else [sys.executable, *command])
+    assert child_command(words, folder, attempt) == (
+        words if command is None else [sys.executable, *command]
+    )
 
 
 @pytest.mark.slow
 def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp_path):
     folder = tmp_path / "run"
     options = ("--processes", 2, "--max-restarts", 1, "--min-processes", 1)
-    sizes = ("--devices", 2, "--mesh", "data=2", "--steps", 14, "--checkpoint-every", 4, "--evaluate-every", 100)
+    sizes = (
+        "--devices",
+        2,
+        "--mesh",
+        "data=2",
+        "--steps",
+        14,
+        "--checkpoint-every",
+        4,
+        "--evaluate-every",
+        100,
+    )
     job = start(*options, "--", *tiny, *sizes, "--run-dir", folder)
     said = []
     for line in job.stdout:
         said.append(line)
-        if line.startswith("step 10/") and "launch:" not in "".join(said):  # not when it comes there again
+        # not when it comes there again
+        if line.startswith("step 10/") and "launch:" not in "".join(said):
             os.kill(pid_of(1, folder), signal.SIGKILL)
     assert job.wait() == 0, said
     text = "".join(said)
@@ -134,22 +163,31 @@ def test_a_killed_process_ends_the_job_which_goes_on_with_fewer(start, tiny, tmp
         "process-0.restart-1.log",
         "process-1.log",
     ]
-    losses = [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", range(10))
-def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(start, tiny, tmp_path, draw):
+def test_wherever_a_process_is_killed_the_outcome_is_that_of_an_unbroken_run(
+    start, tiny, tmp_path, draw
+):
     """The last of the metrics are the same to the last digit."""
     sizes = ("--devices", 4, "--steps", 30, "--checkpoint-every", 3, "--evaluate-every", 100)
 
     def last(name):
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
         return {key: lines[-1][key] for key in ("step", "loss", "grad_norm", "val_loss")}
 
     assert start("--processes", 4, "--", *tiny, *sizes, "--run-dir", tmp_path / "whole").wait() == 0
-    job = start("--processes", 4, "--max-restarts", 1, "--", *tiny, *sizes, "--run-dir", tmp_path / "broken")
+    job = start(
+        "--processes", 4, "--max-restarts", 1, "--", *tiny, *sizes, "--run-dir", tmp_path / "broken"
+    )
     killed = False
     for line in job.stdout:
         if line.startswith("step 10/") and not killed:
@@ -166,7 +204,10 @@ def test_devices_that_cannot_be_shared_are_refused(monkeypatch):
     monkeypatch.setattr(_devices, "initialize", lambda: None)
     monkeypatch.setattr(_devices, "num_processes", lambda: 2)
     monkeypatch.setattr(jax.config, "update", lambda name, value: None)  # as before jax starts
-    message = "shardopt: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6 or 8."
+    message = (
+        "shardopt: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6"
+        " or 8."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         _devices.start_devices(7)
 
@@ -176,7 +217,10 @@ def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path)
     job = start("--processes", 2, "--", *tiny, "--devices", 7, "--run-dir", tmp_path / "run")
     said, _ = job.communicate(timeout=100)
     assert job.returncode == 2
-    message = "error: train: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use --devices 6 or 8.\n"
+    message = (
+        "error: train: --devices 7 cannot be shared out evenly among 2 processes.\nFix: use"
+        " --devices 6 or 8.\n"
+    )
     assert said.startswith(message)
     assert "Its last lines:\n  " + message.replace("\nFix", "\n  Fix") in said
 
@@ -186,12 +230,17 @@ def test_devices_that_cannot_be_shared_are_refused_by_all(start, tiny, tmp_path)
     [
         (
             (),
-            "launch: there is no command to launch.\n"
-            "Fix: say it after --: shardopt launch --processes 4 -- train --steps 100",
+            (
+                "launch: there is no command to launch.\n"
+                "Fix: say it after --: shardopt launch --processes 4 -- train --steps 100"
+            ),
         ),
         (
             ("--processes", "0", "--", "train"),
-            "launch: the numbers of processes cannot be used.\n  --processes must be at least 1, got 0",
+            (
+                "launch: the numbers of processes cannot be used.\n  --processes must be at least"
+                " 1, got 0"
+            ),
         ),
     ],
 )
@@ -212,8 +261,10 @@ def test_what_cannot_be_launched_is_refused(capsys, words, message, tmp_path, mo
         (("2", 3), [2]),  # the launcher refuses it
         (
             ("3:1", None),
-            "launch: --processes 3:1 cannot be read.\n"
-            "Fix: write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these.",
+            (
+                "launch: --processes 3:1 cannot be read.\nFix: write 4, 1:4 for as many as are left"
+                " down to one, or 1,2,4 for as many of these."
+            ),
         ),
         (("two", None), "launch: --processes two cannot be read."),
         (("1:4", 1), "launch: --processes 1:4 and --min-processes 1 both say how few are enough."),

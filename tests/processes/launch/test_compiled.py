@@ -18,7 +18,9 @@ from shardopt.runtime._compiled import share_compiled_programs
 def test_the_key_of_a_program_does_not_depend_on_the_process(monkeypatch):
     from jax._src import cache_key
 
-    monkeypatch.setattr(cache_key, "_hash_accelerator_config", lambda found, devices: found.update(b"topology"))
+    monkeypatch.setattr(
+        cache_key, "_hash_accelerator_config", lambda found, devices: found.update(b"topology")
+    )
     share_compiled_programs()
 
     def key(*devices):

@@ -1,4 +1,6 @@
-"""A process whose device computes wrong ends with its own code, and the launcher goes on without it."""
+"""A process whose device computes wrong ends with its own code, and the launcher goes on without
+it.
+"""
 
 import itertools
 import os
@@ -20,8 +22,8 @@ from shardopt.training._fit import fit
 
 WORKER = Path(__file__).with_name("worker_with_a_fault.py")
 MESSAGE = (
-    "fit: 1 device has wrong bits in the gradient of its own rows, at step 5 (batch 5, both counted from 0). "
-    "The step is not used, and nothing was saved."
+    "fit: 1 device has wrong bits in the gradient of its own rows, at step 5 (batch 5, both counted"
+    " from 0). The step is not used, and nothing was saved."
 )
 
 pytestmark = pytest.mark.slow
@@ -36,7 +38,9 @@ def test_a_process_ends_with_the_code_of_its_device(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(WORKER), str(tmp_path)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert ended.returncode == CORRUPTED, ended.stderr
     assert f"{MESSAGE}\n  device 1 (cpu, process 0)\n" in ended.stderr
     assert ended.stdout.endswith("the handlers of atexit ran\n")
@@ -44,7 +48,16 @@ def test_a_process_ends_with_the_code_of_its_device(tmp_path):
 
 
 def test_the_launcher_goes_on_without_the_process_of_the_wrong_device(shardopt, tmp_path):
-    options = ["--processes", 3, "--min-processes", 2, "--max-restarts", 1, "--log-dir", tmp_path / "logs"]
+    options = [
+        "--processes",
+        3,
+        "--min-processes",
+        2,
+        "--max-restarts",
+        1,
+        "--log-dir",
+        tmp_path / "logs",
+    ]
     job = shardopt("launch", *options, "--", WORKER, tmp_path, stderr=subprocess.STDOUT)
     said, _ = job.communicate(timeout=500)
     assert job.returncode == 0, said
@@ -55,9 +68,16 @@ def test_the_launcher_goes_on_without_the_process_of_the_wrong_device(shardopt, 
         log = (tmp_path / "logs" / f"process-{rank}.log").read_text()
         assert re.search(rf"{re.escape(MESSAGE)}\n  device \d+ \(cpu, process 1\)\nFix: ", log)
     assert saved_steps(tmp_path) == ["2", "4", "6", "8"]
-    opt = so.ddp(optax.adam(0.01), so.make_mesh(data=2, devices=jax.devices()[:2]), faults.loss, separable=True)
+    opt = so.ddp(
+        optax.adam(0.01),
+        so.make_mesh(data=2, devices=jax.devices()[:2]),
+        faults.loss,
+        separable=True,
+    )
     data = itertools.islice(faults.batches(3), 8)
-    expected = fit(opt, opt.init(faults.first_params()), data, num_steps=8, progress=False).state.params
+    expected = fit(
+        opt, opt.init(faults.first_params()), data, num_steps=8, progress=False
+    ).state.params
     found = np.load(tmp_path / "params.npz")
     for name, leaf in expected.items():
         np.testing.assert_allclose(found[name], leaf, rtol=1e-4, atol=1e-6)

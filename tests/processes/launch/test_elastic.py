@@ -1,7 +1,8 @@
-"""Processes that are lost and come back: the job goes on with those that are left and grows again, as if there were one device.
+"""Processes that are lost and come back: the job goes on with those that are left and grows again,
+as if there were one device.
 
-Each example is trained on exactly once in the history that the parameters come from: they count it themselves.
-"""
+Each example is trained on exactly once in the history that the parameters come from: they count it
+themselves."""
 
 import os
 import random
@@ -30,9 +31,27 @@ class Job:
         self.folder = folder
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JOB": str(folder)}
-        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")  # by the first of all draws
-        command = [sys.executable, "-m", "shardopt.cli", "launch", *options, "--log-dir", str(folder / "logs"), "--"]
-        command += [str(WORKER), str(folder), str(STEPS), str(EVERY), str(memory_every), str(tensor), draws]
+        # by the first of all draws
+        environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")
+        command = [
+            sys.executable,
+            "-m",
+            "shardopt.cli",
+            "launch",
+            *options,
+            "--log-dir",
+            str(folder / "logs"),
+            "--",
+        ]
+        command += [
+            str(WORKER),
+            str(folder),
+            str(STEPS),
+            str(EVERY),
+            str(memory_every),
+            str(tensor),
+            draws,
+        ]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         self.process = subprocess.Popen(command, env=environment, **pipes)
 
@@ -51,12 +70,18 @@ class Job:
         """Kill a process, and the memory of its host."""
         for process in Path("/proc").glob("[0-9]*"):
             try:
-                environment = (process / "environ").read_bytes().decode(errors="replace").split("\0")
+                environment = (
+                    (process / "environ").read_bytes().decode(errors="replace").split("\0")
+                )
                 words = (process / "cmdline").read_bytes().decode().split("\0")
             except OSError:  # it has ended, or is another user's
                 continue
-            holds = vault and any(word.endswith("vault.py") for word in words) and str(rank) in words
-            if f"JOB={self.folder}" in environment and (f"JAX_PROCESS_ID={rank}" in environment or holds):
+            holds = (
+                vault and any(word.endswith("vault.py") for word in words) and str(rank) in words
+            )
+            if f"JOB={self.folder}" in environment and (
+                f"JAX_PROCESS_ID={rank}" in environment or holds
+            ):
                 os.kill(int(process.name), signal.SIGKILL)
 
     def end(self, code=0):
@@ -90,7 +115,14 @@ def test_a_job_goes_on_with_fewer_at_once_and_grows_again(one_device, tmp_path, 
     rng = random.Random(draw)
     victim, at = rng.randrange(4), rng.randrange(6, 30)
     (tmp_path / "places").write_text("4")
-    elastic = ["--processes", "1,2,4", "--discovery-script", f"cat {tmp_path}/places", "--max-restarts", "2"]
+    elastic = [
+        "--processes",
+        "1,2,4",
+        "--discovery-script",
+        f"cat {tmp_path}/places",
+        "--max-restarts",
+        "2",
+    ]
     job = Job(tmp_path, *elastic)
     job.wait_for(0, at)
     (tmp_path / "places").write_text("3")  # of which two can share the batch
@@ -100,8 +132,13 @@ def test_a_job_goes_on_with_fewer_at_once_and_grows_again(one_device, tmp_path, 
     said = job.end()
     assert f"launch: process {victim} of 4 was killed by SIGKILL; the others were ended.\n" in said
     assert "launch: starting again with 2 processes, restart 1 of 2.\n" in said
-    resumed = [int(step) for step in re.findall(r"^Resuming from step (\d+) in ", said, re.MULTILINE)]
-    in_memory = f"Resuming from step {resumed[0]} in the memory of the hosts, the data from its saved state."
+    resumed = [
+        int(step) for step in re.findall(r"^Resuming from step (\d+) in ", said, re.MULTILINE)
+    ]
+    in_memory = (
+        f"Resuming from step {resumed[0]} in the memory of the hosts, the data from its saved"
+        " state."
+    )
     assert in_memory in said or resumed[0] % EVERY == 0  # the disk's is as new
     taken = job.taken()
     lost = max(step for attempt, _, step in taken if attempt == 0) - resumed[0]
@@ -122,13 +159,15 @@ def test_the_disk_has_it_where_too_much_memory_is_lost(one_device, tmp_path):
     said = job.end()
     assert "launch: starting again with 2 processes, restart 1 of 1.\n" in said
     assert f"Resuming from step {EVERY} in {tmp_path}" in said
-    assert "the data by drawing 20 batches" in said  # the state of one of four says nothing to one of two
+    # the state of one of four says nothing to one of two
+    assert "the data by drawing 20 batches" in said
     assert_equal_to_one_device(job, one_device)
 
 
 @pytest.mark.parametrize("memory", [False, True], ids=["disk", "memory"])
 def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_device, tmp_path):
-    """No launcher: processes with the three variables, as schedulers start them, two to a host, which may keep snapshots.
+    """No launcher: processes with the three variables, as schedulers start them, two to a host,
+    which may keep snapshots.
 
     One host is lost with its memory, and what runs on the other is ended, but for its vault.
     """
@@ -147,11 +186,26 @@ def test_a_scheduler_that_loses_a_host_starts_the_job_with_fewer(memory, one_dev
             probe.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{probe.getsockname()[1]}"
         environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-        environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_COORDINATOR_ADDRESS": address}
+        environment |= {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "JAX_COORDINATOR_ADDRESS": address,
+        }
         environment |= secret | ({"SHARDOPT_VAULTS": ",".join(places)} if memory else {})
         every = MEMORY_EVERY if memory else 0
-        command = [sys.executable, str(WORKER), str(tmp_path), str(STEPS), str(EVERY), str(every), "1", "shared"]
-        ranks = [{"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)} for rank in range(count)]
+        command = [
+            sys.executable,
+            str(WORKER),
+            str(tmp_path),
+            str(STEPS),
+            str(EVERY),
+            str(every),
+            "1",
+            "shared",
+        ]
+        ranks = [
+            {"JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(rank)} for rank in range(count)
+        ]
         return [subprocess.Popen(command, env=environment | rank) for rank in ranks]
 
     def steps():
@@ -196,4 +250,7 @@ def test_a_mesh_that_does_not_fit_is_refused_in_words(tmp_path):
     said = job.end(code=1)
     assert "launch: starting again with 3 processes, restart 1 of 1.\n" in said
     assert "make_mesh: " in said
-    assert "Fix: if 3 of 4 processes do not fit its mesh or its batch, name those that do: --processes 1,2,4.\n" in said
+    assert (
+        "Fix: if 3 of 4 processes do not fit its mesh or its batch, name those that do: --processes"
+        " 1,2,4.\n" in said
+    )

@@ -1,10 +1,10 @@
-"""Four processes under `shardopt launch`, one killed, all told to end, or their checkpoints deleted, at ten random moments.
+"""Four processes under `shardopt launch`, one killed, all told to end, or their checkpoints
+deleted, at ten random moments.
 
 Nothing is lost but time.
 
-The parameters at the end are those of a run that nobody disturbed, bit for bit: gloo sums over as many processes in the same
-order each time.
-"""
+The parameters at the end are those of a run that nobody disturbed, bit for bit: gloo sums over as
+many processes in the same order each time."""
 
 import os
 import random
@@ -51,11 +51,22 @@ def start():
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory):
-    """The parameters at the end of a run that nobody disturbs, and how many seconds of steps it had."""
+    """The parameters at the end of a run that nobody disturbs, and how many seconds of steps it
+    had.
+    """
     folder = tmp_path_factory.mktemp("unbroken")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "shardopt.cli", "launch", "--processes", "4", "--log-dir", str(folder / "logs")]
+    command = [
+        sys.executable,
+        "-m",
+        "shardopt.cli",
+        "launch",
+        "--processes",
+        "4",
+        "--log-dir",
+        str(folder / "logs"),
+    ]
     began = None
     with subprocess.Popen(
         [*command, "--", str(WORKER), str(folder), str(STEPS)],
@@ -85,7 +96,9 @@ def pid_of(rank, folder):
 
 def same(folder, params):
     found = np.load(folder / "params.npz")
-    return found.keys() == params.keys() and all(np.array_equal(found[name], params[name]) for name in params)
+    return found.keys() == params.keys() and all(
+        np.array_equal(found[name], params[name]) for name in params
+    )
 
 
 @pytest.mark.parametrize("draw", range(10))
@@ -106,7 +119,10 @@ def test_one_of_four_is_killed(start, unbroken, tmp_path, draw):
         said.append(line)
         if line.startswith("launch: process"):
             assert time.monotonic() - killed < ENDS_WITHIN
-            assert line == f"launch: process {victim} of 4 was killed by SIGKILL; the others were ended.\n"
+            assert (
+                line
+                == f"launch: process {victim} of 4 was killed by SIGKILL; the others were ended.\n"
+            )
     text = "".join(said)
     assert job.wait() == 0, text
     assert text.count("launch: process") == 1, text
@@ -118,7 +134,9 @@ def test_one_of_four_is_killed(start, unbroken, tmp_path, draw):
 
 @pytest.mark.parametrize("draw", range(10))
 def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
-    """SIGTERM to the launcher, as a cluster sends it, and the job started again: as often as it takes."""
+    """SIGTERM to the launcher, as a cluster sends it, and the job started again: as often as it
+    takes.
+    """
     rng = random.Random(100 + draw)
     trains, saved = draw >= 2, []
     job = start(tmp_path)
@@ -132,9 +150,11 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
     text = "".join(said)
     if trains:  # it answers: saves, and ends well
         assert job.returncode == 0, text
-        (stopped, step) = re.search(r"^(sigterm|completed) (\d+)$", text, re.MULTILINE).groups()
+        stopped, step = re.search(r"^(sigterm|completed) (\d+)$", text, re.MULTILINE).groups()
         assert (stopped, int(step)) != ("completed", 0)
-        saved = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal())
+        saved = sorted(
+            int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()
+        )
         assert saved[-1] == int(step)
     else:  # before there is anything to save it may simply end
         # -SIGTERM is the launcher's own end, while it is importing itself: a shell calls both 143.
@@ -150,7 +170,9 @@ def test_four_are_told_to_end(start, unbroken, tmp_path, draw):
 
 @pytest.mark.parametrize("draw", range(10))
 def test_the_checkpoints_of_four_are_deleted(start, unbroken, tmp_path, draw):
-    """At any moment, or as soon as one is being written: all go on, and none waits for ever for one that could not write."""
+    """At any moment, or as soon as one is being written: all go on, and none waits for ever for one
+    that could not write.
+    """
     rng = random.Random(200 + draw)
     folder = tmp_path / "checkpoints"
     job = start(tmp_path)
@@ -164,6 +186,11 @@ def test_the_checkpoints_of_four_are_deleted(start, unbroken, tmp_path, draw):
     assert time.monotonic() - deleted < unbroken[1] + ENDS_WITHIN
     text = "".join(said)
     assert job.wait() == 0, text
-    assert re.search(rf"{folder} was deleted while the job ran\. It is made again for step \d+0; ", text), text
+    assert re.search(
+        rf"{folder} was deleted while the job ran\. It is made again for step \d+0; ", text
+    ), text
     assert same(tmp_path, unbroken[0])
-    assert sorted(path.name for path in folder.iterdir() if path.name.isdecimal()) == [str(STEPS - 20), str(STEPS)]
+    assert sorted(path.name for path in folder.iterdir() if path.name.isdecimal()) == [
+        str(STEPS - 20),
+        str(STEPS),
+    ]

@@ -1,4 +1,6 @@
-"""Ranks that are alive and stuck, under `shardopt launch --hang-timeout`: named right, restarted, same parameters bit for bit."""
+"""Ranks that are alive and stuck, under `shardopt launch --hang-timeout`: named right, restarted,
+same parameters bit for bit.
+"""
 
 import os
 import random
@@ -22,9 +24,19 @@ def run(folder, fault, victim, step):
     """Return what a job said in which one process hangs at a step, and the parameters at its end."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")  # by the first of all draws
+    # by the first of all draws
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")
     options = ["--processes", str(PROCESSES), "--max-restarts", "1", "--hang-timeout", "4"]
-    command = [sys.executable, "-m", "shardopt.cli", "launch", *options, "--log-dir", str(folder / "logs"), "--"]
+    command = [
+        sys.executable,
+        "-m",
+        "shardopt.cli",
+        "launch",
+        *options,
+        "--log-dir",
+        str(folder / "logs"),
+        "--",
+    ]
     command += [str(WORKER), str(folder), fault, str(victim), str(step)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, env=environment, **pipes) as job:
@@ -56,7 +68,9 @@ IN = {
 
 @pytest.mark.parametrize("draw", range(10))
 @pytest.mark.parametrize("fault", IN)
-def test_a_rank_that_hangs_is_named_and_the_outcome_is_that_of_an_undisturbed_run(undisturbed, tmp_path, fault, draw):
+def test_a_rank_that_hangs_is_named_and_the_outcome_is_that_of_an_undisturbed_run(
+    undisturbed, tmp_path, fault, draw
+):
     rng = random.Random(f"{fault} {draw}")
     victim, step = rng.randrange(PROCESSES), rng.randrange(21, 49)
     said, params = run(tmp_path, fault, victim, step)
@@ -95,7 +109,10 @@ def test_a_watchdog_ends_a_job_that_no_launcher_watches():
     environment |= {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     command = [sys.executable, "-c", CLUSTER]
-    jobs = [subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(rank)}, **pipes) for rank in (0, 1)]
+    jobs = [
+        subprocess.Popen(command, env=environment | {"JAX_PROCESS_ID": str(rank)}, **pipes)
+        for rank in (0, 1)
+    ]
     try:
         said = [job.communicate(timeout=200)[0] for job in jobs]
     finally:
@@ -103,7 +120,9 @@ def test_a_watchdog_ends_a_job_that_no_launcher_watches():
             job.kill()
     assert [job.returncode for job in jobs] == [124, 124], said
     assert re.search(
-        r"^watchdog: process 1 of 2 hangs: without progress for \d s, last at step 4 in 'data'\.$", said[0], re.M
+        r"^watchdog: process 1 of 2 hangs: without progress for \d s, last at step 4 in 'data'\.$",
+        said[0],
+        re.M,
     )
     assert "in spin" in said[0]
     assert "watchdog: the stacks of process 0:" in said[0]

@@ -54,7 +54,9 @@ def test_a_process_asks_the_first_one_once_it_listens(monkeypatch):
     with socket.socket() as first:
         first.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{first.getsockname()[1]}"
-        monkeypatch.setattr(processes.time, "sleep", lambda _: (seen.append("tried"), first.listen()))
+        monkeypatch.setattr(
+            processes.time, "sleep", lambda _: (seen.append("tried"), first.listen())
+        )
         processes._wait_for_address(address)
     assert seen == ["tried"]
 

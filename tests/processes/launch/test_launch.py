@@ -1,4 +1,7 @@
-"""Processes of one job: told their places, heard, ended together, started again. Small scripts stand for them."""
+"""Processes of one job: told their places, heard, ended together, started again.
+
+Small scripts stand for them.
+"""
 
 import os
 import re
@@ -21,16 +24,24 @@ FOREVER = "while True: time.sleep(0.05)\n"
 
 @pytest.fixture
 def job(tmp_path):
-    """Return a function that launches a script, and gives the exit code, what was said and the folder."""
+    """Return a function that launches a script, and gives the exit code, what was said and the
+    folder.
+    """
 
     def run(script, processes=3, **options):
         said, attempts = [], []
 
         def command(attempt):
             attempts.append(attempt)
-            return [sys.executable, "-c", HEAD + f"here = pathlib.Path({str(tmp_path)!r})\n" + script]
+            return [
+                sys.executable,
+                "-c",
+                HEAD + f"here = pathlib.Path({str(tmp_path)!r})\n" + script,
+            ]
 
-        code = launch(command, processes=processes, log_dir=tmp_path / "logs", say=said.append, **options)
+        code = launch(
+            command, processes=processes, log_dir=tmp_path / "logs", say=said.append, **options
+        )
         return code, said, attempts
 
     run.folder = tmp_path
@@ -43,13 +54,17 @@ def logs(folder):
 
 def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
     script = (
-        "print(rank, 'of', os.environ['JAX_NUM_PROCESSES'], 'at', os.environ['JAX_COORDINATOR_ADDRESS'])\n"
-        "print('[Gloo] Rank 0 is connected'); print('warned', file=sys.stderr)\n"
+        "print(rank, 'of', os.environ['JAX_NUM_PROCESSES'], 'at',"
+        " os.environ['JAX_COORDINATOR_ADDRESS'])\nprint('[Gloo] Rank 0 is connected');"
+        " print('warned', file=sys.stderr)\n"
     )
     assert job(script) == (0, [], [0])
     found = logs(job.folder)
     assert sorted(found) == ["process-0.log", "process-1.log", "process-2.log"]
-    places = [re.search(r"^(\d) of 3 at (127\.0\.0\.1:\d+)$", text, re.MULTILINE).groups() for text in found.values()]
+    places = [
+        re.search(r"^(\d) of 3 at (127\.0\.0\.1:\d+)$", text, re.MULTILINE).groups()
+        for text in found.values()
+    ]
     assert [rank for rank, _ in places] == ["0", "1", "2"]
     assert len({address for _, address in places}) == 1
     shown = capsys.readouterr()
@@ -58,7 +73,9 @@ def test_each_is_told_its_place_and_the_first_is_shown(job, capsys):
 
 
 @pytest.mark.parametrize("mine", [None, "glibc.malloc.tcache_count=0"])
-def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(job, capsys, monkeypatch, mine):
+def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(
+    job, capsys, monkeypatch, mine
+):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     if mine is not None:
         monkeypatch.setenv("GLIBC_TUNABLES", mine)
@@ -79,7 +96,9 @@ def test_processes_keep_their_memory_in_huge_pages_unless_the_user_tunes_glibc(j
         (["nvidia0"], "cpu", True),
     ],
 )
-def test_a_host_with_an_accelerator_keeps_its_own_settings_of_glibc(tmp_path, monkeypatch, names, platforms, cpus):
+def test_a_host_with_an_accelerator_keeps_its_own_settings_of_glibc(
+    tmp_path, monkeypatch, names, platforms, cpus
+):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
     if platforms is not None:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
@@ -90,7 +109,9 @@ def test_a_host_with_an_accelerator_keeps_its_own_settings_of_glibc(tmp_path, mo
 
 
 def test_a_thread_reuses_small_memory_and_returns_large_memory(job, capsys, monkeypatch):
-    """Large memory that is kept grows: the temporaries of a step are often freed after the next step took its own."""
+    """Large memory that is kept grows: the temporaries of a step are often freed after the next
+    step took its own.
+    """
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     script = (
         "import resource, threading\n"
@@ -135,13 +156,10 @@ def test_when_one_fails_the_others_are_ended_and_its_words_are_shown(job):
 def test_who_does_not_listen_is_killed_with_its_children(job, monkeypatch):
     monkeypatch.setattr(sys.modules["shardopt.runtime._launch"], "_GRACE", 0.2)
     script = (
-        "import subprocess\n"
-        "if rank == 1:\n"
-        "    while not (here / 'pids').exists(): time.sleep(0.02)\n"
-        "    sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "(here / 'new').write_text(f'{os.getpid()} {child.pid}'); (here / 'new').rename(here / 'pids')\n"
+        "import subprocess\nif rank == 1:\n    while not (here / 'pids').exists():"
+        " time.sleep(0.02)\n    sys.exit(1)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nchild ="
+        " subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n(here /"
+        " 'new').write_text(f'{os.getpid()} {child.pid}'); (here / 'new').rename(here / 'pids')\n"
     )
     code, said, _ = job(script + FOREVER, processes=2)
     assert (code, said[0].splitlines()[1]) == (1, "It said nothing.")
@@ -171,25 +189,25 @@ def test_the_one_that_was_killed_is_named_not_those_that_miss_it(job):
     )
     code, said, _ = job(script)
     assert code == 128 + 9
-    assert said[0].startswith("launch: process 1 of 3 was killed by SIGKILL; the others were ended.\nIt said nothing.")
+    assert said[0].startswith(
+        "launch: process 1 of 3 was killed by SIGKILL; the others were ended.\nIt said nothing."
+    )
 
 
 def test_the_one_that_failed_first_is_named_though_its_end_is_seen_last(job):
     """As the kernel closes connections before it reports an end."""
     script = (
-        "from shardopt.runtime._processes import _follow_launcher; _follow_launcher()\n"
-        "class Slow(Exception):\n"
-        "    def __str__(self): (here / 'gone').touch(); time.sleep(0.3); return 'the disk is full'\n"
-        "if rank == 1:\n"
-        "    while not (here / 'ready-0').exists(): time.sleep(0.02)\n"
-        "    raise Slow\n"
-        "(here / f'ready-{rank}').touch()\n"
-        "while not (here / 'gone').exists(): time.sleep(0.01)\n"
-        "raise RuntimeError('connection closed by peer')\n"
+        "from shardopt.runtime._processes import _follow_launcher; _follow_launcher()\nclass"
+        " Slow(Exception):\n    def __str__(self): (here / 'gone').touch(); time.sleep(0.3); return"
+        " 'the disk is full'\nif rank == 1:\n    while not (here / 'ready-0').exists():"
+        " time.sleep(0.02)\n    raise Slow\n(here / f'ready-{rank}').touch()\nwhile not (here /"
+        " 'gone').exists(): time.sleep(0.01)\nraise RuntimeError('connection closed by peer')\n"
     )
     code, said, _ = job(script, processes=2)
     assert code == 1
-    assert said[0].startswith("launch: process 1 of 2 ended with exit code 1; the others were ended.\n")
+    assert said[0].startswith(
+        "launch: process 1 of 2 ended with exit code 1; the others were ended.\n"
+    )
     assert "Slow: the disk is full" in said[0]
 
 
@@ -219,7 +237,11 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
         "launch: starting again with 2 processes, restart 1 of 2.",
         "launch: starting again with 2 processes, restart 2 of 2.",
     ]
-    names = [f"process-{rank}{attempt}.log" for rank in (0, 1) for attempt in ("", ".restart-1", ".restart-2")]
+    names = [
+        f"process-{rank}{attempt}.log"
+        for rank in (0, 1)
+        for attempt in ("", ".restart-1", ".restart-2")
+    ]
     assert sorted(logs(job.folder)) == sorted(names)
 
 
@@ -231,12 +253,18 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
         ({"min_processes": 2, "spares": 1}, [4, 4]),  # which takes the place
         ({"min_processes": 1, "can_share": lambda count: 8 % count == 0}, [4, 2]),
         # none fits: all again
-        pytest.param({"min_processes": 3, "can_share": lambda count: 8 % count == 0}, [4, 4], marks=pytest.mark.slow),
+        pytest.param(
+            {"min_processes": 3, "can_share": lambda count: 8 % count == 0},
+            [4, 4],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatch, options, counts):
     ready = options.get("spares", 0)
-    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready)
+    monkeypatch.setattr(
+        sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready
+    )
     options = {name: value for name, value in options.items() if name != "spares"}
     script = (
         "print(os.environ['JAX_NUM_PROCESSES'], flush=True)\n"
@@ -262,7 +290,9 @@ def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatc
 )
 def test_the_place_of_a_wrong_device_is_not_used_again(job, monkeypatch, options, ready, places):
     """Process 1 finds out, as all do; the others end first, with another code."""
-    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready)
+    monkeypatch.setattr(
+        sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready
+    )
     script = (
         "print(os.environ['SHARDOPT_PLACE'], flush=True)\n"
         "if 'SHARDOPT_RESTART' in os.environ: sys.exit(0)\n"
@@ -273,12 +303,20 @@ def test_the_place_of_a_wrong_device_is_not_used_again(job, monkeypatch, options
     code, said, attempts = job(script, max_restarts=1, **options)
     found = {name: text.strip() for name, text in logs(job.folder).items()}
     assert [found[f"process-{rank}.log"] for rank in range(3)] == ["0", "1", "2"]
-    assert said[0].startswith("launch: process 1 of 3 ended with exit code 117; the others were ended.\n")
+    assert said[0].startswith(
+        "launch: process 1 of 3 ended with exit code 117; the others were ended.\n"
+    )
     if places is None:
-        assert (code, attempts, said[1:]) == (117, [0], ["launch: the job cannot go on without 1 process of 3."])
+        assert (code, attempts, said[1:]) == (
+            117,
+            [0],
+            ["launch: the job cannot go on without 1 process of 3."],
+        )
         return
     assert (code, attempts) == (0, [0, 1])
-    assert said[1:] == [f"launch: starting again with {len(places)} processes without place 1, restart 1 of 1."]
+    assert said[1:] == [
+        f"launch: starting again with {len(places)} processes without place 1, restart 1 of 1."
+    ]
     assert [found[f"process-{rank}.restart-1.log"] for rank in range(len(places))] == places
 
 
@@ -287,15 +325,19 @@ def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeyp
     monkeypatch.setattr(discovery, "_ASK_SECONDS", 0.1)
     (job.folder / "places").write_text("2")
     script = (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n"
-        "count, attempt = int(os.environ['JAX_NUM_PROCESSES']), int(os.environ.get('SHARDOPT_RESTART', 0))\n"
-        "print(count, flush=True); (here / f'up-{attempt}-{rank}').touch()\n"
-        "while len(list(here.glob(f'up-{attempt}-*'))) < count: time.sleep(0.01)\n"
-        "if attempt == 2: sys.exit(0)\n"
-        "if attempt == 1 and rank == 0: (here / 'new').write_text('9'); (here / 'new').rename(here / 'places')\n"
-        "if attempt == 0 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ncount, attempt ="
+        " int(os.environ['JAX_NUM_PROCESSES']), int(os.environ.get('SHARDOPT_RESTART',"
+        " 0))\nprint(count, flush=True); (here / f'up-{attempt}-{rank}').touch()\nwhile"
+        " len(list(here.glob(f'up-{attempt}-*'))) < count: time.sleep(0.01)\nif attempt == 2:"
+        " sys.exit(0)\nif attempt == 1 and rank == 0: (here / 'new').write_text('9'); (here /"
+        " 'new').rename(here / 'places')\nif attempt == 0 and rank == 1: os.kill(os.getpid(),"
+        " signal.SIGKILL)\n"
     )
-    options = {"max_restarts": 1, "min_processes": 1, "can_share": lambda count: count in (1, 2, 4, 8)}
+    options = {
+        "max_restarts": 1,
+        "min_processes": 1,
+        "can_share": lambda count: count in (1, 2, 4, 8),
+    }
     options |= {"discovery_script": f"cat {job.folder}/places"}
     code, said, attempts = job(script + FOREVER, processes=4, **options)
     assert (code, attempts) == (0, [0, 1, 2])
@@ -303,7 +345,9 @@ def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeyp
         "launch: starting again with 2 processes, restart 1 of 1.",
         "launch: starting again with 4 processes, to have more.",
     ]
-    assert [logs(job.folder)[f"process-0{name}.log"] for name in ("", ".restart-1", ".restart-2")] == [
+    assert [
+        logs(job.folder)[f"process-0{name}.log"] for name in ("", ".restart-1", ".restart-2")
+    ] == [
         "4\n",
         "2\n",
         "4\n",
@@ -315,9 +359,9 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
     answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if polite else ""
     script = HEAD + answer + "print('up', flush=True)\n" + FOREVER
     program = (
-        "import pathlib, sys\nfrom shardopt.runtime._launch import launch\n"
-        f"command = [sys.executable, '-c', {script!r}]\n"
-        f"sys.exit(launch(lambda attempt: command, processes=2, max_restarts=3, log_dir=pathlib.Path({str(tmp_path)!r})))"
+        "import pathlib, sys\nfrom shardopt.runtime._launch import launch\ncommand ="
+        f" [sys.executable, '-c', {script!r}]\nsys.exit(launch(lambda attempt: command,"
+        f" processes=2, max_restarts=3, log_dir=pathlib.Path({str(tmp_path)!r})))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
@@ -333,7 +377,11 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
         finally:
             launcher.kill()  # the end of the block waits for it
     assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".launch.lock", "process-0.log", "process-1.log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        ".launch.lock",
+        "process-0.log",
+        "process-1.log",
+    ]
 
 
 @pytest.mark.slow
@@ -348,7 +396,9 @@ def test_when_the_launcher_is_killed_its_processes_die(tmp_path):
         f"launch(lambda attempt: command, processes=1, log_dir=pathlib.Path({str(tmp_path)!r}))"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment) as one:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=environment
+    ) as one:
         pid = int(one.stdout.readline())
         assert runs(pid)
         one.kill()
@@ -390,7 +440,10 @@ def wait_for_the_end_of(pid):
 @pytest.mark.slow
 def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
     """Each command starts a process that nobody kills, and that may write to the log."""
-    script = "sleep 600 & echo $! > pid-$JAX_PROCESS_ID.new; mv pid-$JAX_PROCESS_ID.new pid-$JAX_PROCESS_ID; wait"
+    script = (
+        "sleep 600 & echo $! > pid-$JAX_PROCESS_ID.new; mv pid-$JAX_PROCESS_ID.new"
+        " pid-$JAX_PROCESS_ID; wait"
+    )
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
     one = launcher(tmp_path / "logs", "sh", "-c", f"cd {tmp_path}; {script}")
     try:
@@ -410,14 +463,16 @@ def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
                 _, said = other.communicate(timeout=60)
             refused, fix = said.splitlines()[-2:]
             assert re.fullmatch(
-                rf"shardopt\.errors\.CheckpointInUseError: launch: {tmp_path}/logs is already being written to by process "
-                rf"{one.pid} on .*, since .*\. It cannot be seen from here: it runs in another container, or it has ended "
+                rf"shardopt\.errors\.CheckpointInUseError: launch: {tmp_path}/logs is already being"
+                r" written to by process "
+                rf"{one.pid} on .*, since .*\. It cannot be seen from here: it runs in another"
+                r" container, or it has ended "
                 r"and what it started still runs\.",
                 refused,
             )
-            assert fix == (
-                f"Fix: stop what has {tmp_path}/logs/.launch.lock open (fuser names it), or choose another --log-dir (of "
-                "train, another --run-dir)."
+            assert (
+                fix == f"Fix: stop what has {tmp_path}/logs/.launch.lock open (fuser names it), or"
+                " choose another --log-dir (of train, another --run-dir)."
             )
             os.kill(pid, signal.SIGKILL)
             wait_for_the_end_of(pid)
@@ -432,13 +487,12 @@ def test_what_outlives_a_killed_launcher_keeps_its_logs(tmp_path):
 def test_what_a_job_left_behind_that_ended_by_itself_is_no_obstacle(job):
     """A service in a session of its own is not ended with the job."""
     script = (
-        "import subprocess\n"
-        "links = {name: os.path.realpath(f'/proc/self/fd/{name}') for name in os.listdir('/proc/self/fd')}\n"
-        "(held,) = [int(name) for name, path in links.items() if path.endswith('.launch.lock')]\n"
-        "command = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
-        "quiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\n"
-        "child = subprocess.Popen(command, start_new_session=True, pass_fds=(held,), **quiet)\n"
-        "(here / 'pid').write_text(str(child.pid))\n"
+        "import subprocess\nlinks = {name: os.path.realpath(f'/proc/self/fd/{name}') for name in"
+        " os.listdir('/proc/self/fd')}\n(held,) = [int(name) for name, path in links.items() if"
+        " path.endswith('.launch.lock')]\ncommand = [sys.executable, '-c', 'import time;"
+        " time.sleep(600)']\nquiet = dict.fromkeys(('stdout', 'stderr'), subprocess.DEVNULL)\nchild"
+        " = subprocess.Popen(command, start_new_session=True, pass_fds=(held,), **quiet)\n(here /"
+        " 'pid').write_text(str(child.pid))\n"
     )
     try:
         assert job(script, processes=1) == (0, [], [0])
@@ -459,7 +513,9 @@ def test_a_command_ignores_no_signals_that_python_does(job):
     assert ignored(Path("/proc/self/status").read_text()) >= {signal.SIGPIPE, signal.SIGXFSZ}
     folder = job.folder / "logs"
     assert launch(lambda attempt: ["cat", "/proc/self/status"], processes=2, log_dir=folder) == 0
-    assert [ignored(log) & {signal.SIGPIPE, signal.SIGXFSZ} for log in logs(job.folder).values()] == [set(), set()]
+    assert [
+        ignored(log) & {signal.SIGPIPE, signal.SIGXFSZ} for log in logs(job.folder).values()
+    ] == [set(), set()]
 
 
 def test_a_file_that_is_no_program(tmp_path):
@@ -470,7 +526,9 @@ def test_a_file_that_is_no_program(tmp_path):
         launch(lambda attempt: [str(program)], **options)
     program.chmod(0o755)
     assert launch(lambda attempt: [str(program)], **options, say=said.append) == 1
-    assert f"  launch: {str(program)!r} cannot be started (OSError: Exec format error).\n" in said[0]
+    assert (
+        f"  launch: {str(program)!r} cannot be started (OSError: Exec format error).\n" in said[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -479,7 +537,10 @@ def test_a_file_that_is_no_program(tmp_path):
         ({"processes": 0}, ["--processes must be at least 1, got 0"]),
         (
             {"processes": 2, "max_restarts": -1, "min_processes": 0},
-            ["--max-restarts must be at least 0, got -1", "--min-processes must be at least 1, got 0"],
+            [
+                "--max-restarts must be at least 0, got -1",
+                "--min-processes must be at least 1, got 0",
+            ],
         ),
         ({"processes": 2, "min_processes": 3}, ["--min-processes 3 is more than --processes 2"]),
         ({"processes": 2, "spares": -1}, ["--spares must be at least 0, got -1"]),
@@ -488,13 +549,19 @@ def test_a_file_that_is_no_program(tmp_path):
 def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
     with pytest.raises(ValueError, match="launch: ") as caught:
         launch(lambda attempt: [sys.executable], log_dir=tmp_path / "logs", **options)
-    assert str(caught.value) == "\n  ".join(["launch: the numbers of processes cannot be used.", *problems])
+    assert str(caught.value) == "\n  ".join(
+        ["launch: the numbers of processes cannot be used.", *problems]
+    )
     assert not (tmp_path / "logs").exists()
 
 
 def test_spares_are_for_what_they_can_become(tmp_path):
-    with pytest.raises(ValueError, match=r"launch: --spares 1 needs a python script or train, got 'cat'\.") as caught:
-        launch(lambda attempt: ["cat", "file"], processes=1, log_dir=tmp_path, max_restarts=1, spares=1)
+    with pytest.raises(
+        ValueError, match=r"launch: --spares 1 needs a python script or train, got 'cat'\."
+    ) as caught:
+        launch(
+            lambda attempt: ["cat", "file"], processes=1, log_dir=tmp_path, max_restarts=1, spares=1
+        )
     assert str(caught.value).endswith("\nFix: leave --spares out, or launch the script itself.")
 
 
@@ -507,8 +574,8 @@ def test_a_process_that_stands_by_takes_the_place_of_one_that_died(job, monkeypa
         + "if 'SHARDOPT_RESTART' not in os.environ:\n"
         + "    time.sleep(12)\n"
         + "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        + "print(rank, 'jax' in sys.modules, sys.argv, __name__, sys.stdin.read() == '', sys.path[0])\n"
-        + "sys.exit(3 if rank == 1 else 0)\n"
+        + "print(rank, 'jax' in sys.modules, sys.argv, __name__, sys.stdin.read() == '',"
+        " sys.path[0])\n" + "sys.exit(3 if rank == 1 else 0)\n"
     )
     command = [sys.executable, str(tmp_path / "mine.py"), "word"]
     options = {"processes": 2, "log_dir": tmp_path / "logs", "say": lambda line: None}
@@ -538,7 +605,8 @@ def test_a_second_job_does_not_write_over_the_logs_of_the_first(job):
         with pytest.raises(ValueError, match=r"^launch: ") as caught:
             job("print('not mine')")
         assert re.fullmatch(
-            rf"launch: {job.folder}/logs is already being written to by this very process, since [\d: -]+\.\n"
+            rf"launch: {job.folder}/logs is already being written to by this very process, since"
+            r" [\d: -]+\.\n"
             r"Fix: .*, or choose another --log-dir \(of train, another --run-dir\)\.",
             str(caught.value),
         )
@@ -555,17 +623,21 @@ def test_sigterm_ends_a_process_that_does_not_train_yet(job, monkeypatch):
     """jax would take it for a notice to itself, and the job would go on to its end."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     script = (
-        "import shardopt as so; so.initialize(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(5); print('goes on')"
+        "import shardopt as so; so.initialize(); os.kill(os.getpid(), signal.SIGTERM);"
+        " time.sleep(5); print('goes on')"
     )
     code, said, _ = job(script, processes=1)
     assert code == 128 + signal.SIGTERM
-    assert said[0].startswith("launch: process 0 of 1 was killed by SIGTERM; the others were ended.")
+    assert said[0].startswith(
+        "launch: process 0 of 1 was killed by SIGTERM; the others were ended."
+    )
     assert "goes on" not in logs(job.folder)["process-0.log"]
 
 
 @pytest.mark.slow  # the other jobs of this file
 def test_a_job_may_have_its_checkpoints_beside_its_logs(job):
     script = (
-        "from shardopt.runtime import _files as files\nif rank == 0: files.acquire_lock('Checkpoints', here / 'logs')\n"
+        "from shardopt.runtime import _files as files\nif rank == 0:"
+        " files.acquire_lock('Checkpoints', here / 'logs')\n"
     )
     assert job(script, processes=2)[:2] == (0, [])

@@ -1,4 +1,6 @@
-"""Four processes that keep snapshots in the memory of two hosts each; one is killed, with its host's memory, or both holders.
+"""Four processes that keep snapshots in the memory of two hosts each.
+
+One is killed, with its host's memory, or both holders.
 
 The parameters at the end are those of a run that nobody disturbed, bit for bit.
 """
@@ -29,21 +31,49 @@ def processes(folder):
         try:
             environment = (process / "environ").read_bytes().decode(errors="replace").split("\0")
             if f"JOB={folder}" in environment:
-                found[int(process.name)] = (process / "cmdline").read_bytes().decode().split("\0"), environment
+                found[int(process.name)] = (
+                    (process / "cmdline").read_bytes().decode().split("\0"),
+                    environment,
+                )
         except OSError:  # it has ended, or is another user's
             continue
     return found
 
 
 def run(folder, *, at=None, victim=0, lost=(), spares=0):
-    """Run the job; at a step kill a process and the vaults of some hosts. Return what was said, parameters, steps."""
+    """Run the job; at a step kill a process and the vaults of some hosts.
+
+    Return what was said, parameters, steps.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment |= {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JOB": str(folder)}
-    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")  # by the first of all draws
-    options = ["--processes", "4", "--max-restarts", "1", "--spares", str(spares), "--log-dir", str(folder / "logs")]
-    command = [sys.executable, "-m", "shardopt.cli", "launch", *options, "--", str(WORKER), str(folder), str(STEPS)]
+    # by the first of all draws
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder.parent / "compiled")
+    options = [
+        "--processes",
+        "4",
+        "--max-restarts",
+        "1",
+        "--spares",
+        str(spares),
+        "--log-dir",
+        str(folder / "logs"),
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "shardopt.cli",
+        "launch",
+        *options,
+        "--",
+        str(WORKER),
+        str(folder),
+        str(STEPS),
+    ]
     command += [str(MEMORY_EVERY), str(EVERY), "0.03"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as job:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as job:
         try:
             before = 0
             if at is not None:
@@ -52,7 +82,9 @@ def run(folder, *, at=None, victim=0, lost=(), spares=0):
                     time.sleep(0.01)
                     before = max(taken(folder), default=0)
                 all_of_it = processes(folder)
-                doomed = [pid for pid, (_, env) in all_of_it.items() if f"JAX_PROCESS_ID={victim}" in env]
+                doomed = [
+                    pid for pid, (_, env) in all_of_it.items() if f"JAX_PROCESS_ID={victim}" in env
+                ]
                 vaults = {str(number) for number in lost}
                 for pid, (words, _) in all_of_it.items():
                     if any(word.endswith("vault.py") for word in words) and vaults & set(words):
@@ -79,7 +111,9 @@ def undisturbed(tmp_path_factory):
 
 
 def same(params, others):
-    return params.keys() == others.keys() and all(np.array_equal(params[name], others[name]) for name in params)
+    return params.keys() == others.keys() and all(
+        np.array_equal(params[name], others[name]) for name in params
+    )
 
 
 @pytest.mark.parametrize("draw", range(20))

@@ -1,4 +1,6 @@
-"""`shardopt verify` as two processes of one job: every device is compared, process 0 writes, all end with one code."""
+"""`shardopt verify` as two processes of one job: every device is compared, process 0 writes, all
+end with one code.
+"""
 
 import json
 import subprocess
@@ -10,7 +12,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def verify(shardopt, tmp_path):
-    """Return a function that launches the command as two processes with two devices each: exit code, text, JSON."""
+    """Return a function that launches the command as two processes with two devices each: exit
+    code, text, JSON.
+    """
 
     def run(*words):
         command = ["launch", "--processes", 2, "--", "verify", "--devices", 4, *words]
@@ -21,7 +25,9 @@ def verify(shardopt, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("only", ["same bits", "collectives", "fsdp replica=2, gpt, adamw", "predictions: zero1"])
+@pytest.mark.parametrize(
+    "only", ["same bits", "collectives", "fsdp replica=2, gpt, adamw", "predictions: zero1"]
+)
 def test_two_processes_pass(verify, only):
     code, text, report = verify("--only", only)
     assert code == 0, text

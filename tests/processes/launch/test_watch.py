@@ -1,4 +1,6 @@
-"""Who hangs: found from marks alone, and in small processes that are stopped, busy or cut off under `launch`."""
+"""Who hangs: found from marks alone, and in small processes that are stopped, busy or cut off under
+`launch`.
+"""
 
 import json
 import os
@@ -19,7 +21,15 @@ from shardopt.runtime import _probe as probe
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._launch import launch
 from shardopt.runtime._progress import MAIN, SAVING, START, Mark
-from shardopt.runtime._watch import Hang, RankReport, Watch, describe, find_hang, find_slow, main_frames
+from shardopt.runtime._watch import (
+    Hang,
+    RankReport,
+    Watch,
+    describe,
+    find_hang,
+    find_slow,
+    main_frames,
+)
 
 
 def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
@@ -34,17 +44,31 @@ def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
     [
         ([heard(5, 1, "data", 3), heard(5, 2, "wait", 3)], None),
         ([heard(5, 0, "data", 11), heard(6, 1, "wait", 10.5)], Hang((0,), False, MAIN, 11)),
-        ([heard(6, 1, "wait", 99), heard(5, 0, "data", 2)], None),  # it waits for one that has only begun
+        # it waits for one that has only begun
+        ([heard(6, 1, "wait", 99), heard(5, 0, "data", 2)], None),
         ([heard(5, 1, "evaluate", 50, new=True), heard(5, 2, "wait", 50)], None),  # it may compile
-        ([heard(5, 1, "evaluate", 101, new=True), heard(5, 2, "wait", 90)], Hang((0,), False, MAIN, 101)),
-        ([heard(5, 1, "evaluate", 29, usual=30), heard(5, 2, "wait", 29)], None),  # it took ten seconds before
-        ([heard(5, 1, "evaluate", 31, usual=30), heard(5, 2, "wait", 29)], Hang((0,), False, MAIN, 31)),
-        ([heard(5, 2, "wait", 12), heard(5, 2, "wait", 11)], Hang((0, 1), False, MAIN, 12)),  # none lags
+        (
+            [heard(5, 1, "evaluate", 101, new=True), heard(5, 2, "wait", 90)],
+            Hang((0,), False, MAIN, 101),
+        ),
+        # it took ten seconds before
+        ([heard(5, 1, "evaluate", 29, usual=30), heard(5, 2, "wait", 29)], None),
+        (
+            [heard(5, 1, "evaluate", 31, usual=30), heard(5, 2, "wait", 29)],
+            Hang((0,), False, MAIN, 31),
+        ),
+        # none lags
+        ([heard(5, 2, "wait", 12), heard(5, 2, "wait", 11)], Hang((0, 1), False, MAIN, 12)),
         ([heard(5, 2, "wait", 0), heard(4, 2, "wait", 0, ago=11)], Hang((1,), True, MAIN, 11)),
-        ([heard(5, 2, "wait", 11), heard(5, 2, "wait", 5, ago=6)], Hang((1,), True, MAIN, 6)),  # it was stopped there
+        # it was stopped there
+        ([heard(5, 2, "wait", 11), heard(5, 2, "wait", 5, ago=6)], Hang((1,), True, MAIN, 6)),
         ([heard(5, 2, "", 99), heard(5, 2, "", 99)], None),  # at its end
-        ([heard(0, 0, START, 999, new=True), heard(0, 0, START, 999, new=True)], None),  # nobody knows how long
-        ([heard(0, 0, START, 999, new=True), heard(1, 0, "wait", 11)], Hang((0,), False, MAIN, 999)),
+        # nobody knows how long
+        ([heard(0, 0, START, 999, new=True), heard(0, 0, START, 999, new=True)], None),
+        (
+            [heard(0, 0, START, 999, new=True), heard(1, 0, "wait", 11)],
+            Hang((0,), False, MAIN, 999),
+        ),
         ([heard(0, 0, START, 999, new=True), None], None),
         ([None, heard(1, 0, "data", 1)], Hang((0,), True, MAIN, 1000)),
         (
@@ -55,7 +79,10 @@ def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
             Hang((1,), False, SAVING, 12),
         ),
         (
-            [heard(9, 1, "wait", 1, saving=(8, 9, "", 500)), heard(9, 1, "wait", 1, saving=(8, 9, "", 500))],
+            [
+                heard(9, 1, "wait", 1, saving=(8, 9, "", 500)),
+                heard(9, 1, "wait", 1, saving=(8, 9, "", 500)),
+            ],
             None,
         ),
     ],
@@ -73,7 +100,13 @@ def test_one_that_stopped_before_its_first_report_is_named_once_others_wait():
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("own", "slow"),
-    [([0.01, 0.01, 0.2], [2]), ([0.01, 0.012, 0.009], []), ([0.001, 0.001, 0.009], []), ([0.2], []), ([0.5, 0.1], [0])],
+    [
+        ([0.01, 0.01, 0.2], [2]),
+        ([0.01, 0.012, 0.009], []),
+        ([0.001, 0.001, 0.009], []),
+        ([0.2], []),
+        ([0.5, 0.1], [0]),
+    ],
 )
 def test_the_slow_one_is_found(own, slow):
     assert find_slow(dict(enumerate(own)), step=0.3) == slow
@@ -99,8 +132,10 @@ def test_a_slow_process_is_named_from_what_all_report_and_again_when_it_is_not(m
     finally:
         watch.close()
     assert said == [
-        "launch: process 2 is slow: 0.5 s of its own in each step (drawing batches, logging), the others 0.02 s; "
-        "a step takes 1 s.",
+        (
+            "launch: process 2 is slow: 0.5 s of its own in each step (drawing batches, logging),"
+            " the others 0.02 s; a step takes 1 s."
+        ),
         "launch: process 2 is slow no more.",
     ]
 
@@ -115,7 +150,10 @@ def test_a_process_whose_device_is_slow_in_two_probes_is_named():
         count[0] += 1
         for rank, slowest in enumerate(seconds):
             message = {"rank": rank, **progress.current(), "devices": (count[0], [0.01, slowest])}
-            watch._last_reports[rank] = time.monotonic(), watch_module._read(json.loads(json.dumps(message)))
+            watch._last_reports[rank] = (
+                time.monotonic(),
+                watch_module._read(json.loads(json.dumps(message))),
+            )
         watch.check()
         watch.check()  # of the same probe: says nothing new
 
@@ -127,8 +165,10 @@ def test_a_process_whose_device_is_slow_in_two_probes_is_named():
         watch.close()
     host = socket.gethostname()
     assert said == [
-        f"launch: process 2 computes slowly: its device 1 on {host} needs 0.03 s for products that take the others 0.011 s. "
-        "All wait for it in each step.",
+        (
+            f"launch: process 2 computes slowly: its device 1 on {host} needs 0.03 s for products"
+            " that take the others 0.011 s. All wait for it in each step."
+        ),
         "launch: process 2 computes slowly no more.",
     ]
 
@@ -167,10 +207,17 @@ def test_a_process_that_shares_its_core_with_others_is_named(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in environment.items():
             patch.setenv(name, value)
-        options = {"processes": 2, "log_dir": tmp_path / "logs", "hang_timeout": 60.0, "say": said.append}
+        options = {
+            "processes": 2,
+            "log_dir": tmp_path / "logs",
+            "hang_timeout": 60.0,
+            "say": said.append,
+        }
         assert launch(lambda attempt: [sys.executable, str(script)], **options) == 0
     assert said
-    assert re.match(r"launch: process 1 computes slowly: its device 0 on \S+ needs .* s for products", said[0])
+    assert re.match(
+        r"launch: process 1 computes slowly: its device 0 on \S+ needs .* s for products", said[0]
+    )
 
 
 STACKS = """Thread 0x0000000000000008 (most recent call first):
@@ -185,15 +232,21 @@ Current thread 0x0000000000000007 (most recent call first):
 @pytest.mark.fast
 def test_what_is_said_of_a_hang():
     one = heard(5, 0, "data", 11)
-    assert main_frames(STACKS, one, MAIN) == ['File "b.py", line 2 in inner', 'File "b.py", line 9 in <module>']
+    assert main_frames(STACKS, one, MAIN) == [
+        'File "b.py", line 2 in inner',
+        'File "b.py", line 9 in <module>',
+    ]
     seen = {0: one, 1: heard(6, 0, "wait", 10)}
-    assert describe("launch", Hang((0,), False, MAIN, 11), seen, 2, {0: STACKS, 1: STACKS}, {0: "S"}) == (
-        "launch: process 0 of 2 hangs: without progress for 11 s, last at step 5 in 'data'.\n"
+    assert (
+        describe("launch", Hang((0,), False, MAIN, 11), seen, 2, {0: STACKS, 1: STACKS}, {0: "S"})
+        == "launch: process 0 of 2 hangs: without progress for 11 s, last at step 5 in 'data'.\n"
         'Process 0 is in:\n  File "b.py", line 2 in inner\n  File "b.py", line 9 in <module>\n'
         "The others:\n  process 1: at step 6 in 'wait', in File \"b.py\", line 2 in inner"
     )
     stopped = describe("launch", Hang((0,), True, MAIN, 11), {0: one}, 2, {}, {0: "T"})
-    assert stopped.endswith("\nProcess 0 is stopped by a signal (SIGSTOP), so its stack cannot be taken.")
+    assert stopped.endswith(
+        "\nProcess 0 is stopped by a signal (SIGSTOP), so its stack cannot be taken."
+    )
     lost = describe("watchdog", Hang((0,), True, MAIN, 11), {0: one}, 2, {}, {})
     assert "its host or network is lost" in lost
     both = describe("launch", Hang((0, 1), False, MAIN, 11), seen, 2, {}, {})
@@ -274,7 +327,9 @@ STOP = "train(lambda: os.kill(os.getpid(), signal.SIGSTOP))"
 BUSY = "def spin():\n    while True: pass\ntrain(spin)"
 NATIVE = "def spin(): re.match('(a*)*b', 'a' * 99)\ntrain(spin)"
 KINDS = [
-    pytest.param(STOP, "not heard of", "is stopped by a signal (SIGSTOP), so its stack", id="stopped"),
+    pytest.param(
+        STOP, "not heard of", "is stopped by a signal (SIGSTOP), so its stack", id="stopped"
+    ),
     pytest.param(BUSY, "without progress", "in spin", id="busy", marks=pytest.mark.slow),
     pytest.param(NATIVE, "not heard of", "in spin", id="native", marks=pytest.mark.slow),
 ]
@@ -285,11 +340,17 @@ KINDS = [
 def test_a_process_that_hangs_is_named_and_the_job_started_again(tmp_path, fault, how, stack):
     said = []
     script = f"{HEAD}\nhere = pathlib.Path({str(tmp_path)!r})\n{fault}"
-    options = {"processes": 2, "log_dir": tmp_path / "logs", "hang_timeout": 3.0, "say": said.append}
+    options = {
+        "processes": 2,
+        "log_dir": tmp_path / "logs",
+        "hang_timeout": 3.0,
+        "say": said.append,
+    }
     assert launch(lambda attempt: [sys.executable, "-c", script], max_restarts=1, **options) == 0
     hang, again = said
     where = (
-        r"(, last at step [0-4] in '(start|data|wait)'|, and never was)"  # it may have stopped before its next report
+        # it may have stopped before its next report
+        r"(, last at step [0-4] in '(start|data|wait)'|, and never was)"
     )
     assert re.match(rf"launch: process 1 of 2 hangs: {how} for [3-9] s{where}\.\n", hang)
     assert stack in hang
@@ -303,10 +364,17 @@ def test_a_process_that_hangs_is_named_and_the_job_started_again(tmp_path, fault
 def test_a_job_that_hangs_to_the_last_ends_as_a_timeout_does(tmp_path):
     script = f"{HEAD}\nhere = pathlib.Path({str(tmp_path)!r})\n{STOP}"
     options = {"log_dir": tmp_path / "logs", "hang_timeout": 3.0, "say": lambda line: None}
-    assert launch(lambda attempt: [sys.executable, "-c", script], processes=2, **options) == progress.HUNG
+    assert (
+        launch(lambda attempt: [sys.executable, "-c", script], processes=2, **options)
+        == progress.HUNG
+    )
 
 
 def test_a_timeout_that_cannot_be_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=re.escape("launch: --hang-timeout must be more than 0 seconds, got 0.")):
-        launch(lambda attempt: [sys.executable], processes=2, log_dir=tmp_path / "logs", hang_timeout=0)
+    with pytest.raises(
+        ValueError, match=re.escape("launch: --hang-timeout must be more than 0 seconds, got 0.")
+    ):
+        launch(
+            lambda attempt: [sys.executable], processes=2, log_dir=tmp_path / "logs", hang_timeout=0
+        )
     assert signal.getsignal(progress.STACKS_SIGNAL) == signal.SIG_DFL

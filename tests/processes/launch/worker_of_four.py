@@ -1,4 +1,7 @@
-"""One of several processes that train: `python worker_of_four.py FOLDER STEPS`. Process 0 leaves the parameters there."""
+"""One of several processes that train: `python worker_of_four.py FOLDER STEPS`.
+
+Process 0 leaves the parameters there.
+"""
 
 import sys
 from pathlib import Path
@@ -12,6 +15,8 @@ small_job.begin()
 opt, state = small_job.strategy_and_state()
 batches = map(small_job.batch_of, range(steps))
 with so.Checkpoints(folder / "checkpoints", every=20, keep=2) as checkpoints:
-    result = so.fit(opt, state, batches, num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5)
+    result = so.fit(
+        opt, state, batches, num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5
+    )
 small_job.leave_params(folder, opt, result)
 print(result.stopped, result.step)

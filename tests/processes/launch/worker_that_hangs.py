@@ -1,7 +1,9 @@
-"""One of several processes that train: `python worker_that_hangs.py FOLDER FAULT RANK STEP`. The fault is that of one rank.
+"""One of several processes that train: `python worker_that_hangs.py FOLDER FAULT RANK STEP`.
 
-It happens at one step of the first attempt. Process 0 leaves the parameters of the end in the folder.
-"""
+The fault is that of one rank.
+
+It happens at one step of the first attempt. Process 0 leaves the parameters of the end in the
+folder."""
 
 import contextlib
 import os
@@ -36,7 +38,10 @@ def spin_in_native_code():
 
 
 def lose_the_network():
-    """Put a socket that nobody else has in the place of each connection; the others are not told."""
+    """Put a socket that nobody else has in the place of each connection.
+
+    The others are not told.
+    """
     for link in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(OSError):
             if str(link.readlink()).startswith("socket:"):
@@ -84,5 +89,7 @@ def batches():
 
 opt, state = small_job.strategy_and_state(width=33)
 with so.Checkpoints(folder / "checkpoints", every=10, keep=2) as checkpoints:
-    result = so.fit(opt, state, batches(), num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5)
+    result = so.fit(
+        opt, state, batches(), num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5
+    )
 small_job.leave_params(folder, opt, result)

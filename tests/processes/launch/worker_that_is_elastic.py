@@ -1,9 +1,10 @@
-"""One of several processes that train: `python worker_that_is_elastic.py FOLDER STEPS EVERY MEMORY_EVERY TENSOR DRAWS`.
+"""One of several processes that train: `python worker_that_is_elastic.py FOLDER STEPS EVERY
+MEMORY_EVERY TENSOR DRAWS`.
 
-DRAWS says who draws a batch of 16 examples: "each" process all of it, from grain; or "shared", each its rows. Each process holds
-4 rows for a pass at most: with fewer processes there are more micro-batches. What the parameters "seen" lose is 1 for each time
-that an example was trained on. Process 0 notes the attempt, the number of processes and the step.
-"""
+DRAWS says who draws a batch of 16 examples: "each" process all of it, from grain; or "shared", each
+its rows. Each process holds 4 rows for a pass at most: with fewer processes there are more
+micro-batches. What the parameters "seen" lose is 1 for each time that an example was trained on.
+Process 0 notes the attempt, the number of processes and the step."""
 
 import os
 import sys
@@ -31,7 +32,10 @@ def loss_fn(params, batch):
 
 
 def example(number):
-    return {"x": np.random.default_rng(number).normal(size=9).astype(np.float32), "number": np.int32(number)}
+    return {
+        "x": np.random.default_rng(number).normal(size=9).astype(np.float32),
+        "number": np.int32(number),
+    }
 
 
 mesh = so.make_mesh(tensor=tensor)
@@ -41,12 +45,16 @@ if sys.argv[6] == "each":
 else:
     count, rank = jax.process_count(), jax.process_index()
     rows = jax.NamedSharding(mesh, jax.P("data"))
-    to_global = lambda batch: jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)  # noqa: E731
+
+    def to_global(batch):
+        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(rows, x), batch)
+
     per_process = ROWS // (count if sys.argv[6] == "shared" else 4)
     batches = shuffled[rank::count].to_iter_dataset().batch(per_process).map(to_global)
 
 tx = optax.multi_transform(
-    {"adam": optax.adam(0.01), "count": optax.sgd(float(ROWS))}, {"up": "adam", "down": "adam", "seen": "count"}
+    {"adam": optax.adam(0.01), "count": optax.sgd(float(ROWS))},
+    {"up": "adam", "down": "adam", "seen": "count"},
 )
 opt = so.fsdp(
     tx,
@@ -66,10 +74,13 @@ params = {
 def note(step, metrics):
     with (folder / "steps").open("a") as file:
         file.write(f"{os.environ.get('SHARDOPT_RESTART', 0)} {jax.process_count()} {step}\n")
-    time.sleep(0.5 if (folder / "places").exists() and jax.process_count() < 4 else 0.05)  # until others are found
+    # until others are found
+    time.sleep(0.5 if (folder / "places").exists() and jax.process_count() < 4 else 0.05)
 
 
-where = so.Checkpoints(folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None)
+where = so.Checkpoints(
+    folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None
+)
 with where as checkpoints:
     result = so.fit(
         opt,

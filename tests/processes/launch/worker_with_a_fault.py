@@ -1,4 +1,5 @@
-"""A run whose process 1 has a device that computes wrong from step 5 on: `python worker_with_a_fault.py FOLDER`.
+"""A run whose process 1 has a device that computes wrong from step 5 on: `python
+worker_with_a_fault.py FOLDER`.
 
 Without a launcher one process has all three devices. After a restart nobody uses the wrong device.
 """
@@ -37,8 +38,15 @@ if __name__ == "__main__":
     opt = so.ddp(optax.adam(0.01), so.make_mesh(), faults.loss, separable=True)
     with so.Checkpoints(Path(sys.argv[1]) / "checkpoints", every=2, keep=None) as checkpoints:
         result = so.fit(
-            opt, opt.init(faults.first_params()), batches(), num_steps=STEPS, checkpoints=checkpoints, verify_every=1
+            opt,
+            opt.init(faults.first_params()),
+            batches(),
+            num_steps=STEPS,
+            checkpoints=checkpoints,
+            verify_every=1,
         )
     if jax.process_index() == 0:
-        params = {name: np.asarray(leaf.addressable_data(0)) for name, leaf in result.state.params.items()}
+        params = {
+            name: np.asarray(leaf.addressable_data(0)) for name, leaf in result.state.params.items()
+        }
         np.savez(Path(sys.argv[1]) / "params.npz", **params)

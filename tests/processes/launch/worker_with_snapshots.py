@@ -1,8 +1,8 @@
-"""One of several processes that train: `python worker_with_snapshots.py FOLDER STEPS MEMORY_EVERY EVERY PAUSE`.
+"""One of several processes that train: `python worker_with_snapshots.py FOLDER STEPS MEMORY_EVERY
+EVERY PAUSE`.
 
-Each step takes PAUSE seconds at least. The steps that process 0 draws are noted, with the time; the parameters are left in the
-folder.
-"""
+Each step takes PAUSE seconds at least. The steps that process 0 draws are noted, with the time; the
+parameters are left in the folder."""
 
 import sys
 import time
@@ -12,7 +12,12 @@ import small_job
 
 import shardopt as so
 
-folder, steps, memory_every, every = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+folder, steps, memory_every, every = (
+    Path(sys.argv[1]),
+    int(sys.argv[2]),
+    int(sys.argv[3]),
+    int(sys.argv[4]),
+)
 small_job.begin()
 opt, params = small_job.strategy_and_params()
 state = so.DeferredInit(params) if memory_every else opt.init(params)
@@ -24,7 +29,9 @@ def note(step, metrics):
     time.sleep(float(sys.argv[5]))  # not where batches are drawn: a restart draws them all
 
 
-where = so.Checkpoints(folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None)
+where = so.Checkpoints(
+    folder / "checkpoints", every=every, keep=2, memory_every=memory_every or None
+)
 with where as checkpoints:
     result = so.fit(
         opt,

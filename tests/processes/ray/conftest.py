@@ -19,13 +19,22 @@ def local_ray(request):
     import ray
 
     # Data and losses of these tests are in modules that workers cannot import.
-    shared = [one for one in sys.modules.values() if one.__name__.split(".")[-1] in ("problems", "regression")]
+    shared = [
+        one
+        for one in sys.modules.values()
+        if one.__name__.split(".")[-1] in ("problems", "regression")
+    ]
     for module in [*shared, request.module]:
         ray.cloudpickle.register_pickle_by_value(module)
     with warnings.catch_warnings():
         # what it forks is another program
         warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
-        ray.init(num_cpus=CPUS, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+        ray.init(
+            num_cpus=CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
     yield
     ray.shutdown()
 

@@ -14,10 +14,13 @@ from support.reference import OPTIMIZERS, relative_difference, same_bits
 import shardopt as so
 from shardopt.parameter_server import ServerLostError, WorkersLostError
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
+# Ray, and processes that are killed
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]
 
 
-@pytest.mark.parametrize(("optimizer", "weighted", "workers"), [("momentum", False, 2), ("adamw", True, [2, 2])])
+@pytest.mark.parametrize(
+    ("optimizer", "weighted", "workers"), [("momentum", False, 2), ("adamw", True, [2, 2])]
+)
 def test_without_staleness_it_is_ddp(optimizer, weighted, workers, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()
@@ -35,7 +38,10 @@ def test_without_staleness_it_is_ddp(optimizer, weighted, workers, odd, x64):
 
 
 def killed_at(batches_of, folder, schedule):
-    """The same batches; process w kills itself at step n of its data, `schedule = {w: {n, ...}}`, once each."""
+    """The same batches.
+
+    Process w kills itself at step n of its data, `schedule = {w: {n, ...}}`, once each.
+    """
 
     def doomed(worker):
         for step, batch in enumerate(batches_of(worker)):
@@ -49,14 +55,19 @@ def killed_at(batches_of, folder, schedule):
 
 
 def killed_soon(batches_of, folder, schedule):
-    """The same batches; process w is killed so many seconds after step n, wherever it is then, `{w: {n: seconds}}`."""
+    """The same batches.
+
+    Process w is killed so many seconds after step n, wherever it is then, `{w: {n: seconds}}`.
+    """
 
     def doomed(worker):
         for step, batch in enumerate(batches_of(worker)):
             mark = folder / f"{worker}-{step}"
             if step in schedule.get(worker, ()) and not mark.exists():
                 mark.touch()
-                threading.Timer(schedule[worker][step], os.kill, (os.getpid(), signal.SIGKILL)).start()
+                threading.Timer(
+                    schedule[worker][step], os.kill, (os.getpid(), signal.SIGKILL)
+                ).start()
             yield batch
 
     return doomed
@@ -97,14 +108,22 @@ def test_a_killed_worker_is_forgotten_and_comes_back(max_staleness, regression, 
     result = opt.run(regression.params, batches_of, num_updates=total, log_path=path)
     metrics, events = result.metrics, [one for one in result.log if one.worker == 1]
     assert (metrics["stopped"], metrics["updates"], metrics["killed"]) == ("completed", total, [1])
-    assert [one.kind for one in events if one.kind in ("join", "leave")] == ["join", "leave", "join"]
+    assert [one.kind for one in events if one.kind in ("join", "leave")] == [
+        "join",
+        "leave",
+        "join",
+    ]
     assert max(metrics["staleness"]) <= max_staleness
     joined = [index for index, one in enumerate(events) if one.kind == "join"][1]
     assert events[joined].clock > 3  # where the slowest was by then
     assert len(events) > joined + 3  # and it works
     if reducer is not None:
-        assert metrics["push_bytes"] == metrics["pushes"] * so.reducers.compressor(reducer).nbytes(regression.params)
-        assert [len(values) for worker, values in metrics["lost_memory"].items() if worker == 1] == [1]
+        assert metrics["push_bytes"] == metrics["pushes"] * so.reducers.compressor(reducer).nbytes(
+            regression.params
+        )
+        assert [
+            len(values) for worker, values in metrics["lost_memory"].items() if worker == 1
+        ] == [1]
     log = so.parameter_server.Log.load(path)
     same_bits(opt.replay(log, regression.params, regression.batches_of(2)), result.params)
 
@@ -126,22 +145,30 @@ def test_a_worker_that_hangs_is_named_killed_and_started_again(how, regression, 
     options = {"max_staleness": 0, "backend": "ray", "max_restarts": 1, "hang_timeout": 10}
     opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, **options)
     result = opt.run(regression.params, stuck, num_updates=12)
-    assert (result.metrics["hung"], result.metrics["killed"], result.metrics["updates"]) == ([1], [1], 12)
+    assert (result.metrics["hung"], result.metrics["killed"], result.metrics["updates"]) == (
+        [1],
+        [1],
+        12,
+    )
     assert "async_sgd: worker 1 hangs: it loads without progress for " in caplog.text
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
 
 
 def test_without_workers_there_is_an_error_and_a_checkpoint(regression, tmp_path):
-    opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray")
+    opt = so.async_sgd(
+        optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray"
+    )
     batches_of = killed_at(regression.batches_of(2), tmp_path / "marks", {0: {6}, 1: {4}})
     (tmp_path / "marks").mkdir()
     with so.Checkpoints(tmp_path / "run", every=100, keep=1) as checkpoints:
         with pytest.raises(WorkersLostError) as caught:
             opt.run(regression.params, batches_of, num_updates=400, checkpoints=checkpoints)
         version = checkpoints.latest()
-        assert str(caught.value) == (
-            f"async_sgd: all 2 workers were killed, the last one at version {version} of 400.\n"
-            "Fix: pass max_restarts so that they are started again, or checkpoints to go on from here."
+        assert (
+            str(caught.value)
+            == f"async_sgd: all 2 workers were killed, the last one at version {version} of"
+            " 400.\nFix: pass max_restarts so that they are started again, or checkpoints to go"
+            " on from here."
         )
         assert version == 10
         result = opt.run(regression.params, batches_of, num_updates=20, checkpoints=checkpoints)
@@ -162,7 +189,10 @@ def test_islands_of_two_devices_each(regression, capsys):
     devices = jax.devices()
     here = [make(devices[0:2]), make(devices[2:4])]
     threads = so.async_local_sgd(here, local_steps=2, max_staleness=0)
-    same_bits(threads.run(regression.params, regression.batches_of(2), num_updates=4).params, result.params)
+    same_bits(
+        threads.run(regression.params, regression.batches_of(2), num_updates=4).params,
+        result.params,
+    )
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
 
 
@@ -181,14 +211,18 @@ def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):
     marks.mkdir()
 
     def kill_the_server(params):
-        others = [int(one.name) for one in marks.iterdir() if int(one.name) not in (os.getpid(), *killed)]
+        others = [
+            int(one.name) for one in marks.iterdir() if int(one.name) not in (os.getpid(), *killed)
+        ]
         if len(killed) < 2:
             killed.append(*others)
             os.kill(killed[-1], signal.SIGKILL)
         return {}
 
     rule = server_pids(marks)
-    opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=2, max_staleness=1, rule=rule, backend="ray")
+    opt = so.async_sgd(
+        optax.adam(0.05), regression.loss_fn, workers=2, max_staleness=1, rule=rule, backend="ray"
+    )
     with so.Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
         result = opt.run(
             regression.params,
@@ -200,9 +234,11 @@ def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):
         )
     metrics = result.metrics
     assert len(killed) == 2
-    assert [one["step"] for one in metrics["evaluations"]][-1] == 52  # the last milestone is not missed
+    # the last milestone is not missed
+    assert [one["step"] for one in metrics["evaluations"]][-1] == 52
     assert (metrics["stopped"], metrics["updates"], metrics["killed"]) == ("completed", 60, [])
-    assert [one.kind for one in result.log].count("resume") in (2, 4)  # 2 if both times it was the same checkpoint
+    # 2 if both times it was the same checkpoint
+    assert [one.kind for one in result.log].count("resume") in (2, 4)
     assert 2 <= metrics["lost_updates"] <= 40
     assert metrics["history"]["loss"].shape == (60,)
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
@@ -214,9 +250,12 @@ def test_a_killed_server_without_checkpoints_is_an_error(regression, tmp_path):
         os.kill(pid, signal.SIGKILL)
         return {}
 
-    opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=1, rule=server_pids(tmp_path), backend="ray")
+    opt = so.async_sgd(
+        optax.sgd(0.05), regression.loss_fn, workers=1, rule=server_pids(tmp_path), backend="ray"
+    )
     with pytest.raises(
-        ServerLostError, match=r"async_sgd: the process of the server was killed, at version \d+ or later"
+        ServerLostError,
+        match=r"async_sgd: the process of the server was killed, at version \d+ or later",
     ):
         opt.run(
             regression.params,
@@ -236,10 +275,15 @@ def test_what_a_worker_raises_reaches_the_caller(regression):
                 raise LookupError("row 7 is not a number")
             yield batch
 
-    opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray")
+    opt = so.async_sgd(
+        optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray"
+    )
     with pytest.raises(LookupError, match="row 7 is not a number") as caught:
         opt.run(regression.params, broken, num_updates=10**6)
-    assert caught.value.__notes__[0] == "This happened in worker 1 of async_sgd at its step 2, a process of its own:"
+    assert (
+        caught.value.__notes__[0]
+        == "This happened in worker 1 of async_sgd at its step 2, a process of its own:"
+    )
     assert "in broken" in caught.value.__notes__[1]
 
 
@@ -250,10 +294,14 @@ def test_what_is_not_finite_is_refused(regression):
         for step, batch in enumerate(batches_of(worker)):
             yield {**batch, "y": batch["y"] * np.float32("nan" if (worker, step) == (1, 2) else 1)}
 
-    opt = so.async_sgd(optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray")
+    opt = so.async_sgd(
+        optax.sgd(0.05), regression.loss_fn, workers=2, max_staleness=1, backend="ray"
+    )
     with pytest.raises(so.parameter_server.NonFiniteUpdateError) as caught:
         opt.run(regression.params, spoilt, num_updates=10**6)
-    assert str(caught.value).startswith("parameter_server: the push of worker 1 at its step 2 was refused:\n  loss")
+    assert str(caught.value).startswith(
+        "parameter_server: the push of worker 1 at its step 2 was refused:\n  loss"
+    )
     assert (caught.value.worker, caught.value.clock) == (1, 2)
 
 
@@ -269,21 +317,32 @@ def test_10_000_pushes_with_random_stalls(max_staleness, regression):
                 time.sleep(draw.exponential(0.05))
             yield batch
 
-    opt = so.async_sgd(optax.sgd(1e-3), regression.loss_fn, workers=3, max_staleness=max_staleness, backend="ray")
+    opt = so.async_sgd(
+        optax.sgd(1e-3), regression.loss_fn, workers=3, max_staleness=max_staleness, backend="ray"
+    )
     updates = 10_000 if max_staleness else 10_000 // 3
     metrics = opt.run(regression.params, stalling, num_updates=updates).metrics
-    assert (metrics["stopped"], metrics["pushes"]) == ("completed", updates * (1 if max_staleness else 3))
+    assert (metrics["stopped"], metrics["pushes"]) == (
+        "completed",
+        updates * (1 if max_staleness else 3),
+    )
     assert max(metrics["staleness"]) == max_staleness
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_kills(seed, regression, tmp_path):
-    """Workers and server die at random moments; the run ends with so many updates, and the log explains every bit."""
+    """Workers and server die at random moments.
+
+    The run ends with so many updates, and the log explains every bit.
+    """
     draw, marks, killed = np.random.default_rng(seed), tmp_path / "servers", []
     marks.mkdir()
     schedule = {
-        worker: {int(step): float(draw.uniform(0, 0.05)) for step in draw.choice(40, size=2, replace=False)}
+        worker: {
+            int(step): float(draw.uniform(0, 0.05))
+            for step in draw.choice(40, size=2, replace=False)
+        }
         for worker in range(3)
     }
     max_staleness = [0, 1, 4, None][seed % 4]

@@ -1,4 +1,6 @@
-"""Several servers as processes: one that is killed comes back with its part only, and strangers are refused."""
+"""Several servers as processes: one that is killed comes back with its part only, and strangers are
+refused.
+"""
 
 import os
 import signal
@@ -14,7 +16,8 @@ import shardopt as so
 from shardopt.parameter_server._ray import ServerProcess
 from shardopt.parameter_server._ray_servers import SNAPSHOT_EVERY, ShardProcess
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]  # Ray, and processes that are killed
+# Ray, and processes that are killed
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_process_left")]
 
 
 def as_if_by_one(log):
@@ -47,13 +50,20 @@ CLIP = so.transforms.clip_by_global_norm(0.5, "servers", split=True)
     [(optax.adamw(0.05), 0), (optax.adamw(0.05), 2), (optax.chain(CLIP, optax.sgd(0.1)), 2)],
     ids=["synchronous", "stale", "clipped"],
 )
-def test_killed_servers_come_back_with_their_part_and_nothing_is_lost(tx, max_staleness, regression, tmp_path):
-    """Each of two servers is killed once, at some update; without staleness one server in threads ends with the same bits."""
+def test_killed_servers_come_back_with_their_part_and_nothing_is_lost(
+    tx, max_staleness, regression, tmp_path
+):
+    """Each of two servers is killed once, at some update.
+
+    Without staleness one server in threads ends with the same bits.
+    """
     killed, batches_of = [], regression.batches_of(2)
 
     def kill_a_server(params):
         others = sorted(
-            int(one.name) for one in tmp_path.iterdir() if is_server(one.name) and int(one.name) not in killed
+            int(one.name)
+            for one in tmp_path.iterdir()
+            if is_server(one.name) and int(one.name) not in killed
         )
         if others and len(killed) < 2:
             killed.append(others[0])
@@ -75,7 +85,11 @@ def test_killed_servers_come_back_with_their_part_and_nothing_is_lost(tx, max_st
         evaluate_every=2 * SNAPSHOT_EVERY - 3,
     )
     metrics = result.metrics
-    assert (metrics["stopped"], metrics["updates"], metrics["lost_updates"]) == ("completed", 5 * SNAPSHOT_EVERY, 0)
+    assert (metrics["stopped"], metrics["updates"], metrics["lost_updates"]) == (
+        "completed",
+        5 * SNAPSHOT_EVERY,
+        0,
+    )
     assert sorted(metrics["killed_servers"]) == [0, 1]
     assert len(killed) == 2
     assert {one.kind for one in result.log} == {"join", "pull", "push"}  # no step was given up
@@ -83,11 +97,17 @@ def test_killed_servers_come_back_with_their_part_and_nothing_is_lost(tx, max_st
     same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
     if max_staleness == 0:
         one = so.async_sgd(tx, regression.loss_fn, **options)
-        same_bits(one.run(regression.params, batches_of, num_updates=5 * SNAPSHOT_EVERY).params, result.params)
+        same_bits(
+            one.run(regression.params, batches_of, num_updates=5 * SNAPSHOT_EVERY).params,
+            result.params,
+        )
 
 
 def test_compensation_for_delay_and_a_checkpoint(regression, tmp_path):
-    """Parameters that workers pulled stay where they are; a checkpoint of processes goes on in threads."""
+    """Parameters that workers pulled stay where they are.
+
+    A checkpoint of processes goes on in threads.
+    """
     rule, batches_of = so.parameter_server.rules.dc_asgd_adaptive(), regression.batches_of(2)
     options = {"workers": 2, "servers": 2, "max_staleness": 2, "rule": rule}
     opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, backend="ray", **options)
@@ -95,7 +115,11 @@ def test_compensation_for_delay_and_a_checkpoint(regression, tmp_path):
         result = opt.run(regression.params, batches_of, num_updates=25, checkpoints=checkpoints)
         same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
         replayed = so.parameter_server.replay(
-            as_if_by_one(result.log), optax.adam(0.05), regression.loss_fn, regression.params, batches_of
+            as_if_by_one(result.log),
+            optax.adam(0.05),
+            regression.loss_fn,
+            regression.params,
+            batches_of,
         )
         same_bits(replayed, result.params)
         threads = so.async_sgd(optax.adam(0.05), regression.loss_fn, **options)
@@ -106,7 +130,11 @@ def test_compensation_for_delay_and_a_checkpoint(regression, tmp_path):
 
 
 def test_a_call_without_the_token_is_refused():
-    part = ray.remote(ShardProcess).options(num_cpus=1).remote({}, "secret", ray.cloudpickle.dumps(lambda: None))
+    part = (
+        ray.remote(ShardProcess)
+        .options(num_cpus=1)
+        .remote({}, "secret", ray.cloudpickle.dumps(lambda: None))
+    )
     message = "parameter_server: a call without the token of this run was refused."
     for name, arguments in {
         "begin": [None],

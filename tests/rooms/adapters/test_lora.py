@@ -1,4 +1,6 @@
-"""Adapters: steps equal training A and B on one device, the base stays, and only small matrices have gradients."""
+"""Adapters: steps equal training A and B on one device, the base stays, and only small matrices
+have gradients.
+"""
 
 import dataclasses
 import functools
@@ -48,9 +50,14 @@ def gpt_params(adapted):
     """Parameters whose B is not 0, so that A has a gradient in the first step."""
     params = jax.jit(adapted.init)(host_params(gpt.init, CONFIG), jax.random.key(1))
     draw = np.random.default_rng(2)
-    nonzero = lambda path, leaf: (  # noqa: E731
-        0.1 * draw.normal(size=leaf.shape).astype(leaf.dtype) if "lora_b" in str(path[-1]) else leaf
-    )
+
+    def nonzero(path, leaf):
+        return (
+            0.1 * draw.normal(size=leaf.shape).astype(leaf.dtype)
+            if "lora_b" in str(path[-1])
+            else leaf
+        )
+
     return jax.tree_util.tree_map_with_path(nonzero, params)
 
 
@@ -58,7 +65,9 @@ def factors(params):
     """Return key path -> A or B, on the host."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {
-        jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves if re.search("lora_[ab]$", str(path[-1]))
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in leaves
+        if re.search("lora_[ab]$", str(path[-1]))
     }
 
 
@@ -74,7 +83,8 @@ def expected_factors(base):
         for part, names in {"attention": ("qkv", "out"), "mlp": ("up", "down")}.items()
         for name in names
     }
-    # written out for each weight: L blocks, D width, C parts, H heads, K width of a head, F hidden, r rank
+    # written out for each weight: L blocks, D width, C parts, H heads, K width of a head, F hidden,
+    # r rank
     products = {
         ("attention", "qkv"): "lcdr,lcrhk->ldchk",
         ("attention", "out"): "lhkr,lrd->lhkd",
@@ -121,21 +131,37 @@ MORE_MESHES = {
 """With `MESHES`, a dozen."""
 
 
-@pytest.mark.slow  # test_peft.py steps with A and B of peft on such a mesh, test_other_libraries.py as plain jax
+# test_peft.py steps with A and B of peft on such a mesh, test_other_libraries.py as plain jax
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mesh", "base", "low_rank_products"),
     [
-        *((mesh, base, products) for mesh in MESHES for base in ("float", "int8", "nf4") for products in (False, True)),
+        *(
+            (mesh, base, products)
+            for mesh in MESHES
+            for base in ("float", "int8", "nf4")
+            for products in (False, True)
+        ),
         *((mesh, "float", True) for mesh in MORE_MESHES),
     ],
 )
 def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):
     strategy, sizes = (MESHES | MORE_MESHES)[mesh]
     batch = next_token(BATCH) if "context" in sizes else BATCH
-    options = {"micro_batches": 2} if strategy is so.hybrid else {"micro_batches": 2, "min_shard_elements": 1}
-    options = {name: value for name, value in options.items() if strategy is not so.ddp or name == "micro_batches"}
+    options = (
+        {"micro_batches": 2}
+        if strategy is so.hybrid
+        else {"micro_batches": 2, "min_shard_elements": 1}
+    )
+    options = {
+        name: value
+        for name, value in options.items()
+        if strategy is not so.ddp or name == "micro_batches"
+    }
     adapted = adapted_gpt(base, low_rank_products=low_rank_products)
-    opt = strategy(TX, mesh_of(**sizes), adapted.model, rules=adapted.rules, frozen=adapted.frozen, **options)
+    opt = strategy(
+        TX, mesh_of(**sizes), adapted.model, rules=adapted.rules, frozen=adapted.frozen, **options
+    )
     start = gpt_params(adapted)
     state = opt.init(start)
     for _ in range(3):
@@ -147,7 +173,10 @@ def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):
         assert np.abs(pair["b"] - start["blocks"][part][name].lora_b).max() > 1e-3
         np.testing.assert_allclose(node.lora_a, pair["a"], rtol=0, atol=1e-6)
         np.testing.assert_allclose(node.lora_b, pair["b"], rtol=0, atol=1e-6)
-    frozen = lambda params: jax.tree.leaves(adapted.without_adapters(params))  # noqa: E731
+
+    def frozen(params):
+        return jax.tree.leaves(adapted.without_adapters(params))
+
     for before, after in zip(frozen(start), frozen(state.params), strict=True):
         np.testing.assert_array_equal(before, after)
 
@@ -165,9 +194,15 @@ def test_adapters_are_placed_as_their_weights(mesh_of):
     specs = opt.specs(gpt_params(adapted)).params["blocks"]
     up, out = specs["mlp"]["up"], specs["attention"]["out"]
     assert up.base.codes == P("pipeline", None, None, "tensor")
-    assert (up.lora_a, up.lora_b) == (P("pipeline", None, None, None), P("pipeline", None, None, "tensor"))
+    assert (up.lora_a, up.lora_b) == (
+        P("pipeline", None, None, None),
+        P("pipeline", None, None, "tensor"),
+    )
     # the rows of "out" are heads, which tensor splits: its input
-    assert (out.lora_a, out.lora_b) == (P("pipeline", "tensor", None, None), P("pipeline", None, None))
+    assert (out.lora_a, out.lora_b) == (
+        P("pipeline", "tensor", None, None),
+        P("pipeline", None, None),
+    )
 
 
 @pytest.mark.slow
@@ -176,7 +211,13 @@ def test_the_order_of_devices_does_not_matter():
     for order in (range(8), (3, 1, 7, 5, 0, 2, 6, 4)):
         mesh = so.make_mesh(data=4, tensor=2, devices=[jax.devices()[i] for i in order])
         opt = so.fsdp(
-            TX, mesh, adapted.model, rules=adapted.rules, frozen=adapted.frozen, min_shard_elements=1, separable=True
+            TX,
+            mesh,
+            adapted.model,
+            rules=adapted.rules,
+            frozen=adapted.frozen,
+            min_shard_elements=1,
+            separable=True,
         )
         state = opt.init(gpt_params(adapted))
         state, _ = opt.step(state, BATCH)
@@ -188,14 +229,28 @@ def test_the_order_of_devices_does_not_matter():
 def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
     adapted = adapted_gpt("nf4", low_rank_products=True)
     params = gpt_params(adapted)
-    opt = so.fsdp(TX, mesh_of(data=4), adapted.model, frozen=adapted.frozen, min_shard_elements=1, separable=True)
+    opt = so.fsdp(
+        TX,
+        mesh_of(data=4),
+        adapted.model,
+        frozen=adapted.frozen,
+        min_shard_elements=1,
+        separable=True,
+    )
     program = so.audit(opt.step, opt.init(params), {"tokens": TOKENS})
-    nodes = [params["blocks"][part][name] for part, name in (("attention", "qkv"), ("attention", "out"))]
+    nodes = [
+        params["blocks"][part][name] for part, name in (("attention", "qkv"), ("attention", "out"))
+    ]
     nodes += [params["blocks"]["mlp"]["up"], params["blocks"]["mlp"]["down"]]
-    bytes_of = lambda leaves: sum(leaf.nbytes // CONFIG.num_layers for leaf in leaves)  # noqa: E731
+
+    def bytes_of(leaves):
+        return sum(leaf.nbytes // CONFIG.num_layers for leaf in leaves)
+
     in_blocks = [collective for collective in program.collectives if collective.in_loop]
     gathered = {collective.bytes for collective in in_blocks if collective.kind == "all-gather"}
-    scattered = {collective.bytes for collective in in_blocks if collective.kind == "reduce-scatter"}
+    scattered = {
+        collective.bytes for collective in in_blocks if collective.kind == "reduce-scatter"
+    }
     assert bytes_of([node.base.codes for node in nodes]) in gathered
     assert scattered == {bytes_of([leaf for node in nodes for leaf in (node.lora_a, node.lora_b)])}
 
@@ -203,7 +258,10 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
 @pytest.mark.slow  # test_the_base_travels_in_its_bits_and_only_adapters_are_reduced
 @pytest.mark.parametrize("low_rank_products", [True, False], ids=["low rank", "merged"])
 def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_products, mesh_of):
-    """Targets of products of low rank have a base that is; a merged weight changes before it is rounded."""
+    """Targets of products of low rank have a base that is.
+
+    A merged weight changes before it is rounded.
+    """
     config = dataclasses.replace(CONFIG, precision="int8", dtype=jnp.bfloat16)
     adapted = lora(
         gpt.model(config),
@@ -224,9 +282,15 @@ def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_pro
         for _ in range(2):
             state, _ = opt.step(state, BATCH)
         trained.append(jax.device_get(state.params))
-    gathered = sum(one.bytes for one in program.collectives if one.kind == "all-gather" and one.in_loop)
-    numbers = sum(leaf.size for leaf in jax.tree.leaves(host_params(gpt.init, CONFIG)["blocks"])) / CONFIG.num_layers
-    assert low_rank_products == (gathered < 2 * 1.5 * numbers)  # forwards and backwards, with scales and adapters
+    gathered = sum(
+        one.bytes for one in program.collectives if one.kind == "all-gather" and one.in_loop
+    )
+    numbers = (
+        sum(leaf.size for leaf in jax.tree.leaves(host_params(gpt.init, CONFIG)["blocks"]))
+        / CONFIG.num_layers
+    )
+    # forwards and backwards, with scales and adapters
+    assert low_rank_products == (gathered < 2 * 1.5 * numbers)
     assert relative_difference(*map(factors, trained)) < 1e-3
     assert relative_difference(factors(trained[0]), factors(params)) > 1e-3
 
@@ -247,7 +311,9 @@ def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
 def test_init_changes_nothing_and_merge_adds_the_product():
     adapted, params = adapted_gpt(), host_params(gpt.init, CONFIG)
     start = adapted.init(params, jax.random.key(1))
-    for merged, leaf in zip(jax.tree.leaves(adapted.merge(start)), jax.tree.leaves(params), strict=True):
+    for merged, leaf in zip(
+        jax.tree.leaves(adapted.merge(start)), jax.tree.leaves(params), strict=True
+    ):
         np.testing.assert_array_equal(merged, leaf)
     node = start["blocks"]["mlp"]["down"]
     assert node.lora_a.shape == (4, 48, 2)
@@ -271,11 +337,15 @@ def test_dropout_scales_what_it_keeps_and_evaluation_drops_nothing(mesh_of):
         losses.append(float(metrics["loss"]))
     expected = jax.jit(plain.model.loss_fn)(gpt_params(plain), BATCH)
     assert len({*losses, float(expected.total / expected.weight)}) == 3
-    assert float(opt.evaluate(state, BATCH)["loss"]) == pytest.approx(float(expected.total / expected.weight), rel=1e-6)
+    assert float(opt.evaluate(state, BATCH)["loss"]) == pytest.approx(
+        float(expected.total / expected.weight), rel=1e-6
+    )
 
 
 def small(base="float", size=4):
-    adapted = lora(lambda params, batch: jnp.mean(batch @ params["w"]), rank=2, targets=["w"], base=base)
+    adapted = lora(
+        lambda params, batch: jnp.mean(batch @ params["w"]), rank=2, targets=["w"], base=base
+    )
     return adapted, {"w": jnp.linspace(-1, 1, 8 * size).reshape(8, size), "key": jax.random.key(3)}
 
 
@@ -287,7 +357,10 @@ def test_adapters_are_loaded_as_they_were_saved_on_any_mesh(base, tmp_path, mesh
     trained["w"] = dataclasses.replace(trained["w"], lora_b=jnp.arange(8.0).reshape(2, 4))
     adapted.save(tmp_path, trained)
     start = adapted.init(params, jax.random.key(1))
-    on_mesh = lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh_of(data=2), spec))  # noqa: E731
+
+    def on_mesh(leaf, spec):
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh_of(data=2), spec))
+
     start["w"] = dataclasses.replace(
         start["w"],
         base=jax.tree.map(lambda leaf: on_mesh(leaf, P("data")), start["w"].base),
@@ -303,14 +376,25 @@ def test_adapters_are_loaded_as_they_were_saved_on_any_mesh(base, tmp_path, mesh
 def test_adapters_of_another_base_or_other_settings_are_refused(tmp_path):
     adapted, params = small()
     adapted.save(tmp_path, adapted.init(params, jax.random.key(0)))
-    swapped = {**params, "w": params["w"].at[0, 0].set(params["w"][0, 1]).at[0, 1].set(params["w"][0, 0])}
-    with pytest.raises(ValueError, match=r"^lora.load: the adapters were trained on another base: its hash was \w{32}"):
+    swapped = {
+        **params,
+        "w": params["w"].at[0, 0].set(params["w"][0, 1]).at[0, 1].set(params["w"][0, 0]),
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"^lora.load: the adapters were trained on another base: its hash was \w{32}",
+    ):
         adapted.load(tmp_path, adapted.init(swapped, jax.random.key(0)))
     other = dataclasses.replace(adapted, rank=3)
-    message = "lora.load: the adapters were trained with other settings.\n  rank: 2 in the folder, 3 here\nFix: use their settings."
+    message = (
+        "lora.load: the adapters were trained with other settings.\n  rank: 2 in the folder, 3"
+        " here\nFix: use their settings."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         other.load(tmp_path, other.init(params, jax.random.key(0)))
-    with pytest.raises(FileNotFoundError, match=r"has no adapter_config[.]json, so it holds no adapters"):
+    with pytest.raises(
+        FileNotFoundError, match=r"has no adapter_config[.]json, so it holds no adapters"
+    ):
         adapted.load(tmp_path / "none", adapted.init(params, jax.random.key(0)))
 
 
@@ -320,21 +404,32 @@ class TwoLayers(eqx.Module):
     bias: jax.Array
 
     def __call__(self, x):
-        return jnp.tanh(jnp.einsum("bd,dhk->bhk", x, self.wide)).reshape(len(x), -1) @ self.down + self.bias[None]
+        return (
+            jnp.tanh(jnp.einsum("bd,dhk->bhk", x, self.wide)).reshape(len(x), -1) @ self.down
+            + self.bias[None]
+        )
 
 
 @pytest.mark.slow  # test_other_libraries.py
 def test_an_equinox_module_has_adapters(mesh_of):
     draw = np.random.default_rng(2)
-    normal = lambda *shape: jnp.asarray(draw.normal(size=shape), jnp.float32)  # noqa: E731
+
+    def normal(*shape):
+        return jnp.asarray(draw.normal(size=shape), jnp.float32)
+
     model = TwoLayers(normal(6, 2, 4), normal(8, 3), jnp.zeros(3))
     batch = {"x": normal(16, 6), "y": normal(16, 3)}
-    loss_fn = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+
+    def loss_fn(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
     adapted = lora(loss_fn, rank=2, targets=["wide", "down"], matrices=MATRICES)
     params = adapted.init(model, jax.random.key(0))
     results = []
     for size in (1, 4):
-        opt = so.fsdp(TX, mesh_of(data=size), adapted.model, frozen=adapted.frozen, min_shard_elements=1)
+        opt = so.fsdp(
+            TX, mesh_of(data=size), adapted.model, frozen=adapted.frozen, min_shard_elements=1
+        )
         state = opt.init(params)
         for _ in range(2):
             state, _ = opt.step(state, batch)
@@ -348,7 +443,14 @@ def test_an_equinox_module_has_adapters(mesh_of):
 @pytest.mark.slow
 def test_experts_have_adapters_on_every_mesh(mesh_of):
     config = moe.MoEConfig(
-        vocab_size=32, dim=16, num_layers=2, num_heads=2, num_kv_heads=2, num_experts=4, hidden=8, balance=None
+        vocab_size=32,
+        dim=16,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        num_experts=4,
+        hidden=8,
+        balance=None,
     )
     params, results = host_params(moe.init, config), []
     adapted = lora(
@@ -384,7 +486,11 @@ def test_nf4_rounds_to_the_nearest_of_its_16_values():
     weight = np.random.default_rng(0).normal(size=(3, 128)).astype(np.float32)
     stored = jax.jit(quantize, static_argnums=1)(weight, "nf4")
     assert isinstance(stored, QuantizedWeight)
-    assert (stored.codes.shape, stored.codes.dtype, stored.scales.shape) == ((3, 64), jnp.uint8, (3, 2))
+    assert (stored.codes.shape, stored.codes.dtype, stored.scales.shape) == (
+        (3, 64),
+        jnp.uint8,
+        (3, 2),
+    )
     groups = weight.reshape(3, 2, 64)
     largest = np.abs(groups).max(-1, keepdims=True)
     nearest = NF4[np.abs(groups[..., None] / largest[..., None] - NF4).argmin(-1)] * largest
@@ -397,10 +503,16 @@ def test_nf4_rounds_to_the_nearest_of_its_16_values():
 def test_int8_rounds_to_half_a_step():
     weight = np.random.default_rng(0).normal(size=(3, 5)).astype(np.float32)
     stored = jax.jit(quantize, static_argnums=1)(np.asarray(weight, jnp.bfloat16), "int8")
-    assert (stored.codes.dtype, stored.scales.shape, stored.dequantized().dtype) == (jnp.int8, (3, 1), jnp.bfloat16)
+    assert (stored.codes.dtype, stored.scales.shape, stored.dequantized().dtype) == (
+        jnp.int8,
+        (3, 1),
+        jnp.bfloat16,
+    )
     exact = np.asarray(stored.codes) * np.asarray(stored.scales)
     steps = np.abs(weight).max(1, keepdims=True) / 127
-    assert (np.abs(exact - np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)) <= 0.51 * steps).all()
+    assert (
+        np.abs(exact - np.asarray(jnp.asarray(weight, jnp.bfloat16), np.float32)) <= 0.51 * steps
+    ).all()
 
 
 @pytest.mark.fast
@@ -409,14 +521,25 @@ def test_int8_rounds_to_half_a_step():
     [
         ({"rank": 0}, ValueError, "lora: rank must be at least 1, got 0."),
         ({"targets": "w"}, TypeError, "lora: targets must be a list of regexes, got 'w'."),
-        ({"base": "int4"}, ValueError, "lora: unknown base 'int4'.\nFix: choose 'float', 'int8' or 'nf4'."),
+        (
+            {"base": "int4"},
+            ValueError,
+            "lora: unknown base 'int4'.\nFix: choose 'float', 'int8' or 'nf4'.",
+        ),
         (
             {"dropout": 0.1},
             ValueError,
-            "lora: dropout acts on the input of A, which a merged weight does not have.\n"
-            "Fix: set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout out.",
+            (
+                "lora: dropout acts on the input of A, which a merged weight does not have.\nFix:"
+                " set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave"
+                " dropout out."
+            ),
         ),
-        ({"rules": print}, TypeError, "lora: rules must be [(regex, PartitionSpec), ...], got a function."),
+        (
+            {"rules": print},
+            TypeError,
+            "lora: rules must be [(regex, PartitionSpec), ...], got a function.",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options, error, message):
@@ -426,16 +549,20 @@ def test_wrong_options_are_refused(options, error, message):
 
 @pytest.mark.fast
 def test_targets_that_do_not_fit_are_refused_at_once():
-    adapted = lora(lambda params, batch: 0.0, rank=2, targets=["w", "no"], base="nf4", rules=[("gone", P("tensor"))])
+    adapted = lora(
+        lambda params, batch: 0.0,
+        rank=2,
+        targets=["w", "no"],
+        base="nf4",
+        rules=[("gone", P("tensor"))],
+    )
     params = {"w": {"a": jnp.ones(3), "b": jnp.ones((2, 2), int), "c": jnp.ones((2, 3))}}
     message = (
-        "lora: 5 problems with the targets.\n"
-        "  w/a: shape (3,) has no Matrix that says which dims are rows\n"
-        "  w/b: dtype int32 is not floating\n"
-        "  w/c: shape (2, 3), base='nf4' stores pairs along the last dim, which is odd\n"
-        "  target 'no' matches no parameter, such as: w/a, w/b, w/c\n"
-        "  rule 'gone' matches no parameter, such as: w/a, w/b, w/c\n"
-        "Fix: match weights with targets, leave vectors out, and describe other weights with matrices=."
+        "lora: 5 problems with the targets.\n  w/a: shape (3,) has no Matrix that says which dims"
+        " are rows\n  w/b: dtype int32 is not floating\n  w/c: shape (2, 3), base='nf4' stores"
+        " pairs along the last dim, which is odd\n  target 'no' matches no parameter, such as: w/a,"
+        " w/b, w/c\n  rule 'gone' matches no parameter, such as: w/a, w/b, w/c\nFix: match weights"
+        " with targets, leave vectors out, and describe other weights with matrices=."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         adapted.init(params, jax.random.key(0))

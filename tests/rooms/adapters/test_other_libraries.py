@@ -1,4 +1,6 @@
-"""Adapters on the weights of flax nnx, flax linen and haiku: a step equals plain jax on W + alpha / rank A B."""
+"""Adapters on the weights of flax nnx, flax linen and haiku: a step equals plain jax on W + alpha /
+rank A B.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,9 @@ from shardopt.nn._low_rank import LowRank
 
 RATE, FACTOR = 0.1, 3.0
 DRAW = np.random.default_rng(0)
-BATCH = {name: DRAW.normal(size=(16, size)).astype(np.float32) for name, size in (("x", 6), ("y", 3))}
+BATCH = {
+    name: DRAW.normal(size=(16, size)).astype(np.float32) for name, size in (("x", 6), ("y", 3))
+}
 
 
 def of_nnx():
@@ -26,7 +30,9 @@ def of_nnx():
         def __call__(self, x):
             return self.down(jnp.tanh(self.up(x)))
 
-    loss = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)  # noqa: E731
+    def loss(model, batch):
+        return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+
     params, loss_fn, _ = so.interop.nnx(Net(flax_nnx.Rngs(0)), loss)
     return params, loss_fn, "kernel"
 
@@ -41,7 +47,9 @@ def of_linen():
     params = model.init(jax.random.key(0), BATCH["x"])["params"]
     return (
         params,
-        lambda params, batch: jnp.mean((model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2),
+        lambda params, batch: jnp.mean(
+            (model.apply({"params": params}, batch["x"]) - batch["y"]) ** 2
+        ),
         "kernel$",
     )
 
@@ -49,7 +57,9 @@ def of_linen():
 def of_haiku():
     import haiku
 
-    network = haiku.without_apply_rng(haiku.transform(lambda x: haiku.Linear(3)(jnp.tanh(haiku.Linear(8)(x)))))
+    network = haiku.without_apply_rng(
+        haiku.transform(lambda x: haiku.Linear(3)(jnp.tanh(haiku.Linear(8)(x))))
+    )
     params = network.init(jax.random.key(0), BATCH["x"])
     return (
         params,
@@ -68,26 +78,47 @@ def expected(params, loss_fn):
 
     def loss(factors):
         pairs = iter(factors)
-        merged = [node.base + FACTOR * jnp.matmul(*next(pairs)) if is_node(node) else node for node in nodes]
+        merged = [
+            node.base + FACTOR * jnp.matmul(*next(pairs)) if is_node(node) else node
+            for node in nodes
+        ]
         return loss_fn(tree.unflatten(merged), BATCH)
 
     factors = [(node.lora_a, node.lora_b) for node in nodes if is_node(node)]
-    return jax.tree.map(lambda x, gradient: x - RATE * gradient, factors, jax.jit(jax.grad(loss))(factors))
+    return jax.tree.map(
+        lambda x, gradient: x - RATE * gradient, factors, jax.jit(jax.grad(loss))(factors)
+    )
 
 
-@pytest.mark.parametrize("library", tiered([of_nnx, of_linen, of_haiku], lambda library: library is of_nnx))
+@pytest.mark.parametrize(
+    "library", tiered([of_nnx, of_linen, of_haiku], lambda library: library is of_nnx)
+)
 def test_a_step_equals_plain_jax(library, mesh_of):
     weights, loss_fn, target = library()
     adapted = lora(loss_fn, rank=2, alpha=2 * FACTOR, targets=[target])
-    nonzero = lambda node: (  # noqa: E731
-        LowRank(node.base, node.lora_a, 0.1 + node.lora_b, matrix=node.matrix, scale=node.scale, dropout=0.0)
-        if is_node(node)
-        else node
+
+    def nonzero(node):
+        return (
+            LowRank(
+                node.base,
+                node.lora_a,
+                0.1 + node.lora_b,
+                matrix=node.matrix,
+                scale=node.scale,
+                dropout=0.0,
+            )
+            if is_node(node)
+            else node
+        )
+
+    params = jax.tree.map(
+        nonzero, jax.jit(adapted.init)(weights, jax.random.key(1)), is_leaf=is_node
     )
-    params = jax.tree.map(nonzero, jax.jit(adapted.init)(weights, jax.random.key(1)), is_leaf=is_node)
     after = expected(params, loss_fn)
     assert len(after) == 2
-    opt = so.fsdp(optax.sgd(RATE), mesh_of(data=4), adapted.model, frozen=adapted.frozen, min_shard_elements=1)
+    opt = so.fsdp(
+        optax.sgd(RATE), mesh_of(data=4), adapted.model, frozen=adapted.frozen, min_shard_elements=1
+    )
     state, _ = opt.step(opt.init(params), BATCH)
     nodes = [node for node in jax.tree.leaves(state.params, is_leaf=is_node) if is_node(node)]
     for node, before, (lora_a, lora_b) in zip(

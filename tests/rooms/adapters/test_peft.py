@@ -52,20 +52,31 @@ def test_the_logits_are_those_of_peft(opened, results, tmp_path):
     adapted = adapted_by(opened)
     params = loaded(adapted, opened, peft_oracle.write_adapters(tmp_path / "peft"))
     tokens = oracle.TOKENS[: oracle.SHOWN, :-1]
-    logits = jax.jit(lambda params: decoder.logits_of(opened.config, adapted.merge(params), tokens))(params)
+    logits = jax.jit(
+        lambda params: decoder.logits_of(opened.config, adapted.merge(params), tokens)
+    )(params)
     np.testing.assert_allclose(logits, results["logits"], rtol=0, atol=1e-5)
 
 
-def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(opened, results, tmp_path, mesh_of):
+def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(
+    opened, results, tmp_path, mesh_of
+):
     adapted = adapted_by(opened)
     folder = peft_oracle.write_adapters(tmp_path / "peft")
     tx = optax.adamw(oracle.RATE, eps=oracle.EPSILON, weight_decay=oracle.DECAY)
     opt = so.fsdp(
-        tx, mesh_of(data=2, tensor=2), adapted.model, rules=adapted.rules, frozen=adapted.frozen, min_shard_elements=1
+        tx,
+        mesh_of(data=2, tensor=2),
+        adapted.model,
+        rules=adapted.rules,
+        frozen=adapted.frozen,
+        min_shard_elements=1,
     )
     state = opt.init(loaded(adapted, opened, folder))
     adapted.save(tmp_path / "same", state.params, model=opened)
-    ours, theirs = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "same", folder))
+    ours, theirs = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path / "same", folder)
+    )
     assert ours.keys() == theirs.keys()
     for name, numbers in theirs.items():
         np.testing.assert_array_equal(ours[name], numbers, err_msg=name)
@@ -73,7 +84,9 @@ def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(opened, resu
     np.testing.assert_allclose(metrics["loss"], results["loss"], rtol=1e-5)
     adapted.save(tmp_path / "stepped", state.params, model=opened)
     for name, numbers in load_file(tmp_path / "stepped" / "adapter_model.safetensors").items():
-        np.testing.assert_allclose(oracle.sampled(numbers), results[f"step/{name}"], rtol=0, atol=1e-4, err_msg=name)
+        np.testing.assert_allclose(
+            oracle.sampled(numbers), results[f"step/{name}"], rtol=0, atol=1e-4, err_msg=name
+        )
 
 
 @pytest.mark.parametrize("base", ["float", pytest.param("nf4", marks=pytest.mark.slow)])
@@ -96,8 +109,12 @@ def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
         min_shard_elements=1,
     )
     state = adapted.start(opened, opt, jax.random.key(0), progress=False)
-    expected = adapted.init(opened.load_params(progress=False), jax.random.split(jax.random.key(0))[0])
-    for (path, leaf), other in zip(jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected), strict=True):
+    expected = adapted.init(
+        opened.load_params(progress=False), jax.random.split(jax.random.key(0))[0]
+    )
+    for (path, leaf), other in zip(
+        jax.tree.leaves_with_path(state.params), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(path))
     gate = state.params["blocks"]["mlp"]["gate"].base
     assert (gate if base == "float" else gate.codes).sharding.spec == P(None, "data", "tensor")
@@ -120,8 +137,14 @@ def test_latent_attention_and_experts_take_low_rank_products(tmp_path):
         params = jax.tree_util.tree_map_with_path(
             lambda path, leaf: leaf + 0.1 if "lora_b" in str(path[-1]) else leaf, params
         )
-        losses.append(float(jax.jit(adapted.model.loss_fn)(params, {"tokens": oracle.TOKENS.astype(np.int32)})))
-    without = jax.jit(model.model.loss_fn)(adapted.without_adapters(params), {"tokens": oracle.TOKENS.astype(np.int32)})
+        losses.append(
+            float(
+                jax.jit(adapted.model.loss_fn)(params, {"tokens": oracle.TOKENS.astype(np.int32)})
+            )
+        )
+    without = jax.jit(model.model.loss_fn)(
+        adapted.without_adapters(params), {"tokens": oracle.TOKENS.astype(np.int32)}
+    )
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert abs(losses[0] - float(without)) > 1e-2
 
@@ -147,10 +170,9 @@ def test_settings_of_peft_that_are_not_computed_are_refused(opened, tmp_path):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True, "r": 4}))
     message = (
-        f"lora.load: {path} has settings that do not fit.\n"
-        "  use_dora: True in the folder, False here\n"
-        "  r: 4 in the folder, 2 here\n"
-        "Fix: make the adapters with the rank and alpha of the folder; other settings of peft are not supported."
+        f"lora.load: {path} has settings that do not fit.\n  use_dora: True in the folder, False"
+        " here\n  r: 4 in the folder, 2 here\nFix: make the adapters with the rank and alpha of"
+        " the folder; other settings of peft are not supported."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         loaded(adapted_by(opened), opened, folder)
@@ -164,7 +186,8 @@ def test_a_tensor_more_or_less_is_refused(opened, tmp_path):
     tensors["base_model.model.lm_head.lora_A.weight"] = tensors.pop(name)
     save_file(tensors, folder / "adapter_model.safetensors")
     with pytest.raises(
-        ValueError, match=r"^lora.load: 2 tensors of the folder do not fit[.]\n.*lm_head.*\n.*absent in the"
+        ValueError,
+        match=r"^lora.load: 2 tensors of the folder do not fit[.]\n.*lm_head.*\n.*absent in the",
     ):
         loaded(adapted_by(opened), opened, folder)
 
@@ -187,7 +210,9 @@ def with_an_a_for_each(params):
     """Return parameters in which A of values differs from A of queries."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: (
-            leaf + 0.1 if "/v/lora_a" in jax.tree_util.keystr(path, simple=True, separator="/") else leaf
+            leaf + 0.1
+            if "/v/lora_a" in jax.tree_util.keystr(path, simple=True, separator="/")
+            else leaf
         ),
         params,
     )
@@ -208,7 +233,9 @@ def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
             tmp_path / "base", dtype=torch.float32, attn_implementation="eager"
         )
         if adapters is None:
-            settings = peft.LoraConfig(r=2, lora_alpha=6, target_modules=JOINED_CASES[name], task_type="CAUSAL_LM")
+            settings = peft.LoraConfig(
+                r=2, lora_alpha=6, target_modules=JOINED_CASES[name], task_type="CAUSAL_LM"
+            )
             return peft.get_peft_model(base, settings)
         return peft.PeftModel.from_pretrained(base, adapters)
 
@@ -219,12 +246,18 @@ def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
     theirs(None).save_pretrained(tmp_path / "peft")
     path = tmp_path / "peft" / "adapter_model.safetensors"
     save_file(
-        peft_oracle.weights({key: x.shape for key, x in load_file(path).items()}), path, metadata={"format": "pt"}
+        peft_oracle.weights({key: x.shape for key, x in load_file(path).items()}),
+        path,
+        metadata={"format": "pt"},
     )
-    adapted = adapted_by(model, targets=["attention/(q|k|v)$", "mlp/(up|down)$"] + ["mlp/gate$"] * model.config.gated)
+    adapted = adapted_by(
+        model, targets=["attention/(q|k|v)$", "mlp/(up|down)$"] + ["mlp/gate$"] * model.config.gated
+    )
     params = loaded(adapted, model, tmp_path / "peft")
     logits = jax.jit(lambda params: decoder.logits_of(model.config, adapted.merge(params), tokens))
-    np.testing.assert_allclose(logits(params), logits_of_theirs(tmp_path / "peft"), rtol=0, atol=1e-5)
+    np.testing.assert_allclose(
+        logits(params), logits_of_theirs(tmp_path / "peft"), rtol=0, atol=1e-5
+    )
     adapted.save(tmp_path / "same", params, model=model)
     ours, stored = load_file(tmp_path / "same" / "adapter_model.safetensors"), load_file(path)
     assert ours.keys() == stored.keys()
@@ -232,16 +265,25 @@ def test_peft_computes_the_same_with_adapters_of_joined_tensors(name, tmp_path):
         np.testing.assert_array_equal(ours[key], numbers, err_msg=key)
     params = with_an_a_for_each(params)
     adapted.save(tmp_path / "apart", params, model=model)
-    assert json.loads((tmp_path / "apart" / "adapter_config.json").read_text())["rank_pattern"] or name == "glm"
-    np.testing.assert_allclose(logits(params), logits_of_theirs(tmp_path / "apart"), rtol=0, atol=1e-5)
+    assert (
+        json.loads((tmp_path / "apart" / "adapter_config.json").read_text())["rank_pattern"]
+        or name == "glm"
+    )
+    np.testing.assert_allclose(
+        logits(params), logits_of_theirs(tmp_path / "apart"), rtol=0, atol=1e-5
+    )
     again = loaded(adapted, model, tmp_path / "apart")
-    for (key, leaf), other in zip(jax.tree.leaves_with_path(params), jax.tree.leaves(again), strict=True):
+    for (key, leaf), other in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves(again), strict=True
+    ):
         np.testing.assert_array_equal(leaf, other, err_msg=jax.tree_util.keystr(key))
 
 
 @pytest.fixture
 def joined(tmp_path):
-    """Return Phi 3 with adapters on queries, keys and values, whose A differ, and the folder that they are saved in."""
+    """Return Phi 3 with adapters on queries, keys and values, whose A differ, and the folder that
+    they are saved in.
+    """
     model = opened_case("phi3", tmp_path)
     adapted = adapted_by(model, targets=["attention/(q|k|v)$", "attention/out$"])
     shapes = jax.eval_shape(adapted.init, model.abstract_params, jax.random.key(0))
@@ -260,7 +302,9 @@ def test_an_a_for_each_joined_weight_is_a_module_of_higher_rank(joined):
     tensors = load_file(folder / "adapter_model.safetensors")
     q, k, v = (params["blocks"]["attention"][letter] for letter in "qkv")
     update = tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
-    expected = [np.einsum("dr,rhk->hkd", w.lora_a[1], w.lora_b[1]).reshape(-1, 32) for w in (q, k, v)]
+    expected = [
+        np.einsum("dr,rhk->hkd", w.lora_a[1], w.lora_b[1]).reshape(-1, 32) for w in (q, k, v)
+    ]
     np.testing.assert_allclose(update, np.concatenate(expected), rtol=1e-5, atol=1e-6)
     zeros = jax.tree.map(np.zeros_like, params)
     again = adapted.load(folder, base_of(params, zeros), model=model)
@@ -271,7 +315,9 @@ def test_an_a_for_each_joined_weight_is_a_module_of_higher_rank(joined):
 def base_of(params, zeros):
     """Return the parameters with factors of 0."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, zero: zero if "lora_" in jax.tree_util.keystr(path) else leaf, params, zeros
+        lambda path, leaf, zero: zero if "lora_" in jax.tree_util.keystr(path) else leaf,
+        params,
+        zeros,
     )
 
 
@@ -284,9 +330,9 @@ def test_a_b_that_changes_weights_without_adapters_is_refused(joined):
     tensors[name][0, 5] = 1  # queries with the A of values
     save_file(tensors, path)
     message = (
-        f"lora.load: B of 1 module in {folder} changes more than the weights that have adapters here.\n"
-        "  model.layers.1.self_attn.qkv_proj\n"
-        "Fix: name all weights that the modules join in targets; with an A for each, B must be block-diagonal."
+        f"lora.load: B of 1 module in {folder} changes more than the weights that have adapters"
+        " here.\n  model.layers.1.self_attn.qkv_proj\nFix: name all weights that the modules join"
+        " in targets; with an A for each, B must be block-diagonal."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         joined[1].load(folder, params, model=model)
@@ -296,8 +342,14 @@ def test_a_b_that_changes_weights_without_adapters_is_refused(joined):
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"rank_pattern": {"o_proj": 4}}, "rank_pattern: 4 for model.layers.0.self_attn.o_proj, 2 here"),
-        ({"rank_pattern": {"qkv_proj": 4}}, "rank_pattern: 4 for model.layers.0.self_attn.qkv_proj, 2 or 6 here"),
+        (
+            {"rank_pattern": {"o_proj": 4}},
+            "rank_pattern: 4 for model.layers.0.self_attn.o_proj, 2 here",
+        ),
+        (
+            {"rank_pattern": {"qkv_proj": 4}},
+            "rank_pattern: 4 for model.layers.0.self_attn.qkv_proj, 2 or 6 here",
+        ),
         ({"alpha_pattern": {}}, "alpha_pattern: 6 for model.layers.0.self_attn.qkv_proj, 18 here"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights: 'pissa' in the folder, True here"),
         ({"lora_bias": True}, "lora_bias: True in the folder, False here"),
@@ -319,6 +371,10 @@ def test_experts_have_no_form_in_peft(tmp_path):
     params = jax.eval_shape(adapted.init, model.abstract_params, jax.random.key(0))
     params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), params)
     with pytest.raises(
-        ValueError, match=r"^lora.save: peft has no form for 8 weights[.]\n  model.layers.0.block_sparse_moe.experts"
+        ValueError,
+        match=(
+            r"^lora.save: peft has no form for 8 weights[.]\n "
+            r" model.layers.0.block_sparse_moe.experts"
+        ),
     ):
         adapted.save(tmp_path / "out", params, model=model)

@@ -22,10 +22,15 @@ def loss_fn(params, batch):
 
 
 def make_params():
-    """Odd sizes, a None, an empty array, and keys that would collide if '.' and '/' were not escaped."""
+    """Odd sizes, a None, an empty array, and keys that would collide if '.' and '/' were not
+    escaped.
+    """
     draw = np.random.default_rng(1)
     return {
-        "layer.0": {"up/w": draw.normal(size=(16, 32)).astype(np.float32), "b": np.zeros(32, np.float32)},
+        "layer.0": {
+            "up/w": draw.normal(size=(16, 32)).astype(np.float32),
+            "b": np.zeros(32, np.float32),
+        },
         "layer": {"0": np.ones((3, 5), np.float32)},
         "down": [draw.normal(size=(32, 8)).astype(np.float32), None],
     }
@@ -66,7 +71,9 @@ def new_params():
 
 @pytest.fixture(scope="session")
 def steps_on():
-    """Return a function that takes steps `begin` to `end` with an optimizer, on batches told apart by their step."""
+    """Return a function that takes steps `begin` to `end` with an optimizer, on batches told apart
+    by their step.
+    """
 
     def run(opt, state, begin, end):
         for step in range(begin, end):
@@ -78,6 +85,8 @@ def steps_on():
 
 @pytest.fixture(scope="session")
 def trained(make_opt, steps_on):
-    """Three steps of adamw under fsdp on eight devices: the optimizer and a fresh state, never donated twice."""
+    """Three steps of adamw under fsdp on eight devices: the optimizer and a fresh state, never
+    donated twice.
+    """
     opt = make_opt()
     return opt, lambda: steps_on(opt, opt.init(make_params()), 0, 3)

@@ -18,18 +18,29 @@ SHAPE = (4096, 16384)
 
 def resident(field):
     """Return VmRSS or VmHWM, the peak since it was last reset, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(field)
+    )
     return int(line.split()[1]) * 1024
 
 
 def main(folder):
-    opt = so.fsdp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: jnp.mean(batch @ params["w"]))
+    opt = so.fsdp(
+        optax.sgd(0.1), so.make_mesh(), lambda params, batch: jnp.mean(batch @ params["w"])
+    )
     restore(folder / "small", opt)  # imports, thread pools and programs are not what is measured
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")
-    state = restore(folder / "large", opt, abstract_params={"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)})
+    state = restore(
+        folder / "large", opt, abstract_params={"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)}
+    )
     jax.block_until_ready(state)
-    print(resident("VmHWM") - before, sum(shard.data.nbytes for shard in state.params["w"].addressable_shards))
+    print(
+        resident("VmHWM") - before,
+        sum(shard.data.nbytes for shard in state.params["w"].addressable_shards),
+    )
 
 
 if __name__ == "__main__":

@@ -30,7 +30,12 @@ def packed(trained):
 @pytest.mark.parametrize(
     ("strategy", "sizes"),
     tiered(
-        [(so.fsdp, {"data": 8}), (so.fsdp, {"data": 2, "tensor": 4}), (so.zero, {"data": 4}), (so.ddp, {"data": 1})],
+        [
+            (so.fsdp, {"data": 8}),
+            (so.fsdp, {"data": 2, "tensor": 4}),
+            (so.zero, {"data": 4}),
+            (so.ddp, {"data": 1}),
+        ],
         lambda row: row[1] in ({"data": 2, "tensor": 4}, {"data": 1}),
         ids=lambda row: f"{row[0].__name__}-{row[1]}",
     ),
@@ -39,7 +44,9 @@ def test_any_strategy_takes_it(strategy, sizes, packed, trained, make_opt, steps
     opt, state = make_opt(strategy, **sizes), trained[1]()
     found = from_bytes(opt, packed)
     assert same(found, state)
-    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, opt.abstract_state())
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(
+        lambda x: x.sharding, opt.abstract_state()
+    )
     if sizes == {"data": 8}:
         assert same(steps_on(opt, found, 3, 5), steps_on(trained[0], state, 3, 5))
 
@@ -65,19 +72,36 @@ def test_it_describes_itself(packed):
 
 
 def test_all_dtypes_keys_and_empty_arrays(make_opt, same):
-    dtypes = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "int32", "bool", "complex64"]
+    dtypes = [
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int4",
+        "uint8",
+        "int32",
+        "bool",
+        "complex64",
+    ]
     opt = make_opt(so.ddp, data=8)
     sharded, replicated = NamedSharding(opt.mesh, P("data")), NamedSharding(opt.mesh, P())
     tree = {name: jax.device_put(jnp.arange(16).astype(name), sharded) for name in dtypes}
     tree |= {"empty": jnp.zeros((0, 3), jnp.bfloat16), "host": np.arange(3, dtype=np.int16)}
     tree |= {"step": jnp.int32(4), "key": jax.random.split(jax.random.key(4, impl="rbg"), 3)}
     state = so.TrainState(
-        jnp.int32(4), tree, optax.adam(0.1).init(tree["bfloat16"]), jax.random.key_data(jax.random.key(0))
+        jnp.int32(4),
+        tree,
+        optax.adam(0.1).init(tree["bfloat16"]),
+        jax.random.key_data(jax.random.key(0)),
     )
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), state)
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), state
+    )
     found = from_bytes(wanted, to_bytes(opt, state))
     assert found.params["key"].dtype == tree["key"].dtype
-    assert np.array_equal(jax.random.key_data(found.params.pop("key")), jax.random.key_data(tree.pop("key")))
+    assert np.array_equal(
+        jax.random.key_data(found.params.pop("key")), jax.random.key_data(tree.pop("key"))
+    )
     assert same(found, state)
 
 
@@ -130,7 +154,9 @@ def rewritten(data: bytes, change) -> bytes:
     change(header)
     text = json.dumps(header).encode().ljust(length)
     body = text + data[32 + length : -32]
-    return resealed(struct.pack("<8sIIQQ", b"shardopt", 1, 0, len(text), 64 + len(body)) + body + bytes(32))
+    return resealed(
+        struct.pack("<8sIIQQ", b"shardopt", 1, 0, len(text), 64 + len(body)) + body + bytes(32)
+    )
 
 
 def test_rewriting_alone_changes_nothing(packed):
@@ -140,9 +166,15 @@ def test_rewriting_alone_changes_nothing(packed):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda data: b"", "from_bytes: data is 0 bytes long, the least that to_bytes returns is 64."),
+        (
+            lambda data: b"",
+            "from_bytes: data is 0 bytes long, the least that to_bytes returns is 64.",
+        ),
         (lambda data: data[:70], "from_bytes: data is 70 bytes long, {} were written."),
-        (lambda data: b"pickle!!" + data[8:], "from_bytes: data does not begin with b'shardopt' but with b'pickle!!'."),
+        (
+            lambda data: b"pickle!!" + data[8:],
+            "from_bytes: data does not begin with b'shardopt' but with b'pickle!!'.",
+        ),
         (lambda data: data + b"x", "from_bytes: data is {1} bytes long, {0} were written."),
         (
             lambda data: data[:-40] + b"\1" + data[-39:],
@@ -166,20 +198,26 @@ def test_rewriting_alone_changes_nothing(packed):
         ),
         (
             lambda data: resealed(data[:32] + b"]" + data[33:]),
-            "from_bytes: the header does not make sense (JSONDecodeError: Expecting value: line 1 column 1 (char 0)).",
+            (
+                "from_bytes: the header does not make sense (JSONDecodeError: Expecting value: line"
+                " 1 column 1 (char 0))."
+            ),
         ),
     ],
 )
 def test_what_is_not_a_blob(spoil, message, packed, trained, complaint_of):
     expected = message.format(len(packed), len(packed) + 1)
-    said = complaint_of(lambda: from_bytes(trained[0], spoil(packed)), so.errors.DamagedCheckpointError)
+    said = complaint_of(
+        lambda: from_bytes(trained[0], spoil(packed)), so.errors.DamagedCheckpointError
+    )
     assert said == f"{expected}\n{COPY}"
 
 
 def test_another_version(packed, trained, complaint_of):
     data = resealed(packed[:8] + struct.pack("<I", 2) + packed[12:])
-    assert complaint_of(lambda: from_bytes(trained[0], data)) == (
-        "from_bytes: data has format version 2, this version of shardopt reads 1.\n"
+    assert (
+        complaint_of(lambda: from_bytes(trained[0], data))
+        == "from_bytes: data has format version 2, this version of shardopt reads 1.\n"
         "Fix: use the version of shardopt that wrote it, or a newer one."
     )
 
@@ -189,22 +227,30 @@ def test_dtypes_that_are_none_are_refused(dtype, packed, trained, complaint_of):
     def change(header):
         header["state"]["leaves"]["params/layer/0"]["dtype"] = dtype
 
-    message = complaint_of(lambda: from_bytes(trained[0], rewritten(packed, change)), so.errors.DamagedCheckpointError)
-    assert message.startswith("from_bytes: the header is not a record of a checkpoint (ValueError: ")
+    message = complaint_of(
+        lambda: from_bytes(trained[0], rewritten(packed, change)), so.errors.DamagedCheckpointError
+    )
+    assert message.startswith(
+        "from_bytes: the header is not a record of a checkpoint (ValueError: "
+    )
 
 
 def test_another_model_is_named(packed, make_opt, complaint_of):
     assert complaint_of(lambda: from_bytes(make_opt(tx=optax.sgd(0.1)), packed)).startswith(
-        "from_bytes: the state of step 3 does not fit opt: 0 leaves missing, 9 left over, 0 different.\n"
-        "  opt_state/0/count: int32[], left over in the checkpoint\n"
+        "from_bytes: the state of step 3 does not fit opt: 0 leaves missing, 9 left over, 0"
+        " different.\n  opt_state/0/count: int32[], left over in the checkpoint\n"
     )
 
 
 def test_wrong_kinds(trained, complaint_of):
     opt, state = trained
-    assert complaint_of(lambda: from_bytes(opt, "text"), TypeError) == "from_bytes: data must be bytes, got str."
-    assert complaint_of(lambda: to_bytes(opt, state()._replace(rng="x")), TypeError) == (
-        "to_bytes: the state must be a pytree of arrays.\n  rng: str\n"
+    assert (
+        complaint_of(lambda: from_bytes(opt, "text"), TypeError)
+        == "from_bytes: data must be bytes, got str."
+    )
+    assert (
+        complaint_of(lambda: to_bytes(opt, state()._replace(rng="x")), TypeError)
+        == "to_bytes: the state must be a pytree of arrays.\n  rng: str\n"
         "Fix: make them arrays (jnp.asarray), or keep them out of the state."
     )
 

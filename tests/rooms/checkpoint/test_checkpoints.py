@@ -46,7 +46,15 @@ def test_surplus(keep, best, left):
 
 @pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 3)])
 def test_the_newest_and_the_best_are_kept(mode, best, tmp_path):
-    scores = {1: 0.5, 2: jnp.float32(0.1), 3: np.float64(0.9), 4: float("nan"), 5: None, 6: 0.4, 7: 0.5}
+    scores = {
+        1: 0.5,
+        2: jnp.float32(0.1),
+        3: np.float64(0.9),
+        4: float("nan"),
+        5: None,
+        6: 0.4,
+        7: 0.5,
+    }
     with Checkpoints(tmp_path, 1, 2, best="val", mode=mode) as checkpoints:
         for step, score in scores.items():
             metrics = {"loss": step} if score is None else {"val": score}
@@ -78,14 +86,19 @@ def test_without_a_metric_nothing_is_best(tmp_path):
 DAMAGES = {
     "cut short": (
         '{"format": 1,\n',
-        "JSONDecodeError: Expecting property name enclosed in double quotes: line 2 column 1 (char 14)",
+        (
+            "JSONDecodeError: Expecting property name enclosed in double quotes: line 2 column 1"
+            " (char 14)"
+        ),
     ),
     "gone": (None, "FileNotFoundError: [Errno 2] No such file or directory: '{file}'"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path, complaint_of, caplog):
+def test_the_best_is_not_guessed_where_a_record_cannot_be_read(
+    damage, tmp_path, complaint_of, caplog
+):
     """It may be that one: it is kept, and said to be; and to ask for the best is an error."""
     text, reason = DAMAGES[damage]
     file = tmp_path / "2" / "shardopt.json"
@@ -95,8 +108,9 @@ def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path,
             checkpoints.wait()
         whole = file.read_text()
         file.unlink() if text is None else file.write_text(text)
-        assert complaint_of(checkpoints.best_step, so.errors.DamagedCheckpointError) == (
-            f"Checkpoints: the best step in {tmp_path} by 'val' cannot be determined.\n"
+        assert (
+            complaint_of(checkpoints.best_step, so.errors.DamagedCheckpointError)
+            == f"Checkpoints: the best step in {tmp_path} by 'val' cannot be determined.\n"
             f"  2/shardopt.json cannot be read ({reason.format(file=file)}).\n"
             "Fix: bring the file back from a copy, or delete the folder of its step."
         )
@@ -104,8 +118,8 @@ def test_the_best_is_not_guessed_where_a_record_cannot_be_read(damage, tmp_path,
         checkpoints.wait()
         assert checkpoints.steps() == [2, 3, 4]  # 3 is the best of those that can be read
         assert caplog.messages == [
-            f"Checkpoints: step 2 in {tmp_path} is kept, because it may be the best by 'val': 2/shardopt.json cannot be "
-            f"read ({reason.format(file=file)})."
+            f"Checkpoints: step 2 in {tmp_path} is kept, because it may be the best by 'val':"
+            f" 2/shardopt.json cannot be read ({reason.format(file=file)})."
         ]
         file.write_text(whole)
         checkpoints.save(small(5), step=5, metrics={"val": 9.0})
@@ -136,8 +150,9 @@ def test_a_full_disk_is_told_wherever_it_is_said(error, cause, tmp_path):
         (error, f"{type(error).__name__}: {cause}"),
         (wrapped, f"RuntimeError: the writer failed ... {reason}"),
     ):
-        assert str(write_error("save", tmp_path, 1, one)) == (
-            f"save: step 1 could not be written to {tmp_path} ({said}).\n"
+        assert (
+            str(write_error("save", tmp_path, 1, one))
+            == f"save: step 1 could not be written to {tmp_path} ({said}).\n"
             "Fix: make room, then save again; checkpoints that were committed before are untouched."
         )
 
@@ -168,8 +183,12 @@ def test_saving_a_step_again_replaces_it(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "5"]
 
 
-def test_what_is_saved_is_what_was_there(tmp_path, make_opt, new_params, steps_on, same, monkeypatch):
-    """The next steps, which take over the state's buffers, run before the folder for its bytes is even made."""
+def test_what_is_saved_is_what_was_there(
+    tmp_path, make_opt, new_params, steps_on, same, monkeypatch
+):
+    """The next steps, which take over the state's buffers, run before the folder for its bytes is
+    even made.
+    """
     let_go, held_back, mkdir = threading.Event(), [], os.mkdir
 
     def slow(path, *args, **kwargs):
@@ -200,9 +219,12 @@ def test_a_fork_of_the_job_neither_saves_nor_waits(tmp_path, monkeypatch, compla
         checkpoints._pending = pending  # which never ends
         with monkeypatch.context() as patch:
             patch.setattr(os, "getpid", lambda: 7)
-            assert complaint_of(lambda: checkpoints.save(small(1), step=1), so.errors.CheckpointInUseError) == (
-                f"Checkpoints: {tmp_path} is written to by process {own}, and this one, 7, is a fork of it.\n"
-                "Fix: write in the process that began to."
+            assert (
+                complaint_of(
+                    lambda: checkpoints.save(small(1), step=1), so.errors.CheckpointInUseError
+                )
+                == f"Checkpoints: {tmp_path} is written to by process {own}, and this one, 7, is a"
+                " fork of it.\nFix: write in the process that began to."
             )
             checkpoints._pending = pending
             checkpoints.wait()
@@ -212,16 +234,20 @@ def test_two_histories_do_not_mix(tmp_path, complaint_of):
     with Checkpoints(tmp_path, 10, 3) as checkpoints:
         for step in (10, 20, 30):
             checkpoints.save(small(step), step=step)
-        assert complaint_of(lambda: checkpoints.save(small(0), step=15)) == (
-            f"Checkpoints: step 15 cannot be saved: {tmp_path} holds later ones (20, 30).\n"
-            "Fix: delete them if the run was wound back on purpose, or choose another folder: two histories do not mix."
+        assert (
+            complaint_of(lambda: checkpoints.save(small(0), step=15))
+            == f"Checkpoints: step 15 cannot be saved: {tmp_path} holds later ones (20, 30).\nFix:"
+            " delete them if the run was wound back on purpose, or choose another folder: two"
+            " histories do not mix."
         )
         assert checkpoints.steps() == [10, 20, 30]
 
 
 @contextlib.contextmanager
 def full_disk():
-    """Let the background find no room. (A disk that is really full is met in test_killed_writers.py.)"""
+    """Let the background find no room. (A disk that is really full is met in
+    test_killed_writers.py.)
+    """
 
     def no_room(*_, **__):
         raise OSError(28, "No space left on device")
@@ -231,8 +257,12 @@ def full_disk():
         yield
 
 
-@pytest.mark.parametrize("notice", tiered(["wait", "save", "close", "with"], lambda notice: notice == "save"))
-def test_a_failed_write_is_raised_at_the_next_occasion(notice, tmp_path, trained, complaint_of, caplog, same):
+@pytest.mark.parametrize(
+    "notice", tiered(["wait", "save", "close", "with"], lambda notice: notice == "save")
+)
+def test_a_failed_write_is_raised_at_the_next_occasion(
+    notice, tmp_path, trained, complaint_of, caplog, same
+):
     opt, state = trained
     checkpoints = Checkpoints(tmp_path, 1, 1)
     checkpoints.save(state(), step=1)
@@ -256,9 +286,10 @@ def test_a_failed_write_is_raised_at_the_next_occasion(notice, tmp_path, trained
         "with": in_a_with,
     }
     message = complaint_of(occasions[notice])
-    assert message == (
-        f"Checkpoints: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space left on device).\n"
-        f"{UNTOUCHED}"
+    assert (
+        message
+        == f"Checkpoints: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space"
+        f" left on device).\n{UNTOUCHED}"
     )
     assert message in caplog.text
     assert checkpoints.steps() == [1]
@@ -284,16 +315,19 @@ def test_a_failed_write_does_not_hide_the_error_that_ends_the_run(tmp_path, trai
         run()
     assert caught.value.args == ("first",)
     (note,) = caught.value.__notes__
-    assert note.startswith(f"Checkpoints: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space")
+    assert note.startswith(
+        f"Checkpoints: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space"
+    )
 
 
 def test_save_on_a_full_disk(tmp_path, trained, complaint_of, same):
     opt, state = trained
     save(tmp_path, state(), step=1)
     with full_disk():
-        assert complaint_of(lambda: save(tmp_path, state(), step=2)) == (
-            f"save: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space left on device).\n"
-            f"{UNTOUCHED}"
+        assert (
+            complaint_of(lambda: save(tmp_path, state(), step=2))
+            == f"save: step 2 could not be written to {tmp_path} (OSError: [Errno 28] No space left"
+            f" on device).\n{UNTOUCHED}"
         )
     assert same(restore(tmp_path, opt), state())
     save(tmp_path, state(), step=2)
@@ -309,8 +343,9 @@ def test_a_step_that_cannot_be_deleted_is_reported(tmp_path, complaint_of, monke
         checkpoints.wait()
         monkeypatch.setattr("shardopt.checkpoint._checkpoints.discard", refuse)
         checkpoints.save(small(2), step=2)
-        assert complaint_of(checkpoints.wait) == (
-            f"Checkpoints: step 2 was written, but step 1 in {tmp_path} could not be deleted "
+        assert (
+            complaint_of(checkpoints.wait)
+            == f"Checkpoints: step 2 was written, but step 1 in {tmp_path} could not be deleted "
             "([Errno 13] Permission denied).\nFix: delete it, or give the job the right to."
         )
         assert checkpoints.steps() == [1, 2]
@@ -322,7 +357,8 @@ def test_leftovers_of_killed_writers_go(tmp_path):
     (tmp_path / ".saving-3.digests-1").write_text("{}")
     (tmp_path / "mine.txt").write_text("stays")
     save(tmp_path, small(1), step=1)
-    (tmp_path / "1").rename(tmp_path / ".replaced-1")  # killed between the two renames of a replacement
+    # killed between the two renames of a replacement
+    (tmp_path / "1").rename(tmp_path / ".replaced-1")
     with Checkpoints(tmp_path, 1, 1) as checkpoints:
         assert checkpoints.steps() == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "1", "mine.txt"]
@@ -332,8 +368,9 @@ def test_after_close(tmp_path, complaint_of):
     checkpoints = Checkpoints(tmp_path, 1, 1)
     checkpoints.close()
     checkpoints.close()
-    assert complaint_of(lambda: checkpoints.save(small(1), step=1)) == (
-        "Checkpoints: save was called after close.\nFix: make a new Checkpoints."
+    assert (
+        complaint_of(lambda: checkpoints.save(small(1), step=1))
+        == "Checkpoints: save was called after close.\nFix: make a new Checkpoints."
     )
 
 
@@ -345,8 +382,16 @@ def test_after_close(tmp_path, complaint_of):
         ({"every": True}, TypeError, "Checkpoints: every must be an integer, got True (bool)."),
         ({"keep": 0}, ValueError, "Checkpoints: keep must be at least 1, got 0."),
         ({"keep": "2"}, TypeError, "Checkpoints: keep must be an integer, got '2' (str)."),
-        ({"mode": "smallest"}, ValueError, "Checkpoints: mode must be 'min' or 'max', got 'smallest'."),
-        ({"directory": None}, TypeError, "Checkpoints: directory must be a path, got NoneType.\nFix: pass a path."),
+        (
+            {"mode": "smallest"},
+            ValueError,
+            "Checkpoints: mode must be 'min' or 'max', got 'smallest'.",
+        ),
+        (
+            {"directory": None},
+            TypeError,
+            "Checkpoints: directory must be a path, got NoneType.\nFix: pass a path.",
+        ),
     ],
 )
 def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
@@ -366,13 +411,18 @@ def test_how_many_to_keep_must_be_said(tmp_path, complaint_of):
 
 def test_bad_things_to_save(tmp_path, complaint_of):
     with Checkpoints(tmp_path, 1, 1) as checkpoints:
-        assert complaint_of(lambda: checkpoints.save(small(1), step=1, extra={"x": np.ones(2)}), TypeError) == (
-            "checkpoint: extra must be JSON (dicts, lists, strings, numbers, true, false, null): Object of type "
-            "ndarray is not JSON serializable.\nFix: convert arrays with .tolist()."
+        assert (
+            complaint_of(
+                lambda: checkpoints.save(small(1), step=1, extra={"x": np.ones(2)}), TypeError
+            )
+            == "checkpoint: extra must be JSON (dicts, lists, strings, numbers, true, false, null):"
+            " Object of type ndarray is not JSON serializable.\nFix: convert arrays with"
+            " .tolist()."
         )
         metrics = {"loss": 1.0, "per_row": jnp.ones(3), "name": "x"}
-        assert complaint_of(lambda: checkpoints.save(small(1), step=1, metrics=metrics), TypeError) == (
-            "checkpoint: metrics must be numbers.\n  per_row: float32[3]\n  name: <U1[]\n"
+        assert (
+            complaint_of(lambda: checkpoints.save(small(1), step=1, metrics=metrics), TypeError)
+            == "checkpoint: metrics must be numbers.\n  per_row: float32[3]\n  name: <U1[]\n"
             "Fix: save scalars only, for instance jnp.mean of them."
         )
         assert checkpoints.steps() == []
@@ -388,7 +438,9 @@ def test_leaving_on_an_error_asks_no_other_process(tmp_path, monkeypatch):
     def run():
         with Checkpoints(tmp_path, every=1, keep=2) as checkpoints:
             checkpoints.save({"w": jnp.ones((4,))}, step=1)
-            monkeypatch.setattr("shardopt.checkpoint._checkpoints.raise_together", lambda _: pytest.fail("asked"))
+            monkeypatch.setattr(
+                "shardopt.checkpoint._checkpoints.raise_together", lambda _: pytest.fail("asked")
+            )
             raise KeyError
 
     with pytest.raises(KeyError):

@@ -1,4 +1,6 @@
-"""Checkpoints with a hash in place of the frozen base: small, exact to resume, and refused on another base."""
+"""Checkpoints with a hash in place of the frozen base: small, exact to resume, and refused on
+another base.
+"""
 
 import json
 import re
@@ -25,7 +27,14 @@ ADAPTED = lora(loss_fn, rank=2, targets=["w"])
 
 
 def strategy(mesh, **options):
-    return so.fsdp(optax.adam(0.01), mesh, ADAPTED.model, frozen=ADAPTED.frozen, min_shard_elements=1, **options)
+    return so.fsdp(
+        optax.adam(0.01),
+        mesh,
+        ADAPTED.model,
+        frozen=ADAPTED.frozen,
+        min_shard_elements=1,
+        **options,
+    )
 
 
 def first_state(opt, weights=WEIGHTS):
@@ -36,7 +45,9 @@ def train(folder, mesh, steps, weights=WEIGHTS):
     opt = strategy(mesh)
     with so.Checkpoints(folder, every=2, keep=None, hash_only=ADAPTED.frozen) as checkpoints:
         state = first_state(opt, weights)
-        result = so.fit(opt, state, iter(BATCHES), num_steps=steps, checkpoints=checkpoints, progress=False)
+        result = so.fit(
+            opt, state, iter(BATCHES), num_steps=steps, checkpoints=checkpoints, progress=False
+        )
     return jax.device_get(result.state)
 
 
@@ -75,12 +86,14 @@ def test_the_base_is_needed_and_another_is_refused(folder, mesh_of):
     with pytest.raises(so.errors.CheckpointError) as error:
         so.restore(folder, opt, step=4, params=ADAPTED.init(other, jax.random.key(1)))
     assert re.fullmatch(
-        rf"restore: step 4 in {folder} was trained on another base: its hash is (\w{{32}}), and that of params is (?!\1)"
+        rf"restore: step 4 in {folder} was trained on another base: its hash is (\w{{32}}), and"
+        r" that of params is (?!\1)"
         r"\w{32}\.\nFix: load the frozen parameters that it was trained on\.",
         str(error.value),
     )
     with pytest.raises(
-        so.errors.CheckpointError, match=r"step 4 in .* holds no frozen parameters: it has their hash, \w{32}\."
+        so.errors.CheckpointError,
+        match=r"step 4 in .* holds no frozen parameters: it has their hash, \w{32}\.",
     ):
         so.restore(folder, opt, step=4)
     with pytest.raises(so.errors.CheckpointError, match="was trained on another base"):
@@ -90,15 +103,25 @@ def test_the_base_is_needed_and_another_is_refused(folder, mesh_of):
 def test_parameters_that_are_trained_are_stored(tmp_path, mesh_of):
     opt = strategy(mesh_of(data=2))
     with so.Checkpoints(tmp_path, every=2, keep=1, hash_only=["w"]) as checkpoints:
-        message = "fit: hash_only of the checkpoints matches 2 leaves that the strategy trains.\n  w/lora_a\n  w/lora_b\nFix: "
+        message = (
+            "fit: hash_only of the checkpoints matches 2 leaves that the strategy trains.\n "
+            " w/lora_a\n  w/lora_b\nFix: "
+        )
         with pytest.raises(ValueError, match=re.escape(message)):
-            so.fit(opt, first_state(opt), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False)
+            so.fit(
+                opt, first_state(opt), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False
+            )
     local = so.local_sgd(strategy(mesh_of(replica=2)), sync_every=2)
     with (
         so.Checkpoints(tmp_path, every=2, keep=1, hash_only=ADAPTED.frozen) as checkpoints,
-        pytest.raises(ValueError, match="fit: checkpoints with hash_only cannot store the parameters of each replica"),
+        pytest.raises(
+            ValueError,
+            match="fit: checkpoints with hash_only cannot store the parameters of each replica",
+        ),
     ):
-        so.fit(local, first_state(local), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False)
+        so.fit(
+            local, first_state(local), BATCHES, num_steps=2, checkpoints=checkpoints, progress=False
+        )
     for wrong, error in ((ADAPTED.frozen[0], TypeError), (["("], ValueError)):
         with pytest.raises(error, match="Checkpoints: hash_only"):
             so.Checkpoints(tmp_path, every=2, keep=1, hash_only=wrong)

@@ -1,4 +1,6 @@
-"""Snapshots in host memory: whole or not at all, of one's own host or the next, newer than the disk's."""
+"""Snapshots in host memory: whole or not at all, of one's own host or the next, newer than the
+disk's.
+"""
 
 import json
 import multiprocessing as mp
@@ -12,7 +14,14 @@ import pytest
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.checkpoint._memory import MemorySnapshot, assemble, complete_steps, pack, place_snapshot, unpack
+from shardopt.checkpoint._memory import (
+    MemorySnapshot,
+    assemble,
+    complete_steps,
+    pack,
+    place_snapshot,
+    unpack,
+)
 from shardopt.runtime import _vault as vault
 from shardopt.runtime._messages import connect
 
@@ -31,7 +40,10 @@ PARAMS = {"w": np.arange(32, dtype=np.float32).reshape(8, 4), "b": np.float32(0.
 
 def equal(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    raw = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+
+    def raw(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
     return all(np.array_equal(np.asarray(raw(x)), np.asarray(raw(y))) for x, y in pairs)
 
 
@@ -44,14 +56,18 @@ def test_what_is_packed_comes_back_on_the_same_devices():
     assert problem == ""
     back = place_snapshot(whole, opt.abstract_state())
     assert equal(back, state)
-    assert [leaf.sharding for leaf in jax.tree.leaves(back)] == [leaf.sharding for leaf in jax.tree.leaves(state)]
+    assert [leaf.sharding for leaf in jax.tree.leaves(back)] == [
+        leaf.sharding for leaf in jax.tree.leaves(state)
+    ]
     sgd = so.fsdp(optax.sgd(0.1), opt.mesh, loss_fn, min_shard_elements=1)
     sgd.init(PARAMS)
     assert assemble([found], sgd.abstract_state()) == (None, "it holds other leaves")
 
 
 def pieces_of(snapshot, count):
-    """Return what each of `count` processes would have packed: every so many shards of each leaf, or all alike."""
+    """Return what each of `count` processes would have packed: every so many shards of each leaf,
+    or all alike.
+    """
     for rank in range(count):
         leaves = {}
         for path, (kind, shards) in snapshot.leaves.items():
@@ -61,10 +77,14 @@ def pieces_of(snapshot, count):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), tiered([(4, 2), (2, 4), (4, 3), (4, 1)], lambda row: row in ((4, 3), (2, 4)))
+    ("before", "after"),
+    tiered([(4, 2), (2, 4), (4, 3), (4, 1)], lambda row: row in ((4, 3), (2, 4))),
 )
 def test_pieces_of_some_processes_become_the_state_of_others(before, after):
-    """Whatever the order, and how often one comes; a piece that is missing is noticed, and one that is not needed is not read."""
+    """Whatever the order, and how often one comes.
+
+    A piece that is missing is noticed, and one that is not needed is not read.
+    """
     wide = {"w": np.arange(96, dtype=np.float32).reshape(12, 8), "b": np.float32(0.5)}
     old, new = make(before), make(after)
     state = old.init(wide, jax.random.key(7))
@@ -102,7 +122,8 @@ def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
     keep(12)  # wound back: what came after is of another history
     assert vault.list_pieces(address, token) == [(1, 10, "0/2"), (1, 12, "0/2")]
     keep(14, rank=0, group="1/1")
-    assert len(vault.list_pieces(address, token)) == 3  # another piece of the attempt before may still be needed
+    # another piece of the attempt before may still be needed
+    assert len(vault.list_pieces(address, token)) == 3
     keep(16, rank=0, group="1/1")
     assert vault.list_pieces(address, token) == [(0, 14, "1/1"), (0, 16, "1/1")]
     with pytest.raises(mp.AuthenticationError):
@@ -116,7 +137,13 @@ def test_a_vault_keeps_two_generations_of_what_arrives_whole(vaults):
 
 
 def test_only_steps_of_one_attempt_are_put_together():
-    held = [("a", 0, 9, "0/2"), ("a", 1, 9, "1/2"), ("b", 0, 8, "0/2"), ("b", 1, 8, "0/2"), ("b", 0, 8, "2/1")]
+    held = [
+        ("a", 0, 9, "0/2"),
+        ("a", 1, 9, "1/2"),
+        ("b", 0, 8, "0/2"),
+        ("b", 1, 8, "0/2"),
+        ("b", 0, 8, "2/1"),
+    ]
     found = complete_steps(held, later_than=7)
     assert [(one.step, one.group) for one in found] == [(8, "2/1"), (8, "0/2")]
     assert complete_steps(held, later_than=8) == []
@@ -125,9 +152,10 @@ def test_only_steps_of_one_attempt_are_put_together():
 def test_snapshots_need_somewhere_to_go(tmp_path, monkeypatch):
     monkeypatch.delenv(vault.ADDRESSES, raising=False)
     text = (
-        "Checkpoints: memory_every needs a process on each host that outlives training and keeps snapshots; there is none.\n"
-        "Fix: start the job with shardopt launch --max-restarts 3; of several hosts, shardopt vault on each and its environment "
-        "with SHARDOPT_VAULTS; or leave memory_every out."
+        "Checkpoints: memory_every needs a process on each host that outlives training and keeps"
+        " snapshots; there is none.\nFix: start the job with shardopt launch --max-restarts 3; of"
+        " several hosts, shardopt vault on each and its environment with SHARDOPT_VAULTS; or leave"
+        " memory_every out."
     )
     with pytest.raises(ValueError, match=re.escape(text)):
         so.Checkpoints(tmp_path / "run", every=2, keep=1, memory_every=1)
@@ -143,18 +171,29 @@ def batches(until):
 @pytest.mark.parametrize(
     ("lost", "resumed"),
     tiered(
-        [((), "step 8 in the memory of the hosts"), ((0,), "step 8 in the memory"), ((0, 1), "step 5 in /")],
+        [
+            ((), "step 8 in the memory of the hosts"),
+            ((0,), "step 8 in the memory"),
+            ((0, 1), "step 5 in /"),
+        ],
         lambda row: row[0] == (0, 1),
     ),
 )
-def test_fit_goes_on_from_the_newest_that_is_left(vaults, tmp_path, monkeypatch, capsys, lost, resumed):
+def test_fit_goes_on_from_the_newest_that_is_left(
+    vaults, tmp_path, monkeypatch, capsys, lost, resumed
+):
     opt = make(4)
     unbroken = so.fit(opt, opt.init(PARAMS), batches(12), num_steps=12, progress=False).state
 
     def train(until):
         with so.Checkpoints(tmp_path, every=5, keep=2, memory_every=4) as checkpoints:
             return so.fit(
-                opt, opt.init(PARAMS), batches(until), num_steps=12, checkpoints=checkpoints, progress=False
+                opt,
+                opt.init(PARAMS),
+                batches(until),
+                num_steps=12,
+                checkpoints=checkpoints,
+                progress=False,
             ).state
 
     with pytest.raises(InterruptedError):

@@ -1,4 +1,6 @@
-"""Reading a checkpoint or a blob runs no code: no pickle is written, none is read, and one that is put there stays shut."""
+"""Reading a checkpoint or a blob runs no code: no pickle is written, none is read, and one that is
+put there stays shut.
+"""
 
 import ast
 import hashlib
@@ -16,7 +18,18 @@ import shardopt
 from shardopt.checkpoint import from_bytes, to_bytes
 
 PACKAGE = Path(shardopt.__file__).parent
-RUNS_CODE = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "copyreg", "code"}
+RUNS_CODE = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "copyreg",
+    "code",
+}
 CALLS = {"eval", "exec", "compile", "__import__"}
 
 
@@ -34,7 +47,11 @@ def uses(tree):
     """Yield (line, what) for all in a module that could run what it reads."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.split(".")[0] in RUNS_CODE)
+            yield from (
+                (node.lineno, alias.name)
+                for alias in node.names
+                if alias.name.split(".")[0] in RUNS_CODE
+            )
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in RUNS_CODE:
             yield node.lineno, node.module
         if isinstance(node, ast.Call):
@@ -64,11 +81,15 @@ def test_the_search_finds_what_it_looks_for(text, found):
 
 
 def test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads():
-    """Ray pickles what it carries between its processes; that is Ray's, and nothing of it is ever read from a file."""
+    """Ray pickles what it carries between its processes.
+
+    That is Ray's, and nothing of it is ever read from a file.
+    """
     modules = sorted(PACKAGE.rglob("*.py"))
     assert len(modules) > 100
     found = {
-        str(path.relative_to(PACKAGE)): list(uses(ast.parse(path.read_text(), filename=str(path)))) for path in modules
+        str(path.relative_to(PACKAGE)): list(uses(ast.parse(path.read_text(), filename=str(path))))
+        for path in modules
     }
     assert {path: lines for path, lines in found.items() if lines} == {}
 
@@ -79,7 +100,8 @@ import sys, tempfile
 armed, seen = [], []
 
 def watch(event, arguments):
-    # Told by the interpreter itself, of the C code too; find_class is what every pickle that could do harm must ask for.
+    # Told by the interpreter itself, of the C code too; find_class is what every pickle that could
+    # do harm must ask for.
     if armed and event in ("pickle.find_class", "marshal.loads", "marshal.load", "marshal.dumps", "exec", "os.system"):
         seen.append((event, str(arguments)[:200]))
 
@@ -123,10 +145,14 @@ print(seen)
 @pytest.mark.parametrize("mode", ["control", "checkpoints"])
 def test_nothing_is_pickled_or_unpickled_on_the_way(mode):
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     seen = ast.literal_eval(done.stdout.strip().splitlines()[-1])
-    assert [event for event, _ in seen] == (["pickle.find_class"] if mode == "control" else []), seen
+    assert [event for event, _ in seen] == (["pickle.find_class"] if mode == "control" else []), (
+        seen
+    )
 
 
 def test_the_payload_works(tmp_path):
@@ -167,7 +193,10 @@ print(len(files), (here / "ran").is_dir())
 
 @pytest.mark.slow  # test_no_module_of_ours_can_read_a_pickle_or_run_what_it_reads
 def test_a_pickle_in_place_of_any_file_is_never_opened(tmp_path):
-    """Not even where whoever put it there has made the manifest fit; in a process of its own, as orbax leaves readers behind."""
+    """Not even where whoever put it there has made the manifest fit.
+
+    In a process of its own, as orbax leaves readers behind.
+    """
     environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
     command = [sys.executable, "-c", OFFERS, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -184,7 +213,9 @@ def test_a_pickle_in_place_of_any_part_of_a_blob_is_never_opened(tmp_path, train
     length = struct.unpack("<Q", packed[16:24])[0]
 
     def sealed(header, rest):
-        prelude = struct.pack("<8sIIQQ", b"shardopt", 1, 0, len(header), 64 + len(header) + len(rest))
+        prelude = struct.pack(
+            "<8sIIQQ", b"shardopt", 1, 0, len(header), 64 + len(header) + len(rest)
+        )
         body = prelude + header + rest
         return body + hashlib.sha256(body).digest()
 

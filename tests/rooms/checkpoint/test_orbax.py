@@ -34,7 +34,8 @@ def test_it_is_called_what_it_is(written):
     directory, arrays = written
     opt = so.ddp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: (batch @ params["w"]).mean())
     message = (
-        f"restore: {arrays} was written by orbax, not by shardopt: it has no record of what a train state is.\nFix: "
+        f"restore: {arrays} was written by orbax, not by shardopt: it has no record of what a train"
+        " state is.\nFix: "
     )
     with pytest.raises(so.errors.CheckpointError, match=f"^{re.escape(message)}"):
         so.restore(directory, opt)
@@ -56,7 +57,10 @@ def test_its_arrays_are_read(written):
     wrong = {"params": {"w": jax.ShapeDtypeStruct((8, 5), jnp.float32, sharding=sharding)}}
     with pytest.raises(
         so.errors.CheckpointError,
-        match=r"^restore: .*, written by orbax, does not fit the abstract tree: params/w is \(8, 4\), not \(8, 5\)\nFix: ",
+        match=(
+            r"^restore: .*, written by orbax, does not fit the abstract tree: params/w is \(8, 4\),"
+            r" not \(8, 5\)\nFix: "
+        ),
     ):
         so.restore(written[0], wrong)
 
@@ -68,6 +72,9 @@ def test_a_random_key_is_read(tmp_path):
         checkpointer.save(tmp_path / "run", tree)
     everywhere = NamedSharding(so.make_mesh(), P())
     found = so.restore(
-        tmp_path / "run", jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree)
+        tmp_path / "run",
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), tree),
     )
-    np.testing.assert_array_equal(jax.random.key_data(found["key"]), jax.random.key_data(tree["key"]))
+    np.testing.assert_array_equal(
+        jax.random.key_data(found["key"]), jax.random.key_data(tree["key"])
+    )

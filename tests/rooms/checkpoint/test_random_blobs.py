@@ -1,4 +1,7 @@
-"""`from_bytes` of anything: a state, or an error that says what is wrong. The checksum is made to fit where it matters."""
+"""`from_bytes` of anything: a state, or an error that says what is wrong.
+
+The checksum is made to fit where it matters.
+"""
 
 import hashlib
 import json
@@ -26,12 +29,25 @@ scalars = (
     | st.floats()
     | st.text(max_size=8)
     | st.sampled_from(
-        ["*", "float32", "key<x>", "key<rbg>", "f4,f4", "(2,)f4", "V999999999999", "O", "list", "params/w"]
+        [
+            "*",
+            "float32",
+            "key<x>",
+            "key<rbg>",
+            "f4,f4",
+            "(2,)f4",
+            "V999999999999",
+            "O",
+            "list",
+            "params/w",
+        ]
     )
 )
 trees = st.recursive(
     scalars,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
     max_leaves=8,
 )
 
@@ -43,7 +59,10 @@ def opts():
     def loss_fn(params, batch):
         return jnp.mean((batch @ params["layers"][0]["w"]) ** 2) + params["b"]
 
-    made = [so.ddp(optax.sgd(0.1, momentum=0.9), so.make_mesh(devices=jax.devices()[:1]), loss_fn) for _ in range(2)]
+    made = [
+        so.ddp(optax.sgd(0.1, momentum=0.9), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
+        for _ in range(2)
+    ]
     return made, made[0].init({"layers": [{"w": np.ones((4, 3), np.float32)}], "b": np.float32(1)})
 
 
@@ -59,27 +78,44 @@ def sealed(body):
 def in_form(header, rest):
     """Return a blob whose lengths and checksum fit, whatever its header says."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return sealed(PRELUDE.pack(b"shardopt", 1, 0, len(text), PRELUDE.size + len(text) + len(rest) + 32) + text + rest)
+    return sealed(
+        PRELUDE.pack(b"shardopt", 1, 0, len(text), PRELUDE.size + len(text) + len(rest) + 32)
+        + text
+        + rest
+    )
 
 
 def places(tree, path=()):
     """Yield the path of every node below the root."""
-    for key in tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+    for key in (
+        tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()
+    ):
         yield (*path, key)
         yield from places(tree[key], (*path, key))
 
 
 @st.composite
 def blobs(draw, packed):
-    """Random bytes; a whole blob with bytes changed; one with bytes changed that fits together; one with JSON changed."""
+    """Random bytes.
+
+    A whole blob with bytes changed; one with bytes changed that fits together; one with JSON
+    changed.
+    """
     length = struct.unpack("<Q", packed[16:24])[0]
     header, rest = packed[32 : 32 + length], packed[32 + length : -32]
-    kind = draw(st.sampled_from(["random", "damaged", "resealed", "prelude", "text", "json", "json", "json"]))
+    kind = draw(
+        st.sampled_from(
+            ["random", "damaged", "resealed", "prelude", "text", "json", "json", "json"]
+        )
+    )
     if kind == "random":
         start = draw(st.sampled_from([b"", packed[:8], packed[:12], packed[:32]]))
         return start + draw(st.binary(max_size=200))
     if kind == "prelude":
-        numbers = [draw(st.integers(0, 2**bits - 1) | st.just(now)) for bits, now in ((32, 1), (32, 0), (64, length))]
+        numbers = [
+            draw(st.integers(0, 2**bits - 1) | st.just(now))
+            for bits, now in ((32, 1), (32, 0), (64, length))
+        ]
         total = draw(st.just(len(packed)) | st.integers(0, 2**64 - 1))
         return sealed(PRELUDE.pack(b"shardopt", *numbers, total) + packed[32:-32])
     if kind == "json":
@@ -96,12 +132,20 @@ def blobs(draw, packed):
         return in_form(tree, rest)
     if kind == "text" and draw(st.booleans()):
         return in_form(
-            draw(st.sampled_from([b"[" * 100_000, b'{"state":' * 50_000, b"9" * 5000, b"\xff\xfe", b"nan"])), rest
+            draw(
+                st.sampled_from(
+                    [b"[" * 100_000, b'{"state":' * 50_000, b"9" * 5000, b"\xff\xfe", b"nan"]
+                )
+            ),
+            rest,
         )
     data = bytearray(header if kind == "text" else packed)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data) - 1))
-        piece = draw(st.binary(max_size=6) | st.sampled_from([b'"', b"[", b"}", b"-", b"1e999", b"null", b"\\u0000"]))
+        piece = draw(
+            st.binary(max_size=6)
+            | st.sampled_from([b'"', b"[", b"}", b"-", b"1e999", b"null", b"\\u0000"])
+        )
         data[at : at + draw(st.integers(0, 6))] = piece
     if kind == "text":
         return in_form(bytes(data), rest)
@@ -116,8 +160,11 @@ def test_from_bytes_takes_anything(opts, packed, count):
 
     def prop(data):
         for opt in (seen, unseen):
-            tracemalloc.start()  # not around the draws, which take many times as long when they are traced
-            found, message = outcome(lambda opt=opt: from_bytes(opt, data), "from_bytes", "fsdp", "ddp")
+            # not around the draws, which take many times as long when they are traced
+            tracemalloc.start()
+            found, message = outcome(
+                lambda opt=opt: from_bytes(opt, data), "from_bytes", "fsdp", "ddp"
+            )
             peaks.append(tracemalloc.get_traced_memory()[1])
             tracemalloc.stop()
             if message is None:
@@ -146,8 +193,11 @@ def forgetful(opt):
     return abstract_state
 
 
-@pytest.mark.parametrize("data", [memoryview(b"shardopt" * 20)[::2], memoryview(np.zeros((9, 9)).T)])
+@pytest.mark.parametrize(
+    "data", [memoryview(b"shardopt" * 20)[::2], memoryview(np.zeros((9, 9)).T)]
+)
 def test_bytes_that_are_not_one_after_another_are_refused(opts, data):
-    assert outcome(lambda: from_bytes(opts[0][0], data), "from_bytes")[1] == (
-        "from_bytes: data must be contiguous bytes.\nFix: pass bytes(data)."
+    assert (
+        outcome(lambda: from_bytes(opts[0][0], data), "from_bytes")[1]
+        == "from_bytes: data must be contiguous bytes.\nFix: pass bytes(data)."
     )

@@ -30,7 +30,9 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_opt, new_params, steps_on):
-    """Return a function from a place to (folder with step 2 saved from there, state after step 4 there)."""
+    """Return a function from a place to (folder with step 2 saved from there, state after step 4
+    there).
+    """
     made = {}
 
     def at(place):
@@ -50,7 +52,8 @@ def saved(tmp_path_factory, make_opt, new_params, steps_on):
 def test_same_place_goes_on_bit_for_bit(source, saved, make_opt, steps_on, same):
     folder, _, final = saved(source)
     strategy, sizes = PLACES[source]
-    opt = make_opt(strategy, **sizes)  # has seen nothing: parameters come from the checkpoint's description
+    # has seen nothing: parameters come from the checkpoint's description
+    opt = make_opt(strategy, **sizes)
     assert same(steps_on(opt, restore(folder, opt), 2, 5), final)
 
 
@@ -73,15 +76,21 @@ def test_same_place_goes_on_bit_for_bit(source, saved, make_opt, steps_on, same)
         fast=lambda row: row == ("fsdp-8", "zero1-4"),
     ),
 )
-def test_other_place_holds_the_same_values_and_goes_on(source, target, saved, make_opt, new_params, steps_on, same):
+def test_other_place_holds_the_same_values_and_goes_on(
+    source, target, saved, make_opt, new_params, steps_on, same
+):
     folder, values, final = saved(source)
     strategy, sizes = PLACES[target]
     opt = make_opt(strategy, **sizes)
     state = restore(folder, opt)
     assert same(state, values)
     wanted = opt.abstract_state(new_params())
-    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
-    for found, expected in zip(jax.tree.leaves(steps_on(opt, state, 2, 5)), jax.tree.leaves(final), strict=True):
+    assert jax.tree.map(lambda leaf: leaf.sharding, state) == jax.tree.map(
+        lambda leaf: leaf.sharding, wanted
+    )
+    for found, expected in zip(
+        jax.tree.leaves(steps_on(opt, state, 2, 5)), jax.tree.leaves(final), strict=True
+    ):
         np.testing.assert_allclose(np.asarray(found), expected, rtol=2e-5, atol=2e-6)
 
 
@@ -105,11 +114,17 @@ def test_orbax_alone_reads_it(saved):
     mesh = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as reader:
         tree = reader.metadata(folder / "2" / "state").item_metadata.tree
-        target = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh), tree)
+        target = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=mesh), tree
+        )
         found = reader.restore(folder / "2" / "state", target)
     assert found["params"]["layer%2E0"].keys() == {"up%2Fw", "b"}
-    np.testing.assert_array_equal(found["params"]["layer%2E0"]["up%2Fw"], values.params["layer.0"]["up/w"])
-    np.testing.assert_array_equal(found["opt_state"]["0"]["mu"]["down"]["0"], values.opt_state[0].mu["down"][0])
+    np.testing.assert_array_equal(
+        found["params"]["layer%2E0"]["up%2Fw"], values.params["layer.0"]["up/w"]
+    )
+    np.testing.assert_array_equal(
+        found["opt_state"]["0"]["mu"]["down"]["0"], values.opt_state[0].mu["down"][0]
+    )
     assert len(jax.tree.leaves(found)) == len(flat)
     with ocp.CheckpointManager(folder, item_names=("state",)) as manager:
         assert manager.all_steps() == [2]
@@ -127,22 +142,41 @@ def test_the_record_beside_the_arrays(saved):
 
 
 def test_all_dtypes_keys_and_empty_arrays(tmp_path, make_opt, same):
-    dtypes = ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int4", "uint8", "int32", "bool", "complex64"]
+    dtypes = [
+        "bfloat16",
+        "float16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int4",
+        "uint8",
+        "int32",
+        "bool",
+        "complex64",
+    ]
     opt = make_opt(so.ddp, data=8)
     sharded = NamedSharding(opt.mesh, P("data"))
     tree = {name: jax.device_put(jnp.arange(16).astype(name), sharded) for name in dtypes}
-    tree |= {"empty": jnp.zeros((0, 3), jnp.bfloat16), "scalar": jnp.float32(3), "host": np.arange(3, dtype=np.int16)}
+    tree |= {
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "scalar": jnp.float32(3),
+        "host": np.arange(3, dtype=np.int16),
+    }
     tree |= {
         "key": jax.random.key(3),
         "keys": jax.device_put(jax.random.split(jax.random.key(4, impl="rbg"), 8), sharded),
     }
     save(tmp_path, tree, step=0)
     wanted = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", NamedSharding(opt.mesh, P()))),
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(x, "sharding", NamedSharding(opt.mesh, P()))
+        ),
         tree,
     )
     found = restore(tmp_path, wanted)
-    integers = lambda tree: {k: jax.random.key_data(v) if k.startswith("key") else v for k, v in tree.items()}  # noqa: E731
+
+    def integers(tree):
+        return {k: jax.random.key_data(v) if k.startswith("key") else v for k, v in tree.items()}
+
     assert same(integers(found), integers(tree))
     assert found["keys"].dtype == tree["keys"].dtype
     assert found["keys"].sharding.is_equivalent_to(sharded, 1)
@@ -163,8 +197,8 @@ CHAINS = {
     "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
 }
 SAME_CHAIN = (
-    "Fix: build opt with the optax chain that the checkpoint was saved with; or start another chain on its "
-    "parameters: new_opt.init(restore(directory, old_opt).params)."
+    "Fix: build opt with the optax chain that the checkpoint was saved with; or start another chain"
+    " on its parameters: new_opt.init(restore(directory, old_opt).params)."
 )
 
 
@@ -215,7 +249,9 @@ def test_another_chain_is_named(chain, counts, lines, saved, make_opt, complaint
     folder, _, _ = saved("fsdp-8")
     message = complaint_of(lambda: restore(folder, make_opt(tx=CHAINS[chain]())))
     listed = "".join(f"  {line}\n" for line in lines)
-    assert message == f"restore: step 2 in {folder} does not fit opt: {counts}.\n{listed}{SAME_CHAIN}"
+    assert (
+        message == f"restore: step 2 in {folder} does not fit opt: {counts}.\n{listed}{SAME_CHAIN}"
+    )
 
 
 def test_another_model_is_named(saved, make_opt, new_params, complaint_of, monkeypatch):
@@ -228,14 +264,17 @@ def test_another_model_is_named(saved, make_opt, new_params, complaint_of, monke
     monkeypatch.setattr("shardopt.checkpoint._store.read_arrays", None)  # nothing may be read
     other = make_opt(so.ddp, tx=optax.sgd(0.1))
     save(folder / "plain", other.init(new_params()), step=0)
-    message = complaint_of(lambda: restore(folder / "plain", opt, abstract_params=jax.eval_shape(lambda: params)))
-    assert message == (
-        f"restore: step 0 in {folder}/plain does not fit opt: 1 leaf missing, 1 left over, 2 different.\n"
-        "  params/down/0: the checkpoint holds float32[32, 8], opt wants bfloat16[32, 8]\n"
-        "  params/layer/0: the checkpoint holds float32[3, 5], opt wants float32[3, 6]\n"
-        "  params/down/1: float32[2], missing from the checkpoint\n"
-        "  params/layer.0/b: float32[32], left over in the checkpoint\n"
-        "Fix: build opt for the model and the optax chain that the checkpoint was saved with."
+    message = complaint_of(
+        lambda: restore(folder / "plain", opt, abstract_params=jax.eval_shape(lambda: params))
+    )
+    assert (
+        message
+        == f"restore: step 0 in {folder}/plain does not fit opt: 1 leaf missing, 1 left over, 2"
+        " different.\n  params/down/0: the checkpoint holds float32[32, 8], opt wants"
+        " bfloat16[32, 8]\n  params/layer/0: the checkpoint holds float32[3, 5], opt wants"
+        " float32[3, 6]\n  params/down/1: float32[2], missing from the checkpoint\n "
+        " params/layer.0/b: float32[32], left over in the checkpoint\nFix: build opt for the"
+        " model and the optax chain that the checkpoint was saved with."
     )
 
 
@@ -243,35 +282,45 @@ def test_parameters_that_cannot_be_rebuilt_are_asked_for(tmp_path, make_opt, com
     from flax import nnx
 
     graph, params = nnx.split(nnx.Linear(16, 8, rngs=nnx.Rngs(0)), nnx.Param)
-    loss = lambda params, batch: jnp.mean(nnx.merge(graph, params)(batch) ** 2)  # noqa: E731
+
+    def loss(params, batch):
+        return jnp.mean(nnx.merge(graph, params)(batch) ** 2)
+
     state = make_opt(so.fsdp, loss=loss).init(params)
     save(tmp_path, state)
     opt = make_opt(so.ddp, loss=loss)
     message = complaint_of(lambda: restore(tmp_path, opt))
     assert re.fullmatch(
-        r"restore: opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these "
+        r"restore: opt has not seen parameters yet, and theirs cannot be rebuilt from the"
+        r" checkpoint: it holds these "
         r"types\.\n(  flax\.nnx\.[\w.]+\n)+"
-        r"Fix: pass abstract_params= \(jax\.eval_shape\(init_fn, rng\) gives them\), or call opt\.init or opt\.specs "
+        r"Fix: pass abstract_params= \(jax\.eval_shape\(init_fn, rng\) gives them\), or call"
+        r" opt\.init or opt\.specs "
         r"first\.",
         message,
     )
     assert same(restore(tmp_path, opt, abstract_params=params), jax.tree.map(np.array, state))
 
 
-def test_an_abstract_state_is_filled_as_it_is_placed(saved, make_opt, new_params, complaint_of, same):
+def test_an_abstract_state_is_filled_as_it_is_placed(
+    saved, make_opt, new_params, complaint_of, same
+):
     folder, values, _ = saved("fsdp-8")
     opt = make_opt(so.zero, data=4)
     wanted = opt.abstract_state(new_params())
     found = restore(folder, wanted)
     assert same(found, values)
-    assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+    assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(
+        lambda leaf: leaf.sharding, wanted
+    )
     with so.Checkpoints(folder, 1, None) as checkpoints:
         assert same(checkpoints.restore(wanted)[0], values)
     other = jax.ShapeDtypeStruct((), jnp.float32, sharding=wanted.step.sharding)
-    assert complaint_of(lambda: restore(folder, wanted._replace(step=other))) == (
-        f"restore: step 2 in {folder} does not fit the abstract state: 0 leaves missing, 0 left over, 1 different.\n"
-        "  step: the checkpoint holds int32[], the abstract state wants float32[]\n"
-        "Fix: pass an abstract state of the form that was saved."
+    assert (
+        complaint_of(lambda: restore(folder, wanted._replace(step=other)))
+        == f"restore: step 2 in {folder} does not fit the abstract state: 0 leaves missing, 0 left"
+        " over, 1 different.\n  step: the checkpoint holds int32[], the abstract state wants"
+        " float32[]\nFix: pass an abstract state of the form that was saved."
     )
 
 
@@ -289,12 +338,16 @@ def test_an_abstract_state_is_filled_as_it_is_placed(saved, make_opt, new_params
 def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_of):
     what = "target must be an optimizer, or a pytree of jax.ShapeDtypeStruct with shardings."
     fix = (
-        "Fix: pass opt, or opt.abstract_state(abstract_params); or make leaves by jax.ShapeDtypeStruct(shape, dtype, "
-        "sharding=jax.sharding.NamedSharding(mesh, spec))."
+        "Fix: pass opt, or opt.abstract_state(abstract_params); or make leaves by"
+        " jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))."
     )
-    assert complaint_of(lambda: restore(tmp_path, target), TypeError) == f"restore: {what}\n{listed}{fix}"
     assert (
-        complaint_of(lambda: so.checkpoint.from_bytes(target, b""), TypeError) == f"from_bytes: {what}\n{listed}{fix}"
+        complaint_of(lambda: restore(tmp_path, target), TypeError)
+        == f"restore: {what}\n{listed}{fix}"
+    )
+    assert (
+        complaint_of(lambda: so.checkpoint.from_bytes(target, b""), TypeError)
+        == f"from_bytes: {what}\n{listed}{fix}"
     )
 
 
@@ -302,17 +355,24 @@ def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_o
 def test_what_flax_wrote_is_named_and_its_remedy_works(how, tmp_path, complaint_of, same):
     from flax import serialization
 
-    opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["dense"]["w"]) ** 2))
+    opt = so.fsdp(
+        optax.adam(0.1),
+        so.make_mesh(),
+        lambda params, batch: jnp.mean((batch @ params["dense"]["w"]) ** 2),
+    )
     state, _ = opt.step(opt.init({"dense": {"w": jnp.ones((8, 8))}}), jnp.ones((8, 8)))
     state = state._replace(step=state.step + 9)
     for step in (9, 10):
         file = tmp_path / (f"step{step}.msgpack" if how == "named" else f"checkpoint_{step}")
         file.write_bytes(serialization.to_bytes(jax.device_get(state._asdict())))
     (tmp_path / "notes").mkdir()
-    assert complaint_of(lambda: restore(file if how == "file" else tmp_path, opt), so.errors.StepNotFoundError) == (
-        f"restore: {file} was written by flax (msgpack), not by shardopt.\n"
-        "Fix: read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then "
-        "so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
+    assert (
+        complaint_of(
+            lambda: restore(file if how == "file" else tmp_path, opt), so.errors.StepNotFoundError
+        )
+        == f"restore: {file} was written by flax (msgpack), not by shardopt.\nFix: read it by tree"
+        " = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then"
+        " so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
     )
     tree = serialization.msgpack_restore(file.read_bytes())
     adopted = so.adopt(opt, tree["params"], tree["opt_state"], step=int(tree["step"]))
@@ -323,41 +383,56 @@ def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
     for name in ("model.safetensors", "checkpoint_3", "state.msgpack", "empty_1"):
         file = tmp_path / name
         file.write_bytes(b"" if name == "empty_1" else b"text")
-        assert complaint_of(lambda file=file: restore(file, trained[0]), so.errors.StepNotFoundError) == (
-            f"restore: {file} is a file, and checkpoints are folders.\n"
-            "Fix: pass the folder that was given to save or Checkpoints; so.checkpoint.from_bytes reads what so.checkpoint.to_bytes returned."
+        assert (
+            complaint_of(lambda file=file: restore(file, trained[0]), so.errors.StepNotFoundError)
+            == f"restore: {file} is a file, and checkpoints are folders.\nFix: pass the folder that"
+            " was given to save or Checkpoints; so.checkpoint.from_bytes reads what"
+            " so.checkpoint.to_bytes returned."
         )
 
 
 def test_an_abstract_state_has_its_parameters_already(tmp_path, trained, complaint_of):
     wanted = trained[0].abstract_state(trained[1]().params)
-    message = complaint_of(lambda: restore(tmp_path, wanted, abstract_params=wanted.params), TypeError)
+    message = complaint_of(
+        lambda: restore(tmp_path, wanted, abstract_params=wanted.params), TypeError
+    )
     assert message == "restore: abstract_params are for an optimizer, not for an abstract state."
 
 
 def test_what_is_not_there(tmp_path, trained, complaint_of):
     opt, state = trained
-    missing = lambda *args, **how: complaint_of(lambda: restore(*args, **how), so.errors.StepNotFoundError)  # noqa: E731
+
+    def missing(*args, **how):
+        return complaint_of(lambda: restore(*args, **how), so.errors.StepNotFoundError)
+
     nowhere = tmp_path / "nowhere"
-    assert missing(nowhere, opt) == (
-        f"restore: there is no checkpoint in {nowhere}, which does not exist.\n"
+    assert (
+        missing(nowhere, opt)
+        == f"restore: there is no checkpoint in {nowhere}, which does not exist.\n"
         "Fix: pass the folder that was given to save or Checkpoints."
     )
-    assert missing(tmp_path, opt) == (
-        f"restore: there is no checkpoint in {tmp_path}.\nFix: pass the folder that was given to save or Checkpoints."
+    assert (
+        missing(tmp_path, opt)
+        == f"restore: there is no checkpoint in {tmp_path}.\nFix: pass the folder that was given to"
+        " save or Checkpoints."
     )
     save(tmp_path, state(), step=5)
     (tmp_path / ".saving-7.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "notes").mkdir()
     (tmp_path / "08").mkdir()
-    assert missing(tmp_path, opt, step=6) == (
-        f"restore: there is no step 6 in {tmp_path}.\nFix: choose one of the steps 5, or leave step out for the newest."
+    assert (
+        missing(tmp_path, opt, step=6)
+        == f"restore: there is no step 6 in {tmp_path}.\nFix: choose one of the steps 5, or leave"
+        " step out for the newest."
     )
-    assert missing(tmp_path, opt, step=7) == (
-        f"restore: there is no step 7 in {tmp_path}: its save was interrupted.\n"
+    assert (
+        missing(tmp_path, opt, step=7)
+        == f"restore: there is no step 7 in {tmp_path}: its save was interrupted.\n"
         "Fix: choose one of the steps 5, or leave step out for the newest."
     )
-    assert missing(tmp_path / "5", opt) == (
-        f"restore: {tmp_path}/5 is the folder of one step, not of a run.\nFix: pass {str(tmp_path)!r} and step=5."
+    assert (
+        missing(tmp_path / "5", opt)
+        == f"restore: {tmp_path}/5 is the folder of one step, not of a run.\nFix: pass"
+        f" {str(tmp_path)!r} and step=5."
     )
     assert int(restore(tmp_path, opt).step) == 3

@@ -64,8 +64,8 @@ KINDS = [
     "commit",
 ]
 REMEDY = (
-    "Fix: bring the files back from a copy, or go back to step {back}, which is intact (pass step={back}, or delete "
-    "{run}/3)."
+    "Fix: bring the files back from a copy, or go back to step {back}, which is intact (pass"
+    " step={back}, or delete {run}/3)."
 )
 
 
@@ -99,7 +99,8 @@ def test_every_damage_to_every_kind_of_file_is_named(kind, damage, run, trained,
     victim = find(run / "3", kind)
     reason = damage(victim)
     if kind == "manifest" and damage is not delete:
-        # Of its own text the manifest knows only that it has changed; it may not even be JSON any more.
+        # Of its own text the manifest knows only that it has changed; it may not even be JSON any
+        # more.
         reason = "(its bytes are not those that were written|cannot be read)"
     message = damage_of(lambda: restore(run, trained[0]))
     lines = message.split("\n")
@@ -119,8 +120,9 @@ def test_all_damage_is_listed_and_the_older_whole_step_is_found(run, trained, da
     cut(find(run / "2", "index"))
     with Checkpoints(run, 1, 3) as checkpoints:
         message = damage_of(lambda: checkpoints.restore(opt))
-    assert message == (
-        f"Checkpoints: step 3 in {run} is damaged.\n  3/shardopt.json: missing\n{REMEDY.format(run=run, back=1)}"
+    assert (
+        message == f"Checkpoints: step 3 in {run} is damaged.\n  3/shardopt.json:"
+        f" missing\n{REMEDY.format(run=run, back=1)}"
     )
     assert same(restore(run, opt, step=1), state())
 
@@ -136,7 +138,9 @@ def test_nothing_is_read_from_a_damaged_checkpoint(run, trained, damage_of, monk
     flip(find(run / "3", "data"))
     monkeypatch.setattr("shardopt.checkpoint._store.read_arrays", None)
     monkeypatch.setattr("shardopt.checkpoint._read.read_meta", None)
-    assert damage_of(lambda: restore(run, trained[0])).startswith(f"restore: step 3 in {run} is damaged.\n")
+    assert damage_of(lambda: restore(run, trained[0])).startswith(
+        f"restore: step 3 in {run} is damaged.\n"
+    )
 
 
 def test_a_forged_manifest_is_noticed(run, trained, damage_of):
@@ -144,8 +148,10 @@ def test_a_forged_manifest_is_noticed(run, trained, damage_of):
     body = json.loads(path.read_text())
     del body["manifest"]["files"]["state/_METADATA"]
     path.write_text(json.dumps(body, indent=1, sort_keys=True) + "\n")
-    assert damage_of(lambda: restore(run, trained[0])) == (
-        f"restore: step 3 in {run} is damaged.\n  3/MANIFEST.json: its bytes are not those that were written\n{REMEDY.format(run=run, back=2)}"
+    assert (
+        damage_of(lambda: restore(run, trained[0]))
+        == f"restore: step 3 in {run} is damaged.\n  3/MANIFEST.json: its bytes are not those that"
+        f" were written\n{REMEDY.format(run=run, back=2)}"
     )
 
 
@@ -162,8 +168,9 @@ def test_a_checkpoint_of_a_newer_format_says_so(run, trained, complaint_of):
     record = find(run / "3", "record")
     record.write_text(record.read_text().replace('"format": 1', '"format": 2'))
     write_manifest(run / "3", {name: digest(run / "3" / name) for name in file_sizes(run / "3")})
-    assert complaint_of(lambda: restore(run, trained[0])) == (
-        "restore: 3/shardopt.json has format 2, this version of shardopt reads 1.\n"
+    assert (
+        complaint_of(lambda: restore(run, trained[0]))
+        == "restore: 3/shardopt.json has format 2, this version of shardopt reads 1.\n"
         "Fix: use the version of shardopt that wrote it, or a newer one."
     )
 

@@ -1,4 +1,6 @@
-"""What stands for several replicas where their number changes: one rule, for every dtype and every way to restore."""
+"""What stands for several replicas where their number changes: one rule, for every dtype and every
+way to restore.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -38,14 +40,22 @@ def test_of_random_keys_the_first_is_taken():
     ("new", "how"),
     [
         (3, "folder"),
-        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, "folder"), (1, "bytes"), (3, "bytes")]),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in [(1, "folder"), (1, "bytes"), (3, "bytes")]
+        ),
     ],
 )
 def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
     own = PerReplica({rule: stacked for rule, (stacked, _) in RULE.items()} | {"keys": KEYS})
     state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, own, jnp.zeros(2, jnp.uint32))
-    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state)
-    stack = lambda leaf: jax.ShapeDtypeStruct((new, *leaf.shape[1:]), leaf.dtype, sharding=HERE)  # noqa: E731
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state
+    )
+
+    def stack(leaf):
+        return jax.ShapeDtypeStruct((new, *leaf.shape[1:]), leaf.dtype, sharding=HERE)
+
     wanted = placed._replace(opt_state=jax.tree.map(stack, own))
     if how == "folder":
         so.save(tmp_path, state)
@@ -61,15 +71,29 @@ def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
 
 @pytest.mark.parametrize("how", ["folder", "bytes"])
 def test_there_is_no_mean_of_codes(how, tmp_path, make_opt):
-    codes = EightBitState({"mu": jnp.ones((2, 4), jnp.uint8), "count": jnp.ones(2, int)}, {"mu": jnp.ones((2, 1))})
-    state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, PerReplica(codes), jnp.zeros(2, jnp.uint32))
-    placed = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state)
-    wanted = placed._replace(opt_state=jax.tree.map(lambda x: x.update(shape=(3, *x.shape[1:])), placed.opt_state))
-    restore = lambda into: so.restore(tmp_path, into) if how == "folder" else so.checkpoint.from_bytes(into, blob)  # noqa: E731
+    codes = EightBitState(
+        {"mu": jnp.ones((2, 4), jnp.uint8), "count": jnp.ones(2, int)}, {"mu": jnp.ones((2, 1))}
+    )
+    state = so.TrainState(
+        jnp.int32(1), {"w": jnp.ones(2)}, PerReplica(codes), jnp.zeros(2, jnp.uint32)
+    )
+    placed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=HERE), state
+    )
+    wanted = placed._replace(
+        opt_state=jax.tree.map(lambda x: x.update(shape=(3, *x.shape[1:])), placed.opt_state)
+    )
+
+    def restore(into):
+        return (
+            so.restore(tmp_path, into) if how == "folder" else so.checkpoint.from_bytes(into, blob)
+        )
+
     so.save(tmp_path, state)
     blob = so.checkpoint.to_bytes(make_opt(), state)
     with pytest.raises(
-        so.errors.CheckpointError, match="moments in 8 bits of each replica, and there is no mean of codes"
+        so.errors.CheckpointError,
+        match="moments in 8 bits of each replica, and there is no mean of codes",
     ) as error:
         restore(wanted)
     assert "opt_state/value/state/mu: the checkpoint holds uint8[2, 4], " in str(error.value)

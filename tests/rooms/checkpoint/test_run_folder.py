@@ -1,4 +1,6 @@
-"""A folder that somebody deletes under the job that writes to it: made again where that can only be right."""
+"""A folder that somebody deletes under the job that writes to it: made again where that can only be
+right.
+"""
 
 import errno
 import os
@@ -35,7 +37,8 @@ def test_a_folder_deleted_under_the_job_is_made_again(left, tmp_path, caplog):
         checkpoints.save(small(2), step=2)
         checkpoints.save(small(3), step=3)
     assert caplog.messages == [
-        f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2; checkpoints before it are gone."
+        f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2;"
+        " checkpoints before it are gone."
     ]
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "2", "3"]
     Checkpoints(folder, 1, 2).close()  # both locks are released
@@ -58,13 +61,17 @@ def test_a_folder_replaced_by_another_job_is_left_to_it(tmp_path, complaint_of):
         checkpoints.wait()
         shutil.rmtree(folder)
         save(folder, small(7), step=1)
-        assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
-            f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran, by one with other "
-            "checkpoints.\nFix: bring it back, or make a new Checkpoints elsewhere."
+        assert (
+            complaint_of(lambda: checkpoints.save(small(2), step=2))
+            == f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran, by"
+            " one with other checkpoints.\nFix: bring it back, or make a new Checkpoints"
+            " elsewhere."
         )
         shutil.rmtree(folder)
         with Checkpoints(folder, 1, 2):
-            assert complaint_of(lambda: checkpoints.save(small(2), step=2), CheckpointInUseError).startswith(
+            assert complaint_of(
+                lambda: checkpoints.save(small(2), step=2), CheckpointInUseError
+            ).startswith(
                 f"Checkpoints: {folder} is already being written to by this very process, since "
             )
 
@@ -74,43 +81,64 @@ def test_a_folder_that_is_no_longer_mounted_is_not_made_again_beneath(tmp_path, 
     with Checkpoints(folder, 1, 2) as checkpoints:
         checkpoints._lock._device = -1  # as if it had been on another file system
         shutil.rmtree(folder.parent)
-        assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
-            f"Checkpoints: step 2 cannot be saved: {folder} is gone, and {tmp_path / 'mount'} is on another file system "
-            "than it was: was it unmounted?\nFix: bring it back, or make a new Checkpoints elsewhere."
+        assert (
+            complaint_of(lambda: checkpoints.save(small(2), step=2))
+            == f"Checkpoints: step 2 cannot be saved: {folder} is gone, and {tmp_path / 'mount'} is"
+            " on another file system than it was: was it unmounted?\nFix: bring it back, or"
+            " make a new Checkpoints elsewhere."
         )
         assert list((tmp_path / "mount").iterdir()) == []
 
 
 @pytest.mark.parametrize("left", ["nothing", "a folder with checkpoints"])
 def test_a_folder_deleted_on_another_machine(left, tmp_path, monkeypatch, complaint_of, caplog):
-    """Over NFS what a descriptor stands for is then stale, and so it may be what is looked up by name."""
+    """Over NFS what a descriptor stands for is then stale, and so it may be what is looked up by
+    name.
+    """
     folder, fstat, stat = tmp_path / "run", os.fstat, Path.stat
     with Checkpoints(folder, 1, 2) as checkpoints, monkeypatch.context() as patch:
         checkpoints.save(small(1), step=1)
         checkpoints.wait()
         stale = {checkpoints._lock._folder, checkpoints._lock._lock.descriptor}
-        patch.setattr(os, "fstat", lambda one: (_ for _ in ()).throw(STALE) if one in stale else fstat(one))
+        patch.setattr(
+            os, "fstat", lambda one: (_ for _ in ()).throw(STALE) if one in stale else fstat(one)
+        )
         if left == "nothing":
             shutil.rmtree(folder)
             checkpoints.save(small(2), step=2)
-            assert f"{folder} was deleted while the job ran. It is made again for step 2" in caplog.text
+            assert (
+                f"{folder} was deleted while the job ran. It is made again for step 2"
+                in caplog.text
+            )
         else:
-            assert complaint_of(lambda: checkpoints.save(small(2), step=2)) == (
-                f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran, by one with other "
-                "checkpoints.\nFix: bring it back, or make a new Checkpoints elsewhere."
+            assert (
+                complaint_of(lambda: checkpoints.save(small(2), step=2))
+                == f"Checkpoints: step 2 cannot be saved: {folder} was replaced while the job ran,"
+                " by one with other checkpoints.\nFix: bring it back, or make a new Checkpoints"
+                " elsewhere."
             )
         patch.setattr(
-            Path, "stat", lambda path, **how: (_ for _ in ()).throw(STALE) if path == folder else stat(path, **how)
+            Path,
+            "stat",
+            lambda path, **how: (
+                (_ for _ in ()).throw(STALE) if path == folder else stat(path, **how)
+            ),
         )
-        error = write.write_error("Checkpoints", folder, 3, ValueError("Error writing\nUNKNOWN: Stale file handle"))
-        assert str(error) == (
-            f"Checkpoints: step 3 could not be written to {folder} (ValueError: Error writing ... Stale file handle).\n"
-            f"Fix: {folder} was deleted, with what was in it; save again, and it is made again."
+        error = write.write_error(
+            "Checkpoints", folder, 3, ValueError("Error writing\nUNKNOWN: Stale file handle")
+        )
+        assert (
+            str(error)
+            == f"Checkpoints: step 3 could not be written to {folder} (ValueError: Error writing"
+            f" ... Stale file handle).\nFix: {folder} was deleted, with what was in it; save"
+            " again, and it is made again."
         )
         assert isinstance(error, FilesGoneError)
 
 
-def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path, monkeypatch, complaint_of, caplog):
+def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(
+    tmp_path, monkeypatch, complaint_of, caplog
+):
     folder, stat = tmp_path / "run", Path.stat
 
     def refuse(path, **how):
@@ -121,9 +149,11 @@ def test_a_folder_that_cannot_be_looked_at_is_not_taken_for_deleted(tmp_path, mo
     with Checkpoints(folder, 1, 2) as checkpoints:
         with monkeypatch.context() as patch:
             patch.setattr(Path, "stat", refuse)
-            assert complaint_of(lambda: checkpoints.save(small(1), step=1)) == (
-                f"Checkpoints: step 1 could not be written to {folder} (PermissionError: [Errno 13] Permission denied).\n"
-                "Fix: remove the cause, then save again; checkpoints that were committed before are untouched."
+            assert (
+                complaint_of(lambda: checkpoints.save(small(1), step=1))
+                == f"Checkpoints: step 1 could not be written to {folder} (PermissionError: [Errno"
+                " 13] Permission denied).\nFix: remove the cause, then save again; checkpoints"
+                " that were committed before are untouched."
             )
         checkpoints.save(small(1), step=1)
     assert caplog.messages == []
@@ -140,14 +170,17 @@ def test_a_folder_deleted_while_a_write_is_under_way(tmp_path, complaint_of, mon
     with Checkpoints(folder, 1, 1) as checkpoints:
         before(monkeypatch, "write_meta", lambda: shutil.rmtree(folder))
         checkpoints.save(small(1), step=1)
-        assert complaint_of(checkpoints.wait, FilesGoneError) == (
-            f"Checkpoints: step 1 could not be written to {folder} (FileNotFoundError: [Errno 2] No such file or "
-            f"directory: '{folder}/.saving-1/shardopt.json').\nFix: {folder} was deleted, with what was in it; save again, "
-            "and it is made again."
+        assert (
+            complaint_of(checkpoints.wait, FilesGoneError)
+            == f"Checkpoints: step 1 could not be written to {folder} (FileNotFoundError: [Errno 2]"
+            f" No such file or directory: '{folder}/.saving-1/shardopt.json').\nFix: {folder}"
+            " was deleted, with what was in it; save again, and it is made again."
         )
 
 
-def test_a_folder_deleted_during_a_write_is_made_again_by_the_next_save(tmp_path, monkeypatch, caplog):
+def test_a_folder_deleted_during_a_write_is_made_again_by_the_next_save(
+    tmp_path, monkeypatch, caplog
+):
     folder = tmp_path / "run"
     with Checkpoints(folder, 1, 2) as checkpoints:
         with monkeypatch.context() as patch:
@@ -157,12 +190,17 @@ def test_a_folder_deleted_during_a_write_is_made_again_by_the_next_save(tmp_path
         checkpoints.save(small(2), step=2)
     assert [message.split("\n")[0].split(" (")[0] for message in caplog.messages] == [
         f"Checkpoints: step 1 could not be written to {folder}",
-        f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2; checkpoints before it are gone.",
+        (
+            f"Checkpoints: {folder} was deleted while the job ran. It is made again for step 2;"
+            " checkpoints before it are gone."
+        ),
     ]
     assert sorted(path.name for path in folder.iterdir()) == [".lock", "2"]
 
 
-def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(tmp_path, complaint_of, monkeypatch):
+def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(
+    tmp_path, complaint_of, monkeypatch
+):
     """The writer of arrays makes folders that it misses, without what was in them."""
     folder = tmp_path / "run"
     for one, step in ((Checkpoints(folder, 1, 2), 1), (None, 2)):
@@ -174,7 +212,8 @@ def test_what_is_written_into_a_folder_that_was_deleted_is_not_committed(tmp_pat
             else:
                 message = complaint_of(lambda step=step: save(folder, small(step), step=step))
         assert message.split("\n")[0].endswith(
-            f": step {step} could not be written to {folder} (OSError: the folder was deleted or replaced meanwhile)."
+            f": step {step} could not be written to {folder} (OSError: the folder was deleted or"
+            " replaced meanwhile)."
         )
         assert not (folder / str(step)).exists()
 
@@ -192,7 +231,9 @@ def test_files_that_vanish_before_the_lock_does_are_a_deletion_too(tmp_path, mon
 
 
 @pytest.mark.parametrize(("kind", "tries"), [(FilesGoneError, 5), (CheckpointError, 1)])
-def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(kind, tries, tmp_path, monkeypatch):
+def test_what_is_being_deleted_is_tried_again_and_other_errors_are_not(
+    kind, tries, tmp_path, monkeypatch
+):
     monkeypatch.setattr("shardopt.checkpoint._checkpoints._RETRY_SECONDS", 0)
     tried = []
 

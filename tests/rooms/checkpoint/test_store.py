@@ -1,4 +1,6 @@
-"""Restoring takes memory for the shards of a process, however large the array and however it was saved."""
+"""Restoring takes memory for the shards of a process, however large the array and however it was
+saved.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +45,12 @@ def test_orbax_is_asked_for_shards(tmp_path, trained, make_opt, monkeypatch):
     wanted = [(str(leaf.sharding), leaf.shape) for leaf in jax.tree.leaves(opt.abstract_state())]
     assert {(str(one.sharding), one.global_shape) for one in asked} == set(wanted)
     assert all(arguments.strict for arguments in asked)
-    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(lambda x: x.sharding, opt.abstract_state())
-    held = {shard.data.shape for shard in found.opt_state[0].mu["layer.0"]["up/w"].addressable_shards}
+    assert jax.tree.map(lambda x: x.sharding, found) == jax.tree.map(
+        lambda x: x.sharding, opt.abstract_state()
+    )
+    held = {
+        shard.data.shape for shard in found.opt_state[0].mu["layer.0"]["up/w"].addressable_shards
+    }
     assert held == {(16, 8)}
 
 
@@ -61,6 +67,7 @@ def test_each_process_takes_memory_for_its_half(tmp_path):
     for said in run_processes(measure.__file__, 2, tmp_path):
         peak, held = map(int, said.last.split())
         assert held == rows.nbytes / 2
-        # Each shard is there twice while it moves from the host's buffer to that of the device, which is the host
-        # here, and some chunks are on their way: 2.3 were found; 3.9 with the array in one chunk.
+        # Each shard is there twice while it moves from the host's buffer to that of the device,
+        # which is the host here, and some chunks are on their way: 2.3 were found; 3.9 with the
+        # array in one chunk.
         assert peak < 2.8 * held

@@ -1,4 +1,6 @@
-"""A verified run restores the state that it saved, or the copy before it: sums of the bits tell a wrong copy."""
+"""A verified run restores the state that it saved, or the copy before it: sums of the bits tell a
+wrong copy.
+"""
 
 import re
 
@@ -17,7 +19,8 @@ DEVICES = 2
 VERIFIED = {"verify_every": 4, "progress": False}
 FROZEN = ["base"]
 PARAMS = {
-    name: np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32) for seed, name in enumerate(["base", "w"])
+    name: np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32)
+    for seed, name in enumerate(["base", "w"])
 }
 
 
@@ -47,7 +50,9 @@ def train(opt, folder, *, until=8, every=2, hash_only=(), memory_every=None, opt
     """Train to step 8; be killed after `until` batches."""
     settings = {"every": every, "keep": None, "hash_only": hash_only, "memory_every": memory_every}
     with so.Checkpoints(folder, **settings) as checkpoints:
-        return so.fit(opt, first_state(opt), batches(until), num_steps=8, checkpoints=checkpoints, **options).state
+        return so.fit(
+            opt, first_state(opt), batches(until), num_steps=8, checkpoints=checkpoints, **options
+        ).state
 
 
 @pytest.fixture(scope="module")
@@ -57,12 +62,16 @@ def unbroken(opt, tmp_path_factory):
 
 @pytest.fixture
 def copy_wrong(monkeypatch):
-    """Return a function that makes all copies of the state of some steps wrong by one bit, before files get their SHA-256."""
+    """Return a function that makes all copies of the state of some steps wrong by one bit, before
+    files get their SHA-256.
+    """
     start_write, pack = _checkpoints.start_write, _memory.pack
     fault = faults.Fault(1, "shard", "flip", index=3, bit=12, leaf=0)
 
     def wrong(state):
-        return faults.with_faulty_shard(state, fault, jax.tree.leaves(state.params)[0].sharding.mesh)
+        return faults.with_faulty_shard(
+            state, fault, jax.tree.leaves(state.params)[0].sharding.mesh
+        )
 
     def copy(*steps):
         monkeypatch.setattr(
@@ -73,14 +82,17 @@ def copy_wrong(monkeypatch):
             ),
         )
         monkeypatch.setattr(
-            _memory, "pack", lambda state, step, *rest: pack(wrong(state) if step in steps else state, step, *rest)
+            _memory,
+            "pack",
+            lambda state, step, *rest: pack(wrong(state) if step in steps else state, step, *rest),
         )
 
     return copy
 
 
 @pytest.mark.parametrize(
-    "hash_only", [pytest.param((), id="whole"), pytest.param(FROZEN, id="hash_only", marks=pytest.mark.slow)]
+    "hash_only",
+    [pytest.param((), id="whole"), pytest.param(FROZEN, id="hash_only", marks=pytest.mark.slow)],
 )
 def test_a_wrong_checkpoint_is_set_aside_and_the_one_before_is_used(
     opt, unbroken, copy_wrong, tmp_path, capsys, hash_only
@@ -89,13 +101,15 @@ def test_a_wrong_checkpoint_is_set_aside_and_the_one_before_is_used(
     with pytest.raises(InterruptedError):
         train(opt, tmp_path, until=7, hash_only=hash_only)
     copy_wrong()
-    with pytest.raises(so.errors.DamagedCheckpointError):  # an older one is never used without being asked for
+    # an older one is never used without being asked for
+    with pytest.raises(so.errors.DamagedCheckpointError):
         train(opt, tmp_path, hash_only=hash_only, options={"progress": False})
     capsys.readouterr()
     state = train(opt, tmp_path, hash_only=hash_only)
     said = capsys.readouterr().err
     assert re.match(
-        rf"Checkpoints: step 6 in {re.escape(str(tmp_path))} does not hold the state that it was saved from\.\n"
+        rf"Checkpoints: step 6 in {re.escape(str(tmp_path))} does not hold the state that it was"
+        r" saved from\.\n"
         rf"  params/{'w' if hash_only else 'base'}: sum [0-9a-f]{{16}}, not [0-9a-f]{{16}}\n"
         r"Fix: go back to an earlier step\.\n"
         r"It is set aside as 6\.damaged, and the next copy is used\.\n"
@@ -113,8 +127,9 @@ def test_a_run_without_a_right_copy_ends(opt, copy_wrong, tmp_path, capsys):
         train(opt, tmp_path, until=5)
     with pytest.raises(so.errors.DamagedCheckpointError) as error:
         train(opt, tmp_path)
-    assert str(error.value) == (
-        f"fit: no snapshot or checkpoint in {tmp_path} holds the state that it was saved from.\n"
+    assert (
+        str(error.value)
+        == f"fit: no snapshot or checkpoint in {tmp_path} holds the state that it was saved from.\n"
         "Fix: bring one back from a copy, or start again in another folder."
     )
     said = capsys.readouterr().err
@@ -140,17 +155,29 @@ def test_a_wrong_snapshot_is_left_out_and_the_next_copy_is_used(
     state = train(opt, tmp_path, every=3, memory_every=2)
     said = capsys.readouterr().err
     for step in steps:
-        assert said.count(f"the snapshot of step {step} does not hold the state that it was saved from.") == 1
+        assert (
+            said.count(
+                f"the snapshot of step {step} does not hold the state that it was saved from."
+            )
+            == 1
+        )
     assert said.count("The next copy is used.") == len(steps)
     assert f"Resuming from {source.format(folder=tmp_path)}, " in said
     assert faults.same_bits(state, unbroken)
 
 
 def test_sums_do_not_depend_on_the_mesh(opt):
-    """They are compared after a restore on another mesh; their total is what devices compare with each other."""
+    """They are compared after a restore on another mesh.
+
+    Their total is what devices compare with each other.
+    """
     state = first_state(opt)
     alone = jax.device_put(state, jax.devices()[0])
     assert leaf_sums(state) == leaf_sums(alone)
-    other = leaf_sums(state._replace(params={**state.params, "w": state.params["w"].at[3, 1].add(1e-6)}))
-    assert [path for path, text in leaf_sums(state).items() if other[path] != text] == [("params", "w")]
+    other = leaf_sums(
+        state._replace(params={**state.params, "w": state.params["w"].at[3, 1].add(1e-6)})
+    )
+    assert [path for path, text in leaf_sums(state).items() if other[path] != text] == [
+        ("params", "w")
+    ]
     assert total_of(other) != total_of(leaf_sums(state))

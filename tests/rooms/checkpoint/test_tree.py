@@ -1,4 +1,6 @@
-"""Pytrees as text: names of leaves escaped so that nothing collides, structures written as JSON and rebuilt."""
+"""Pytrees as text: names of leaves escaped so that nothing collides, structures written as JSON and
+rebuilt.
+"""
 
 import collections
 import json
@@ -36,7 +38,14 @@ def test_escaped_names_come_back_and_hold_no_separator(name):
     assert not set(escaped) & set("./ \0")
 
 
-@given(st.lists(st.lists(st.text(max_size=3), min_size=1, max_size=3), min_size=2, max_size=2, unique_by=tuple))
+@given(
+    st.lists(
+        st.lists(st.text(max_size=3), min_size=1, max_size=3),
+        min_size=2,
+        max_size=2,
+        unique_by=tuple,
+    )
+)
 def test_different_paths_stay_different_when_joined(paths):
     joined = [".".join(map(escape, path)) for path in paths]
     assert joined[0] != joined[1]
@@ -74,10 +83,11 @@ class Twins:
 @pytest.mark.parametrize("second", [np.ones(2), {"x": np.ones(2)}])
 def test_leaves_that_share_a_path_are_refused(second, complaint_of):
     message = complaint_of(lambda: leaves_by_path({"node": Twins(np.ones(2), second)}), ValueError)
-    assert message == (
-        "checkpoint: leaves can only be stored under key paths of their own; these belong to several leaves.\n"
-        "  node/same\n"
-        "Fix: give the pytree node distinct keys (jax.tree_util.register_pytree_with_keys)."
+    assert (
+        message
+        == "checkpoint: leaves can only be stored under key paths of their own; these belong to"
+        " several leaves.\n  node/same\nFix: give the pytree node distinct keys"
+        " (jax.tree_util.register_pytree_with_keys)."
     )
 
 
@@ -106,14 +116,12 @@ def test_types_that_cannot_be_rebuilt_are_named(complaint_of):
     }
     description = json.loads(json.dumps(describe_structure(jax.tree.structure(odd))))
     message = complaint_of(lambda: calling("restore")(rebuild)(description, jax.tree.leaves(odd)))
-    assert message == (
-        "restore: opt has not seen parameters yet, and theirs cannot be rebuilt from the checkpoint: it holds these "
-        "types.\n"
-        "  builtins.dict\n"
-        "  collections.OrderedDict\n"
-        "  optax._src.base.EmptyState\n"
-        "  optax.transforms._accumulation.TraceState\n"
-        "Fix: pass abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or opt.specs first."
+    assert (
+        message == "restore: opt has not seen parameters yet, and theirs cannot be rebuilt from the"
+        " checkpoint: it holds these types.\n  builtins.dict\n  collections.OrderedDict\n "
+        " optax._src.base.EmptyState\n  optax.transforms._accumulation.TraceState\nFix: pass"
+        " abstract_params= (jax.eval_shape(init_fn, rng) gives them), or call opt.init or"
+        " opt.specs first."
     )
 
 

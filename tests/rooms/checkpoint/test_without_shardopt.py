@@ -1,4 +1,6 @@
-"""The page says how to read a checkpoint without shardopt: exactly that code, in processes that cannot import it."""
+"""The page says how to read a checkpoint without shardopt: exactly that code, in processes that
+cannot import it.
+"""
 
 import os
 import re
@@ -20,9 +22,13 @@ PAGE = ROOT / "docs" / "checkpoints.md"
 
 def documented(start):
     """Return the block of the section that begins so."""
-    section = PAGE.read_text().partition("## Reading one without shardopt\n")[2].partition("\n## ")[0]
+    section = (
+        PAGE.read_text().partition("## Reading one without shardopt\n")[2].partition("\n## ")[0]
+    )
     found = [
-        block for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE) if start in block
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        if start in block
     ]
     assert len(found) == 1
     return found[0]
@@ -30,10 +36,14 @@ def documented(start):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint of step 15 on eight devices, and its arrays by their paths as the record has them."""
+    """A checkpoint of step 15 on eight devices, and its arrays by their paths as the record has
+    them.
+    """
 
     def loss_fn(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2) + 0 * params["layer.0"]["b/c"].sum().astype(jnp.float32)
+        return jnp.mean((batch @ params["w"]) ** 2) + 0 * params["layer.0"]["b/c"].sum().astype(
+            jnp.float32
+        )
 
     params = {
         "w": np.arange(64, dtype=np.float32).reshape(8, 8),
@@ -41,7 +51,9 @@ def saved(tmp_path_factory):
         "key": jax.random.key(3),
         "nothing": np.zeros((0, 4), np.float32),
     }
-    opt = so.fsdp(optax.adam(0.1), so.make_mesh(data=8), loss_fn, frozen=["key"], min_shard_elements=1)
+    opt = so.fsdp(
+        optax.adam(0.1), so.make_mesh(data=8), loss_fn, frozen=["key"], min_shard_elements=1
+    )
     state, _ = opt.step(opt.init(params), np.ones((8, 8), np.float32))
     folder = tmp_path_factory.mktemp("run")
     so.save(folder, state, step=15)
@@ -51,17 +63,26 @@ def saved(tmp_path_factory):
 
 
 def read_apart(folder, code, forbidden, result):
-    """Run code in a process that cannot import what is forbidden; return the arrays that `result` names, by path."""
+    """Run code in a process that cannot import what is forbidden.
+
+    Return the arrays that `result` names, by path.
+    """
     script = (
-        f"import sys\nsys.modules.update(dict.fromkeys({forbidden!r}))\nfolder = {str(folder)!r}\n{code}\n"
+        f"import sys\nsys.modules.update(dict.fromkeys({forbidden!r}))\nfolder ="
+        f" {str(folder)!r}\n{code}\n"
         f"import numpy\nfound = {result}\n"
         # numpy files know no bfloat16
-        "found = {path: array.astype('float32') if array.dtype.kind == 'V' else array for path, array in found.items()}\n"
-        "kinds = {path: type(array).__module__ for path, array in found.items()}\nassert set(kinds.values()) == {'numpy'}\n"
-        "numpy.savez(folder + '/found.npz', **{path.replace('/', '|'): array for path, array in found.items()})\n"
+        "found = {path: array.astype('float32') if array.dtype.kind == 'V' else array for path,"
+        " array in found.items()}\n"
+        "kinds = {path: type(array).__module__ for path, array in found.items()}\nassert"
+        " set(kinds.values()) == {'numpy'}\n"
+        "numpy.savez(folder + '/found.npz', **{path.replace('/', '|'): array for path, array in"
+        " found.items()})\n"
     )
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, env=environment, timeout=300)
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", script], check=True, env=environment, timeout=300
+    )
     with np.load(folder / "found.npz") as file:
         return {path.replace("|", "/"): file[path] for path in file}
 
@@ -69,24 +90,38 @@ def read_apart(folder, code, forbidden, result):
 def assert_same(found, wanted):
     assert found.keys() == wanted.keys()
     for path, array in wanted.items():
-        np.testing.assert_array_equal(found[path], array.astype(np.float32) if array.dtype == jnp.bfloat16 else array)
+        np.testing.assert_array_equal(
+            found[path], array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+        )
 
 
 @pytest.mark.slow  # test_read.py
 def test_orbax_alone_reads_every_array(saved):
     folder, wanted = saved
-    by_path = "{'/'.join(key.key for key in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}"
+    by_path = (
+        "{'/'.join(key.key for key in path): leaf for path, leaf in"
+        " jax.tree_util.tree_leaves_with_path(state)}"
+    )
     assert_same(read_apart(folder, documented("orbax"), ["shardopt"], by_path), wanted)
 
 
 def test_tensorstore_alone_reads_every_array(saved):
     folder, wanted = saved
-    found = read_apart(folder, documented("tensorstore"), ["shardopt", "jax", "orbax", "orbax.checkpoint"], "arrays")
+    found = read_apart(
+        folder,
+        documented("tensorstore"),
+        ["shardopt", "jax", "orbax", "orbax.checkpoint"],
+        "arrays",
+    )
     assert_same(found, wanted)
 
 
 def test_the_files_are_those_of_the_table(saved):
-    section = PAGE.read_text().partition("## Reading one without shardopt\n")[2].partition("\n## ")[0]
-    listed = set(re.findall(r"`([\w./]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE))))
+    section = (
+        PAGE.read_text().partition("## Reading one without shardopt\n")[2].partition("\n## ")[0]
+    )
+    listed = set(
+        re.findall(r"`([\w./]+)`", "\n".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))
+    )
     there = {path.name + "/" * path.is_dir() for path in (saved[0] / "15").iterdir()}
     assert there == listed

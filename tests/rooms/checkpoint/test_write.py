@@ -16,7 +16,10 @@ from shardopt.checkpoint._write import save
 def test_the_step_is_that_of_the_state_or_the_one_given(tmp_path, trained):
     _, state = trained
     assert save(tmp_path, state()) == tmp_path / "3"
-    assert save(str(tmp_path / "new" / "folder"), state(), step=np.int64(12)) == tmp_path / "new" / "folder" / "12"
+    assert (
+        save(str(tmp_path / "new" / "folder"), state(), step=np.int64(12))
+        == tmp_path / "new" / "folder" / "12"
+    )
     assert sorted(path.name for path in (tmp_path / "3").iterdir()) == [
         "MANIFEST.json",
         "_CHECKPOINT_METADATA",
@@ -31,9 +34,14 @@ def test_the_step_is_that_of_the_state_or_the_one_given(tmp_path, trained):
 def test_nothing_is_overwritten(tmp_path, trained, complaint_of, same):
     opt, state = trained
     save(tmp_path, state())
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"}
-    assert complaint_of(lambda: save(tmp_path, opt.init(state().params), step=3)) == (
-        f"save: {tmp_path} already holds step 3, and nothing is overwritten.\n"
+    before = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name != ".lock"
+    }
+    assert (
+        complaint_of(lambda: save(tmp_path, opt.init(state().params), step=3))
+        == f"save: {tmp_path} already holds step 3, and nothing is overwritten.\n"
         "Fix: pass another step= or directory, or delete that folder first."
     )
     assert {path: path.read_bytes() for path in before} == before
@@ -52,18 +60,12 @@ def test_donated_states_are_refused(tmp_path, trained, steps_on, complaint_of):
     state = make()
     steps_on(opt, state, 3, 4)
     message = complaint_of(lambda: save(tmp_path, state, step=3), ValueError)
-    assert message == (
-        "save: these arrays of the state were deleted, probably donated.\n"
-        "  step\n"
-        "  params/down/0\n"
-        "  params/layer/0\n"
-        "  params/layer.0/b\n"
-        "  params/layer.0/up/w\n"
-        "  opt_state/0/count\n"
-        "  opt_state/0/mu/down/0\n"
-        "  opt_state/0/mu/layer/0\n"
-        "  ... and 7 more\n"
-        "Fix: use the state that the last step returned: a step takes over the buffers of the state it is given."
+    assert (
+        message == "save: these arrays of the state were deleted, probably donated.\n  step\n "
+        " params/down/0\n  params/layer/0\n  params/layer.0/b\n  params/layer.0/up/w\n "
+        " opt_state/0/count\n  opt_state/0/mu/down/0\n  opt_state/0/mu/layer/0\n  ... and 7"
+        " more\nFix: use the state that the last step returned: a step takes over the buffers of"
+        " the state it is given."
     )
     assert not (tmp_path / "3").exists()
 
@@ -74,8 +76,10 @@ def test_donated_states_are_refused(tmp_path, trained, steps_on, complaint_of):
         (
             {"state": {"a": jnp.ones(2), "b": 3, "c": "x"}, "step": 0},
             TypeError,
-            "save: the state must be a pytree of arrays.\n  b: int\n  c: str\n"
-            "Fix: make them arrays (jnp.asarray), or keep them out of the state.",
+            (
+                "save: the state must be a pytree of arrays.\n  b: int\n  c: str\n"
+                "Fix: make them arrays (jnp.asarray), or keep them out of the state."
+            ),
         ),
         (
             {"state": {"a": jnp.ones(2)}},
@@ -105,8 +109,10 @@ def test_donated_states_are_refused(tmp_path, trained, steps_on, complaint_of):
         (
             {"state": {"a": jnp.ones(2)}, "step": 1, "directory": "gs://bucket/run"},
             ValueError,
-            "save: directory must be a path in a file system, got 'gs://bucket/run'.\n"
-            "Fix: mount the bucket (for instance with gcsfuse) and pass the path of the mount.",
+            (
+                "save: directory must be a path in a file system, got 'gs://bucket/run'.\n"
+                "Fix: mount the bucket (for instance with gcsfuse) and pass the path of the mount."
+            ),
         ),
     ],
 )
@@ -117,8 +123,9 @@ def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
 
 def test_a_file_where_the_folder_should_be(tmp_path, complaint_of):
     (tmp_path / "run").write_text("I am a file")
-    assert complaint_of(lambda: save(tmp_path / "run", {"a": jnp.ones(2)}, step=1)) == (
-        f"save: {tmp_path}/run cannot be written to (FileExistsError: File exists).\n"
+    assert (
+        complaint_of(lambda: save(tmp_path / "run", {"a": jnp.ones(2)}, step=1))
+        == f"save: {tmp_path}/run cannot be written to (FileExistsError: File exists).\n"
         "Fix: choose a folder that you may write to."
     )
 
@@ -139,7 +146,9 @@ def test_no_backend_and_no_orbax_at_import():
 def test_states_without_parameters_and_with_little_else(tmp_path):
     state = {"opt": optax.adam(0.1).init(jnp.ones(3))}
     save(tmp_path, state, step=0)
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    wanted = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
     found = restore(tmp_path, wanted)
     assert jax.tree.structure(found) == jax.tree.structure(state)
 
@@ -162,5 +171,7 @@ class Summed:
 
 
 def test_parameters_that_are_no_field_of_the_state_are_not_taken_for_one():
-    record = json.loads(json.dumps(meta.to_json(meta.describe_state(Summed(jnp.ones(2), jnp.int32(3))))))
+    record = json.loads(
+        json.dumps(meta.to_json(meta.describe_state(Summed(jnp.ones(2), jnp.int32(3)))))
+    )
     assert meta.from_json("shardopt.json", record).params is None

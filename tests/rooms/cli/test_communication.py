@@ -1,4 +1,6 @@
-"""Replicas and reducers on the command line: what they send, what is refused, and runs that change them."""
+"""Replicas and reducers on the command line: what they send, what is refused, and runs that change
+them.
+"""
 
 import contextlib
 import dataclasses
@@ -42,10 +44,16 @@ def run(*words):
 
 @pytest.fixture(scope="module")
 def quiet():
-    """Runs without a sample of what the model writes: other tests show it. Here are the parameters that would write."""
+    """Runs without a sample of what the model writes: other tests show it.
+
+    Here are the parameters that would write.
+    """
     writers = []
     with pytest.MonkeyPatch.context() as patch:
-        write = lambda params, *_, **__: writers.append(jax.device_get(params)) or ""  # noqa: E731
+
+        def write(params, *_, **__):
+            return writers.append(jax.device_get(params)) or ""
+
         patch.setattr("shardopt.cli._train.continue_text", write)
         yield writers
 
@@ -54,7 +62,10 @@ def quiet():
 def finished(tiny, tmp_path_factory, quiet):
     """Six steps of DiLoCo with H = 4: it ends between two synchronizations."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    words = "--steps 6 --mesh data=2,tensor=2 --replicas 2 --sync-every 4 --reducer int8 --reducer-warmup-steps 1 --strategy ddp"
+    words = (
+        "--steps 6 --mesh data=2,tensor=2 --replicas 2 --sync-every 4 --reducer int8"
+        " --reducer-warmup-steps 1 --strategy ddp"
+    )
     return folder, run(*tiny, "--run-dir", folder, *words.split())
 
 
@@ -65,29 +76,47 @@ def test_a_run_with_local_updates_tells_how_they_synchronize_and_what_they_send(
     config = gpt.GPTConfig(dim=32, num_layers=2)
     assert held == 4 * gpt.num_parameters(config)
     int8 = so.reducers.int8().wire_bytes(jax.ShapeDtypeStruct((shard // 4,), np.float32), 2)
-    sent, ddp = shard + int8 / 4, 2 * 3 / 4 * shard  # data=2 every step, replica=2 every fourth; ddp over all four
+    # data=2 every step, replica=2 every fourth; ddp over all four
+    sent, ddp = shard + int8 / 4, 2 * 3 / 4 * shard
     for piece in (
         "mesh       replica=2 x data=2 x tensor=2\n",
         "synchronized every 4 steps, by nesterov, rate 0.7, momentum 0.9\n",
-        "these are of one replica; the shared parameters and the outer optimizer state come on top\n",
-        "(read off the compiled programs; mean of the 4 steps from one synchronization to the next)\n",
+        (
+            "these are of one replica; the shared parameters and the outer optimizer state come on"
+            " top\n"
+        ),
+        (
+            "(read off the compiled programs; mean of the 4 steps from one synchronization to the"
+            " next)\n"
+        ),
     ):
         assert piece in out
-    assert "outer gradients by error_feedback(warm_up(int8(block_size=256), steps=1)) " in " ".join(out.split())
-    (found,) = re.findall(r"sent by each device over replica x data: .* a step, (.*)% of the 130 kB of ddp", out)
+    assert "outer gradients by error_feedback(warm_up(int8(block_size=256), steps=1)) " in " ".join(
+        out.split()
+    )
+    (found,) = re.findall(
+        r"sent by each device over replica x data: .* a step, (.*)% of the 130 kB of ddp", out
+    )
     assert float(found) / 100 == pytest.approx(sent / ddp, rel=2e-3)
     assert json.loads((folder / "config.json").read_text())["communication"]["sync_every"] == 4
 
 
 @pytest.mark.slow
 def test_what_writes_is_the_mean_of_the_replicas_as_they_are(finished, quiet):
-    """Two steps after a synchronization; the last checkpoint has a state of each replica, to go on from."""
+    """Two steps after a synchronization.
+
+    The last checkpoint has a state of each replica, to go on from.
+    """
     options, config = read_options(finished[0]), gpt.GPTConfig(dim=32, num_layers=2)
     mesh = mesh_of(options.where.mesh, jax.devices(), replicas=2)
-    tx = make_optimizer(options.training.optimizer, learning_rate=1.0, steps=6, clip=options.training.clip)
+    tx = make_optimizer(
+        options.training.optimizer, learning_rate=1.0, steps=6, clip=options.training.clip
+    )
     opt = make_strategy(options, tx, mesh, gpt.model(config))
     abstract = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
-    state = jax.device_get(so.restore(finished[0] / "checkpoints", opt, step=6, abstract_params=abstract))
+    state = jax.device_get(
+        so.restore(finished[0] / "checkpoints", opt, step=6, abstract_params=abstract)
+    )
     own = jax.tree.leaves(state.opt_state.params.value)
     assert max(np.abs(rows[0] - rows[1]).max() for rows in own) > 1e-4
     writer = jax.tree.leaves(quiet[0])
@@ -125,7 +154,9 @@ def test_replicas_go_on_as_one_from_their_mean(finished, tmp_path, quiet):
 def test_a_reducer_is_the_one_asked_for_and_where_it_was_asked_for(asked, feedback, name, where):
     hybrid = where == "hybrid"
     options = TrainOptions(
-        where=Devices(strategy="hybrid" if hybrid else "ddp", mesh="replica=2,data=4", micro_batches=1),
+        where=Devices(
+            strategy="hybrid" if hybrid else "ddp", mesh="replica=2,data=4", micro_batches=1
+        ),
         pipeline=Pipeline(placement="zero1" if hybrid else None),
         communication=Communication(
             sync_every=4 if where == "replicas" else None, reducer=asked, error_feedback=feedback
@@ -149,8 +180,12 @@ def test_a_reducer_can_warm_up_inside_its_error_feedback():
     assert reducer.name == "error_feedback(warm_up(sign(block_size=1024), steps=7))"
     for sync_every, taken_over in ((None, 7), (4, 28)):
         options = TrainOptions(communication=dataclasses.replace(asked, sync_every=sync_every))
-        assert as_sent(options, taken_over).communication == Communication(sync_every=sync_every, reducer="sign")
-        assert as_sent(options, taken_over - 1).communication == Communication(sync_every=sync_every)
+        assert as_sent(options, taken_over).communication == Communication(
+            sync_every=sync_every, reducer="sign"
+        )
+        assert as_sent(options, taken_over - 1).communication == Communication(
+            sync_every=sync_every
+        )
 
 
 @pytest.mark.parametrize(
@@ -229,12 +264,22 @@ SAVED = Communication(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, None, "int8", False, 3)
         ("ddp", {}, SAVED),
         ("ddp", {"sync_every": None}, Communication(2, 8)),
         ("ddp", {"outer": "average"}, Communication(2, 8, "sgd")),
-        ("ddp", {"outer": "nesterov"}, dataclasses.replace(SAVED, outer_lr=None, outer_momentum=None)),
-        ("ddp", {"reducer": "sign"}, dataclasses.replace(SAVED, error_feedback=True, reducer_warmup_steps=None)),
+        (
+            "ddp",
+            {"outer": "nesterov"},
+            dataclasses.replace(SAVED, outer_lr=None, outer_momentum=None),
+        ),
+        (
+            "ddp",
+            {"reducer": "sign"},
+            dataclasses.replace(SAVED, error_feedback=True, reducer_warmup_steps=None),
+        ),
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_beside_what_is_asked_for(strategy, now, kept):
-    options = TrainOptions(where=Devices(strategy=strategy), communication=dataclasses.replace(SAVED, **now))
+    options = TrainOptions(
+        where=Devices(strategy=strategy), communication=dataclasses.replace(SAVED, **now)
+    )
     assert with_meaning(SAVED, options) == kept
 
 
@@ -248,17 +293,23 @@ def test_a_resumed_run_keeps_what_has_a_meaning_beside_what_is_asked_for(strateg
         ("fsdp", None, False),
     ],
 )
-def test_a_resumed_run_keeps_its_reducer_of_gradients_where_there_are_whole_ones(strategy, placement, keeps):
+def test_a_resumed_run_keeps_its_reducer_of_gradients_where_there_are_whole_ones(
+    strategy, placement, keeps
+):
     saved = Communication(reducer="sign", error_feedback=False, reducer_warmup_steps=9)
     options = TrainOptions(
-        where=Devices(strategy=strategy), pipeline=Pipeline(placement=placement), communication=saved
+        where=Devices(strategy=strategy),
+        pipeline=Pipeline(placement=placement),
+        communication=saved,
     )
     assert with_meaning(saved, options) == (saved if keeps else Communication())
 
 
 def test_traffic_that_cannot_be_told_is_called_unknown():
     text = traffic_text(Traffic(None, 2e6, ("data",), 1))
-    assert text.startswith("sent by each device over data: unknown, as a loop of the program does not tell")
+    assert text.startswith(
+        "sent by each device over data: unknown, as a loop of the program does not tell"
+    )
     assert text.endswith("; ddp sends 2 MB a step")
 
 
@@ -266,7 +317,10 @@ def test_traffic_that_cannot_be_told_is_called_unknown():
 def test_traffic_counts_each_fragment_once_a_round(delay):
     """On data the gradients of every step; on replica each half of the model once in four steps."""
     mesh, size = so.make_mesh(replica=4, data=2), 2 * 64 * 32 * 4
-    loss_fn = lambda params, batch: ((batch @ params["a"] @ params["b"].T) ** 2).mean()  # noqa: E731
+
+    def loss_fn(params, batch):
+        return ((batch @ params["a"] @ params["b"].T) ** 2).mean()
+
     inner = so.ddp(optax.sgd(0.1), mesh, loss_fn)
     opt = so.diloco(inner, sync_every=4, fragments=2, delay=delay)
     state = opt.init({"a": np.ones((64, 32), np.float32), "b": np.ones((64, 32), np.float32)})
@@ -280,9 +334,15 @@ STAGES, MICRO, LAYERS, WIDTH, ROWS = 2, 4, 4, 64, 32
 
 @pytest.mark.parametrize(
     ("placement", "local", "times"),
-    # fsdp gathers forward and backward and scatters, each micro-batch; a ring sends half of what an all-reduce does
+    # fsdp gathers forward and backward and scatters, each micro-batch; a ring sends half of what an
+    # all-reduce does
     tiered(
-        [("fsdp", False, 3 * MICRO / 2), ("zero1", False, 1), ("ddp", False, 1), ("fsdp", True, 3 * MICRO / 2)],
+        [
+            ("fsdp", False, 3 * MICRO / 2),
+            ("zero1", False, 1),
+            ("ddp", False, 1),
+            ("fsdp", True, 3 * MICRO / 2),
+        ],
         lambda row: row[0] == "ddp",
     ),
 )
@@ -293,7 +353,11 @@ def test_a_pipeline_sends_what_its_schedule_runs(placement, local, times):
         loss=lambda outer, x, batch: ((x - batch) ** 2).mean(),
     )
     mesh = so.make_mesh(replica=2 if local else 1, data=2 if local else 4, pipeline=STAGES)
-    how = {"schedule": so.schedules.eager_one_f_one_b, "micro_batches": MICRO, "placement": placement}
+    how = {
+        "schedule": so.schedules.eager_one_f_one_b,
+        "micro_batches": MICRO,
+        "placement": placement,
+    }
     opt = so.hybrid(optax.sgd(0.1), mesh, model, **how)
     if local:
         opt = so.local_sgd(opt, sync_every=4)
@@ -309,7 +373,10 @@ def test_a_pipeline_sends_what_its_schedule_runs(placement, local, times):
     assert found.ddp == pytest.approx(2 * (size - 1) / size * held)
 
 
-GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer gradients instead: --sync-every."
+GRADIENTS = (
+    "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer"
+    " gradients instead: --sync-every."
+)
 
 
 @pytest.mark.parametrize(
@@ -317,27 +384,40 @@ GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1
     [
         (
             "--outer sgd --delay 1",
-            "train: 2 options for local updates, and no --sync-every.\n  --outer sgd\n  --delay 1\n"
-            "Fix: leave out what is listed, or give the steps between synchronizations: --sync-every 50.",
+            (
+                "train: 2 options for local updates, and no --sync-every.\n  --outer sgd\n  --delay"
+                " 1\nFix: leave out what is listed, or give the steps between synchronizations:"
+                " --sync-every 50."
+            ),
         ),
         (
             "--replicas 2 --sync-every 4 --outer average --outer-lr 0.5 --reducer int8",
-            "train: 2 options for an outer optimizer; --outer average has none.\n  --outer-lr 0.5\n  --reducer int8\n"
-            "Fix: leave out what is listed, or choose --outer sgd, which averages by default too.",
+            (
+                "train: 2 options for an outer optimizer; --outer average has none.\n  --outer-lr"
+                " 0.5\n  --reducer int8\nFix: leave out what is listed, or choose --outer sgd,"
+                " which averages by default too."
+            ),
         ),
         (
             "--replicas 2 --sync-every 4 --warmup-sync-steps 3",
-            "train: --warmup-sync-steps is for --outer average.\nFix: leave it out, or choose --outer average.",
+            (
+                "train: --warmup-sync-steps is for --outer average.\nFix: leave it out, or choose"
+                " --outer average."
+            ),
         ),
         (
             "--sync-every 4",
-            "train: --sync-every 4 is for several replicas, and there is one.\n"
-            "Fix: add --replicas 2, or leave --sync-every out.",
+            (
+                "train: --sync-every 4 is for several replicas, and there is one.\n"
+                "Fix: add --replicas 2, or leave --sync-every out."
+            ),
         ),
         (
             "--replicas 2 --sync-every 4 --metrics-every 5",
-            "train: --metrics-every takes norms of one gradient, and with --sync-every the replicas train apart.\n"
-            "Fix: leave --metrics-every out.",
+            (
+                "train: --metrics-every takes norms of one gradient, and with --sync-every the"
+                " replicas train apart.\nFix: leave --metrics-every out."
+            ),
         ),
         ("--replicas 2 --sync-every 0", "train: --sync-every must be at least 1, got 0."),
         ("--replicas 2 --sync-every 4 --delay -1", "train: --delay must be at least 0, got -1."),
@@ -348,45 +428,67 @@ GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1
         ),
         (
             "--replicas 2 --sync-every 4 --fragments 3",
-            "diloco: sync_every=4 is not divisible by fragments=3, remainder 1.\nFix: use sync_every=3 or 6.",
+            (
+                "diloco: sync_every=4 is not divisible by fragments=3, remainder 1.\nFix: use"
+                " sync_every=3 or 6."
+            ),
         ),
         (
             "--replicas 2 --sync-every 4 --fragments 2 --delay 2",
-            "diloco: delay=2 must be below sync_every / fragments = 2: the next fragment is sent then.\n"
-            "Fix: use a delay of at most 1, or sync less often.",
+            (
+                "diloco: delay=2 must be below sync_every / fragments = 2: the next fragment is"
+                " sent then.\nFix: use a delay of at most 1, or sync less often."
+            ),
         ),
         ("--replicas 2 --sync-every 4 --mix 2", "diloco: mix must be between 0 and 1, got 2.0."),
         (
             "--replicas 3",
-            "train: 8 devices cannot be shared evenly by --replicas 3.\n"
-            "Fix: choose another number of either, or name sizes with --mesh.",
+            (
+                "train: 8 devices cannot be shared evenly by --replicas 3.\n"
+                "Fix: choose another number of either, or name sizes with --mesh."
+            ),
         ),
         (
             "--replicas 2 --mesh replica=4,data=2",
-            "train: --mesh replica=4,data=2 and --replicas 2 disagree.\nFix: leave one of them out.",
+            (
+                "train: --mesh replica=4,data=2 and --replicas 2 disagree.\nFix: leave one of them"
+                " out."
+            ),
         ),
         (
             "--reducer sign",
-            f"train: --reducer takes the mean of replicated gradients, and fsdp shards them or what they update.\n{GRADIENTS}",
+            (
+                "train: --reducer takes the mean of replicated gradients, and fsdp shards them or"
+                f" what they update.\n{GRADIENTS}"
+            ),
         ),
         (
             "--reducer sign --strategy hybrid --placement zero2",
-            "train: --reducer takes the mean of replicated gradients, and hybrid with --placement zero2 shards them or what "
-            f"they update.\n{GRADIENTS}",
+            (
+                "train: --reducer takes the mean of replicated gradients, and hybrid with"
+                f" --placement zero2 shards them or what they update.\n{GRADIENTS}"
+            ),
         ),
         (
             "--strategy ddp --no-error-feedback",
-            "train: --no-error-feedback is for a reducer, and there is none.\n"
-            "Fix: leave it out, or choose one with --reducer.",
+            (
+                "train: --no-error-feedback is for a reducer, and there is none.\n"
+                "Fix: leave it out, or choose one with --reducer."
+            ),
         ),
         (
             "--strategy ddp --reducer bf16 --no-error-feedback",
-            "train: --no-error-feedback has no meaning for bf16, which rounds and feeds nothing back.\nFix: leave it out.",
+            (
+                "train: --no-error-feedback has no meaning for bf16, which rounds and feeds nothing"
+                " back.\nFix: leave it out."
+            ),
         ),
         (
             "--strategy ddp --reducer-warmup-steps 3",
-            "train: --reducer-warmup-steps is for a reducer, and there is none.\n"
-            "Fix: leave it out, or choose one with --reducer.",
+            (
+                "train: --reducer-warmup-steps is for a reducer, and there is none.\n"
+                "Fix: leave it out, or choose one with --reducer."
+            ),
         ),
         (
             "--strategy ddp --reducer sign --reducer-warmup-steps -1",
@@ -398,8 +500,10 @@ GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1
         ),
         (
             "--strategy ddp --reducer top_k(0.1)",
-            "train: --reducer top_k(0.1) cannot be read.\n"
-            "Fix: write a name such as top_k, or a call with keywords, such as 'top_k(density=0.05)'.",
+            (
+                "train: --reducer top_k(0.1) cannot be read.\nFix: write a name such as top_k, or a"
+                " call with keywords, such as 'top_k(density=0.05)'."
+            ),
         ),
         (
             "--strategy ddp --reducer top_k(rank=4)",
@@ -407,13 +511,19 @@ GRADIENTS = "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1
         ),
         (
             "--strategy ddp --reducer top_k(density=2)",
-            "top_k: density must be above 0 and at most 1, got 2.\n"
-            "Fix: use 1 to send everything, 0.01 to send one entry in a hundred.",
+            (
+                "top_k: density must be above 0 and at most 1, got 2.\n"
+                "Fix: use 1 to send everything, 0.01 to send one entry in a hundred."
+            ),
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_compiles(tiny, tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled"))
+def test_what_makes_no_sense_is_refused_before_anything_compiles(
+    tiny, tmp_path, capsys, monkeypatch, words, message
+):
+    monkeypatch.setattr(
+        jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled")
+    )
     folder = tmp_path / "run"
     assert main([*tiny, "--run-dir", str(folder), *words.split()]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"

@@ -1,4 +1,6 @@
-"""`shardopt train --strategy hybrid`: a pipeline from one command, what is refused, and runs that change strategy."""
+"""`shardopt train --strategy hybrid`: a pipeline from one command, what is refused, and runs that
+change strategy.
+"""
 
 import contextlib
 import dataclasses
@@ -39,13 +41,19 @@ def last(folder):
 
 @pytest.fixture(scope="module")
 def finished(tiny, tmp_path_factory):
-    """An interleaved run of four steps, with the layers and micro-batches of its own choice, and what it printed."""
+    """An interleaved run of four steps, with the layers and micro-batches of its own choice, and
+    what it printed.
+    """
     folder = tmp_path_factory.mktemp("runs") / "run"
-    words = "--steps 4 --strategy hybrid --mesh data=2,tensor=2,pipeline=2 --schedule interleaved --placement zero2"
+    words = (
+        "--steps 4 --strategy hybrid --mesh data=2,tensor=2,pipeline=2 --schedule interleaved"
+        " --placement zero2"
+    )
     layers = tiny.index("--layers")
     command = [*tiny[:layers], *tiny[layers + 2 :], "--run-dir", folder, *words.split()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")  # test_train.py has shown it
+        # test_train.py has shown it
+        patch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")
         return folder, run(*command)
 
 
@@ -70,7 +78,12 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
     assert 4.5 < last(folder)["val_loss"] < 5.6
     saved = json.loads((folder / "config.json").read_text())
     assert saved["model"]["layers"] == 4
-    pipeline = {"placement": "zero2", "schedule": "interleaved", "chunks": None, "send_ahead": False}
+    pipeline = {
+        "placement": "zero2",
+        "schedule": "interleaved",
+        "chunks": None,
+        "send_ahead": False,
+    }
     pipeline |= {"remat": False, "regather": True}
     assert saved["pipeline"] == pipeline
 
@@ -78,7 +91,8 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
 @pytest.mark.slow
 def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp_path, monkeypatch):
     """Its last steps are those that fsdp takes from the same checkpoint."""
-    monkeypatch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")  # the run above has shown it
+    # the run above has shown it
+    monkeypatch.setattr("shardopt.cli._train.continue_text", lambda *_, **__: "")
     folder = shutil.copytree(finished[0], tmp_path / "run")
     resume = ["train", "--resume", "--run-dir", folder, "--steps", 12, "--checkpoint-every", 4]
     out = run(*resume, "--strategy", "fsdp", "--mesh", "data=4,tensor=2")
@@ -88,13 +102,18 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     control = last(folder)
     shutil.rmtree(folder / "checkpoints" / "12")  # the other run takes these steps again, from 8
 
-    words = "--strategy hybrid --mesh pipeline=2,data=-1 --schedule zero_bubble_lockstep --placement zero1"
+    words = (
+        "--strategy hybrid --mesh pipeline=2,data=-1 --schedule zero_bubble_lockstep --placement"
+        " zero1"
+    )
     out = run(*resume, *words.split(), "--micro-batches", 2)
     assert "schedule     zero_bubble_lockstep: 2 stages, 2 micro-batches, 1 chunk\n" in out
     assert "hybrid, zero1 over data" in out
     assert "The batches come in a new order" not in out
     assert (folder / "schedule.png").exists()
-    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     assert lines == [4, 8, 10, 12]
     assert control["step"] == last(folder)["step"] == 12
     for metric in ("loss", "grad_norm", "val_loss"):
@@ -106,19 +125,26 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     [
         (
             "--schedule gpipe --placement ddp --chunks 2 --remat --no-regather",
-            "train: 5 options for --strategy hybrid; fsdp was asked for.\n"
-            "  --placement ddp\n  --schedule gpipe\n  --chunks 2\n  --remat\n  --no-regather\n"
-            "Fix: leave out what is listed, or choose --strategy hybrid.",
+            (
+                "train: 5 options for --strategy hybrid; fsdp was asked for.\n"
+                "  --placement ddp\n  --schedule gpipe\n  --chunks 2\n  --remat\n  --no-regather\n"
+                "Fix: leave out what is listed, or choose --strategy hybrid."
+            ),
         ),
         (
             "--mesh data=4,pipeline=2 --strategy zero1",
-            "train: pipeline=2 is for --strategy hybrid; zero1 was asked for.\n"
-            "Fix: choose --strategy hybrid, or a --mesh without pipeline.",
+            (
+                "train: pipeline=2 is for --strategy hybrid; zero1 was asked for.\n"
+                "Fix: choose --strategy hybrid, or a --mesh without pipeline."
+            ),
         ),
         (
             "--strategy hybrid --chunks 2",
-            "train: --chunks 2 is for schedules that have chunks; eager_one_f_one_b has one a stage.\n"
-            "Fix: leave it out, or choose --schedule interleaved, looped_breadth_first, zero_bubble or zero_bubble_lockstep.",
+            (
+                "train: --chunks 2 is for schedules that have chunks; eager_one_f_one_b has one a"
+                " stage.\nFix: leave it out, or choose --schedule interleaved,"
+                " looped_breadth_first, zero_bubble or zero_bubble_lockstep."
+            ),
         ),
         (
             "--strategy hybrid --schedule interleaved --chunks 0",
@@ -126,43 +152,61 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         ),
         (
             "--strategy hybrid --schedule interleaved --chunks 3",
-            "train: --layers 2 are too few for 2 stages x 3 chunks = 6.\n"
-            "Fix: use --layers 6 or more, or another --mesh, --schedule or --chunks.",
+            (
+                "train: --layers 2 are too few for 2 stages x 3 chunks = 6.\n"
+                "Fix: use --layers 6 or more, or another --mesh, --schedule or --chunks."
+            ),
         ),
         (
             "--strategy hybrid --mesh pipeline=8 --layers 4",
-            "train: --layers 4 are too few for 8 stages x 1 chunk = 8.\n"
-            "Fix: use --layers 8 or more, or another --mesh, --schedule or --chunks.",
+            (
+                "train: --layers 4 are too few for 8 stages x 1 chunk = 8.\n"
+                "Fix: use --layers 8 or more, or another --mesh, --schedule or --chunks."
+            ),
         ),
         (
             "--strategy hybrid --schedule interleaved --layers 4 --micro-batches 3 --batch-size 12",
-            "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 2 stages, got 3.\n"
-            "Fix: use 2 or 4 micro-batches, or num_chunks=1.",
+            (
+                "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 2"
+                " stages, got 3.\nFix: use 2 or 4 micro-batches, or num_chunks=1."
+            ),
         ),
         (
             "--strategy hybrid --placement zero1 --no-regather",
-            "train: --no-regather is for placements that gather weights; --placement zero1 does not.\n"
-            "Fix: leave it out, or choose --placement fsdp.",
+            (
+                "train: --no-regather is for placements that gather weights; --placement zero1 does"
+                " not.\nFix: leave it out, or choose --placement fsdp."
+            ),
         ),
         (
             "--strategy hybrid --micro-batches 8",
-            "train: --batch-size 8 is not divisible by 2 devices along data x 8 micro-batches = 16.\n"
-            "Fix: use --batch-size 16, or another --mesh or --micro-batches.",
+            (
+                "train: --batch-size 8 is not divisible by 2 devices along data x 8 micro-batches ="
+                " 16.\nFix: use --batch-size 16, or another --mesh or --micro-batches."
+            ),
         ),
         (
             "--strategy hybrid --batch-size 6",
-            "train: --batch-size 6 is not divisible by 2 devices along data x 2 micro-batches = 4.\n"
-            "Fix: use --batch-size 4 or 8, or another --mesh or --micro-batches.",
+            (
+                "train: --batch-size 6 is not divisible by 2 devices along data x 2 micro-batches ="
+                " 4.\nFix: use --batch-size 4 or 8, or another --mesh or --micro-batches."
+            ),
         ),
         (
             "--strategy hybrid --placement zero1 --gather-dtype bfloat16",
-            "train: --gather-dtype is for placements that gather weights; --placement zero1 does not.\n"
-            "Fix: leave it out, or choose --placement fsdp.",
+            (
+                "train: --gather-dtype is for placements that gather weights; --placement zero1"
+                " does not.\nFix: leave it out, or choose --placement fsdp."
+            ),
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_compiles(tiny, tmp_path, capsys, monkeypatch, words, message):
-    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled"))
+def test_what_makes_no_sense_is_refused_before_anything_compiles(
+    tiny, tmp_path, capsys, monkeypatch, words, message
+):
+    monkeypatch.setattr(
+        jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled")
+    )
     folder = tmp_path / "run"
     assert main([*tiny, "--run-dir", str(folder), *words.split()]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
@@ -180,7 +224,10 @@ def make(where=HYBRID, batch_size=16, layers=None, **pipeline):
     mesh = mesh_of(where.mesh, jax.devices(), pipelined=where.strategy == "hybrid")
     options = fitted(options, mesh)
     config = gpt.GPTConfig(num_layers=options.model.layers)
-    return options.model.layers, make_strategy(options, optax.sgd(0.1), mesh, gpt.model(config)).config
+    return (
+        options.model.layers,
+        make_strategy(options, optax.sgd(0.1), mesh, gpt.model(config)).config,
+    )
 
 
 @pytest.mark.parametrize("schedule", [None, *get_args(ScheduleName)])
@@ -196,7 +243,9 @@ def test_every_schedule_is_the_one_asked_for(schedule):
 def test_every_placement_is_the_one_asked_for(placement, remat):
     gathers = placement in (None, "fsdp", "zero3")
     _, config = make(
-        dataclasses.replace(HYBRID, gather_dtype="bfloat16" if gathers else None), placement=placement, remat=remat
+        dataclasses.replace(HYBRID, gather_dtype="bfloat16" if gathers else None),
+        placement=placement,
+        remat=remat,
     )
     assert config.strategy == "hybrid"
     assert config.placement == PLACEMENTS[placement or "fsdp"]
@@ -205,7 +254,10 @@ def test_every_placement_is_the_one_asked_for(placement, remat):
 
 
 def test_messages_are_sent_ahead_where_that_is_asked_for():
-    assert make(schedule="zero_bubble_v", send_ahead=True)[1].schedule.name == "zero_bubble_v, sent ahead"
+    assert (
+        make(schedule="zero_bubble_v", send_ahead=True)[1].schedule.name
+        == "zero_bubble_v, sent ahead"
+    )
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -258,7 +310,11 @@ def test_a_pipeline_of_one_stage_has_no_schedule_and_no_picture(tmp_path):
     [
         ("fsdp", "interleaved", Pipeline()),
         ("hybrid", "gpipe", Pipeline(placement="zero1", schedule="interleaved", remat=True)),
-        ("hybrid", "interleaved", Pipeline(placement="zero1", schedule="interleaved", chunks=4, remat=True)),
+        (
+            "hybrid",
+            "interleaved",
+            Pipeline(placement="zero1", schedule="interleaved", chunks=4, remat=True),
+        ),
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy, schedule, kept):

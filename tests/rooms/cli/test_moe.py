@@ -1,4 +1,7 @@
-"""`shardopt train --model moe`: experts on their devices, balanced, resumed on another mesh; options that gpt does not have."""
+"""`shardopt train --model moe`: experts on their devices, balanced, resumed on another mesh.
+
+Options that gpt does not have.
+"""
 
 import json
 
@@ -14,9 +17,29 @@ from shardopt.models import gpt
 @pytest.mark.slow
 def test_a_run_shards_experts_and_goes_on_with_others(tiny, tmp_path, capsys):
     words = [*tiny, "--run-dir", str(tmp_path / "run"), "--checkpoint-every", "2"]
-    assert main([*words, "--model", "moe", "--experts", "4", "--steps", "2", "--mesh", "data=2,expert=4"]) == 0
+    assert (
+        main(
+            [
+                *words,
+                "--model",
+                "moe",
+                "--experts",
+                "4",
+                "--steps",
+                "2",
+                "--mesh",
+                "data=2,expert=4",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    for piece in ("2 of 4 experts", "mesh       data=2 x expert=4", "blocks/experts/up", "router_load"):
+    for piece in (
+        "2 of 4 experts",
+        "mesh       data=2 x expert=4",
+        "blocks/experts/up",
+        "router_load",
+    ):
         assert piece in out
     assert main([*words, "--steps", "3", "--mesh", "data=4,expert=2", "--resume"]) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
@@ -27,7 +50,10 @@ def test_a_run_shards_experts_and_goes_on_with_others(tiny, tmp_path, capsys):
 def test_tokens_go_through_as_many_hidden_units_as_in_a_gpt():
     shape = {"dim": 64, "layers": 2}
     moe, plain = model_of(Model(model="moe", experts=8, top_k=2, **shape)), model_of(Model(**shape))
-    count = lambda model: sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))  # noqa: E731
+
+    def count(model):
+        return sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
+
     assert count(moe) > 2 * count(plain)
     up = jax.eval_shape(moe.init, jax.random.key(0))["blocks"]["experts"]["up"]
     assert up.shape == (2, 8, 64, gpt.GPTConfig(dim=64).hidden // 2)
@@ -38,13 +64,17 @@ def test_tokens_go_through_as_many_hidden_units_as_in_a_gpt():
     [
         (
             ["--experts", "4", "--balance", "none"],
-            "error: train: 2 options for --model moe; gpt was asked for.\n  --experts 4\n  --balance none\n"
-            "Fix: leave out what is listed, or choose --model moe.",
+            (
+                "error: train: 2 options for --model moe; gpt was asked for.\n  --experts 4\n "
+                " --balance none\nFix: leave out what is listed, or choose --model moe."
+            ),
         ),
         (
             ["--model", "moe", "--precision", "fp8"],
-            "error: train: --precision fp8 is for --model gpt; moe was asked for.\n"
-            "Fix: leave it out, or choose --model gpt.",
+            (
+                "error: train: --precision fp8 is for --model gpt; moe was asked for.\n"
+                "Fix: leave it out, or choose --model gpt."
+            ),
         ),
         (["--model", "moe", "--top-k", "0"], "error: train: --top-k must be at least 1, got 0."),
         (

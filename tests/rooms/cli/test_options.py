@@ -41,7 +41,9 @@ def exit_of(capsys, *words):
 def test_help_lists_the_commands_that_exist_and_no_others(capsys):
     code, text = exit_of(capsys, "--help")
     assert code == 0
-    assert "usage: shardopt [-h] {train,tune,launch,vault,plan,audit,schedule,doctor,verify}" in text
+    assert (
+        "usage: shardopt [-h] {train,tune,launch,vault,plan,audit,schedule,doctor,verify}" in text
+    )
 
 
 def test_help_of_train_names_every_option_with_its_default(capsys):
@@ -73,7 +75,9 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         "--tensorboard": "False",
         "--debug": "False",
     }.items():
-        assert re.search(rf"{option}\b[^()]*(\([^()]*\)[^()]*)*\(default: {default}\)", words), option
+        assert re.search(rf"{option}\b[^()]*(\([^()]*\)[^()]*)*\(default: {default}\)", words), (
+            option
+        )
     for option in ("--learning-rate", "--steps", "--batch-size", "--dim", "--heads", "--length"):
         assert option in words
 
@@ -81,7 +85,9 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
 @pytest.mark.parametrize("before", [False, True])
 def test_flags_can_be_given_whatever_the_run_before_had(before):
     """A run that is resumed takes its saved options for defaults, and was perhaps resumed itself."""
-    saved = TrainOptions(run=dataclasses.replace(TrainOptions().run, resume=before, tensorboard=before))
+    saved = TrainOptions(
+        run=dataclasses.replace(TrainOptions().run, resume=before, tensorboard=before)
+    )
     given = parse(["train", "--resume", "--tensorboard"], saved).run
     assert (given.resume, given.tensorboard) == (True, True)
     assert not parse(["train", "--no-tensorboard"], saved).run.tensorboard
@@ -94,11 +100,17 @@ def test_help_starts_no_device():
         "try: main(['train', '--help'])\nexcept SystemExit: pass\n"
         "from jax._src import xla_bridge\nsys.exit(xla_bridge.backends_are_initialized())"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, timeout=120).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=False, capture_output=True, timeout=120
+        ).returncode
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("trian",), ("plam",), ("train", "--strategy", "zero4"), ("train", "--setps", "3")]
+    "words",
+    [(), ("trian",), ("plam",), ("train", "--strategy", "zero4"), ("train", "--setps", "3")],
 )
 def test_words_that_are_no_options_exit_with_2(capsys, words):
     code, _ = exit_of(capsys, *words)
@@ -120,12 +132,10 @@ def test_mesh_sizes_are_read(text, sizes):
 
 def test_every_wrong_part_of_a_mesh_is_named():
     message = (
-        "train: --mesh dota=4,tensor=two,data=2,data=2,3 cannot be read.\n"
-        "  'dota=4': there is no axis 'dota'\n"
-        "  'tensor=two': the size must be an integer\n"
-        "  'data=2': data is there twice\n"
-        "  '3': there is no axis '3'\n"
-        "Fix: write --mesh data=4,tensor=2; the axes are replica, data, tensor, pipeline, context, expert, and one size may be -1."
+        "train: --mesh dota=4,tensor=two,data=2,data=2,3 cannot be read.\n  'dota=4': there is no"
+        " axis 'dota'\n  'tensor=two': the size must be an integer\n  'data=2': data is there"
+        " twice\n  '3': there is no axis '3'\nFix: write --mesh data=4,tensor=2; the axes are"
+        " replica, data, tensor, pipeline, context, expert, and one size may be -1."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         parse_mesh("dota=4,tensor=two,data=2,data=2,3")
@@ -138,15 +148,22 @@ def test_the_mesh_by_itself_fits_any_number_of_devices(count, tensor):
 
 
 @pytest.mark.parametrize(
-    ("count", "pipeline", "tensor"), [(8, 2, 2), (6, 2, 1), (4, 2, 1), (2, 2, 1), (5, 1, 1), (1, 1, 1)]
+    ("count", "pipeline", "tensor"),
+    [(8, 2, 2), (6, 2, 1), (4, 2, 1), (2, 2, 1), (5, 1, 1), (1, 1, 1)],
 )
 def test_the_mesh_by_itself_has_two_stages_for_hybrid_where_it_can(count, pipeline, tensor):
     mesh = mesh_of("auto", jax.devices()[:count], pipelined=True)
-    assert dict(mesh.shape) == {"data": count // pipeline // tensor, "pipeline": pipeline, "tensor": tensor}
+    assert dict(mesh.shape) == {
+        "data": count // pipeline // tensor,
+        "pipeline": pipeline,
+        "tensor": tensor,
+    }
 
 
 def test_a_mesh_that_names_tensor_alone_leaves_no_device_out():
-    with pytest.raises(ValueError, match=r"^make_mesh: replica=1, data=1, pipeline=1, tensor=4 needs 4 devices"):
+    with pytest.raises(
+        ValueError, match=r"^make_mesh: replica=1, data=1, pipeline=1, tensor=4 needs 4 devices"
+    ):
         mesh_of("tensor=4", jax.devices())
     assert mesh_of("tensor=8", jax.devices()).shape["tensor"] == 8
 
@@ -169,7 +186,9 @@ def test_optimizers_are_read(text, name, arguments):
     assert (factory, found) == (optimizers()[name], arguments)
 
 
-@pytest.mark.parametrize("text", ["adamw(", "adamw(0.9)", "adamw(b2=x)", "adamw(**{})", "", "__import__('os')"])
+@pytest.mark.parametrize(
+    "text", ["adamw(", "adamw(0.9)", "adamw(b2=x)", "adamw(**{})", "", "__import__('os')"]
+)
 def test_anything_but_a_name_with_literal_arguments_is_refused(text):
     message = (
         f"train: --optimizer {text} cannot be read.\n"
@@ -187,10 +206,26 @@ def test_anything_but_a_name_with_literal_arguments_is_refused(text):
             "optax has no optimizer 'adamv' that a learning rate is enough for.",
             "did you mean ",
         ),
-        ("muon", "optax has no optimizer 'muon' that a learning rate is enough for.", "did you mean contrib.muon?"),
-        ("contrib.sophia", "optax has no optimizer 'contrib.sophia' that a learning rate is enough for.", ""),
-        ("1 + 1", "optax has no optimizer '1 + 1' that a learning rate is enough for.", "choose one of adabelief, "),
-        ("sgd(b2=1, b3=1)", "--optimizer sgd has no argument 'b2' or 'b3'.", "it takes momentum, nesterov"),
+        (
+            "muon",
+            "optax has no optimizer 'muon' that a learning rate is enough for.",
+            "did you mean contrib.muon?",
+        ),
+        (
+            "contrib.sophia",
+            "optax has no optimizer 'contrib.sophia' that a learning rate is enough for.",
+            "",
+        ),
+        (
+            "1 + 1",
+            "optax has no optimizer '1 + 1' that a learning rate is enough for.",
+            "choose one of adabelief, ",
+        ),
+        (
+            "sgd(b2=1, b3=1)",
+            "--optimizer sgd has no argument 'b2' or 'b3'.",
+            "it takes momentum, nesterov",
+        ),
     ],
 )
 def test_unknown_optimizers_and_arguments_are_refused_with_what_is_near(text, what, fix):
@@ -213,7 +248,9 @@ def test_numbers_out_of_range_are_refused(numbers, message):
 
 def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth():
     schedule = make_schedule(1.0, 100)
-    np.testing.assert_allclose([schedule(step) for step in (0, 5, 10, 100)], [0.1, 0.55, 1.0, 0.1], rtol=1e-5)
+    np.testing.assert_allclose(
+        [schedule(step) for step in (0, 5, 10, 100)], [0.1, 0.55, 1.0, 0.1], rtol=1e-5
+    )
     assert schedule(55) == pytest.approx(0.55)
     for steps in (1, 2, 3):
         assert all(np.isfinite(make_schedule(1.0, steps)(step)) for step in range(steps + 1))
@@ -224,13 +261,19 @@ def test_an_optimizer_follows_the_schedule_clips_and_shows_its_rate():
     params = {"w": jnp.zeros(4)}
     state = tx.init(params)
     updates, state = tx.update({"w": jnp.full(4, 10.0)}, state, params)
-    np.testing.assert_allclose(updates["w"], -0.1 * 1.0, rtol=1e-5)  # rate 0.1, gradient clipped to norm 2
-    assert so.training.hyperparams(so.TrainState(0, params, state, None)) == {"learning_rate": pytest.approx(0.1)}
+    # rate 0.1, gradient clipped to norm 2
+    np.testing.assert_allclose(updates["w"], -0.1 * 1.0, rtol=1e-5)
+    assert so.training.hyperparams(so.TrainState(0, params, state, None)) == {
+        "learning_rate": pytest.approx(0.1)
+    }
 
 
 @pytest.mark.parametrize(
     "name",
-    tiered(["adamw", "rprop", "sm3", "contrib.muon", "lbfgs"], lambda name: name in ("adamw", "contrib.muon")),
+    tiered(
+        ["adamw", "rprop", "sm3", "contrib.muon", "lbfgs"],
+        lambda name: name in ("adamw", "contrib.muon"),
+    ),
 )
 def test_any_optimizer_of_optax_trains_also_one_that_knows_nothing_of_schedules(name, mesh_of):
     assert name in optimizers()
@@ -246,8 +289,16 @@ def test_any_optimizer_of_optax_trains_also_one_that_knows_nothing_of_schedules(
 
 def test_only_what_needs_no_more_than_a_learning_rate_is_offered():
     assert {"adamw", "sgd", "lion", "lamb", "adafactor", "contrib.muon"} <= set(optimizers())
-    assert not {"inject_hyperparams", "scale_by_adam", "scale_by_learning_rate", "contrib.sam"} & set(optimizers())
-    assert all(callable(getattr(optax.contrib if "." in name else optax, name.split(".")[-1])) for name in optimizers())
+    assert not {
+        "inject_hyperparams",
+        "scale_by_adam",
+        "scale_by_learning_rate",
+        "contrib.sam",
+    } & set(optimizers())
+    assert all(
+        callable(getattr(optax.contrib if "." in name else optax, name.split(".")[-1]))
+        for name in optimizers()
+    )
 
 
 def test_options_survive_json_and_take_defaults_for_what_is_not_in_it():

@@ -1,4 +1,6 @@
-"""The commands that need no device: `shardopt plan`, `audit` and `schedule`: tables, JSON, pictures, and refusals."""
+"""The commands that need no device: `shardopt plan`, `audit` and `schedule`: tables, JSON,
+pictures, and refusals.
+"""
 
 import functools
 import importlib.util
@@ -61,7 +63,9 @@ def test_what_to_type_is_python(capsys):
     ids=lambda layout: layout.schedule,
 )
 def test_the_schedule_to_type_is_that_of_the_layout(layout):
-    found = eval(_builder_text(layout), {"so": so, "functools": functools})(layout.pipeline, layout.micro_batches)
+    found = eval(_builder_text(layout), {"so": so, "functools": functools})(
+        layout.pipeline, layout.micro_batches
+    )
     assert (found.name, found.ticks) == (layout.table().name, layout.table().ticks)
 
 
@@ -90,8 +94,14 @@ def test_plan_as_a_picture(capsys, tmp_path):
         (["--hardware", "abacus"], "plan: unknown hardware 'abacus'."),
         (["--model", "gpt9"], "plan: unknown model 'gpt9'."),
         (["--optimizer", "adamw("], "plan: --optimizer adamw( cannot be read."),
-        (["--optimizer", "adamx"], "plan: optax has no optimizer 'adamx' that a learning rate is enough for."),
-        (["--model", "llama3-405b"], "plan: llama3-405b on 4 chips of a100 with 8 rows per batch: nothing fits into"),
+        (
+            ["--optimizer", "adamx"],
+            "plan: optax has no optimizer 'adamx' that a learning rate is enough for.",
+        ),
+        (
+            ["--model", "llama3-405b"],
+            "plan: llama3-405b on 4 chips of a100 with 8 rows per batch: nothing fits into",
+        ),
     ],
 )
 def test_plan_refuses(capsys, words, message):
@@ -164,13 +174,16 @@ ENTRY %main (p: f32[16]) -> f32[8] {
 
 
 @pytest.mark.parametrize(
-    ("written", "verdict"), [(WRITTEN, "agrees"), (WRITTEN.replace("add", "subtract"), "wrong"), (None, "wrong")]
+    ("written", "verdict"),
+    [(WRITTEN, "agrees"), (WRITTEN.replace("add", "subtract"), "wrong"), (None, "wrong")],
 )
 def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
     source = Source(COUNTED, outputs=("{replicated}",), lowered=written)
     audit = so.audit(COUNTED, mesh={"data": 2})._replace(source=source)
     step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
-    report = AotReport("v5p:2x1x1", 1, {"data": 2}, Memory(8, 8, 8, 8), audit, 1.0, 1.0, 100, COUNTED, step)
+    report = AotReport(
+        "v5p:2x1x1", 1, {"data": 2}, Memory(8, 8, 8, 8), audit, 1.0, 1.0, 100, COUNTED, step
+    )
     monkeypatch.setattr(_plan, "compile_model", lambda options: report)
     words = ["audit", "--topology", "v5p:2x1x1", "--model", "gpt2", "--prove"]
     assert main(words) == 0
@@ -185,13 +198,31 @@ def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
     ("words", "message"),
     [
         ([], "audit: there is nothing to audit."),
-        ([str(PROGRAM), "--prove"], "audit: --prove needs to know where results live, which a file does not tell."),
-        ([str(PROGRAM), "--topology", "v5e:4x4"], "audit: a file and --topology exclude each other."),
+        (
+            [str(PROGRAM), "--prove"],
+            "audit: --prove needs to know where results live, which a file does not tell.",
+        ),
+        (
+            [str(PROGRAM), "--topology", "v5e:4x4"],
+            "audit: a file and --topology exclude each other.",
+        ),
         ([str(PROGRAM), "--mesh", "depth=8"], "audit: --mesh depth=8 cannot be read."),
-        ([str(PROGRAM), "--mesh", "data=4"], "audit: the mesh (data=4) has 4 devices, the program 8."),
-        ([str(PROGRAM)], "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one."),
-        ([str(PROGRAM), "--mesh", "data=8", "--png", "a.png"], "audit: --png needs to know the chip."),
-        ([str(PROGRAM), "--mesh", "data=8", "--hardware", "v9"], "step_seconds: unknown hardware 'v9'."),
+        (
+            [str(PROGRAM), "--mesh", "data=4"],
+            "audit: the mesh (data=4) has 4 devices, the program 8.",
+        ),
+        (
+            [str(PROGRAM)],
+            "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one.",
+        ),
+        (
+            [str(PROGRAM), "--mesh", "data=8", "--png", "a.png"],
+            "audit: --png needs to know the chip.",
+        ),
+        (
+            [str(PROGRAM), "--mesh", "data=8", "--hardware", "v9"],
+            "step_seconds: unknown hardware 'v9'.",
+        ),
         ([__file__], "audit: this is not the text of an HLO module: it has no HloModule line."),
         (["--topology", "v9:2"], "aot: unknown topology 'v9:2'."),
         (["--topology", "v5e:2x4", "--model", "gpt9"], "audit: unknown model 'gpt9'."),
@@ -209,7 +240,9 @@ def test_a_missing_file_and_a_missing_compiler(capsys, monkeypatch):
     assert main(["audit", "nowhere.hlo"]) == 2
     assert "No such file or directory: 'nowhere.hlo'" in capsys.readouterr().err
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "libtpu" else find(name)
+    )
     assert main(["audit", "--topology", "v5e:2x4", "--model", "gpt2"]) == 2
     assert "Fix: pip install 'shardopt[tpu]'" in capsys.readouterr().err
 
@@ -217,7 +250,17 @@ def test_a_missing_file_and_a_missing_compiler(capsys, monkeypatch):
 @pytest.mark.slow
 def test_a_model_is_compiled_for_chips_that_are_not_there(capsys):
     """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
-    words = ["audit", "--model", "gpt2", "--length", "128", "--topology", "v5e:2x4", "--mesh", "replica=2"]
+    words = [
+        "audit",
+        "--model",
+        "gpt2",
+        "--length",
+        "128",
+        "--topology",
+        "v5e:2x4",
+        "--mesh",
+        "replica=2",
+    ]
     assert main([*words, "--strategy", "zero1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["mesh"] == {"replica": 2, "data": 4, "pipeline": 1, "tensor": 1}
@@ -231,7 +274,9 @@ def test_a_model_is_compiled_for_chips_that_are_not_there(capsys):
 
 
 def test_schedule_prints_what_the_library_does(capsys):
-    assert main(["schedule", "--kind", "zero_bubble", "--stages", "4", "--micro-batches", "16"]) == 0
+    assert (
+        main(["schedule", "--kind", "zero_bubble", "--stages", "4", "--micro-batches", "16"]) == 0
+    )
     assert capsys.readouterr().out == f"{so.schedules.zero_bubble(4, 16)}\n"
 
 
@@ -239,7 +284,11 @@ def test_schedule_as_json(capsys):
     words = ["schedule", "--kind", "interleaved", "--stages", "2", "--micro-batches", "4", "--json"]
     assert main(words) == 0
     found, table = json.loads(capsys.readouterr().out), so.schedules.interleaved(2, 4, num_chunks=2)
-    assert (found["chunks"], found["ticks"], found["bubble"]) == (2, table.num_ticks, table.bubble_fraction)
+    assert (found["chunks"], found["ticks"], found["bubble"]) == (
+        2,
+        table.num_ticks,
+        table.bubble_fraction,
+    )
     assert found["table"]["forward_micro_batch"] == table.table()["forward_micro_batch"].tolist()
     assert main([*words, "--chunks", "3"]) == 0
     assert json.loads(capsys.readouterr().out)["chunks"] == 3

@@ -1,4 +1,6 @@
-"""Checkpoints of one arrangement of replicas and reducers restored to another: what is kept, and what is said."""
+"""Checkpoints of one arrangement of replicas and reducers restored to another: what is kept, and
+what is said.
+"""
 
 import functools
 import itertools
@@ -15,7 +17,10 @@ import shardopt as so
 from shardopt.cli._run_folder import ConvertingCheckpoints
 
 PARAMS = {"a/b%": jnp.arange(8.0), "w": jnp.ones((4, 2))}
-TX = optax.chain(optax.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1)))
+TX = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    optax.inject_hyperparams(optax.adam)(optax.constant_schedule(0.1)),
+)
 BATCH = np.arange(16.0, dtype=np.float32).reshape(8, 2) / 16
 
 
@@ -54,12 +59,18 @@ def trained(opt, steps=5):
 
 def optimizer_of(opt_state):
     """Return the state of adam, whatever it is wrapped in, with rows for replicas or without."""
-    return getattr(getattr(opt_state, "optimizer", opt_state), "value", getattr(opt_state, "optimizer", opt_state))
+    return getattr(
+        getattr(opt_state, "optimizer", opt_state),
+        "value",
+        getattr(opt_state, "optimizer", opt_state),
+    )
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
-    """Return a function that gives a checkpoint of a form after five steps, two replicas, and its state."""
+    """Return a function that gives a checkpoint of a form after five steps, two replicas, and its
+    state.
+    """
     mesh = so.make_mesh(replica=2, data=2, devices=jax.devices()[:4])
 
     @functools.cache
@@ -87,11 +98,20 @@ def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, befor
     opt = FORMS[after](mesh)
     opt.init(PARAMS)
     with ConvertingCheckpoints(
-        folder, 1, None, base=plain(mesh), abstract_params=jax.eval_shape(lambda: PARAMS), say=said.append
+        folder,
+        1,
+        None,
+        base=plain(mesh),
+        abstract_params=jax.eval_shape(lambda: PARAMS),
+        say=said.append,
     ) as checkpoints:
         state, extra = checkpoints.restore(opt)
     mean = ", the mean of 2 replicas" if local else ""
-    expected = [] if before == after else [f"Kept of step 5: parameters and optimizer state{mean}{NOTES[after]}."]
+    expected = (
+        []
+        if before == after
+        else [f"Kept of step 5: parameters and optimizer state{mean}{NOTES[after]}."]
+    )
     assert (said, extra) == (expected, {})
 
     def means(tree):
@@ -102,7 +122,10 @@ def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, befor
     new = jax.device_get(state)
     if hasattr(new.opt_state, "outer"):
         for row in range(4):
-            take = lambda tree, row=row: jax.tree.map(lambda x: x[row], tree)  # noqa: E731
+
+            def take(tree, row=row):
+                return jax.tree.map(lambda x: x[row], tree)
+
             jax.tree.map(np.testing.assert_array_equal, take(new.opt_state.params.value), params)
             jax.tree.map(np.testing.assert_array_equal, take(optimizer_of(new.opt_state)), adam)
     else:
@@ -111,7 +134,10 @@ def test_parameters_and_optimizer_state_are_kept_whatever_the_form(stored, befor
         jax.tree.map(np.testing.assert_array_equal, new.params, params)
     assert int(new.step) == 5
     np.testing.assert_array_equal(new.rng, old.rng)
-    placed = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)  # noqa: E731
+
+    def placed(tree):
+        return jax.tree.map(lambda leaf: leaf.sharding, tree)
+
     assert placed(state) == placed(opt.abstract_state())
 
 
@@ -139,10 +165,10 @@ def test_another_optimizer_is_refused_in_the_words_of_the_strategy_by_itself(sto
     opt.init(PARAMS)
     message = (
         f"train: step 5 in {folder} does not fit opt: 2 leaves missing, 0 left over, 0 different.\n"
-        "  opt_state/0/trace/a/b%: float32[8], missing from the checkpoint\n"
-        "  opt_state/0/trace/w: float32[4, 2], missing from the checkpoint\n"
-        "Fix: build opt with the optax chain that the checkpoint was saved with; or start another chain on its "
-        "parameters: new_opt.init(restore(directory, old_opt).params)."
+        "  opt_state/0/trace/a/b%: float32[8], missing from the checkpoint\n  opt_state/0/trace/w:"
+        " float32[4, 2], missing from the checkpoint\nFix: build opt with the optax chain that the"
+        " checkpoint was saved with; or start another chain on its parameters:"
+        " new_opt.init(restore(directory, old_opt).params)."
     )
     with (
         ConvertingCheckpoints(
@@ -158,14 +184,24 @@ def test_a_damaged_checkpoint_is_not_converted(tmp_path):
     opt = FORMS["diloco"](mesh)
     so.save(tmp_path, trained(plain(mesh), 1))
     opt.init(PARAMS)
-    victim = next(path for path in (tmp_path / "1" / "state").rglob("*") if path.is_file() and path.stat().st_size)
+    victim = next(
+        path
+        for path in (tmp_path / "1" / "state").rglob("*")
+        if path.is_file() and path.stat().st_size
+    )
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     with (
         ConvertingCheckpoints(
-            tmp_path, 1, None, base=plain(mesh), abstract_params=jax.eval_shape(lambda: PARAMS), say=pytest.fail
+            tmp_path,
+            1,
+            None,
+            base=plain(mesh),
+            abstract_params=jax.eval_shape(lambda: PARAMS),
+            say=pytest.fail,
         ) as checkpoints,
         pytest.raises(
-            so.errors.CheckpointError, match=r"^Checkpoints: step 1 in .* is damaged|^train: step 1 in .* is damaged"
+            so.errors.CheckpointError,
+            match=r"^Checkpoints: step 1 in .* is damaged|^train: step 1 in .* is damaged",
         ),
     ):
         checkpoints.restore(opt)

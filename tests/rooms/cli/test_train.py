@@ -1,4 +1,6 @@
-"""`shardopt train` from end to end: it trains, refuses to overwrite, resumes elsewhere, and stops when told."""
+"""`shardopt train` from end to end: it trains, refuses to overwrite, resumes elsewhere, and stops
+when told.
+"""
 
 import contextlib
 import io
@@ -24,7 +26,9 @@ def finished(tiny, tmp_path_factory):
     """A run of eight steps, and what it printed."""
     folder, out = tmp_path_factory.mktemp("runs") / "run", io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert main([*tiny, "--run-dir", str(folder), "--steps", "8", "--checkpoint-every", "4"]) == 0
+        assert (
+            main([*tiny, "--run-dir", str(folder), "--steps", "8", "--checkpoint-every", "4"]) == 0
+        )
     return folder, out.getvalue()
 
 
@@ -73,20 +77,28 @@ def test_a_run_shows_its_placement_learns_and_leaves_a_folder(finished):
     [
         (
             (),
-            "train: there is a run in '{folder}' already, saved at step 8.\n"
-            "Fix: go on with --resume, choose another --run-dir, or delete '{folder}'.",
+            (
+                "train: there is a run in '{folder}' already, saved at step 8.\n"
+                "Fix: go on with --resume, choose another --run-dir, or delete '{folder}'."
+            ),
         ),
         (
             ("--resume", "--dim", "48", "--heads", "2"),
-            "train: the run in '{folder}' trains another model.\n"
-            "  --dim was 32, is now 48\n  --heads was 4, is now 2\n"
-            "Fix: leave these out, or choose another --run-dir.",
+            (
+                "train: the run in '{folder}' trains another model.\n"
+                "  --dim was 32, is now 48\n  --heads was 4, is now 2\n"
+                "Fix: leave these out, or choose another --run-dir."
+            ),
         ),
     ],
 )
 def test_a_run_is_neither_overwritten_nor_resumed_as_another_model(train, folder, words, message):
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    assert train("--run-dir", folder, *words) == (2, "", f"error: {message.format(folder=folder)}\n")
+    assert train("--run-dir", folder, *words) == (
+        2,
+        "",
+        f"error: {message.format(folder=folder)}\n",
+    )
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
@@ -96,16 +108,25 @@ def test_a_run_is_resumed_with_other_devices_another_mesh_and_another_strategy(s
     process = start("--run-dir", folder, *words.split())
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert f"Resuming from step 8 in {folder / 'checkpoints'}, the data from its saved state." in err
+    assert (
+        f"Resuming from step 8 in {folder / 'checkpoints'}, the data from its saved state." in err
+    )
     assert "devices    4 CPU devices, simulated on " in out
     assert "mesh       data=2 x context=2\n" in re.sub(" +\n", "\n", out)
-    assert "sent by each device over data x context (with the keys and values of attention): " in out
+    assert (
+        "sent by each device over data x context (with the keys and values of attention): " in out
+    )
     assert "The batches come in a new order" not in out
     assert [line["step"] for line in logged(folder)] == [4, 8, 10, 12]
     assert logged(folder)[-1]["val_loss"] < logged(folder)[1]["val_loss"]
     saved = json.loads((folder / "config.json").read_text())
-    assert [saved["where"][name] for name in ("devices", "mesh", "strategy")] == [4, "data=2,context=2", "zero1"]
-    assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)  # one given, one kept
+    assert [saved["where"][name] for name in ("devices", "mesh", "strategy")] == [
+        4,
+        "data=2,context=2",
+        "zero1",
+    ]
+    # one given, one kept
+    assert (saved["training"]["steps"], saved["run"]["checkpoint_every"]) == (12, 4)
 
 
 @pytest.mark.slow  # training/test_resume.py
@@ -122,16 +143,24 @@ def test_norms_of_layers_are_logged_and_drawn(train, folder):
     assert code == 0
     assert f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png, norms.png" in out
     assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")
-    gradients = {line["step"]: line for line in logged(folder) if "gradient_norm/blocks/mlp/up/layer_1" in line}
+    gradients = {
+        line["step"]: line
+        for line in logged(folder)
+        if "gradient_norm/blocks/mlp/up/layer_1" in line
+    }
     assert [*gradients] == [9, 10]
     norms = [norm for name, norm in gradients[10].items() if name.startswith("gradient_norm/")]
-    assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(logged(folder)[-1]["grad_norm"], rel=1e-4)
+    assert sum(norm**2 for norm in norms) ** 0.5 == pytest.approx(
+        logged(folder)[-1]["grad_norm"], rel=1e-4
+    )
 
 
 @pytest.mark.slow
 def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
     folder = tmp_path / "a run"
-    process = start("--run-dir", folder, "--steps", 100_000, "--evaluate-every", 100_000, "--strategy", "ddp")
+    process = start(
+        "--run-dir", folder, "--steps", 100_000, "--evaluate-every", 100_000, "--strategy", "ddp"
+    )
     assert next(line for line in process.stderr if line.startswith("step 10/100000"))  # it trains
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=300)
@@ -148,23 +177,32 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
     [
         (
             ("--resume",),
-            "train: there is no run in '{folder}' to go on with.\n"
-            "Fix: leave out --resume to start one, or name its folder with --run-dir.",
+            (
+                "train: there is no run in '{folder}' to go on with.\n"
+                "Fix: leave out --resume to start one, or name its folder with --run-dir."
+            ),
         ),
         (
             ("--mesh", "data=3"),
-            "make_mesh: replica=1, data=3, pipeline=1, tensor=1 needs 3 devices, but there are 8.\n"
-            "Fix: set one size to -1, choose sizes whose product is 8, or pass devices=jax.devices()[:3].",
+            (
+                "make_mesh: replica=1, data=3, pipeline=1, tensor=1 needs 3 devices, but there are"
+                " 8.\nFix: set one size to -1, choose sizes whose product is 8, or pass"
+                " devices=jax.devices()[:3]."
+            ),
         ),
         (
             ("--strategy", "ddp", "--gather-dtype", "bfloat16"),
-            "train: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.\n"
-            "Fix: leave it out, or choose --strategy fsdp.",
+            (
+                "train: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.\n"
+                "Fix: leave it out, or choose --strategy fsdp."
+            ),
         ),
         (
             ("--batch-size", "6"),
-            "train: --batch-size 6 is not divisible by 4 devices along data = 4.\n"
-            "Fix: use --batch-size 4 or 8, or another --mesh or --micro-batches.",
+            (
+                "train: --batch-size 6 is not divisible by 4 devices along data = 4.\n"
+                "Fix: use --batch-size 4 or 8, or another --mesh or --micro-batches."
+            ),
         ),
         (
             ("--micro-batches", "0"),
@@ -172,17 +210,23 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         ),
         (
             ("--dim", "36"),
-            "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even width\n"
-            "Fix: choose positive sizes, and dim a multiple of 2 * num_heads.",
+            (
+                "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even"
+                " width\nFix: choose positive sizes, and dim a multiple of 2 * num_heads."
+            ),
         ),
         (
             ("--data", "/no/such/text"),
-            "data: there is no file or folder '/no/such/text'.\n"
-            "Fix: check the path; without one, Python's own source is read.",
+            (
+                "data: there is no file or folder '/no/such/text'.\n"
+                "Fix: check the path; without one, Python's own source is read."
+            ),
         ),
     ],
 )
-def test_what_cannot_be_done_is_said_without_a_traceback_and_leaves_nothing(train, tmp_path, words, message):
+def test_what_cannot_be_done_is_said_without_a_traceback_and_leaves_nothing(
+    train, tmp_path, words, message
+):
     folder = tmp_path / "run"
     code, _, err = train("--run-dir", folder, *words)
     assert (code, err) == (2, f"error: {message.format(folder=folder)}\n")
@@ -213,7 +257,9 @@ def test_a_damaged_config_is_named(train, tmp_path):
     ],
 )
 def test_every_strategy_is_the_one_asked_for(name, placement):
-    where = Devices(strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None)
+    where = Devices(
+        strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None
+    )
     mesh = mesh_of("auto", jax.devices())
     opt = make_strategy(TrainOptions(where=where), optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig()))
     assert opt.config.placement == placement

@@ -1,4 +1,6 @@
-"""`shardopt tune` from end to end: it trains on the assistant's tokens, resumes, writes what others load, and refuses."""
+"""`shardopt tune` from end to end: it trains on the assistant's tokens, resumes, writes what others
+load, and refuses.
+"""
 
 import json
 import re
@@ -62,7 +64,8 @@ def tune(model, conversations, tmp_path, capsys):
     return run
 
 
-@pytest.mark.slow  # test_train.py runs the same loop, models/test_open_weights_files.py writes such folders
+# test_train.py runs the same loop, models/test_open_weights_files.py writes such folders
+@pytest.mark.slow
 def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model, tmp_path):
     code, out, err = tune("--steps", 8, "--mesh", "data=8", "--no-recompute-blocks")
     assert code == 0, err
@@ -75,12 +78,19 @@ def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model
         "loads the model.",
     ):
         assert piece in out
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [4, 8]
     assert lines[1]["val_loss"] < lines[0]["val_loss"]
-    tuned, before = from_pretrained(tmp_path / "run" / "model"), load_file(model / "model.safetensors")
+    tuned, before = (
+        from_pretrained(tmp_path / "run" / "model"),
+        load_file(model / "model.safetensors"),
+    )
     after = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert {name: x.dtype for name, x in after.items()} == {name: x.dtype for name, x in before.items()}
+    assert {name: x.dtype for name, x in after.items()} == {
+        name: x.dtype for name, x in before.items()
+    }
     assert all((after[name] != numbers).any() for name, numbers in before.items())
     assert tuned.config == from_pretrained(model).config
     assert (tmp_path / "run" / "model" / "tokenizer.json").exists()
@@ -90,7 +100,9 @@ def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model
 def test_norms_are_logged_and_drawn(tune, tmp_path):
     code, _, err = tune("--steps", 4, "--metrics-every", 4, "--mesh", "data=8", "--lora-rank", 2)
     assert code == 0, err
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     names = {name for line in lines for name in line if name.startswith("gradient_norm/")}
     assert names
     assert all("/lora_" in name for name in names)
@@ -111,7 +123,9 @@ def test_a_run_that_is_resumed_on_another_mesh_ends_as_an_unbroken_one(options, 
         code, _, err = tune(*words, "--mesh", mesh, *resume, run_dir=tmp_path / run_dir)
         assert code == 0, err
     name = "adapters/adapter_model" if options else "model/model"
-    unbroken, broken = (load_file(tmp_path / run_dir / f"{name}.safetensors") for run_dir in ("unbroken", "broken"))
+    unbroken, broken = (
+        load_file(tmp_path / run_dir / f"{name}.safetensors") for run_dir in ("unbroken", "broken")
+    )
     tolerance = 0.05 if options else 1e-4  # a mask of dropout for each device
     for tensor, numbers in unbroken.items():
         np.testing.assert_allclose(broken[tensor], numbers, rtol=0, atol=tolerance, err_msg=tensor)
@@ -119,18 +133,25 @@ def test_a_run_that_is_resumed_on_another_mesh_ends_as_an_unbroken_one(options, 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(tune, model, conversations, tmp_path):
+def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(
+    tune, model, conversations, tmp_path
+):
     torch = pytest.importorskip("torch")
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     for run_dir, options in (("full", ()), ("lora", ("--lora-rank", 4))):
         code, _, err = tune("--steps", 4, *options, run_dir=tmp_path / run_dir)
         assert code == 0, err
-    full = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "full" / "model", dtype=torch.float32)
+    full = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "full" / "model", dtype=torch.float32
+    )
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "lora" / "adapters")
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "full" / "model")
     lines = conversations.read_text().splitlines()
-    held_out = [json.loads(lines[i])["messages"] for i in np.random.default_rng(0).permutation(len(lines))[:10]]
+    held_out = [
+        json.loads(lines[i])["messages"]
+        for i in np.random.default_rng(0).permutation(len(lines))[:10]
+    ]
     for run_dir, theirs in (("full", full), ("lora", adapted)):
         total, count = 0.0, 0
         for messages in held_out:
@@ -140,7 +161,10 @@ def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(tune, mod
                 return_assistant_tokens_mask=True,
                 return_dict=True,
             )
-            tokens, mask = torch.as_tensor([encoded["input_ids"]]), torch.as_tensor(encoded["assistant_masks"])[1:]
+            tokens, mask = (
+                torch.as_tensor([encoded["input_ids"]]),
+                torch.as_tensor(encoded["assistant_masks"])[1:],
+            )
             with torch.no_grad():
                 logits = theirs.eval()(input_ids=tokens[:, :-1]).logits[0]
             nats = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
@@ -176,15 +200,24 @@ def test_every_strategy_tunes(tune, tmp_path):
         ("--validation 1", "tune: --validation must be between 0 and 1, got 1.0."),
         (
             "--base nf4",
-            "tune: 1 option for adapters, and --lora-rank is not given.\n  --base\nFix: add --lora-rank 16, or leave out what is listed.",
+            (
+                "tune: 1 option for adapters, and --lora-rank is not given.\n  --base\nFix: add"
+                " --lora-rank 16, or leave out what is listed."
+            ),
         ),
         ("--epochs 0", "tune: --epochs must be finite, above 0; got 0.0."),
-        ("--length 4", "tokenize_chats: all 200 conversations have more than 4 tokens; the longest has "),
+        (
+            "--length 4",
+            "tokenize_chats: all 200 conversations have more than 4 tokens; the longest has ",
+        ),
         (
             "--strategy ddp --gather-dtype bfloat16",
             "tune: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.",
         ),
-        ("--batch-size 6 --mesh data=8", "tune: --batch-size 6 is not divisible by 8 devices along data = 8."),
+        (
+            "--batch-size 6 --mesh data=8",
+            "tune: --batch-size 6 is not divisible by 8 devices along data = 8.",
+        ),
         (
             "--lora-rank 2 --lora-targets router",
             "lora: 1 problem with the targets.\n  target 'router' matches no parameter",
@@ -208,8 +241,24 @@ def test_what_cannot_work_is_refused_before_anything_compiles(words, message, tu
 @pytest.mark.fast
 def test_paths_are_needed_and_another_run_is_not_continued(tune, tmp_path, capsys):
     assert main(["tune", "--run-dir", str(tmp_path)]) == 2
-    assert "tune: --model and --data must be given.\nFix: shardopt tune --model FOLDER" in capsys.readouterr().err
-    assert main(["tune", "--model", str(tmp_path / "none"), "--data", "x.jsonl", "--run-dir", str(tmp_path)]) == 2
+    assert (
+        "tune: --model and --data must be given.\nFix: shardopt tune --model FOLDER"
+        in capsys.readouterr().err
+    )
+    assert (
+        main(
+            [
+                "tune",
+                "--model",
+                str(tmp_path / "none"),
+                "--data",
+                "x.jsonl",
+                "--run-dir",
+                str(tmp_path),
+            ]
+        )
+        == 2
+    )
     assert f"tune: --model {tmp_path}/none is no folder." in capsys.readouterr().err
     run_dir = tmp_path / "run"
     run_dir.mkdir()
@@ -217,10 +266,14 @@ def test_paths_are_needed_and_another_run_is_not_continued(tune, tmp_path, capsy
     code, _, err = tune("--resume")
     assert code == 2
     assert f"tune: the run in '{run_dir}' is one of another command." in err
-    (run_dir / "config.json").write_text(json.dumps({"training": {"epochs": 3.0}, "model": {"lora_rank": 4}}))
+    (run_dir / "config.json").write_text(
+        json.dumps({"training": {"epochs": 3.0}, "model": {"lora_rank": 4}})
+    )
     code, _, err = tune("--resume", "--lora-rank", 8)
     assert code == 2
-    assert re.search(r"trains another model\.\n  --model was None, is now .*\n  --lora-rank was 4, is now 8", err)
+    assert re.search(
+        r"trains another model\.\n  --model was None, is now .*\n  --lora-rank was 4, is now 8", err
+    )
 
 
 @pytest.mark.slow
@@ -243,5 +296,7 @@ def test_adapters_do_not_go_on_with_another_base(tune, model, tmp_path):
         shutil.move(tmp_path / "away", model)
     assert code == 2
     assert re.search(
-        r"was trained on another base: its hash is [0-9a-f]{32}, and that of params is [0-9a-f]{32}\.", err
+        r"was trained on another base: its hash is [0-9a-f]{32}, and that of params is"
+        r" [0-9a-f]{32}\.",
+        err,
     )

@@ -1,4 +1,6 @@
-"""Two `shardopt train` with one run folder: the second is refused, and has changed nothing of the first's."""
+"""Two `shardopt train` with one run folder: the second is refused, and has changed nothing of the
+first's.
+"""
 
 import errno
 import pathlib
@@ -16,8 +18,9 @@ def test_a_second_run_leaves_the_options_of_the_first_alone(tiny, tmp_path, caps
     (folder / "config.json").write_text("the first's")
     with so.Checkpoints(folder / "checkpoints", every=1, keep=1):
         assert main([*tiny, "--steps", "2", "--mesh", "data=8", "--run-dir", str(folder)]) == 2
-    assert f"error: Checkpoints: {folder}/checkpoints is already being written to by this very process" in (
-        capsys.readouterr().err
+    assert (
+        f"error: Checkpoints: {folder}/checkpoints is already being written to by this very process"
+        in (capsys.readouterr().err)
     )
     assert (folder / "config.json").read_text() == "the first's"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "config.json"]

@@ -1,4 +1,7 @@
-"""`shardopt verify`: its table, its JSON, its exit codes, and what it refuses; without the packages of the extra too."""
+"""`shardopt verify`: its table, its JSON, its exit codes, and what it refuses.
+
+Without the packages of the extra too.
+"""
 
 import json
 import re
@@ -14,7 +17,11 @@ pytestmark = pytest.mark.fast
 ROWS = [
     Row("training", "fsdp", lambda devices: Measurement(True, "1e-7 of 1e-4", {"tolerance": 1e-4})),
     Row("training", "ddp", lambda devices: Measurement(False, "2e-1 of 1e-4", {})),
-    Row("kernels", "cudnn", lambda devices: (_ for _ in ()).throw(NotRun("not on this platform", "it needs gpu"))),
+    Row(
+        "kernels",
+        "cudnn",
+        lambda devices: (_ for _ in ()).throw(NotRun("not on this platform", "it needs gpu")),
+    ),
 ]
 
 
@@ -43,7 +50,9 @@ def test_it_prints_every_row_writes_json_and_returns_one_for_a_failure(verify, c
         ["failed", "training", "ddp", "2e-1 of 1e-4"],
         ["not on this platform", "kernels", "cudnn", "it needs gpu"],
     ]
-    assert re.fullmatch(r"1 passed, 1 failed, 1 not on this platform; \d+ s; exit code 1; all\.json", lines[5])
+    assert re.fullmatch(
+        r"1 passed, 1 failed, 1 not on this platform; \d+ s; exit code 1; all\.json", lines[5]
+    )
     written = json.loads((tmp_path / "all.json").read_text())
     assert (written["exit_code"], [row["status"] for row in written["rows"]]) == (
         1,
@@ -54,7 +63,9 @@ def test_it_prints_every_row_writes_json_and_returns_one_for_a_failure(verify, c
 
 def test_some_rows_can_be_chosen(verify, tmp_path):
     assert verify("--only", "training: fsdp") == 0
-    assert [row["name"] for row in json.loads((tmp_path / "verify.json").read_text())["rows"]] == ["fsdp"]
+    assert [row["name"] for row in json.loads((tmp_path / "verify.json").read_text())["rows"]] == [
+        "fsdp"
+    ]
 
 
 def test_a_tiny_limit_is_told_from_a_failure_in_one_line(verify, capsys):
@@ -72,11 +83,17 @@ def test_a_tiny_limit_is_told_from_a_failure_in_one_line(verify, capsys):
         (["--devices", "0"], "verify: --devices must be at least 1, got 0."),
         (
             ["--only", "fsp"],
-            "verify: no row contains 'fsp'.\nFix: use a group, such as training, kernels, or a part of a name.",
+            (
+                "verify: no row contains 'fsp'.\nFix: use a group, such as training, kernels, or a"
+                " part of a name."
+            ),
         ),
         (
             ["--output", "none/all.json"],
-            "verify: the folder of --output none/all.json does not exist.\nFix: mkdir -p none, or name another file.",
+            (
+                "verify: the folder of --output none/all.json does not exist.\nFix: mkdir -p none,"
+                " or name another file."
+            ),
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

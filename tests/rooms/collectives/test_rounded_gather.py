@@ -1,4 +1,6 @@
-"""Weights that are rounded to 8 bits before they are gathered: what is not finite, and what is refused."""
+"""Weights that are rounded to 8 bits before they are gathered: what is not finite, and what is
+refused.
+"""
 
 import functools
 import re
@@ -26,7 +28,9 @@ def gathered_product(weight, mesh, precision, change=lambda weight: weight):
 
     def run(shard):
         (gathered,) = all_gather([shard], [wire])
-        return so.nn.quantized_einsum("btd,df->btf", jnp.asarray(X, shard.dtype), change(gathered), precision=precision)
+        return so.nn.quantized_einsum(
+            "btd,df->btf", jnp.asarray(X, shard.dtype), change(gathered), precision=precision
+        )
 
     specs = {"in_specs": PartitionSpec("data"), "out_specs": PartitionSpec(), "check_vma": False}
     return jax.jit(jax.shard_map(run, mesh=mesh, **specs))(weight)
@@ -36,9 +40,13 @@ def gathered_product(weight, mesh, precision, change=lambda weight: weight):
 @pytest.mark.parametrize("row", range(0, 8, 2))
 def test_a_channel_with_nan_or_infinity_on_one_device_is_nan(row, value, mesh_of):
     """A maximum over devices drops NaN on CPU, and the NaN would be rounded to 0."""
-    weight = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32).at[row, 1].set(value)
+    weight = (
+        jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32).at[row, 1].set(value)
+    )
     y = gathered_product(weight, mesh_of(data=4), "int8")
-    expected = so.nn.quantized_einsum("btd,df->btf", jnp.asarray(X, jnp.float32), weight, precision="int8")
+    expected = so.nn.quantized_einsum(
+        "btd,df->btf", jnp.asarray(X, jnp.float32), weight, precision="int8"
+    )
     assert np.isnan(expected[..., 1]).all()
     np.testing.assert_allclose(y, expected, rtol=1e-6)
 
@@ -48,12 +56,18 @@ def test_scales_of_sharded_channels_travel_together(mesh_of):
     rng, rounding = np.random.default_rng(1), Rounding("int8")
     weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 2, 12))]
     forms = [form_of((8, 4), 1, rounding), form_of((8, 2, 12), 2, rounding._replace(parts=2))]
-    wires = [LeafWire(dim, PartitionSpec(), "data", form=form) for dim, form in zip((1, 2), forms, strict=True)]
+    wires = [
+        LeafWire(dim, PartitionSpec(), "data", form=form)
+        for dim, form in zip((1, 2), forms, strict=True)
+    ]
 
     def products(weights):
         x = jnp.asarray(X, jnp.float32)
         subscripts = ("btd,df->btf", "btd,dcf->btcf")
-        return [so.nn.quantized_einsum(s, x, w, precision="int8") for s, w in zip(subscripts, weights, strict=True)]
+        return [
+            so.nn.quantized_einsum(s, x, w, precision="int8")
+            for s, w in zip(subscripts, weights, strict=True)
+        ]
 
     last = [PartitionSpec(None, "data"), PartitionSpec(None, None, "data")]
     gathered = jax.shard_map(
@@ -75,7 +89,10 @@ def test_scales_of_sharded_channels_travel_together(mesh_of):
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_a_cast_of_the_arrays_within_a_weight_is_refused(precision, mesh_of):
-    weight, mesh = jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32), mesh_of(data=4)
+    weight, mesh = (
+        jnp.asarray(np.random.default_rng(1).normal(size=(8, 4)), jnp.float32),
+        mesh_of(data=4),
+    )
 
     def cast(leaf):
         return leaf.astype(jnp.bfloat16) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
@@ -87,8 +104,12 @@ def test_a_cast_of_the_arrays_within_a_weight_is_refused(precision, mesh_of):
     whole = functools.partial(
         jax.tree.map, lambda leaf: leaf.astype(weight.dtype), is_leaf=lambda x: hasattr(x, "astype")
     )
-    expected = so.nn.quantized_einsum("btd,df->btf", jnp.asarray(X, jnp.float32), weight, precision=precision)
-    np.testing.assert_allclose(gathered_product(weight, mesh, precision, whole), expected, rtol=1e-6)
+    expected = so.nn.quantized_einsum(
+        "btd,df->btf", jnp.asarray(X, jnp.float32), weight, precision=precision
+    )
+    np.testing.assert_allclose(
+        gathered_product(weight, mesh, precision, whole), expected, rtol=1e-6
+    )
 
 
 ROUNDED = [
@@ -96,8 +117,14 @@ ROUNDED = [
     ({"a": "int8"}, "a: 'int8' is not a so.nn.Rounding"),
     ({"a": Rounding("int4")}, "a: unknown precision 'int4'"),
     ({"a": Rounding("int8", dtype=jnp.int32)}, "a: int32 is not floating"),
-    ({"a": Rounding("int8", summed=2)}, "a: shape (8, 4) has no product that sums over its first 2 dims"),
-    ({"a": Rounding("int8", summed="1")}, "a: shape (8, 4) has no product that sums over its first '1' dims"),
+    (
+        {"a": Rounding("int8", summed=2)},
+        "a: shape (8, 4) has no product that sums over its first 2 dims",
+    ),
+    (
+        {"a": Rounding("int8", summed="1")},
+        "a: shape (8, 4) has no product that sums over its first '1' dims",
+    ),
     ({"a": Rounding("int8", parts=3)}, "a: shape (8, 4) has 4 parts, not parts=3"),
     (None, "BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got None."),
 ]
@@ -106,7 +133,9 @@ ROUNDED = [
 @pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize(("rounded", "message"), ROUNDED, ids=[message for _, message in ROUNDED])
 def test_what_does_not_fit_the_blocks_is_refused(rounded, message, evaluates, mesh_of):
-    model = so.BlockModel(lambda outer, batch: batch, lambda weights, x: x, lambda outer, x, batch: x.mean())
+    model = so.BlockModel(
+        lambda outer, batch: batch, lambda weights, x: x, lambda outer, x, batch: x.mean()
+    )
     wrong = model._replace(rounded=rounded)
     models = {"evaluate_fn": wrong} if evaluates else {}
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model if evaluates else wrong, **models)

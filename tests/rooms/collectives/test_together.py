@@ -10,7 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
-from shardopt.collectives import SMALL_BUCKET_BYTES, LeafWire, all_gather, all_reduce, per_device, reduce_scatter
+from shardopt.collectives import (
+    SMALL_BUCKET_BYTES,
+    LeafWire,
+    all_gather,
+    all_reduce,
+    per_device,
+    reduce_scatter,
+)
 from shardopt.collectives import _buckets as together
 from shardopt.collectives._shards import psum_scatter
 
@@ -31,7 +38,9 @@ def spec(dim):
 
 
 def compiled(f, mesh, *, out_specs):
-    """Return a function of the leaves, split on their dims, and the kinds of its program's collectives."""
+    """Return a function of the leaves, split on their dims, and the kinds of its program's
+    collectives.
+    """
     split = per_device(f, mesh, in_specs=([spec(dim) for _, dim in SHAPES],), out_specs=out_specs)
     lowered = jax.jit(so.mesh.on_mesh(mesh, split)).lower(leaves())
     found = so.audit(lowered, mesh=mesh).collectives
@@ -44,12 +53,17 @@ WIRES = [LeafWire(dim, P(), "data") for dim in DIMS]
 
 
 def test_gathered_leaves_are_those_that_travelled_alone(mesh_of):
-    f = lambda xs: all_gather(xs, WIRES)  # noqa: E731
+    def f(xs):
+        return all_gather(xs, WIRES)
+
     run, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     for whole, x in zip(run(leaves()), leaves(), strict=True):
         np.testing.assert_array_equal(whole, x)
     assert sent == ["all-gather"] * 2, "one a dtype"
-    f = lambda xs: all_gather(xs, WIRES, bucket_bytes=0)  # noqa: E731
+
+    def f(xs):
+        return all_gather(xs, WIRES, bucket_bytes=0)
+
     _, sent = compiled(f, mesh_of(data=4), out_specs=SPECS)
     assert sent == ["all-gather"] * 5
 
@@ -68,14 +82,20 @@ def test_scattered_sums_are_those_of_leaves_that_travelled_alone(bucket_bytes, s
 
 
 def test_sums_are_those_of_leaves_that_travelled_alone(mesh_of):
-    f = lambda xs: all_reduce([x * 2 for x in xs], ["data"])  # noqa: E731
+    def f(xs):
+        return all_reduce([x * 2 for x in xs], ["data"])
+
     split = per_device(f, mesh_of(data=4), in_specs=(SPECS,), out_specs=SPECS)
-    for total, x in zip(jax.jit(so.mesh.on_mesh(mesh_of(data=4), split))(leaves()), leaves(), strict=True):
+    for total, x in zip(
+        jax.jit(so.mesh.on_mesh(mesh_of(data=4), split))(leaves()), leaves(), strict=True
+    ):
         np.testing.assert_array_equal(total, 8 * x)
 
 
 def test_a_leaf_alone_in_a_bucket_is_sent_in_its_shape(mesh_of):
-    """The mutation: a bucket of a single leaf is flattened too, which copies the leaf before and after the collective."""
+    """The mutation: a bucket of a single leaf is flattened too, which copies the leaf before and
+    after the collective.
+    """
     sent = []
 
     def gather(x, axis, dim):
@@ -91,9 +111,14 @@ def test_a_leaf_alone_in_a_bucket_is_sent_in_its_shape(mesh_of):
         return together.reduce_scatter_buckets(gathered, dims, "data", scatter, bucket_bytes=128)
 
     # 96, 480, 32 and 64 bytes: the second leaf is above the limit, and the last two share a bucket
-    leaves, dims = [jnp.ones((8, 3)), jnp.ones((5, 24)), jnp.ones(8), jnp.ones((2, 8))], [0, 1, 0, 1]
+    leaves, dims = (
+        [jnp.ones((8, 3)), jnp.ones((5, 24)), jnp.ones(8), jnp.ones((2, 8))],
+        [0, 1, 0, 1],
+    )
     specs, mesh = [spec(dim) for dim in dims], mesh_of(data=2)
-    jax.eval_shape(so.mesh.on_mesh(mesh, per_device(f, mesh, in_specs=(specs,), out_specs=specs)), leaves)
+    jax.eval_shape(
+        so.mesh.on_mesh(mesh, per_device(f, mesh, in_specs=(specs,), out_specs=specs)), leaves
+    )
     assert sent == [
         ("gather", (4, 3), 0),
         ("gather", (5, 12), 1),
@@ -105,7 +130,8 @@ def test_a_leaf_alone_in_a_bucket_is_sent_in_its_shape(mesh_of):
 
 
 @pytest.mark.parametrize(
-    ("kind", "processes", "sums"), [("cpu", 2, 4), ("cpu", 1, 5), ("TPU v5 lite", 2, 5), ("NVIDIA H200", 2, 5)]
+    ("kind", "processes", "sums"),
+    [("cpu", 2, 4), ("cpu", 1, 5), ("TPU v5 lite", 2, 5), ("NVIDIA H200", 2, 5)],
 )
 def test_groups_are_bounded_and_on_accelerators_of_one(kind, processes, sums, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: processes)
@@ -113,7 +139,7 @@ def test_groups_are_bounded_and_on_accelerators_of_one(kind, processes, sums, mo
     mesh = types.SimpleNamespace(abstract_device=types.SimpleNamespace(device_kind=kind))
     monkeypatch.setattr(jax.sharding, "get_abstract_mesh", lambda: mesh)
     monkeypatch.setattr(together, "BUCKET_BYTES", 2**21)
-    jaxpr = jax.make_jaxpr(lambda xs: together.all_reduce_buckets(xs, ("data",)), axis_env=[("data", 4)])(
-        [jnp.zeros(size) for size in sizes]
-    )
+    jaxpr = jax.make_jaxpr(
+        lambda xs: together.all_reduce_buckets(xs, ("data",)), axis_env=[("data", 4)]
+    )([jnp.zeros(size) for size in sizes])
     assert len(re.findall(r"= psum", str(jaxpr))) == sums

@@ -1,4 +1,6 @@
-"""What XLA:TPU makes of one fsdp step over a whole torus: gathers that are gathers, scatters that are scatters."""
+"""What XLA:TPU makes of one fsdp step over a whole torus: gathers that are gathers, scatters that
+are scatters.
+"""
 
 import re
 
@@ -21,25 +23,38 @@ def test_collectives_over_a_whole_torus():
     shape = Transformer("t", 1024, 2, 8, 4096, 8192, 128, num_kv_heads=8)
     report = so.aot(
         lambda mesh: so.fsdp(
-            optax.adamw(1e-3), mesh, transformer.model(shape, remat="full"), gather_dtype=jnp.bfloat16
+            optax.adamw(1e-3),
+            mesh,
+            transformer.model(shape, remat="full"),
+            gather_dtype=jnp.bfloat16,
         ),
         shape.abstract_params(),
         transformer.abstract_batch(shape, 64),
         topology="v5p:4x4x4",
     )
     blocks, found = shape.num_parameters - 2 * 8192 * 1024 - 1024, report.audit
-    # gathered in bfloat16, blocks twice, in a loop, and the head once; rows of the embedding are exchanged
+    # gathered in bfloat16, blocks twice, in a loop, and the head once; rows of the embedding are
+    # exchanged
     gathered = 2 * blocks + 8192 * 1024
-    assert found.of("all-gather").total.wire_bytes == pytest.approx(2 * gathered * 63 / 64, rel=0.05)
+    assert found.of("all-gather").total.wire_bytes == pytest.approx(
+        2 * gathered * 63 / 64, rel=0.05
+    )
     if jax.__version_info__ >= (0, 11):  # compiled with so.compiler_options
         scattered = found.of("reduce-scatter").total.wire_bytes
-        assert scattered == pytest.approx(4 * (shape.num_parameters - 8192 * 1024) * 63 / 64, rel=0.05)
+        assert scattered == pytest.approx(
+            4 * (shape.num_parameters - 8192 * 1024) * 63 / 64, rel=0.05
+        )
         assert any(one.asynchronous for one in found.of("all-gather").collectives)
 
 
 @pytest.mark.parametrize(
     ("shape", "dim", "layouts"),
-    [((64, 2, 256), 2, [(1, 2, 0)]), ((64, 2, 256), 0, []), ((64, 32, 128), 2, [(2, 0, 1)]), ((64, 256), 1, [])],
+    [
+        ((64, 2, 256), 2, [(1, 2, 0)]),
+        ((64, 2, 256), 0, []),
+        ((64, 32, 128), 2, [(2, 0, 1)]),
+        ((64, 256), 1, []),
+    ],
     ids=str,
 )
 def test_a_weight_is_read_as_it_arrives(shape, dim, layouts):
@@ -48,18 +63,26 @@ def test_a_weight_is_read_as_it_arrives(shape, dim, layouts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hidden", [4096, 4128], ids=["gathered on hidden units", "gathered by rows"])
+@pytest.mark.parametrize(
+    "hidden", [4096, 4128], ids=["gathered on hidden units", "gathered by rows"]
+)
 def test_hidden_units_that_are_kept_are_not_copied(hidden):
     """Fails where libtpu is not installed."""
     shape = Transformer("t", 1024, 3, 8, hidden, 6400, 2048, num_kv_heads=8)
     remat = "save:qkv,attention,attention_out,mlp_hidden"
     options = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
     report = so.aot(
-        lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, remat=remat), **options),
+        lambda mesh: so.fsdp(
+            optax.sgd(0.1), mesh, transformer.model(shape, remat=remat), **options
+        ),
         shape.abstract_params(),
         transformer.abstract_batch(shape, 64),
         topology="v5p:4x4x4",
     )
-    copied = re.findall(r"%(?:copy|\S*dynamic-slice)\S* = bf16\[([\d,]+)\]\S* (?:copy|fusion)\(", report.text)
+    copied = re.findall(
+        r"%(?:copy|\S*dynamic-slice)\S* = bf16\[([\d,]+)\]\S* (?:copy|fusion)\(", report.text
+    )
     sizes = [{int(size) for size in dims.split(",")} for dims in copied]
-    assert not [dims for dims in sizes if dims & {1024, 2048} and dims & {hidden, 2 * hidden}], copied
+    assert not [dims for dims in sizes if dims & {1024, 2048} and dims & {hidden, 2 * hidden}], (
+        copied
+    )

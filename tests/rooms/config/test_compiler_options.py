@@ -10,7 +10,9 @@ import pytest
 
 import shardopt as so
 
-loss_fn = lambda params, batch: jnp.mean((batch @ params) ** 2)  # noqa: E731
+
+def loss_fn(params, batch):
+    return jnp.mean((batch @ params) ** 2)
 
 
 @pytest.mark.parametrize("program", ["init", "step", "evaluate"])
@@ -26,8 +28,9 @@ def test_the_users_options_reach_the_compiler(program, mesh_of):
 def test_options_are_a_dict(mesh_of):
     with pytest.raises(TypeError) as caught:
         so.fsdp(optax.sgd(0.1), mesh_of(data=8), loss_fn, compiler_options=["xla_something"])
-    assert str(caught.value) == (
-        "fsdp: compiler_options must be a dict of option name to value, got list.\n"
+    assert (
+        str(caught.value)
+        == "fsdp: compiler_options must be a dict of option name to value, got list.\n"
         "Fix: start from so.compiler_options(mesh)."
     )
 
@@ -44,25 +47,37 @@ def test_options_are_a_dict(mesh_of):
 )
 def test_what_chips_are_told(kind, offloads, vmem_mib):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
-    found = so.compiler_options(types.SimpleNamespace(devices=devices, shape={"data": devices.size}))
+    found = so.compiler_options(
+        types.SimpleNamespace(devices=devices, shape={"data": devices.size})
+    )
     has_options = jax.__version_info__ >= (0, 11)
     assert any("sparse_core" in name for name in found) is (offloads and has_options)
     vmem = {name: value for name, value in found.items() if "vmem" in name}
-    assert vmem == ({"xla_tpu_scoped_vmem_limit_kib": vmem_mib * 1024} if vmem_mib and has_options else {})
+    assert vmem == (
+        {"xla_tpu_scoped_vmem_limit_kib": vmem_mib * 1024} if vmem_mib and has_options else {}
+    )
 
 
-@pytest.mark.parametrize(("kind", "tensor", "is_told"), [("TPU v5", 4, True), ("TPU v5", 1, False), ("cpu", 4, False)])
+@pytest.mark.parametrize(
+    ("kind", "tensor", "is_told"), [("TPU v5", 4, True), ("TPU v5", 1, False), ("cpu", 4, False)]
+)
 def test_what_tensor_sends_stays_whole_on_tpu(kind, tensor, is_told):
     devices = np.array([types.SimpleNamespace(device_kind=kind)] * 4)
-    found = so.compiler_options(types.SimpleNamespace(devices=devices, shape={"data": 4 // tensor, "tensor": tensor}))
-    assert any("windowed_einsum" in name for name in found) is (is_told and jax.__version_info__ >= (0, 11))
+    found = so.compiler_options(
+        types.SimpleNamespace(devices=devices, shape={"data": 4 // tensor, "tensor": tensor})
+    )
+    assert any("windowed_einsum" in name for name in found) is (
+        is_told and jax.__version_info__ >= (0, 11)
+    )
 
 
 @pytest.mark.parametrize(("chips", "scattered"), [(2048, True), (4096, False)])
 def test_what_the_compiler_dies_of_is_left_out(chips, scattered):
     """so.aot of a pod of v5p:16x16x16 ended in SIGFPE."""
     devices = np.array([types.SimpleNamespace(device_kind="TPU v5")] * chips)
-    found = so.compiler_options(types.SimpleNamespace(devices=devices, shape={"data": devices.size}))
+    found = so.compiler_options(
+        types.SimpleNamespace(devices=devices, shape={"data": devices.size})
+    )
     has_options = jax.__version_info__ >= (0, 11)
     assert any("nd_reduce_scatter" in name for name in found) is (scattered and has_options)
     assert any("offload_reduce_scatter" in name for name in found) is has_options

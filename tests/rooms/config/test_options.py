@@ -1,4 +1,6 @@
-"""Every option has one record, and every strategy that takes it names, types, explains and checks it."""
+"""Every option has one record, and every strategy that takes it names, types, explains and checks
+it.
+"""
 
 import inspect
 import pydoc
@@ -27,7 +29,9 @@ from shardopt.config._options import (
 from shardopt.strategies._keywords import with_options
 
 GROUPS = {so.ddp: DdpOptions, so.zero: ZeroOptions, so.fsdp: FsdpOptions, so.hybrid: HybridOptions}
-BY_NAME = [pytest.param(strategy, group, id=strategy.__name__) for strategy, group in GROUPS.items()]
+BY_NAME = [
+    pytest.param(strategy, group, id=strategy.__name__) for strategy, group in GROUPS.items()
+]
 
 OF_PLATFORM = ("min_shard_elements",)
 """Options whose default depends on the platform: None, until the config has a number."""
@@ -39,11 +43,17 @@ MESSAGES = {
     ),
     "two misspelt options": (
         lambda: so.zero(optax.sgd(0.1), so.make_mesh(), jnp.sum, stages=2, microbatches=2),
-        "zero: unexpected keyword argument 'stages', 'microbatches'.\nFix: write stage, micro_batches.",
+        (
+            "zero: unexpected keyword argument 'stages', 'microbatches'.\nFix: write stage,"
+            " micro_batches."
+        ),
     ),
     "an option that nothing resembles": (
         lambda: with_options(shared)("mesh", xyz=1),
-        f"shared: unexpected keyword argument 'xyz'.\nFix: use some of mesh, {', '.join(records(SharedOptions))}.",
+        (
+            "shared: unexpected keyword argument 'xyz'.\nFix: use some of mesh,"
+            f" {', '.join(records(SharedOptions))}."
+        ),
     ),
     "a loss that is missing": (
         lambda: so.ddp(optax.sgd(0.1), so.make_mesh()),
@@ -76,7 +86,10 @@ def test_an_option_has_a_meaning_a_type_a_default_and_a_field(name):
     assert taking
     for strategy in taking:
         parameter = inspect.signature(strategy).parameters[name]
-        assert (parameter.annotation, parameter.kind) == (types[name], inspect.Parameter.KEYWORD_ONLY)
+        assert (parameter.annotation, parameter.kind) == (
+            types[name],
+            inspect.Parameter.KEYWORD_ONLY,
+        )
         assert parameter.default == option.default
     assert option.check(name, option.default) == option.default
 
@@ -92,7 +105,9 @@ def test_help_explains_every_keyword_in_full(strategy, group):
     assert set(records(group)) < set(parameters)
     for name in parameters:
         assert re.search(rf"[( ]{name}: ", heading)
-        entry = re.search(rf"^      {name}: (.*?)\n(?=      \S|\s*\Z)", arguments, re.DOTALL | re.MULTILINE)
+        entry = re.search(
+            rf"^      {name}: (.*?)\n(?=      \S|\s*\Z)", arguments, re.DOTALL | re.MULTILINE
+        )
         assert entry is not None
         if name in meanings:
             assert entry[1].split() == meanings[name].split()
@@ -100,7 +115,9 @@ def test_help_explains_every_keyword_in_full(strategy, group):
 
 def test_a_strategy_gets_the_defaults_of_the_options_that_nobody_passed():
     options = with_options(shared)("mesh", view="global")
-    assert options == {name: option.default for name, option in records(SharedOptions).items()} | {"view": "global"}
+    assert options == {name: option.default for name, option in records(SharedOptions).items()} | {
+        "view": "global"
+    }
 
 
 @pytest.mark.parametrize("case", MESSAGES)
@@ -121,7 +138,9 @@ def test_small_leaves_stay_whole_up_to_a_size_of_the_platform(platform, elements
 
     def size(value):
         options = {"min_shard_elements": value}
-        return configure("fsdp", optax.sgd(0.1), mesh, lambda params, batch: 0.0, PLACEMENTS["fsdp"], options).layout
+        return configure(
+            "fsdp", optax.sgd(0.1), mesh, lambda params, batch: 0.0, PLACEMENTS["fsdp"], options
+        ).layout
 
     assert size(None).min_shard_elements == elements
     assert size(7).min_shard_elements == 7

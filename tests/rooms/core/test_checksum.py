@@ -36,10 +36,20 @@ def test_each_changed_element_changes_both_numbers(dtype):
     assert np.array_equal(np.asarray(sum_of(x)), first)
 
 
-BITS = {"float16": 16, "bfloat16": 16, "float8_e5m2": 8, "uint8": 8, "int16": 16, "int32": 32, "complex64": 64}
+BITS = {
+    "float16": 16,
+    "bfloat16": 16,
+    "float8_e5m2": 8,
+    "uint8": 8,
+    "int16": 16,
+    "int32": 32,
+    "complex64": 64,
+}
 
 
-@pytest.mark.parametrize("dtype", tiered(BITS, lambda dtype: dtype in ("bfloat16", "uint8", "int32", "complex64")))
+@pytest.mark.parametrize(
+    "dtype", tiered(BITS, lambda dtype: dtype in ("bfloat16", "uint8", "int32", "complex64"))
+)
 def test_each_flipped_bit_changes_both_numbers(dtype):
     """Every bit of an element, each in an element of its own."""
     x = np.asarray(values(dtype))
@@ -89,8 +99,12 @@ def test_sums_of_shards_add_up_on_any_mesh(spec, mesh_of):
     expected = np.asarray(sum_of(x))
     placed = jax.device_put(x, NamedSharding(mesh, spec))
     assert np.array_equal(np.asarray(sum_of(placed)), expected)  # the partitioner adds them up
-    by_start = {tuple(s.start or 0 for s in shard.index): shard.data for shard in placed.addressable_shards}
-    parts = [np.asarray(sum_of_shard(np.asarray(shard), start)) for start, shard in by_start.items()]
+    by_start = {
+        tuple(s.start or 0 for s in shard.index): shard.data for shard in placed.addressable_shards
+    }
+    parts = [
+        np.asarray(sum_of_shard(np.asarray(shard), start)) for start, shard in by_start.items()
+    ]
     assert np.array_equal(np.sum(parts, axis=0, dtype=np.uint32), expected)
 
 

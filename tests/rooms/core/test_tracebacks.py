@@ -35,10 +35,15 @@ def loss_with_a_typing_error(params, batch):
 
 
 def frames(call):
-    """Return (file, function) of each frame of the error that a call raises, from the frame of this file on."""
+    """Return (file, function) of each frame of the error that a call raises, from the frame of this
+    file on.
+    """
     with pytest.raises(Exception) as raised:  # noqa: PT011
         call()
-    return [(Path(frame.filename).name, frame.name) for frame in traceback.extract_tb(raised.value.__traceback__)]
+    return [
+        (Path(frame.filename).name, frame.name)
+        for frame in traceback.extract_tb(raised.value.__traceback__)
+    ]
 
 
 def strategy(loss=loss_fn):
@@ -66,12 +71,18 @@ def test_bad_input_shows_the_line_of_the_call_alone(call):
 
 
 def test_a_batch_that_does_not_divide_shows_the_line_of_the_step():
-    assert frames(lambda: step(loss_fn, {"x": np.ones((15, 4), np.float32)}))[-1] == ("test_tracebacks.py", "step")
+    assert frames(lambda: step(loss_fn, {"x": np.ones((15, 4), np.float32)}))[-1] == (
+        "test_tracebacks.py",
+        "step",
+    )
 
 
 def test_an_error_in_the_loss_shows_the_line_of_the_step_and_the_line_of_the_loss():
     shown = frames(lambda: step(loss_with_a_typing_error, BATCH))
-    assert shown[-2:] == [("test_tracebacks.py", "step"), ("test_tracebacks.py", "loss_with_a_typing_error")]
+    assert shown[-2:] == [
+        ("test_tracebacks.py", "step"),
+        ("test_tracebacks.py", "loss_with_a_typing_error"),
+    ]
 
 
 def test_all_frames_are_shown_where_jax_shows_its_own():
@@ -80,7 +91,9 @@ def test_all_frames_are_shown_where_jax_shows_its_own():
 
 
 def test_of_an_error_that_nobody_foresaw_the_innermost_line_is_shown():
-    source = compile("def broken(): raise KeyError('internal')", f"{so.__path__[0]}/mesh.py", "exec")
+    source = compile(
+        "def broken(): raise KeyError('internal')", f"{so.__path__[0]}/mesh.py", "exec"
+    )
     space = {}
     exec(source, space)
     assert frames(api_boundary(space["broken"]))[1:] == [("mesh.py", "broken")]
@@ -88,7 +101,10 @@ def test_of_an_error_that_nobody_foresaw_the_innermost_line_is_shown():
 
 def test_errors_that_it_came_from_are_short_too():
     space = {}
-    code = "def caused():\n    try: inner()\n    except KeyError as error: raise ValueError('refused') from error"
+    code = (
+        "def caused():\n    try: inner()\n    except KeyError as error: raise ValueError('refused')"
+        " from error"
+    )
     exec(compile(code, f"{so.__path__[0]}/mesh.py", "exec"), space)
     space["inner"] = lambda: {}["missing"]
     with pytest.raises(ValueError, match="refused") as raised:

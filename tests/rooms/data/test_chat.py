@@ -1,4 +1,6 @@
-"""Conversations as tokens: the assistant's tokens are those of transformers, and what cannot be used is refused by name."""
+"""Conversations as tokens: the assistant's tokens are those of transformers, and what cannot be
+used is refused by name.
+"""
 
 import json
 import re
@@ -56,13 +58,17 @@ def test_tokens_and_masks_are_those_of_transformers(name, kind, tmp_path):
     transformers = pytest.importorskip("transformers")
     template = chats.TEMPLATES[name]
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=chats.make_tokenizer(kind), chat_template=chats.marked(template), **chats.SPECIAL
+        tokenizer_object=chats.make_tokenizer(kind),
+        chat_template=chats.marked(template),
+        **chats.SPECIAL,
     )
     messages = dict(CHATS) if name == "gemma" else CHATS | {"system": SYSTEM}
     for marks in (chats.plain, chats.marked):
         ours = opened(tmp_path / marks.__name__, marks(template), kind)
         for label, conversation in messages.items():
-            expected = theirs.apply_chat_template(conversation, return_assistant_tokens_mask=True, return_dict=True)
+            expected = theirs.apply_chat_template(
+                conversation, return_assistant_tokens_mask=True, return_dict=True
+            )
             document = ours.tokens(conversation)
             assert document["tokens"].tolist() == expected["input_ids"], label
             assert document["weights"].tolist() == expected["assistant_masks"], label
@@ -80,21 +86,39 @@ def refusal_of(folder, template, messages):
 @pytest.mark.parametrize(
     ("template", "messages", "message"),
     [
-        (chats.plain(chats.GEMMA), SYSTEM, "the chat template refuses it: System role not supported"),
+        (
+            chats.plain(chats.GEMMA),
+            SYSTEM,
+            "the chat template refuses it: System role not supported",
+        ),
         (
             chats.THINKING,
             CHATS["two turns"],
-            "the template has no {% generation %}, and writes message 2 of 4 in another way when others follow or precede, "
-            "so the tokens of the assistant are not known",
+            (
+                "the template has no {% generation %}, and writes message 2 of 4 in another way"
+                " when others follow or precede, so the tokens of the assistant are not known"
+            ),
         ),
-        ("{{ messages[0].content + 1 }}", SYSTEM, "the chat template fails: TypeError: can only concatenate str"),
+        (
+            "{{ messages[0].content + 1 }}",
+            SYSTEM,
+            "the chat template fails: TypeError: can only concatenate str",
+        ),
         (
             "{{ ''.__class__.__mro__ }}",
             SYSTEM,
             "the chat template refuses it: access to attribute '__class__' of 'str'",
         ),
-        ("{{ messages.append(1) }}", SYSTEM, "the chat template refuses it: access to attribute 'append' of 'list'"),
-        ("{% set x = namespace(_a=1) %}", SYSTEM, "the chat template refuses it: a namespace cannot store '_a'"),
+        (
+            "{{ messages.append(1) }}",
+            SYSTEM,
+            "the chat template refuses it: access to attribute 'append' of 'list'",
+        ),
+        (
+            "{% set x = namespace(_a=1) %}",
+            SYSTEM,
+            "the chat template refuses it: a namespace cannot store '_a'",
+        ),
         (
             "{% set x = namespace() %}{% set x._a = 1 %}",
             SYSTEM,
@@ -108,24 +132,34 @@ def refusal_of(folder, template, messages):
         ),
     ],
 )
-def test_a_conversation_that_a_template_cannot_write_is_refused(template, messages, message, tmp_path):
+def test_a_conversation_that_a_template_cannot_write_is_refused(
+    template, messages, message, tmp_path
+):
     assert refusal_of(tmp_path, template, messages).startswith(message)
 
 
 def test_the_template_can_use_what_transformers_gives(tmp_path):
     template = (
-        "{{ messages | tojson }}{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}"
-        "{% generation %}{{ dict(a=m.content).a }}{% endgeneration %}{% break %}{% endfor %}{{ tools is none }}"
+        "{{ messages | tojson }}{% for m in messages %}{% if m.role == 'user' %}{% continue %}{%"
+        " endif %}{% generation %}{{ dict(a=m.content).a }}{% endgeneration %}{% break %}{% endfor"
+        " %}{{ tools is none }}"
     )
     text, spans = opened(tmp_path, template).template.render(chats.chat("<é>", "ok"))
-    assert text == '[{"role": "user", "content": "<é>"}, {"role": "assistant", "content": "ok"}]okTrue'
+    assert (
+        text == '[{"role": "user", "content": "<é>"}, {"role": "assistant", "content": "ok"}]okTrue'
+    )
     assert [text[begin:end] for begin, end in spans] == ["ok"]
 
 
 def test_a_template_file_comes_before_the_settings_and_another_before_both(tmp_path):
     folder = chats.write_tokenizer(tmp_path, "old")
-    names = lambda name: {"name": name, "template": name}  # noqa: E731
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": [names("tool_use"), names("default")]}))
+
+    def names(name):
+        return {"name": name, "template": name}
+
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [names("tool_use"), names("default")]})
+    )
     assert data.open_chat(folder).template.render([])[0] == "default"
     (folder / "chat_template.jinja").write_text("file")
     assert data.open_chat(folder).template.render([])[0] == "file"
@@ -149,19 +183,30 @@ def test_a_template_file_comes_before_the_settings_and_another_before_both(tmp_p
         (
             lambda folder: (folder / "tokenizer_config.json").write_text("{}"),
             FileNotFoundError,
-            "open_chat: {folder} has no chat template: neither chat_template.jinja, nor 'chat_template' in tokenizer_config.json.",
+            (
+                "open_chat: {folder} has no chat template: neither chat_template.jinja, nor"
+                " 'chat_template' in tokenizer_config.json."
+            ),
         ),
         (
             lambda folder: (folder / "tokenizer_config.json").write_text(
                 '{"chat_template": "x", "eos_token": "<none>"}'
             ),
             ValueError,
-            "open_chat: 1 special token of {folder}/tokenizer_config.json is not in tokenizer.json.\n  eos_token: '<none>'",
+            (
+                "open_chat: 1 special token of {folder}/tokenizer_config.json is not in"
+                " tokenizer.json.\n  eos_token: '<none>'"
+            ),
         ),
         (
-            lambda folder: (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ bos_token }}"}'),
+            lambda folder: (folder / "tokenizer_config.json").write_text(
+                '{"chat_template": "{{ bos_token }}"}'
+            ),
             ValueError,
-            "open_chat: the chat template in {folder}/tokenizer_config.json reads bos_token, which tokenizer_config.json does not",
+            (
+                "open_chat: the chat template in {folder}/tokenizer_config.json reads bos_token,"
+                " which tokenizer_config.json does not"
+            ),
         ),
         (
             lambda folder: (folder / "chat_template.jinja").write_text("{% for x %}"),
@@ -194,17 +239,17 @@ def test_every_bad_line_is_named(tmp_path):
     path.write_text("\n".join(lines))
     with pytest.raises(ValueError, match="read_chats: ") as error:
         data.read_chats(path)
-    assert str(error.value) == (
-        f"read_chats: 8 lines of {path} cannot be used.\n"
-        "  line 4: is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)\n"
-        "  line 5: is a list, must be an object\n"
-        "  line 6: has 'tools', must have 'messages' alone, or 'prompt' and 'completion'\n"
-        "  line 7: 'messages' is an empty list, must be a list of messages\n"
-        "  line 8: 'content' of message 1 is missing or null, must be a text\n"
-        "  line 9: message 1 has 'name', must have 'role' and 'content' alone\n"
-        "  line 10: 'completion' is missing or null, must be a text\n"
-        "  line 11: has no message of the assistant\n"
-        'Fix: write {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ..., "completion": ...} in each line.'
+    assert (
+        str(error.value)
+        == f"read_chats: 8 lines of {path} cannot be used.\n  line 4: is no JSON: Expecting"
+        " property name enclosed in double quotes: line 1 column 2 (char 1)\n  line 5: is a"
+        " list, must be an object\n  line 6: has 'tools', must have 'messages' alone, or"
+        " 'prompt' and 'completion'\n  line 7: 'messages' is an empty list, must be a list of"
+        " messages\n  line 8: 'content' of message 1 is missing or null, must be a text\n  line"
+        " 9: message 1 has 'name', must have 'role' and 'content' alone\n  line 10:"
+        " 'completion' is missing or null, must be a text\n  line 11: has no message of the"
+        ' assistant\nFix: write {"messages": [{"role": ..., "content": ...}, ...]} or'
+        ' {"prompt": ..., "completion": ...} in each line.'
     )
     path.write_text("\n".join(lines[:3]))
     assert [(chat.place, chat.messages) for chat in data.read_chats(path)] == [
@@ -215,12 +260,16 @@ def test_every_bad_line_is_named(tmp_path):
 
 def test_long_conversations_are_counted_and_none_is_cut(tmp_path):
     tokenizer = opened(tmp_path, chats.plain(chats.CHATML))
-    conversations = [data.Chat(chats.chat("a", "b " * count), f"line {count}") for count in (1, 20, 2, 30)]
+    conversations = [
+        data.Chat(chats.chat("a", "b " * count), f"line {count}") for count in (1, 20, 2, 30)
+    ]
     sizes = [len(tokenizer.tokens(chat.messages)["tokens"]) for chat in conversations]
     tokenized = data.tokenize_chats(conversations, tokenizer, sizes[2], 320)
     assert [len(document["tokens"]) for document in tokenized.documents] == [sizes[0], sizes[2]]
     assert (tokenized.num_too_long, tokenized.longest) == (2, sizes[3])
-    with pytest.raises(ValueError, match=f"all 4 conversations have more than 3 tokens; the longest has {sizes[3]}"):
+    with pytest.raises(
+        ValueError, match=f"all 4 conversations have more than 3 tokens; the longest has {sizes[3]}"
+    ):
         data.tokenize_chats(conversations, tokenizer, 3, 320)
     with pytest.raises(ValueError, match=r"line 1: token \d+, and the model knows 100"):
         data.tokenize_chats(conversations, tokenizer, 64, 100)
@@ -231,7 +280,12 @@ def test_packed_rows_have_the_weights_of_their_targets(tmp_path):
     documents = [tokenizer.tokens(messages) for messages in CHATS.values()]
     rows = list(data.pack(documents, 128))
     targets = np.concatenate([row["targets"][row["weights"] > 0] for row in rows])
-    expected = np.concatenate([document["tokens"][document["weights"] > 0] for document in documents])
+    expected = np.concatenate(
+        [document["tokens"][document["weights"] > 0] for document in documents]
+    )
     np.testing.assert_array_equal(np.sort(targets), np.sort(expected))
-    with pytest.raises(ValueError, match=re.escape("a document has tokens of shape (2,) and weights of shape (1,).")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape("a document has tokens of shape (2,) and weights of shape (1,)."),
+    ):
         list(data.pack([{"tokens": [1, 2], "weights": [1.0]}], 4))

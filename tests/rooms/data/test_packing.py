@@ -1,4 +1,6 @@
-"""Packing: nothing is lost, doubled or out of order, documents stay apart, and a run goes on from where it was."""
+"""Packing: nothing is lost, doubled or out of order, documents stay apart, and a run goes on from
+where it was.
+"""
 
 import itertools
 import json
@@ -56,7 +58,11 @@ def test_every_token_is_in_one_row_once_and_in_order(count):
                 found[row["tokens"][at[0]]] = row["tokens"][at]
             for name, values in row.items():
                 assert not values[~used].any(), name
-        wanted = [document[i : i + length] for document in documents for i in range(0, len(document), length)]
+        wanted = [
+            document[i : i + length]
+            for document in documents
+            for i in range(0, len(document), length)
+        ]
         assert sum(len(segments(row)) for row in rows) == len(found) == len(wanted)
         for piece in wanted:
             np.testing.assert_array_equal(found[piece[0]], piece)
@@ -68,7 +74,11 @@ def test_every_token_is_in_one_row_once_and_in_order(count):
 def test_pairs_of_token_and_target_are_those_of_the_documents(count):
     def prop(documents, length, open_rows):
         rows = list(data.pack(documents, length, open_rows=open_rows))
-        pairs = [pair for row in rows for pair in zip(row["tokens"], row["targets"], row["weights"], strict=True)]
+        pairs = [
+            pair
+            for row in rows
+            for pair in zip(row["tokens"], row["targets"], row["weights"], strict=True)
+        ]
         packed = sorted((token, target) for token, target, weight in pairs if weight == 1)
         assert packed == sorted(pair for one in documents for pair in itertools.pairwise(one))
         assert all(target == weight == 0 for _, target, weight in pairs if weight != 1)
@@ -91,7 +101,8 @@ def test_rows_are_filled_first_fit(count):
         assert [[row["tokens"][at].tolist() for at in segments(row)] for row in packed] == [
             [piece.tolist() for piece in row] for row in expected + rows
         ]
-        for first, second in itertools.pairwise(packed):  # as the docstring says, of rows filled together
+        # as the docstring says, of rows filled together
+        for first, second in itertools.pairwise(packed):
             if open_rows >= len(packed):
                 assert (first["segment_ids"] > 0).sum() + (second["segment_ids"] > 0).sum() > length
 
@@ -107,7 +118,9 @@ def test_an_iterator_goes_on_from_any_state_and_packing_twice_is_the_same(count)
         for batch in iterator:
             unbroken.append(batch)
             states.append(json.loads(json.dumps(iterator.get_state())))
-        assert_same_rows(list(data.pack(documents, length, open_rows=open_rows).batch(batch_size)), unbroken)
+        assert_same_rows(
+            list(data.pack(documents, length, open_rows=open_rows).batch(batch_size)), unbroken
+        )
         for position, state in enumerate(states, 1):
             fresh = iter(data.pack(documents, length, open_rows=open_rows).batch(batch_size))
             fresh.set_state(state)
@@ -120,7 +133,9 @@ def test_an_iterator_of_shuffled_epochs_goes_back_and_forth():
     documents = [np.full(size, size) for size in range(1, 12)]
 
     def rows():
-        return data.pack(grain.MapDataset.source(documents).shuffle(seed=3).repeat(), 16, open_rows=2)
+        return data.pack(
+            grain.MapDataset.source(documents).shuffle(seed=3).repeat(), 16, open_rows=2
+        )
 
     iterator, drawn, states = iter(rows()), [], []
     for _ in range(20):  # two epochs or more
@@ -163,21 +178,37 @@ def test_the_files_of_a_corpus_and_any_iterable_are_documents(tmp_path):
         documents[5]
     expected = list(data.pack([documents[i] for i in range(5)], 6))
     assert data.decode(expected[0]["tokens"]) == "ABBCCC"
-    for same in (corpus, documents, (documents[i].tolist() for i in range(5)), grain.MapDataset.source(documents)):
+    for same in (
+        corpus,
+        documents,
+        (documents[i].tolist() for i in range(5)),
+        grain.MapDataset.source(documents),
+    ):
         assert_same_rows(list(data.pack(same, 6)), expected)
-    assert_same_rows(list(data.pack(grain.MapDataset.source(documents).to_iter_dataset(), 6)), expected)
+    assert_same_rows(
+        list(data.pack(grain.MapDataset.source(documents).to_iter_dataset(), 6)), expected
+    )
 
 
 @pytest.mark.parametrize(
     ("document", "kind", "message"),
     [
         ([0.5, 1.5], TypeError, "pack: a document must hold integer token ids, got float64."),
-        ([[1, 2]], ValueError, "pack: a document must be 1-D, of token ids from 0 on; got shape (1, 2)."),
-        ([1, -1], ValueError, "pack: a document must be 1-D, of token ids from 0 on; got token -1."),
+        (
+            [[1, 2]],
+            ValueError,
+            "pack: a document must be 1-D, of token ids from 0 on; got shape (1, 2).",
+        ),
+        (
+            [1, -1],
+            ValueError,
+            "pack: a document must be 1-D, of token ids from 0 on; got token -1.",
+        ),
     ],
 )
 def test_documents_of_no_tokens_are_refused(document, kind, message):
-    with pytest.raises(kind, match=f"^{re.escape(message)}(\n-+\nFor simplicity, Grain|$)"):  # grain adds a note
+    # grain adds a note
+    with pytest.raises(kind, match=f"^{re.escape(message)}(\n-+\nFor simplicity, Grain|$)"):
         next(iter(data.pack([document], 4)))
 
 
@@ -202,7 +233,10 @@ def test_windows_become_inputs_and_targets(tmp_path):
         ({"inputs": np.zeros((2, 3), int)}, "inputs [2, 3]"),
         ({}, "nothing"),
     ]:
-        what = f"next_token: a batch must have tokens [..., T + 1], T at least 1, and no targets; it has {found}."
+        what = (
+            "next_token: a batch must have tokens [..., T + 1], T at least 1, and no targets; it"
+            f" has {found}."
+        )
         with pytest.raises(ValueError, match=f"^{re.escape(what)}$"):
             data.next_token(wrong)
 

@@ -1,4 +1,6 @@
-"""The corpus: what is read, that nothing leaks, and that the order is the same on every machine and after a resume."""
+"""The corpus: what is read, that nothing leaks, and that the order is the same on every machine and
+after a resume.
+"""
 
 import dataclasses
 import itertools
@@ -44,7 +46,8 @@ def test_a_folder_is_read_in_the_order_of_paths_without_what_is_no_text(tmp_path
         (tmp_path / name).write_bytes(content)
     (tmp_path / "loop").symlink_to(tmp_path, target_is_directory=True)
     assert text(tmp_path).decode() == "<a/z><é><a.txt><b>"
-    assert text(tmp_path / "image.png") == b"\x89PNG\0<image>"  # a file named outright is read whatever it holds
+    # a file named outright is read whatever it holds
+    assert text(tmp_path / "image.png") == b"\x89PNG\0<image>"
 
 
 def test_any_range_is_read_across_files(tmp_path):
@@ -60,7 +63,11 @@ def test_the_default_is_the_standard_library_alone():
     corpus = data.open_corpus()
     names = [path.relative_to(Path(os.__file__).parent).as_posix() for path in corpus.paths]
     assert {"os.py", "json/decoder.py", "asyncio/events.py"} <= set(names)
-    assert not [name for name in names if re.search(r"site-packages|(^|/)tests?/|pydoc_data|encodings/|\.pyc$", name)]
+    assert not [
+        name
+        for name in names
+        if re.search(r"site-packages|(^|/)tests?/|pydoc_data|encodings/|\.pyc$", name)
+    ]
     assert 5e6 < corpus.num_bytes < 60e6
     assert corpus == data.open_corpus()
 
@@ -71,7 +78,9 @@ def test_windows_make_each_byte_but_the_first_a_target_once(tmp_path, count):
     whole = corpus.read(0, count)
     for windows in data.split(corpus, 7, validation=0.3):
         targets = np.concatenate([windows[i]["tokens"][1:] for i in range(len(windows))])
-        np.testing.assert_array_equal(targets, whole[windows.begin + 1 : windows.begin + 1 + len(targets)])
+        np.testing.assert_array_equal(
+            targets, whole[windows.begin + 1 : windows.begin + 1 + len(targets)]
+        )
         assert 0 <= windows.end - windows.begin - 1 - len(targets) < 7
         inputs = np.concatenate([windows[i]["tokens"][:-1] for i in range(len(windows))])
         np.testing.assert_array_equal(inputs[1:], targets[:-1])
@@ -93,7 +102,9 @@ def test_no_byte_is_on_both_sides_and_files_stay_whole_where_they_can(tmp_path, 
 def test_an_epoch_holds_every_window_once_and_the_next_one_in_another_order(tmp_path):
     windows, _ = data.split(digits(tmp_path / "text", 4000), 16, validation=0.2)
     count = len(windows) // 3 * 3
-    drawn = np.concatenate(rows(data.batches(dataclasses.replace(windows, end=count * 16 + 1), 3), 2 * count // 3))
+    drawn = np.concatenate(
+        rows(data.batches(dataclasses.replace(windows, end=count * 16 + 1), 3), 2 * count // 3)
+    )
     epochs = drawn[:count], drawn[count:]
     everything = sorted(windows[i]["tokens"].tobytes() for i in range(count))
     for epoch in epochs:
@@ -167,8 +178,8 @@ def test_what_is_missing_or_empty_is_refused(tmp_path):
 def test_text_too_short_for_its_windows_is_refused(tmp_path):
     corpus = digits(tmp_path / "text", 1000)
     message = (
-        "data: 1000 bytes of text, 950 to train on and 50 to validate, are too few for windows of 65 bytes on both "
-        "sides.\nFix: give more text, or choose shorter windows."
+        "data: 1000 bytes of text, 950 to train on and 50 to validate, are too few for windows of"
+        " 65 bytes on both sides.\nFix: give more text, or choose shorter windows."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         data.split(corpus, 64)
@@ -179,7 +190,9 @@ def test_numbers_out_of_range_are_refused(tmp_path):
     corpus = digits(tmp_path / "text", 1000)
     with pytest.raises(ValueError, match=r"^split: length must be at least 1, got 0\.$"):
         data.split(corpus, 0)
-    with pytest.raises(ValueError, match=r"^split: validation must be between 0 and 1, got 1\.0\.$"):
+    with pytest.raises(
+        ValueError, match=r"^split: validation must be between 0 and 1, got 1\.0\.$"
+    ):
         data.split(corpus, 4, validation=1.0)
     with pytest.raises(ValueError, match=r"^batches: batch_size must be at least 1, got 0\.$"):
         data.batches(data.split(corpus, 4)[0], 0)
@@ -189,8 +202,8 @@ def test_a_text_that_shrank_is_noticed(tmp_path):
     windows, _ = data.split(digits(tmp_path / "text", 1000), 9)
     (tmp_path / "text").write_bytes(b"short")
     message = (
-        f"data: '{tmp_path}/text' is shorter than when the corpus was opened: 5 bytes and no more.\n"
-        "Fix: leave the text alone while a model trains on it."
+        f"data: '{tmp_path}/text' is shorter than when the corpus was opened: 5 bytes and no"
+        " more.\nFix: leave the text alone while a model trains on it."
     )
     with pytest.raises(OSError, match=f"^{re.escape(message)}$"):
         windows[0]

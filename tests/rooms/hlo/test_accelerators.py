@@ -1,4 +1,6 @@
-"""The same audit of what XLA:GPU and XLA:TPU make of a program: real compiles (programs/make.py) and single lines."""
+"""The same audit of what XLA:GPU and XLA:TPU make of a program: real compiles (programs/make.py)
+and single lines.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def read(name, mesh):
 @pytest.mark.parametrize("platform", ["h100", "v5e"])
 def test_every_collective_on_an_accelerator(platform):
     found = read(f"{platform}_collectives", CUBE)
-    assert [(one.kind, one.axes, one.bytes, one.calls, one.conditional) for one in found.collectives] == [
+    assert [
+        (one.kind, one.axes, one.bytes, one.calls, one.conditional) for one in found.collectives
+    ] == [
         ("all-reduce", ("tensor",), SIZE, 15, False),
         ("all-gather", ("data",), 2 * SIZE, 5, False),
         ("reduce-scatter", ("data",), 2 * SIZE, 5, False),
@@ -34,8 +38,8 @@ def test_every_collective_on_an_accelerator(platform):
 
 @pytest.mark.parametrize(("platform", "itemsize"), [("h100", 4), ("v5e", 2)])
 def test_fsdp_on_an_accelerator(platform, itemsize):
-    # four blocks, two micro-batches: gathered forward and backward, scattered once; tensor halves every leaf. The TPU
-    # multiplies in bfloat16 by default, and its compiler gathers in it.
+    # four blocks, two micro-batches: gathered forward and backward, scattered once; tensor halves
+    # every leaf. The TPU multiplies in bfloat16 by default, and its compiler gathers in it.
     leaf = 1024 * 4096 // 2
     found = read(f"{platform}_fsdp", {"data": 4, "tensor": 2})
     large = found.of(axis="data", min_bytes=1024)
@@ -57,15 +61,22 @@ LIBTPUS = ("0.0.42", "0.0.50.1", "0.0.52")
 def test_collectives_on_the_sparse_core_of_every_libtpu(libtpu):
     found = read(f"v6e_sparse_core_{libtpu}", {"data": 16})
     size = 4096 * 1024 * 2
-    assert [(one.kind, one.bytes, one.wire_bytes, one.loops, one.asynchronous) for one in found.collectives] == [
+    assert [
+        (one.kind, one.bytes, one.wire_bytes, one.loops, one.asynchronous)
+        for one in found.collectives
+    ] == [
         ("all-gather", size, size * 15 // 16, (3,), True),
         ("reduce-scatter", size, size * 15 // 16, (3,), True),
         ("all-reduce", 2, 4, (), False),
     ]
     assert found.unread == ()
-    step = step_seconds((PROGRAMS / f"v6e_sparse_core_{libtpu}.hlo").read_text(), mesh={"data": 16}, hardware="v6e")
+    step = step_seconds(
+        (PROGRAMS / f"v6e_sparse_core_{libtpu}.hlo").read_text(), mesh={"data": 16}, hardware="v6e"
+    )
     # over both axes of the torus, and nothing to overlap with
-    assert step.exposed == pytest.approx(found.total_wire_bytes / (2 * HARDWARE["v6e"].link_bandwidth))
+    assert step.exposed == pytest.approx(
+        found.total_wire_bytes / (2 * HARDWARE["v6e"].link_bandwidth)
+    )
     assert not any("SparseCore" in note for note in step.notes)
 
 
@@ -79,7 +90,9 @@ def test_a_sparse_core_start_without_a_collective_is_reported(libtpu):
     assert [name.partition(".")[0] for name in found.unread] == ["all-gather", "reduce-scatter"]
     line = f"{found.unread[0]}: starts work on the SparseCore in which no collective was found"
     assert line in str(found)
-    with pytest.raises(AssertionError, match=r"does not send what it was meant to \(2 differences\)") as caught:
+    with pytest.raises(
+        AssertionError, match=r"does not send what it was meant to \(2 differences\)"
+    ) as caught:
         found.check([Expected("all-reduce", "data", 2)])
     assert line in str(caught.value)
     step = step_seconds(hidden, mesh={"data": 16}, hardware="v6e")
@@ -88,10 +101,10 @@ def test_a_sparse_core_start_without_a_collective_is_reported(libtpu):
 
 def program(*lines, more="", partitions=8):
     return (
-        f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n"
-        "%add (a: f32[], b: f32[]) -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n"
-        f"  ROOT %sum = f32[] add(%a, %b)\n}}\n{more}\n"
-        "ENTRY %main (p: f32[16]) -> f32[16] {\n  %p = f32[16]{0} parameter(0)\n"
+        f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n%add (a: f32[], b: f32[])"
+        " -> f32[] {\n  %a = f32[] parameter(0)\n  %b = f32[] parameter(1)\n  ROOT %sum = f32[]"
+        f" add(%a, %b)\n}}\n{more}\nENTRY %main (p: f32[16]) -> f32[16] {{\n  %p = f32[16]{{0}}"
+        " parameter(0)\n"
         + "".join(f"  {line}\n" for line in lines)
         + "  ROOT %out = f32[16]{0} copy(%p)\n}\n"
     )
@@ -103,8 +116,18 @@ SYNC = ', backend_config={"collective_backend_config":{"is_sync":true,"is_pipeli
 STARTS = [
     # a start holds operands and results: the results count, and done not at all
     (f"%s = f32[16]{{0}} all-reduce-start(%p), {ALL}, to_apply=%add", "all-reduce", 64, True),
-    (f"%s = (f32[16]{{0}}, f32[4]{{0}}) all-reduce-start(%p, %q), {ALL}, to_apply=%add", "all-reduce", 80, True),
-    (f"%s = (f32[16]{{0}}, f32[128]{{0}}) all-gather-start(%p), {ALL}, dimensions={{0}}", "all-gather", 512, True),
+    (
+        f"%s = (f32[16]{{0}}, f32[4]{{0}}) all-reduce-start(%p, %q), {ALL}, to_apply=%add",
+        "all-reduce",
+        80,
+        True,
+    ),
+    (
+        f"%s = (f32[16]{{0}}, f32[128]{{0}}) all-gather-start(%p), {ALL}, dimensions={{0}}",
+        "all-gather",
+        512,
+        True,
+    ),
     (
         f"%s = (f32[16]{{0}}, f32[128]{{0}}) all-gather-start(%p), {ALL}, dimensions={{0}}{SYNC}",
         "all-gather",
@@ -112,20 +135,38 @@ STARTS = [
         False,
     ),
     (
-        f"%s = ((f32[16]{{0}}, bf16[2]{{0}}), (f32[128]{{0}}, bf16[16]{{0}})) all-gather-start(%p, %q), {ALL}",
+        (
+            "%s = ((f32[16]{0}, bf16[2]{0}), (f32[128]{0}, bf16[16]{0}))"
+            f" all-gather-start(%p, %q), {ALL}"
+        ),
         "all-gather",
         544,
         True,
     ),
-    (f"%s = ((f32[16]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {ALL}, to_apply=%add", "reduce-scatter", 64, True),
-    ("%s = ((f32[16]{0}), f32[16]{0}) all-to-all-start(%p), channel_id=1, replica_groups={}", "all-to-all", 64, True),
+    (
+        f"%s = ((f32[16]{{0}}), f32[2]{{0}}) reduce-scatter-start(%p), {ALL}, to_apply=%add",
+        "reduce-scatter",
+        64,
+        True,
+    ),
+    (
+        "%s = ((f32[16]{0}), f32[16]{0}) all-to-all-start(%p), channel_id=1, replica_groups={}",
+        "all-to-all",
+        64,
+        True,
+    ),
     (
         f"%s = (f32[16]{{0}}, f32[16]{{0}}, u32[], u32[]) collective-permute-start(%p), {PAIRS}",
         "collective-permute",
         64,
         True,
     ),
-    (f"%s = (f32[16]{{0}}, f32[16]{{0}}) collective-permute-start(%p), {PAIRS}", "collective-permute", 64, True),
+    (
+        f"%s = (f32[16]{{0}}, f32[16]{{0}}) collective-permute-start(%p), {PAIRS}",
+        "collective-permute",
+        64,
+        True,
+    ),
 ]
 
 
@@ -134,7 +175,9 @@ def test_a_start_and_its_done_count_once(line, kind, size, asynchronous):
     opcode = line.split("(%p")[0].split()[-1]
     done = f"%d = f32[16]{{0}} {opcode.replace('-start', '-done')}(%s)"
     found = audit(program(line, done), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.calls, one.asynchronous) for one in found] == [(kind, size, 1, asynchronous)]
+    assert [(one.kind, one.bytes, one.calls, one.asynchronous) for one in found] == [
+        (kind, size, 1, asynchronous)
+    ]
 
 
 def test_a_wrapped_collective_counts_once():
@@ -148,7 +191,9 @@ def test_a_wrapped_collective_counts_once():
         "%d = f32[2]{0} async-done(%u), calls=%wrapped",
     )
     found = audit(program(*lines, more=wrapped), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.asynchronous) for one in found] == [("reduce-scatter", 64, True)]
+    assert [(one.kind, one.bytes, one.asynchronous) for one in found] == [
+        ("reduce-scatter", 64, True)
+    ]
 
 
 def test_a_computation_that_is_called_twice_counts_twice():
@@ -156,9 +201,15 @@ def test_a_computation_that_is_called_twice_counts_twice():
         "%called (q: f32[16]) -> f32[16] {\n  %q = f32[16]{0} parameter(0)\n"
         f"  ROOT %ar = f32[16]{{0}} all-reduce(%q), {ALL}, to_apply=%add\n}}\n"
     )
-    lines = ("%x = f32[16]{0} call(%p), to_apply=%called", "%y = f32[16]{0} call(%x), to_apply=%called")
+    lines = (
+        "%x = f32[16]{0} call(%p), to_apply=%called",
+        "%y = f32[16]{0} call(%x), to_apply=%called",
+    )
     assert audit(program(*lines, more=called), mesh={"data": 8}).total.calls == 2
-    branches = "%x = f32[16]{0} conditional(%go, %p, %p), true_computation=%called, false_computation=%called"
+    branches = (
+        "%x = f32[16]{0} conditional(%go, %p, %p), true_computation=%called,"
+        " false_computation=%called"
+    )
     found = audit(program(branches, more=called), mesh={"data": 8}).collectives
     assert [one.conditional for one in found] == [True, True]
 
@@ -172,23 +223,33 @@ def test_computations_that_nobody_calls_do_not_count():
 
 
 def test_the_tpus_fusion_of_all_reduce_and_slice_is_a_reduce_scatter():
-    # padded from 16 to 32 so that each of 8 takes an aligned piece: the padded buffer is what travels
+    # padded from 16 to 32 so that each of 8 takes an aligned piece: the padded buffer is what
+    # travels
     fused = (
-        "%all-reduce-scatter (input: f32[16]) -> f32[4] {\n  %input = f32[16]{0:T(128)} parameter(0)\n"
-        "  %zero = f32[] constant(0)\n  %pad = f32[32]{0:T(128)} pad(%input, %zero), padding=0_16\n"
-        f"  %ar = f32[32]{{0:T(128)}} all-reduce(%pad), {ALL}, to_apply=%add\n"
-        "  %at = s32[] partition-id()\n"
-        "  ROOT %mine = f32[4]{0:T(128)} dynamic-slice(%ar, %at), dynamic_slice_sizes={4}\n}\n"
+        "%all-reduce-scatter (input: f32[16]) -> f32[4] {\n  %input = f32[16]{0:T(128)}"
+        " parameter(0)\n  %zero = f32[] constant(0)\n  %pad = f32[32]{0:T(128)} pad(%input,"
+        f" %zero), padding=0_16\n  %ar = f32[32]{{0:T(128)}} all-reduce(%pad), {ALL},"
+        " to_apply=%add\n  %at = s32[] partition-id()\n  ROOT %mine = f32[4]{0:T(128)}"
+        " dynamic-slice(%ar, %at), dynamic_slice_sizes={4}\n}\n"
     )
     line = "%s = f32[4]{0:T(128)} fusion(%p), kind=kCustom, calls=%all-reduce-scatter"
     found = audit(program(line, more=fused), mesh={"data": 8}).collectives
-    assert [(one.kind, one.bytes, one.wire_bytes) for one in found] == [("reduce-scatter", 128, 112)]
+    assert [(one.kind, one.bytes, one.wire_bytes) for one in found] == [
+        ("reduce-scatter", 128, 112)
+    ]
 
 
-@pytest.mark.parametrize("form", ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "mesh['axis_0'=2,'axis_1'=4] {'axis_1'}"])
-@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}, {"data": 2, "pipeline": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "form", ["{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "mesh['axis_0'=2,'axis_1'=4] {'axis_1'}"]
+)
+@pytest.mark.parametrize(
+    "mesh", [{"data": 2, "tensor": 4}, {"data": 2, "pipeline": 2, "tensor": 2}], ids=str
+)
 def test_the_names_are_the_meshes_not_the_texts(form, mesh):
-    line = f"%s = f32[16]{{0}} all-reduce(%p), channel_id=1, replica_groups={form}, use_global_device_ids=true, to_apply=%add"
+    line = (
+        f"%s = f32[16]{{0}} all-reduce(%p), channel_id=1, replica_groups={form},"
+        " use_global_device_ids=true, to_apply=%add"
+    )
     found = audit(program(line), mesh=mesh).collectives[0]
     assert found.axes == tuple(axis for axis in mesh if axis != "data")
     assert found.group_size == math.prod(mesh.values()) // 2
@@ -196,8 +257,14 @@ def test_the_names_are_the_meshes_not_the_texts(form, mesh):
 
 def test_broadcasts_and_ragged_exchanges():
     lines = (
-        "%b = f32[16]{0} collective-broadcast(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}",
-        "%r = f32[32]{0} ragged-all-to-all(%p, %o, %a, %b, %c, %d), channel_id=2, replica_groups={{0,1,2,3,4,5,6,7}}",
+        (
+            "%b = f32[16]{0} collective-broadcast(%p), channel_id=1,"
+            " replica_groups={{0,1,2,3,4,5,6,7}}"
+        ),
+        (
+            "%r = f32[32]{0} ragged-all-to-all(%p, %o, %a, %b, %c, %d), channel_id=2,"
+            " replica_groups={{0,1,2,3,4,5,6,7}}"
+        ),
     )
     found = audit(program(*lines), mesh={"data": 8}).collectives
     assert [(one.kind, one.bytes, one.wire_bytes) for one in found] == [
@@ -207,16 +274,28 @@ def test_broadcasts_and_ragged_exchanges():
 
 
 def test_what_crosses_slices_is_a_collective_over_the_outermost_axis():
-    """XLA:TPU compiles one program a slice, and sends what crosses slices to the runtime that connects them."""
+    """XLA:TPU compiles one program a slice, and sends what crosses slices to the runtime that
+    connects them.
+    """
     found = read("v5e_two_slices", {"replica": 2, "data": 8, "pipeline": 1, "tensor": 1})
     weight = 512 * 128
-    large = [(one.kind, one.axes, one.bytes, one.wire_bytes) for one in found.of(min_bytes=1024).collectives]
+    large = [
+        (one.kind, one.axes, one.bytes, one.wire_bytes)
+        for one in found.of(min_bytes=1024).collectives
+    ]
     assert sorted(large) == [
         ("all-gather", ("data",), 2 * weight, 2 * weight * 7 // 8),
         ("all-reduce", ("replica",), 4 * weight // 8, 4 * weight // 8),
         ("reduce-scatter", ("data",), 4 * weight, 4 * weight * 7 // 8),
     ]
-    assert [one.asynchronous for one in found.collectives if one.axes == ("replica",)] == [True, True]
-    with pytest.raises(ValueError, match=r"^audit: the program runs on 8 devices of each of several slices") as caught:
+    assert [one.asynchronous for one in found.collectives if one.axes == ("replica",)] == [
+        True,
+        True,
+    ]
+    with pytest.raises(
+        ValueError, match=r"^audit: the program runs on 8 devices of each of several slices"
+    ) as caught:
         read("v5e_two_slices", {"data": 8})
-    assert str(caught.value).endswith("Fix: pass the mesh of all slices, whose outermost axis spans them.")
+    assert str(caught.value).endswith(
+        "Fix: pass the mesh of all slices, whose outermost axis spans them."
+    )

@@ -21,7 +21,9 @@ X = jnp.ones((8, 16))
 @pytest.fixture
 def program():
     mesh = so.make_mesh(data=4, tensor=2)
-    return jax.jit(jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()))
+    return jax.jit(
+        jax.shard_map(lambda x: lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    )
 
 
 def refused(kind, message):
@@ -50,9 +52,9 @@ def test_a_mesh_in_another_order_is_refused(program):
     mesh = so.make_mesh(data=4, tensor=2)
     reversed_mesh = Mesh(mesh.devices[::-1], mesh.axis_names)
     message = (
-        "audit: the mesh lists its devices as [6, 7, 4, 5, 2, 3, 0, 1], the program was compiled for the order "
-        "[0, 1, 2, 3, 4, 5, 6, 7].\n"
-        "Fix: pass the mesh that the program was compiled for."
+        "audit: the mesh lists its devices as [6, 7, 4, 5, 2, 3, 0, 1], the program was compiled"
+        " for the order [0, 1, 2, 3, 4, 5, 6, 7].\nFix: pass the mesh that the program was compiled"
+        " for."
     )
     with refused(ValueError, message):
         audit(program, X, mesh=reversed_mesh)
@@ -66,14 +68,19 @@ def test_meshes_may_be_abstract_or_mappings(program):
 
 def test_abstract_arguments_without_shardings_are_refused(mesh_of):
     """jax would compile for one device, and a table without collectives would look like good news."""
-    mesh, grads = mesh_of(data=8), jax.jit(jax.grad(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)))
-    params, rows = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+    mesh, grads = (
+        mesh_of(data=8),
+        jax.jit(jax.grad(lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))),
+    )
+    params, rows = (
+        {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)},
+        jax.ShapeDtypeStruct((16, 8), jnp.bfloat16),
+    )
     message = (
-        "audit: these arguments have no shardings, so the program would be for one device, and send nothing.\n"
-        "  argument 0/w: float32[8, 4]\n"
-        "  argument 1: bfloat16[16, 8]\n"
-        "Fix: pass jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or jitted.lower(...), if "
-        "one device is meant."
+        "audit: these arguments have no shardings, so the program would be for one device, and send"
+        " nothing.\n  argument 0/w: float32[8, 4]\n  argument 1: bfloat16[16, 8]\nFix: pass"
+        " jax.ShapeDtypeStruct(shape, dtype, sharding=...), as in opt.abstract_state(); or"
+        " jitted.lower(...), if one device is meant."
     )
     for named in (None, mesh):
         with refused(ValueError, message):
@@ -85,11 +92,16 @@ def test_abstract_arguments_without_shardings_are_refused(mesh_of):
 
 
 def test_shardings_may_be_those_of_the_program(program):
-    assert audit(program, jax.ShapeDtypeStruct((8, 16), jnp.float32)).collectives[0].axes == ("data",)
+    assert audit(program, jax.ShapeDtypeStruct((8, 16), jnp.float32)).collectives[0].axes == (
+        "data",
+    )
 
 
 def test_strange_programs_are_refused(program):
-    fix = "Fix: pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled, or HLO text."
+    fix = (
+        "Fix: pass a jitted function with its arguments, such as opt.step, a Lowered, a Compiled,"
+        " or HLO text."
+    )
     with refused(TypeError, f"audit: cannot audit a int.\n{fix}"):
         audit(3)
     with refused(TypeError, f"audit: cannot audit a function.\n{fix}"):
@@ -97,19 +109,29 @@ def test_strange_programs_are_refused(program):
     with refused(TypeError, f"audit: cannot audit a tuple.\n{fix}"):
         audit((program,), X)
     fix = "Fix: pass the arguments of the function too: so.audit(opt.step, state, batch)."
-    opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=8), lambda params, batch: jnp.mean(batch @ params))
+    opt = so.ddp(
+        optax.sgd(0.1), so.make_mesh(data=8), lambda params, batch: jnp.mean(batch @ params)
+    )
     with refused(TypeError, f"audit: missing a required argument: 'state'.\n{fix}"):
         audit(opt.step)
-    what = "audit: arguments belong to a function, not to a Compiled, which is lowered already.\nFix: leave them out."
+    what = (
+        "audit: arguments belong to a function, not to a Compiled, which is lowered already.\nFix:"
+        " leave them out."
+    )
     with refused(TypeError, what):
         audit(program.lower(X).compile(), X)
-    fix = "Fix: pass opt.config.schedule, or one of so.schedules made for these stages and micro-batches."
+    fix = (
+        "Fix: pass opt.config.schedule, or one of so.schedules made for these stages and"
+        " micro-batches."
+    )
     with refused(TypeError, f"audit: schedule must be a Schedule, got 'gpipe'.\n{fix}"):
         audit(program, X, schedule="gpipe")
 
 
 def test_memory_counts_the_bytes_of_one_device(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=8), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=8), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
+    )
     state = opt.init({"w": jnp.ones((64, 64))})
     compiled = opt.step.lower(state, jnp.ones((16, 64))).compile()
     found = memory(compiled)
@@ -120,8 +142,12 @@ def test_memory_counts_the_bytes_of_one_device(mesh_of):
 
 
 def test_donated_inputs_are_those_that_are_overwritten():
-    step = lambda a, b, c: (b + 1, {"x": a * c.sum()}, c)  # noqa: E731
+    def step(a, b, c):
+        return (b + 1, {"x": a * c.sum()}, c)
+
     shapes = [jnp.ones((4,)), jnp.ones((2, 8)), jnp.ones((3,))]
     assert donated(jax.jit(step).lower(*shapes).compile()) == {}
     assert donated(jax.jit(step, donate_argnums=(0, 1)).lower(*shapes).compile()) == {0: 1, 1: 0}
-    assert donated(jax.jit(lambda a: a + 1, donate_argnums=0).lower(X).compile().as_text()) == {0: 0}
+    assert donated(jax.jit(lambda a: a + 1, donate_argnums=0).lower(X).compile().as_text()) == {
+        0: 0
+    }

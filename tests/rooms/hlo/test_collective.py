@@ -44,7 +44,9 @@ def test_every_form_gives_the_groups(text, groups):
 
 @pytest.mark.parametrize("text", ["[4,2]<=8", "mesh['a'=2]"])
 def test_an_unknown_form_is_refused(text):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'audit: cannot read the replica groups {text!r}.')}$"):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'audit: cannot read the replica groups {text!r}.')}$"
+    ):
         read_groups(text, 8)
 
 
@@ -59,12 +61,16 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("replicas", "partitions", "is_global", "channel", "has_flag", "groups"), MODES)
+@pytest.mark.parametrize(
+    ("replicas", "partitions", "is_global", "channel", "has_flag", "groups"), MODES
+)
 def test_what_an_id_means(replicas, partitions, is_global, channel, has_flag, groups):
     words = {"replica_groups": IDS}
     words |= {"use_global_device_ids": "true"} if is_global else {}
     words |= {"channel_id": "1"} if channel else {}
-    found = replica_groups(words, replicas=replicas, partitions=partitions, has_global_flag=has_flag)
+    found = replica_groups(
+        words, replicas=replicas, partitions=partitions, has_global_flag=has_flag
+    )
     assert found == groups
 
 

@@ -42,22 +42,35 @@ def test_of_a_branch_the_dearest_counts():
 def test_passes_of_a_pipeline_count_as_often_as_its_schedule_runs_them():
     def tick(x, busy):
         x = x @ x  # outside of branches: at every tick
-        return jax.lax.cond(
-            busy, lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=2)[0], jnp.sin, x
-        ), 0
+        return (
+            jax.lax.cond(
+                busy,
+                lambda x: jax.lax.scan(lambda x, _: (x @ x, None), x, None, length=2)[0],
+                jnp.sin,
+                x,
+            ),
+            0,
+        )
 
     schedule = schedules.eager_one_f_one_b(4, 8)
     busy = jnp.arange(schedule.num_ticks) < 8
-    compiled = jax.jit(lambda x, busy: jax.lax.scan(tick, x, busy)[0]).lower(jnp.ones((16, 16)), busy).compile()
+    compiled = (
+        jax.jit(lambda x, busy: jax.lax.scan(tick, x, busy)[0])
+        .lower(jnp.ones((16, 16)), busy)
+        .compile()
+    )
     assert inner_product_flops(compiled) == 3 * schedule.num_ticks * 2 * 16**3
-    assert inner_product_flops(compiled, schedule=schedule) == (schedule.num_ticks + 2 * 8) * 2 * 16**3
+    assert (
+        inner_product_flops(compiled, schedule=schedule) == (schedule.num_ticks + 2 * 8) * 2 * 16**3
+    )
     other = schedules.eager_one_f_one_b(4, 16)
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         inner_product_flops(compiled, schedule=other)
-    assert str(caught.value) == (
-        f"inner_product_flops: the schedule has {other.num_ticks} ticks, and no loop of the program turns so often: its loops "
-        f"turn 2, {schedule.num_ticks} times.\n"
-        "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or none."
+    assert (
+        str(caught.value)
+        == f"inner_product_flops: the schedule has {other.num_ticks} ticks, and no loop of the"
+        f" program turns so often: its loops turn 2, {schedule.num_ticks} times.\nFix: pass the"
+        " schedule that the program was made with, such as opt.config.schedule, or none."
     )
 
 
@@ -69,7 +82,12 @@ def test_a_loop_in_a_pass_that_is_as_long_as_the_schedule_is_another():
         return jax.lax.cond(busy, lambda x: x @ x, jnp.sin, x), None
 
     def tick(x, busy):
-        return jax.lax.cond(busy, lambda x: jax.lax.scan(branching, x, jnp.arange(ticks) < 3)[0], jnp.sin, x), None
+        return (
+            jax.lax.cond(
+                busy, lambda x: jax.lax.scan(branching, x, jnp.arange(ticks) < 3)[0], jnp.sin, x
+            ),
+            None,
+        )
 
     def tick_without(x, _):
         return jax.lax.scan(branching, x, jnp.arange(ticks) < 3)[0], None
@@ -89,7 +107,11 @@ def test_a_loop_of_unknown_length_is_not_guessed():
     ("line", "operands", "flops"),
     [
         # an inner product as XLA:TPU writes it
-        ("%c = f32[2,4] convolution(%a, %b), dim_labels=bf_io->bf", "f32[2,3], f32[3,4]", 2 * 2 * 4 * 3),
+        (
+            "%c = f32[2,4] convolution(%a, %b), dim_labels=bf_io->bf",
+            "f32[2,3], f32[3,4]",
+            2 * 2 * 4 * 3,
+        ),
         # two dims contracted, as a window over all of one of them
         (
             "%c = f32[5,7,1] convolution(%a, %b), window={size=8}, dim_labels=bf0_io0->bf0",
@@ -98,19 +120,27 @@ def test_a_loop_of_unknown_length_is_not_guessed():
         ),
         # a batch dim as a window that is dilated so that each position meets one
         (
-            "%c = f32[8,5,7] convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf",
+            (
+                "%c = f32[8,5,7] convolution(%a, %b), window={size=8 stride=7 lhs_dilate=8},"
+                " dim_labels=0bf_0io->0bf"
+            ),
             "f32[8,5,3], f32[8,3,7]",
             2 * 8 * 5 * 7 * 3,
         ),
         # a free dim of the kernel as a window over padding
         (
-            "%c = f32[2,5,7] convolution(%a, %b), window={size=2 pad=1_1 rhs_reversal=1}, dim_labels=0bf_0io->0bf",
+            (
+                "%c = f32[2,5,7] convolution(%a, %b), window={size=2 pad=1_1 rhs_reversal=1},"
+                " dim_labels=0bf_0io->0bf"
+            ),
             "f32[1,5,3], f32[2,3,7]",
             2 * 2 * 5 * 7 * 3,
         ),
         (
-            '%c = (f32[2,4], s8[64]) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
-            'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}',
+            (
+                '%c = (f32[2,4], s8[64]) custom-call(%a, %b), custom_call_target="__cublas$gemm", '
+                'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
+            ),
             "f32[2,3], f32[3,4]",
             2 * 2 * 4 * 3,
         ),
@@ -121,7 +151,10 @@ def test_single_instructions(line, operands, flops):
 
 
 def test_a_step_as_compiled_for_a_tpu():
-    # four blocks of two matrices 1024 x 4096, halved over tensor; 8 rows a device in two micro-batches
+    # four blocks of two matrices 1024 x 4096, halved over tensor; 8 rows a device in two
+    # micro-batches
     rows, weights, batches = (8 * 8) // 4 // 2, 2 * 1024 * 4096 // 2, 2
     forward = 4 * 2 * rows * weights * batches
-    assert inner_product_flops((PROGRAMS / "v5e_fsdp.hlo").read_text()) == pytest.approx(3 * forward, rel=0.02)
+    assert inner_product_flops((PROGRAMS / "v5e_fsdp.hlo").read_text()) == pytest.approx(
+        3 * forward, rel=0.02
+    )

@@ -4,7 +4,15 @@ import re
 
 import pytest
 
-from shardopt.hlo._hlo_text import arrays, attributes, elements, nbytes, operands, parse, tiled_nbytes
+from shardopt.hlo._hlo_text import (
+    arrays,
+    attributes,
+    elements,
+    nbytes,
+    operands,
+    parse,
+    tiled_nbytes,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -36,7 +44,11 @@ def test_parse_finds_the_lines_of_every_computation():
         "main.1_spmd": ["p", "c", "k", "r"],
     }
     first, second, third, last = module.computations["main.1_spmd"]
-    assert (first.shape, first.opcode, first.is_root) == ("(f32[2]{0}, s32[]{:T(128)})", "parameter", False)
+    assert (first.shape, first.opcode, first.is_root) == (
+        "(f32[2]{0}, s32[]{:T(128)})",
+        "parameter",
+        False,
+    )
     assert (second.shape, second.opcode) == ("s32[2]{0}", "constant")
     assert operands(third) == ["p", "c"]
     assert attributes(third) == {"custom_call_target": '"x"', "metadata": '{op_name="a, b=c"}'}
@@ -134,6 +146,10 @@ ENTRY %main (p: f32[4]) -> f32[4] {
   ROOT %sum = f32[4]{0} add(%kernel, %p)
 }
 """
-    assert [one.opcode for one in parse(text).computations["main"]] == ["parameter", "custom-call", "add"]
+    assert [one.opcode for one in parse(text).computations["main"]] == [
+        "parameter",
+        "custom-call",
+        "add",
+    ]
     threaded = text.replace("\n}\n", '\n}, execution_thread="sparsecore"\n')
     assert len(parse(threaded).computations["main"]) == 3

@@ -1,4 +1,6 @@
-"""The interpreter of compiled programs equals XLA:CPU, refuses what it cannot interpret, and tells mutants apart."""
+"""The interpreter of compiled programs equals XLA:CPU, refuses what it cannot interpret, and tells
+mutants apart.
+"""
 
 import re
 
@@ -55,9 +57,23 @@ def per_device(x, ids):
     largest, places = lax.top_k(x, 3)
     ordered = jnp.sort(x, axis=0) + lax.cumsum(x, axis=1)
     chosen = lax.cond(rank % 2 == 0, lambda v: jnp.exp(v), lambda v: v * 3, x)
-    count, total = lax.while_loop(lambda s: s[0] < 2 + rank, lambda s: (s[0] + 1, s[1] * 1.5), (0, lax.psum(x, "d")))
+    count, total = lax.while_loop(
+        lambda s: s[0] < 2 + rank, lambda s: (s[0] + 1, s[1] * 1.5), (0, lax.psum(x, "d"))
+    )
     window = lax.dynamic_slice(whole, (rank * 2, 1), (2, 5))
-    return moved, exchanged, scattered, looked_up, largest, places, ordered, chosen, count[None], total, window
+    return (
+        moved,
+        exchanged,
+        scattered,
+        looked_up,
+        largest,
+        places,
+        ordered,
+        chosen,
+        count[None],
+        total,
+        window,
+    )
 
 
 def cut_in_four(value):
@@ -67,9 +83,16 @@ def cut_in_four(value):
 
 def test_equals_xla_on_four_devices_and_one_result_is_wrong_by_another_group():
     mesh = Mesh(np.array(jax.devices()[:4]), ("d",), axis_types=(AxisType.Auto,))
-    f = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False))
+    f = jax.jit(
+        jax.shard_map(
+            per_device, mesh=mesh, in_specs=(P("d"), P("d")), out_specs=P("d"), check_vma=False
+        )
+    )
     draw = np.random.default_rng(0)
-    inputs = [draw.normal(size=(16, 8)).astype(np.float32), draw.permutation(6)[[0, 1] * 4].astype(np.int32)]
+    inputs = [
+        draw.normal(size=(16, 8)).astype(np.float32),
+        draw.permutation(6)[[0, 1] * 4].astype(np.int32),
+    ]
     placed = [jax.device_put(value, NamedSharding(mesh, P("d"))) for value in inputs]
     lowered = f.lower(*placed)
     compiled = lowered.compile()
@@ -89,7 +112,9 @@ def test_equals_xla_on_four_devices_and_one_result_is_wrong_by_another_group():
 
 def test_a_text_without_shardings_is_refused_by_both_witnesses():
     text = SUM.replace(", sharding={devices=[2]<=[2]}", "")
-    message = r"^prove: the text does not contain the shardings of all parameters\.\nFix: pass inputs="
+    message = (
+        r"^prove: the text does not contain the shardings of all parameters\.\nFix: pass inputs="
+    )
     with pytest.raises(ValueError, match=message):
         compare(text, [np.ones(4, np.float32)], [np.ones(2)], ["{replicated}"])
     with pytest.raises(ValueError, match=message):
@@ -125,7 +150,9 @@ def test_all_turns_of_a_loop_count():
     interpreter = Interpreter(module)
     assert interpreter.run(inputs)[0].sum() == 51_000
     assert 50_000 < interpreter.computed < 60_000
-    with pytest.raises(CannotInterpretError, match=r"until then 4\d,\d+ numbers are computed, too many\.$"):
+    with pytest.raises(
+        CannotInterpretError, match=r"until then 4\d,\d+ numbers are computed, too many\.$"
+    ):
         Interpreter(module, limit=interpreter.computed - 10_000).run(inputs)
 
 
@@ -133,16 +160,29 @@ def test_a_sum_and_its_copies():
     shards = np.array([[1, 2], [3, 4]], np.float32)
     (total,) = interpret(SUM, [shards])
     np.testing.assert_array_equal(total, [[4, 6], [4, 6]])
-    with pytest.raises(ValueError, match=re.escape("devices 0 and 1 should hold copies, and hold different numbers.")):
-        compare(SUM.replace("{{0,1}}", "{{0},{1}}"), [shards.ravel()], [shards[0]], ["{replicated}"])
+    with pytest.raises(
+        ValueError,
+        match=re.escape("devices 0 and 1 should hold copies, and hold different numbers."),
+    ):
+        compare(
+            SUM.replace("{{0,1}}", "{{0},{1}}"), [shards.ravel()], [shards[0]], ["{replicated}"]
+        )
 
 
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("all-reduce(x)", "rng-bit-generator(x)", "the opcode rng-bit-generator is not interpreted."),
+        (
+            "all-reduce(x)",
+            "rng-bit-generator(x)",
+            "the opcode rng-bit-generator is not interpreted.",
+        ),
         ("{{0,1}}", "{{0}}", "its groups ((0,),) do not hold each device once."),
-        ("all-reduce(x)", 'custom-call(x), custom_call_target="kernel"', "the custom call kernel is not interpreted."),
+        (
+            "all-reduce(x)",
+            'custom-call(x), custom_call_target="kernel"',
+            "the custom call kernel is not interpreted.",
+        ),
     ],
 )
 def test_refuses_with_the_instruction_and_the_reason(old, new, reason):
@@ -153,12 +193,16 @@ def test_refuses_with_the_instruction_and_the_reason(old, new, reason):
 @pytest.mark.parametrize("target", ["AssumeGatherIndicesInBound", "LayoutConstraint"])
 def test_what_is_said_to_the_compiler_changes_no_value(target):
     shards = np.array([[1, 2], [3, 4]], np.float32)
-    (same,) = interpret(SUM.replace("all-reduce(x)", f'custom-call(x), custom_call_target="{target}"'), [shards])
+    (same,) = interpret(
+        SUM.replace("all-reduce(x)", f'custom-call(x), custom_call_target="{target}"'), [shards]
+    )
     np.testing.assert_array_equal(same, shards)
 
 
 def test_constants_that_the_text_leaves_out_are_refused():
-    text = SUM.replace("x = f32[2]{0} parameter(0)", "z = f32[99]{0} constant({...})\n  x = f32[2]{0} parameter(0)")
+    text = SUM.replace(
+        "x = f32[2]{0} parameter(0)", "z = f32[99]{0} constant({...})\n  x = f32[2]{0} parameter(0)"
+    )
     with pytest.raises(CannotInterpretError, match="print the module with `print_large_constants`"):
         interpret(text, [np.ones((2, 2), np.float32)])
 
@@ -196,7 +240,9 @@ def test_mutants_are_wrong_or_equivalent(mutants):
 
 
 def nested(x, w):
-    """A `shard_map` over one axis inside of one over another, in a branch that half of the devices take."""
+    """A `shard_map` over one axis inside of one over another, in a branch that half of the devices
+    take.
+    """
     specs = {"in_specs": (P(None, "b"), P("b")), "out_specs": P(), "axis_names": {"b"}}
     product = jax.shard_map(lambda x, w: lax.psum(x @ w, "b"), **specs, check_vma=False)
     chosen = lax.cond(lax.axis_index("a") == 0, lambda x: product(x, w), lambda x: x * 0.5, x)
@@ -204,9 +250,16 @@ def nested(x, w):
 
 
 def test_bodies_inside_of_bodies_run_on_their_devices():
-    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    mesh = Mesh(
+        np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2
+    )
     f = jax.shard_map(
-        nested, mesh=mesh, in_specs=(P("a"), P()), out_specs=(P("a"), P()), axis_names={"a"}, check_vma=False
+        nested,
+        mesh=mesh,
+        in_specs=(P("a"), P()),
+        out_specs=(P("a"), P()),
+        axis_names={"a"},
+        check_vma=False,
     )
     draw = np.random.default_rng(0)
     x, w = draw.normal(size=(4, 6)).astype(np.float32), draw.normal(size=(6, 6)).astype(np.float32)
@@ -218,7 +271,9 @@ def test_bodies_inside_of_bodies_run_on_their_devices():
 
 @pytest.mark.parametrize(("name", "is_right"), [("wrong", False), ("right", True)])
 def test_finds_the_sum_that_libtpu_0_0_48_moved_out_of_a_loop(name, is_right):
-    """openxla/xla 49143 on v5p:2x2x1: with the pass `while-loop-all-reduce-code-motion`, and without it."""
+    """openxla/xla 49143 on v5p:2x2x1: with the pass `while-loop-all-reduce-code-motion`, and
+    without it.
+    """
     text = (PROGRAMS / f"v5p_xla_49143_{name}.hlo").read_text()
     draw = np.random.default_rng(0)
     ids = draw.integers(0, 16, (2, 8, 8)).astype(np.int32)

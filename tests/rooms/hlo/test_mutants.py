@@ -1,4 +1,6 @@
-"""Each mutant of a compiled program that computes something else is found: seeded mutants, judged by interpretation."""
+"""Each mutant of a compiled program that computes something else is found: seeded mutants, judged
+by interpretation.
+"""
 
 import json
 import os
@@ -21,10 +23,26 @@ ROWS = (
 @pytest.mark.parametrize("row", ROWS)
 def test_no_program_is_wrong_and_no_wrong_program_is_proved(seed, row, tmp_path):
     script, path = ROOT / "benchmarks" / "compiled_proof.py", tmp_path / "results.json"
-    command = [sys.executable, str(script), "--only", row, "--mutants", "20", "--seed", str(seed), "--json", str(path)]
+    command = [
+        sys.executable,
+        str(script),
+        "--only",
+        row,
+        "--mutants",
+        "20",
+        "--seed",
+        str(seed),
+        "--json",
+        str(path),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        command, cwd=ROOT / "benchmarks", env=environment, capture_output=True, text=True, check=False
+        command,
+        cwd=ROOT / "benchmarks",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     result = json.loads(path.read_text())["results"]["cpu"]
     assert result["missed"] == result["not_found"] == [], done.stdout

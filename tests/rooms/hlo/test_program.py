@@ -1,4 +1,6 @@
-"""`audit` of programs compiled here: kinds, axes, bytes and calls against numbers worked out by hand."""
+"""`audit` of programs compiled here: kinds, axes, bytes and calls against numbers worked out by
+hand.
+"""
 
 import itertools
 import math
@@ -26,7 +28,11 @@ SIZE = 4096
 def make_mesh(sizes, order=None):
     devices = np.array(jax.devices())[: math.prod(sizes.values())]
     devices = devices if order is None else devices[list(order)]
-    return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(
+        devices.reshape(tuple(sizes.values())),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+    )
 
 
 def mapped(function, mesh):
@@ -34,7 +40,10 @@ def mapped(function, mesh):
 
 
 def rows(function, mesh, x=X):
-    return [(one.kind, one.axes, one.bytes, one.wire_bytes, one.calls) for one in look(function, mesh, x).collectives]
+    return [
+        (one.kind, one.axes, one.bytes, one.wire_bytes, one.calls)
+        for one in look(function, mesh, x).collectives
+    ]
 
 
 def look(function, mesh, x=X):
@@ -42,14 +51,18 @@ def look(function, mesh, x=X):
 
 
 def subsets(sizes):
-    return [axes for count in range(1, len(sizes) + 1) for axes in itertools.combinations(sizes, count)]
+    return [
+        axes for count in range(1, len(sizes) + 1) for axes in itertools.combinations(sizes, count)
+    ]
 
 
 @pytest.mark.parametrize(
     ("sizes", "axes", "order"),
     tiered(
         [(sizes, axes, order) for sizes in SHAPES for axes in subsets(sizes) for order in ORDERS],
-        lambda row: (row[2] is not None and len(row[0]) != 2) or row == (SHAPES[1], ("tensor",), None),
+        lambda row: (
+            (row[2] is not None and len(row[0]) != 2) or row == (SHAPES[1], ("tensor",), None)
+        ),
         ids=str,
     ),
 )
@@ -75,12 +88,18 @@ def test_every_collective_over_every_set_of_axes(sizes, axes, order):
 
 def test_axes_come_in_mesh_order_however_they_are_named():
     mesh = make_mesh(SHAPES[2])
-    assert rows(lambda x: lax.psum(x, ("tensor", "data")), mesh)[0][:2] == ("all-reduce", ("data", "tensor"))
+    assert rows(lambda x: lax.psum(x, ("tensor", "data")), mesh)[0][:2] == (
+        "all-reduce",
+        ("data", "tensor"),
+    )
 
 
 def test_axes_of_size_one_neither_appear_nor_count():
     mesh = make_mesh({"data": 4, "pipeline": 1, "tensor": 2})
-    program = lambda x: lax.psum(jnp.sin(lax.psum(x, ("data", "pipeline"))), "pipeline")  # noqa: E731
+
+    def program(x):
+        return lax.psum(jnp.sin(lax.psum(x, ("data", "pipeline"))), "pipeline")
+
     assert rows(program, mesh) == [("all-reduce", ("data",), SIZE, 2 * SIZE * 3 // 4, 1)]
 
 
@@ -94,7 +113,11 @@ def test_what_travels_together_is_summed():
     mesh = make_mesh({"data": 8})
     found = look(lambda x: lax.psum((jnp.sin(x), x.astype(jnp.int32), x.sum()), "data"), mesh)
     assert sum(one.bytes for one in found.collectives) == 2 * SIZE + 4
-    assert sorted(shape for one in found.collectives for shape in one.shapes) == ["f32[64,16]", "f32[]", "s32[64,16]"]
+    assert sorted(shape for one in found.collectives for shape in one.shapes) == [
+        "f32[64,16]",
+        "f32[]",
+        "s32[64,16]",
+    ]
 
 
 # XLA:CPU widens bfloat16 and float8 before a collective, so they are in test_hlo_text.py only
@@ -116,12 +139,21 @@ def test_bytes_of_other_types(dtype):
 )
 def test_half_an_axis_is_a_part_of_it_and_no_axis(groups, axes):
     mesh = make_mesh({"data": 8})
-    audit = look(lambda x: lax.psum(x, "data", axis_index_groups=[list(group) for group in groups]), mesh)
+    audit = look(
+        lambda x: lax.psum(x, "data", axis_index_groups=[list(group) for group in groups]), mesh
+    )
     found = audit.collectives[0]
-    assert (found.axes, found.part, found.groups, found.group_size) == (axes, axes is not None, groups, 4)
+    assert (found.axes, found.part, found.groups, found.group_size) == (
+        axes,
+        axes is not None,
+        groups,
+        4,
+    )
     assert (found.bytes, found.wire_bytes) == (SIZE, 2 * SIZE * 3 // 4)
     assert audit.by_axis() == {axes: (1, SIZE, 2 * SIZE * 3 // 4)}
-    over = "mixed groups outside of loops" if axes is None else "data outside of loops in steps of 4"
+    over = (
+        "mixed groups outside of loops" if axes is None else "data outside of loops in steps of 4"
+    )
     with pytest.raises(AssertionError) as caught:  # as many bytes, but not over the axis
         audit.check([Expected("all-reduce", "data", SIZE, calls=1)])
     assert str(caught.value).startswith(
@@ -165,11 +197,17 @@ def test_a_loop_of_unknown_length_is_said_to_be_unknown():
     mesh = make_mesh({"data": 8})
 
     def program(x):
-        go = lambda state: state[0] < state[1].sum()  # noqa: E731
-        return lax.while_loop(go, lambda state: (state[0] + 1, lax.psum(state[1], "data")), (0.0, x))[1]
+        def go(state):
+            return state[0] < state[1].sum()
+
+        return lax.while_loop(
+            go, lambda state: (state[0] + 1, lax.psum(state[1], "data")), (0.0, x)
+        )[1]
 
     found = look(program, mesh)
-    assert [(one.loops, one.calls, one.bytes) for one in found.collectives] == [((None,), None, SIZE)]
+    assert [(one.loops, one.calls, one.bytes) for one in found.collectives] == [
+        ((None,), None, SIZE)
+    ]
     assert found.total == (None, None, None)
     assert found.total_wire_bytes is None
     assert "data: ? bytes sent per device in ? calls" in str(found)
@@ -178,7 +216,10 @@ def test_a_loop_of_unknown_length_is_said_to_be_unknown():
 
 def test_a_loop_of_runtime_length_is_unknown():
     mesh = make_mesh({"data": 8})
-    program = lambda x, n: lax.fori_loop(0, n, lambda i, x: lax.psum(x, "data"), x)  # noqa: E731
+
+    def program(x, n):
+        return lax.fori_loop(0, n, lambda i, x: lax.psum(x, "data"), x)
+
     shards = jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     assert audit(jax.jit(shards), X, jnp.int32(3), mesh=mesh).collectives[0].calls is None
 
@@ -211,7 +252,10 @@ def test_branches_in_the_loop_over_ticks_count_as_often_as_the_schedule_takes_th
     program = mapped(lambda x: lax.scan(tick, x, rows)[0], mesh)
     ticks = schedule.num_ticks
     found = audit(program, X, mesh=mesh, schedule=schedule)
-    assert [(one.conditional, one.loops) for one in found.collectives] == [(True, (8, 3)), (False, (ticks,))]
+    assert [(one.conditional, one.loops) for one in found.collectives] == [
+        (True, (8, 3)),
+        (False, (ticks,)),
+    ]
     assert [one.loops for one in audit(program, X, mesh=mesh).collectives] == [(ticks, 3), (ticks,)]
 
 
@@ -242,20 +286,33 @@ def test_branches_elsewhere_than_in_the_loop_over_ticks_are_taken_each_time():
     assert loops(lambda x: lax.cond(x[0, 0] > 0, passes, jnp.cos, x)) == (
         taken,
     )  # within a branch, the loop is what it is
-    assert loops(lambda x: lax.scan(lambda v, _: (passes(v), None), x, None, length=5)[0]) == (5, taken)
+    assert loops(lambda x: lax.scan(lambda v, _: (passes(v), None), x, None, length=5)[0]) == (
+        5,
+        taken,
+    )
     assert loops(over_ticks(lambda v, row: turn(v, 5))) == (ticks, 5)
     # a loop in it that happens to be as long is another
     assert loops(over_ticks(lambda v, row: turn(v, ticks))) == (ticks, ticks)
-    assert loops(over_ticks(lambda v, row: lax.cond(row > 3, lambda v: turn(v, ticks), jnp.cos, v))) == (taken, ticks)
+    assert loops(
+        over_ticks(lambda v, row: lax.cond(row > 3, lambda v: turn(v, ticks), jnp.cos, v))
+    ) == (taken, ticks)
 
 
 def test_a_schedule_that_is_not_the_programs_is_refused():
     mesh, other = make_mesh({"data": 8}), so.schedules.eager_one_f_one_b(2, 16)
-    fix = "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or none."
-    what = f"audit: the schedule has {other.num_ticks} ticks, and no loop of the program turns so often: "
+    fix = (
+        "Fix: pass the schedule that the program was made with, such as opt.config.schedule, or"
+        " none."
+    )
+    what = (
+        f"audit: the schedule has {other.num_ticks} ticks, and no loop of the program turns so"
+        " often: "
+    )
 
     def turn(x, length):
-        return lax.scan(lambda v, _: (lax.psum(jnp.sin(v), "data"), None), x, None, length=length)[0]
+        return lax.scan(lambda v, _: (lax.psum(jnp.sin(v), "data"), None), x, None, length=length)[
+            0
+        ]
 
     def unknown(x):
         return lax.while_loop(lambda v: v.sum() > 0, jnp.sin, x)
@@ -272,13 +329,19 @@ def test_a_schedule_that_is_not_the_programs_is_refused():
     once = so.schedules.eager_one_f_one_b(1, 1)
     assert once.num_ticks == 1
     assert [
-        one.loops for one in audit(mapped(lambda x: turn(x, 3), mesh), X, mesh=mesh, schedule=once).collectives
+        one.loops
+        for one in audit(
+            mapped(lambda x: turn(x, 3), mesh), X, mesh=mesh, schedule=once
+        ).collectives
     ] == [(3,)]
 
 
 def test_the_partitioners_collectives_are_found_on_the_programs_own_mesh():
     mesh = make_mesh({"data": 2, "tensor": 4}, ORDERS[1])
-    sharding = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
+
+    def sharding(*spec):
+        return NamedSharding(mesh, P(*spec))
+
     two_layers = jax.jit(
         lambda x, up, down: jnp.tanh(x @ up) @ down,
         in_shardings=(sharding("data"), sharding(None, "tensor"), sharding("tensor")),

@@ -1,4 +1,5 @@
-"""Proofs of compiled programs: small programs by hand, right and wrong, and the compiled steps of strategies.
+"""Proofs of compiled programs: small programs by hand, right and wrong, and the compiled steps of
+strategies.
 
 The programs by hand are proved twice: alone, and next to the program that XLA was given.
 """
@@ -132,12 +133,16 @@ def changed(text: str, before: str, after: str) -> str:
 
 
 def test_right_programs_are_derived_and_next_to_what_was_written_proved():
-    assert proof_of(GRADIENT) == Proof("derived", None, (), 11, "the program that XLA was given is unknown.")
+    assert proof_of(GRADIENT) == Proof(
+        "derived", None, (), 11, "the program that XLA was given is unknown."
+    )
     assert proof_of(GRADIENT, written=WRITTEN_GRADIENT) == Proof("proved", None, (), 11)
     assert proof_of(SHARDS, ROWS).verdict == "derived"
     assert proof_of(SHARDS, ROWS, WRITTEN_SHARDS).verdict == "proved"
-    assert str(proof_of(SHARDS, ROWS, WRITTEN_SHARDS)) == (
-        "proved: all results of 13 instructions have their declared shardings. Results on drawn arguments are equal."
+    assert (
+        str(proof_of(SHARDS, ROWS, WRITTEN_SHARDS))
+        == "proved: all results of 13 instructions have their declared shardings. Results on drawn"
+        " arguments are equal."
     )
 
 
@@ -152,9 +157,11 @@ def test_a_sum_of_a_constant_is_settled_by_the_numbers():
     assert proof_of(dropped).verdict == "derived"
     problem = problem_of(dropped, written=WRITTEN_MEAN)
     assert (problem.instruction, problem.groups) == ("mean", ((0, 1, 2, 3),))
-    assert problem.missing == (
-        "it reads counts as if it were whole, and the sum of counts over these devices is not taken: result 0 differs from "
-        "that of the program that XLA was given by 3.0e+00 of its largest number."
+    assert (
+        problem.missing
+        == "it reads counts as if it were whole, and the sum of counts over these devices is not"
+        " taken: result 0 differs from that of the program that XLA was given by 3.0e+00 of its"
+        " largest number."
     )
 
 
@@ -164,20 +171,30 @@ def test_equal_results_that_no_rule_derives_agree():
     # a rule that objects to a right program is no proof that it is wrong
     assert proof.unknown[0].reason == problem_of(FIRST).missing
     assert (
-        proof_of(changed(FIRST, "constant(0)\n  %is", "constant(1)\n  %is"), written=WRITTEN_FIRST).verdict == "wrong"
+        proof_of(
+            changed(FIRST, "constant(0)\n  %is", "constant(1)\n  %is"), written=WRITTEN_FIRST
+        ).verdict
+        == "wrong"
     )
 
 
 def test_the_numbers_name_the_sum_that_is_missing():
-    """A rule would name the multiplication too: here it is switched off by a value that no rule covers."""
+    """A rule would name the multiplication too: here it is switched off by a value that no rule
+    covers.
+    """
     kernel = changed(WRITTEN_GRADIENT, "tanh(%y)", 'custom-call(%y), custom_call_target="Sharding"')
     text = changed(GRADIENT, "tanh(%y)", "reduce-precision(%y), exponent_bits=8, mantissa_bits=23")
     line = next(line for line in text.splitlines() if "all-reduce" in line)
     text = changed(text, line, "  %s = f32[8,16]{1,0} stochastic(%g)".replace("stochastic", "copy"))
     problem = problem_of(text, written=kernel)
-    assert (problem.instruction, problem.axes, problem.groups) == ("q", ("data", "tensor"), ((0, 1, 2, 3),))
+    assert (problem.instruction, problem.axes, problem.groups) == (
+        "q",
+        ("data", "tensor"),
+        ((0, 1, 2, 3),),
+    )
     assert problem.missing.startswith(
-        "it reads s as if it were whole, and the sum of s over these devices is not taken: devices that should hold copies"
+        "it reads s as if it were whole, and the sum of s over these devices is not taken: devices"
+        " that should hold copies"
     )
     assert len(problem.hlo.splitlines()) < 60
 
@@ -193,28 +210,45 @@ def test_what_cannot_be_interpreted_is_not_compared():
 def test_a_large_program_is_not_compared(monkeypatch):
     assert proof_of(SHARDS, ROWS, WRITTEN_SHARDS).not_compared == ""
     monkeypatch.setattr("shardopt.hlo.proof._compare.MAX_NUMBERS", 16)
-    assert proof_of(SHARDS, ROWS, WRITTEN_SHARDS).not_compared.endswith("numbers, too many to interpret.")
+    assert proof_of(SHARDS, ROWS, WRITTEN_SHARDS).not_compared.endswith(
+        "numbers, too many to interpret."
+    )
 
 
 def test_a_program_of_which_no_result_is_finite_is_not_compared():
     text, written = (changed(text, "constant(0)", "constant(nan)") for text in (MEAN, WRITTEN_MEAN))
-    assert proof_of(text, written=written).not_compared == "for drawn arguments, a result is not finite."
+    assert (
+        proof_of(text, written=written).not_compared
+        == "for drawn arguments, a result is not finite."
+    )
 
 
 def test_state_that_has_to_be_equal_is_drawn_so():
-    """The pieces of a residual are the same on all devices: only then all devices hold the same parameters."""
+    """The pieces of a residual are the same on all devices: only then all devices hold the same
+    parameters.
+    """
     mesh = so.make_mesh(data=4, devices=jax.devices()[:4])
     update = jax.shard_map(
-        lambda params, residual: params + residual, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        lambda params, residual: params + residual,
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P(),
+        check_vma=False,
     )
-    step = jax.jit(lambda state: update(state["params"], state["residual"]), out_shardings=NamedSharding(mesh, P()))
+    step = jax.jit(
+        lambda state: update(state["params"], state["residual"]),
+        out_shardings=NamedSharding(mesh, P()),
+    )
     places = {"params": (2, P()), "residual": (8, P("data"))}
     state = {
         name: jax.ShapeDtypeStruct((rows, 8), jnp.float32, sharding=NamedSharding(mesh, spec))
         for name, (rows, spec) in places.items()
     }
     proof = prove(step.lower(state))
-    assert (proof.verdict, proof.assumption) == ("agrees", "pieces of the state are equal over data")
+    assert (proof.verdict, proof.assumption) == (
+        "agrees",
+        "pieces of the state are equal over data",
+    )
 
 
 GEMM = """ENTRY %main (x: f32[2,8], w: f32[8,16], b: f32[16]) -> f32[16,16] {
@@ -251,13 +285,21 @@ WRITTEN_GEMM = """ENTRY %main (x: f32[8,8], w: f32[8,16], b: f32[16]) -> f32[16,
 def test_products_of_cublas_are_dots():
     assert proof_of(GEMM, written=WRITTEN_GEMM) == Proof("proved", None, (), 12)
     line = next(line for line in GEMM.splitlines() if "all-reduce" in line)
-    problem = problem_of(changed(GEMM, line, "  %s = f32[16,16]{1,0} copy(%g)"), written=WRITTEN_GEMM)
+    problem = problem_of(
+        changed(GEMM, line, "  %s = f32[16,16]{1,0} copy(%g)"), written=WRITTEN_GEMM
+    )
     assert (problem.instruction, problem.groups) == ("r", ((0, 1, 2, 3),))
-    for before, after in (('"alpha_real":2', '"alpha_real":1'), ('"beta":1', '"beta":2'), ("BIAS_RELU", "BIAS")):
+    for before, after in (
+        ('"alpha_real":2', '"alpha_real":1'),
+        ('"beta":1', '"beta":2'),
+        ("BIAS_RELU", "BIAS"),
+    ):
         assert proof_of(changed(GEMM, before, after), written=WRITTEN_GEMM).verdict == "wrong"
     proof = proof_of(changed(GEMM, "BIAS_RELU", "BIAS_GELU_AUX"), written=WRITTEN_GEMM)
     assert (proof.verdict, proof.unknown[0].instruction) == ("unknown", "call")
-    assert proof.not_compared.endswith("a product of cuBLAS with epilogue BIAS_GELU_AUX is not read.")
+    assert proof.not_compared.endswith(
+        "a product of cuBLAS with epilogue BIAS_GELU_AUX is not read."
+    )
 
 
 SCALED = """ENTRY %main (x: bf16[2,8]) -> bf16[2,8] {
@@ -281,7 +323,9 @@ WRITTEN_SCALED = """ENTRY %main (x: bf16[8,8]) -> bf16[8,8] {
 def test_a_product_of_short_constants_may_be_rounded():
     assert proof_of(SCALED, ROWS, WRITTEN_SCALED).verdict == "proved"
     assert proof_of(changed(SCALED, "0.03564", "0.03613"), ROWS, WRITTEN_SCALED).verdict == "wrong"
-    as_written = changed(WRITTEN_SCALED, "%c = bf16[] multiply(%a, %b)", "%c = bf16[] constant(0.03564)")
+    as_written = changed(
+        WRITTEN_SCALED, "%c = bf16[] multiply(%a, %b)", "%c = bf16[] constant(0.03564)"
+    )
     assert proof_of(changed(SCALED, "multiply(%x", "add(%x"), ROWS, as_written).verdict == "wrong"
     long, written = (text.replace("bf16", "f32") for text in (SCALED, WRITTEN_SCALED))
     assert proof_of(long, ROWS, written).verdict == "wrong"
@@ -316,8 +360,15 @@ def test_a_slice_before_the_sum_of_a_scatter_is_found():
     """The order of collectives that openxla/xla 42481 reports: rows of different devices are added."""
     assert proof_of(SCATTER, ROWS, WRITTEN_SCATTER).verdict == "proved"
     lines = SCATTER.splitlines()
-    total, sliced = (next(i for i, line in enumerate(lines) if word in line) for word in ("%sums =", "ROOT"))
-    reduction = lines[total].replace("%sums", "ROOT %r").replace("f32[16,6]", "f32[4,6]").replace("(%terms)", "(%part)")
+    total, sliced = (
+        next(i for i, line in enumerate(lines) if word in line) for word in ("%sums =", "ROOT")
+    )
+    reduction = (
+        lines[total]
+        .replace("%sums", "ROOT %r")
+        .replace("f32[16,6]", "f32[4,6]")
+        .replace("(%terms)", "(%part)")
+    )
     lines[sliced] = lines[sliced].replace("ROOT %r", "%part").replace("%sums", "%terms")
     text = "\n".join([*lines[:total], *lines[total + 1 : sliced + 1], reduction, "}", ""])
     problem = problem_of(text, ROWS)  # by the rules alone
@@ -336,11 +387,22 @@ TOKENS = """ENTRY %main (x: s32[1,6]) -> s32[4,5] {
 
 def test_rows_of_one_element_that_are_joined_behind_each_other_are_a_dim():
     assert proof_of(TOKENS).verdict == "derived"
-    columns = changed(changed(TOKENS, "s32[1,6]{1,0} parameter", "s32[6,1]{1,0} parameter"), "[4,1]<=", "[1,4]<=")
-    columns = changed(changed(columns, "s32[1,5]{1,0} slice", "s32[5,1]{1,0} slice"), "[0:1], [1:6]", "[1:6], [0:1]")
-    columns = changed(changed(columns, "s32[1,20]", "s32[20,1]"), "dimensions={1}", "dimensions={0}")
+    columns = changed(
+        changed(TOKENS, "s32[1,6]{1,0} parameter", "s32[6,1]{1,0} parameter"), "[4,1]<=", "[1,4]<="
+    )
+    columns = changed(
+        changed(columns, "s32[1,5]{1,0} slice", "s32[5,1]{1,0} slice"),
+        "[0:1], [1:6]",
+        "[1:6], [0:1]",
+    )
+    columns = changed(
+        changed(columns, "s32[1,20]", "s32[20,1]"), "dimensions={1}", "dimensions={0}"
+    )
     (unknown,) = proof_of(columns).unknown  # the columns are not in the order of the array
-    assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == ("all", True)
+    assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == (
+        "all",
+        True,
+    )
 
 
 HALO = """ENTRY %main (x: f32[2,8], w: f32[2,16]) -> f32[2,16] {
@@ -387,11 +449,17 @@ def test_a_block_of_what_neighbours_join_is_derived():
         ("padding=0_8x0_0", "padding=0_0x0_8"),
         (", dimensions={0}", ", dimensions={1}"),
         ("[2:4], [0:16]", "[0:16], [2:4]"),
-        ("%place, %zero), dynamic_slice_sizes={2,16}", "%zero, %place), dynamic_slice_sizes={16,2}"),
+        (
+            "%place, %zero), dynamic_slice_sizes={2,16}",
+            "%zero, %place), dynamic_slice_sizes={16,2}",
+        ),
     ]:
         columns = changed(columns, before, after)
     assert proof_of(columns, "{devices=[1,4]<=[4]}").verdict == "derived"
-    assert proof_of(changed(columns, "constant(6)", "constant(5)"), "{devices=[1,4]<=[4]}").verdict == "unknown"
+    assert (
+        proof_of(changed(columns, "constant(6)", "constant(5)"), "{devices=[1,4]<=[4]}").verdict
+        == "unknown"
+    )
 
 
 @pytest.mark.parametrize(
@@ -403,7 +471,11 @@ def test_a_block_of_what_neighbours_join_is_derived():
         ("[2:4]", "[1:3]", "joined"),
         ("(%second, %first, %tiles)", "(%first, %second, %tiles)", "joined"),
         ("(%second, %first, %tiles)", "(%second, %tiles, %first)", "joined"),
-        (START, "%other = f32[4,16]{1,0} negate(%tiles)\n  " + START.replace("(%tiles)", "(%other)"), "joined"),
+        (
+            START,
+            "%other = f32[4,16]{1,0} negate(%tiles)\n  " + START.replace("(%tiles)", "(%other)"),
+            "joined",
+        ),
         ("constant(6)", "constant(5)", "mine"),
         ("constant(6)", "constant(8)", "mine"),
         ("constant(2)", "constant(1)", "mine"),
@@ -413,7 +485,10 @@ def test_a_block_of_what_neighbours_join_is_derived():
 def test_a_block_of_pieces_that_are_no_neighbours_is_not_derived(before, after, instruction):
     text = changed(HALO, before, after)
     proof = proof_of(text, ROWS)
-    assert (proof.verdict, [unknown.instruction for unknown in proof.unknown]) == ("unknown", [instruction])
+    assert (proof.verdict, [unknown.instruction for unknown in proof.unknown]) == (
+        "unknown",
+        [instruction],
+    )
     assert proof_of(text, ROWS, WRITTEN_HALO).verdict == "wrong"
 
 
@@ -451,9 +526,14 @@ def test_an_all_to_all_behind_a_transpose_is_derived_along_one_dim(text, dim):
     assert proof_of(text, split).verdict == "derived"
     assert proof_of(text, split, WRITTEN_EXCHANGE).verdict == "proved"
     for other in {0, 1, 2} - {dim}:
-        wrong = changed(text, f"channel_id=1, dimensions={{{dim}}}", f"channel_id=1, dimensions={{{other}}}")
+        wrong = changed(
+            text, f"channel_id=1, dimensions={{{dim}}}", f"channel_id=1, dimensions={{{other}}}"
+        )
         (unknown,) = proof_of(wrong, split).unknown
-        assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == ("received", True)
+        assert (unknown.instruction, "whether along that dim is unknown" in unknown.reason) == (
+            "received",
+            True,
+        )
         assert proof_of(wrong, split, WRITTEN_EXCHANGE).verdict == "wrong"
     assert problem_of(changed(text, "{{0,1,2,3}}", "{{1,0,2,3}}"), split).instruction == "received"
 
@@ -462,7 +542,11 @@ def test_a_kernel_without_communication_is_a_function_of_whole_dims():
     kernel = 'custom-call(%ids), custom_call_target="tpu_custom_call"'
     text = changed(TOKENS, "slice(%x), slice={[0:1], [1:6]}", kernel.replace("%ids", "%x"))
     assert (
-        proof_of(text.replace("s32[1,5]", "s32[1,6]").replace("s32[1,20]", "s32[1,24]").replace("s32[4,5]", "s32[4,6]"))
+        proof_of(
+            text.replace("s32[1,5]", "s32[1,6]")
+            .replace("s32[1,20]", "s32[1,24]")
+            .replace("s32[4,5]", "s32[4,6]")
+        )
         .unknown[0]
         .instruction
         == "all"
@@ -477,7 +561,9 @@ def test_a_kernel_without_communication_is_a_function_of_whole_dims():
         ),
     ):
         assert proof_of(changed(rows, before, after), ROWS).verdict == "unknown"
-    summed = GRADIENT.replace("multiply(%s, %s)", 'custom-call(%g), custom_call_target="tpu_custom_call"')
+    summed = GRADIENT.replace(
+        "multiply(%s, %s)", 'custom-call(%g), custom_call_target="tpu_custom_call"'
+    )
     assert "never taken" in problem_of(summed).missing
 
 
@@ -489,11 +575,16 @@ CALLED = """%gather (p: f32[2,16]) -> f32[8,16] {
 
 """
 STARTS = {
-    "all-gather": "all-gather-start(%w), replica_groups={{0,1,2,3}}, use_global_device_ids=true, channel_id=1, dimensions={0}",
+    "all-gather": (
+        "all-gather-start(%w), replica_groups={{0,1,2,3}}, use_global_device_ids=true,"
+        " channel_id=1, dimensions={0}"
+    ),
     "async": "async-start(%w), calls=%gather",
     "call": "call-start(%w), to_apply=%gather",
-    "custom-call": 'custom-call-start(%w), async_execution_thread="sparsecore", custom_call_target="?", '
-    "called_computations={%gather}",
+    "custom-call": (
+        'custom-call-start(%w), async_execution_thread="sparsecore", custom_call_target="?", '
+        "called_computations={%gather}"
+    ),
 }
 
 
@@ -502,12 +593,19 @@ STARTS = {
 def test_asynchronous_instructions_are_opened_by_any_name(kind, late):
     """libtpu passes the operands to the start or to the update."""
     lines = [
-        f"  %s = ((f32[2,16]{{1,0:T(8,128)}}), f32[8,16]{{1,0}}, s32[2]{{0:T(128)S(2)}}) {STARTS[kind]}",
+        (
+            "  %s = ((f32[2,16]{1,0:T(8,128)}), f32[8,16]{1,0}, s32[2]{0:T(128)S(2)})"
+            f" {STARTS[kind]}"
+        ),
         f"  %u = ((f32[2,16]{{1,0}}), f32[8,16]{{1,0}}, s32[2]{{0}}) {kind}-update(%s)",
         f"  %all = f32[8,16]{{1,0}} {kind}-done(%u)",
     ]
     if late:
-        lines = [lines[0].replace("start(%w)", "start()"), lines[1].replace("update(%s)", "update(%s, %w)"), lines[2]]
+        lines = [
+            lines[0].replace("start(%w)", "start()"),
+            lines[1].replace("update(%s)", "update(%s, %w)"),
+            lines[2],
+        ]
     text = changed(CALLED + SHARDS, GATHER, "\n".join(lines))
     proof = proof_of(text, ROWS, WRITTEN_SHARDS)
     assert (proof.verdict, proof.unknown, proof.not_compared) == ("proved", (), "")
@@ -527,14 +625,21 @@ def test_asynchronous_instructions_are_opened_by_any_name(kind, late):
             "result 0 is a partial add: the reduction over these devices is missing.",
         ),
         ("{{0,1,2,3}}", "{{0,1},{2,3}}", "q", "never taken"),
-        ("multiply(%s, %s)", "add(%s, %d)", "d", "it sums 4 copies of a sum that is complete already"),
+        (
+            "multiply(%s, %s)",
+            "add(%s, %d)",
+            "d",
+            "it sums 4 copies of a sum that is complete already",
+        ),
     ],
 )
 def test_a_missing_cut_or_doubled_reduction_is_found(before, after, instruction, missing):
     text = changed(GRADIENT, before, after)
     if "%d" in after:
         line = next(line for line in GRADIENT.splitlines() if "all-reduce" in line)
-        text = changed(text, line, line + "\n" + line.replace("%s =", "%d =").replace("(%g)", "(%s)"))
+        text = changed(
+            text, line, line + "\n" + line.replace("%s =", "%d =").replace("(%g)", "(%s)")
+        )
     problem = problem_of(text)
     assert (problem.instruction, missing in problem.missing) == (instruction, True)
     assert f"> {instruction} = " in problem.hlo
@@ -568,10 +673,14 @@ def test_what_no_rule_covers_is_unknown_and_names_the_instruction():
 
 
 class Unreadable:
-    """A compiled program of which jaxlib cannot read the text, as of some programs of a libtpu that is newer."""
+    """A compiled program of which jaxlib cannot read the text, as of some programs of a libtpu that
+    is newer.
+    """
 
     def as_text(self):
-        raise jax.errors.JaxRuntimeError("INTERNAL: async-update instruction should have 1 operands but sees 3")
+        raise jax.errors.JaxRuntimeError(
+            "INTERNAL: async-update instruction should have 1 operands but sees 3"
+        )
 
 
 def test_a_text_that_jaxlib_cannot_read_is_written_by_the_compiler():
@@ -579,24 +688,39 @@ def test_a_text_that_jaxlib_cannot_read_is_written_by_the_compiler():
     lowered = jax.jit(lambda x: x * table).lower(jnp.ones(64))
     text = text_of(Unreadable(), lowered)
     assert "constant({...})" not in text
-    np.testing.assert_allclose(interpret(text, [np.ones((1, 64), np.float32)])[0][0], table, rtol=1e-5)
+    np.testing.assert_allclose(
+        interpret(text, [np.ones((1, 64), np.float32)])[0][0], table, rtol=1e-5
+    )
     with pytest.raises(jax.errors.JaxRuntimeError, match="sees 3"):
         text_of(Unreadable(), None)
 
 
 def test_a_wrong_number_of_shardings_is_refused():
     with pytest.raises(
-        ValueError, match=r"^prove: the program has 1 results, and none shardings were passed\.\nFix: pass outputs="
+        ValueError,
+        match=(
+            r"^prove: the program has 1 results, and none shardings were passed\.\nFix: pass"
+            r" outputs="
+        ),
     ):
         prove(HEADER + GRADIENT)
 
 
 def loss_fn(params, batch):
-    return jnp.mean((jnp.tanh(batch["x"] @ params["up"] + params["bias"][None, :]) @ params["down"] - batch["y"]) ** 2)
+    return jnp.mean(
+        (
+            jnp.tanh(batch["x"] @ params["up"] + params["bias"][None, :]) @ params["down"]
+            - batch["y"]
+        )
+        ** 2
+    )
 
 
 SHAPES = {"up": (16, 32), "bias": (32,), "down": (32, 16)}
-BATCH = {"x": jax.ShapeDtypeStruct((32, 16), jnp.float32), "y": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
+BATCH = {
+    "x": jax.ShapeDtypeStruct((32, 16), jnp.float32),
+    "y": jax.ShapeDtypeStruct((32, 16), jnp.float32),
+}
 RULES = [("up", P(None, "tensor")), ("bias", P("tensor")), ("down", P("tensor"))]
 
 
@@ -627,27 +751,42 @@ def test_every_row_of_the_strategy_table_is_proved_or_agrees(start, corpus):
     for row in rows:
         for program, _ in corpus.compiled_programs(row) if row.name.startswith(start) else ():
             text, written = program.text, program.lowered
-            proof = prove(text, inputs=program.inputs, outputs=program.outputs, mesh=program.mesh, lowered=written)
+            proof = prove(
+                text,
+                inputs=program.inputs,
+                outputs=program.outputs,
+                mesh=program.mesh,
+                lowered=written,
+            )
             verdicts[program.name] = proof.verdict
     assert len(verdicts) >= 5
-    assert {name: verdict for name, verdict in verdicts.items() if verdict not in ("proved", "agrees")} == {}
+    assert {
+        name: verdict for name, verdict in verdicts.items() if verdict not in ("proved", "agrees")
+    } == {}
 
 
 @pytest.mark.parametrize(
-    "name", ["zero1", *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name != "zero1")]
+    "name",
+    [
+        "zero1",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in STRATEGIES if name != "zero1"),
+    ],
 )
 def test_the_step_of_every_strategy_is_proved(name):
     step, state = step_of(name)
     proof = so.audit(step, state, BATCH).prove()
     assert (proof.verdict, proof.unknown, proof.assumption) == ("proved", (), "")
     assert str(proof).startswith(
-        f"proved: all results of {proof.num_instructions:,} instructions have their declared shardings. Results on drawn "
-        "arguments are equal."
+        f"proved: all results of {proof.num_instructions:,} instructions have their declared"
+        " shardings. Results on drawn arguments are equal."
     )
 
 
 WRONG = Proof(
-    "wrong", Problem("g", "dot", "model.py:7", ("data",), ((0, 1),), "a sum is missing.", "main:\n> g"), (), 3
+    "wrong",
+    Problem("g", "dot", "model.py:7", ("data",), ((0, 1),), "a sum is missing.", "main:\n> g"),
+    (),
+    3,
 )
 
 
@@ -664,11 +803,11 @@ def test_verify_refuses_a_wrong_program(verified, monkeypatch):
     monkeypatch.setattr(_check_proof, "prove", lambda *_, **__: WRONG)
     with pytest.raises(RuntimeError) as error:
         verified()
-    assert str(error.value) == (
-        "ddp: XLA compiled a wrong program.\n"
-        "  g (dot) over data, devices (0, 1): a sum is missing.\n"
-        "Fix: report the instructions to XLA, and disable the pass that made them (compiler_options=); or leave out verify.\n"
-        "  from model.py:7\nmain:\n> g"
+    assert (
+        str(error.value)
+        == "ddp: XLA compiled a wrong program.\n  g (dot) over data, devices (0, 1): a sum is"
+        " missing.\nFix: report the instructions to XLA, and disable the pass that made them"
+        " (compiler_options=); or leave out verify.\n  from model.py:7\nmain:\n> g"
     )
 
 

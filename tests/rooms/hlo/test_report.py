@@ -18,7 +18,9 @@ SIZE = 64 * 16 * 4
 
 
 def look(mesh_of, reduce, **sizes):
-    """Audit four micro-batches whose gradients `reduce(grads, inside)` reduces in the loop and after it."""
+    """Audit four micro-batches whose gradients `reduce(grads, inside)` reduces in the loop and
+    after it.
+    """
     mesh = mesh_of(**sizes)
 
     def step(params, batch):
@@ -30,7 +32,12 @@ def look(mesh_of, reduce, **sizes):
         return params - reduce(grads, False), lax.pmean(loss, "data")
 
     specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": False}
-    return audit(jax.jit(jax.shard_map(step, mesh=mesh, **specs)), jnp.ones((64, 16)), jnp.ones((64, 64)), mesh=mesh)
+    return audit(
+        jax.jit(jax.shard_map(step, mesh=mesh, **specs)),
+        jnp.ones((64, 16)),
+        jnp.ones((64, 64)),
+        mesh=mesh,
+    )
 
 
 def after(grads, inside):
@@ -53,15 +60,25 @@ BREAKS = {
     "one a micro-batch": lambda grads, inside: lax.pmean(grads, "data") if inside else grads,
     "another axis": lambda grads, inside: grads if inside else lax.pmean(grads, "tensor"),
     "both axes": lambda grads, inside: grads if inside else lax.pmean(grads, ("data", "tensor")),
-    "half of it": lambda grads, inside: grads if inside else grads.at[:32].set(lax.pmean(grads[:32], "data")),
-    "twice": lambda grads, inside: grads if inside else lax.pmean(jnp.sin(lax.pmean(grads, "data")), "data"),
+    "half of it": lambda grads, inside: (
+        grads if inside else grads.at[:32].set(lax.pmean(grads[:32], "data"))
+    ),
+    "twice": lambda grads, inside: (
+        grads if inside else lax.pmean(jnp.sin(lax.pmean(grads, "data")), "data")
+    ),
     "gathered": lambda grads, inside: grads if inside else lax.all_gather(grads, "data").mean(0),
-    "narrowed": lambda grads, inside: grads if inside else lax.pmax(grads.astype(jnp.int8), "data").astype(grads.dtype),
+    "narrowed": lambda grads, inside: (
+        grads if inside else lax.pmax(grads.astype(jnp.int8), "data").astype(grads.dtype)
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "broken", tiered(BREAKS, lambda broken: broken in ("one a micro-batch", "both axes", "half of it", "narrowed"))
+    "broken",
+    tiered(
+        BREAKS,
+        lambda broken: broken in ("one a micro-batch", "both axes", "half of it", "narrowed"),
+    ),
 )
 def test_a_broken_reducer_is_noticed(broken, mesh_of):
     found = look(mesh_of, BREAKS[broken], data=4, tensor=2)
@@ -93,21 +110,34 @@ def test_rows_add_up_and_axes_of_size_one_drop_out(mesh_of):
 
 
 def test_rows_may_tell_loops_apart(mesh_of):
-    both = lambda grads, inside: lax.pmean(jnp.sin(grads), "data")  # noqa: E731
+    def both(grads, inside):
+        return lax.pmean(jnp.sin(grads), "data")
+
     found = look(mesh_of, both, data=8).of(min_bytes=64)
     found.check([Expected("all-reduce", "data", 5 * SIZE, calls=5)], rtol=0.001)
-    found.check([Expected("all-reduce", "data", SIZE), Expected("all-reduce", "data", 4 * SIZE, 4, True)], rtol=0.001)
+    found.check(
+        [Expected("all-reduce", "data", SIZE), Expected("all-reduce", "data", 4 * SIZE, 4, True)],
+        rtol=0.001,
+    )
     with pytest.raises(
-        AssertionError, match=r"in a loop: expected 16,384 bytes in 3 calls, found 16,384 bytes in 4 calls"
+        AssertionError,
+        match=r"in a loop: expected 16,384 bytes in 3 calls, found 16,384 bytes in 4 calls",
     ):
         found.check(
-            [Expected("all-reduce", "data", SIZE), Expected("all-reduce", "data", 4 * SIZE, 3, True)], rtol=0.001
+            [
+                Expected("all-reduce", "data", SIZE),
+                Expected("all-reduce", "data", 4 * SIZE, 3, True),
+            ],
+            rtol=0.001,
         )
 
 
 def test_an_unknown_trip_count_never_passes(mesh_of):
     mesh = mesh_of(data=8)
-    program = lambda x, n: lax.fori_loop(0, n, lambda i, x: lax.psum(x, "data"), x)  # noqa: E731
+
+    def program(x, n):
+        return lax.fori_loop(0, n, lambda i, x: lax.psum(x, "data"), x)
+
     shards = jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     found = audit(jax.jit(shards), jnp.ones(16), jnp.int32(3), mesh=mesh)
     with pytest.raises(AssertionError, match="found 1 instruction in a loop of unknown trip count"):
@@ -123,18 +153,25 @@ def test_unknown_axes_in_a_row_are_refused(mesh_of):
         look(mesh_of, after, data=8).check([Expected("all-reduce", "model", 1)])
 
 
-@pytest.mark.parametrize("strategy", tiered([so.ddp, so.zero, so.fsdp], lambda make: make is so.zero))
+@pytest.mark.parametrize(
+    "strategy", tiered([so.ddp, so.zero, so.fsdp], lambda make: make is so.zero)
+)
 def test_strategies_can_be_audited_as_they_are(strategy, mesh_of):
     import optax
 
     params = {"w": jnp.ones((64, 64))}
-    opt = strategy(optax.adam(1e-3), mesh_of(data=8), lambda params, batch: jnp.mean((batch @ params["w"]) ** 2))
+    opt = strategy(
+        optax.adam(1e-3),
+        mesh_of(data=8),
+        lambda params, batch: jnp.mean((batch @ params["w"]) ** 2),
+    )
     found = audit(opt.step, opt.init(params), jnp.ones((8, 64))).of(min_bytes=1024)
     size = 64 * 64 * 4
     rows = {
         so.ddp: [Expected("all-reduce", "data", size)],
         so.zero: [Expected("reduce-scatter", "data", size), Expected("all-gather", "data", size)],
-        # no second gather in the backward pass: the gradient of the only layer does not need its weights
+        # no second gather in the backward pass: the gradient of the only layer does not need its
+        # weights
         so.fsdp: [Expected("reduce-scatter", "data", size), Expected("all-gather", "data", size)],
     }
     found.check(rows[strategy], rtol=0.01)

@@ -71,8 +71,24 @@ def count(**changes):
         ({"limit": "0"}, 0),
         ({"go": "pred[] compare(%counter, %limit), direction=LE"}, 8),
         ({"go": "pred[] compare(%limit, %counter), direction=GT"}, 7),
-        ({"start": "9", "step": "-1", "limit": "2", "go": "pred[] compare(%counter, %limit), direction=GT"}, 7),
-        ({"start": "9", "step": "-1", "limit": "2", "go": "pred[] compare(%counter, %limit), direction=GE"}, 8),
+        (
+            {
+                "start": "9",
+                "step": "-1",
+                "limit": "2",
+                "go": "pred[] compare(%counter, %limit), direction=GT",
+            },
+            7,
+        ),
+        (
+            {
+                "start": "9",
+                "step": "-1",
+                "limit": "2",
+                "go": "pred[] compare(%counter, %limit), direction=GE",
+            },
+            8,
+        ),
         ({"next": "s32[] fusion(%copied, %one), kind=kLoop, calls=%step"}, 7),
         ({"go": "pred[] fusion(%counter, %limit), kind=kLoop, calls=%test"}, 7),
         ({"next": "s32[] call(%copied, %one), to_apply=%step"}, 7),
@@ -105,7 +121,9 @@ def test_what_cannot_be_followed_is_unknown(changes):
 
 
 def test_a_start_that_is_an_input_is_unknown():
-    module = parse(LOOP.format(**PLAIN).replace("%from = s32[] copy(%zero)", "%from = s32[] parameter(1)"))
+    module = parse(
+        LOOP.format(**PLAIN).replace("%from = s32[] copy(%zero)", "%from = s32[] parameter(1)")
+    )
     assert trip_count(module, "main", module.computations["main"][-1]) is None
 
 

@@ -1,8 +1,8 @@
-"""Batch normalisation over the whole batch, for flax linen and nnx, haiku and equinox: as their own layer on one device.
+"""Batch normalisation over the whole batch, for flax linen and nnx, haiku and equinox: as their own
+layer on one device.
 
-Each class is its library's layer with other moments; a model that has the library's takes this one instead, checkpoints
-included. On one device they are the same.
-"""
+Each class is its library's layer with other moments; a model that has the library's takes this one
+instead, checkpoints included. On one device they are the same."""
 
 import equinox as eqx
 import haiku as hk
@@ -20,14 +20,18 @@ X = np.linspace(0.2, 2.0, 16)[:, None] * np.random.default_rng(0).normal(size=(1
 
 
 def moments(x):
-    """Mean and variance of each feature over the rows of the whole batch, and over positions where there are any."""
+    """Mean and variance of each feature over the rows of the whole batch, and over positions where
+    there are any.
+    """
     x = x.reshape(len(x), -1, x.shape[-1])
     mean = so.batch_mean(x.mean(1))
     return mean, so.batch_mean(((x - mean[None, None]) ** 2).mean(1))
 
 
 def normalised(x, mean, var, scale, bias, epsilon):
-    mean, var, scale, bias = (one.reshape((1,) * (x.ndim - 1) + (-1,)) for one in (mean, var, scale, bias))
+    mean, var, scale, bias = (
+        one.reshape((1,) * (x.ndim - 1) + (-1,)) for one in (mean, var, scale, bias)
+    )
     return (x - mean) * jax.lax.rsqrt(var + epsilon) * scale + bias
 
 
@@ -37,7 +41,10 @@ class LinenBatchNorm(linen.BatchNorm):
         size = x.shape[-1:]
         mean = self.variable("batch_stats", "mean", jnp.zeros, size)
         var = self.variable("batch_stats", "var", jnp.ones, size)
-        scale, bias = self.param("scale", self.scale_init, size), self.param("bias", self.bias_init, size)
+        scale, bias = (
+            self.param("scale", self.scale_init, size),
+            self.param("bias", self.bias_init, size),
+        )
         if linen.merge_param("use_running_average", self.use_running_average, use_running_average):
             return normalised(x, mean.value, var.value, scale, bias, self.epsilon)
         now = moments(x)
@@ -95,7 +102,9 @@ def linen_model(own):
         @linen.compact
         def __call__(self, x):
             x = linen.Dense(8)(x)
-            x = (LinenBatchNorm if own else linen.BatchNorm)(use_running_average=False, momentum=0.9, name="norm")(x)
+            x = (LinenBatchNorm if own else linen.BatchNorm)(
+                use_running_average=False, momentum=0.9, name="norm"
+            )(x)
             return linen.Dense(2)(jnp.tanh(x))
 
     made = Net().init(jax.random.key(0), X)
@@ -142,14 +151,20 @@ def equinox_model(own):
 
         def __init__(self, key):
             self.up, self.down = eqx.nn.Linear(6, 8, key=key), eqx.nn.Linear(8, 2, key=key)
-            self.norm = EquinoxBatchNorm(8) if own else eqx.nn.BatchNorm(8, "rows", momentum=0.9, mode="batch")
+            self.norm = (
+                EquinoxBatchNorm(8)
+                if own
+                else eqx.nn.BatchNorm(8, "rows", momentum=0.9, mode="batch")
+            )
 
         def __call__(self, x, state):
             x = jax.vmap(self.up)(x)
             if own:
                 x, state = self.norm(x, state)
             else:
-                x, state = jax.vmap(self.norm, axis_name="rows", in_axes=(0, None), out_axes=(0, None))(x, state)
+                x, state = jax.vmap(
+                    self.norm, axis_name="rows", in_axes=(0, None), out_axes=(0, None)
+                )(x, state)
             return jax.vmap(self.down)(jnp.tanh(x)), state
 
     net, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
@@ -166,7 +181,8 @@ def equinox_model(own):
     ),
 )
 def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
-    wide = lambda tree: jax.tree.map(lambda x: x.astype(float) if x.dtype.kind == "f" else x, tree)  # noqa: E731
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(float) if x.dtype.kind == "f" else x, tree)
 
     def loss_of(forward):
         def loss_fn(held, x):
@@ -178,17 +194,26 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
     params, stats, forward = model(own=False)
     params, stats, found, own = wide(params), wide(stats), [], model(own=True)
     grad = jax.jit(
-        jax.value_and_grad(lambda *args: loss_of(forward)({"params": args[0], "stats": args[1]}, args[2]), has_aux=True)
+        jax.value_and_grad(
+            lambda *args: loss_of(forward)({"params": args[0], "stats": args[1]}, args[2]),
+            has_aux=True,
+        )
     )
     opt = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_of(own[2]), frozen=["^stats"])
     state = opt.init({"params": wide(own[0]), "stats": wide(own[1])})
     for batch in (X, X[::-1] ** 2, X + 1):
         (loss, aux), grads = grad(params, stats, batch)
-        params, stats = jax.tree.map(lambda x, g: x - 0.1 * g, params, grads), aux["stats"].values["stats"]
+        params, stats = (
+            jax.tree.map(lambda x, g: x - 0.1 * g, params, grads),
+            aux["stats"].values["stats"],
+        )
         state, metrics = opt.step(state, batch)
         found.append(abs(metrics["loss"] - loss))
     assert max(found) < 1e-9
-    check = lambda found, expected: np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)  # noqa: E731
+
+    def check(found, expected):
+        return np.testing.assert_allclose(found, expected, rtol=1e-8, atol=1e-10)
+
     jax.tree.map(check, jax.tree.leaves(state.params["params"]), jax.tree.leaves(params))
     if model is not equinox_model:  # which counts its averages otherwise
         jax.tree.map(check, jax.tree.leaves(state.params["stats"]), jax.tree.leaves(stats))

@@ -31,7 +31,9 @@ def linen_model():
 
 def nnx_model():
     def linear(sizes, name, rngs):
-        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), NAMES[name], eager_sharding=False)
+        init = nnx.with_partitioning(
+            nnx.initializers.lecun_normal(), NAMES[name], eager_sharding=False
+        )
         return nnx.Linear(*sizes, kernel_init=init, rngs=rngs)
 
     class Net(nnx.Module):
@@ -49,7 +51,8 @@ def nnx_model():
 def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
     params, specs, apply = make()
     rules = so.interop.rules_from_logical_axes(specs, AXES)
-    found = {pattern.removesuffix("/value$").strip("^$"): spec for pattern, spec in rules}  # nnx has a level more
+    # nnx has a level more
+    found = {pattern.removesuffix("/value$").strip("^$"): spec for pattern, spec in rules}
     found = {path.removeprefix("params/"): spec for path, spec in found.items()}
     assert found == {"up/kernel": P(None, "tensor"), "down/kernel": P("tensor")}
 
@@ -64,7 +67,10 @@ def test_names_of_dims_become_rules_that_train_as_one_device(make, mesh_of):
     assert set(split) == {P("data", "tensor"), P("tensor", "data")}
     for step in range(3):
         draw = np.random.default_rng(step)
-        batch = {"x": draw.normal(size=(8, 12)).astype(np.float32), "y": draw.normal(size=(8, 8)).astype(np.float32)}
+        batch = {
+            "x": draw.normal(size=(8, 12)).astype(np.float32),
+            "y": draw.normal(size=(8, 8)).astype(np.float32),
+        }
         state, _ = opt.step(state, batch)
         updates, moments = update(gradient(reference, batch), moments, reference)
         reference = optax.apply_updates(reference, updates)
@@ -77,12 +83,21 @@ def test_stacked_blocks_the_order_of_names_and_several_names_a_dim():
         "blocks": {"w": P("layers", "embed", ("heads", "width")), "norm": P("layers", "embed")},
         "both": P("heads", "mlp"),
     }
-    names = [("mlp", "tensor"), ("heads", "tensor"), ("embed", None), ("layers", None), ("width", None)]
+    names = [
+        ("mlp", "tensor"),
+        ("heads", "tensor"),
+        ("embed", None),
+        ("layers", None),
+        ("width", None),
+    ]
     assert so.interop.rules_from_logical_axes(specs, names, stacked="^blocks/") == [
         ("^blocks/w$", P(None, "tensor")),
         ("^both$", P(None, "tensor")),  # mlp comes first
     ]
-    assert so.interop.rules_from_logical_axes(specs, names)[0] == ("^blocks/w$", P(None, None, "tensor"))
+    assert so.interop.rules_from_logical_axes(specs, names)[0] == (
+        "^blocks/w$",
+        P(None, None, "tensor"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -92,22 +107,29 @@ def test_stacked_blocks_the_order_of_names_and_several_names_a_dim():
             {"a": P("embed", "mpl"), "b": P("kv")},
             AXES,
             ValueError,
-            "rules_from_logical_axes: 2 logical axes without a rule.\n  a: 'mpl'\n  b: 'kv'\n"
-            'Fix: give each ("name", "tensor") or ("name", None).',
+            (
+                "rules_from_logical_axes: 2 logical axes without a rule.\n  a: 'mpl'\n  b:"
+                ' \'kv\'\nFix: give each ("name", "tensor") or ("name", None).'
+            ),
         ),
         (
             {"a": P("embed")},
             [("embed", "fsdp"), ("mlp", "tensor")],
             ValueError,
-            "rules_from_logical_axes: 1 rule for another axis than tensor.\n  'embed': 'fsdp'\n"
-            "Fix: map these to None; the strategy places data, pipeline and replica itself.",
+            (
+                "rules_from_logical_axes: 1 rule for another axis than tensor.\n  'embed': 'fsdp'\n"
+                "Fix: map these to None; the strategy places data, pipeline and replica itself."
+            ),
         ),
         (
             {"a": np.zeros(3)},
             AXES,
             TypeError,
-            "rules_from_logical_axes: leaves must be PartitionSpecs of logical axes.\n  a: ndarray\n"
-            "Fix: pass what flax.linen.get_partition_spec or flax.nnx.get_partition_spec returns.",
+            (
+                "rules_from_logical_axes: leaves must be PartitionSpecs of logical axes.\n  a:"
+                " ndarray\nFix: pass what flax.linen.get_partition_spec or"
+                " flax.nnx.get_partition_spec returns."
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Models as pairs of functions (init, apply), haiku's for one: their params are plain dicts, rules search their paths."""
+"""Models as pairs of functions (init, apply), haiku's for one: their params are plain dicts, rules
+search their paths.
+"""
 
 import haiku as hk
 import jax
@@ -20,7 +22,9 @@ def test_a_haiku_model_trains_split_as_on_one_device(mesh_of):
 
     tx = optax.sgd(0.1, momentum=0.9)
     rules = [("linear_0/w", P(None, "tensor")), ("linear_1/w", P("tensor"))]
-    opt = so.zero(tx, mesh_of(data=2, tensor=2), loss_fn, stage=1, rules=rules, min_shard_elements=1)
+    opt = so.zero(
+        tx, mesh_of(data=2, tensor=2), loss_fn, stage=1, rules=rules, min_shard_elements=1
+    )
     state = opt.init(lambda rng: net.init(rng, x), jax.random.key(3))
     reference = jax.jit(net.init)(jax.random.key(3), x)
     tx = jitted(tx)

@@ -1,4 +1,6 @@
-"""nnx modules through so.interop.nnx: statistics, new masks each step, what is trained, and the way back into a module."""
+"""nnx modules through so.interop.nnx: statistics, new masks each step, what is trained, and the way
+back into a module.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,10 @@ BATCH = {"x": DRAW.normal(size=(32, 6)).astype(np.float32), "y": DRAW.integers(0
 
 class Net(nnx.Module):
     def __init__(self, rngs, rate=0.0):
-        self.up, self.norm = nnx.Linear(6, 16, rngs=rngs), nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.up, self.norm = (
+            nnx.Linear(6, 16, rngs=rngs),
+            nnx.BatchNorm(16, momentum=0.9, rngs=rngs),
+        )
         self.dropout, self.down = nnx.Dropout(rate, rngs=rngs), nnx.Linear(16, 3, rngs=rngs)
         self.calls = nnx.Variable(jnp.int32(0))
 
@@ -72,7 +77,9 @@ def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
     other = Net(nnx.Rngs(9))
     nnx.update(other, state.params)
     assert other.calls[...] == model.calls[...] == 3
-    for one, two in zip(jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(model)), strict=True):
+    for one, two in zip(
+        jax.tree.leaves(nnx.state(other)), jax.tree.leaves(nnx.state(model)), strict=True
+    ):
         if jnp.issubdtype(one.dtype, jnp.floating):
             np.testing.assert_allclose(one, two, rtol=2e-5, atol=2e-6)
 
@@ -112,8 +119,13 @@ def test_stacked_modules_have_a_key_each():
     def run(model, x):
         return model(x)
 
-    params, loss_fn, _ = so.interop.nnx(lambda rngs: stack(rngs), lambda model, x: run(model, x).sum(0)[0, 0])
-    found = {float(loss_fn(params(jax.random.key(0)), jnp.ones((1, 6)), rng=jax.random.key(n))) for n in range(9)}
+    params, loss_fn, _ = so.interop.nnx(
+        lambda rngs: stack(rngs), lambda model, x: run(model, x).sum(0)[0, 0]
+    )
+    found = {
+        float(loss_fn(params(jax.random.key(0)), jnp.ones((1, 6)), rng=jax.random.key(n)))
+        for n in range(9)
+    }
     assert found <= {0.0, 2.0, 4.0, 6.0}
     assert not found <= {0.0, 6.0}  # as it would be were the masks the same
 
@@ -123,7 +135,9 @@ def test_what_wrt_leaves_out_is_frozen(mesh_of):
     assert frozen == (r"^linear/bias/value$", r"^linear/kernel/value$")
     opt = so.zero(optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=frozen)
     state, _ = opt.step(opt.init(params), BATCH)
-    np.testing.assert_array_equal(state.params["linear"]["kernel"][...], params["linear"]["kernel"][...])
+    np.testing.assert_array_equal(
+        state.params["linear"]["kernel"][...], params["linear"]["kernel"][...]
+    )
     lora = [one["linear"]["lora"]["lora_b"][...] for one in (state.params, params)]
     assert (lora[0] != lora[1]).any()
     assert len(jax.tree.leaves(state.opt_state)) == 1 + 2 * 2
@@ -137,11 +151,12 @@ def test_a_model_with_its_keys_passed_as_parameters_is_refused(mesh_of):
 
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn).init(whole)
-    assert str(caught.value) == (
-        "ddp: 1 parameter leaf would be the same random key at every step, with the same dropout.\n"
-        "  dropout/rngs/key/value\n"
-        "Fix: let the loss take a keyword rng, a new key each step, and leave keys out of the parameters "
-        "(so.interop.nnx does both for an nnx module); or name them in frozen= if they are to stay as they are."
+    assert (
+        str(caught.value)
+        == "ddp: 1 parameter leaf would be the same random key at every step, with the same"
+        " dropout.\n  dropout/rngs/key/value\nFix: let the loss take a keyword rng, a new key"
+        " each step, and leave keys out of the parameters (so.interop.nnx does both for an nnx"
+        " module); or name them in frozen= if they are to stay as they are."
     )
     so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, frozen=["rngs/key"]).specs(whole)
 
@@ -157,13 +172,18 @@ def test_a_model_with_its_keys_passed_as_parameters_is_refused(mesh_of):
         (
             lambda: so.interop.nnx(lambda rngs: 3, cross_entropy),
             TypeError,
-            "interop.nnx: model must be an nnx.Module, or a function rngs -> nnx.Module, got function.",
+            (
+                "interop.nnx: model must be an nnx.Module, or a function rngs -> nnx.Module, got"
+                " function."
+            ),
         ),
         (
             lambda: so.interop.nnx(Dropped, cross_entropy, wrt=nnx.LoRAParam),
             ValueError,
-            "interop.nnx: wrt=<class 'flax.nnx.nn.lora.LoRAParam'> matches nothing that Dropped holds.\n"
-            "Fix: pass a filter of nnx, such as nnx.Param.",
+            (
+                "interop.nnx: wrt=<class 'flax.nnx.nn.lora.LoRAParam'> matches nothing that Dropped"
+                " holds.\nFix: pass a filter of nnx, such as nnx.Param."
+            ),
         ),
     ],
 )

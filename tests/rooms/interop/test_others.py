@@ -23,16 +23,20 @@ def ranks_as_users_have_them():
 
 STEPS, TOLERANCE = 3, 2e-5
 KEY = 7
-# A gradient of zero but for rounding (that of a bias before a batch norm) must not become a whole step.
+# A gradient of zero but for rounding (that of a bias before a batch norm) must not become a whole
+# step.
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-3))
 
 
 def one_device(case, tx):
-    """Return (init, step) in plain jax: it keeps `Updated` values, and draws the keys of a strategy on one device."""
+    """Return (init, step) in plain jax: it keeps `Updated` values, and draws the keys of a strategy
+    on one device.
+    """
     paths = [path for path, _ in leaves_with_paths(case.params)]
     treedef = jax.tree.structure(case.params)
     trained = [
-        np.issubdtype(leaf.dtype, np.floating) and not any(re.search(one, path) for one in case.frozen)
+        np.issubdtype(leaf.dtype, np.floating)
+        and not any(re.search(one, path) for one in case.frozen)
         for path, leaf in leaves_with_paths(case.params)
     ]
 
@@ -62,13 +66,19 @@ def one_device(case, tx):
         (loss, updated), grads = jax.value_and_grad(loss_of, has_aux=True)(part)
         updates, opt_state = tx.update(grads, opt_state, part)
         new = merge(optax.apply_updates(part, updates), leaves)
-        return treedef.unflatten([updated.get(path, x) for path, x in zip(paths, new, strict=True)]), opt_state, loss
+        return (
+            treedef.unflatten([updated.get(path, x) for path, x in zip(paths, new, strict=True)]),
+            opt_state,
+            loss,
+        )
 
     return lambda params: tx.init(part_of(jax.tree.leaves(params))), step
 
 
 def assert_same(found, expected):
-    for (path, one), other in zip(leaves_with_paths(jax.device_get(found)), jax.tree.leaves(expected), strict=True):
+    for (path, one), other in zip(
+        leaves_with_paths(jax.device_get(found)), jax.tree.leaves(expected), strict=True
+    ):
         scale = max(
             0.1, np.max(np.abs(other))
         )  # some gradients are zero but for rounding: of keys' biases in attention
@@ -85,7 +95,11 @@ def test_it_trains_as_on_one_device(name, strategy, mesh_of):
     options = case.options | ({"min_shard_elements": 1} if strategy == "fsdp" else {})
     opt = getattr(so, strategy)(TX, mesh_of(data=8), case.loss_fn, **options)
     init, step = one_device(case, TX)
-    state, params, opt_state = opt.init(case.params, jax.random.key(KEY)), case.params, init(case.params)
+    state, params, opt_state = (
+        opt.init(case.params, jax.random.key(KEY)),
+        case.params,
+        init(case.params),
+    )
     for number, batch in enumerate(case.batches(STEPS)):
         state, metrics = opt.step(state, batch)
         params, opt_state, loss = step(params, opt_state, batch, number)
@@ -114,9 +128,15 @@ def test_two_optimizers_take_turns_on_one_tree_of_parameters(mesh_of):
     start, discriminator_loss, generator_loss, make_batch = gan()
     players = [
         (Case(start, discriminator_loss, make_batch, ("^generator/",)), optax.adam(3e-3, eps=1e-3)),
-        (Case(start, generator_loss, make_batch, ("^discriminator/",)), optax.sgd(1e-2, momentum=0.9)),
+        (
+            Case(start, generator_loss, make_batch, ("^discriminator/",)),
+            optax.sgd(1e-2, momentum=0.9),
+        ),
     ]
-    make = lambda case, tx: so.fsdp(tx, mesh_of(data=8), case.loss_fn, min_shard_elements=1, **case.options)  # noqa: E731
+
+    def make(case, tx):
+        return so.fsdp(tx, mesh_of(data=8), case.loss_fn, min_shard_elements=1, **case.options)
+
     opts, alone = [make(*player) for player in players], [one_device(*player) for player in players]
     states, opt_states = [opt.init(start) for opt in opts], [init(start) for init, _ in alone]
     found, expected = states[0].params, start

@@ -1,5 +1,23 @@
 """A model of a few blocks on two replicas, and ways to compare."""
 
-from support.replicas import apart, model_of, new_batches, new_params, rows_of, steps_on, strategy_of, tiny
+from support.replicas import (
+    apart,
+    model_of,
+    new_batches,
+    new_params,
+    rows_of,
+    steps_on,
+    strategy_of,
+    tiny,
+)
 
-__all__ = ["apart", "model_of", "new_batches", "new_params", "rows_of", "steps_on", "strategy_of", "tiny"]
+__all__ = [
+    "apart",
+    "model_of",
+    "new_batches",
+    "new_params",
+    "rows_of",
+    "steps_on",
+    "strategy_of",
+    "tiny",
+]

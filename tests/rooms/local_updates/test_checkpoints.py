@@ -1,4 +1,6 @@
-"""States of replicas and of reducers saved and restored: bit for bit in place, elsewhere by the mean over replicas."""
+"""States of replicas and of reducers saved and restored: bit for bit in place, elsewhere by the
+mean over replicas.
+"""
 
 import json
 
@@ -17,12 +19,17 @@ INT8 = R.error_feedback(R.int8(4))
 
 def same(a, b):
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return all(x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs)
+    return all(
+        x.dtype == y.dtype and np.asarray(x).tobytes() == np.asarray(y).tobytes() for x, y in pairs
+    )
 
 
 @pytest.fixture
 def trip(tmp_path, steps_on, new_params, new_batches):
-    """Return a function: train `source`, save, restore into `target`, as a folder and as bytes; (saved, restored)."""
+    """Return a function: train `source`, save, restore into `target`, as a folder and as bytes.
+
+    (saved, restored).
+    """
 
     def run(source, target, steps, how):
         state, _ = steps_on(source, source.init(new_params()), new_batches(steps, rows=16))
@@ -40,7 +47,9 @@ def combined(strategy_of, kind, **sizes):
         return so.local_sgd(strategy_of("fsdp", **sizes), sync_every=3)
     if kind == "inner reducer":
         return so.local_sgd(strategy_of("ddp", options={"reducer": INT8}, **sizes), sync_every=3)
-    return so.diloco(strategy_of("fsdp", **sizes), sync_every=4, fragments=2, delay=1, mix=0.5, reducer=INT8)
+    return so.diloco(
+        strategy_of("fsdp", **sizes), sync_every=4, fragments=2, delay=1, mix=0.5, reducer=INT8
+    )
 
 
 @pytest.mark.slow  # test_fit.py saves what goes on
@@ -51,12 +60,18 @@ def combined(strategy_of, kind, **sizes):
         lambda row: row[0] == "streaming",
     ),
 )
-def test_in_place_training_goes_on_bit_for_bit(kind, how, strategy_of, trip, steps_on, new_params, new_batches):
-    """In the middle of a round, with a fragment on its way (sent after step 2, mixed in after step 3)."""
+def test_in_place_training_goes_on_bit_for_bit(
+    kind, how, strategy_of, trip, steps_on, new_params, new_batches
+):
+    """In the middle of a round, with a fragment on its way (sent after step 2, mixed in after step
+    3).
+    """
     opt, fresh = combined(strategy_of, kind), combined(strategy_of, kind)
     saved, restored = trip(opt, fresh, 3, how)  # the target has seen no parameters
     assert same(restored, saved)
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, fresh.abstract_state())
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, fresh.abstract_state()
+    )
     rest = new_batches(5, rows=16)[3:]
     whole = jax.device_put(saved, jax.tree.map(lambda x: x.sharding, restored))
     found, wanted = (jax.device_get(steps_on(fresh, state, rest)[0]) for state in (restored, whole))
@@ -64,7 +79,9 @@ def test_in_place_training_goes_on_bit_for_bit(kind, how, strategy_of, trip, ste
 
 
 @pytest.mark.slow
-def test_another_data_and_tensor_split_holds_the_same_values(strategy_of, trip, steps_on, new_batches, apart, x64):
+def test_another_data_and_tensor_split_holds_the_same_values(
+    strategy_of, trip, steps_on, new_batches, apart, x64
+):
     source = so.diloco(strategy_of("fsdp", data=4), sync_every=4, fragments=2, delay=1)
     target = so.diloco(strategy_of("zero1", data=2, tensor=2), sync_every=4, fragments=2, delay=1)
     saved, restored = trip(source, target, 3, "folder")
@@ -76,10 +93,16 @@ def test_another_data_and_tensor_split_holds_the_same_values(strategy_of, trip, 
     assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
 
 
-@pytest.mark.parametrize(("old", "new", "how"), tiered([(2, 4, "folder"), (4, 2, "bytes")], lambda row: False))
-def test_another_number_of_replicas_takes_the_mean(old, new, how, strategy_of, trip, steps_on, new_batches):
+@pytest.mark.parametrize(
+    ("old", "new", "how"), tiered([(2, 4, "folder"), (4, 2, "bytes")], lambda row: False)
+)
+def test_another_number_of_replicas_takes_the_mean(
+    old, new, how, strategy_of, trip, steps_on, new_batches
+):
     def make(replica):
-        return so.diloco(strategy_of("fsdp", replica=replica), sync_every=4, fragments=2, delay=1, reducer=INT8)
+        return so.diloco(
+            strategy_of("fsdp", replica=replica), sync_every=4, fragments=2, delay=1, reducer=INT8
+        )
 
     saved, restored = trip(make(old), make(new), 3, how)
     assert same(restored.params, saved.params)
@@ -101,7 +124,9 @@ def test_another_number_of_replicas_takes_the_mean(old, new, how, strategy_of, t
 
 def test_integers_take_the_maximum_and_keys_the_first(strategy_of, trip):
     def make(replica):
-        tx = optax.chain(optax.apply_if_finite(optax.add_noise(0.1, 0.5, jax.random.key(3)), 3), optax.sgd(0.1))
+        tx = optax.chain(
+            optax.apply_if_finite(optax.add_noise(0.1, 0.5, jax.random.key(3)), 3), optax.sgd(0.1)
+        )
         return so.local_sgd(strategy_of("ddp", tx, replica=replica), sync_every=9)
 
     saved, restored = trip(make(2), make(4), 2, "bytes")
@@ -109,14 +134,20 @@ def test_integers_take_the_maximum_and_keys_the_first(strategy_of, trip):
     assert np.asarray(new.inner_state.count).tolist() == [2] * 4
     assert np.asarray(new.last_finite).tolist() == [True] * 4
     keys = jax.random.key_data(new.inner_state.rng_key)
-    assert np.array_equal(keys, np.broadcast_to(jax.random.key_data(old.inner_state.rng_key)[0], keys.shape))
+    assert np.array_equal(
+        keys, np.broadcast_to(jax.random.key_data(old.inner_state.rng_key)[0], keys.shape)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (1, 3)])
-def test_error_memory_on_another_data_axis_keeps_its_mean(old, new, mesh_of, model_of, new_params, tmp_path):
+def test_error_memory_on_another_data_axis_keeps_its_mean(
+    old, new, mesh_of, model_of, new_params, tmp_path
+):
     def make(data):
-        return so.ddp(optax.adam(1e-2), mesh_of(data=data), model_of(), reducer=R.error_feedback(R.top_k(0.2)))
+        return so.ddp(
+            optax.adam(1e-2), mesh_of(data=data), model_of(), reducer=R.error_feedback(R.top_k(0.2))
+        )
 
     draw = np.random.default_rng(1)
     batch = {"x": draw.normal(size=(12, 3)), "y": draw.normal(size=(12, 2)), "weights": np.ones(12)}
@@ -124,9 +155,13 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(old, new, mesh_of, mod
     state, _ = source.step(source.init(new_params()), batch)
     saved = jax.device_get(state)
     restored = so.checkpoint.from_bytes(target, so.checkpoint.to_bytes(source, state))
-    assert same((restored.params, restored.opt_state.optimizer), (saved.params, saved.opt_state.optimizer))
+    assert same(
+        (restored.params, restored.opt_state.optimizer), (saved.params, saved.opt_state.optimizer)
+    )
     memory, found = saved.opt_state.reducer[0].memory, restored.opt_state.reducer[0].memory
-    for a, b in zip(jax.tree.leaves(R.resize_state(memory, new)), jax.tree.leaves(found), strict=True):
+    for a, b in zip(
+        jax.tree.leaves(R.resize_state(memory, new)), jax.tree.leaves(found), strict=True
+    ):
         assert b.shape[0] == new
         np.testing.assert_allclose(a, b, rtol=1e-6)
     assert any(np.any(leaf) for leaf in jax.tree.leaves(memory))
@@ -149,7 +184,10 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
     exact = R.exact()
     tied = exact._replace(
         init=lambda params: R.PerDevice(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)),
-        transmit=lambda grads, memory, state, axis: (*exact.transmit(grads, memory, (), axis)[:2], state),
+        transmit=lambda grads, memory, state, axis: (
+            *exact.transmit(grads, memory, (), axis)[:2],
+            state,
+        ),
     )
 
     def make(data):
@@ -159,18 +197,22 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
     with pytest.raises(so.errors.CheckpointError) as caught:
         so.checkpoint.from_bytes(make(4), data)
     lines = str(caught.value).splitlines()
-    assert lines[0] == (
-        "from_bytes: the state of step 0 has state that belongs to its device, which cannot be carried to another "
-        "number of devices."
+    assert (
+        lines[0]
+        == "from_bytes: the state of step 0 has state that belongs to its device, which cannot be"
+        " carried to another number of devices."
     )
-    assert lines[1] == (
-        "  opt_state/reducer/0/value/blocks/down: the checkpoint holds float32[2, 1, 1, 4, 8, 4], "
+    assert (
+        lines[1]
+        == "  opt_state/reducer/0/value/blocks/down: the checkpoint holds float32[2, 1, 1, 4, 8,"
+        " 4], "
         "opt wants float32[4, 1, 1, 4, 8, 4]"
     )
     assert len(lines) == 7
-    assert lines[-1] == (
-        "Fix: restore on as many devices as it was saved from; or start the optimizer again on its parameters: "
-        "new_opt.init(restore(directory, old_opt).params)."
+    assert (
+        lines[-1]
+        == "Fix: restore on as many devices as it was saved from; or start the optimizer again on"
+        " its parameters: new_opt.init(restore(directory, old_opt).params)."
     )
     assert same(so.checkpoint.from_bytes(make(2), data), make(2).init(new_params()))
 
@@ -184,20 +226,29 @@ def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
         so.restore(tmp_path / "run", target)
     lines = str(caught.value).splitlines()
     assert "does not fit opt: 0 leaves missing, 0 left over, 4 different." in lines[0]
-    assert lines[1] == (
-        "  opt_state/reducer/0/0/memory/value/blocks/down: the checkpoint holds float32[2, 2, 1, 1, 4, 4, 4], "
-        "opt wants float32[2, 4, 1, 1, 4, 2, 4]"
+    assert (
+        lines[1]
+        == "  opt_state/reducer/0/0/memory/value/blocks/down: the checkpoint holds float32[2, 2, 1,"
+        " 1, 4, 4, 4], opt wants float32[2, 4, 1, 1, 4, 2, 4]"
     )
     other = so.diloco(strategy_of("fsdp", replica=4), sync_every=4, reducer=INT8)
     with pytest.raises(so.errors.CheckpointError, match="different") as caught:
         so.restore(tmp_path / "run", other, abstract_params=jax.eval_shape(lambda: new_params(8)))
-    assert "params/blocks/up: the checkpoint holds float32[4, 4, 8], opt wants float32[8, 4, 8]" in str(caught.value)
+    assert (
+        "params/blocks/up: the checkpoint holds float32[4, 4, 8], opt wants float32[8, 4, 8]"
+        in str(caught.value)
+    )
     with pytest.raises(so.errors.CheckpointError, match="missing"):
-        so.restore(tmp_path / "run", so.diloco(strategy_of("fsdp", replica=4), sync_every=4, fragments=2, reducer=INT8))
+        so.restore(
+            tmp_path / "run",
+            so.diloco(strategy_of("fsdp", replica=4), sync_every=4, fragments=2, reducer=INT8),
+        )
 
 
 @pytest.mark.slow  # test_integers_take_the_maximum_and_keys_the_first, by the same restore
-def test_rolling_checkpoints_restore_onto_more_replicas_too(strategy_of, new_params, new_batches, steps_on, tmp_path):
+def test_rolling_checkpoints_restore_onto_more_replicas_too(
+    strategy_of, new_params, new_batches, steps_on, tmp_path
+):
     source, target = (so.local_sgd(strategy_of("fsdp", replica=n), sync_every=4) for n in (2, 4))
     with so.Checkpoints(tmp_path / "run", every=1, keep=2) as checkpoints:
         state, _ = steps_on(source, source.init(new_params()), new_batches(2, rows=16))
@@ -214,7 +265,14 @@ def test_fit_resumes_in_the_middle_of_a_round(strategy_of, new_params, new_batch
         opt = so.diloco(strategy_of("fsdp"), sync_every=6, fragments=2, delay=1)
         batches, options = new_batches(12, rows=16), {"progress": False, "log_every": 1}
         with so.Checkpoints(folder, every=2, keep=1, resume=resume) as checkpoints:
-            return so.fit(opt, opt.init(new_params()), batches, num_steps=steps, checkpoints=checkpoints, **options)
+            return so.fit(
+                opt,
+                opt.init(new_params()),
+                batches,
+                num_steps=steps,
+                checkpoints=checkpoints,
+                **options,
+            )
 
     whole = run(tmp_path / "whole", 10)
     run(tmp_path / "parts", 4)  # fragment 0 was sent with step 4
@@ -222,7 +280,9 @@ def test_fit_resumes_in_the_middle_of_a_round(strategy_of, new_params, new_batch
     assert second.step == 10
     assert same(jax.device_get(second.state), jax.device_get(whole.state))
     losses = {one["step"]: one["loss"] for one in whole.history}
-    assert {one["step"]: one["loss"] for one in second.history} == {step: losses[step] for step in range(5, 11)}
+    assert {one["step"]: one["loss"] for one in second.history} == {
+        step: losses[step] for step in range(5, 11)
+    }
 
 
 @pytest.mark.slow  # test_fit.py says what is evaluated, rooms/training when to stop

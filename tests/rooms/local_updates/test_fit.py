@@ -1,4 +1,6 @@
-"""`fit` with replicas: what it evaluates, saves and returns between two agreements, and what it refuses to begin."""
+"""`fit` with replicas: what it evaluates, saves and returns between two agreements, and what it
+refuses to begin.
+"""
 
 import jax
 import numpy as np
@@ -10,7 +12,9 @@ import shardopt as so
 
 
 def equal(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +22,13 @@ def opt(strategy_of):
     return so.diloco(strategy_of("fsdp"), sync_every=4)
 
 
-def test_it_returns_the_mean_and_saves_what_goes_on(opt, new_params, new_batches, steps_on, tmp_path):
-    """Six steps with H = 4: evaluated at 4 as agreed on; at the end, only because it ends, as returned."""
+def test_it_returns_the_mean_and_saves_what_goes_on(
+    opt, new_params, new_batches, steps_on, tmp_path
+):
+    """Six steps with H = 4: evaluated at 4 as agreed on.
+
+    At the end, only because it ends, as returned.
+    """
     batches, held_out = new_batches(6), new_batches(2, seed=1)
     evaluate = so.training.evaluation(opt, held_out)
     with so.Checkpoints(tmp_path, every=100, keep=None, best="val_loss") as checkpoints:
@@ -47,14 +56,24 @@ def test_it_returns_the_mean_and_saves_what_goes_on(opt, new_params, new_batches
     assert abs(values[6] - evaluate(state)["val_loss"]) > 1e-4
 
 
-def test_a_scheduled_evaluation_is_of_what_they_share_at_the_last_step_too(opt, new_params, new_batches, steps_on):
+def test_a_scheduled_evaluation_is_of_what_they_share_at_the_last_step_too(
+    opt, new_params, new_batches, steps_on
+):
     batches, evaluate = new_batches(6), so.training.evaluation(opt, new_batches(2, seed=1))
     result = so.fit(
-        opt, opt.init(new_params()), batches, num_steps=6, evaluate=evaluate, evaluate_every=3, progress=False
+        opt,
+        opt.init(new_params()),
+        batches,
+        num_steps=6,
+        evaluate=evaluate,
+        evaluate_every=3,
+        progress=False,
     )
     state, _ = steps_on(opt, opt.init(new_params()), batches)
     wanted = {3: evaluate(opt.init(new_params())), 6: evaluate(state)}
-    assert [(one["step"], one["val_loss"]) for one in result.history] == [(s, v["val_loss"]) for s, v in wanted.items()]
+    assert [(one["step"], one["val_loss"]) for one in result.history] == [
+        (s, v["val_loss"]) for s, v in wanted.items()
+    ]
     assert equal(jax.device_get(result.state), jax.device_get(opt.synchronize(state)))
 
 
@@ -77,7 +96,9 @@ NEVER = (
         ({"sync_every": 12, "fragments": 3, "delay": 2}, 6, "sync_every=12, fragments=3, delay=2"),
     ],
 )
-def test_a_run_in_which_they_never_agree_is_refused(how, first, said, strategy_of, new_params, new_batches):
+def test_a_run_in_which_they_never_agree_is_refused(
+    how, first, said, strategy_of, new_params, new_batches
+):
     opt = so.diloco(strategy_of("ddp"), **how)
     state, drawn = opt.init(new_params()), []
     batches = (drawn.append(True) or batch for batch in new_batches(6))
@@ -101,14 +122,28 @@ def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_ba
 @pytest.mark.parametrize(
     ("how", "every", "patience", "times", "stride"),
     [
-        ({"sync_every": 10}, 2, 3, 5, 10),  # the last of the five would see another agreement, four are too many
-        pytest.param({"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6, marks=pytest.mark.slow),
+        # the last of the five would see another agreement, four are too many
+        ({"sync_every": 10}, 2, 3, 5, 10),
+        pytest.param(
+            {"sync_every": 12, "fragments": 2, "delay": 4}, 3, 2, 3, 6, marks=pytest.mark.slow
+        ),
         pytest.param({"sync_every": 4}, 1, 3, 4, 4, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("scheduled_by", tiered(["evaluate_every", "checkpoints"], lambda by: by == "evaluate_every"))
+@pytest.mark.parametrize(
+    "scheduled_by", tiered(["evaluate_every", "checkpoints"], lambda by: by == "evaluate_every")
+)
 def test_early_stopping_that_ends_any_run_is_refused(
-    how, every, patience, times, stride, scheduled_by, strategy_of, new_params, new_batches, tmp_path
+    how,
+    every,
+    patience,
+    times,
+    stride,
+    scheduled_by,
+    strategy_of,
+    new_params,
+    new_batches,
+    tmp_path,
 ):
     opt = so.diloco(strategy_of("ddp"), **how)
 
@@ -119,20 +154,25 @@ def test_early_stopping_that_ends_any_run_is_refused(
         options = {"evaluate": evaluate, "early_stopping": rule, "num_steps": 40, "progress": False}
         if scheduled_by == "evaluate_every":
             return so.fit(opt, state, [], evaluate_every=every, **options)
-        with so.Checkpoints(tmp_path / f"{metric}{patience}{evaluate is None}", every=every, keep=1) as checkpoints:
+        with so.Checkpoints(
+            tmp_path / f"{metric}{patience}{evaluate is None}", every=every, keep=1
+        ) as checkpoints:
             return so.fit(opt, state, [], checkpoints=checkpoints, **options)
 
     with pytest.raises(ValueError, match="early_stopping would end any run") as caught:
         run(patience)
-    assert str(caught.value) == (
-        f"fit: early_stopping would end any run: evaluated every {every} step{'s' * (every > 1)}, 'val_loss' stays as it "
-        f"is {times} times in a row, and patience={patience}. It is of the parameters that the replicas of diloco share, "
-        f"which change every {stride} steps ({', '.join(f'{name}={n}' for name, n in how.items())}).\n"
-        f"Fix: evaluate every {stride} steps, or have more patience, or make sync_every smaller."
+    assert (
+        str(caught.value) == f"fit: early_stopping would end any run: evaluated every {every}"
+        f" step{'s' * (every > 1)}, 'val_loss' stays as it is {times} times in a row, and"
+        f" patience={patience}. It is of the parameters that the replicas of diloco share, which"
+        f" change every {stride} steps"
+        f" ({', '.join(f'{name}={n}' for name, n in how.items())}).\nFix: evaluate every"
+        f" {stride} steps, or have more patience, or make sync_every smaller."
     )
     assert run(times).stopped == "exhausted"
     assert run(patience, "loss").stopped == "exhausted"  # that of training changes in every step
-    assert run(patience, evaluate=lambda state: {"val_loss": 1.0}).stopped == "exhausted"  # nobody knows of what
+    # nobody knows of what
+    assert run(patience, evaluate=lambda state: {"val_loss": 1.0}).stopped == "exhausted"
 
 
 @pytest.mark.slow

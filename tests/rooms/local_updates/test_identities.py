@@ -1,4 +1,6 @@
-"""The identities of algorithms.md, in float64: what DiLoCo is with H = 1, and with a plain outer step."""
+"""The identities of algorithms.md, in float64: what DiLoCo is with H = 1, and with a plain outer
+step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +29,9 @@ def test_one_inner_step_of_sgd_and_a_plain_outer_step_is_the_strategy_alone(
 
 
 @pytest.mark.slow
-def test_a_plain_outer_step_is_local_sgd(strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64):
+def test_a_plain_outer_step_is_local_sgd(
+    strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
+):
     inner, batches = strategy_of("fsdp"), new_batches(7)
     opts = [so.diloco(inner, outer=optax.sgd(1.0), sync_every=3), so.local_sgd(inner, sync_every=3)]
     found = [steps_on(opt, opt.init(new_params()), batches) for opt in opts]
@@ -56,7 +60,10 @@ def test_warm_up_is_the_strategy_alone_for_any_optimizer_and_any_weights(
 def test_weights_count_within_a_replica_and_replicas_alike(
     strategy_of, new_params, new_batches, steps_on, rows_of, apart, model_of, x64
 ):
-    """Each replica's gradient is that of sum(total) / sum(weight) over its own rows; the mean over replicas is plain."""
+    """Each replica's gradient is that of sum(total) / sum(weight) over its own rows.
+
+    The mean over replicas is plain.
+    """
     opt = so.local_sgd(strategy_of("fsdp", optax.sgd(0.1), weighted=True), sync_every=9)
     (batch,) = new_batches(1)
     state, metrics = steps_on(opt, opt.init(new_params()), [batch])
@@ -70,7 +77,9 @@ def test_weights_count_within_a_replica_and_replicas_alike(
     results = [of_half(new_params(), half) for half in halves]
     own = [jax.tree.map(lambda p, g: p - 0.1 * g, new_params(), grads) for _, grads in results]
     assert apart(rows_of(state), own) < 1e-10
-    np.testing.assert_allclose(metrics["loss"], np.mean([float(value) for value, _ in results]), rtol=1e-10)
+    np.testing.assert_allclose(
+        metrics["loss"], np.mean([float(value) for value, _ in results]), rtol=1e-10
+    )
 
 
 def noisy(params, batch, *, rng):

@@ -1,4 +1,6 @@
-"""The comparison with the reference can fail: each way of breaking an agreement on purpose is noticed."""
+"""The comparison with the reference can fail: each way of breaking an agreement on purpose is
+noticed.
+"""
 
 import jax
 import optax
@@ -20,14 +22,18 @@ def keep_to_oneself(patch):
 
 def sum_for_mean(patch):
     once = outer_step.all_reduce
-    break_function(patch, outer_step.all_reduce, lambda leaves, *rest: [2 * x for x in once(leaves, *rest)])
+    break_function(
+        patch, outer_step.all_reduce, lambda leaves, *rest: [2 * x for x in once(leaves, *rest)]
+    )
 
 
 def take_other_blocks(patch):
     break_function(
         patch,
         outer_step.replace_fragment,
-        lambda fragment, plan, leaf, part: leaf.at[: part.shape[0]].set(part) if plan.stacked else part,
+        lambda fragment, plan, leaf, part: (
+            leaf.at[: part.shape[0]].set(part) if plan.stacked else part
+        ),
     )
 
 
@@ -41,13 +47,26 @@ def forget_what_was_learned(patch):
 
     def make(local, placed, variant, donated):
         outer = local.sync.outer
-        fresh = local.sync._replace(outer=outer._replace(update=lambda g, s, p: (outer.update(g, s, p)[0], s)))
-        return make_step(local._replace(config=local.config._replace(local_updates=fresh)), placed, variant, donated)
+        fresh = local.sync._replace(
+            outer=outer._replace(update=lambda g, s, p: (outer.update(g, s, p)[0], s))
+        )
+        return make_step(
+            local._replace(config=local.config._replace(local_updates=fresh)),
+            placed,
+            variant,
+            donated,
+        )
 
     break_function(patch, step.make_step, make)
 
 
-MUTATIONS = [keep_to_oneself, sum_for_mean, take_other_blocks, one_step_late, forget_what_was_learned]
+MUTATIONS = [
+    keep_to_oneself,
+    sum_for_mean,
+    take_other_blocks,
+    one_step_late,
+    forget_what_was_learned,
+]
 
 
 @pytest.fixture

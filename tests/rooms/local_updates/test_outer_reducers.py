@@ -38,7 +38,10 @@ def test_an_exact_one_is_the_exact_mean(
 
 def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, apart):
     """Outer gradients are whole numbers up to 127, one of them 127 in each block, on both ways."""
-    loss = lambda params, batch: jnp.mean(batch["x"] @ params["w"])  # noqa: E731
+
+    def loss(params, batch):
+        return jnp.mean(batch["x"] @ params["w"])
+
     x = np.array([127.0, 3, -64, 1] * 4, np.float32).reshape(4, 4)
     inner = strategy_of("ddp", optax.sgd(1.0), model=loss, data=2)
     reducer = R.error_feedback(R.int8(2))
@@ -53,10 +56,18 @@ def test_int8_of_an_exactly_representable_grid_is_exact(strategy_of, apart):
 @pytest.mark.slow  # test_state.py follows what is owed through an agreement
 @pytest.mark.parametrize(
     "reducer",
-    tiered([R.int8(4), R.top_k(0.2), R.sign(8)], lambda one: "int8" in one.name, ids=lambda one: one.name),
+    tiered(
+        [R.int8(4), R.top_k(0.2), R.sign(8)],
+        lambda one: "int8" in one.name,
+        ids=lambda one: one.name,
+    ),
 )
-def test_error_feedback_conserves_outer_gradients(reducer, strategy_of, new_params, new_batches, x64):
-    """With H = 1, a plain outer step and no error left out: R (theta_0 - theta) + memories = sum of all inner steps."""
+def test_error_feedback_conserves_outer_gradients(
+    reducer, strategy_of, new_params, new_batches, x64
+):
+    """With H = 1, a plain outer step and no error left out: R (theta_0 - theta) + memories = sum of
+    all inner steps.
+    """
     inner = strategy_of("fsdp", optax.sgd(0.05), data=2)
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1, reducer=R.error_feedback(reducer))
     plain = so.diloco(inner, outer=optax.sgd(1.0), sync_every=1)
@@ -66,9 +77,13 @@ def test_error_feedback_conserves_outer_gradients(reducer, strategy_of, new_para
         before = jax.device_get(state.params)
         alone = plain.init(state.params)
         alone, _ = plain.step(alone, batch)
-        stepped = jax.tree.map(lambda s, a, b: s + 2 * (a - b), stepped, before, jax.device_get(alone.params))
+        stepped = jax.tree.map(
+            lambda s, a, b: s + 2 * (a - b), stepped, before, jax.device_get(alone.params)
+        )
         state, _ = opt.step(state, batch)
-    moved = jax.tree.map(lambda a, b: 2 * (a - np.asarray(b)), new_params(), jax.device_get(state.params))
+    moved = jax.tree.map(
+        lambda a, b: 2 * (a - np.asarray(b)), new_params(), jax.device_get(state.params)
+    )
     # [replicas, data, pipeline, tensor, ...] of each shard, in groups
     memory = jax.tree.leaves([one.memory.value for one in state.opt_state.reducer[0]])
     order = [i for group in groups_of(jax.tree.leaves(state.params), ["replica"]) for i in group]
@@ -84,7 +99,10 @@ def test_error_feedback_conserves_outer_gradients(reducer, strategy_of, new_para
 def test_a_reducer_of_the_strategy_keeps_to_its_replica(
     strategy_of, new_params, new_batches, steps_on, rows_of, apart, x64
 ):
-    """Inside a replica the gradients go through it; full density is exact, and nothing crosses between replicas."""
+    """Inside a replica the gradients go through it.
+
+    Full density is exact, and nothing crosses between replicas.
+    """
     exact = R.error_feedback(R.top_k(1.0))
     inner = strategy_of("ddp", options={"reducer": exact})
     opt, plain = (so.local_sgd(one, sync_every=3) for one in (inner, strategy_of("ddp")))

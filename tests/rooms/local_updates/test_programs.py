@@ -1,4 +1,7 @@
-"""Steps that do not agree send nothing over replica; those that do send what is stated; one program a kind of step."""
+"""Steps that do not agree send nothing over replica.
+
+Those that do send what is stated; one program a kind of step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,9 @@ R = so.reducers
 
 def at_step(opt, abstract, step):
     """Lower the step from `step` to `step + 1` without running any."""
-    return opt.step.lower(abstract._replace(step=np.int32(step)), {"x": rows(3), "y": rows(2), "weights": rows()})
+    return opt.step.lower(
+        abstract._replace(step=np.int32(step)), {"x": rows(3), "y": rows(2), "weights": rows()}
+    )
 
 
 def rows(*shape):
@@ -30,7 +35,9 @@ def sent_over_replica(opt, params, step, min_bytes=0):
 
 
 def shard_bytes(params, *, data=1, whole=("scale",)):
-    sizes = {path[-1].key: leaf.size * 4 for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    sizes = {
+        path[-1].key: leaf.size * 4 for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
     return sum(size if name in whole else size // data for name, size in sizes.items())
 
 
@@ -67,18 +74,26 @@ def test_only_a_step_that_agrees_sends_over_replica_once_and_exactly_its_paramet
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "reducer", [pytest.param(None, id="exact"), pytest.param(R.error_feedback(R.int8(8)), id="int8")]
+    "reducer",
+    [pytest.param(None, id="exact"), pytest.param(R.error_feedback(R.int8(8)), id="int8")],
 )
-def test_in_fifty_steps_diloco_sends_what_ddp_sends_in_one(reducer, strategy_of, new_params, mesh_of, model_of):
+def test_in_fifty_steps_diloco_sends_what_ddp_sends_in_one(
+    reducer, strategy_of, new_params, mesh_of, model_of
+):
     """Or what its reducer makes of it. The 49 steps before are one program, which sends nothing."""
     opt = so.diloco(strategy_of("ddp", data=1), sync_every=50, reducer=reducer)
     quiet = [sent_over_replica(opt, new_params(), step).total_wire_bytes for step in (0, 48)]
     assert quiet == [0, 0]
     agreed = sent_over_replica(opt, new_params(), 49).total_wire_bytes
     ddp = so.ddp(optax.sgd(0.1), mesh_of(data=2), model_of())
-    gradients = so.audit(at_step(ddp, ddp.abstract_state(jax.eval_shape(new_params)), 0)).of(axis="data", min_bytes=8)
-    assert gradients.total_wire_bytes == shard_bytes(new_params()) + 8  # loss and weight go with them
-    assert agreed == (shard_bytes(new_params()) if reducer is None else reducer.wire_bytes(new_params(), 2))
+    gradients = so.audit(at_step(ddp, ddp.abstract_state(jax.eval_shape(new_params)), 0)).of(
+        axis="data", min_bytes=8
+    )
+    # loss and weight go with them
+    assert gradients.total_wire_bytes == shard_bytes(new_params()) + 8
+    assert agreed == (
+        shard_bytes(new_params()) if reducer is None else reducer.wire_bytes(new_params(), 2)
+    )
 
 
 def test_a_streamed_fragment_is_sent_in_the_program_of_the_next_step(strategy_of, new_params):
@@ -100,7 +115,9 @@ def test_warm_up_averages_gradients_and_the_state_is_not_looked_at(strategy_of, 
 
 
 @pytest.mark.slow  # contract/test_placement.py
-def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselves(strategy_of, new_params):
+def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselves(
+    strategy_of, new_params
+):
     batch = {"x": rows(3), "y": rows(2), "weights": rows()}
     for how, sends in (
         ({"sync_every": 1}, True),
@@ -117,16 +134,27 @@ def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselve
     [R.int8(8), R.error_feedback(R.top_k(0.25)), R.error_feedback(R.power_sgd(1)), R.sign()],
     ids=lambda one: one.name,
 )
-def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(reducer, strategy_of, new_params):
-    """Of what each device holds: shards over data and tensor, the blocks of its stage that are in the fragment."""
+def test_bytes_of_a_reducer_of_outer_gradients_are_those_it_states(
+    reducer, strategy_of, new_params
+):
+    """Of what each device holds: shards over data and tensor, the blocks of its stage that are in
+    the fragment.
+    """
     for name, sizes in (("fsdp", {"tensor": 2}), ("hybrid", {"pipeline": 2, "data": 1})):
         opt = so.diloco(strategy_of(name, **sizes), sync_every=4, fragments=2, reducer=reducer)
         abstract = opt.abstract_state(jax.eval_shape(new_params))
         # The outer state of a fragment lives where its parameters do.
         held = abstract.opt_state.outer[0][0].trace
         if name == "fsdp":
-            assert [leaf.sharding.shard_shape(leaf.shape) for leaf in held] == [(2, 4, 2), (2, 2, 4), (3, 2), ()]
-        stated = stated_bytes(reducer, held, ["replica"], ["blocks/down", "blocks/up", "in", "scale"])
+            assert [leaf.sharding.shard_shape(leaf.shape) for leaf in held] == [
+                (2, 4, 2),
+                (2, 2, 4),
+                (3, 2),
+                (),
+            ]
+        stated = stated_bytes(
+            reducer, held, ["replica"], ["blocks/down", "blocks/up", "in", "scale"]
+        )
         assert sent_over_replica(opt, new_params(), 1).total_wire_bytes == stated
         assert not sent_over_replica(opt, new_params(), 0).collectives
 
@@ -149,7 +177,9 @@ def test_specs_are_true_buffers_are_reused_and_each_kind_of_step_compiles_once(
 ):
     opt = so.diloco(strategy_of("fsdp"), outer=outer, reducer=R.error_feedback(R.int8(8)), **how)
     state = opt.init(new_params())
-    specs = jax.tree.leaves(opt.specs(jax.eval_shape(new_params)), is_leaf=lambda x: isinstance(x, P))
+    specs = jax.tree.leaves(
+        opt.specs(jax.eval_shape(new_params)), is_leaf=lambda x: isinstance(x, P)
+    )
     promised = jax.tree.leaves(opt.abstract_state())
 
     def check(state):
@@ -195,7 +225,13 @@ def test_the_step_count_is_read_back_once(strategy_of, new_params, new_batches, 
 def test_the_report_is_that_of_a_replica_whoever_saw_the_parameters(strategy_of, new_params):
     opt = so.diloco(strategy_of("fsdp"), sync_every=2)
     opt.specs(jax.eval_shape(new_params))
-    assert [row.path for row in opt.config.report().rows] == ["blocks/down", "blocks/up", "in", "out", "scale"]
+    assert [row.path for row in opt.config.report().rows] == [
+        "blocks/down",
+        "blocks/up",
+        "in",
+        "out",
+        "scale",
+    ]
     assert opt.config.strategy == "diloco"
     assert opt.config.placement.params
     assert opt.config.local_updates.sync_every == 2

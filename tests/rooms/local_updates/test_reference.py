@@ -1,4 +1,6 @@
-"""local_sgd and diloco equal their algorithms, written out in numpy, over every strategy: shared and own parameters."""
+"""local_sgd and diloco equal their algorithms, written out in numpy, over every strategy: shared
+and own parameters.
+"""
 
 import itertools
 
@@ -21,14 +23,31 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
     """Return a function that trains, and asserts that nothing differs from the reference."""
 
     def check(
-        name, *, steps, how, sizes=(), blocks=4, stages=1, tx=TX, combine=so.diloco, tiny=None, outer=reference.NESTEROV
+        name,
+        *,
+        steps,
+        how,
+        sizes=(),
+        blocks=4,
+        stages=1,
+        tx=TX,
+        combine=so.diloco,
+        tiny=None,
+        outer=reference.NESTEROV,
     ):
         model, make = tiny or (model_of(), lambda: new_params(blocks))
         params, batches, sizes = make(), new_batches(steps, rows=16), dict(sizes)
         opt = combine(strategy_of(name, tx, model=model, **sizes), **how)
         state, metrics = steps_on(opt, opt.init(params), batches)
         shared, own = reference.diloco(
-            tx, model.loss_fn, params, batches, sizes.get("replica", 2), outer=outer, stages=stages, **how
+            tx,
+            model.loss_fn,
+            params,
+            batches,
+            sizes.get("replica", 2),
+            outer=outer,
+            stages=stages,
+            **how,
         )
         assert apart(state.params, shared) < 1e-10
         assert apart(rows_of(state), own) < 1e-10
@@ -38,14 +57,21 @@ def compare(strategy_of, new_params, new_batches, steps_on, rows_of, apart, mode
     return check
 
 
-@pytest.mark.parametrize(("fragments", "delay", "mix"), tiered(GRID, lambda row: row == (2, 1, 0.5)))
+@pytest.mark.parametrize(
+    ("fragments", "delay", "mix"), tiered(GRID, lambda row: row == (2, 1, 0.5))
+)
 def test_streaming_with_fsdp_inside(fragments, delay, mix, compare, tiny, x64):
     how = {"sync_every": 2 * fragments, "fragments": fragments, "delay": delay, "mix": mix}
     compare("fsdp", steps=4 * fragments + 1, how=how, tiny=tiny, tx=MOMENTUM)
 
 
 CASES = {
-    "tensor": ("fsdp", {"tensor": 2}, {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.5}, {}),
+    "tensor": (
+        "fsdp",
+        {"tensor": 2},
+        {"sync_every": 4, "fragments": 2, "delay": 1, "mix": 0.5},
+        {},
+    ),
     "four replicas": ("ddp", {"replica": 4}, {"sync_every": 3}, {}),
     "zero1": ("zero1", {"data": 4}, {"sync_every": 4, "fragments": 2}, {}),
     "zero2": ("zero2", {"data": 4}, {"sync_every": 2, "delay": 1, "mix": 0.25}, {}),
@@ -62,12 +88,18 @@ CASES = {
         {"sync_every": 2, "fragments": 2},
         {"blocks": 4, "stages": 2},
     ),
-    "pipeline, uneven": ("hybrid", {"pipeline": 2}, {"sync_every": 4, "fragments": 2}, {"blocks": 6, "stages": 2}),
+    "pipeline, uneven": (
+        "hybrid",
+        {"pipeline": 2},
+        {"sync_every": 4, "fragments": 2},
+        {"blocks": 6, "stages": 2},
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "case", tiered(CASES, lambda case: case == "four replicas", fast=lambda case: case == "four replicas")
+    "case",
+    tiered(CASES, lambda case: case == "four replicas", fast=lambda case: case == "four replicas"),
 )
 def test_diloco(case, compare, x64):
     name, sizes, how, more = CASES[case]

@@ -1,4 +1,6 @@
-"""What the state of replicas means: synchronize, evaluate, frozen leaves, leaves that the loss updates."""
+"""What the state of replicas means: synchronize, evaluate, frozen leaves, leaves that the loss
+updates.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ import shardopt as so
 
 
 def equal(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
 
 
 def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothing(
@@ -34,15 +38,20 @@ def test_synchronize_makes_all_equal_to_the_mean_and_a_second_time_changes_nothi
 REDUCERS = [None, so.reducers.error_feedback(so.reducers.top_k(0.2))]
 
 
-@pytest.mark.parametrize("reducer", tiered(REDUCERS, lambda one: False, ids=lambda one: getattr(one, "name", "exact")))
+@pytest.mark.parametrize(
+    "reducer", tiered(REDUCERS, lambda one: False, ids=lambda one: getattr(one, "name", "exact"))
+)
 def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     reducer, strategy_of, new_params, new_batches, steps_on, apart, x64
 ):
-    """With an outer step of plain SGD, what was sent before is in the mean already, and so is what was left of it."""
+    """With an outer step of plain SGD, what was sent before is in the mean already, and so is what
+    was left of it.
+    """
     inner = strategy_of("ddp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.05))
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=2, reducer=reducer)
     batches = new_batches(6)
-    state, _ = steps_on(opt, opt.init(new_params()), batches[:5])  # sent with step 5, due after step 6
+    # sent with step 5, due after step 6
+    state, _ = steps_on(opt, opt.init(new_params()), batches[:5])
     state = so.training.with_hyperparams(opt.synchronize(state), learning_rate=0.0)
     mean = jax.device_get(state.params)
     for _ in range(4):
@@ -55,17 +64,21 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
 def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     delay, strategy_of, new_params, new_batches, steps_on, apart, rows_of, x64
 ):
-    """What the first round left is in no replica's parameters: the mean moves by just that when all else stands still."""
+    """What the first round left is in no replica's parameters: the mean moves by just that when all
+    else stands still.
+    """
     inner = strategy_of("ddp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.005), data=1)
     opt = so.diloco(inner, outer=optax.sgd(1.0), sync_every=4, delay=delay, reducer=REDUCERS[1])
     batches = new_batches(9)
-    state, _ = steps_on(opt, opt.init(new_params()), batches[: 4 + delay])  # the first round is over
+    # the first round is over
+    state, _ = steps_on(opt, opt.init(new_params()), batches[: 4 + delay])
     left = jax.device_get(state.opt_state.reducer[0].now)
     assert any(np.any(leaf) for leaf in jax.tree.leaves(left))
     assert equal(jax.device_get(state.opt_state.reducer[0].before), left)
     over = opt.synchronize(state)
     assert equal(jax.device_get(over.opt_state.reducer[0].now), left)
-    state, _ = steps_on(opt, state, batches[4 + delay :])  # the second is on its way, unless it arrives at once
+    # the second is on its way, unless it arrives at once
+    state, _ = steps_on(opt, state, batches[4 + delay :])
     in_flight = delay == 2
     now, before = map(jax.device_get, state.opt_state.reducer[0])
     assert equal(before, left) == in_flight
@@ -86,8 +99,12 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
 
 
 @pytest.mark.slow
-def test_the_state_that_was_synchronized_can_be_trained_on(strategy_of, new_params, new_batches, steps_on):
-    """As in a synchronous strategy: to look at the mean in the middle of a round changes nothing about the run."""
+def test_the_state_that_was_synchronized_can_be_trained_on(
+    strategy_of, new_params, new_batches, steps_on
+):
+    """As in a synchronous strategy: to look at the mean in the middle of a round changes nothing
+    about the run.
+    """
     opt = so.diloco(strategy_of("fsdp"), sync_every=3)
     batches = new_batches(6)
     wanted, _ = steps_on(opt, opt.init(new_params()), batches)
@@ -101,7 +118,9 @@ def test_the_state_that_was_synchronized_can_be_trained_on(strategy_of, new_para
     assert equal(jax.device_get(state), jax.device_get(wanted))
 
 
-def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batches, steps_on, model_of, x64):
+def test_evaluate_takes_the_shared_parameters(
+    strategy_of, new_params, new_batches, steps_on, model_of, x64
+):
     opt = so.local_sgd(strategy_of("fsdp"), sync_every=3)
     batches = new_batches(5)
     state, _ = steps_on(opt, opt.init(new_params()), batches)
@@ -114,7 +133,9 @@ def test_evaluate_takes_the_shared_parameters(strategy_of, new_params, new_batch
 
 
 @pytest.mark.slow  # the next test has a frozen leaf, which no outer step may move
-def test_frozen_leaves_stay_and_are_in_no_fragment(strategy_of, new_params, new_batches, steps_on, rows_of):
+def test_frozen_leaves_stay_and_are_in_no_fragment(
+    strategy_of, new_params, new_batches, steps_on, rows_of
+):
     inner = strategy_of("fsdp", options={"frozen": ["^in$"]})
     opt = so.diloco(inner, sync_every=2)
     state, _ = steps_on(opt, opt.init(new_params()), new_batches(4))
@@ -127,15 +148,27 @@ def test_frozen_leaves_stay_and_are_in_no_fragment(strategy_of, new_params, new_
 def with_statistics(params, batch):
     mean = 0.5 * params["mean"] + 0.5 * batch["x"].mean(0)
     loss = jnp.mean(((batch["x"] - params["mean"][None]) @ params["w"] - batch["y"]) ** 2)
-    return loss, {"stats": so.Updated({"mean": mean, "seen": params["seen"] + 1 + jnp.int32(batch["x"][0, 0] > 0)})}
+    return loss, {
+        "stats": so.Updated(
+            {"mean": mean, "seen": params["seen"] + 1 + jnp.int32(batch["x"][0, 0] > 0)}
+        )
+    }
 
 
 @pytest.mark.parametrize("delay", tiered([0, 1], bool))
-def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, strategy_of, new_batches, steps_on, x64):
-    """Each replica keeps its own between; the shared ones, which evaluation sees, follow at each agreement."""
+def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
+    delay, strategy_of, new_batches, steps_on, x64
+):
+    """Each replica keeps its own between.
+
+    The shared ones, which evaluation sees, follow at each agreement.
+    """
     params = {"w": jnp.ones((3, 2)), "mean": jnp.zeros(3), "seen": jnp.int32(0)}
     inner = strategy_of(
-        "ddp", optax.sgd(0.01), model=with_statistics, options={"frozen": ["^mean$"], "separable": True}
+        "ddp",
+        optax.sgd(0.01),
+        model=with_statistics,
+        options={"frozen": ["^mean$"], "separable": True},
     )
     opt = so.diloco(inner, sync_every=3, delay=delay)
     batches = new_batches(5)
@@ -145,7 +178,11 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, st
         halves = np.split(batch["x"], 2)
         own = 0.5 * own + 0.5 * np.stack([half.mean(0) for half in halves])
         # integers take the maximum over the devices of a replica, too
-        seen = seen + 1 + [max(int(quarter[0, 0] > 0) for quarter in np.split(half, 2)) for half in halves]
+        seen = (
+            seen
+            + 1
+            + [max(int(quarter[0, 0] > 0) for quarter in np.split(half, 2)) for half in halves]
+        )
         if step == 3 + delay:
             shared = own.mean(0)
             own, seen = np.stack([shared] * 2), np.full(2, seen.max())
@@ -156,7 +193,9 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(delay, st
 
 
 @pytest.mark.slow
-def test_hyperparameters_are_one_number_for_all_replicas(strategy_of, new_params, new_batches, steps_on, rows_of):
+def test_hyperparameters_are_one_number_for_all_replicas(
+    strategy_of, new_params, new_batches, steps_on, rows_of
+):
     tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
     outer = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.25)
     opt = so.diloco(strategy_of("fsdp", tx), outer=outer, sync_every=2)
@@ -166,10 +205,12 @@ def test_hyperparameters_are_one_number_for_all_replicas(strategy_of, new_params
     state = so.training.with_hyperparams(state, **{inside: 0.0, outside: 0.5})
     assert so.training.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}
     state, _ = steps_on(opt, state, new_batches(3))
-    assert all(equal(one, new_params()) for one in rows_of(state))  # a rate of 0 reaches every replica
+    # a rate of 0 reaches every replica
+    assert all(equal(one, new_params()) for one in rows_of(state))
     state = so.training.with_hyperparams(state, **{inside: np.array([0.0, 0.25])})
     assert so.training.hyperparams(state)[inside].tolist() == [0.0, 0.25]
-    state, _ = steps_on(opt, state, new_batches(1))  # the agreement follows, so look at what was shared: half a step
+    # the agreement follows, so look at what was shared: half a step
+    state, _ = steps_on(opt, state, new_batches(1))
     assert not equal(jax.device_get(state.params), new_params())
     message = r"^with_hyperparams: optimizer/value/learning_rate has shape \(2,\), got \(3,\)\.$"
     with pytest.raises(ValueError, match=message):

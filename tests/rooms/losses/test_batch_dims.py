@@ -1,4 +1,7 @@
-"""Batch leaves that are not [rows, ...]: time first, tables that all rows share, graphs; as on one device, in both views."""
+"""Batch leaves that are not [rows, ...]: time first, tables that all rows share, graphs.
+
+As on one device, in both views.
+"""
 
 import functools
 import re
@@ -29,7 +32,10 @@ def params():
 
 
 def batches(steps=3):
-    """Frames come [T, B, F]; rows differ in size and weight, so that each must count as it should."""
+    """Frames come [T, B, F].
+
+    Rows differ in size and weight, so that each must count as it should.
+    """
     draw = np.random.default_rng(1)
     size = np.linspace(0.2, 2.0, ROWS)[:, None]
     return [
@@ -48,7 +54,11 @@ def total_and_weight(params, batch):
     """The square of a sum over time does not split along time; the table enters every row."""
     hidden = jnp.tanh(batch["frames"] @ params["w"]).sum(0)
     keys = jnp.tanh(batch["table"] @ params["w"])
-    found = hidden @ params["v"] + jax.nn.softmax(hidden @ keys.T) @ keys @ params["v"] - batch["offset"]
+    found = (
+        hidden @ params["v"]
+        + jax.nn.softmax(hidden @ keys.T) @ keys @ params["v"]
+        - batch["offset"]
+    )
     return (batch["weight"] * (found - batch["target"]) ** 2).sum(), batch["weight"].sum()
 
 
@@ -97,20 +107,33 @@ QUICK = [TABLE[4]]
 
 def row_id(row):
     name, mesh, micro_batches, view = row
-    return "-".join([name, *(f"{axis}{size}" for axis, size in mesh.items()), str(micro_batches), view])
+    return "-".join(
+        [name, *(f"{axis}{size}" for axis, size in mesh.items()), str(micro_batches), view]
+    )
 
 
-@pytest.mark.parametrize(("name", "mesh", "micro_batches", "view"), tiered(TABLE, lambda row: row in QUICK, ids=row_id))
+@pytest.mark.parametrize(
+    ("name", "mesh", "micro_batches", "view"), tiered(TABLE, lambda row: row in QUICK, ids=row_id)
+)
 def test_equals_one_device(name, mesh, micro_batches, view, mesh_of, x64):
-    """Steps, metrics, and the evaluation of rows that the devices do not divide; one program does for all steps."""
-    options = {"rules": RULES if "tensor" in mesh else (), "micro_batches": micro_batches, "view": view}
+    """Steps, metrics, and the evaluation of rows that the devices do not divide.
+
+    One program does for all steps.
+    """
+    options = {
+        "rules": RULES if "tensor" in mesh else (),
+        "micro_batches": micro_batches,
+        "view": view,
+    }
     opt = STRATEGIES[name](TX, mesh_of(**mesh), weighted, batch_dims=DIMS, **options)
     state, metrics = trains_as_one_device(opt, on_one_device, params(), batches())
     assert int(metrics["rows"]) == ROWS
     some = first_rows(batches()[0], 5)
     found = so.training.evaluation(opt, [some, batches()[1]])(state)
     parts = [total_and_weight(jax.device_get(state.params), one) for one in (some, batches()[1])]
-    np.testing.assert_allclose(found["val_loss"], sum(p[0] for p in parts) / sum(p[1] for p in parts), rtol=1e-10)
+    np.testing.assert_allclose(
+        found["val_loss"], sum(p[0] for p in parts) / sum(p[1] for p in parts), rtol=1e-10
+    )
     assert found["val_rows"] == 5 + ROWS
     with compilations() as compiled:
         opt.step(state, batches()[1])
@@ -119,7 +142,8 @@ def test_equals_one_device(name, mesh, micro_batches, view, mesh_of, x64):
 
 BLOCKS = so.BlockModel(
     embed=lambda outer, batch: (
-        jnp.tanh(batch["frames"] @ outer["w"]).sum(0) + batch["table"].mean(0, keepdims=True) @ outer["w"]
+        jnp.tanh(batch["frames"] @ outer["w"]).sum(0)
+        + batch["table"].mean(0, keepdims=True) @ outer["w"]
     ),
     block=lambda weights, x: x + jnp.tanh(x @ weights["a"]),
     loss=lambda outer, x, batch: so.Weighted(
@@ -130,7 +154,10 @@ BLOCKS = so.BlockModel(
 
 @pytest.mark.parametrize(
     ("mesh", "view"),
-    tiered([({"data": 2, "pipeline": 2}, "per_device"), ({"data": 4}, "global")], lambda row: "pipeline" in row[0]),
+    tiered(
+        [({"data": 2, "pipeline": 2}, "per_device"), ({"data": 4}, "global")],
+        lambda row: "pipeline" in row[0],
+    ),
 )
 def test_blocks(mesh, view, mesh_of, x64):
     def loss(params, batch):
@@ -146,10 +173,24 @@ def test_blocks(mesh, view, mesh_of, x64):
 @pytest.mark.slow  # test_equals_one_device
 @pytest.mark.parametrize("view", tiered(["per_device", "global"], lambda view: view == "global"))
 def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
-    """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a. The loss is a mean, as the replicas' are averaged."""
-    tx, mean = optax.sgd(0.05), lambda params, batch: total_and_weight(params, batch)[0] / batch["weight"].size
-    options = {"batch_dims": DIMS, "separable": True, "min_shard_elements": 8, "view": view, "micro_batches": 2}
-    opt = so.diloco(so.fsdp(tx, mesh_of(replica=2, data=2), mean, **options), outer=optax.sgd(1.0), sync_every=1)
+    """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a.
+
+    The loss is a mean, as the replicas' are averaged.
+    """
+    tx, mean = (
+        optax.sgd(0.05),
+        lambda params, batch: total_and_weight(params, batch)[0] / batch["weight"].size,
+    )
+    options = {
+        "batch_dims": DIMS,
+        "separable": True,
+        "min_shard_elements": 8,
+        "view": view,
+        "micro_batches": 2,
+    }
+    opt = so.diloco(
+        so.fsdp(tx, mesh_of(replica=2, data=2), mean, **options), outer=optax.sgd(1.0), sync_every=1
+    )
     _, final = train(tx, mean, params(), batches())
     state = opt.init(params())
     for batch in batches():
@@ -160,7 +201,10 @@ def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
 def test_a_batch_that_is_one_array(mesh_of, x64):
     """Its key path is empty, and what says which rows of it count has rows in dim 0 all the same."""
     frames, start = batches()[0]["frames"], params()
-    loss = lambda params, batch: (jnp.tanh(batch @ params["w"]).sum(0) @ params["v"]).mean()  # noqa: E731
+
+    def loss(params, batch):
+        return (jnp.tanh(batch @ params["w"]).sum(0) @ params["v"]).mean()
+
     opt = so.zero(TX, mesh_of(data=2), loss, stage=1, batch_dims=[("", 1)], micro_batches=2)
     found = so.training.evaluation(opt, [frames[:, :7]])(opt.init(start))["val_loss"]
     np.testing.assert_allclose(found, loss(start, frames[:, :7]), rtol=1e-12)
@@ -174,10 +218,16 @@ def test_positions_are_the_other_dim(mesh_of, x64):
         return ((found - batch["targets"]) ** 2).mean()
 
     dims = [("^(frames|targets)$", 1), ("^table$", None)]
-    opt = so.fsdp(TX, mesh_of(data=2, context=2), loss, batch_dims=dims, min_shard_elements=8, micro_batches=2)
+    opt = so.fsdp(
+        TX, mesh_of(data=2, context=2), loss, batch_dims=dims, min_shard_elements=8, micro_batches=2
+    )
     draw = np.random.default_rng(4)
     turned = [
-        {"frames": draw.normal(size=(6, 8, WIDTH)), "targets": draw.normal(size=(6, 8)), "table": np.ones((3, 3))}
+        {
+            "frames": draw.normal(size=(6, 8, WIDTH)),
+            "targets": draw.normal(size=(6, 8)),
+            "table": np.ones((3, 3)),
+        }
         for _ in range(2)
     ]
     trains_as_one_device(opt, loss, params(), turned)
@@ -187,9 +237,17 @@ def test_positions_are_the_other_dim(mesh_of, x64):
 
 def test_where_leaves_live(mesh_of):
     opt = so.ddp(TX, mesh_of(data=4), weighted, batch_dims=[*DIMS, ("frames", 2)])
-    specs = jax.tree.map(lambda x: x.sharding.spec, place_batch(opt.config, batches()[0] | {"offset": np.float32(1)}))
+    specs = jax.tree.map(
+        lambda x: x.sharding.spec, place_batch(opt.config, batches()[0] | {"offset": np.float32(1)})
+    )
     rows = P("data")
-    assert specs == {"frames": P(None, "data"), "target": rows, "weight": rows, "table": P(), "offset": P()}
+    assert specs == {
+        "frames": P(None, "data"),
+        "target": rows,
+        "weight": rows,
+        "table": P(),
+        "offset": P(),
+    }
     shards = place_batch(opt.config, batches()[0])["frames"].addressable_shards
     assert [shard.data.shape for shard in shards] == [(LENGTH, 4, WIDTH)] * 4
 
@@ -206,9 +264,14 @@ def graph(nodes=13, edges=24, seed=0):
 
 
 def graph_loss(params, batch):
-    """A round of messages between nodes [N, F] along edges [E]; devices divide E, and F, but not N."""
+    """A round of messages between nodes [N, F] along edges [E].
+
+    Devices divide E, and F, but not N.
+    """
     sent = jnp.tanh(batch["nodes"] @ params["w"])[batch["senders"]]
-    got = jax.ops.segment_sum(sent, batch["receivers"], len(batch["nodes"])) * batch["globals"].sum()
+    got = (
+        jax.ops.segment_sum(sent, batch["receivers"], len(batch["nodes"])) * batch["globals"].sum()
+    )
     return ((got @ params["v"] - batch["labels"]) ** 2).mean()
 
 
@@ -218,12 +281,15 @@ def graph_params():
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), tiered([("ddp", EIGHT), ("fsdp", EIGHT), ("zero1", SQUARE)], lambda row: row[0] == "fsdp")
+    ("name", "mesh"),
+    tiered([("ddp", EIGHT), ("fsdp", EIGHT), ("zero1", SQUARE)], lambda row: row[0] == "fsdp"),
 )
 def test_graphs_run_whole_in_the_global_view(name, mesh, mesh_of, x64):
     rules = RULES if "tensor" in mesh else ()
     opt = STRATEGIES[name](TX, mesh_of(**mesh), graph_loss, rules=rules, view="global")
-    state, _ = trains_as_one_device(opt, graph_loss, graph_params(), [graph(seed=seed) for seed in range(3)])
+    state, _ = trains_as_one_device(
+        opt, graph_loss, graph_params(), [graph(seed=seed) for seed in range(3)]
+    )
     with compilations() as compiled:
         opt.step(state, graph(seed=4))
     assert compiled == []
@@ -231,9 +297,17 @@ def test_graphs_run_whole_in_the_global_view(name, mesh, mesh_of, x64):
 
 def test_graphs_are_split_where_the_devices_divide_them(mesh_of):
     opt = so.ddp(TX, mesh_of(data=8), graph_loss, view="global", batch_dims=[("^globals$", None)])
-    specs = jax.tree.map(lambda x: x.sharding.spec, place_batch(opt.config, graph() | {"globals": np.ones(16)}))
+    specs = jax.tree.map(
+        lambda x: x.sharding.spec, place_batch(opt.config, graph() | {"globals": np.ones(16)})
+    )
     edges = P("data")
-    assert specs == {"nodes": P(None, "data"), "senders": edges, "receivers": edges, "globals": P(), "labels": P()}
+    assert specs == {
+        "nodes": P(None, "data"),
+        "senders": edges,
+        "receivers": edges,
+        "globals": P(),
+        "labels": P(),
+    }
 
 
 def test_the_evaluation_of_graphs_counts_each_as_one(mesh_of, x64):
@@ -248,7 +322,9 @@ def test_the_evaluation_of_graphs_counts_each_as_one(mesh_of, x64):
 
 def test_an_asynchronous_worker_of_several_devices_takes_a_graph(mesh_of, x64):
     opt = so.async_sgd(TX, graph_loss, workers=[mesh_of(data=4)])
-    result = opt.run(graph_params(), lambda worker: [graph(seed=seed) for seed in range(3)], num_updates=3)
+    result = opt.run(
+        graph_params(), lambda worker: [graph(seed=seed) for seed in range(3)], num_updates=3
+    )
     _, final = train(TX, graph_loss, graph_params(), [graph(seed=seed) for seed in range(3)])
     assert relative_difference(result.params, final) <= 1e-10
 
@@ -260,17 +336,21 @@ def test_an_asynchronous_worker_of_several_devices_takes_a_graph(mesh_of, x64):
             graph_loss,
             {},
             graph(),
-            "ddp: micro_batches=2, but the whole batch runs at once: its leaves do not agree on a number of rows.\n"
-            "  globals: shape (3,); dim 0 has 3 rows\n  labels: shape (13,); dim 0 has 13 rows\n"
-            "  nodes: shape (13, 8); dim 0 has 13 rows\n  receivers: shape (24,); dim 0 has 24 rows\n"
-            "  senders: shape (24,); dim 0 has 24 rows\n"
-            "Fix: use micro_batches=1, which is the same; or name the dim of rows of a leaf, or None if all rows share it: "
-            "batch_dims=[(regex, dim or None)].",
+            (
+                "ddp: micro_batches=2, but the whole batch runs at once: its leaves do not agree on"
+                " a number of rows.\n  globals: shape (3,); dim 0 has 3 rows\n  labels: shape"
+                " (13,); dim 0 has 13 rows\n  nodes: shape (13, 8); dim 0 has 13 rows\n  receivers:"
+                " shape (24,); dim 0 has 24 rows\n  senders: shape (24,); dim 0 has 24 rows\nFix:"
+                " use micro_batches=1, which is the same; or name the dim of rows of a leaf, or"
+                " None if all rows share it: batch_dims=[(regex, dim or None)]."
+            ),
         ),
     ],
     ids=["graph"],
 )
-def test_a_batch_that_is_not_cut_runs_whole_and_it_is_said(loss, options, batch, message, mesh_of, x64):
+def test_a_batch_that_is_not_cut_runs_whole_and_it_is_said(
+    loss, options, batch, message, mesh_of, x64
+):
     opt = so.ddp(TX, mesh_of(data=2), loss, micro_batches=2, view="global", **options)
     start = graph_params() if loss is graph_loss else params()
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
@@ -295,7 +375,14 @@ def mean_over_time(params, batch):
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_a_loss_that_mixes_rows_is_refused_wherever_they_are(micro_batches, mesh_of):
-    opt = so.ddp(TX, mesh_of(data=2), mean_over_time, batch_dims=DIMS, micro_batches=micro_batches, view="per_device")
+    opt = so.ddp(
+        TX,
+        mesh_of(data=2),
+        mean_over_time,
+        batch_dims=DIMS,
+        micro_batches=micro_batches,
+        view="per_device",
+    )
     state, message = opt.init(params()), r"a \(weighted\) mean over rows"
     for call in (opt.step, opt.evaluate):
         with pytest.raises(so.errors.NotSeparableError, match=message):
@@ -305,11 +392,10 @@ def test_a_loss_that_mixes_rows_is_refused_wherever_they_are(micro_batches, mesh
 
 
 DISAGREE = (
-    "batch leaves must agree on a number of rows, the global batch.\n"
-    "  frames: shape (5, 16, 4); dim 0 has 5 rows\n  offset: shape (); no rows\n"
-    "  table: shape (3, 4); dim 0 has 3 rows\n  target: shape (16,); dim 0 has 16 rows\n"
-    "  weight: shape (16,); dim 0 has 16 rows\n"
-    "Fix: name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
+    "batch leaves must agree on a number of rows, the global batch.\n  frames: shape (5, 16, 4);"
+    " dim 0 has 5 rows\n  offset: shape (); no rows\n  table: shape (3, 4); dim 0 has 3 rows\n "
+    " target: shape (16,); dim 0 has 16 rows\n  weight: shape (16,); dim 0 has 16 rows\nFix: name"
+    " the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]"
 )
 
 
@@ -331,33 +417,41 @@ def local_sgd(*args, **options):
             so.ddp,
             EIGHT,
             {"batch_dims": [(".", None)], "view": "per_device"},
-            "ddp: no batch leaf has rows.\n"
-            "  frames: shape (5, 16, 4); no rows\n  offset: shape (); no rows\n  table: shape (3, 4); no rows\n"
-            "  target: shape (16,); no rows\n  weight: shape (16,); no rows\n"
-            "Fix: name the dim of rows of a leaf, or None if all rows share it: batch_dims=[(regex, dim or None)]; or use "
-            'view="global", which takes leaves of any shapes.',
+            (
+                "ddp: no batch leaf has rows.\n  frames: shape (5, 16, 4); no rows\n  offset: shape"
+                " (); no rows\n  table: shape (3, 4); no rows\n  target: shape (16,); no rows\n "
+                " weight: shape (16,); no rows\nFix: name the dim of rows of a leaf, or None if all"
+                ' rows share it: batch_dims=[(regex, dim or None)]; or use view="global", which'
+                " takes leaves of any shapes."
+            ),
         ),
         (
             so.ddp,
             EIGHT,
             {"batch_dims": [("^target$|offset", 1), ("^weight$", -1), *DIMS], "view": "global"},
-            "ddp: batch_dims do not fit the batch.\n"
-            "  target: shape (16,); no dim 1 for rows\n  weight: shape (16,); no dim -1 for rows\n"
-            "Fix: name a dim that the leaf has, or None for a leaf that all rows share.",
+            (
+                "ddp: batch_dims do not fit the batch.\n  target: shape (16,); no dim 1 for rows\n "
+                " weight: shape (16,); no dim -1 for rows\nFix: name a dim that the leaf has, or"
+                " None for a leaf that all rows share."
+            ),
         ),
         (
             so.ddp,
             {"data": 2, "context": 2},
             {"batch_dims": DIMS, "sequence_dims": [("^frames$", 1)]},
-            "ddp: sequence_dims do not fit the batch.\n  frames: shape (5, 16, 4); dim 1 counts rows\n"
-            "Fix: name a dim that the leaf has and that does not count rows, or None.",
+            (
+                "ddp: sequence_dims do not fit the batch.\n  frames: shape (5, 16, 4); dim 1 counts"
+                " rows\nFix: name a dim that the leaf has and that does not count rows, or None."
+            ),
         ),
         (
             so.ddp,
             {"data": 3},
             {"batch_dims": DIMS},
-            "ddp: a global batch of 16 is not divisible by 3 devices along data = 3.\n"
-            "Fix: use a batch of 15 or 18, or another mesh or micro_batches.",
+            (
+                "ddp: a global batch of 16 is not divisible by 3 devices along data = 3.\n"
+                "Fix: use a batch of 15 or 18, or another mesh or micro_batches."
+            ),
         ),
     ],
     ids=["disagree", "replicas", "no rows", "missing", "positions", "uneven"],
@@ -376,20 +470,26 @@ def test_batches_are_refused_before_anything_compiles(strategy, mesh, options, m
         (
             "x",
             TypeError,
-            "batch_dims must be a sequence of (regex of key paths, dim or None), got 'x'.\n"
-            "Fix: write batch_dims=[('^frames$', 1), ('^table$', None)].",
+            (
+                "batch_dims must be a sequence of (regex of key paths, dim or None), got 'x'.\n"
+                "Fix: write batch_dims=[('^frames$', 1), ('^table$', None)]."
+            ),
         ),
         (
             [("x", 1.0)],
             TypeError,
-            "batch_dims must be a sequence of (regex of key paths, dim or None), got [('x', 1.0)].\n"
-            "Fix: write batch_dims=[('^frames$', 1), ('^table$', None)].",
+            (
+                "batch_dims must be a sequence of (regex of key paths, dim or None), got [('x',"
+                " 1.0)].\nFix: write batch_dims=[('^frames$', 1), ('^table$', None)]."
+            ),
         ),
         (
             [("(", 1)],
             ValueError,
-            "batch_dims must be regular expressions.\n  '(': missing ), unterminated subpattern at position 0\n"
-            "Fix: escape what is meant literally, with re.escape.",
+            (
+                "batch_dims must be regular expressions.\n  '(': missing ), unterminated subpattern"
+                " at position 0\nFix: escape what is meant literally, with re.escape."
+            ),
         ),
     ],
 )

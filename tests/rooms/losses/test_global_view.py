@@ -1,4 +1,6 @@
-"""view="global": losses that mix rows, as people write them, take the steps that one device takes on the whole batch."""
+"""view="global": losses that mix rows, as people write them, take the steps that one device takes
+on the whole batch.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,14 @@ WAYS = {
 }
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5}
 GRID = [(loss, way, "float64") for loss in LOSSES for way in WAYS]
-PAIRED = [row for i, row in enumerate(GRID) if i // len(WAYS) % len(WAYS) == i % len(WAYS)]  # each loss once
-SMOOTH = ("clip", "batch_norm", "root_of_mean")  # in float32 a row may fall on the other side of a threshold
+# each loss once
+PAIRED = [row for i, row in enumerate(GRID) if i // len(WAYS) % len(WAYS) == i % len(WAYS)]
+# in float32 a row may fall on the other side of a threshold
+SMOOTH = ("clip", "batch_norm", "root_of_mean")
 GRID += [(loss, way, "float32") for loss in SMOOTH for way in WAYS]
 FAST = [PAIRED[0], PAIRED[3]]
-REPEATED = ("advantages", "inner_gradient", "constant_key", "top_half", "balance", "root_of_mean")  # mixed as in others
+# mixed as in others
+REPEATED = ("advantages", "inner_gradient", "constant_key", "top_half", "balance", "root_of_mean")
 QUICK = [row for row in PAIRED if row[0] not in REPEATED][:4]
 
 
@@ -46,7 +51,8 @@ def check(opt, loss_fn, params, batches, *, tx, dtype="float64", **how):
 
 
 @pytest.mark.parametrize(
-    ("name", "way", "dtype"), tiered(GRID, lambda row: row in QUICK, fast=lambda row: row in FAST, ids="-".join)
+    ("name", "way", "dtype"),
+    tiered(GRID, lambda row: row in QUICK, fast=lambda row: row in FAST, ids="-".join),
 )
 def test_any_loss_is_exact(name, way, dtype, mesh_of):
     strategy, sizes = WAYS[way]
@@ -57,7 +63,9 @@ def test_any_loss_is_exact(name, way, dtype, mesh_of):
         check(opt, case.loss_fn, params, case.batches(4, np.dtype(dtype)), tx=tx, dtype=dtype)
 
 
-@pytest.mark.parametrize(("way", "optimizer"), tiered([("fsdp", "muon"), ("zero1", "adafactor")], lambda row: False))
+@pytest.mark.parametrize(
+    ("way", "optimizer"), tiered([("fsdp", "muon"), ("zero1", "adafactor")], lambda row: False)
+)
 def test_any_optimizer_is_exact(way, optimizer, mesh_of, x64):
     case, (strategy, sizes) = LOSSES["batch_norm"], WAYS[way]
     tx = OPTIMIZERS[optimizer]()
@@ -75,8 +83,15 @@ RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 
 def block_params():
     draw = np.random.default_rng(2)
-    normal = lambda *shape: np.asarray(draw.normal(size=shape) * 0.3)  # noqa: E731
-    return {"blocks": {"up": normal(3, 16, 24), "down": normal(3, 24, 16)}, "in": normal(12, 16), "out": normal(16, 5)}
+
+    def normal(*shape):
+        return np.asarray(draw.normal(size=shape) * 0.3)
+
+    return {
+        "blocks": {"up": normal(3, 16, 24), "down": normal(3, 24, 16)},
+        "in": normal(12, 16),
+        "out": normal(16, 5),
+    }
 
 
 @pytest.mark.slow  # test_any_loss_is_exact
@@ -99,19 +114,26 @@ def test_blocks_that_mix_rows(strategy, sizes, remat, mesh_of, x64):
 @pytest.mark.slow
 def test_hybrid_on_one_stage(mesh_of, x64):
     tx = OPTIMIZERS["momentum"]()
-    opt = so.hybrid(tx, mesh_of(data=8), MODEL, micro_batches=1, min_shard_elements=8, view="global")
+    opt = so.hybrid(
+        tx, mesh_of(data=8), MODEL, micro_batches=1, min_shard_elements=8, view="global"
+    )
     check(opt, MODEL.loss_fn, block_params(), LOSSES["batch_norm"].batches(2), tx=tx)
 
 
 def test_a_line_search_sees_the_whole_batch(mesh_of, x64):
-    case, tx = LOSSES["root_of_mean"], optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(6))
+    case, tx = (
+        LOSSES["root_of_mean"],
+        optax.chain(optax.sgd(1.0), optax.scale_by_backtracking_linesearch(6)),
+    )
     opt = so.fsdp(tx, mesh_of(data=8), case.loss_fn, min_shard_elements=8, view="global")
     check(opt, case.loss_fn, case.params, case.batches(3), tx=tx, value_fn=True)
 
 
 def test_evaluation_of_batches_that_devices_do_not_divide(mesh_of, x64):
     case = LOSSES["batch_norm"]
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=8), case.loss_fn, min_shard_elements=8, view="global")
+    opt = so.fsdp(
+        optax.sgd(0.1), mesh_of(data=8), case.loss_fn, min_shard_elements=8, view="global"
+    )
     batches = [*case.batches(1), *case.batches(1, rows=5)]
     found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
     one, other = (float(case.loss_fn(case.params, batch)) for batch in batches)
@@ -120,12 +142,21 @@ def test_evaluation_of_batches_that_devices_do_not_divide(mesh_of, x64):
 
 def test_evaluation_weighs_batches_that_are_cut_as_those_that_run_whole(mesh_of, x64):
     case = LOSSES["batch_norm"]
-    of_rows = lambda params, batch: ((batch["x"] @ params["up"]) ** 2).mean(1)  # noqa: E731
-    loss = lambda params, batch: so.Weighted(of_rows(params, batch).sum(), jnp.sum(jnp.ones_like(batch["x"][:, 0])))  # noqa: E731
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2, separable=True)
+
+    def of_rows(params, batch):
+        return ((batch["x"] @ params["up"]) ** 2).mean(1)
+
+    def loss(params, batch):
+        return so.Weighted(of_rows(params, batch).sum(), jnp.sum(jnp.ones_like(batch["x"][:, 0])))
+
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2, separable=True
+    )
     batches = [*case.batches(1), *case.batches(1, rows=5)]
     found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
-    np.testing.assert_allclose(found, np.concatenate([of_rows(case.params, batch) for batch in batches]).mean())
+    np.testing.assert_allclose(
+        found, np.concatenate([of_rows(case.params, batch) for batch in batches]).mean()
+    )
 
 
 def sam(opaque_mode):
@@ -153,7 +184,13 @@ def test_optimizers_that_ask_for_more_than_a_gradient(name, mesh_of, x64):
 
 
 def mean_square(params, batch):
-    return jnp.mean((jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"] - batch["y"]) ** 2)
+    return jnp.mean(
+        (
+            jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"]
+            - batch["y"]
+        )
+        ** 2
+    )
 
 
 def noisy(params, batch, rng):
@@ -161,7 +198,10 @@ def noisy(params, batch, rng):
     error = jnp.where(kept, batch["x"], 0.0) @ params["up"] * params["scale"][None, :]
     total = so.Weighted((error.mean(-1) ** 2 * batch["mask"]).sum(), batch["mask"].sum())
     mean = jax.lax.stop_gradient(error).mean(0) + params["mean"]
-    metrics = {"largest": jnp.abs(error).max(), "masked": so.Weighted(error.sum(), batch["mask"].sum())}
+    metrics = {
+        "largest": jnp.abs(error).max(),
+        "masked": so.Weighted(error.sum(), batch["mask"].sum()),
+    }
     return total, {**metrics, "stats": so.Updated({"mean": mean})}
 
 
@@ -170,7 +210,14 @@ def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
     del params["down"]
     found = []
     for data, view in ((1, "per_device"), (8, "global")):
-        opt = so.fsdp(optax.sgd(0.1), mesh_of(data=data), noisy, min_shard_elements=8, frozen=["mean"], view=view)
+        opt = so.fsdp(
+            optax.sgd(0.1),
+            mesh_of(data=data),
+            noisy,
+            min_shard_elements=8,
+            frozen=["mean"],
+            view=view,
+        )
         state = opt.init(params, jax.random.key(3))
         for batch in LOSSES["batch_norm"].batches(2):
             state, metrics = opt.step(state, batch)
@@ -183,20 +230,30 @@ CUT_QUICK = [("weighted_by_data", "zero1")]
 
 
 @pytest.mark.parametrize(("name", "way"), tiered(CUT, lambda row: row in CUT_QUICK, ids="-".join))
-def test_micro_batches_of_a_loss_that_mixes_rows_run_at_once_and_it_is_said(name, way, mesh_of, x64):
+def test_micro_batches_of_a_loss_that_mixes_rows_run_at_once_and_it_is_said(
+    name, way, mesh_of, x64
+):
     case, tx, (strategy, sizes) = LOSSES[name], OPTIMIZERS["momentum"](), WAYS[way]
     opt = STRATEGIES[strategy](tx, mesh_of(**sizes), case.loss_fn, micro_batches=2, view="global")
-    with pytest.warns(UserWarning, match=r": micro_batches=2, but the whole batch runs at once: the loss is not shown"):
+    with pytest.warns(
+        UserWarning,
+        match=r": micro_batches=2, but the whole batch runs at once: the loss is not shown",
+    ):
         check(opt, case.loss_fn, case.params, case.batches(2), tx=tx)
 
 
 def masked(params, batch):
-    error = (jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"] - batch["y"]) ** 2
-    return so.Weighted((error.mean(-1) * batch["weight"]).sum(), batch["weight"].sum()), {"mean": error.mean()}
+    error = (
+        jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"] - batch["y"]
+    ) ** 2
+    return so.Weighted((error.mean(-1) * batch["weight"]).sum(), batch["weight"].sum()), {
+        "mean": error.mean()
+    }
 
 
 @pytest.mark.parametrize(
-    ("way", "local"), tiered([("fsdp", False), ("hsdp", False), ("hsdp", True)], lambda row: row == ("fsdp", False))
+    ("way", "local"),
+    tiered([("fsdp", False), ("hsdp", False), ("hsdp", True)], lambda row: row == ("fsdp", False)),
 )
 def test_micro_batches_of_a_mean_over_rows_are_cut(way, local, mesh_of, x64):
     case, tx, (strategy, sizes) = LOSSES["weighted_by_data"], OPTIMIZERS["momentum"](), WAYS[way]
@@ -222,20 +279,26 @@ def test_blocks_in_micro_batches(mesh_of, x64):
         block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
         loss=lambda outer, x, batch: jnp.mean((x @ outer["out"] - batch["y"]) ** 2),
     )
-    opt = STRATEGIES["fsdp"](tx, mesh_of(data=4, tensor=2), model, rules=RULES, micro_batches=2, view="global")
+    opt = STRATEGIES["fsdp"](
+        tx, mesh_of(data=4, tensor=2), model, rules=RULES, micro_batches=2, view="global"
+    )
     check(opt, model.loss_fn, block_params(), LOSSES["batch_norm"].batches(2), tx=tx)
 
 
 @pytest.mark.slow  # test_rows.py
 def test_replicas_that_train_apart_each_see_their_whole_rows(mesh_of, x64):
     case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
-    strategy = so.fsdp(tx, mesh_of(replica=2, data=4), case.loss_fn, min_shard_elements=8, view="global")
+    strategy = so.fsdp(
+        tx, mesh_of(replica=2, data=4), case.loss_fn, min_shard_elements=8, view="global"
+    )
     opt, batches = so.local_sgd(strategy, sync_every=2), case.batches(5)
     state = opt.init(case.params)
     for batch in batches:
         state, _ = opt.step(state, batch)
     one = {"rate": 1.0, "momentum": 0.0, "nesterov": False}
-    shared, own = reference.diloco(tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=one)
+    shared, own = reference.diloco(
+        tx, case.loss_fn, case.params, batches, 2, sync_every=2, outer=one
+    )
     assert relative_difference(state.params, shared) < 1e-10
     stacked = jax.tree.map(lambda *x: np.stack(x), *own)
     assert relative_difference(state.opt_state.params.value, stacked) < 1e-10
@@ -255,13 +318,19 @@ def test_specs_are_true_buffers_are_reused_and_nothing_recompiles(strategy, mesh
     params, (first, second) = cast(case.params, np.float32), case.batches(2, np.float32)
     opt = STRATEGIES[strategy](optax.adam(1e-3), mesh_of(data=8), case.loss_fn, view="global")
     specs = opt.specs(params)
-    expected = jax.tree.map(lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    expected = jax.tree.map(
+        lambda spec: NamedSharding(opt.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
     state = opt.init(params)
     old = jax.tree.leaves(state)
     state, _ = opt.step(state, first)
     assert all(leaf.is_deleted() for leaf in old if leaf.size > 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        patch.setattr(
+            jax._src.compiler,
+            "compile_or_get_cached",
+            lambda *_, **__: pytest.fail("compiled again"),
+        )
         state, _ = opt.step(state, second)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == expected
 
@@ -276,29 +345,42 @@ def constrained(params, batch):
 def test_models_that_carry_constraints_run_as_they_are(mesh_of, x64):
     case, tx = LOSSES["batch_norm"], OPTIMIZERS["momentum"]()
     opt = so.fsdp(tx, mesh_of(data=8), constrained, min_shard_elements=8, view="global")
-    plain = lambda params, batch: jnp.sqrt(  # noqa: E731
-        jnp.mean((batch["x"] @ params["up"] * params["scale"][None, :] @ params["down"] - batch["y"]) ** 2)
-    )
+
+    def plain(params, batch):
+        return jnp.sqrt(
+            jnp.mean(
+                (batch["x"] @ params["up"] * params["scale"][None, :] @ params["down"] - batch["y"])
+                ** 2
+            )
+        )
+
     check(opt, plain, case.params, case.batches(2), tx=tx)
 
 
 def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
     case, mesh = LOSSES["batch_norm"], mesh_of(data=8)
     (batch,), tx = case.batches(1, np.float32), optax.sgd(0.1)
-    placed = lambda params, batch: jnp.mean(jax.lax.with_sharding_constraint(batch["x"] @ params["up"], P("data")) ** 2)  # noqa: E731
+
+    def placed(params, batch):
+        return jnp.mean(jax.lax.with_sharding_constraint(batch["x"] @ params["up"], P("data")) ** 2)
+
     opt = so.fsdp(tx, mesh, placed)
-    assert refused(lambda: opt.step(opt.init(case.params), batch)) == (
-        "fsdp: the loss constrains a sharding, but with view='per_device' every device runs it on its own "
-        "rows.\n"
-        "  The spec of NamedSharding passed to with_sharding_constraint can only refer to Auto axes of the mesh. Got spec=P('data',)\n"
-        "Fix: use view='global', in which with_sharding_constraint and flax's logical axes hold as they are, or leave "
-        "out all axes but tensor (in logical_axis_rules map them to None)."
+    assert (
+        refused(lambda: opt.step(opt.init(case.params), batch))
+        == "fsdp: the loss constrains a sharding, but with view='per_device' every device runs it"
+        " on its own rows.\n  The spec of NamedSharding passed to with_sharding_constraint can"
+        " only refer to Auto axes of the mesh. Got spec=P('data',)\nFix: use view='global', in"
+        " which with_sharding_constraint and flax's logical axes hold as they are, or leave out"
+        " all axes but tensor (in logical_axis_rules map them to None)."
     )
-    other = so.ddp(tx, mesh, lambda params, batch: jax.lax.pmean(params["up"].mean(), "data"), view="global")
-    assert refused(lambda: other.step(other.init(case.params), batch)) == (
-        "ddp: the loss calls a collective over 'data', but with view='global' it runs once, on the whole batch.\n"
-        "Fix: take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None), use so.batch_mean, right in both "
-        "views, or view='per_device'."
+    other = so.ddp(
+        tx, mesh, lambda params, batch: jax.lax.pmean(params["up"].mean(), "data"), view="global"
+    )
+    assert (
+        refused(lambda: other.step(other.init(case.params), batch))
+        == "ddp: the loss calls a collective over 'data', but with view='global' it runs once, on"
+        " the whole batch.\nFix: take the collective out (a mean is jnp.mean; flax's BatchNorm"
+        " has axis_name=None), use so.batch_mean, right in both views, or view='per_device'."
     )
 
 
@@ -316,16 +398,22 @@ def test_what_the_partitioner_is_seen_to_send(way, mesh_of):
     model = MODEL._replace(block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"])
     shapes = {"blocks": {"up": (4, 64, 256), "down": (4, 256, 64)}, "in": (16, 64), "out": (64, 16)}
     params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: type(x) is tuple,
     )
-    batch = {"x": jax.ShapeDtypeStruct((32, 16), jnp.float32), "y": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
+    batch = {
+        "x": jax.ShapeDtypeStruct((32, 16), jnp.float32),
+        "y": jax.ShapeDtypeStruct((32, 16), jnp.float32),
+    }
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(**sizes), model, view="global")
     found = so.audit(opt.step, opt.abstract_state(params), batch)
     psi = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
     sent = {kind: traffic.bytes / psi for kind, traffic in found.by_kind().items()}
     assert sent == pytest.approx(SENT[way], rel=0.02)
     gathers = found.of(kind="all-gather", in_loop=True).collectives
-    assert all(one.bytes <= 2 * 64 * 256 * 4 for one in gathers)  # one block, forwards and again backwards
+    # one block, forwards and again backwards
+    assert all(one.bytes <= 2 * 64 * 256 * 4 for one in gathers)
     assert bool(gathers) == (way == "fsdp")
 
 
@@ -338,18 +426,31 @@ def refused(build):
 def test_refusals(mesh_of):
     loss_fn, tx = LOSSES["clip"].loss_fn, optax.sgd(0.1)
     fix = (
-        "Fix: use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its rows) or 'global' (one loss of "
-        "the whole batch)."
+        "Fix: use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its"
+        " rows) or 'global' (one loss of the whole batch)."
     )
-    assert refused(lambda: so.ddp(tx, mesh_of(data=8), loss_fn, view="whole")) == f"ddp: unknown view 'whole'.\n{fix}"
     assert (
-        refused(lambda: so.zero(tx, mesh_of(data=8), loss_fn, view=1)) == f"zero: view must be a string, got 1.\n{fix}"
+        refused(lambda: so.ddp(tx, mesh_of(data=8), loss_fn, view="whole"))
+        == f"ddp: unknown view 'whole'.\n{fix}"
     )
-    assert refused(lambda: so.ddp(tx, mesh_of(data=8), loss_fn, reducer=so.reducers.int8(), view="global")) == (
-        "ddp: a reducer takes each device's own gradient, and with view='global' there is only that of the whole batch.\n"
-        "Fix: leave reducer out, or use view='per_device'."
+    assert (
+        refused(lambda: so.zero(tx, mesh_of(data=8), loss_fn, view=1))
+        == f"zero: view must be a string, got 1.\n{fix}"
     )
-    assert refused(lambda: so.hybrid(tx, mesh_of(data=4, pipeline=2), MODEL, micro_batches=2, view="global")) == (
-        "hybrid: a pipeline computes the loss one micro-batch after another, and view='global' that of the whole batch.\n"
-        "Fix: make the mesh with pipeline=1, or use view='per_device'."
+    assert (
+        refused(
+            lambda: so.ddp(tx, mesh_of(data=8), loss_fn, reducer=so.reducers.int8(), view="global")
+        )
+        == "ddp: a reducer takes each device's own gradient, and with view='global' there is only"
+        " that of the whole batch.\nFix: leave reducer out, or use view='per_device'."
+    )
+    assert (
+        refused(
+            lambda: so.hybrid(
+                tx, mesh_of(data=4, pipeline=2), MODEL, micro_batches=2, view="global"
+            )
+        )
+        == "hybrid: a pipeline computes the loss one micro-batch after another, and view='global'"
+        " that of the whole batch.\nFix: make the mesh with pipeline=1, or use"
+        " view='per_device'."
     )

@@ -1,4 +1,6 @@
-"""What becomes of metrics and of losses with several weights, however the batch is cut: numpy on the whole batch."""
+"""What becomes of metrics and of losses with several weights, however the batch is cut: numpy on
+the whole batch.
+"""
 
 import re
 
@@ -29,7 +31,9 @@ def told(x, mask):
         "longest": so.Max((100 * values).astype(np.int32).max()),
         "columns": so.Min(x.min(0)),
     }
-    return {name: wanted(one) for name, one in found.items()} if isinstance(x, np.ndarray) else found
+    return (
+        {name: wanted(one) for name, one in found.items()} if isinstance(x, np.ndarray) else found
+    )
 
 
 def wanted(metric):
@@ -53,7 +57,9 @@ PARAMS = {"blocks": np.ones((2, 4))}
 
 def check(metrics):
     expected = told(X["x"], X["mask"])
-    assert {name: metrics[name].shape for name in expected} == {name: np.shape(x) for name, x in expected.items()}
+    assert {name: metrics[name].shape for name in expected} == {
+        name: np.shape(x) for name, x in expected.items()
+    }
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-12, err_msg=name)
     assert metrics["tokens"].dtype.kind == metrics["longest"].dtype.kind == "i"
@@ -61,7 +67,10 @@ def check(metrics):
 
 def test_nan_of_one_device_is_the_extreme_of_all(mesh_of):
     def loss_fn(params, batch):
-        return params * batch.mean(), {"largest": so.Max(batch.max()), "smallest": so.Min(batch.min())}
+        return params * batch.mean(), {
+            "largest": so.Max(batch.max()),
+            "smallest": so.Min(batch.min()),
+        }
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), loss_fn)
     batch = np.arange(16.0)
@@ -98,9 +107,13 @@ def test_of_each_kind_in_a_pipeline(mesh_of, x64):
 def test_of_replicas_that_train_apart(mesh_of, x64):
     opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_fn), sync_every=2)
     metrics = opt.step(opt.init(np.ones(())), X)[1]
-    whole, *halves = (told(X["x"][rows], X["mask"][rows]) for rows in (slice(16), slice(8), slice(8, 16)))
+    whole, *halves = (
+        told(X["x"][rows], X["mask"][rows]) for rows in (slice(16), slice(8), slice(8, 16))
+    )
     for name in ("mean", "of_masked", "two_terms"):
-        np.testing.assert_allclose(metrics[name], (halves[0][name] + halves[1][name]) / 2, rtol=1e-12)
+        np.testing.assert_allclose(
+            metrics[name], (halves[0][name] + halves[1][name]) / 2, rtol=1e-12
+        )
         metrics[name] = np.asarray(whole[name])
     check(metrics)
 
@@ -112,13 +125,18 @@ def rows(start, stop):
 def test_of_workers_whose_pushes_are_one_update(x64):
     shares = [rows(0, 6), rows(6, 16)]
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
-    history = opt.run(np.ones(()), lambda worker: [shares[worker]], num_updates=1).metrics["history"]
+    history = opt.run(np.ones(()), lambda worker: [shares[worker]], num_updates=1).metrics[
+        "history"
+    ]
     check({name: values[0] for name, values in history.items()})
 
 
 def test_of_islands_over_the_steps_of_a_round(x64):
     shares = [[rows(0, 4), rows(4, 8)], [rows(8, 12), rows(12, 16)]]
-    islands = [so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[i : i + 2]), loss_fn) for i in (0, 2)]
+    islands = [
+        so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[i : i + 2]), loss_fn)
+        for i in (0, 2)
+    ]
     opt = so.async_local_sgd(islands, local_steps=2, max_staleness=0)
     found = opt.run(np.ones(()), lambda worker: shares[worker], num_updates=1).metrics["history"]
     found = {name: values[0] for name, values in found.items()}
@@ -130,7 +148,9 @@ def test_of_islands_over_the_steps_of_a_round(x64):
 
 
 def test_of_each_kind_over_batches_that_devices_do_not_divide(mesh_of, x64):
-    plain = lambda params, batch: (loss_fn(params, batch)[0], told(batch["x"], batch["mask"]) | {"columns": 0.0})  # noqa: E731
+    def plain(params, batch):
+        return (loss_fn(params, batch)[0], told(batch["x"], batch["mask"]) | {"columns": 0.0})
+
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), plain, micro_batches=2)
     batches = [jax.tree.map(lambda x: x[:11], X), jax.tree.map(lambda x: x[11:], X)]
     found = so.training.evaluation(opt, batches, prefix="")(opt.init(np.ones(())))
@@ -140,19 +160,29 @@ def test_of_each_kind_over_batches_that_devices_do_not_divide(mesh_of, x64):
 
 
 def test_what_does_not_say_how_its_parts_become_one_is_refused(mesh_of):
-    aux = {"tokens": jnp.int32(3), "padded": jnp.ones(2, bool), "rows": 4, "mean": 1.0, "sum": so.Sum(jnp.int32(3))}
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: (params * batch.mean(), aux))
+    aux = {
+        "tokens": jnp.int32(3),
+        "padded": jnp.ones(2, bool),
+        "rows": 4,
+        "mean": 1.0,
+        "sum": so.Sum(jnp.int32(3)),
+    }
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=2), lambda params, batch: (params * batch.mean(), aux)
+    )
     message = (
-        "ddp: 3 metrics of integers or booleans: a count, or a mean?\n"
-        "  tokens: int32[]\n  padded: bool[2]\n  rows: int32[]\n"
-        "Fix: say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or x.astype(float) for the mean."
+        "ddp: 3 metrics of integers or booleans: a count, or a mean?\n  tokens: int32[]\n  padded:"
+        " bool[2]\n  rows: int32[]\nFix: say which: so.Sum(x), so.Max(x), so.Min(x),"
+        " so.Weighted(total, weight), or x.astype(float) for the mean."
     )
     with pytest.raises(TypeError) as caught:
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
     assert str(caught.value) == message
     uneven = so.Weighted((jnp.float32(1), jnp.float32(2)), jnp.float32(1))
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: uneven)
-    with pytest.raises(ValueError, match=re.escape("ddp: the loss is so.Weighted of 2 totals and 1 weight.")):
+    with pytest.raises(
+        ValueError, match=re.escape("ddp: the loss is so.Weighted of 2 totals and 1 weight.")
+    ):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: so.Sum(params))
     with pytest.raises(TypeError, match=re.escape("ddp: loss_fn must return a number, got Sum.")):

@@ -1,4 +1,6 @@
-"""Losses that look across rows, with gather_batch, batch_mean and batch_sum: as one device on the whole batch."""
+"""Losses that look across rows, with gather_batch, batch_mean and batch_sum: as one device on the
+whole batch.
+"""
 
 import re
 from types import SimpleNamespace
@@ -58,7 +60,9 @@ def own_normaliser(rows, params, batch):
 
 def expert_balance(rows, params, batch):
     chosen = jax.nn.softmax(hidden(params, batch))
-    loads, probabilities = rows.batch_mean((jax.nn.one_hot(chosen.argmax(1), 8, dtype=chosen.dtype), chosen))
+    loads, probabilities = rows.batch_mean(
+        (jax.nn.one_hot(chosen.argmax(1), 8, dtype=chosen.dtype), chosen)
+    )
     return 8 * (loads * probabilities).sum()
 
 
@@ -88,7 +92,8 @@ RULES = [("in", P(None, "tensor")), ("text", P(None, "tensor")), ("out", P("tens
 
 
 def exactly(message):
-    return rf"^{re.escape(message)}(\n-+\nFor simplicity, JAX.*)?$"  # jax adds a note to what is raised under jit
+    # jax adds a note to what is raised under jit
+    return rf"^{re.escape(message)}(\n-+\nFor simplicity, JAX.*)?$"
 
 
 def setup(dtype=np.float64):
@@ -114,12 +119,16 @@ def distance(build, mesh, loss, tx=None, dtype=np.float64, **options):
     params, batches = setup(dtype)
     tx = tx or optax.adamw(1e-2, eps=1e-4)
     opt = build(tx, mesh, lambda params, batch: loss(so, params, batch), **options)
-    history, expected = train(tx, lambda params, batch: loss(ONE_DEVICE, params, batch), params, batches)
+    history, expected = train(
+        tx, lambda params, batch: loss(ONE_DEVICE, params, batch), params, batches
+    )
     state, losses = opt.init(params), []
     for batch in batches:
         state, metrics = opt.step(state, batch)
         losses.append(metrics["loss"])
-    return relative_difference((losses, state.params), ([np.asarray(loss) for loss, _ in history], expected))
+    return relative_difference(
+        (losses, state.params), ([np.asarray(loss) for loss, _ in history], expected)
+    )
 
 
 ROWS = [(place, loss) for place in PLACES for loss in [all_of_them, *LOSSES]]
@@ -135,15 +144,27 @@ ROWS = [(place, loss) for place in PLACES for loss in [all_of_them, *LOSSES]]
 )
 def test_equals_one_device(place, loss, mesh_of, x64):
     strategy, sizes = PLACES[place]
-    assert distance(STRATEGIES[strategy], mesh_of(**sizes), loss, rules=RULES if "tensor" in sizes else ()) < 1e-10
+    assert (
+        distance(
+            STRATEGIES[strategy], mesh_of(**sizes), loss, rules=RULES if "tensor" in sizes else ()
+        )
+        < 1e-10
+    )
 
 
 def two_normalisers(rows, params, batch):
-    """A masked mean plus a mean over all rows; on one device their quotients, else so.Weighted of both terms."""
+    """A masked mean plus a mean over all rows.
+
+    On one device their quotients, else so.Weighted of both terms.
+    """
     mask = batch["weights"] > 0.3
     totals = (errors(params, batch) * mask).sum(), jnp.tanh(hidden(params, batch)).sum()
     loss = so.Weighted(totals, (mask.sum(), 3 * len(mask)))
-    return sum(total / weight for total, weight in zip(*loss, strict=True)) if rows is ONE_DEVICE else loss
+    return (
+        sum(total / weight for total, weight in zip(*loss, strict=True))
+        if rows is ONE_DEVICE
+        else loss
+    )
 
 
 SEVERAL_TERMS = [
@@ -177,15 +198,17 @@ def test_several_terms_are_refused_where_weights_come_too_late(mesh_of):
     )
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
     message = (
-        "hybrid: a loss of several terms needs the weights of all micro-batches before the first is differentiated.\n"
-        "Fix: use one total and weight in a pipeline, or a mesh with pipeline=1."
+        "hybrid: a loss of several terms needs the weights of all micro-batches before the first is"
+        " differentiated.\nFix: use one total and weight in a pipeline, or a mesh with pipeline=1."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         opt.step(opt.init({"blocks": np.ones((2, 1), np.float32)}), np.ones(4, np.float32))
 
 
 def normalised_block(rows):
-    """Return a block that normalises over the batch, within vmap (over two groups of features) and jax.checkpoint."""
+    """Return a block that normalises over the batch, within vmap (over two groups of features) and
+    jax.checkpoint.
+    """
 
     @jax.checkpoint
     def normalise(x):
@@ -204,18 +227,28 @@ def deep(rows, remat=None):
     return so.BlockModel(
         embed=lambda outer, batch: batch["x"] @ outer["in"],
         block=normalised_block(rows),
-        loss=lambda outer, x, batch: jnp.sqrt(rows.batch_mean(((x @ outer["out"] - batch["y"]) ** 2).sum(1))),
+        loss=lambda outer, x, batch: jnp.sqrt(
+            rows.batch_mean(((x @ outer["out"] - batch["y"]) ** 2).sum(1))
+        ),
         remat=remat,
     )
 
 
 @pytest.mark.parametrize(
     ("strategy", "remat"),
-    tiered([("fsdp", None), ("fsdp", "full"), ("ddp", None)], lambda row: row == ("fsdp", None), ids=str),
+    tiered(
+        [("fsdp", None), ("fsdp", "full"), ("ddp", None)],
+        lambda row: row == ("fsdp", None),
+        ids=str,
+    ),
 )
 def test_in_blocks_that_are_gathered_one_at_a_time(strategy, remat, mesh_of, x64):
     params, batches = setup()
-    params = {"in": params["in"], "out": params["out"], "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])}}
+    params = {
+        "in": params["in"],
+        "out": params["out"],
+        "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])},
+    }
     tx = optax.adam(1e-2, eps=1e-4)
     opt = STRATEGIES[strategy](tx, mesh_of(data=4), deep(so, remat))
     history, expected = train(tx, deep(ONE_DEVICE).loss_fn, params, batches)
@@ -229,9 +262,15 @@ def test_in_blocks_that_are_gathered_one_at_a_time(strategy, remat, mesh_of, x64
 @pytest.mark.slow
 def test_line_searches_differentiate_it_again(mesh_of, x64):
     params, batches = setup()
-    params = {"in": params["in"], "out": params["out"], "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])}}
+    params = {
+        "in": params["in"],
+        "out": params["out"],
+        "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])},
+    }
     opt = so.fsdp(optax.lbfgs(), mesh_of(data=4), deep(so), min_shard_elements=8)
-    history, expected = train(optax.lbfgs(), deep(ONE_DEVICE).loss_fn, params, batches[:1], value_fn=True)
+    history, expected = train(
+        optax.lbfgs(), deep(ONE_DEVICE).loss_fn, params, batches[:1], value_fn=True
+    )
     state, metrics = opt.step(opt.init(params), batches[0])
     assert abs(metrics["loss"] - history[0][0]) < 1e-10
     assert relative_difference(state.params, expected) < 1e-9
@@ -248,12 +287,21 @@ def both(rows, params, batch):
 @pytest.mark.slow
 def test_half_precision_beside_a_tensor_axis(mesh_of):
     params, (batch, *_) = setup(jnp.bfloat16)
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so, *args), rules=RULES)
+    opt = so.fsdp(
+        optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so, *args), rules=RULES
+    )
     state, metrics = opt.step(opt.init(params), batch)
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
-    loss, grads = jax.jit(jax.value_and_grad(lambda params: both(ONE_DEVICE, params, wide[1])))(wide[0])
+    loss, grads = jax.jit(jax.value_and_grad(lambda params: both(ONE_DEVICE, params, wide[1])))(
+        wide[0]
+    )
     expected = jax.tree.map(lambda x, grad: x - 0.1 * grad, wide[0], grads)
-    assert relative_difference((metrics["loss"], state.params), (np.asarray(loss), jax.device_get(expected))) < 0.05
+    assert (
+        relative_difference(
+            (metrics["loss"], state.params), (np.asarray(loss), jax.device_get(expected))
+        )
+        < 0.05
+    )
     assert state.params["in"].dtype == jnp.bfloat16
 
 
@@ -265,48 +313,61 @@ def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_else
 
     mesh, rows = mesh_of(data=2), np.arange(8, dtype=np.float32)
     assert mean(rows[:4]) == 1.5
-    run = lambda micro_batches, rows: (  # noqa: E731
-        (opt := so.ddp(optax.sgd(0.1), mesh, loss_fn, micro_batches=micro_batches, view="per_device")).step(
-            opt.init(np.float32(1)), rows
-        )
-    )
+
+    def run(micro_batches, rows):
+        return (
+            opt := so.ddp(
+                optax.sgd(0.1), mesh, loss_fn, micro_batches=micro_batches, view="per_device"
+            )
+        ).step(opt.init(np.float32(1)), rows)
+
     assert run(1, rows[:4])[1]["loss"] == 1.5**2
     with pytest.raises(ValueError, match="micro_batches=2"):
         run(2, rows)
     assert mean(rows[:2]) == 0.5
 
 
-@pytest.mark.parametrize("name", tiered(["gather_batch", "batch_mean", "batch_sum"], lambda name: name == "batch_sum"))
+@pytest.mark.parametrize(
+    "name", tiered(["gather_batch", "batch_mean", "batch_sum"], lambda name: name == "batch_sum")
+)
 def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
     function = getattr(so, name)
-    loss_fn = lambda params, x: (params * function(x)).sum()  # noqa: E731
+
+    def loss_fn(params, x):
+        return (params * function(x)).sum()
+
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2)
     with pytest.warns(UserWarning, match="micro_batches=2"):
         _, metrics = opt.step(opt.init(np.float32(1)), np.arange(4, dtype=np.float32))
     assert metrics["loss"] == loss_fn(1, np.arange(4, dtype=np.float32))
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="per_device")
     message = (
-        f"{name}: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
-        "Fix: use micro_batches=1, or view='global'."
+        f"{name}: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of"
+        " the whole batch.\nFix: use micro_batches=1, or view='global'."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="global", separable=True)
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="global", separable=True
+    )
     message = (
-        f"{name}: with separable=True and micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole"
-        " batch.\nFix: use micro_batches=1, or leave out separable=True."
+        f"{name}: with separable=True and micro_batches=2 the loss sees one micro-batch at a time,"
+        " never the rows of the whole batch.\nFix: use micro_batches=1, or leave out"
+        " separable=True."
     )
     state = opt.init(np.float32(1))
     for run in (opt.step, opt.evaluate):
         with pytest.raises(ValueError, match=exactly(message)):
             run(state, np.ones(4, np.float32))
     blocks = so.BlockModel(
-        lambda outer, x: x[:, None], lambda one, x: x * one[None], lambda _, x, batch: function(x).sum()
+        lambda outer, x: x[:, None],
+        lambda one, x: x * one[None],
+        lambda _, x, batch: function(x).sum(),
     )
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
     message = (
-        f"{name}: in a pipeline the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
-        "Fix: use a mesh with pipeline=1."
+        f"{name}: in a pipeline the loss sees one micro-batch at a time, never the rows of the"
+        " whole batch.\nFix: use a mesh with pipeline=1."
     )
     with pytest.raises(ValueError, match=exactly(message)):
         opt.step(opt.init({"blocks": np.ones((2, 1), np.float32)}), np.ones(4, np.float32))
@@ -317,11 +378,14 @@ def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
     with pytest.raises(ValueError, match=exactly(message)):
         function({"mean": jnp.float32(1), "rows": jnp.ones(2)})
     message = (
-        f"{name}: it was called in the per-device view, but outside of a strategy's loss.\n"
-        "Fix: call it in the loss itself, not in a shard_map of your own or in a rule of jax.custom_vjp."
+        f"{name}: it was called in the per-device view, but outside of a strategy's loss.\nFix:"
+        " call it in the loss itself, not in a shard_map of your own or in a rule of"
+        " jax.custom_vjp."
     )
     with pytest.raises(ValueError, match=exactly(message)):
-        jax.shard_map(function, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P(), check_vma=False)(jnp.ones(4))
+        jax.shard_map(
+            function, mesh=mesh_of(data=2), in_specs=P("data"), out_specs=P(), check_vma=False
+        )(jnp.ones(4))
 
 
 def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
@@ -329,17 +393,34 @@ def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
     rows, state = np.arange(5, dtype=np.float32), opt.init(np.float32(1))
     assert so.training.evaluation(opt, [rows[:4], rows[1:3]])(state)["val_loss"] == 1.5**2
     with pytest.warns(UserWarning, match="runs in the global view"):
-        assert so.training.evaluation(opt, [rows])(state)["val_loss"] == pytest.approx(4)  # of five rows at once
-    message = "batch_mean: of a batch that the devices do not divide the loss sees a part at a time, never the rows of the whole batch."
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, x: params * so.batch_mean(x) ** 2, separable=True)
+        # of five rows at once
+        assert so.training.evaluation(opt, [rows])(state)["val_loss"] == pytest.approx(4)
+    message = (
+        "batch_mean: of a batch that the devices do not divide the loss sees a part at a time,"
+        " never the rows of the whole batch."
+    )
+    opt = so.ddp(
+        optax.sgd(0.1),
+        mesh_of(data=2),
+        lambda params, x: params * so.batch_mean(x) ** 2,
+        separable=True,
+    )
     with pytest.raises(
-        ValueError, match=exactly(f"{message}\nFix: use batches of a multiple of 2 rows, or view='global'.")
+        ValueError,
+        match=exactly(f"{message}\nFix: use batches of a multiple of 2 rows, or view='global'."),
     ):
         so.training.evaluation(opt, [rows])(state)
 
 
 def test_alone_they_are_plain_and_keep_dtypes():
     rows = {"half": jnp.ones((4, 2), jnp.bfloat16), "whole": jnp.arange(4)}
-    same = jax.tree.map(lambda x: (x.shape, x.dtype), (so.gather_batch(rows), so.batch_mean(rows), so.batch_sum(rows)))
-    plain = rows, jax.tree.map(lambda x: jnp.mean(x, 0), rows), jax.tree.map(lambda x: jnp.sum(x, 0), rows)
+    same = jax.tree.map(
+        lambda x: (x.shape, x.dtype),
+        (so.gather_batch(rows), so.batch_mean(rows), so.batch_sum(rows)),
+    )
+    plain = (
+        rows,
+        jax.tree.map(lambda x: jnp.mean(x, 0), rows),
+        jax.tree.map(lambda x: jnp.sum(x, 0), rows),
+    )
     assert same == jax.tree.map(lambda x: (x.shape, x.dtype), plain)

@@ -1,4 +1,7 @@
-"""The per-device view runs a loss that is proved to be a (weighted) mean over rows; every other one runs in the global view."""
+"""The per-device view runs a loss that is proved to be a (weighted) mean over rows.
+
+Every other one runs in the global view.
+"""
 
 import itertools
 import linecache
@@ -26,7 +29,9 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 @pytest.fixture
 def no_compile(monkeypatch):
-    monkeypatch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(
+        jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled")
+    )
 
 
 def abstract_state(opt, params):
@@ -65,19 +70,24 @@ def test_loss_that_mixes_rows_is_refused(name, cut, no_compile):
 
 
 NOT_PROVED = {
-    "looped": "no rule says what this loop does to rows.",  # each row may turn another number of times
+    # each row may turn another number of times
+    "looped": "no rule says what this loop does to rows.",
 }
 """Means over rows that the proof leaves to the global view."""
-NOT_PROVED_OF_ONE = {"linear_algebra": "it does other things on the whole batch than on a piece of it."}
+NOT_PROVED_OF_ONE = {
+    "linear_algebra": "it does other things on the whole batch than on a piece of it."
+}
 """The same, of one row per piece: jax solves a single system in another way."""
 
 
 AGAIN = {("nnx_transformer", 4), ("equinox", 4), ("gpt", 4)}  # as with one row
-AGAIN |= set(itertools.product(["linen_transformer", "haiku", "linen_cnn"], [4, 1]))  # the time is that of their init
+# the time is that of their init
+AGAIN |= set(itertools.product(["linen_transformer", "haiku", "linen_cnn"], [4, 1]))
 
 
 OF_ONE_ROW = ("looped", "linear_algebra", "gpt", "nnx_transformer")
-"""Pieces of one row in every run: those that are not proved, and those that run in no other number."""
+"""Pieces of one row in every run: those that are not proved, and those that run in no other number.
+"""
 
 
 @pytest.mark.parametrize(
@@ -92,14 +102,17 @@ def test_mean_over_rows_is_shown_to_be_one(name, rows):
     pieces = len(BATCH["x"]) // rows
     expected = NOT_PROVED.get(name, NOT_PROVED_OF_ONE.get(name) if rows == 1 else None)
     for key in (KEY, None) if takes_rng(loss_fn) else (None,):
-        mixing = find_mixing(loss_fn, abstract(params), abstract(BATCH), Cut(pieces), LossCall(key=key))
+        mixing = find_mixing(
+            loss_fn, abstract(params), abstract(BATCH), Cut(pieces), LossCall(key=key)
+        )
         assert (mixing and mixing.reason) == expected
 
 
 def with_class_token(params, batch):
     rows = jnp.stack([batch["x"], batch["x"] ** 2], axis=1)
     token = jnp.broadcast_to(params["token"][None, None], (len(rows), 1, 12))
-    ones = jnp.broadcast_to(jnp.sum(rows, axis=2, keepdims=True), rows.shape)  # of rows, and also of one row
+    # of rows, and also of one row
+    ones = jnp.broadcast_to(jnp.sum(rows, axis=2, keepdims=True), rows.shape)
     return jnp.mean(jnp.concatenate([token, rows * ones], axis=1) ** 2)
 
 
@@ -198,30 +211,42 @@ def _(primals, tangents):
 
 
 PARAMS, ROWS = abstract({"up": jnp.ones((12, 16))}), abstract({"x": jnp.ones((16, 12))})
-RULE = "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their number."
+RULE = (
+    "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their"
+    " number."
+)
 
 
 @pytest.mark.parametrize("rule", [normalised, centred, by_sign, clipped, centred_tangent])
 def test_derivative_rules_are_followed(rule):
-    loss_fn = lambda params, batch: jnp.mean(jax.checkpoint(rule)(batch["x"] @ params["up"]) ** 2)  # noqa: E731
+    def loss_fn(params, batch):
+        return jnp.mean(jax.checkpoint(rule)(batch["x"] @ params["up"]) ** 2)
+
     mixing = find_mixing(loss_fn, PARAMS, ROWS, Cut(4))
     assert mixing.reason == RULE
     assert re.fullmatch(
-        r"custom_[jv][vj]p_call at tests/rooms/losses/test_separable.py:\d+ \(.*<lambda>\)", mixing.operation
+        r"custom_[jv][vj]p_call at tests/rooms/losses/test_separable.py:\d+ \(.*<lambda>\)",
+        mixing.operation,
     )
     assert find_mixing(loss_fn, PARAMS, ROWS, Cut(4), LossCall(training=False)) is None
 
 
 def test_derivative_rules_of_what_all_rows_share():
-    of_shared = find_mixing(lambda params, batch: jnp.mean(batch["x"] @ normalised(params["up"])), PARAMS, ROWS, Cut(4))
+    of_shared = find_mixing(
+        lambda params, batch: jnp.mean(batch["x"] @ normalised(params["up"])), PARAMS, ROWS, Cut(4)
+    )
     assert of_shared.reason == RULE
-    fine = lambda params, batch: jnp.mean(reversed_gradient(batch["x"], params["up"]))  # noqa: E731
+
+    def fine(params, batch):
+        return jnp.mean(reversed_gradient(batch["x"], params["up"]))
+
     assert find_mixing(fine, PARAMS, ROWS, Cut(4)) is None
 
 
 FIX = (
-    'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of '
-    "the whole batch, and so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
+    'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or'
+    " so.batch_sum for what a row needs of the whole batch, and so.Weighted for a normaliser that"
+    " depends on the rows; or separable=True if you know better."
 )
 
 
@@ -237,7 +262,10 @@ def named(loss_fn, uses):
     """Return operations of a loss as messages show them, with their lines."""
     at = loss_fn.__code__.co_firstlineno + 1
     source = linecache.getline(__file__, at).strip()
-    return [f"  {one} at tests/rooms/losses/test_separable.py:{at} ({loss_fn.__name__}): {source}" for one in uses]
+    return [
+        f"  {one} at tests/rooms/losses/test_separable.py:{at} ({loss_fn.__name__}): {source}"
+        for one in uses
+    ]
 
 
 @pytest.mark.parametrize(
@@ -263,7 +291,10 @@ def test_the_message_of_a_refusal(loss_fn, cut, why, uses):
     state = abstract_state(opt, {"up": np.ones((12, 16), np.float32)})
     with pytest.raises(so.errors.NotSeparableError) as caught:
         opt.step.lower(state, {"x": jax.ShapeDtypeStruct((8, 12), np.float32)})
-    what = f"ddp: the loss is not shown to be a (weighted) mean over rows, so {cut} could train on another: {why}"
+    what = (
+        f"ddp: the loss is not shown to be a (weighted) mean over rows, so {cut} could train on"
+        f" another: {why}"
+    )
     assert str(caught.value) == "\n".join([what, *named(loss_fn, uses), f"Fix: {FIX}"])
 
 
@@ -275,17 +306,23 @@ def test_the_global_view_is_taken_with_one_warning_and_reported(mesh_of):
     with pytest.warns(UserWarning, match="the global view") as caught:
         state, metrics = opt.step(state, batch)
     what = (
-        "the loss is not shown to be a (weighted) mean over rows, so 2 devices could train on another: it is a sum over rows, "
-        "where a mean is expected."
+        "the loss is not shown to be a (weighted) mean over rows, so 2 devices could train on"
+        " another: it is a sum over rows, where a mean is expected."
     )
     assert [str(one.message) for one in caught] == [
         "\n".join(
             [
                 f"ddp: the loss runs in the global view, once on the whole batch: {what}",
                 *named(summed, ["reduce_sum"]),
-                "  The step is exact. It costs the collectives that the partitioner places for these operations, and an "
-                "all-reduce where a reduce-scatter would do: docs/any_loss.md has the bytes.",
-                f"Fix: view='global' asks for it without this warning. For less traffic: {FIX.partition('; or ')[2]}",
+                (
+                    "  The step is exact. It costs the collectives that the partitioner places for"
+                    " these operations, and an all-reduce where a reduce-scatter would do:"
+                    " docs/any_loss.md has the bytes."
+                ),
+                (
+                    "Fix: view='global' asks for it without this warning. For less traffic:"
+                    f" {FIX.partition('; or ')[2]}"
+                ),
             ]
         )
     ]
@@ -310,11 +347,19 @@ def test_the_verdict_is_that_of_the_shapes(mesh_of):
 @pytest.mark.parametrize("how", ["jit", "scan", "eval_shape"])
 def test_a_step_within_a_trace_gets_the_same_verdict(how, mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), root_of_mean, view="per_device")
-    state, batch = opt.init({"up": np.ones((12, 16), np.float32)}), {"x": np.ones((8, 12), np.float32)}
-    step = lambda state, batch: opt.step(state, batch)  # noqa: E731
+    state, batch = (
+        opt.init({"up": np.ones((12, 16), np.float32)}),
+        {"x": np.ones((8, 12), np.float32)},
+    )
+
+    def step(state, batch):
+        return opt.step(state, batch)
+
     calls = {
         "jit": jax.jit(step),
-        "scan": lambda state, batch: jax.lax.scan(lambda state, _: step(state, batch), state, None, 2),
+        "scan": lambda state, batch: jax.lax.scan(
+            lambda state, _: step(state, batch), state, None, 2
+        ),
         "eval_shape": lambda *args: jax.eval_shape(step, *args),
     }
     with pytest.raises(so.errors.NotSeparableError, match="rows are mixed"):
@@ -331,10 +376,15 @@ def on_one_device(params, batch):
     return total / weight
 
 
-@pytest.mark.parametrize("strategy", tiered([so.ddp, so.fsdp], lambda strategy: strategy is so.fsdp))
+@pytest.mark.parametrize(
+    "strategy", tiered([so.ddp, so.fsdp], lambda strategy: strategy is so.fsdp)
+)
 def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
     params = {"up": np.linspace(-1, 1, 12), "gate": np.linspace(2, -1, 12)}
-    batches = [{"x": np.random.default_rng(step).normal(size=(8, 12)) * np.arange(1, 9)[:, None]} for step in range(3)]
+    batches = [
+        {"x": np.random.default_rng(step).normal(size=(8, 12)) * np.arange(1, 9)[:, None]}
+        for step in range(3)
+    ]
     tx = optax.sgd(0.1, momentum=0.9)
     opt = strategy(tx, mesh_of(data=4), trained_weight)
     state, own, moments = opt.init(params), params, tx.init(params)
@@ -347,13 +397,17 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
         own = optax.apply_updates(own, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.params, own)
     refusing = strategy(tx, mesh_of(data=4), trained_weight, view="per_device")
-    with pytest.raises(so.errors.NotSeparableError, match=r"the weight of so\.Weighted depends on the parameters"):
+    with pytest.raises(
+        so.errors.NotSeparableError, match=r"the weight of so\.Weighted depends on the parameters"
+    ):
         refusing.step(refusing.init(params), batches[0])
 
 
 def trusting(**options):
     loss = LOSSES["root_of_mean"]
-    opt = so.fsdp(optax.sgd(0.1), so.make_mesh(data=4, devices=jax.devices()[:4]), loss.loss_fn, **options)
+    opt = so.fsdp(
+        optax.sgd(0.1), so.make_mesh(data=4, devices=jax.devices()[:4]), loss.loss_fn, **options
+    )
     return opt, opt.init(cast(loss.params, np.float32)), loss.batches(1, np.float32)[0]
 
 

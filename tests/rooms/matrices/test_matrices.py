@@ -1,4 +1,6 @@
-"""`opt_state_layout="matrices"`: optimizers of matrices equal one device, each matrix on an owner, few bytes on the wire."""
+"""`opt_state_layout="matrices"`: optimizers of matrices equal one device, each matrix on an owner,
+few bytes on the wire.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +37,33 @@ def model_params(layers=LAYERS, dtype=jnp.float64):
         "in": (INPUTS, WIDTH),
         "out": (WIDTH, 8),
     }
-    make = lambda shape: np.asarray(draw.normal(size=shape) * 0.2, dtype)  # noqa: E731
+
+    def make(shape):
+        return np.asarray(draw.normal(size=shape) * 0.2, dtype)
+
     return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def batches(steps, dtype=jnp.float64):
     draw = np.random.default_rng(1)
-    rows = lambda width: np.asarray(draw.normal(size=(BATCH, width)), dtype)  # noqa: E731
+
+    def rows(width):
+        return np.asarray(draw.normal(size=(BATCH, width)), dtype)
+
     return [{"x": rows(INPUTS), "y": rows(8)} for _ in range(steps)]
 
 
 def blocks_as_matrices(params):
     """Muon's own way to say that the first dim counts matrices; all other leaves go to Adam."""
-    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((1,), (2,)) if x.ndim == 3 else None, params)
+    return jax.tree.map(
+        lambda x: optax.contrib.MuonDimensionNumbers((1,), (2,)) if x.ndim == 3 else None, params
+    )
 
 
 def muon():
-    return optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=blocks_as_matrices)
+    return optax.contrib.muon(
+        1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=blocks_as_matrices
+    )
 
 
 def schedule_free():
@@ -72,7 +84,9 @@ OWNED = {
     "soap": lambda: so.optimizers.soap(
         1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=2, matrices=RULES_OF_MATRICES
     ),
-    "shampoo": lambda: so.optimizers.shampoo(1e-2, eps=1e-4, ridge=1e-4, interval=2, matrices=RULES_OF_MATRICES),
+    "shampoo": lambda: so.optimizers.shampoo(
+        1e-2, eps=1e-4, ridge=1e-4, interval=2, matrices=RULES_OF_MATRICES
+    ),
 }
 PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
 
@@ -98,7 +112,9 @@ def flat_params(dtype=jnp.float64):
     shapes = {"in": (INPUTS, WIDTH), "out": (WIDTH, 8), "scale": (WIDTH,)}
     for i in range(4):
         shapes |= {f"up{i}": (WIDTH, 32), f"down{i}": (32, WIDTH)}
-    return {name: np.asarray(draw.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()}
+    return {
+        name: np.asarray(draw.normal(size=shape) * 0.2, dtype) for name, shape in shapes.items()
+    }
 
 
 def flat_loss(params, batch):
@@ -132,7 +148,10 @@ def test_equals_one_device(name, one, sizes, mesh_of, x64):
 
 # Blocks that no axis divides, and matrices that are not stacked: units of work, each at an owner.
 UNEVEN = [
-    (layers, name, one, sizes) for layers in (6, None) for name, one, sizes in TABLE if layers or name != "hybrid"
+    (layers, name, one, sizes)
+    for layers in (6, None)
+    for name, one, sizes in TABLE
+    if layers or name != "hybrid"
 ]
 FAST_UNEVEN = (6, "fsdp", "muon", {"data": 8})
 
@@ -153,9 +172,13 @@ def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes
 @pytest.mark.slow  # test_equals_one_device_where_matrices_do_not_divide
 @pytest.mark.parametrize("one", [pytest.param("muon", marks=pytest.mark.slow), "adafactor"])
 def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
-    """Fewer matrices than devices, and some that no device shards: their results are combined instead of sent."""
+    """Fewer matrices than devices, and some that no device shards: their results are combined
+    instead of sent.
+    """
     case = problem("odd", weighted=True, steps=3)
-    opt = strategy("fsdp", OPTIMIZERS[one](), mesh_of(data=8), case.loss_fn, opt_state_layout="matrices")
+    opt = strategy(
+        "fsdp", OPTIMIZERS[one](), mesh_of(data=8), case.loss_fn, opt_state_layout="matrices"
+    )
     _, expected = train(OPTIMIZERS[one](), case.reference, case.params, case.batches)
     state = opt.init(case.params)
     for batch in case.batches:
@@ -163,8 +186,14 @@ def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
     assert relative_difference(state.params, expected) < 1e-10
 
 
-# Stacks outside of a BlockModel: eight matrices, six matrices, and a leaf of three dims that is a single matrix.
-STACKS = {"up": (8, WIDTH, 32), "down": (8, 32, WIDTH), "mix": (6, WIDTH, WIDTH), "heads": (WIDTH, 4, 4)}
+# Stacks outside of a BlockModel: eight matrices, six matrices, and a leaf of three dims that is a
+# single matrix.
+STACKS = {
+    "up": (8, WIDTH, 32),
+    "down": (8, 32, WIDTH),
+    "mix": (6, WIDTH, WIDTH),
+    "heads": (WIDTH, 4, 4),
+}
 
 
 def dims_of_stacks(params):
@@ -191,7 +220,14 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
     params = {name: draw.normal(size=shape) * 0.2 for name, shape in STACKS.items()}
     tx = optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=dims_of_stacks)
     rules = {"rules": RULES} if "tensor" in sizes else {}
-    opt = so.fsdp(tx, mesh_of(**sizes), stacks_loss, min_shard_elements=8, opt_state_layout="matrices", **rules)
+    opt = so.fsdp(
+        tx,
+        mesh_of(**sizes),
+        stacks_loss,
+        min_shard_elements=8,
+        opt_state_layout="matrices",
+        **rules,
+    )
     owners = opt.config.report(params).owners
     is_split = "tensor" in sizes
     assert {row.paths: (len(row.owners), row.state) for row in owners.rows} == {
@@ -208,7 +244,8 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
     assert relative_difference(state.params, expected) < 1e-10
 
 
-# Stacks whose first dim expert or tensor splits, and blocks of experts. In the last two rows devices have whole matrices.
+# Stacks whose first dim expert or tensor splits, and blocks of experts. In the last two rows
+# devices have whole matrices.
 EXPERTS = {"expert_leaves": ["up", "experts"]}
 SPLIT_STACKS = [
     ("muon", 8, {"data": 4, "expert": 2}, EXPERTS),
@@ -223,7 +260,8 @@ SPLIT_STACKS = [
     ("shampoo", 8, {"data": 1, "tensor": 8}, {"rules": [("up", P("tensor"))]}),
 ]
 SPLIT_SLOPES = {
-    name: np.random.default_rng(3).normal(size=(8, *shape)) for name, shape in (("up", (16, 32)), ("experts", (8, 16)))
+    name: np.random.default_rng(3).normal(size=(8, *shape))
+    for name, shape in (("up", (16, 32)), ("experts", (8, 16)))
 }
 SPLIT_MODEL = so.BlockModel(
     embed=lambda outer, batch: jnp.mean(batch["x"]) * split_sum(outer["up"], "up"),
@@ -237,7 +275,9 @@ def split_sum(x, name):
 
 
 def last_dims_as_matrices(params):
-    return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,)), params)
+    return jax.tree.map(
+        lambda x: optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,)), params
+    )
 
 
 @pytest.mark.parametrize(
@@ -245,27 +285,45 @@ def last_dims_as_matrices(params):
     tiered(SPLIT_STACKS, quick=lambda row: False, fast=lambda row: row is SPLIT_STACKS[0]),
     ids=str,
 )
-def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(name, count, sizes, options, mesh_of, x64):
-    """Devices with the same matrices share them out. The loss has no products, so those of the step are the optimizer's.
+def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(
+    name, count, sizes, options, mesh_of, x64
+):
+    """Devices with the same matrices share them out.
 
-    The mutations: the stack has one owner; devices along expert repeat the work of a block; state is sharded differently
-    where it is sent from.
-    """
+    The loss has no products, so those of the step are the optimizer's.
+
+    The mutations: the stack has one owner; devices along expert repeat the work of a block; state
+    is sharded differently where it is sent from."""
     params, batch = {"up": SPLIT_SLOPES["up"][:count] * 0.2}, batches(1)[0]
-    loss = lambda params, batch: SPLIT_MODEL.embed(params, batch)  # noqa: E731
+
+    def loss(params, batch):
+        return SPLIT_MODEL.embed(params, batch)
+
     model, tx = loss, OWNED[name]()
     if "expert" in sizes:
         params["blocks"] = {"experts": np.random.default_rng(4).normal(size=(8, 8, 8, 16)) * 0.2}
         model, loss = SPLIT_MODEL, SPLIT_MODEL.loss_fn
         tx = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=last_dims_as_matrices)
     opt = so.fsdp(
-        tx, mesh_of(**sizes), model, min_shard_elements=8, view="global", opt_state_layout="matrices", **options
+        tx,
+        mesh_of(**sizes),
+        model,
+        min_shard_elements=8,
+        view="global",
+        opt_state_layout="matrices",
+        **options,
     )
-    owners, step = opt.config.report(params).owners, opt.step.lower(opt.abstract_state(params), batch).compile()
+    owners, step = (
+        opt.config.report(params).owners,
+        opt.step.lower(opt.abstract_state(params), batch).compile(),
+    )
     assert {row.paths[0]: len(set(row.owners)) for row in owners.rows} == {
         path: count if path == "up" else 8 for path, _ in leaves_with_paths(params)
     }
-    shares = [update_flops(tx, {key: leaf}) / (count if key == "up" else 8) for key, leaf in params.items()]
+    shares = [
+        update_flops(tx, {key: leaf}) / (count if key == "up" else 8)
+        for key, leaf in params.items()
+    ]
     assert inner_product_flops(step) == sum(shares) > 0
     by_kind = audit(step).by_kind()
     assert (by_kind["all-to-all"].wire_bytes if "all-to-all" in by_kind else 0) == owners.bytes_sent
@@ -275,11 +333,15 @@ def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(name, count, si
 
 
 def update_flops(tx, params):
-    return inner_product_flops(jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile())
+    return inner_product_flops(
+        jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params), params).compile()
+    )
 
 
 def test_an_optimizer_without_work_on_matrices_sends_nothing_more(mesh_of):
-    """Its state stays within the leaf: blocks at owners would cost the gradient there and the update back."""
+    """Its state stays within the leaf: blocks at owners would cost the gradient there and the
+    update back.
+    """
     params = model_params(dtype=jnp.float32)
     for tx in (optax.adamw(1e-2), optax.lamb(1e-2)):
         within, matrices = (
@@ -310,14 +372,20 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
 @pytest.mark.parametrize("one", ["muon", "soap", "shampoo"])
 @pytest.mark.parametrize("layers", [8, 16])
 def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
-    """The products of an update with matrices, in the whole job, are those of one device: nothing is computed twice."""
+    """The products of an update with matrices, in the whole job, are those of one device: nothing
+    is computed twice.
+    """
     params, (batch,) = model_params(layers, jnp.float32), batches(1, jnp.float32)
 
     def flops(tx, devices):
-        opt = so.fsdp(tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+        opt = so.fsdp(
+            tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state_layout="matrices"
+        )
         return inner_product_flops(opt.step.lower(opt.abstract_state(params), batch).compile())
 
-    whole, share = (flops(OWNED[one](), devices) - flops(optax.sgd(1e-2), devices) for devices in (1, 8))
+    whole, share = (
+        flops(OWNED[one](), devices) - flops(optax.sgd(1e-2), devices) for devices in (1, 8)
+    )
     assert share == whole / 8 > 0
 
 
@@ -325,11 +393,20 @@ def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
 @pytest.mark.parametrize(("blocks", "least", "most"), [(0, 1.5, 1.82), (6, 2.2, 2.9), (8, 1, 1.09)])
 def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least, most, mesh_of):
     """The figures of docs/matrices.md, for eight squares and for blocks."""
-    draw = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+
+    def draw(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
     params = {f"w{i}": draw(64, 64) for i in range(8)}
-    loss = lambda params, batch: jnp.mean(sum(jnp.tanh(batch @ one) for one in params.values()) ** 2)  # noqa: E731
+
+    def loss(params, batch):
+        return jnp.mean(sum(jnp.tanh(batch @ one) for one in params.values()) ** 2)
+
     if blocks:
-        params = {"blocks": {"up": draw(blocks, 64, 256), "down": draw(blocks, 256, 64)}, "scale": draw()}
+        params = {
+            "blocks": {"up": draw(blocks, 64, 256), "down": draw(blocks, 256, 64)},
+            "scale": draw(),
+        }
         loss = so.BlockModel(
             embed=lambda outer, batch: batch * outer["scale"],
             block=lambda w, x: x + jnp.tanh(x @ w["up"]) @ w["down"],
@@ -345,18 +422,31 @@ def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least,
 
 
 def test_what_is_not_a_layout_is_refused(mesh_of):
-    with pytest.raises(ValueError, match=r"^fsdp: unknown opt_state_layout 'rows'\.\nFix: use 'within'"):
+    with pytest.raises(
+        ValueError, match=r"^fsdp: unknown opt_state_layout 'rows'\.\nFix: use 'within'"
+    ):
         so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout="rows")
-    with pytest.raises(TypeError, match=r"^fsdp: opt_state_layout must be a string, got 3\.\nFix: use 'within'"):
+    with pytest.raises(
+        TypeError, match=r"^fsdp: opt_state_layout must be a string, got 3\.\nFix: use 'within'"
+    ):
         so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout=3)
-    with pytest.raises(ValueError, match=r"this placement replicates it\.\nFix: use a placement that shards it"):
+    with pytest.raises(
+        ValueError, match=r"this placement replicates it\.\nFix: use a placement that shards it"
+    ):
         so.hybrid(
-            muon(), mesh_of(data=4, pipeline=2), MODEL, micro_batches=2, placement="ddp", opt_state_layout="matrices"
+            muon(),
+            mesh_of(data=4, pipeline=2),
+            MODEL,
+            micro_batches=2,
+            placement="ddp",
+            opt_state_layout="matrices",
         )
 
 
 def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
-    found = so.fsdp(muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    found = so.fsdp(
+        muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices"
+    )
     report = found.config.report(model_params(dtype=jnp.float32))
     assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
         ("blocks/up",): (tuple(range(8)), True),
@@ -371,16 +461,23 @@ def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
 def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
     """The owner of a block is the first device of its stage that holds the block's state.
 
-    The mutations: the report counts stages as owners, or divides the blocks of all stages between the owners of one.
-    """
+    The mutations: the report counts stages as owners, or divides the blocks of all stages between
+    the owners of one."""
     mesh, params = mesh_of(**PIPELINE), model_params(dtype=jnp.float32)
     opt = so.hybrid(
-        muon(), mesh, MODEL, micro_batches=2, min_shard_elements=8, rules=RULES[:1], opt_state_layout="matrices"
+        muon(),
+        mesh,
+        MODEL,
+        micro_batches=2,
+        min_shard_elements=8,
+        rules=RULES[:1],
+        opt_state_layout="matrices",
     )
     report = opt.config.report(params)
     assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
         ("blocks/up",): ((0, 1, 2, 3), True),
-        ("blocks/down",): ((0, 0, 2, 2), True),  # no rule splits it, so two devices along tensor repeat the work
+        # no rule splits it, so two devices along tensor repeat the work
+        ("blocks/down",): ((0, 0, 2, 2), True),
     }
     stage = mesh.devices.take(0, mesh.axis_names.index("pipeline")).ravel()
     leaves = {(leaf.path,): leaf for leaf in report.rows}
@@ -388,21 +485,28 @@ def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
         leaf = leaves[row.paths]
         slices = NamedSharding(mesh, leaf.opt_state).devices_indices_map(leaf.shape)
         blocks = [range(LAYERS)[slices[device][0]] for device in stage]
-        assert row.owners == tuple(min(i for i in range(4) if block in blocks[i]) for block in range(LAYERS // 2))
+        assert row.owners == tuple(
+            min(i for i in range(4) if block in blocks[i]) for block in range(LAYERS // 2)
+        )
 
 
 @pytest.mark.parametrize(
     ("one", "arrays"),
     [
         ("muon", 2),
-        pytest.param("schedule_free_muon", 3, marks=pytest.mark.slow),  # parameters as well: state is made of them
+        # parameters as well: state is made of them
+        pytest.param("schedule_free_muon", 3, marks=pytest.mark.slow),
         pytest.param("soap", 2, marks=pytest.mark.slow),
         pytest.param("eight_bit", 2, marks=pytest.mark.slow),
     ],
 )
 def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
     """Parameters stay, although weight decay reads them."""
-    tx = so.transforms.eight_bit(muon(), block_size=16, min_elements=64) if one == "eight_bit" else OWNED[one]()
+    tx = (
+        so.transforms.eight_bit(muon(), block_size=16, min_elements=64)
+        if one == "eight_bit"
+        else OWNED[one]()
+    )
     opt = so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
     sent = opt.config.report(model_params(dtype=jnp.float32)).owners.bytes_sent
     assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
@@ -410,10 +514,14 @@ def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
 
 @pytest.mark.parametrize("one", [pytest.param("soap", marks=pytest.mark.slow), "shampoo"])
 def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
-    opt = so.fsdp(OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    opt = so.fsdp(
+        OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices"
+    )
     owners = opt.config.report(model_params(6, jnp.float32)).owners
     assert [len(row.owners) for row in owners.rows] == [6, 6]
-    assert sorted(owner for row in owners.rows for owner in row.owners) == sorted([*range(8), *range(4)])
+    assert sorted(owner for row in owners.rows for owner in row.owners) == sorted(
+        [*range(8), *range(4)]
+    )
     assert all(row.arrays[0] > 4 for row in owners.rows)  # state goes along
     assert "; their optimizer state is not: " in str(owners.lines())
 
@@ -421,7 +529,10 @@ def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
 @pytest.mark.slow  # test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    [("fsdp", {"data": 8}), pytest.param("zero1", {"data": 4, "tensor": 2}, marks=pytest.mark.slow)],
+    [
+        ("fsdp", {"data": 8}),
+        pytest.param("zero1", {"data": 4, "tensor": 2}, marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
@@ -470,7 +581,10 @@ FORMS = {
 def test_checkpoints_of_every_form_are_restored_into_every_other(layers, bits, mesh_of, tmp_path):
     tx = muon() if bits == 32 else so.transforms.eight_bit(muon(), block_size=16, min_elements=64)
     params = model_params(layers, jnp.float32)
-    forms = {name: strategy(one, tx, mesh_of(**sizes), **given) for name, (one, sizes, given) in FORMS.items()}
+    forms = {
+        name: strategy(one, tx, mesh_of(**sizes), **given)
+        for name, (one, sizes, given) in FORMS.items()
+    }
     state = forms["within, 8"].init(params)
     for batch in batches(2, jnp.float32):
         state, _ = forms["within, 8"].step(state, batch)
@@ -482,7 +596,8 @@ def test_checkpoints_of_every_form_are_restored_into_every_other(layers, bits, m
             same_bits(so.restore(tmp_path / name, other, abstract_params=params), state)
 
 
-# Gradients of few bits, so that sums over any number of devices are exact: what differs is Newton-Schulz alone.
+# Gradients of few bits, so that sums over any number of devices are exact: what differs is
+# Newton-Schulz alone.
 SLOPES = {
     name: jnp.asarray(np.random.default_rng(2).normal(size=shape), jnp.bfloat16).astype(jnp.float32)
     for name, shape in {"up": (8, 32, 64), "down": (8, 64, 32), "flat": (64, 32)}.items()
@@ -500,7 +615,9 @@ def orthogonal():
 
     def one(x):
         dims = optax.contrib.MuonDimensionNumbers((x.ndim - 2,), (x.ndim - 1,))
-        return optax.contrib._muon.orthogonalize_via_newton_schulz(x, coefficients, dimension_numbers=dims)
+        return optax.contrib._muon.orthogonalize_via_newton_schulz(
+            x, coefficients, dimension_numbers=dims
+        )
 
     return optax.stateless(lambda grads, params: jax.tree.map(one, grads))
 
@@ -511,7 +628,9 @@ def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of)
     params = {"blocks": {"up": SLOPES["up"], "down": SLOPES["down"]}, "flat": SLOPES["flat"]}
     found = []
     for count in (1, 2, 4, 8):
-        opt = STRATEGIES[name](orthogonal(), mesh_of(data=count), LINEAR, opt_state_layout="matrices")
+        opt = STRATEGIES[name](
+            orthogonal(), mesh_of(data=count), LINEAR, opt_state_layout="matrices"
+        )
         found.append(jax.device_get(opt.step(opt.init(params), jnp.ones((8, 1)))[0].params))
     for other in found[1:]:
         same_bits(other, found[0])
@@ -519,7 +638,10 @@ def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of)
 
 def update_the_wrong_block(patch):
     right = owned_stage._take_block
-    wrong = lambda x, moved, block: right(x, moved, block if moved.dim is None else (block + 1) % 6)  # noqa: E731
+
+    def wrong(x, moved, block):
+        return right(x, moved, block if moved.dim is None else (block + 1) % 6)
+
     patch.setattr(owned_stage, "_take_block", wrong)
 
 
@@ -532,7 +654,11 @@ def exchange_blocks_out_of_order(patch):
     right = owners._exchange
 
     def wrong(x, plan, *, to_owners):
-        return right(x, plan, to_owners=to_owners) if to_owners else jnp.roll(right(x, plan, to_owners=to_owners), 1, 0)
+        return (
+            right(x, plan, to_owners=to_owners)
+            if to_owners
+            else jnp.roll(right(x, plan, to_owners=to_owners), 1, 0)
+        )
 
     patch.setattr(owners, "_exchange", wrong)
 
@@ -544,12 +670,18 @@ def shard_within(patch):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutate", "layers"),
-    [(update_the_wrong_block, 6), (bring_back_the_wrong_pieces, 6), (exchange_blocks_out_of_order, 8)],
+    [
+        (update_the_wrong_block, 6),
+        (bring_back_the_wrong_pieces, 6),
+        (exchange_blocks_out_of_order, 8),
+    ],
 )
 def test_a_broken_owner_is_noticed(mutate, layers, mesh_of, x64, monkeypatch):
     mutate(monkeypatch)
     with pytest.raises(AssertionError):
-        test_equals_one_device_where_matrices_do_not_divide(layers, "fsdp", "muon", {"data": 8}, mesh_of, None)
+        test_equals_one_device_where_matrices_do_not_divide(
+            layers, "fsdp", "muon", {"data": 8}, mesh_of, None
+        )
 
 
 @pytest.mark.slow

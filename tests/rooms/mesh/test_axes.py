@@ -44,12 +44,21 @@ def test_tensor_neighbours_are_adjacent_then_pipeline_then_data():
     ids = np.vectorize(lambda device: device.id)(so.make_mesh(data=2, pipeline=2, tensor=2).devices)
     assert ids.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
     shuffled = [jax.devices()[i] for i in (3, 1, 0, 2)]
-    assert [device.id for device in so.make_mesh(tensor=2, devices=shuffled).devices.flat] == [0, 1, 2, 3]
+    assert [device.id for device in so.make_mesh(tensor=2, devices=shuffled).devices.flat] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_devices_may_come_as_a_grid():
     grid = np.array(jax.devices()[:4]).reshape(2, 2)
-    assert dict(so.make_mesh(tensor=2, devices=grid).shape) == {"data": 2, "pipeline": 1, "tensor": 2}
+    assert dict(so.make_mesh(tensor=2, devices=grid).shape) == {
+        "data": 2,
+        "pipeline": 1,
+        "tensor": 2,
+    }
 
 
 def test_hosts_are_put_on_data():
@@ -60,7 +69,9 @@ def test_hosts_are_put_on_data():
 
 def test_slices_are_put_on_replica_and_data():
     assert axes._over_slices((2, 8, 1, 4), 4, 2) == ((1, 4, 1, 4), (2, 2, 1, 1))
-    with pytest.raises(ValueError, match=re.escape("make_mesh: 3 slices cannot be laid along replica and data")):
+    with pytest.raises(
+        ValueError, match=re.escape("make_mesh: 3 slices cannot be laid along replica and data")
+    ):
         axes._over_slices((1, 8, 1, 4), 3, 2)
 
 
@@ -70,26 +81,37 @@ def test_slices_are_put_on_replica_and_data():
         (
             {"data": 3, "tensor": 2},
             ValueError,
-            "make_mesh: replica=1, data=3, pipeline=1, tensor=2 needs 6 devices, but there are 8.\n"
-            "Fix: set one size to -1, choose sizes whose product is 8, or pass devices=jax.devices()[:6].",
+            (
+                "make_mesh: replica=1, data=3, pipeline=1, tensor=2 needs 6 devices, but there are"
+                " 8.\nFix: set one size to -1, choose sizes whose product is 8, or pass"
+                " devices=jax.devices()[:6]."
+            ),
         ),
         (
             {"data": 8, "tensor": 2},
             ValueError,
-            "make_mesh: replica=1, data=8, pipeline=1, tensor=2 needs 16 devices, but there are 8.\n"
-            "Fix: set one size to -1, or choose sizes whose product is 8. JAX_NUM_CPU_DEVICES=16 simulates more devices.",
+            (
+                "make_mesh: replica=1, data=8, pipeline=1, tensor=2 needs 16 devices, but there are"
+                " 8.\nFix: set one size to -1, or choose sizes whose product is 8."
+                " JAX_NUM_CPU_DEVICES=16 simulates more devices."
+            ),
         ),
         (
             {"tensor": 3},
             ValueError,
-            "make_mesh: cannot infer data: 8 devices are not divisible by 3 "
-            "(replica=1, data=-1, pipeline=1, tensor=3).\n"
-            "Fix: choose sizes whose product divides 8.",
+            (
+                "make_mesh: cannot infer data: 8 devices are not divisible by 3 "
+                "(replica=1, data=-1, pipeline=1, tensor=3).\n"
+                "Fix: choose sizes whose product divides 8."
+            ),
         ),
         (
             {"tensor": -1},
             ValueError,
-            "make_mesh: only one size can be -1, got data and tensor.\nFix: give every size but one.",
+            (
+                "make_mesh: only one size can be -1, got data and tensor.\nFix: give every size but"
+                " one."
+            ),
         ),
         (
             {"tensor": 0, "pipeline": -2},
@@ -97,7 +119,11 @@ def test_slices_are_put_on_replica_and_data():
             "make_mesh: sizes must be positive, or -1 for one of them; got pipeline=-2, tensor=0.",
         ),
         ({"tensor": 2.0}, TypeError, "make_mesh: tensor must be an integer, got 2.0 (float)."),
-        ({"devices": []}, ValueError, "make_mesh: there are no devices.\nFix: pass some, or leave devices out."),
+        (
+            {"devices": []},
+            ValueError,
+            "make_mesh: there are no devices.\nFix: pass some, or leave devices out.",
+        ),
         ({"data": True}, TypeError, "make_mesh: data must be an integer, got True (bool)."),
     ],
 )

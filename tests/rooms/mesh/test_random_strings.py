@@ -12,7 +12,25 @@ from shardopt.cli._strategy import mesh_of, parse_mesh
 pytestmark = pytest.mark.fast
 
 sizes = st.sampled_from(
-    ["-1", "0", "1", "2", "4", "8", "-2", "--1", "+2", "1_0", " 2 ", "2.0", "٤", "²", "1e1", "9" * 5000, ""]
+    [
+        "-1",
+        "0",
+        "1",
+        "2",
+        "4",
+        "8",
+        "-2",
+        "--1",
+        "+2",
+        "1_0",
+        " 2 ",
+        "2.0",
+        "٤",
+        "²",
+        "1e1",
+        "9" * 5000,
+        "",
+    ]
 )
 parts = st.tuples(
     st.sampled_from(["data", "tensor", "pipeline", "replica", "Data", " data", "model", ""]),
@@ -33,7 +51,9 @@ def test_mesh_takes_anything(count):
 
     def prop(text, pipelined, replicas):
         mesh, message = outcome(
-            lambda: mesh_of(text, devices, pipelined=pipelined, replicas=replicas), "train", "make_mesh"
+            lambda: mesh_of(text, devices, pipelined=pipelined, replicas=replicas),
+            "train",
+            "make_mesh",
         )
         if message is None:
             made.append(text)

@@ -1,4 +1,6 @@
-"""Devices of several TPU slices, and chips with two cores: neighbours stay neighbours, slices stay whole."""
+"""Devices of several TPU slices, and chips with two cores: neighbours stay neighbours, slices stay
+whole.
+"""
 
 import dataclasses
 import itertools
@@ -36,7 +38,9 @@ def torus(x, y, *, slices=1, cores=1, z=1):
 
 
 def distance(one, other, size):
-    steps = [min(abs(a - b), size - abs(a - b)) for a, b in zip(one.coords, other.coords, strict=True)]
+    steps = [
+        min(abs(a - b), size - abs(a - b)) for a, b in zip(one.coords, other.coords, strict=True)
+    ]
     return sum(steps)
 
 
@@ -45,7 +49,9 @@ def test_data_goes_across_slices_and_tensor_stays_within_one():
     grid = mesh.devices.reshape(32, 4)
     assert len({device.id for device in grid.flat}) == 128
     assert all(len({device.slice_index for device in row}) == 1 for row in grid)
-    assert [device.slice_index for device in grid[:, 0]] == [part for part in range(4) for _ in range(8)]
+    assert [device.slice_index for device in grid[:, 0]] == [
+        part for part in range(4) for _ in range(8)
+    ]
 
 
 def test_replica_takes_the_slices_where_it_can():
@@ -61,7 +67,9 @@ def test_neighbours_along_tensor_are_neighbours_on_the_torus():
 
 @pytest.mark.parametrize("sizes", [{"expert": 8}, {"context": 4}, {"expert": 2, "context": 4}])
 def test_data_expert_and_context_lie_together_as_data_alone(sizes):
-    """Weights are gathered over all of them at once, which XLA:TPU does by a gather only in this order."""
+    """Weights are gathered over all of them at once, which XLA:TPU does by a gather only in this
+    order.
+    """
     devices = torus(4, 4, z=4)
     alone = [device.id for device in so.make_mesh(devices=devices).devices.flat]
     assert [device.id for device in so.make_mesh(**sizes, devices=devices).devices.flat] == alone
@@ -71,7 +79,9 @@ def test_stages_stand_between_them_in_the_mesh_alone():
     mesh = so.make_mesh(data=2, pipeline=4, expert=4, tensor=2, devices=torus(4, 4, z=4))
     assert dict(mesh.shape) == {"data": 2, "pipeline": 4, "expert": 4, "tensor": 2}
     together = mesh.devices.transpose(1, 0, 2, 3).reshape(4, 8, 2)
-    alone = mesh_utils.create_device_mesh((4, 8, 2), torus(4, 4, z=4), allow_split_physical_axes=True)
+    alone = mesh_utils.create_device_mesh(
+        (4, 8, 2), torus(4, 4, z=4), allow_split_physical_axes=True
+    )
     assert (together == alone).all()
 
 
@@ -86,7 +96,10 @@ def test_both_cores_of_a_chip_are_neighbours_on_the_innermost_axis_that_is_even(
 
 
 def test_slices_of_different_sizes_are_refused():
-    message = "make_mesh: the slices have different sizes (slice 0: 8, slice 1: 4).\nFix: pass as many devices of every slice."
+    message = (
+        "make_mesh: the slices have different sizes (slice 0: 8, slice 1: 4).\nFix: pass as many"
+        " devices of every slice."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         so.make_mesh(devices=torus(4, 2, slices=2)[:12])
 

@@ -1,4 +1,6 @@
-"""Meshes as users have them: other names, several axes a role, Explicit axes, whatever `jax.set_mesh` says."""
+"""Meshes as users have them: other names, several axes a role, Explicit axes, whatever
+`jax.set_mesh` says.
+"""
 
 import contextlib
 
@@ -43,11 +45,35 @@ ROWS = {  # mesh, axes, rules, set_mesh, the spec of up
     "explicit, set": (EXPLICIT, NAMED, RULES, EXPLICIT, P("dp", "tp")),
     "explicit, another set": (EXPLICIT, NAMED, RULES, MERGED, P("dp", "tp")),
     "merged": (MERGED, so.Axes(data=("dp", "fsdp")), (), None, P(None, ("dp", "fsdp"))),
-    "merged, another set": (MERGED, so.Axes(data=["fsdp", "dp"]), (), EXPLICIT, P(None, ("dp", "fsdp"))),
+    "merged, another set": (
+        MERGED,
+        so.Axes(data=["fsdp", "dp"]),
+        (),
+        EXPLICIT,
+        P(None, ("dp", "fsdp")),
+    ),
     "HSDP": (MERGED, so.Axes(replica="dp", data="fsdp"), (), MERGED, P(None, "fsdp")),
-    "tensor outermost": (mesh_of_kind(AxisType.Explicit, tp=2, dp=4), NAMED, RULES, None, P("dp", "tp")),
-    "size 1": (mesh_of_kind(AxisType.Explicit, dp=8, tp=1, x=1), NAMED, [("up", P("tp"))], None, P(None, "dp")),
-    "our names, explicit": (mesh_of_kind(AxisType.Explicit, data=8), None, (), None, P(None, "data")),
+    "tensor outermost": (
+        mesh_of_kind(AxisType.Explicit, tp=2, dp=4),
+        NAMED,
+        RULES,
+        None,
+        P("dp", "tp"),
+    ),
+    "size 1": (
+        mesh_of_kind(AxisType.Explicit, dp=8, tp=1, x=1),
+        NAMED,
+        [("up", P("tp"))],
+        None,
+        P(None, "dp"),
+    ),
+    "our names, explicit": (
+        mesh_of_kind(AxisType.Explicit, data=8),
+        None,
+        (),
+        None,
+        P(None, "data"),
+    ),
     "our names": (so.make_mesh(), None, (), EXPLICIT, P(None, "data")),
 }
 QUICK = ("explicit, another set",)
@@ -61,7 +87,14 @@ def under(mesh):
 def test_what_comes_back_lives_on_the_users_mesh(name):
     mesh, axes, rules, context, spec = ROWS[name]
     with under(context):
-        opt = so.fsdp(optax.sgd(0.1, momentum=0.9), mesh, loss_fn, rules=rules, min_shard_elements=8, axes=axes)
+        opt = so.fsdp(
+            optax.sgd(0.1, momentum=0.9),
+            mesh,
+            loss_fn,
+            rules=rules,
+            min_shard_elements=8,
+            axes=axes,
+        )
         first = state = opt.init(PARAMS)
         history = []
         state, metrics = opt.step(state, X[0])
@@ -75,11 +108,15 @@ def test_what_comes_back_lives_on_the_users_mesh(name):
         expected, params = train(optax.sgd(0.1, momentum=0.9), loss_fn, PARAMS, X)
         np.testing.assert_allclose(history, [loss for loss, _ in expected], rtol=1e-5)
         assert relative_difference(state.params, params) < 1e-5
-        assert float(opt.evaluate(state, X[0])["loss"]) == pytest.approx(float(loss_fn(params, X[0])), rel=1e-5)
+        assert float(opt.evaluate(state, X[0])["loss"]) == pytest.approx(
+            float(loss_fn(params, X[0])), rel=1e-5
+        )
 
     assert opt.mesh is mesh
     assert opt.specs(PARAMS).params["up"] == state.params["up"].sharding.spec == spec
-    for leaf, promised in zip(jax.tree.leaves(state), jax.tree.leaves(opt.abstract_state()), strict=True):
+    for leaf, promised in zip(
+        jax.tree.leaves(state), jax.tree.leaves(opt.abstract_state()), strict=True
+    ):
         assert leaf.sharding == promised.sharding
     for leaf in jax.tree.leaves((state, metrics)):
         assert leaf.sharding.mesh == mesh
@@ -118,7 +155,9 @@ def test_a_model_places_arrays_by_the_names_of_the_users_mesh():
     opt = so.fsdp(optax.sgd(0.1), EXPLICIT, MODEL, view="global", **options)
     state, metrics = opt.step(opt.init(BLOCKS), X[0])
     with jax.set_mesh(mesh_of_kind(dp=4, tp=2)):
-        assert float(metrics["loss"]) == pytest.approx(float(jax.jit(MODEL.loss_fn)(BLOCKS, X[0])), rel=1e-6)
+        assert float(metrics["loss"]) == pytest.approx(
+            float(jax.jit(MODEL.loss_fn)(BLOCKS, X[0])), rel=1e-6
+        )
     assert state.params["blocks"]["kernel"].sharding.spec == P(None, "dp", "tp")
 
 
@@ -155,38 +194,52 @@ REFUSED = [
     (
         lambda: strategy(EXPLICIT, ("dp", "tp")),
         TypeError,
-        "ddp: axes must be so.Axes, got ('dp', 'tp').\n"
-        'Fix: write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.',
+        (
+            "ddp: axes must be so.Axes, got ('dp', 'tp').\nFix: write axes=so.Axes(data=\"dp\","
+            ' tensor="tp"); several axes of one role as a tuple.'
+        ),
     ),
     (
         lambda: strategy(EXPLICIT, so.Axes(data=4)),
         TypeError,
-        "ddp: axes.data must name mesh axes, got 4.\n"
-        'Fix: write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.',
+        (
+            "ddp: axes.data must name mesh axes, got 4.\n"
+            'Fix: write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.'
+        ),
     ),
     (
         lambda: strategy(EXPLICIT, so.Axes(data="dp", tensor="mp")),
         ValueError,
-        "ddp: axes.tensor names 'mp', but the mesh has axes ('dp', 'tp').\nFix: name axes of the mesh.",
+        (
+            "ddp: axes.tensor names 'mp', but the mesh has axes ('dp', 'tp').\nFix: name axes of"
+            " the mesh."
+        ),
     ),
     (
         lambda: strategy(EXPLICIT, so.Axes(data=("dp", "tp"), tensor="tp")),
         ValueError,
-        "ddp: mesh axis 'tp' has two roles: Axes(data=('dp', 'tp'), tensor='tp', replica='replica', pipeline='pipeline', context='context', expert='expert').\n"
-        "Fix: give each axis one role.",
+        (
+            "ddp: mesh axis 'tp' has two roles: Axes(data=('dp', 'tp'), tensor='tp',"
+            " replica='replica', pipeline='pipeline', context='context', expert='expert').\nFix:"
+            " give each axis one role."
+        ),
     ),
     (
         lambda: strategy(mesh_of_kind(a=2, tensor=2, b=2), so.Axes(data=("a", "b"))),
         ValueError,
-        "ddp: the axes of data are not next to each other in the mesh {'a': 2, 'tensor': 2, 'b': 2}.\n"
-        "Fix: make the mesh with the axes of one role side by side.",
+        (
+            "ddp: the axes of data are not next to each other in the mesh {'a': 2, 'tensor': 2,"
+            " 'b': 2}.\nFix: make the mesh with the axes of one role side by side."
+        ),
     ),
     (
         traced,
         TypeError,
-        "ddp: this program cannot be traced into another one with arrays with Explicit axes.\n"
-        "Fix: call it outside jit, where it is compiled already; or use a mesh with Auto axes "
-        "('data', 'pipeline', 'tensor').",
+        (
+            "ddp: this program cannot be traced into another one with arrays with Explicit axes.\n"
+            "Fix: call it outside jit, where it is compiled already; or use a mesh with Auto axes "
+            "('data', 'pipeline', 'tensor')."
+        ),
     ),
 ]
 

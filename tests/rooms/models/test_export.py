@@ -1,4 +1,6 @@
-"""The example models as open weights: what the decoder computes from them, from sharded parameters, and what is refused."""
+"""The example models as open weights: what the decoder computes from them, from sharded parameters,
+and what is refused.
+"""
 
 import dataclasses
 import re
@@ -31,7 +33,9 @@ LOGITS = {
     "gpt": [[0.08940, -0.64880, 0.80971, -0.47328], [1.73748, -1.53819, 0.39412, 0.99201]],
     "moe": [[-1.06284, 0.31672, 0.62393, -1.18136], [-0.06524, -0.19968, 0.34196, -0.27420]],
 }
-"""Of positions 0 and 7, tokens 0, 8, 16 and 24: LlamaForCausalLM and MixtralForCausalLM of transformers 5.24.0 for the file."""
+"""Of positions 0 and 7, tokens 0, 8, 16 and 24: LlamaForCausalLM and MixtralForCausalLM of
+transformers 5.24.0 for the file.
+"""
 
 
 def sines(module, config):
@@ -40,23 +44,31 @@ def sines(module, config):
     leaves, tree = jax.tree.flatten_with_path(abstract)
     sizes = np.cumsum([0, *(leaf.size for _, leaf in leaves)])
     values = [
-        np.sin(np.arange(begin, begin + leaf.size)).reshape(leaf.shape) * ("router_" not in str(path))
+        np.sin(np.arange(begin, begin + leaf.size)).reshape(leaf.shape)
+        * ("router_" not in str(path))
         for begin, (path, leaf) in zip(sizes, leaves, strict=False)
     ]
-    return tree.unflatten([jnp.asarray(value, leaf.dtype) for value, (_, leaf) in zip(values, leaves, strict=True)])
+    return tree.unflatten(
+        [jnp.asarray(value, leaf.dtype) for value, (_, leaf) in zip(values, leaves, strict=True)]
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "config"), [pytest.param("gpt", gpt, GPT, marks=pytest.mark.slow), ("moe", moe, MOE)]
+    ("name", "module", "config"),
+    [pytest.param("gpt", gpt, GPT, marks=pytest.mark.slow), ("moe", moe, MOE)],
 )
-def test_an_export_has_the_logits_that_transformers_computes(name, module, config, tmp_path, mesh_of):
+def test_an_export_has_the_logits_that_transformers_computes(
+    name, module, config, tmp_path, mesh_of
+):
     options = {"min_shard_elements": 1} | ({"frozen": ["router_load"]} if module is moe else {})
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), module.model(config), **options)
     params = sines(module, config)
     export_safetensors(tmp_path / "hf", opt.init(params).params, config)
     model = from_pretrained(tmp_path / "hf")
     loaded = model.load_params(progress=False)
-    ours = np.asarray(jax.jit(lambda params: decoder.logits_of(model.config, params, TOKENS))(loaded))[0]
+    ours = np.asarray(
+        jax.jit(lambda params: decoder.logits_of(model.config, params, TOKENS))(loaded)
+    )[0]
     np.testing.assert_allclose(ours[::7, ::8], LOGITS[name], rtol=1e-3, atol=1e-4)
     expected = jax.jit(lambda params: module.logits_of(config, params, TOKENS))(params)[0]
     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
@@ -69,15 +81,20 @@ def test_a_tied_model_in_half_precision_keeps_its_numbers(tmp_path):
     assert (model.config.tied, model.config.param_dtype) == (True, jnp.bfloat16)
     assert model.config.kinds[0].rope.base == 500.0
     loaded = model.load_params(progress=False)
-    np.testing.assert_array_equal(loaded["blocks"]["attention"]["v"], params["blocks"]["attention"]["qkv"][:, :, 2])
-    np.testing.assert_array_equal(loaded["blocks"]["mlp"]["up"], params["blocks"]["mlp"]["up"][:, :, 1])
+    np.testing.assert_array_equal(
+        loaded["blocks"]["attention"]["v"], params["blocks"]["attention"]["qkv"][:, :, 2]
+    )
+    np.testing.assert_array_equal(
+        loaded["blocks"]["mlp"]["up"], params["blocks"]["mlp"]["up"][:, :, 1]
+    )
 
 
 def test_what_mixtral_cannot_be_is_refused_with_every_reason(tmp_path):
     config = dataclasses.replace(MOE, score="sigmoid", shared_hidden=4, balance="bias")
     message = (
-        "export_safetensors: the model is none that Mixtral can be.\n  shared_hidden is 4, must be 0\n"
-        "  score is 'sigmoid', must be 'softmax'\n  balance is 'bias', and Mixtral's router has none"
+        "export_safetensors: the model is none that Mixtral can be.\n  shared_hidden is 4, must be"
+        " 0\n  score is 'sigmoid', must be 'softmax'\n  balance is 'bias', and Mixtral's router has"
+        " none"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         export_safetensors(tmp_path / "hf", sines(moe, config), config)

@@ -1,4 +1,6 @@
-"""The GPT: what it predicts from, what it starts at, that it learns, and that a tensor axis changes nothing."""
+"""The GPT: what it predicts from, what it starts at, that it learns, and that a tensor axis changes
+nothing.
+"""
 
 import functools
 import re
@@ -35,10 +37,13 @@ def logits(params, config, inputs):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_counted_right(tied):
-    config = gpt.GPTConfig(vocab_size=50, dim=24, num_layers=3, num_heads=2, mlp_multiple=2, tied=tied)
+    config = gpt.GPTConfig(
+        vocab_size=50, dim=24, num_layers=3, num_heads=2, mlp_multiple=2, tied=tied
+    )
     params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == gpt.num_parameters(config)
-    # By hand: an embedding (and a head), three blocks of 4 + 3 * 2 squares and two norms, a last norm.
+    # By hand: an embedding (and a head), three blocks of 4 + 3 * 2 squares and two norms, a last
+    # norm.
     assert gpt.num_parameters(config) == 50 * 24 * (1 if tied else 2) + 3 * (10 * 24 * 24 + 48) + 24
 
 
@@ -47,7 +52,8 @@ def test_parameters_are_counted_right(tied):
 def test_loss_starts_at_that_of_a_uniform_guess(tied):
     config = gpt.GPTConfig(dim=256, num_layers=2, tied=tied)
     params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
-    repeating = np.repeat(tokens(128, 1), 5, axis=1)  # what a tied embedding would predict, were it larger
+    # what a tied embedding would predict, were it larger
+    repeating = np.repeat(tokens(128, 1), 5, axis=1)
     for batch in (tokens(128, 5), repeating):
         assert abs(loss_of(config, params, {"tokens": batch}) - np.log(256)) < 0.1
 
@@ -100,7 +106,9 @@ def test_a_few_steps_learn_a_repeating_text():
     assert losses[-1] < 0.5
 
 
-@pytest.mark.parametrize(("data", "tensor", "tied"), tiered([(4, 2, True), (2, 4, False)], lambda row: False))
+@pytest.mark.parametrize(
+    ("data", "tensor", "tied"), tiered([(4, 2, True), (2, 4, False)], lambda row: False)
+)
 def test_a_tensor_axis_changes_no_gradient_and_moves_sums_only(data, tensor, tied):
     config = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, tied=tied)
     grad = jax.jit(jax.value_and_grad(gpt.model(config).loss_fn))
@@ -113,9 +121,13 @@ def test_a_tensor_axis_changes_no_gradient_and_moves_sums_only(data, tensor, tie
     )
     rows = jax.device_put(batch, NamedSharding(mesh, P("data")))
     compiled = grad.lower(sharded, rows).compile()
-    for ours, reference in zip(jax.tree.leaves(compiled(sharded, rows)), jax.tree.leaves(expected), strict=True):
+    for ours, reference in zip(
+        jax.tree.leaves(compiled(sharded, rows)), jax.tree.leaves(expected), strict=True
+    ):
         np.testing.assert_allclose(ours, reference, atol=2e-6, rtol=2e-5)
-    collectives = re.findall(r" (all-gather|all-to-all|collective-permute|all-reduce)\(", compiled.as_text())
+    collectives = re.findall(
+        r" (all-gather|all-to-all|collective-permute|all-reduce)\(", compiled.as_text()
+    )
     assert set(collectives) == {"all-reduce"}
 
 
@@ -127,7 +139,9 @@ def spec_of(path):
 
 def test_every_large_leaf_has_a_rule():
     params = jax.eval_shape(lambda key: gpt.init(gpt.GPTConfig(tied=False), key), jax.random.key(0))
-    whole = [path for path, _ in jax.tree_util.tree_leaves_with_path(params) if spec_of(path) == P()]
+    whole = [
+        path for path, _ in jax.tree_util.tree_leaves_with_path(params) if spec_of(path) == P()
+    ]
     assert {path[-1].key for path in whole} == {"norm"}
 
 
@@ -158,7 +172,9 @@ def test_double_precision_throughout(x64):
 def test_small_unsigned_tokens_are_read_as_they_are():
     params, batch = host_params(gpt.init, SMALL), tokens(4, 17)
     assert batch.max() > 127
-    wide, narrow = (loss_of(SMALL, params, {"tokens": batch.astype(kind)}) for kind in (np.int32, np.uint8))
+    wide, narrow = (
+        loss_of(SMALL, params, {"tokens": batch.astype(kind)}) for kind in (np.int32, np.uint8)
+    )
     assert wide == narrow
 
 
@@ -179,7 +195,8 @@ def test_a_token_outside_the_vocabulary_is_not_passed_over():
 )
 def test_other_batches_are_refused(batch, kind, got):
     message = (
-        f"gpt: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at least 1; got {got}."
+        "gpt: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at"
+        f" least 1; got {got}."
     )
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
         gpt.model(SMALL).embed(host_params(gpt.init, SMALL), batch)
@@ -190,13 +207,18 @@ def test_other_batches_are_refused(batch, kind, got):
     [
         (
             {"dim": 0, "num_layers": -1},
-            "GPTConfig: 2 sizes cannot be used.\n  dim must be positive, got 0\n  num_layers must be positive, got -1\n"
-            "Fix: choose positive sizes, and dim a multiple of 2 * num_heads.",
+            (
+                "GPTConfig: 2 sizes cannot be used.\n  dim must be positive, got 0\n  num_layers"
+                " must be positive, got -1\nFix: choose positive sizes, and dim a multiple of 2 *"
+                " num_heads."
+            ),
         ),
         (
             {"dim": 36, "num_heads": 4},
-            "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even width\n"
-            "Fix: choose positive sizes, and dim a multiple of 2 * num_heads.",
+            (
+                "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even"
+                " width\nFix: choose positive sizes, and dim a multiple of 2 * num_heads."
+            ),
         ),
     ],
 )

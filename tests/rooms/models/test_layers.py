@@ -40,7 +40,8 @@ def test_rotated_products_depend_on_the_distance_only(shift):
 
     here, there = products(0), products(shift)
     np.testing.assert_allclose(here, there, atol=1e-4)
-    np.testing.assert_allclose(np.diagonal(here[0, 0], 1), here[0, 0, 0, 1], atol=1e-4)  # a Toeplitz matrix
+    # a Toeplitz matrix
+    np.testing.assert_allclose(np.diagonal(here[0, 0], 1), here[0, 0, 0, 1], atol=1e-4)
     assert abs(here[0, 0, 0, 1] - here[0, 0, 0, 4]) > 1e-2
 
 
@@ -58,7 +59,8 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
     x, positions = draw(0, 2, 5, 3, 8).astype(dtype), np.arange(10).reshape(2, 5)
 
     def rotated_and_back():
-        def run(x, positions):  # a function of its own each time, because the kind of device is read while it is traced
+        # a function of its own each time, because the kind of device is read while it is traced
+        def run(x, positions):
             rotated, back = jax.vjp(lambda x: rotate.__wrapped__(x, positions), x)
             return rotated, back(x)[0]
 
@@ -76,11 +78,16 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
 @pytest.mark.slow
 def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
     config = gpt.GPTConfig(vocab_size=16, dim=16, num_layers=2, num_heads=2)
-    params, batch = gpt.init(config, jax.random.key(0)), {"tokens": jnp.arange(36).reshape(4, 9) % 16}
+    params, batch = (
+        gpt.init(config, jax.random.key(0)),
+        {"tokens": jnp.arange(36).reshape(4, 9) % 16},
+    )
     norms = []
     for kind in ("cpu", "TPU v5"):
         monkeypatch.setattr(layers, "device_kind_or_default", lambda kind=kind: kind)
-        opt = so.fsdp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), gpt.model(config))
+        opt = so.fsdp(
+            optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), gpt.model(config)
+        )
         _, metrics = opt.step(opt.init(params), batch)
         norms.append((metrics["loss"], metrics["grad_norm"]))
     np.testing.assert_allclose(*norms, rtol=1e-5)
@@ -99,7 +106,9 @@ def test_swiglu_gates_with_the_first_of_the_two():
     x = draw(2, 1, 3, 4)
     gate, up = x @ weights["up"][:, 0], x @ weights["up"][:, 1]
     found = jax.jit(_mlp, static_argnums=0)(FUSED, weights, x)
-    np.testing.assert_allclose(found, (gate / (1 + np.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found, (gate / (1 + np.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
@@ -118,7 +127,8 @@ def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "rtol"), [(jnp.float32, 1e-5), pytest.param(jnp.bfloat16, 3e-2, marks=pytest.mark.slow)]
+    ("dtype", "rtol"),
+    [(jnp.float32, 1e-5), pytest.param(jnp.bfloat16, 3e-2, marks=pytest.mark.slow)],
 )
 def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
     weights = draw(3, 2, 7, 3, 8).astype(dtype)
@@ -130,14 +140,19 @@ def test_attention_is_that_of_jax_and_so_is_its_gradient(dtype, rtol):
         return jax.nn.dot_product_attention(*parts, is_causal=True)
 
     def compare(f, *parts):
-        for one, other in zip(*(jax.tree.leaves(jax.jit(f(one))(*parts)) for one in (ours, theirs)), strict=True):
+        for one, other in zip(
+            *(jax.tree.leaves(jax.jit(f(one))(*parts)) for one in (ours, theirs)), strict=True
+        ):
             one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
             np.testing.assert_allclose(one, other, atol=rtol * np.abs(other).max())
 
     query, key, value = (draw(seed, 2, 7, 3, 8).astype(dtype) for seed in range(3))
-    compare(lambda f: f, 20 * query, 5 * key, value)  # scores of hundreds: the largest is taken off first
+    # scores of hundreds: the largest is taken off first
+    compare(lambda f: f, 20 * query, 5 * key, value)
     compare(
-        lambda f: jax.grad(lambda *parts: jnp.sum((f(*parts) * weights).astype(jnp.float32)), (0, 1, 2)),
+        lambda f: jax.grad(
+            lambda *parts: jnp.sum((f(*parts) * weights).astype(jnp.float32)), (0, 1, 2)
+        ),
         query,
         key,
         value,

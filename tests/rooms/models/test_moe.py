@@ -1,4 +1,7 @@
-"""The decoder with experts: the same on any mesh, balanced in each of three ways; its loads and biases."""
+"""The decoder with experts: the same on any mesh, balanced in each of three ways.
+
+Its loads and biases.
+"""
 
 import dataclasses
 import functools
@@ -61,7 +64,9 @@ def trained(opt, config, given):
 
 
 def on_one_device(config, given):
-    opt = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **LEAVES)
+    opt = so.ddp(
+        TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **LEAVES
+    )
     return trained(opt, config, given)
 
 
@@ -70,10 +75,25 @@ TABLE = [
     ("fsdp", {"expert": 2, "data": 2}, {"loss_chunk": 3}, {"micro_batches": 2}),
     ("fsdp", {"expert": 4, "data": 2}, {"balance": "loss", "z_loss": 1e-3}, {}),
     ("fsdp", {"expert": 2, "context": 2}, {"z_loss": 1e-3}, {}),
-    ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"score": "sigmoid", "groups": (2, 1)}, {"micro_batches": 2}),
+    (
+        "zero2",
+        {"expert": 2, "data": 2, "tensor": 2},
+        {"score": "sigmoid", "groups": (2, 1)},
+        {"micro_batches": 2},
+    ),
     ("ddp", {"expert": 2, "data": 2, "replica": 2}, {"capacity_factor": 1.0, "chunk": 5}, {}),
-    ("hybrid", {"expert": 2, "data": 1, "pipeline": 2}, {"capacity_factor": 1.5}, {"micro_batches": 2}),
-    ("hybrid", {"expert": 2, "pipeline": 2, "tensor": 2}, {"balance": "sequence_loss"}, {"micro_batches": 4}),
+    (
+        "hybrid",
+        {"expert": 2, "data": 1, "pipeline": 2},
+        {"capacity_factor": 1.5},
+        {"micro_batches": 2},
+    ),
+    (
+        "hybrid",
+        {"expert": 2, "pipeline": 2, "tensor": 2},
+        {"balance": "sequence_loss"},
+        {"micro_batches": 4},
+    ),
     ("global", {"expert": 2, "data": 2, "tensor": 2}, {"balance": "loss"}, {}),
     ("zero1", {"data": 4}, {"balance": None}, {}),
 ]
@@ -81,16 +101,32 @@ TABLE = [
 
 def row_id(row):
     name, sizes, changes, options = row
-    parts = [name, *(f"{axis}{size}" for axis, size in sizes.items()), *map(str, changes), *map(str, options)]
+    parts = [
+        name,
+        *(f"{axis}{size}" for axis, size in sizes.items()),
+        *map(str, changes),
+        *map(str, options),
+    ]
     return "-".join(parts)
 
 
 LATENT = moe.Latent(query=6, key=5, nope=4, rope=2, value=3)
 TABLE += [
-    ("global", {"expert": 2, "context": 2}, {"balance": "loss"}, {}),  # the remedy that the refusal names
+    # the remedy that the refusal names
+    ("global", {"expert": 2, "context": 2}, {"balance": "loss"}, {}),
     ("fsdp", {"expert": 2, "context": 2}, {"latent": LATENT, "num_kv_heads": None}, {}),
-    ("zero1", {"expert": 2, "data": 2, "tensor": 2}, {"latent": LATENT, "num_kv_heads": None}, {"micro_batches": 2}),
-    ("hybrid", {"expert": 2, "pipeline": 2}, {"latent": LATENT, "num_kv_heads": None}, {"micro_batches": 2}),
+    (
+        "zero1",
+        {"expert": 2, "data": 2, "tensor": 2},
+        {"latent": LATENT, "num_kv_heads": None},
+        {"micro_batches": 2},
+    ),
+    (
+        "hybrid",
+        {"expert": 2, "pipeline": 2},
+        {"latent": LATENT, "num_kv_heads": None},
+        {"micro_batches": 2},
+    ),
     ("fsdp", {"expert": 2, "context": 2}, {"precision": "int8", "chunk": 5}, {"micro_batches": 2}),
     ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"precision": "fp8"}, {}),
     ("hybrid", {"expert": 2, "pipeline": 2}, {"precision": "int8"}, {"micro_batches": 2}),
@@ -105,7 +141,9 @@ def strategy(name, mesh, config, **options):
     if name == "ddp":
         return so.ddp(TX, mesh, moe.model(config), **how)
     if name.startswith("zero"):
-        return so.zero(TX, mesh, moe.model(config), stage=int(name[4:]), min_shard_elements=8, **how)
+        return so.zero(
+            TX, mesh, moe.model(config), stage=int(name[4:]), min_shard_elements=8, **how
+        )
     if name == "global":
         how["view"] = "global"
     make = so.hybrid if name == "hybrid" else so.fsdp
@@ -113,7 +151,9 @@ def strategy(name, mesh, config, **options):
 
 
 @pytest.mark.slow  # test_biases_follow_the_loads_of_the_step_before
-@pytest.mark.parametrize(("name", "sizes", "changes", "options"), [pytest.param(*row, id=row_id(row)) for row in TABLE])
+@pytest.mark.parametrize(
+    ("name", "sizes", "changes", "options"), [pytest.param(*row, id=row_id(row)) for row in TABLE]
+)
 def test_trains_as_on_one_device(name, sizes, changes, options, mesh_of, x64):
     config = config_of(**changes)
     found, params = trained(strategy(name, mesh_of(**sizes), config, **options), config, batches())
@@ -142,10 +182,34 @@ PAIRS = [  # 8 experts, float32; rows in which each pair of mesh and what is par
     ("fsdp", {"expert": 8}, {"top_k": 2}, {}, without_tokens),
     ("zero1", {"expert": 4}, {"top_k": 3, "shared_hidden": 0}, {"micro_batches": 2}, tied),
     ("fsdp", {"expert": 4, "data": 2}, {"top_k": 1, "score": "sigmoid"}, {}, without_tokens),
-    ("ddp", {"expert": 2, "data": 2, "tensor": 2}, {"top_k": 2, "score": "sigmoid"}, {"micro_batches": 2}, tied),
-    ("zero2", {"expert": 2, "data": 2, "tensor": 2}, {"top_k": 3, "shared_hidden": 0}, {}, without_tokens),
-    ("hybrid", {"expert": 4, "pipeline": 2}, {"top_k": 2, "score": "sigmoid"}, {"micro_batches": 2}, tied),
-    ("hybrid", {"expert": 2, "data": 2, "pipeline": 2}, {"top_k": 1}, {"micro_batches": 2}, without_tokens),
+    (
+        "ddp",
+        {"expert": 2, "data": 2, "tensor": 2},
+        {"top_k": 2, "score": "sigmoid"},
+        {"micro_batches": 2},
+        tied,
+    ),
+    (
+        "zero2",
+        {"expert": 2, "data": 2, "tensor": 2},
+        {"top_k": 3, "shared_hidden": 0},
+        {},
+        without_tokens,
+    ),
+    (
+        "hybrid",
+        {"expert": 4, "pipeline": 2},
+        {"top_k": 2, "score": "sigmoid"},
+        {"micro_batches": 2},
+        tied,
+    ),
+    (
+        "hybrid",
+        {"expert": 2, "data": 2, "pipeline": 2},
+        {"top_k": 1},
+        {"micro_batches": 2},
+        without_tokens,
+    ),
     ("fsdp", {"expert": 4, "context": 2}, {"top_k": 2, "normalize": False}, {}, without_tokens),
     ("fsdp", {"expert": 8}, {"top_k": 3, "balance": "loss", "score": "sigmoid"}, {}, tied),
 ]
@@ -157,7 +221,11 @@ PAIRS = [  # 8 experts, float32; rows in which each pair of mesh and what is par
     [pytest.param(*row, id=f"{row_id(row[:4])}-{row[4].__name__}") for row in PAIRS],
 )
 def test_trains_as_on_one_device_in_float32(name, sizes, changes, options, start, mesh_of):
-    config, params, given = config_of(num_experts=8, param_dtype=jnp.float32, **changes), [], batches()
+    config, params, given = (
+        config_of(num_experts=8, param_dtype=jnp.float32, **changes),
+        [],
+        batches(),
+    )
     one = so.ddp(TX, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
     for opt in (strategy(name, mesh_of(**sizes), config, **options), one):
         state = opt.init(start(params_of(config)))
@@ -183,15 +251,18 @@ def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_
     config = config_of(balance="loss", param_dtype=jnp.float32)
     opt = strategy("fsdp", mesh_of(data=2), config, micro_batches=2, view="per_device")
     message = (
-        "batch_mean: with micro_batches=2 the loss sees one micro-batch at a time, never the rows of the whole batch.\n"
-        "Fix: use micro_batches=1, or view='global', or balance='bias', which needs no other rows."
+        "batch_mean: with micro_batches=2 the loss sees one micro-batch at a time, never the rows"
+        " of the whole batch.\nFix: use micro_batches=1, or view='global', or balance='bias', which"
+        " needs no other rows."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         opt.step(opt.init(params_of(config)), batches()[0])
 
 
 def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
-    """On devices that share out rows and experts, whose losses, gradients and loads are those of one device."""
+    """On devices that share out rows and experts, whose losses, gradients and loads are those of
+    one device.
+    """
     opt, states = strategy("ddp", mesh_of(expert=2, data=2), SMALL), []
     of_one_device = jax.jit(jax.value_and_grad(moe.model(SMALL).loss_fn, has_aux=True))
     state, params = opt.init(params_of(SMALL)), params_of(SMALL)
@@ -205,7 +276,9 @@ def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
         params = jax.device_get(state.params)
         updated = {name: params[name] for name in ("router_load", "router_bias")}
         assert relative_difference(params, expected | updated) <= 1e-10
-        np.testing.assert_allclose(params["router_load"], aux["routers"].values["router_load"], rtol=1e-10)
+        np.testing.assert_allclose(
+            params["router_load"], aux["routers"].values["router_load"], rtol=1e-10
+        )
         states.append(params)
     assert not np.any(states[0]["router_bias"])
     load = states[0]["router_load"]
@@ -217,25 +290,35 @@ def test_loads_are_balanced_by_biases_and_by_the_loss():
     tokens = np.random.default_rng(0).integers(0, 32, (16, 17)).astype(np.int32)
     imbalance = {}
     for balance, rate in ((None, 0.0), ("bias", 0.01), ("loss", 0.1)):
-        changes = {"num_layers": 1, "num_experts": 8, "shared_hidden": 0, "param_dtype": jnp.float32}
+        changes = {
+            "num_layers": 1,
+            "num_experts": 8,
+            "shared_hidden": 0,
+            "param_dtype": jnp.float32,
+        }
         config = config_of(balance=balance, balance_rate=rate, **changes)
         params = params_of(config)
         params["embedding"] += 0.02  # what all tokens share is what two experts like
         params["blocks"]["router"]["kernel"][:, :, :2] += 0.3
-        opt = so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES)
+        opt = so.ddp(
+            optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), moe.model(config), **LEAVES
+        )
         state, found = opt.init(params), []
         for _ in range(40):
             state, metrics = opt.step(state, {"tokens": tokens})
             found.append(float(metrics["load_imbalance"]))
         assert found[1] == 4
-        imbalance[balance] = np.mean(found[-10:])  # biases move by a fixed rate, so that loads swing around their mean
+        # biases move by a fixed rate, so that loads swing around their mean
+        imbalance[balance] = np.mean(found[-10:])
     assert max(imbalance["bias"], imbalance["loss"]) < 2 < 2.4 < imbalance[None]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("remat", ["full", "save:router,dispatched,experts", "save:attention"])
 def test_remat_changes_nothing(remat, mesh_of, x64):
-    opt = so.fsdp(TX, mesh_of(expert=2, data=2), moe.model(SMALL, remat=remat), min_shard_elements=8, **LEAVES)
+    opt = so.fsdp(
+        TX, mesh_of(expert=2, data=2), moe.model(SMALL, remat=remat), min_shard_elements=8, **LEAVES
+    )
     _, params = trained(opt, SMALL, batches())
     assert relative_difference(params, on_one_device(SMALL, batches())[1]) <= 1e-10
 
@@ -255,10 +338,15 @@ def by_heads(weights, x, latent, base):
         return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-6) * scale
 
     def turned(x):
-        angles = np.arange(len(x))[:, None] * base ** (-np.arange(latent.rope // 2) / (latent.rope // 2))
+        angles = np.arange(len(x))[:, None] * base ** (
+            -np.arange(latent.rope // 2) / (latent.rope // 2)
+        )
         first, second = np.split(x, 2, axis=-1)
         return np.concatenate(
-            [first * np.cos(angles) - second * np.sin(angles), first * np.sin(angles) + second * np.cos(angles)],
+            [
+                first * np.cos(angles) - second * np.sin(angles),
+                first * np.sin(angles) + second * np.cos(angles),
+            ],
             axis=-1,
         )
 
@@ -271,8 +359,13 @@ def by_heads(weights, x, latent, base):
         shared = turned((row @ w["kv_down"])[:, latent.key :])
         for head in range(w["out"].shape[0]):
             query, both = queries @ w["q"][:, head], narrow @ w["kv"][:, head]
-            query = np.concatenate([query[:, : latent.nope], turned(query[:, latent.nope :])], axis=1)
-            key, value = np.concatenate([both[:, : latent.nope], shared], axis=1), both[:, latent.nope :]
+            query = np.concatenate(
+                [query[:, : latent.nope], turned(query[:, latent.nope :])], axis=1
+            )
+            key, value = (
+                np.concatenate([both[:, : latent.nope], shared], axis=1),
+                both[:, latent.nope :],
+            )
             for t in range(len(row)):
                 weight = np.exp(key[: t + 1] @ query[t] / np.sqrt(latent.nope + latent.rope))
                 y[t] += (weight / weight.sum()) @ value[: t + 1] @ w["out"][head]
@@ -290,12 +383,16 @@ def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, mo
     if implementation == "splash":
         weights, x = jax.tree.map(np.float32, (weights, x))
         monkeypatch.setattr(
-            so.nn.attention, "__kwdefaults__", so.nn.attention.__kwdefaults__ | {"implementation": "splash"}
+            so.nn.attention,
+            "__kwdefaults__",
+            so.nn.attention.__kwdefaults__ | {"implementation": "splash"},
         )
     kinds = (decoder.BlockKind(rope=decoder.Rope(base=100.0)),)
     config = decoder.DecoderConfig(dim=8, num_heads=3, latent=LATENT, kinds=kinds)
     stream = _decoder_block.Stream(x, None, None, None, order)
-    run = functools.partial(_decoder_block._attention, config, stream=stream, added=None, cache=None, start=0)
+    run = functools.partial(
+        _decoder_block._attention, config, stream=stream, added=None, cache=None, start=0
+    )
     np.testing.assert_allclose(
         jax.jit(run)(weights, [x])[0],
         wanted,
@@ -315,7 +412,8 @@ def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
     assert moe.num_parameters(config) == shape.num_parameters
     assert moe.num_parameters(config, active=True) == shape.active_parameters
     leaves = jax.tree.leaves(jax.eval_shape(lambda: moe.init(config, jax.random.key(0))))
-    assert sum(leaf.size for leaf in leaves) == shape.num_parameters + 2 * 58 * 256  # loads and biases
+    # loads and biases
+    assert sum(leaf.size for leaf in leaves) == shape.num_parameters + 2 * 58 * 256
 
 
 @pytest.mark.slow
@@ -346,5 +444,7 @@ def test_samples_are_those_of_the_logits():
     ids=str,
 )
 def test_sizes_that_cannot_be_are_refused(change, line):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'MoEConfig: 1 size cannot be used.{chr(10)}  {line}')}$"):
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'MoEConfig: 1 size cannot be used.{chr(10)}  {line}')}$"
+    ):
         config_of(**change)

@@ -1,4 +1,7 @@
-"""Open weights: what the decoder computes equals transformers, on several meshes; files go in and out; what is refused."""
+"""Open weights: what the decoder computes equals transformers, on several meshes.
+
+Files go in and out; what is refused.
+"""
 
 import itertools
 
@@ -22,8 +25,19 @@ CASES = list(oracle.CASES)
 LATER = CASES[CASES.index("phi3_longrope") :]
 """Cases that differ from another one in little."""
 FAMILY = {name: oracle.CASES[name][0] for name in CASES}
-QUICK_LOGITS = {"llama3", "qwen2_windows", "olmo2", "gemma2", "phi3", "gpt2", "gpt_oss", "deepseek_v3", "cohere2"}
-"""Cases that together have each part of the decoder: the others differ from one of them in little."""
+QUICK_LOGITS = {
+    "llama3",
+    "qwen2_windows",
+    "olmo2",
+    "gemma2",
+    "phi3",
+    "gpt2",
+    "gpt_oss",
+    "deepseek_v3",
+    "cohere2",
+}
+"""Cases that together have each part of the decoder: the others differ from one of them in little.
+"""
 VARIANTS = [name for name in LATER if FAMILY[name] in map(FAMILY.get, CASES[: CASES.index(name)])]
 """Later cases of a family that has another one: their steps are on one mesh."""
 
@@ -59,7 +73,11 @@ def test_logits_are_those_of_transformers(name, opened):
 
 QUICK = {("gpt2", "fsdp")}
 """Steps of the default tier: compiling one takes seconds."""
-ROWS = [(name, mesh) for name, mesh in itertools.product(CASES, MESHES) if name not in VARIANTS or mesh == "fsdp"]
+ROWS = [
+    (name, mesh)
+    for name, mesh in itertools.product(CASES, MESHES)
+    if name not in VARIANTS or mesh == "fsdp"
+]
 STEPS = tiered(ROWS, lambda step: step in QUICK, ids="-".join)
 
 
@@ -67,7 +85,9 @@ STEPS = tiered(ROWS, lambda step: step in QUICK, ids="-".join)
 def test_a_step_of_adamw_is_that_of_torch(name, mesh, opened, mesh_of, tmp_path):
     model, results = opened(name)
     opt = strategy(mesh_of(**MESHES[mesh]), model)
-    state, metrics = opt.step(model.load(opt, progress=False), {"tokens": oracle.TOKENS.astype(np.int32)})
+    state, metrics = opt.step(
+        model.load(opt, progress=False), {"tokens": oracle.TOKENS.astype(np.int32)}
+    )
     np.testing.assert_allclose(metrics["loss"], results["loss"], rtol=1e-5)
     model.save(tmp_path / "stepped", state.params, progress=False)
     stepped = load_file(tmp_path / "stepped" / "model.safetensors")

@@ -1,4 +1,6 @@
-"""Each field of each family's config.json, changed or left out: the logits are those of transformers, or it is refused."""
+"""Each field of each family's config.json, changed or left out: the logits are those of
+transformers, or it is refused.
+"""
 
 import json
 
@@ -38,7 +40,9 @@ def test_a_changed_field_changes_the_logits_as_in_transformers_or_is_refused(nam
         error = float(np.abs(computed[program] - expected).max() / max(1, np.abs(expected).max()))
         num_equal += error <= 1e-5
         if error > 1e-5:
-            problems.append(f"{field}={'absent' if value is config_fields.ABSENT else value}: {error:.2g}")
+            problems.append(
+                f"{field}={'absent' if value is config_fields.ABSENT else value}: {error:.2g}"
+            )
     assert not problems, problems
     assert num_equal >= 20
 

@@ -1,4 +1,6 @@
-"""Files of open weights: which bytes each process reads and writes, what an interrupted save leaves, what is refused."""
+"""Files of open weights: which bytes each process reads and writes, what an interrupted save
+leaves, what is refused.
+"""
 
 import dataclasses
 import itertools
@@ -26,7 +28,10 @@ def folder_of(tmp_path, name, dtype=None, **changes):
     folder = oracle.write_folder(tmp_path / "folder", config | changes, shapes)
     if dtype is not None:
         tensors = load_file(folder / "model.safetensors")
-        save_file({name: array.astype(dtype) for name, array in tensors.items()}, folder / "model.safetensors")
+        save_file(
+            {name: array.astype(dtype) for name, array in tensors.items()},
+            folder / "model.safetensors",
+        )
     return folder
 
 
@@ -86,13 +91,16 @@ def test_only_the_bytes_of_the_shards_are_read(tmp_path, mesh_of, monkeypatch):
     num_bytes.clear()
     mesh = mesh_of(data=8)
     model.load_params(
-        jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.abstract_params), progress=False
+        jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), model.abstract_params),
+        progress=False,
     )
     assert sum(num_bytes) == whole  # copies on several devices are read once
 
 
 def test_a_read_takes_only_the_runs_of_its_part(tmp_path):
-    """A column of blocks [in, out] is many runs in a file [out, in], and nothing between them is read."""
+    """A column of blocks [in, out] is many runs in a file [out, in], and nothing between them is
+    read.
+    """
     path = tmp_path / "x.safetensors"
     array = np.arange(6 * 8, dtype=np.float32).reshape(6, 8)
     save_file({"x": array}, path)
@@ -102,7 +110,9 @@ def test_a_read_takes_only_the_runs_of_its_part(tmp_path):
     view = tensor.view()
     start = view.__array_interface__["data"][0]
     part = Part(tensor, view.reshape(3, 2, 8).transpose(2, 0, 1)[2:4, 1:, :1], start)
-    np.testing.assert_array_equal(part.read(), array.reshape(3, 2, 8).transpose(2, 0, 1)[2:4, 1:, :1])
+    np.testing.assert_array_equal(
+        part.read(), array.reshape(3, 2, 8).transpose(2, 0, 1)[2:4, 1:, :1]
+    )
     order, length = part._runs()
     assert length == 2
     assert len(list(part._offsets(order, length))) == 2
@@ -128,7 +138,10 @@ def test_an_interrupted_save_looks_unfinished_and_can_be_repeated(tmp_path, monk
     monkeypatch.undo()
     model.save(tmp_path / "out", params, progress=False)
     assert not list((tmp_path / "out").glob("*.unfinished"))
-    with pytest.raises(FileExistsError, match=f"^from_pretrained.save: {re.escape(str(tmp_path / 'out'))} has weights"):
+    with pytest.raises(
+        FileExistsError,
+        match=f"^from_pretrained.save: {re.escape(str(tmp_path / 'out'))} has weights",
+    ):
         model.save(tmp_path / "out", params, progress=False)
 
 
@@ -136,7 +149,9 @@ def test_another_dtype_is_written_and_read(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "tokenizer.json").write_text("{}")
     model = from_pretrained(folder_of(tmp_path, "llama2"))
-    model.save(tmp_path / "out", model.load_params(progress=False), dtype=jnp.bfloat16, progress=False)
+    model.save(
+        tmp_path / "out", model.load_params(progress=False), dtype=jnp.bfloat16, progress=False
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert (tmp_path / "out" / "tokenizer.json").exists()
     half = from_pretrained(tmp_path / "out")
@@ -144,12 +159,22 @@ def test_another_dtype_is_written_and_read(tmp_path):
     wide = from_pretrained(tmp_path / "out", param_dtype=jnp.float32, dtype=jnp.bfloat16)
     leaf = wide.load_params(progress=False)["head"]
     assert leaf.dtype == jnp.float32
-    np.testing.assert_array_equal(leaf, half.load_params(progress=False)["head"].astype(jnp.float32))
+    np.testing.assert_array_equal(
+        leaf, half.load_params(progress=False)["head"].astype(jnp.float32)
+    )
 
 
 REFUSED = [
-    ("llama2", {"quantization_config": {"quant_method": "awq"}}, "quantization_config.quant_method is 'awq', must be"),
-    ("llama2", {"rope_scaling": {"rope_type": "axial", "factor": 2.0}}, "rope_type is 'axial', must be one of"),
+    (
+        "llama2",
+        {"quantization_config": {"quant_method": "awq"}},
+        "quantization_config.quant_method is 'awq', must be",
+    ),
+    (
+        "llama2",
+        {"rope_scaling": {"rope_type": "axial", "factor": 2.0}},
+        "rope_type is 'axial', must be one of",
+    ),
     ("phi3_longrope", {"head_dim": 12}, "rope_scaling.short_factor has 4 numbers, must be 6"),
     ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be None or False"),
     (
@@ -158,47 +183,111 @@ REFUSED = [
         "partial_rotary_factor is 0.5, and all dims of this family's heads rotate",
     ),
     ("llama2", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu', must be one of"),
-    ("llama2", {"residual_multiplier": 0.22}, "residual_multiplier is 0.22, which the decoder does not know"),
+    (
+        "llama2",
+        {"residual_multiplier": 0.22},
+        "residual_multiplier is 0.22, which the decoder does not know",
+    ),
     ("llama2", {"is_causal": False}, "is_causal is False, must be None or True"),
     ("llama2", {"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
-    ("llama2", {"num_hidden_layers": None}, "num_hidden_layers is None, must be a positive integer"),
-    ("llama3", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling has no 'low_freq_factor'"),
+    (
+        "llama2",
+        {"num_hidden_layers": None},
+        "num_hidden_layers is None, must be a positive integer",
+    ),
+    (
+        "llama3",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+        "rope_scaling has no 'low_freq_factor'",
+    ),
     ("llama2", {"rope_scaling": "linear"}, "rope_scaling is 'linear', must be an object"),
-    ("llama2", {"rope_scaling": {"type": "linear"}}, "rope_scaling has no 'factor', which 'linear' needs"),
+    (
+        "llama2",
+        {"rope_scaling": {"type": "linear"}},
+        "rope_scaling has no 'factor', which 'linear' needs",
+    ),
     (
         "llama2",
         {"rope_scaling": {"rope_type": "linear", "factor": "two"}},
-        "rope_scaling is {'rope_type': 'linear', 'factor': 'two'}, and has no numbers where 'linear' needs them",
+        (
+            "rope_scaling is {'rope_type': 'linear', 'factor': 'two'}, and has no numbers where"
+            " 'linear' needs them"
+        ),
     ),
     ("llama2", {"rms_norm_eps": "small"}, "rms_norm_eps is 'small', must be a number"),
     ("llama2", {"rms_norm_eps": None}, "rms_norm_eps is None, must be a positive number"),
     ("llama2", {"hidden_act": ["silu"]}, "hidden_act is ['silu'], must be a text"),
-    ("llama2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', must be true or false"),
-    ("llama2", {"num_key_value_heads": "2"}, "num_key_value_heads is '2', must be a positive integer"),
-    ("qwen2_windows", {"layer_types": ["chunked_attention"] * 4}, "layer_types has 'chunked_attention'"),
+    (
+        "llama2",
+        {"tie_word_embeddings": "yes"},
+        "tie_word_embeddings is 'yes', must be true or false",
+    ),
+    (
+        "llama2",
+        {"num_key_value_heads": "2"},
+        "num_key_value_heads is '2', must be a positive integer",
+    ),
+    (
+        "qwen2_windows",
+        {"layer_types": ["chunked_attention"] * 4},
+        "layer_types has 'chunked_attention'",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "message"), REFUSED, ids=[next(iter(row[1])) + row[0] for row in REFUSED])
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), REFUSED, ids=[next(iter(row[1])) + row[0] for row in REFUSED]
+)
 def test_a_field_that_the_decoder_lacks_is_named(name, changes, message, tmp_path):
     folder = folder_of(tmp_path, name, **changes)
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         from_pretrained(folder)
-    assert str(error.value).startswith(f"from_pretrained: {folder} describes a model that the decoder cannot be.")
+    assert str(error.value).startswith(
+        f"from_pretrained: {folder} describes a model that the decoder cannot be."
+    )
 
 
 PUBLISHED = {
     "falcon": {"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0},
-    "gpt2": {"n_ctx": 64, "n_special": 0, "predict_special_tokens": True, "output_past": True, "embd_pdrop": 0.1},
+    "gpt2": {
+        "n_ctx": 64,
+        "n_special": 0,
+        "predict_special_tokens": True,
+        "output_past": True,
+        "embd_pdrop": 0.1,
+    },
     "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
-    "gpt_bigcode": {"attention_softmax_in_fp32": True, "inference_runner": 0, "pre_allocate_kv_cache": False},
-    "phi3": {"attention_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
-    "starcoder2": {"activation_function": "gelu_pytorch_tanh", "scale_attn_weights": True, "embedding_dropout": 0.1},
+    "gpt_bigcode": {
+        "attention_softmax_in_fp32": True,
+        "inference_runner": 0,
+        "pre_allocate_kv_cache": False,
+    },
+    "phi3": {
+        "attention_bias": False,
+        "lm_head_bias": False,
+        "full_attn_mod": 1,
+        "interpolate_factor": 1,
+    },
+    "starcoder2": {
+        "activation_function": "gelu_pytorch_tanh",
+        "scale_attn_weights": True,
+        "embedding_dropout": 0.1,
+    },
     "smollm3": {"max_window_layers": 28},
     "cohere": {"model_max_length": 131072},
     "dots1": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "use_sliding_window": False},
-    "minimax_m2": {"use_qk_norm": True, "use_mtp": True, "num_mtp_modules": 3, "shared_intermediate_size": 0},
-    "llama2": {"max_sequence_length": 2048, "rope_interleaved": False, "is_causal": True, "clip_qkv": None},
+    "minimax_m2": {
+        "use_qk_norm": True,
+        "use_mtp": True,
+        "num_mtp_modules": 3,
+        "shared_intermediate_size": 0,
+    },
+    "llama2": {
+        "max_sequence_length": 2048,
+        "rope_interleaved": False,
+        "is_causal": True,
+        "clip_qkv": None,
+    },
 }
 """Case -> fields of published config.json of its family that ask for nothing."""
 
@@ -206,11 +295,15 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_fields_of_published_models_that_ask_for_nothing_are_no_problem(name, tmp_path):
     config = from_pretrained(folder_of(tmp_path / "plain", name)).config
-    assert from_pretrained(folder_of(tmp_path / "published", name, **PUBLISHED[name])).config == config
+    assert (
+        from_pretrained(folder_of(tmp_path / "published", name, **PUBLISHED[name])).config == config
+    )
 
 
 def test_an_unknown_model_type_is_refused_and_can_be_named(tmp_path):
-    """A type can have the fields and tensors of a Llama, and rotate other pairs: only the caller can know."""
+    """A type can have the fields and tensors of a Llama, and rotate other pairs: only the caller
+    can know.
+    """
     folder = folder_of(tmp_path, "llama2", model_type="xverse", architectures=["XverseForCausalLM"])
     with pytest.raises(ValueError, match="has model_type 'xverse', which is none of llama, "):
         from_pretrained(folder)
@@ -221,9 +314,11 @@ def test_a_model_type_that_the_decoder_cannot_be_is_refused_with_the_reason(tmp_
     folder = folder_of(tmp_path, "llama2", model_type="mpt")
     with pytest.raises(ValueError, match="from_pretrained: ") as error:
         from_pretrained(folder)
-    assert str(error.value) == (
-        f"from_pretrained: {folder} has model_type 'mpt', which the decoder cannot be: positions are added to the scores of "
-        "attention (alibi).\nFix: take a model of a family that docs/howto/open_weights.md lists."
+    assert (
+        str(error.value)
+        == f"from_pretrained: {folder} has model_type 'mpt', which the decoder cannot be: positions"
+        " are added to the scores of attention (alibi).\nFix: take a model of a family that"
+        " docs/howto/open_weights.md lists."
     )
 
 
@@ -258,21 +353,31 @@ def test_a_damaged_file_is_refused(cut, tmp_path):
 def test_missing_files_are_named_before_anything_is_read(tmp_path):
     folder = folder_of(tmp_path, "llama2")
     model = from_pretrained(folder)
-    out = model.save(tmp_path / "out", model.load_params(progress=False), max_file_bytes=20_000, progress=False)
+    out = model.save(
+        tmp_path / "out", model.load_params(progress=False), max_file_bytes=20_000, progress=False
+    )
     files = sorted(out.glob("*.safetensors"))
     files[1].unlink()
-    message = f"from_pretrained: {out} lacks 1 file of weights.\n  {files[1].name}\nFix: download the folder again"
+    message = (
+        f"from_pretrained: {out} lacks 1 file of weights.\n  {files[1].name}\nFix: download the"
+        " folder again"
+    )
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(message)}"):
         from_pretrained(out)
     (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=re.escape(f"from_pretrained: {folder} has no config.json.")):
+    with pytest.raises(
+        FileNotFoundError, match=re.escape(f"from_pretrained: {folder} has no config.json.")
+    ):
         from_pretrained(folder)
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", ""])
 def test_a_config_that_is_no_object_is_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=re.escape(f"from_pretrained: {tmp_path / 'config.json'} holds no JSON obj")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"from_pretrained: {tmp_path / 'config.json'} holds no JSON obj"),
+    ):
         from_pretrained(tmp_path)
 
 
@@ -280,13 +385,17 @@ def test_tensors_that_are_no_floats_are_refused_before_they_are_read(tmp_path):
     path = folder_of(tmp_path, "llama2") / "model.safetensors"
     tensors = load_file(path)
     save_file(tensors | {"model.norm.weight": np.ones(32, np.int32)}, path)
-    with pytest.raises(ValueError, match=re.escape(f"from_pretrained: a tensor of {path} has dtype I32, which is")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"from_pretrained: a tensor of {path} has dtype I32, which is")
+    ):
         from_pretrained(path.parent)
 
 
 def test_an_index_that_leaves_the_folder_is_refused(tmp_path):
     folder = folder_of(tmp_path, "llama2")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": "../../secret"}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"x": "../../secret"}})
+    )
     with pytest.raises(ValueError, match="names files outside of the folder"):
         from_pretrained(folder)
 
@@ -294,6 +403,8 @@ def test_an_index_that_leaves_the_folder_is_refused(tmp_path):
 def test_parameters_of_another_model_are_not_saved(tmp_path):
     model = from_pretrained(folder_of(tmp_path, "llama2"))
     params = decoder.init(dataclasses.replace(model.config, hidden=32), jax.random.key(0))
-    with pytest.raises(ValueError, match=re.escape("blocks/mlp/down: (2, 32, 32), must be (2, 48, 32)")):
+    with pytest.raises(
+        ValueError, match=re.escape("blocks/mlp/down: (2, 32, 32), must be (2, 48, 32)")
+    ):
         model.save(tmp_path / "out", params, progress=False)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,7 @@
-"""transformers itself: the fixtures are its results, and it reads what the decoder saves. Needs the extra `oracle`."""
+"""transformers itself: the fixtures are its results, and it reads what the decoder saves.
+
+Needs the extra `oracle`.
+"""
 
 import numpy as np
 import pytest
@@ -34,8 +37,12 @@ def test_transformers_reads_what_is_saved(name, tmp_path):
 
     config, shapes, results = oracle.read_case(name)
     model = from_pretrained(oracle.write_folder(tmp_path / "in", config, shapes))
-    out = model.save(tmp_path / "out", model.load_params(progress=False), max_file_bytes=20_000, progress=False)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    out = model.save(
+        tmp_path / "out", model.load_params(progress=False), max_file_bytes=20_000, progress=False
+    )
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        out, dtype=torch.float32, attn_implementation="eager"
+    )
     tokens = torch.as_tensor(oracle.TOKENS[: oracle.SHOWN, :-1])
     with torch.no_grad():
         logits = theirs.eval()(input_ids=tokens).logits

@@ -1,4 +1,6 @@
-"""Packed rows: each document as if alone, no gradient from one to another, in whatever order and on whatever devices."""
+"""Packed rows: each document as if alone, no gradient from one to another, in whatever order and on
+whatever devices.
+"""
 
 import functools
 import itertools
@@ -25,18 +27,35 @@ COUNTED, VOCABULARY = 12, 20
 """Token ids from COUNTED on are of documents without weight in the loss."""
 DRAW = np.random.default_rng(0)
 SIZES = [5, -3, -4, 3, 6, -2, -5, 2]
-"""Of documents, those without weight as negative numbers; each of the four rows that they fill has one of both."""
+"""Of documents, those without weight as negative numbers; each of the four rows that they fill has
+one of both.
+"""
 DOCUMENTS = [
-    DRAW.integers(0, COUNTED, size) if size > 0 else DRAW.integers(COUNTED, VOCABULARY, -size) for size in SIZES
+    DRAW.integers(0, COUNTED, size) if size > 0 else DRAW.integers(COUNTED, VOCABULARY, -size)
+    for size in SIZES
 ]
 WEIGHTS = np.where(np.arange(VOCABULARY) < COUNTED, 0.5 + np.arange(VOCABULARY) % 3, 0.0)
 """Of the target of each token."""
 
-GPT = gpt.GPTConfig(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
-LEARNED = Transformer(
-    "tiny", 16, 2, 4, 24, VOCABULARY, 8, num_kv_heads=2, positions=8, param_dtype=jnp.float64, dtype=jnp.float64
+GPT = gpt.GPTConfig(
+    vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64
 )
-ROTARY = Transformer("tiny", 16, 2, 4, 24, VOCABULARY, 8, param_dtype=jnp.float64, dtype=jnp.float64)
+LEARNED = Transformer(
+    "tiny",
+    16,
+    2,
+    4,
+    24,
+    VOCABULARY,
+    8,
+    num_kv_heads=2,
+    positions=8,
+    param_dtype=jnp.float64,
+    dtype=jnp.float64,
+)
+ROTARY = Transformer(
+    "tiny", 16, 2, 4, 24, VOCABULARY, 8, param_dtype=jnp.float64, dtype=jnp.float64
+)
 MODELS = {
     "gpt": (gpt.model(GPT), functools.partial(gpt.init, GPT)),
     "learned": (transformer.model(LEARNED), functools.partial(transformer.init, LEARNED)),
@@ -56,7 +75,9 @@ def mean(parts):
 
 @functools.cache
 def one_by_one(name):
-    """Return parameters, and the gradient of the weighted mean over documents that have a row each, not packed."""
+    """Return parameters, and the gradient of the weighted mean over documents that have a row each,
+    not packed.
+    """
     model, init = MODELS[name]
 
     sizes = np.array([one.size for one in DOCUMENTS])
@@ -75,7 +96,9 @@ def one_by_one(name):
 def gradient(name, batch):
     model, _ = MODELS[name]
     params, _ = one_by_one(name)
-    return jax.device_get(jax.jit(jax.grad(lambda params: mean([model.loss_fn(params, batch)])))(params))
+    return jax.device_get(
+        jax.jit(jax.grad(lambda params: mean([model.loss_fn(params, batch)])))(params)
+    )
 
 
 def crossed(grads):
@@ -103,16 +126,27 @@ def test_rotary_positions_act_by_distances_so_rows_need_none(order, mesh_of, x64
 
 @pytest.mark.parametrize("learned", [0, 128])
 def test_packed_rows_in_natural_order_run_on_the_kernel_of_a_tpu(learned, mesh_of):
-    """Traced for a TPU: positions within documents say nothing of the order of the row, which alone keeps it away."""
-    shape = Transformer("tiny", 16, 2, 4, 24, VOCABULARY, 128, num_kv_heads=2, positions=learned, dtype=jnp.float32)
+    """Traced for a TPU: positions within documents say nothing of the order of the row, which alone
+    keeps it away.
+    """
+    shape = Transformer(
+        "tiny", 16, 2, 4, 24, VOCABULARY, 128, num_kv_heads=2, positions=learned, dtype=jnp.float32
+    )
     config = gpt.GPTConfig(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2)
     model, init = transformer.model(shape), functools.partial(transformer.init, shape)
-    models = [(model, init)] if learned else [(model, init), (gpt.model(config), functools.partial(gpt.init, config))]
+    models = (
+        [(model, init)]
+        if learned
+        else [(model, init), (gpt.model(config), functools.partial(gpt.init, config))]
+    )
     chip = AbstractDevice(device_kind="TPU v5p", num_cores=1, platform="tpu")
     batch = next(iter(data.pack(DOCUMENTS, 128).batch(1)))
     for model, init in models:
         params = jax.eval_shape(init, jax.random.key(0))
-        for given, wanted in ((batch, True), (so.nn.zigzag(batch, mesh_of(data=1, context=2)), False)):
+        for given, wanted in (
+            (batch, True),
+            (so.nn.zigzag(batch, mesh_of(data=1, context=2)), False),
+        ):
             with use_abstract_mesh(AbstractMesh((1,), ("data",), abstract_device=chip)):
                 traced = jax.make_jaxpr(model.loss_fn)(params, given)
             assert ("pallas_call" in {eqn.primitive.name for eqn in equations(traced)}) == wanted
@@ -149,8 +183,12 @@ def test_no_gradient_crosses_in_micro_batches_stages_or_devices_of_a_row(how, me
     assert crossed(moved) == 0.0
 
 
-def test_positions_of_rows_in_natural_order_are_shown_to_be_those_of_the_row(mesh_of, monkeypatch, x64):
-    """Nothing is compiled: the check of the loss refuses positions that count from the device's own first one."""
+def test_positions_of_rows_in_natural_order_are_shown_to_be_those_of_the_row(
+    mesh_of, monkeypatch, x64
+):
+    """Nothing is compiled: the check of the loss refuses positions that count from the device's own
+    first one.
+    """
     model, init = MODELS["gpt"]
     batch = data.next_token({"tokens": DRAW.integers(0, VOCABULARY, (2, 9))})
 
@@ -182,19 +220,25 @@ def test_marks_that_are_dropped_on_the_way_are_noticed(monkeypatch, mesh_of, x64
     attention, expected = so.nn.attention, one_by_one("gpt")[1]
     zigzagged = so.nn.zigzag(packed(), mesh_of(context=2))
     with monkeypatch.context() as patch:
-        patch.setattr(so.nn, "attention", lambda *args, segment_ids, **others: attention(*args, **others))
+        patch.setattr(
+            so.nn, "attention", lambda *args, segment_ids, **others: attention(*args, **others)
+        )
         found = gradient("gpt", packed())
         assert crossed(found) > 1e-6
         assert relative_difference(found, expected) > 1e-3
     with monkeypatch.context() as patch:
-        patch.setattr(so.nn, "attention", lambda *args, positions, **others: attention(*args, **others))
+        patch.setattr(
+            so.nn, "attention", lambda *args, positions, **others: attention(*args, **others)
+        )
         assert relative_difference(gradient("gpt", zigzagged), expected) > 1e-3
     for name, leaf in (("gpt", "order"), ("learned", "order"), ("learned", "positions")):
         without = {key: value for key, value in zigzagged.items() if key != leaf}
         assert relative_difference(gradient(name, without), one_by_one(name)[1]) > 1e-3
     with monkeypatch.context() as patch:
         patch.setattr(so.nn, "positions", jnp.arange)
-        with pytest.raises(UserWarning, match="its index on its device, which is not that in the sequence"):
+        with pytest.raises(
+            UserWarning, match="its index on its device, which is not that in the sequence"
+        ):
             test_rows_in_natural_order_know_their_positions_on_a_context_axis("gpt", mesh_of, None)
 
 
@@ -223,7 +267,9 @@ def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
 def one_a_row(batch, count):
     """Return a batch with each segment in a row of its own, and empty rows up to `count`."""
     found = {name: np.zeros((count, leaf.shape[1]), leaf.dtype) for name, leaf in batch.items()}
-    places = [(row, i) for row, ids in enumerate(batch["segment_ids"]) for i in range(1, ids.max() + 1)]
+    places = [
+        (row, i) for row, ids in enumerate(batch["segment_ids"]) for i in range(1, ids.max() + 1)
+    ]
     for new, (row, i) in enumerate(places):
         at = batch["segment_ids"][row] == i
         for name, leaf in batch.items():
@@ -233,7 +279,10 @@ def one_a_row(batch, count):
 
 @pytest.mark.parametrize(
     ("name", "order"),
-    tiered([("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")], lambda row: row == ("gpt", "striped")),
+    tiered(
+        [("gpt", "zigzag"), ("gpt", "striped"), ("learned", "zigzag")],
+        lambda row: row == ("gpt", "striped"),
+    ),
 )
 def test_the_order_of_positions_changes_no_gradient(name, order, x64):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "context"))
@@ -251,7 +300,8 @@ def test_inputs_and_targets_apart_say_the_same_as_one_more_token(name, x64):
     together, apart = grad(params, batch), grad(params, data.next_token(batch))
     assert relative_difference(apart, together) <= 1e-12
     for given in (batch, data.next_token(batch)):
-        assert len(jax.tree.leaves(jax.eval_shape(model.embed, params, given))) == 1  # blocks hand on one array
+        # blocks hand on one array
+        assert len(jax.tree.leaves(jax.eval_shape(model.embed, params, given))) == 1
 
 
 def test_shapes_of_a_batch_are_those_that_data_gives():
@@ -274,7 +324,10 @@ def test_shapes_of_a_batch_are_those_that_data_gives():
         (
             {"targets": np.zeros((4, 7), int), "positions": np.zeros((4, 1), int)},
             ValueError,
-            "a leaf of the batch is not of shape [B, T] = (4, 8).\n  targets: shape (4, 7)\n  positions: shape (4, 1)",
+            (
+                "a leaf of the batch is not of shape [B, T] = (4, 8).\n  targets: shape (4, 7)\n "
+                " positions: shape (4, 1)"
+            ),
         ),
         (
             {"segment_ids": np.zeros((4, 8))},

@@ -1,4 +1,6 @@
-"""Weights in mxfp4 and fp8: each number is the one that its code and scale stand for, however leaves are sharded."""
+"""Weights in mxfp4 and fp8: each number is the one that its code and scale stand for, however
+leaves are sharded.
+"""
 
 import itertools
 import json
@@ -25,11 +27,17 @@ FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 
 @pytest.fixture
 def mxfp4(tmp_path):
-    """A folder of GPT-OSS as it is published, and the numbers of its experts in the layout [experts, inputs, outputs]."""
+    """A folder of GPT-OSS as it is published, and the numbers of its experts in the layout
+    [experts, inputs, outputs].
+    """
     config, shapes, _ = oracle.read_case("gpt_oss")
     grown = {32: 64, 24: 32, 48: 64}
     shapes = {
-        name: [grown.get(size, size) for size in shape] if "experts" in name or "self_attn" not in name else shape
+        name: (
+            [grown.get(size, size) for size in shape]
+            if "experts" in name or "self_attn" not in name
+            else shape
+        )
         for name, shape in shapes.items()
     }
     for name, shape in shapes.items():
@@ -41,7 +49,9 @@ def mxfp4(tmp_path):
         if name.endswith("o_proj.bias"):
             shapes[name] = [64]
     settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    folder = oracle.write_folder(tmp_path / "in", config | SIZES | {"quantization_config": settings}, shapes)
+    folder = oracle.write_folder(
+        tmp_path / "in", config | SIZES | {"quantization_config": settings}, shapes
+    )
     tensors, expected = load_file(folder / "model.safetensors"), {}
     draw = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith(tuple(EXPERTS))]:
@@ -64,14 +74,23 @@ def mxfp4(tmp_path):
 def fp8(tmp_path):
     """A folder of a Llama in blocks of fp8, some of them cut off, and the numbers of its weights."""
     config, shapes, _ = oracle.read_case("llama3")
-    settings = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [10, 24]}
-    folder = oracle.write_folder(tmp_path / "in", config | {"quantization_config": settings}, shapes)
+    settings = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [10, 24],
+    }
+    folder = oracle.write_folder(
+        tmp_path / "in", config | {"quantization_config": settings}, shapes
+    )
     tensors, expected = load_file(folder / "model.safetensors"), {}
     draw = np.random.default_rng(0)
     for name in [name for name in tensors if name.endswith("proj.weight")]:
         rows, columns = tensors[name].shape
         codes = draw.normal(size=(rows, columns)).astype(jnp.float8_e4m3fn)
-        scales = draw.uniform(0.1, 2, (math.ceil(rows / 10), math.ceil(columns / 24))).astype(np.float32)
+        scales = draw.uniform(0.1, 2, (math.ceil(rows / 10), math.ceil(columns / 24))).astype(
+            np.float32
+        )
         numbers = np.empty((rows, columns), np.float32)
         for r, c in np.ndindex(rows, columns):
             numbers[r, c] = np.float32(codes[r, c]) * scales[r // 10, c // 24]
@@ -87,7 +106,9 @@ def shardings_over(model, mesh, dim):
     def shard(leaf):
         at = leaf.ndim - dim
         is_divisible = at >= 0 and leaf.shape[at] % mesh.shape["data"] == 0
-        return NamedSharding(mesh, PartitionSpec(*[None] * at, "data") if is_divisible else PartitionSpec())
+        return NamedSharding(
+            mesh, PartitionSpec(*[None] * at, "data") if is_divisible else PartitionSpec()
+        )
 
     return jax.tree.map(shard, model.abstract_params)
 
@@ -96,12 +117,17 @@ def saved(model, params, folder):
     """The tensors of a folder that the model saves, in float32."""
     model.save(folder, params, progress=False)
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-    return {name: np.asarray(x, np.float32) for name, x in load_file(folder / "model.safetensors").items()}
+    return {
+        name: np.asarray(x, np.float32)
+        for name, x in load_file(folder / "model.safetensors").items()
+    }
 
 
 @pytest.mark.parametrize(
     ("most_numbers", "dim"),
-    tiered(itertools.product([100, 2**24], [1, 2, 3]), lambda row: (row[0] == 100) == (row[1] != 2)),
+    tiered(
+        itertools.product([100, 2**24], [1, 2, 3]), lambda row: (row[0] == 100) == (row[1] != 2)
+    ),
 )
 def test_every_number_of_mxfp4_is_read(dim, most_numbers, mxfp4, tmp_path, mesh_of, monkeypatch):
     monkeypatch.setattr(quantized_files, "_MOST_NUMBERS", most_numbers)
@@ -139,18 +165,38 @@ def test_experts_on_other_devices_are_not_read(mxfp4, mesh_of, monkeypatch):
     monkeypatch.setattr(quantized_files, "_read", counted)
     model = from_pretrained(mxfp4[0])
     mesh = mesh_of(data=4)
-    spec = lambda leaf: PartitionSpec(None, "data") if leaf.ndim == 4 and leaf.shape[1] == 4 else PartitionSpec()  # noqa: E731
-    model.load_params(jax.tree.map(lambda leaf: NamedSharding(mesh, spec(leaf)), model.abstract_params), progress=False)
-    stored = sum(math.prod(shape) // 2 + math.prod(shape) // 32 for shape in EXPERTS.values()) * 2  # two blocks
+
+    def spec(leaf):
+        return (
+            PartitionSpec(None, "data")
+            if leaf.ndim == 4 and leaf.shape[1] == 4
+            else PartitionSpec()
+        )
+
+    model.load_params(
+        jax.tree.map(lambda leaf: NamedSharding(mesh, spec(leaf)), model.abstract_params),
+        progress=False,
+    )
+    # two blocks
+    stored = sum(math.prod(shape) // 2 + math.prod(shape) // 32 for shape in EXPERTS.values()) * 2
     assert sum(num_bytes) == stored
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"quant_method": "gptq"}, "quantization_config.quant_method is 'gptq', must be 'mxfp4' or 'fp8'"),
-        ({"activation_scheme": "static"}, "quantization_config.activation_scheme is 'static', must be 'dynamic'"),
-        ({"weight_block_size": None}, "quantization_config.weight_block_size is None, must be [rows, columns]"),
+        (
+            {"quant_method": "gptq"},
+            "quantization_config.quant_method is 'gptq', must be 'mxfp4' or 'fp8'",
+        ),
+        (
+            {"activation_scheme": "static"},
+            "quantization_config.activation_scheme is 'static', must be 'dynamic'",
+        ),
+        (
+            {"weight_block_size": None},
+            "quantization_config.weight_block_size is None, must be [rows, columns]",
+        ),
         ({"bits": 3}, "quantization_config.bits is 3, which is not known"),
         ({"weight_block_size": [16, 24]}, "weight_scale_inv (4, 2), must be (2, 2)."),
     ],
@@ -166,7 +212,11 @@ def test_another_form_is_refused(change, message, fp8):
 
 def test_blocks_that_predict_further_tokens_are_left_out(tmp_path):
     config, shapes, _ = oracle.read_case("deepseek_v3")
-    further = {name.replace("layers.2.", "layers.3."): shape for name, shape in shapes.items() if "layers.2." in name}
+    further = {
+        name.replace("layers.2.", "layers.3."): shape
+        for name, shape in shapes.items()
+        if "layers.2." in name
+    }
     assert further
     folder = oracle.write_folder(tmp_path / "in", config, shapes | further)
     assert from_pretrained(folder).tensors.keys() == shapes.keys()

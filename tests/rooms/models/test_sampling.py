@@ -20,11 +20,24 @@ SIZES = {"dim": 16, "num_layers": 3, "num_heads": 4, "hidden": 24}
 DECODERS = {
     "gpt": CONFIG.decoder,
     "windows, sinks and a cap": decoder.DecoderConfig(
-        **SIZES, num_kv_heads=2, kinds=WINDOWS, pattern=(0, 1, 0), sinks=True, attention_softcap=5.0, qk_norm="head"
+        **SIZES,
+        num_kv_heads=2,
+        kinds=WINDOWS,
+        pattern=(0, 1, 0),
+        sinks=True,
+        attention_softcap=5.0,
+        qk_norm="head",
     ),
-    "first blocks, latent attention and experts": decoder.DecoderConfig(**SIZES, latent=LATENT, experts=EXPERTS),
+    "first blocks, latent attention and experts": decoder.DecoderConfig(
+        **SIZES, latent=LATENT, experts=EXPERTS
+    ),
     "learned positions and biases": decoder.DecoderConfig(
-        **SIZES, positions=16, kinds=(decoder.BlockKind(rope=None),), norm="layer", qkv_bias=True, gated=False
+        **SIZES,
+        positions=16,
+        kinds=(decoder.BlockKind(rope=None),),
+        norm="layer",
+        qkv_bias=True,
+        gated=False,
     ),
     "loads and fused heads of keys": moe.MoEConfig(**SIZES, num_kv_heads=2, num_experts=4).decoder,
 }
@@ -46,17 +59,28 @@ def whole_logits(params, tokens):
     return gpt.logits_of(CONFIG, params, tokens)
 
 
-@pytest.mark.parametrize("name", tiered(DECODERS, lambda name: name not in ("gpt", "loads and fused heads of keys")))
-@pytest.mark.parametrize("cuts", tiered([((10,),), ((4, 1, 5),), ((5, 5),)], lambda row: row[0] == (5, 5)))
+@pytest.mark.parametrize(
+    "name", tiered(DECODERS, lambda name: name not in ("gpt", "loads and fused heads of keys"))
+)
+@pytest.mark.parametrize(
+    "cuts", tiered([((10,),), ((4, 1, 5),), ((5, 5),)], lambda row: row[0] == (5, 5))
+)
 def test_cached_logits_are_those_of_the_whole_sequence(name, cuts, prompt):
     config = DECODERS[name]
+
     # Other numbers than at the start of training, where sinks are zeros and scores are near zero.
-    larger = lambda leaf: (5 * leaf + 0.1 * np.sin(np.arange(leaf.size)).reshape(leaf.shape)).astype(leaf.dtype)  # noqa: E731
+    def larger(leaf):
+        return (5 * leaf + 0.1 * np.sin(np.arange(leaf.size)).reshape(leaf.shape)).astype(
+            leaf.dtype
+        )
+
     params = jax.tree.map(larger, host_params(decoder.init, config))
     caches, start, parts = empty_caches(config, params, 3, 16), 0, []
     for length in cuts:
         tokens = prompt[:, start : start + length]
-        part, caches = jax.jit(advance, static_argnums=0)(config, params, tokens, caches, np.int32(start))
+        part, caches = jax.jit(advance, static_argnums=0)(
+            config, params, tokens, caches, np.int32(start)
+        )
         parts.append(part)
         start += length
     whole = np.asarray(jax.jit(decoder.logits_of, static_argnums=0)(config, params, prompt))
@@ -75,7 +99,9 @@ def test_the_key_decides_and_rows_differ(params, prompt):
     same_rows = jnp.broadcast_to(prompt[:1], prompt.shape)
 
     def draw(seed):
-        return np.asarray(sample(params, CONFIG, same_rows, jax.random.key(seed), num_tokens=20, temperature=2.0))
+        return np.asarray(
+            sample(params, CONFIG, same_rows, jax.random.key(seed), num_tokens=20, temperature=2.0)
+        )
 
     np.testing.assert_array_equal(draw(0), draw(0))
     assert (draw(0) != draw(1)).any()
@@ -83,13 +109,17 @@ def test_the_key_decides_and_rows_differ(params, prompt):
 
 
 def test_top_k_draws_among_the_likeliest(params, prompt):
-    result = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, temperature=5.0, top_k=3)
+    result = sample(
+        params, CONFIG, prompt, jax.random.key(1), num_tokens=8, temperature=5.0, top_k=3
+    )
     ranks = jnp.argsort(jnp.argsort(-whole_logits(params, result), axis=-1), axis=-1)
     drawn = jnp.take_along_axis(ranks[:, 9:-1], result[:, 10:, None], axis=-1)
     assert drawn.max() == 2
     assert drawn.min() == 0
     one = sample(params, CONFIG, prompt, jax.random.key(1), num_tokens=8, top_k=1)
-    np.testing.assert_array_equal(one, sample(params, CONFIG, prompt, jax.random.key(2), num_tokens=8, temperature=0.0))
+    np.testing.assert_array_equal(
+        one, sample(params, CONFIG, prompt, jax.random.key(2), num_tokens=8, temperature=0.0)
+    )
 
 
 def test_every_wrong_argument_is_named(params):

@@ -23,7 +23,9 @@ from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.planning._models import RULES
 
 TX = optax.sgd(0.1, momentum=0.9)
-SMALL = dataclasses.replace(SHAPE, num_layers=2, length=8, dtype=jnp.float64, param_dtype=jnp.float64)
+SMALL = dataclasses.replace(
+    SHAPE, num_layers=2, length=8, dtype=jnp.float64, param_dtype=jnp.float64
+)
 
 
 def model(**options):
@@ -32,12 +34,21 @@ def model(**options):
 
 def batches(steps):
     rng = np.random.default_rng(0)
-    return [{"tokens": rng.integers(0, SMALL.vocab_size, (4, SMALL.length + 1)).astype(np.int32)} for _ in range(steps)]
+    return [
+        {"tokens": rng.integers(0, SMALL.vocab_size, (4, SMALL.length + 1)).astype(np.int32)}
+        for _ in range(steps)
+    ]
 
 
 def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
     params = host_params(transformer.init, SMALL)
-    opt = so.fsdp(TX, mesh_of(data=2, tensor=2), model(sequence_parallel=True), rules=RULES, min_shard_elements=8)
+    opt = so.fsdp(
+        TX,
+        mesh_of(data=2, tensor=2),
+        model(sequence_parallel=True),
+        rules=RULES,
+        min_shard_elements=8,
+    )
     state = opt.init(params)
     step = opt.step.lower(state, batches(1)[0]).compile()
     for batch in batches(3):
@@ -46,7 +57,9 @@ def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
     assert relative_difference(state.params, final) <= 1e-10
     found = audit(step).collectives
     # blocks gather the positions of what they get: twice forwards, and again to differentiate
-    gathers = sum(one.calls for one in found if one.kind == "all-gather" and one.axes == ("tensor",))
+    gathers = sum(
+        one.calls for one in found if one.kind == "all-gather" and one.axes == ("tensor",)
+    )
     assert gathers >= 4 * SMALL.num_layers
 
 
@@ -60,9 +73,15 @@ def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, 
     rng = np.random.default_rng(0)
     shape = rows, SMALL.length
     packed = {name: rng.integers(0, SMALL.vocab_size, shape) for name in ("tokens", "targets")}
-    packed |= {"weights": rng.uniform(size=shape), "segment_ids": np.sort(rng.integers(0, 3, shape))}
+    packed |= {
+        "weights": rng.uniform(size=shape),
+        "segment_ids": np.sort(rng.integers(0, 3, shape)),
+    }
     packed |= {"positions": rng.integers(0, SMALL.length, shape)}
-    params, steps = host_params(transformer.init, SMALL), [packed, {**packed, "weights": packed["weights"] ** 2}]
+    params, steps = (
+        host_params(transformer.init, SMALL),
+        [packed, {**packed, "weights": packed["weights"] ** 2}],
+    )
 
     def mean(params, batch):
         loss = model().loss_fn(params, batch)
@@ -79,31 +98,51 @@ def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, 
         state, _ = step(state, batch)
     assert relative_difference(state.params, expected) <= 1e-10
     half = f"f64[2,{SMALL.length},{SMALL.dim}]"
-    gathers = [one for one in audit(step).collectives if one.kind == "all-gather" and one.axes == ("tensor",)]
+    gathers = [
+        one
+        for one in audit(step).collectives
+        if one.kind == "all-gather" and one.axes == ("tensor",)
+    ]
     of_halves = sum(one.calls * one.shapes.count(half) for one in gathers)
     assert (of_halves >= 8 * SMALL.num_layers) if rows == 8 and view is None else not of_halves
 
 
 def test_positions_that_tensor_does_not_divide_are_refused(mesh_of):
     odd = dataclasses.replace(SHAPE, num_layers=2, length=7)
-    opt = so.fsdp(TX, mesh_of(data=2, tensor=2), transformer.model(odd, sequence_parallel=True), rules=RULES)
+    opt = so.fsdp(
+        TX, mesh_of(data=2, tensor=2), transformer.model(odd, sequence_parallel=True), rules=RULES
+    )
     message = (
         "decoder: sequence_parallel shards 7 positions over tensor=2, which does not divide them.\n"
         "Fix: choose a length that 2 divides, or leave sequence_parallel out."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        opt.step.lower(opt.abstract_state(odd.abstract_params()), transformer.abstract_batch(odd, 4))
+        opt.step.lower(
+            opt.abstract_state(odd.abstract_params()), transformer.abstract_batch(odd, 4)
+        )
 
 
-@pytest.mark.parametrize(("hidden", "shape"), [(4, "6,8"), (8, "6,1,8")], ids=["one matrix", "parts"])
+@pytest.mark.parametrize(
+    ("hidden", "shape"), [(4, "6,8"), (8, "6,1,8")], ids=["one matrix", "parts"]
+)
 def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
-    """On TPU the two parts do not stand in the middle: XLA would copy the gathered weights of each block."""
+    """On TPU the two parts do not stand in the middle: XLA would copy the gathered weights of each
+    block.
+    """
     rng = np.random.default_rng(0)
     up, bias, down = (rng.normal(size=size) for size in ((6, 2, hidden), (2, hidden), (hidden, 6)))
     weights = {"up": up, "up_bias": bias, "down": down}
     weights, x = jax.tree.map(jnp.asarray, (weights, rng.normal(size=(2, 3, 6))))
     config = DecoderConfig(
-        16, 6, 1, 3, hidden=hidden, activation="silu", gated=True, fused="kv", recompute_activation=False
+        16,
+        6,
+        1,
+        3,
+        hidden=hidden,
+        activation="silu",
+        gated=True,
+        fused="kv",
+        recompute_activation=False,
     )
 
     def results():
@@ -125,10 +164,17 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
     ],
     ids=["columns of a matrix", "indices of a dim"],
 )
-@pytest.mark.parametrize(("x_dtype", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
-def test_gradients_of_products_with_parts_have_the_dtypes_of_what_they_are_of(parts, shape, x_dtype, dtype):
+@pytest.mark.parametrize(
+    ("x_dtype", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)]
+)
+def test_gradients_of_products_with_parts_have_the_dtypes_of_what_they_are_of(
+    parts, shape, x_dtype, dtype
+):
     x, weight = jnp.ones((2, 3, 4), x_dtype), jnp.ones(shape, dtype)
-    loss = lambda x, weight: jnp.sum(products_with_parts(parts, x, weight)[0])  # noqa: E731
+
+    def loss(x, weight):
+        return jnp.sum(products_with_parts(parts, x, weight)[0])
+
     assert [grad.dtype for grad in jax.grad(loss, (0, 1))(x, weight)] == [x_dtype, dtype]
 
 
@@ -138,7 +184,9 @@ def test_keys_and_values_are_the_halves_of_one_product_on_tpu(monkeypatch):
     weights = {"q": (6, 4, 4), "kv": (6, 2, 8)}
     weights = {name: jnp.asarray(rng.normal(size=size)) for name, size in weights.items()}
     x = jnp.asarray(rng.normal(size=(2, 5, 6)))
-    config = DecoderConfig(16, 6, 1, 4, num_kv_heads=2, head_dim=4, hidden=4, activation="silu", fused="kv")
+    config = DecoderConfig(
+        16, 6, 1, 4, num_kv_heads=2, head_dim=4, hidden=4, activation="silu", fused="kv"
+    )
 
     def results():
         qkv, pull = jax.vjp(lambda weights, x: decoder_block._qkv(config, weights, [x]), weights, x)
@@ -152,11 +200,16 @@ def test_keys_and_values_are_the_halves_of_one_product_on_tpu(monkeypatch):
 
 def windowed(*windows):
     kinds = tuple(BlockKind(window=window) for window in windows)
-    return DecoderConfig(dim=16, num_layers=2, num_heads=2, hidden=16, vocab_size=32, kinds=kinds, pattern=(0, 1))
+    return DecoderConfig(
+        dim=16, num_layers=2, num_heads=2, hidden=16, vocab_size=32, kinds=kinds, pattern=(0, 1)
+    )
 
 
 def test_a_window_as_long_as_the_row_is_none_and_blocks_choose_no_kernel():
-    params, tokens = decoder.init(windowed(None, None), jax.random.key(0)), jnp.arange(18).reshape(2, 9)
+    params, tokens = (
+        decoder.init(windowed(None, None), jax.random.key(0)),
+        jnp.arange(18).reshape(2, 9),
+    )
     traced = {}
     for window in 7, 8, 20:
         loss_fn = decoder.model(windowed(window, None)).loss_fn

@@ -27,7 +27,9 @@ def expected(query, key, value, *, causal=True, segment_ids=None, window=None):
     """Softmax attention, position by position, in numpy."""
     query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
     repeat = query.shape[2] // key.shape[2]
-    scores = np.einsum("bthk,bshk->bhts", query, np.repeat(key, repeat, 2)) / np.sqrt(query.shape[-1])
+    scores = np.einsum("bthk,bshk->bhts", query, np.repeat(key, repeat, 2)) / np.sqrt(
+        query.shape[-1]
+    )
     at = np.arange(query.shape[1])
     ahead = at[:, None] - at[None, :]
     seen = np.ones_like(scores, bool)
@@ -38,7 +40,9 @@ def expected(query, key, value, *, causal=True, segment_ids=None, window=None):
     if segment_ids is not None:
         seen &= (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
     weights = np.where(seen, np.exp(scores - scores.max(-1, keepdims=True)), 0)
-    return np.einsum("bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), np.repeat(value, repeat, 2))
+    return np.einsum(
+        "bhts,bshk->bthk", weights / weights.sum(-1, keepdims=True), np.repeat(value, repeat, 2)
+    )
 
 
 SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 4, (2, T)), axis=1)
@@ -71,13 +75,17 @@ def test_gradients_of_splash_are_those_of_xla(way):
     def loss(args, implementation):
         return jnp.sum(jnp.sin(so.nn.attention(*args, **WAYS[way], implementation=implementation)))
 
-    found, wanted = (jax.jit(jax.grad(loss), static_argnums=1)(args, one) for one in ("splash", "xla"))
+    found, wanted = (
+        jax.jit(jax.grad(loss), static_argnums=1)(args, one) for one in ("splash", "xla")
+    )
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, atol=5e-5)
 
 
 def loss_fn(params, batch):
-    split = lambda name: jnp.einsum("btd,dhk->bthk", batch["x"], params[name])  # noqa: E731
+    def split(name):
+        return jnp.einsum("btd,dhk->bthk", batch["x"], params[name])
+
     mixed = so.nn.attention(split("q"), split("k"), split("v"), window=9, implementation="splash")
     return jnp.mean((jnp.einsum("bthk,hkd->btd", mixed, params["out"]) - batch["y"]) ** 2)
 
@@ -93,7 +101,9 @@ def test_kernels_run_on_local_rows_and_heads(groups, sizes, mesh_of):
     """One head of keys and values is on every device of tensor."""
     rng = np.random.default_rng(0)
     heads = {"q": 2, "k": groups, "v": groups}
-    params = {name: rng.normal(size=(8, count, 4)).astype(np.float32) for name, count in heads.items()}
+    params = {
+        name: rng.normal(size=(8, count, 4)).astype(np.float32) for name, count in heads.items()
+    }
     params["out"] = rng.normal(size=(2, 4, 8)).astype(np.float32)
     batch = {name: rng.normal(size=(8, 12, 8)).astype(np.float32) for name in "xy"}
     rules = [("^[qkv]$" if groups > 1 else "^q$", P(None, "tensor")), ("out", P("tensor"))]
@@ -110,18 +120,24 @@ def test_kernels_run_on_local_rows_and_heads(groups, sizes, mesh_of):
     [
         (
             {"groups": 3},
-            "attention: 4 heads of queries are not a multiple of 3 heads of keys and values.\n"
-            "Fix: give keys and values a number of heads that divides it.",
+            (
+                "attention: 4 heads of queries are not a multiple of 3 heads of keys and values.\n"
+                "Fix: give keys and values a number of heads that divides it."
+            ),
         ),
         (
             {"window": 3, "causal": False},
-            "attention: a window looks back from each position, so it needs causal=True.\n"
-            "Fix: pass causal=True, or leave window out.",
+            (
+                "attention: a window looks back from each position, so it needs causal=True.\n"
+                "Fix: pass causal=True, or leave window out."
+            ),
         ),
         (
             {"implementation": "flash"},
-            "attention: unknown implementation 'flash'.\n"
-            "Fix: use 'splash', 'cudnn', 'xla', or None to choose by device.",
+            (
+                "attention: unknown implementation 'flash'.\n"
+                "Fix: use 'splash', 'cudnn', 'xla', or None to choose by device."
+            ),
         ),
     ],
 )
@@ -134,19 +150,28 @@ def test_refusals(how, message):
 
 def test_values_wider_than_keys_are_refused():
     query, key, value = drawn(8)
-    with pytest.raises(ValueError, match=f"^attention: values are {K} wide, wider than the 3 of queries and keys."):
+    with pytest.raises(
+        ValueError, match=f"^attention: values are {K} wide, wider than the 3 of queries and keys."
+    ):
         so.nn.attention(query[..., :3], key[..., :3], value)
 
 
 def test_heads_that_tensor_does_not_divide_are_refused(mesh_of):
     args = drawn(8, heads=6, groups=3)
     mesh = mesh_of(data=4, tensor=2)
-    with pytest.raises(ValueError, match="3 heads of keys and values cannot be sharded over mesh axis 'tensor'"):
-        jax.jit(so.mesh.on_mesh(mesh, lambda *xs: so.nn.attention(*xs, implementation="splash")))(*args)
+    with pytest.raises(
+        ValueError, match="3 heads of keys and values cannot be sharded over mesh axis 'tensor'"
+    ):
+        jax.jit(so.mesh.on_mesh(mesh, lambda *xs: so.nn.attention(*xs, implementation="splash")))(
+            *args
+        )
 
 
 def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
-    """Positions choose the tiles, whose backward pass is written by hand; the scores are well beyond the cap."""
+    """Positions choose the tiles, whose backward pass is written by hand.
+
+    The scores are well beyond the cap.
+    """
     query, key, value = drawn(length=40)
     query, cap, scale = 8 * query, 1.5, 0.3
 
@@ -154,7 +179,9 @@ def test_a_soft_cap_has_the_gradients_of_plain_softmax_in_tiles_too():
         key, value = (jnp.repeat(x, H // G, axis=2) for x in (key, value))
         scores = cap * jnp.tanh(scale * jnp.einsum("bthk,bshk->bhts", query, key) / cap)
         mask = jnp.tril(jnp.ones((40, 40), bool))[None, None]
-        return jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), value)
+        return jnp.einsum(
+            "bhts,bshk->bthk", jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)), value
+        )
 
     def sines(attention):
         return lambda *args: jnp.sum(jnp.sin(attention(*args)))
@@ -172,7 +199,11 @@ def test_sinks_are_keys_with_values_of_zeros():
     sinks = np.linspace(-1.0, 2.0, H).astype(np.float32)
     scores = np.einsum("bthk,bshk->bhts", query, key) / K**0.5
     scores = np.where(np.tri(12, dtype=bool)[None, None], scores, -np.inf)
-    scores = np.exp(np.concatenate([scores, np.broadcast_to(sinks[None, :, None, None], (2, H, 12, 1))], axis=-1))
+    scores = np.exp(
+        np.concatenate(
+            [scores, np.broadcast_to(sinks[None, :, None, None], (2, H, 12, 1))], axis=-1
+        )
+    )
     weights = scores / scores.sum(-1, keepdims=True)
     expected_values = np.einsum("bhts,bshk->bthk", weights[..., :-1], value)
     attend = jax.jit(so.nn.attention)
@@ -186,5 +217,11 @@ def test_sinks_are_keys_with_values_of_zeros():
 def test_a_factor_of_numpy_does_not_widen_the_queries():
     x = jnp.ones((1, 128, 1, 128), jnp.bfloat16)
     attend = functools.partial(so.nn.attention, scale=1 / np.sqrt(128), implementation="splash")
-    kernels = [eqn for eqn in equations(jax.make_jaxpr(attend)(x, x, x)) if eqn.primitive.name == "pallas_call"]
-    assert {variable.aval.dtype for eqn in kernels for variable in eqn.invars if variable.aval.ndim == 4} == {x.dtype}
+    kernels = [
+        eqn
+        for eqn in equations(jax.make_jaxpr(attend)(x, x, x))
+        if eqn.primitive.name == "pallas_call"
+    ]
+    assert {
+        variable.aval.dtype for eqn in kernels for variable in eqn.invars if variable.aval.ndim == 4
+    } == {x.dtype}

@@ -1,4 +1,6 @@
-"""Attention over a context axis is that of one device: values and gradients of query, key and value."""
+"""Attention over a context axis is that of one device: values and gradients of query, key and
+value.
+"""
 
 import functools
 import importlib
@@ -31,7 +33,12 @@ FACTORS = {
     "tile": [512, 3],
     "dtype": ["float64", "float32"],
 }
-SIGHTS = {"causal": {}, "both ways": {"causal": False}, "window": {"window": 5}, "wide window": {"window": 14}}
+SIGHTS = {
+    "causal": {},
+    "both ways": {"causal": False},
+    "window": {"window": 5},
+    "wide window": {"window": 14},
+}
 ROWS = all_pairs(FACTORS)
 QUICK = few(ROWS)
 ERRORS = {"float64": 1e-10, "float32": 2e-5}
@@ -50,7 +57,9 @@ def test_it_equals_one_device(row, x64, monkeypatch):
     monkeypatch.setattr(flash, "TILE", row["tile"])
     batch = drawn(groups=row["groups"], packed=row["packed"], dtype=np.dtype(row["dtype"]))
     mesh = mesh_of(context=row["context"])
-    error = difference(mesh, batch, order=row["order"], method=row["method"], **SIGHTS[row["sight"]])
+    error = difference(
+        mesh, batch, order=row["order"], method=row["method"], **SIGHTS[row["sight"]]
+    )
     assert error < ERRORS[row["dtype"]]
 
 
@@ -63,7 +72,10 @@ def test_it_equals_one_device(row, x64, monkeypatch):
             ({"context": 4, "tensor": 2}, {"method": "all_to_all"}),  # two groups of two
             ({"context": 4, "tensor": 2}, {"method": "all_gather", "order": "zigzag"}),
             ({"data": 2, "context": 4}, {"method": None}),
-            ({"data": 2, "context": 2, "tensor": 2}, {"method": "ring", "order": "zigzag", "packed": True}),
+            (
+                {"data": 2, "context": 2, "tensor": 2},
+                {"method": "ring", "order": "zigzag", "packed": True},
+            ),
         ],
         lambda row: row[0].get("data") and row[1]["method"] == "ring" and not row[1].get("order"),
         ids=str,
@@ -75,9 +87,13 @@ def test_beside_data_and_tensor(sizes, how, x64):
     assert difference(mesh_of(**sizes), batch, **how) < 1e-10
 
 
-@pytest.mark.parametrize("method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring"))
+@pytest.mark.parametrize(
+    "method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring")
+)
 def test_in_the_global_view(method, x64):
-    """Everything is left to the partitioner: the layer makes its own region over rows, positions and heads."""
+    """Everything is left to the partitioner: the layer makes its own region over rows, positions
+    and heads.
+    """
     mesh, batch = mesh_of(data=2, context=2, tensor=2), drawn(rows=4)
     run = jax.jit(so.mesh.on_mesh(mesh, functools.partial(results, method=method)))
     found = run(jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data"))))
@@ -86,19 +102,28 @@ def test_in_the_global_view(method, x64):
 
 
 @pytest.mark.slow  # contract/test_context.py
-@pytest.mark.parametrize("method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring"))
+@pytest.mark.parametrize(
+    "method", tiered(["ring", "all_to_all", "all_gather"], lambda method: method == "ring")
+)
 def test_in_a_branch_that_one_stage_takes(method, x64):
-    """A pipeline runs blocks in a `cond` on the stage: a collective that waits for all devices would never return."""
+    """A pipeline runs blocks in a `cond` on the stage: a collective that waits for all devices
+    would never return.
+    """
     mesh, batch = mesh_of(pipeline=2, context=4), drawn()
     spec = PartitionSpec("data", "context")
 
     def one_stage(batch):
         run = functools.partial(results, method=method)
-        nothing = lambda batch: jax.tree.map(jnp.zeros_like, jax.eval_shape(run, batch))  # noqa: E731
+
+        def nothing(batch):
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(run, batch))
+
         mine = jax.lax.cond(jax.lax.axis_index("pipeline") == 1, run, nothing, batch)
         return jax.tree.map(lambda x: jax.lax.psum(x, "pipeline"), mine)
 
-    found = jax.jit(jax.shard_map(one_stage, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(batch)
+    found = jax.jit(
+        jax.shard_map(one_stage, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )(batch)
     for a, b in zip(found, on_one_device(batch, True, None), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
 
@@ -111,7 +136,8 @@ def test_in_a_branch_that_one_stage_takes(method, x64):
             (4, {"method": "ring"}),
             (2, {"method": "ring", "causal": False}),
             (2, {"method": "all_to_all"}),
-            (4, {"method": "all_to_all"}),  # two groups of two, whose rings go through splash as well
+            # two groups of two, whose rings go through splash as well
+            (4, {"method": "all_to_all"}),
         ],
         lambda row: "packed" in row[1],
         ids=str,
@@ -138,7 +164,9 @@ def with_sinks(query, key, value, sinks, *, softcap, groups):
 
 
 def gradients(attention):
-    loss = lambda weight, args: jnp.sum(attention(*args) * weight)  # noqa: E731
+    def loss(weight, args):
+        return jnp.sum(attention(*args) * weight)
+
     return jax.value_and_grad(loss, 1)
 
 
@@ -161,7 +189,14 @@ SINK_ROWS = [
     ("sizes", "how", "view"),
     tiered(
         [(*row, view) for row in SINK_ROWS for view in ("global", "per device")],
-        lambda row: row in [(*SINK_ROWS[0], "per device"), (*SINK_ROWS[1], "global"), (*SINK_ROWS[3], "per device")],
+        lambda row: (
+            row
+            in [
+                (*SINK_ROWS[0], "per device"),
+                (*SINK_ROWS[1], "global"),
+                (*SINK_ROWS[3], "per device"),
+            ]
+        ),
         ids=str,
     ),
 )
@@ -172,10 +207,17 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
     shape = {"length": 256, "heads": 4, "groups": 2} if splash else {}
     batch = drawn(**shape, dtype=np.float32 if splash else np.float64)
     heads, groups = (batch[name].shape[2] for name in ("query", "key"))
-    args = 4 * batch["query"], batch["key"], batch["value"], np.linspace(-1, 2, heads).astype(batch["query"].dtype)
+    args = (
+        4 * batch["query"],
+        batch["key"],
+        batch["value"],
+        np.linspace(-1, 2, heads).astype(batch["query"].dtype),
+    )
 
     run = gradients(
-        lambda *qkv_sinks: so.nn.attention(*qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how)
+        lambda *qkv_sinks: so.nn.attention(
+            *qkv_sinks[:3], sinks=qkv_sinks[3], softcap=cap, scale=SCALE, **how
+        )
     )
     spec, whole = PartitionSpec("data", "context"), PartitionSpec()
     specs = spec, spec, spec, whole
@@ -184,13 +226,21 @@ def test_sinks_a_soft_cap_and_a_factor_are_those_of_a_longer_softmax(sizes, how,
 
         def run(weight, args):
             loss, (*d_qkv, d_sinks) = local(weight, args)
-            return jax.lax.psum(loss, ("data", "context")), (*d_qkv, jax.lax.psum(d_sinks, ("data", "context")))
+            return jax.lax.psum(loss, ("data", "context")), (
+                *d_qkv,
+                jax.lax.psum(d_sinks, ("data", "context")),
+            )
 
-        run = jax.shard_map(run, mesh=mesh, in_specs=(spec, specs), out_specs=(whole, specs), check_vma=False)
+        run = jax.shard_map(
+            run, mesh=mesh, in_specs=(spec, specs), out_specs=(whole, specs), check_vma=False
+        )
         with jax.enable_x64(not splash):  # jax's kernel does not run with it
             ours = jax.jit(run)(batch["weight"], args)
     else:
-        place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+
+        def place(x, spec):
+            return jax.device_put(x, NamedSharding(mesh, spec))
+
         with jax.enable_x64(not splash):
             sharded = place(batch["weight"], spec), tuple(map(place, args, specs))
             ours = jax.jit(so.mesh.on_mesh(mesh, run))(*sharded)
@@ -212,48 +262,66 @@ REPEAT = "repeat the heads of keys and values, or take"
             4,
             {"method": "ulysses"},
             ValueError,
-            "unknown method 'ulysses'.\nFix: use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length.",
+            (
+                "unknown method 'ulysses'.\nFix: use 'ring', 'all_to_all', 'all_gather', or None to"
+                " choose by heads and length."
+            ),
         ),
         (
             1,
             {"method": "all_to_all"},
             ValueError,
-            "1 heads of keys and values on each device cannot be exchanged among 4 context devices.\n"
-            f"Fix: use method='ring', {REPEAT} another size of context or tensor.",
+            (
+                "1 heads of keys and values on each device cannot be exchanged among 4 context"
+                f" devices.\nFix: use method='ring', {REPEAT} another size of context or tensor."
+            ),
         ),
         (
             4,
             {"positions": np.zeros((2, 5), int)},
             ValueError,
-            "positions have shape (2, 5), for queries (2, 8, 8, 4).\nFix: give [T] = (8,) or [B, T] = (2, 8).",
+            (
+                "positions have shape (2, 5), for queries (2, 8, 8, 4).\nFix: give [T] = (8,) or"
+                " [B, T] = (2, 8)."
+            ),
         ),
         (4, {"positions": np.zeros(8)}, TypeError, "positions must be integers, got float64."),
         (
             4,
             {"positions": np.arange(8), "implementation": "splash"},
             ValueError,
-            "splash works on rows in natural order, not with positions.\n"
-            "Fix: leave implementation out, or give rows in natural order.",
+            (
+                "splash works on rows in natural order, not with positions.\n"
+                "Fix: leave implementation out, or give rows in natural order."
+            ),
         ),
         (
             4,
             {"method": "ring", "implementation": "cudnn"},
             ValueError,
-            "cudnn works on whole rows, not in hops.\nFix: leave implementation out, or use method='all_to_all'.",
+            (
+                "cudnn works on whole rows, not in hops.\nFix: leave implementation out, or use"
+                " method='all_to_all'."
+            ),
         ),
         (
             4,
             {"method": "all_gather", "implementation": "splash"},
             ValueError,
-            "splash works on whole rows or the blocks of a ring, not by method='all_gather'.\n"
-            "Fix: leave implementation out, or use method='all_to_all' or 'ring'.",
+            (
+                "splash works on whole rows or the blocks of a ring, not by method='all_gather'.\n"
+                "Fix: leave implementation out, or use method='all_to_all' or 'ring'."
+            ),
         ),
         (
             4,
             {"method": "ring", "implementation": "splash"},
             ValueError,
-            "splash takes blocks of a multiple of 128 positions without a window, got 8 positions and window=None.\n"
-            "Fix: leave implementation out, or use method='all_to_all' where context divides the heads.",
+            (
+                "splash takes blocks of a multiple of 128 positions without a window, got 8"
+                " positions and window=None.\nFix: leave implementation out, or use"
+                " method='all_to_all' where context divides the heads."
+            ),
         ),
     ],
 )
@@ -274,7 +342,9 @@ def test_refusals(groups, how, error, message, x64):
 
 def test_a_row_that_context_does_not_divide_is_refused_in_the_global_view():
     mesh, batch = mesh_of(context=4), drawn(length=6, dtype=np.float32)
-    with pytest.raises(ValueError, match=r"6 positions cannot be sharded over mesh axis 'context' \(size 4\)"):
+    with pytest.raises(
+        ValueError, match=r"6 positions cannot be sharded over mesh axis 'context' \(size 4\)"
+    ):
         jax.eval_shape(so.mesh.on_mesh(mesh, results), batch)
 
 
@@ -298,7 +368,9 @@ def test_the_check_of_losses_sees_plain_attention_under_one_name():
         traced = jax.make_jaxpr(so.mesh.on_mesh(mesh, loss))(batch)
     names = [eqn.params["name"] for eqn in traced.eqns if eqn.primitive.name == "jit"]
     assert names == ["shardopt_positions", "shardopt_attention"]
-    assert not {"shard_map", "ppermute", "custom_vjp_call"} & {eqn.primitive.name for eqn in equations(traced.jaxpr)}
+    assert not {"shard_map", "ppermute", "custom_vjp_call"} & {
+        eqn.primitive.name for eqn in equations(traced.jaxpr)
+    }
 
 
 @pytest.mark.parametrize(
@@ -315,6 +387,11 @@ def test_the_check_of_losses_sees_plain_attention_under_one_name():
 def test_the_method_by_default(length, heads, groups, context, how, chosen):
     how = dict(how)
     window = how.pop("window", None)
-    hops = ring.ring_of(("context",), context, length // context, Rule(True, window), natural=True).hops
+    hops = ring.ring_of(
+        ("context",), context, length // context, Rule(True, window), natural=True
+    ).hops
     counts = {"heads": heads, "kv_heads": groups, "itemsize": 2}
-    assert attention.choose_method(length, context, hops, **counts, kernel="implementation" in how) == chosen
+    assert (
+        attention.choose_method(length, context, hops, **counts, kernel="implementation" in how)
+        == chosen
+    )

@@ -1,4 +1,6 @@
-"""Attention over a context axis by the real TPU compiler: hops run beside products, memory is linear in positions."""
+"""Attention over a context axis by the real TPU compiler: hops run beside products, memory is
+linear in positions.
+"""
 
 import re
 
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.slow
 
 
 def compiled(topology, length, *, context=8, **how):
-    """Compile attention of bfloat16 rows of so many positions, 32 heads of queries and 8 of keys, and its gradients."""
+    """Compile attention of bfloat16 rows of so many positions, 32 heads of queries and 8 of keys,
+    and its gradients.
+    """
     devices = topology_devices(topology)
     rows = len(devices) // context
     grid = so.make_mesh(data=rows, tensor=context, devices=devices).devices.reshape(rows, context)
@@ -24,14 +28,21 @@ def compiled(topology, length, *, context=8, **how):
     def loss(args):
         return jnp.sum(so.nn.attention(*args, **how).astype(jnp.float32) ** 2)
 
-    step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
+    step = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False
+    )
     sharding = NamedSharding(mesh, spec)
-    args = [jax.ShapeDtypeStruct((rows, length, heads, 128), jnp.bfloat16, sharding=sharding) for heads in (32, 8, 8)]
+    args = [
+        jax.ShapeDtypeStruct((rows, length, heads, 128), jnp.bfloat16, sharding=sharding)
+        for heads in (32, 8, 8)
+    ]
     return jax.jit(step).lower(args).compile()
 
 
 def between_start_and_done(text):
-    """Return, for each permute in a loop, whether it is of the backward pass, and what of weight stands between its start and done."""
+    """Return, for each permute in a loop, whether it is of the backward pass, and what of weight
+    stands between its start and done.
+    """
     assert "is_scheduled=true" in text[:2000]
     found = []
     for body in re.split(r"\n}\n", text):
@@ -41,7 +52,9 @@ def between_start_and_done(text):
                 at[start[1]] = i
             if done := re.search(r" collective-permute-done\(%?([\w.-]+)", line):
                 inner = lines[at[done[1]] + 1 : i]
-                heavy = sum(bool(re.search(r" (while|custom-call|conditional)\(", one)) for one in inner)
+                heavy = sum(
+                    bool(re.search(r" (while|custom-call|conditional)\(", one)) for one in inner
+                )
                 found += [("transpose(" in line, heavy)] if "while/body" in line else []
     return found
 
@@ -52,7 +65,8 @@ def test_hops_run_beside_products(topology, implementation):
     text = compiled(topology, 32768, method="ring", implementation=implementation).as_text()
     permutes = between_start_and_done(text)
     assert {backward for backward, _ in permutes} == {False, True}
-    # Backwards libtpu 0.0.52 waits for the hop before it begins a loop over tiles, where 0.0.42 does not; nor for the kernel.
+    # Backwards libtpu 0.0.52 waits for the hop before it begins a loop over tiles, where 0.0.42
+    # does not; nor for the kernel.
     tiles_wait = implementation == "xla" and jax.__version_info__ >= (0, 11)
     assert all(heavy for backward, heavy in permutes if not (backward and tiles_wait))
     audit = so.audit(text, mesh={"data": 8 if "v5p" in topology else 2, "context": 8})
@@ -62,5 +76,7 @@ def test_hops_run_beside_products(topology, implementation):
 
 
 def test_memory_is_linear_in_positions():
-    short, long = (compiled("v5p:4x4x4", length, method="ring").memory_analysis() for length in (65536, 262144))
+    short, long = (
+        compiled("v5p:4x4x4", length, method="ring").memory_analysis() for length in (65536, 262144)
+    )
     assert 3 < long.temp_size_in_bytes / short.temp_size_in_bytes < 4.5

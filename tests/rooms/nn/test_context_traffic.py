@@ -1,6 +1,9 @@
-"""What attention over a context axis sends and keeps: the formulas of its docstring, read off compiled programs and traces."""
+"""What attention over a context axis sends and keeps: the formulas of its docstring, read off
+compiled programs and traces.
+"""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +43,9 @@ def formula(method, C, G, hops=None, dtype=4):
             ("all_to_all", 8, 4, {}),
             ("all_to_all", 2, 8, {}),
         ],
-        lambda row: row in [("all_gather", 4, 4, {}), ("all_to_all", 4, 4, {})] or row[3].get("hops") == 2,
+        lambda row: (
+            row in [("all_gather", 4, 4, {}), ("all_to_all", 4, 4, {})] or row[3].get("hops") == 2
+        ),
         ids=str,
     ),
 )
@@ -56,22 +61,28 @@ def test_bytes_on_the_wire(method, C, G, how):
     }
     assert set(found.by_kind()) == kinds[method]
     if method == "ring":
-        assert len(found.collectives) <= 16  # hops are a loop: as many instructions on any number of devices
+        # hops are a loop: as many instructions on any number of devices
+        assert len(found.collectives) <= 16
 
 
 def two_layers(method, C, G, **how):
-    """Return the compiled loss and gradients of a scan over layers: forward and backward are loops of their own, as in models.
+    """Return the compiled loss and gradients of a scan over layers: forward and backward are loops
+    of their own, as in models.
 
-    Of one layer XLA:CPU, which drops barriers, would use in the backward pass what the forward pass had gathered.
-    """
+    Of one layer XLA:CPU, which drops barriers, would use in the backward pass what the forward pass
+    had gathered."""
     layers = [jax.ShapeDtypeStruct((2, B, T, heads, K), np.float32) for heads in (H, G, G)]
 
     def loss(layers):
-        one = lambda total, layer: (total + jnp.sum(so.nn.attention(*layer, method=method, **how) ** 2), None)  # noqa: E731
+        def one(total, layer):
+            return (total + jnp.sum(so.nn.attention(*layer, method=method, **how) ** 2), None)
+
         return jax.lax.scan(one, jnp.float32(0), layers)[0]
 
     spec = PartitionSpec(None, None, "context")
-    step = jax.shard_map(jax.grad(loss), mesh=mesh_of(context=C), in_specs=(spec,), out_specs=spec, check_vma=False)
+    step = jax.shard_map(
+        jax.grad(loss), mesh=mesh_of(context=C), in_specs=(spec,), out_specs=spec, check_vma=False
+    )
     return jax.jit(step).lower(layers).compile()
 
 
@@ -83,11 +94,17 @@ def block(given, x):
 
 
 def on_context(f, *args):
-    """Trace, or run under jit, a function of weights and an x whose positions are split over four devices."""
+    """Trace, or run under jit, a function of weights and an x whose positions are split over four
+    devices.
+    """
     x = PartitionSpec(None, "context")
     weights = PartitionSpec("context")
     return jax.shard_map(
-        f, mesh=mesh_of(context=4), in_specs=(PartitionSpec(), x), out_specs=(x, weights), check_vma=False
+        f,
+        mesh=mesh_of(context=4),
+        in_specs=(PartitionSpec(), x),
+        out_specs=(x, weights),
+        check_vma=False,
     )
 
 
@@ -105,7 +122,9 @@ def passes_at_once(given, x):
 
 @pytest.mark.slow  # remat/test_split_backward.py splits blocks of every kind
 def test_the_backward_pass_can_be_split(x64):
-    """As zero-bubble schedules do: the weight gradient later, of residuals that are this device's alone."""
+    """As zero-bubble schedules do: the weight gradient later, of residuals that are this device's
+    alone.
+    """
     given, x = weights_and_x()
     sizes = []
 
@@ -114,9 +133,15 @@ def test_the_backward_pass_can_be_split(x64):
         y, kept = passes.forward(given, [x])
         (dx,), deferred = passes.backward(given, kept, y)
         sizes.extend(leaf.size for leaf in [*passes.residuals, *passes.deferred])
-        return dx, [w[None] for w in passes.weight(given, [kept[i] for i in passes.weight_residuals], deferred)]
+        return dx, [
+            w[None]
+            for w in passes.weight(given, [kept[i] for i in passes.weight_residuals], deferred)
+        ]
 
-    found, wanted = jax.jit(on_context(split))(given, x), jax.jit(on_context(passes_at_once))(given, x)
+    found, wanted = (
+        jax.jit(on_context(split))(given, x),
+        jax.jit(on_context(passes_at_once))(given, x),
+    )
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-10)
     assert max(sizes) <= B * T // 4 * H * K
@@ -136,7 +161,10 @@ def test_a_ring_that_is_kept_by_name_does_not_run_again():
         return str(jax.make_jaxpr(jax.jit(on_context(f)))(given, x)).count("ppermute[")
 
     policies = jax.checkpoint_policies
-    named, without = permutes(policies.save_only_these_names("attention")), permutes(policies.everything_saveable)
+    named, without = (
+        permutes(policies.save_only_these_names("attention")),
+        permutes(policies.everything_saveable),
+    )
     assert named == without > 0
     assert (
         permutes(policies.nothing_saveable) == without + 4
@@ -149,10 +177,19 @@ def test_replicas_that_train_apart(x64):
     mesh, batch = mesh_of(data=2, context=4), drawn(rows=2)
     one = functools.partial(results, method="ring")
     spec = PartitionSpec(None, "context")
-    step = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"data", "context"}, check_vma=False)
+    step = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={"data", "context"},
+        check_vma=False,
+    )
     stacked = jax.tree.map(lambda leaf: np.stack([leaf, 2 * leaf]), batch)
     found = jax.jit(jax.vmap(step, spmd_axis_name="data"))(stacked)
     for i in range(2):
-        wanted = jax.jit(functools.partial(results, implementation="xla"))(jax.tree.map(lambda leaf: leaf[i], stacked))  # noqa: B023
+        wanted = jax.jit(functools.partial(results, implementation="xla"))(
+            jax.tree.map(operator.itemgetter(i), stacked)
+        )
         for a, b in zip(found, wanted, strict=True):
             np.testing.assert_allclose(a[i], b, atol=1e-9)

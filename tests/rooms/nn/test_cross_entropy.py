@@ -12,7 +12,10 @@ import shardopt as so
 
 B, T, D, V = 2, 24, 8, 512
 DRAW = np.random.default_rng(0)
-X, HEAD = DRAW.normal(size=(B, T, D)).astype(np.float32), DRAW.normal(size=(V, D)).astype(np.float32)
+X, HEAD = (
+    DRAW.normal(size=(B, T, D)).astype(np.float32),
+    DRAW.normal(size=(V, D)).astype(np.float32),
+)
 TARGETS = DRAW.integers(0, V, (B, T))
 WEIGHTS = np.linspace(0, 1, B * T).reshape(B, T).astype(np.float32)
 
@@ -42,7 +45,11 @@ def test_it_is_minus_the_log_probability_of_the_target(chunk):
 
 def test_logits_of_one_chunk_are_held():
     def temporary(chunk):
-        compiled = jax.jit(jax.grad(lambda x, head: mean(x, head, chunk)[0], (0, 1))).lower(X, HEAD).compile()
+        compiled = (
+            jax.jit(jax.grad(lambda x, head: mean(x, head, chunk)[0], (0, 1)))
+            .lower(X, HEAD)
+            .compile()
+        )
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary(None) - temporary(4) > 4 * B * (T - 4) * V
@@ -54,7 +61,9 @@ def test_logits_are_rounded_where_that_is_asked_for(chunk):
     run = functools.partial(so.nn.cross_entropy, chunk=chunk, logits_dtype=jnp.bfloat16)
     found = jax.jit(run)(X, HEAD, TARGETS)
     assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, minus_log_probability(logits.astype(jnp.bfloat16)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        found, minus_log_probability(logits.astype(jnp.bfloat16)), rtol=1e-5, atol=1e-5
+    )
     assert np.abs(found - minus_log_probability(logits)).max() > 1e-3
 
 

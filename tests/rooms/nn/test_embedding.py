@@ -1,4 +1,6 @@
-"""Tables that are sharded by columns: steps, what is sent, which of the two ways is taken, refusals."""
+"""Tables that are sharded by columns: steps, what is sent, which of the two ways is taken,
+refusals.
+"""
 
 import re
 
@@ -35,7 +37,10 @@ RULES = [("^table$", P("tensor", None)), ("w", P(None, "tensor"))]
 
 def params_of(dtype=np.float64):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: 0.5 * rng.normal(size=shape).astype(dtype)  # noqa: E731
+
+    def draw(*shape):
+        return 0.5 * rng.normal(size=shape).astype(dtype)
+
     return {"blocks": {"w": draw(2, DIM, DIM)}, "table": draw(VOCAB, DIM), "shift": draw(DIM)}
 
 
@@ -43,7 +48,10 @@ def batches_of(steps=4, rows=ROWS, dtype=np.float64):
     rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, rows)[:, None, None]
     # few ids, so that devices add to the same rows of the table
     return [
-        {"ids": rng.integers(0, 9, (rows, LENGTH)), "y": (scale * rng.normal(size=(rows, LENGTH, DIM))).astype(dtype)}
+        {
+            "ids": rng.integers(0, 9, (rows, LENGTH)),
+            "y": (scale * rng.normal(size=(rows, LENGTH, DIM))).astype(dtype),
+        }
         for _ in range(steps)
     ]
 
@@ -74,18 +82,27 @@ def test_steps_are_those_of_one_device(sizes, options, mesh_of, x64):
         state, _ = opt.step(state, batch)
     free = {"shift": params["shift"], "blocks": params["blocks"]}
     if "frozen" in options:
-        loss = lambda free, batch: MODEL.loss_fn({**free, "table": params["table"]}, batch)  # noqa: E731
+
+        def loss(free, batch):
+            return MODEL.loss_fn({**free, "table": params["table"]}, batch)
+
         _, final = train(TX, loss, free, batches)
         final = {**final, "table": params["table"]}
     else:
         _, final = train(TX, MODEL.loss_fn, params, batches)
     assert relative_difference(state.params, final) <= 1e-10
-    assert state.params["table"].sharding.spec == P("tensor" if "rules" in options else None, "data")
+    assert state.params["table"].sharding.spec == P(
+        "tensor" if "rules" in options else None, "data"
+    )
 
 
 @pytest.mark.parametrize(
     "options",
-    tiered([{}, {"gather_dtype": jnp.bfloat16}], bool, ids=lambda options: "bfloat16" if options else "float32"),
+    tiered(
+        [{}, {"gather_dtype": jnp.bfloat16}],
+        bool,
+        ids=lambda options: "bfloat16" if options else "float32",
+    ),
 )
 def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
     n, itemsize = 4, 2 if options else 4
@@ -95,7 +112,9 @@ def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
     found = {}
     for count in (few, many):
         batch = batches_of(1, count)[0]
-        found[count] = sent(opt, {"ids": batch["ids"].astype(np.int32), "y": batch["y"].astype(rows)})
+        found[count] = sent(
+            opt, {"ids": batch["ids"].astype(np.int32), "y": batch["y"].astype(rows)}
+        )
     ids = few // n * LENGTH
     gathered, exchanged = exchange_bytes(ids, DIM, devices=n, itemsize=itemsize)
     blocks = 2 * DIM * DIM
@@ -110,7 +129,11 @@ def test_rows_travel_where_they_are_fewer_bytes(options, mesh_of):
         Expected("reduce-scatter", "data", (VOCAB * DIM + blocks + DIM) * 4),
     ]
     found[many].check(gather, min_bytes=16)
-    assert exchanged < VOCAB * DIM * (itemsize + 4) < exchange_bytes(many // n * LENGTH, DIM, devices=n, itemsize=4)[1]
+    assert (
+        exchanged
+        < VOCAB * DIM * (itemsize + 4)
+        < exchange_bytes(many // n * LENGTH, DIM, devices=n, itemsize=4)[1]
+    )
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -132,7 +155,9 @@ def test_gradients_of_a_row_add_up_in_float32(itemsize, mesh_of):
 
 def test_ids_outside_of_the_table(mesh_of):
     for mode in ("fill", "clip"):
-        model = MODEL._replace(embed=lambda o, b, mode=mode: so.nn.embedding(o["table"], b["ids"], mode=mode))
+        model = MODEL._replace(
+            embed=lambda o, b, mode=mode: so.nn.embedding(o["table"], b["ids"], mode=mode)
+        )
         batch = batches_of(1, dtype=np.float32)[0]
         batch["ids"][-1, -1] = VOCAB
         opt = fsdp(mesh_of(data=2), model)
@@ -143,10 +168,14 @@ def test_ids_outside_of_the_table(mesh_of):
 
 
 def test_a_model_that_is_evaluated_may_take_the_table_whole(mesh_of):
-    plain = MODEL._replace(embed=lambda o, b: o["table"][b["ids"]] + o["shift"][None, None, :], tables=())
+    plain = MODEL._replace(
+        embed=lambda o, b: o["table"][b["ids"]] + o["shift"][None, None, :], tables=()
+    )
     params, batch = params_of(np.float32), batches_of(1, dtype=np.float32)[0]
     opt = fsdp(mesh_of(data=2), evaluate_fn=plain)
-    np.testing.assert_allclose(opt.evaluate(opt.init(params), batch)["loss"], plain.loss_fn(params, batch), rtol=1e-5)
+    np.testing.assert_allclose(
+        opt.evaluate(opt.init(params), batch)["loss"], plain.loss_fn(params, batch), rtol=1e-5
+    )
 
 
 def refused(kind, message):
@@ -154,14 +183,17 @@ def refused(kind, message):
 
 
 @pytest.mark.parametrize(
-    "take", [lambda table, ids: jnp.take(table, ids, axis=0), lambda table, ids: table[ids]], ids=["take", "index"]
+    "take",
+    [lambda table, ids: jnp.take(table, ids, axis=0), lambda table, ids: table[ids]],
+    ids=["take", "index"],
 )
 def test_other_uses_of_a_table_are_refused(take, mesh_of):
     model = MODEL._replace(embed=lambda o, b: take(o["table"], b["ids"]))
     opt = fsdp(mesh_of(data=2), model, separable=True)
     message = (
-        "embedding: a table that BlockModel.tables names was used as an array, and it is sharded by columns.\n"
-        "Fix: read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
+        "embedding: a table that BlockModel.tables names was used as an array, and it is sharded by"
+        " columns.\nFix: read it by so.nn.embedding alone, in embed; or take its name out of"
+        " BlockModel.tables."
     )
     with pytest.raises(TypeError, match=re.escape(message)):  # jax adds a line of its own
         opt.step(opt.init(params_of(np.float32)), batches_of(1, dtype=np.float32)[0])
@@ -169,7 +201,8 @@ def test_other_uses_of_a_table_are_refused(take, mesh_of):
 
 def test_names_of_no_table_are_refused(mesh_of):
     message = (
-        "fsdp: BlockModel.tables must name outer parameters [V, D].\n  'tabel'\n  'shift'\nFix: name some of table."
+        "fsdp: BlockModel.tables must name outer parameters [V, D].\n  'tabel'\n  'shift'\nFix:"
+        " name some of table."
     )
     with refused(ValueError, message):
         fsdp(mesh_of(data=2), MODEL._replace(tables=("tabel", "shift"))).specs(params_of())
@@ -187,9 +220,12 @@ def with_atomics(request, monkeypatch):
 
 def test_gradients_of_a_frequent_row_are_added_in_float32(with_atomics):
     table, ids = jnp.zeros((4, 8), jnp.bfloat16), jnp.array([2] * 4096 + [0] * 3)
-    (grad,) = jax.vjp(lambda table: so.nn.embedding(table, ids), table)[1](jnp.ones((4099, 8), jnp.bfloat16))
+    (grad,) = jax.vjp(lambda table: so.nn.embedding(table, ids), table)[1](
+        jnp.ones((4099, 8), jnp.bfloat16)
+    )
     assert grad.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(grad.astype(jnp.float32)[:, 0], [3, 0, 4096, 0])  # bfloat16 has no 257
+    # bfloat16 has no 257
+    np.testing.assert_array_equal(grad.astype(jnp.float32)[:, 0], [3, 0, 4096, 0])
 
 
 @pytest.mark.parametrize("mode", ["fill", "clip"])
@@ -206,7 +242,9 @@ def test_gradients_are_those_of_indexing(with_atomics, mode, dtype, shape):
         return jnp.where(in_table | (mode == "clip"), 1.0, 0.0)[..., None] * table[near]
 
     (expected,) = jax.vjp(by_indexing, jnp.zeros((50, 16)))[1](grad.astype(jnp.float32))
-    (found,) = jax.vjp(lambda table: so.nn.embedding(table, ids, mode=mode), jnp.zeros((50, 16), dtype))[1](grad)
+    (found,) = jax.vjp(
+        lambda table: so.nn.embedding(table, ids, mode=mode), jnp.zeros((50, 16), dtype)
+    )[1](grad)
     assert np.abs(expected).max() > 0 or shape == ()
     np.testing.assert_allclose(found, expected.astype(dtype), rtol=1e-5, atol=1e-5)
 
@@ -215,7 +253,9 @@ def test_gradients_are_those_of_indexing(with_atomics, mode, dtype, shape):
 @pytest.mark.parametrize("ids", [[], [3, 255, 3]], ids=["none", "some"])
 def test_tables_of_any_width_take_ids_of_one_byte(with_atomics, shape, ids):
     ids = jnp.array(ids, jnp.uint8)
-    rows, pullback = jax.vjp(lambda table: so.nn.embedding(table, ids), jnp.ones(shape, jnp.bfloat16))
+    rows, pullback = jax.vjp(
+        lambda table: so.nn.embedding(table, ids), jnp.ones(shape, jnp.bfloat16)
+    )
     (grad,) = pullback(jnp.ones_like(rows))
     counts = np.bincount(np.asarray(ids, int), minlength=300)
     np.testing.assert_array_equal(
@@ -226,7 +266,11 @@ def test_tables_of_any_width_take_ids_of_one_byte(with_atomics, shape, ids):
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize(
     "ids",
-    [np.array([2**31, 2**32 - 1, 7], np.uint32), np.array([-5, 3], np.int8), np.array([-400, -300], np.int16)],
+    [
+        np.array([2**31, 2**32 - 1, 7], np.uint32),
+        np.array([-5, 3], np.int8),
+        np.array([-400, -300], np.int16),
+    ],
     ids=str,
 )
 def test_gradients_go_to_the_rows_that_were_read(with_atomics, mode, ids):
@@ -234,7 +278,9 @@ def test_gradients_go_to_the_rows_that_were_read(with_atomics, mode, ids):
     rows, pullback = jax.vjp(lambda table: so.nn.embedding(table, ids, mode=mode), table)
     (grad,) = pullback(jnp.ones_like(rows))
     high, low = np.asarray(rows, float)[~np.isnan(rows).any(axis=1)].T.astype(int)
-    np.testing.assert_array_equal(grad[:, 0].astype(float), np.bincount(16 * high + low, minlength=300))
+    np.testing.assert_array_equal(
+        grad[:, 0].astype(float), np.bincount(16 * high + low, minlength=300)
+    )
 
 
 def test_gradients_of_rows_that_were_not_read_are_dropped_if_they_are_nan(with_atomics):
@@ -257,7 +303,9 @@ def test_gradients_are_summed_over_devices_where_jax_tracks_what_varies(with_ato
     ids = jnp.array([0, 1, 1, 2, 0, 1, 2, 0])
     gradient = jax.grad(lambda table, ids: jnp.sum(so.nn.embedding(table, ids).astype(jnp.float32)))
     mapped = jax.shard_map(gradient, mesh=mesh_of(data=4), in_specs=(P(), P("data")), out_specs=P())
-    np.testing.assert_array_equal(mapped(jnp.ones((4, 2), jnp.bfloat16), ids)[:, 0].astype(float), [3, 3, 2, 0])
+    np.testing.assert_array_equal(
+        mapped(jnp.ones((4, 2), jnp.bfloat16), ids)[:, 0].astype(float), [3, 3, 2, 0]
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"data": 4}, {"data": 2, "tensor": 2}], ids=str)

@@ -1,4 +1,6 @@
-"""Products of experts in 8 bits: their numbers by numpy, the same by kernels, and on any number of devices."""
+"""Products of experts in 8 bits: their numbers by numpy, the same by kernels, and on any number of
+devices.
+"""
 
 import dataclasses
 import functools
@@ -44,18 +46,25 @@ def draw(*shapes, dtype=np.float64):
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_numbers_are_those_of_the_formula(precision, x64):
     x, w, g = draw((M, K), (4, K, N), (M, N))
-    product = lambda x, w: expert_products(x, [w], jnp.asarray(SIZES), precision, LOCAL)[0]  # noqa: E731
+
+    def product(x, w):
+        return expert_products(x, [w], jnp.asarray(SIZES), precision, LOCAL)[0]
+
     y, pull = jax.vjp(product, x, w)
-    assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))  # jax.checkpoint cannot keep it
+    # jax.checkpoint cannot keep it
+    assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
     dx, dw = pull(jnp.asarray(g))
-    own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    own = (
+        (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    )
     (qx, sx), (qw, sw) = rounded(x, 1, own[0]), rounded(w, 1, own[0])
     rows, has_expert = EXPERT_OF_ROW, np.arange(M) < len(EXPERT_OF_ROW)
     expected = np.zeros((M, N))
     expected[has_expert] = np.einsum("mk,mkn->mn", (qx * sx)[has_expert], (qw * sw)[rows])
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
     expected = np.zeros((M, K))
-    qg, sg = rounded(g[has_expert] * sw[rows, 0], 1, own[1])  # the scales of channels are in the gradient before
+    # the scales of channels are in the gradient before
+    qg, sg = rounded(g[has_expert] * sw[rows, 0], 1, own[1])
     expected[has_expert] = np.einsum("mn,mkn->mk", qg * sg, qw[rows])
     np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
     expected = [x[has_expert][rows == e].T @ g[has_expert][rows == e] for e in range(4)]
@@ -76,9 +85,14 @@ def test_rows_of_no_expert_give_zero_whatever_they_are():
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_what_is_not_finite_stays_so(precision):
     x, w = draw((64, 256), (2, 256, 8), dtype=np.float32)
-    product = lambda x, w: np.isfinite(expert_products(x, [w], jnp.asarray([40, 24]), precision, LOCAL)[0])  # noqa: E731
+
+    def product(x, w):
+        return np.isfinite(expert_products(x, [w], jnp.asarray([40, 24]), precision, LOCAL)[0])
+
     for broken in (np.nan, np.inf):
-        assert np.argwhere(~product(jnp.asarray(x).at[50, 3].set(broken), w)).tolist() == [[50, n] for n in range(8)]
+        assert np.argwhere(~product(jnp.asarray(x).at[50, 3].set(broken), w)).tolist() == [
+            [50, n] for n in range(8)
+        ]
         found = np.argwhere(~product(x, jnp.asarray(w).at[1, 3, 5].set(broken)))
         assert found.tolist() == [[row, 5] for row in range(40, 64)]
 
@@ -97,7 +111,9 @@ KERNEL_SIZES = ([300, 0, 212, 88], [0, 0, 0, 0], [700, 0, 0, 0], [1, 2, 3, 650])
 def test_kernels_compute_the_same_numbers(precision, sizes, dim, monkeypatch):
     x, w, g = draw((700, 256), (4, 256, 128), (700, 128), dtype=np.float32)
     x = np.round(x * 64) / 64  # far from the halves between two numbers of 8 bits
-    product = lambda x, w: expert_products(x, [w], jnp.asarray(sizes), precision, LOCAL)[0]  # noqa: E731
+
+    def product(x, w):
+        return expert_products(x, [w], jnp.asarray(sizes), precision, LOCAL)[0]
 
     def traced(w):
         def run(x, w, g):
@@ -122,7 +138,8 @@ def test_kernels_compute_the_same_numbers(precision, sizes, dim, monkeypatch):
     y, dx, dw = by_kernels.lower().compile()(x, given, g)
     dw = given.form.weight(dw.zeros[0]) if dim is not None else dw
     for a, b in zip((y, dx, dw), expected, strict=True):
-        assert relative_difference(a, b) < 1e-3 or not np.any(b)  # a number may go the other way; a step is 1e-2
+        # a number may go the other way; a step is 1e-2
+        assert relative_difference(a, b) < 1e-3 or not np.any(b)
     assert not np.any(y[sum(sizes) :])
 
 
@@ -134,7 +151,9 @@ def test_every_row_is_visited_once(by_expert):
         experts, tile, free = rng.integers(1, 9), 2 ** rng.integers(2, 6), rng.integers(0, 40)
         sizes = rng.integers(0, 60, experts) * rng.integers(0, 2, experts)
         num_rows = int(sizes.sum() + free) or 1
-        visits = jax.device_get(Visits.of(jnp.asarray(sizes), num_rows, int(tile), by_expert=by_expert))
+        visits = jax.device_get(
+            Visits.of(jnp.asarray(sizes), num_rows, int(tile), by_expert=by_expert)
+        )
         seen = [
             (row, expert)
             for at, expert, first, end in zip(*visits, strict=True)
@@ -151,8 +170,12 @@ def test_every_row_is_visited_once(by_expert):
 @pytest.mark.parametrize("rounding", [Rounding("fp8", experts=True), Rounding("int8")])
 def test_a_weight_that_is_rounded_for_another_product_is_refused(rounding):
     form = form_of((4, 128, 128), 0 if not rounding.experts else 1, rounding)
-    weight = RoundedWeight.of(jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form)
-    message = re.escape("describe it as so.nn.Rounding('int8', experts=True) in BlockModel.rounded, or take it out.")
+    weight = RoundedWeight.of(
+        jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form
+    )
+    message = re.escape(
+        "describe it as so.nn.Rounding('int8', experts=True) in BlockModel.rounded, or take it out."
+    )
     with pytest.raises(ValueError, match=message):
         expert_products(jnp.zeros((8, 128)), [weight], jnp.zeros(4, jnp.int32), "int8", LOCAL)
 
@@ -160,25 +183,41 @@ def test_a_weight_that_is_rounded_for_another_product_is_refused(rounding):
 @pytest.mark.fast
 def test_weights_of_experts_are_refused_where_they_cannot_be():
     form = form_of((4, 128, 128), 1, Rounding("int8", experts=True))
-    weight = RoundedWeight.of(jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form)
+    weight = RoundedWeight.of(
+        jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form
+    )
     with pytest.raises(ValueError, match="is used in 'bte,edf->btdf'"):
         so.nn.quantized_einsum("bte,edf->btdf", jnp.zeros((2, 8, 4)), weight, precision="int8")
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weight)
-    with pytest.raises(TypeError, match=r"^mixture_of_experts: the arrays within a weight .* were cast"):
+    with pytest.raises(
+        TypeError, match=r"^mixture_of_experts: the arrays within a weight .* were cast"
+    ):
         expert_products(jnp.zeros((8, 128)), [cast], jnp.zeros(4, jnp.int32), "int8", LOCAL)
 
 
 CONFIG = moe.MoEConfig(
-    vocab_size=32, dim=16, num_layers=2, num_heads=4, num_experts=4, hidden=8, shared_hidden=4, precision="int8"
+    vocab_size=32,
+    dim=16,
+    num_layers=2,
+    num_heads=4,
+    num_experts=4,
+    hidden=8,
+    shared_hidden=4,
+    precision="int8",
 )
 
 
 @pytest.mark.parametrize("sizes", [{"expert": 2, "data": 2}, {"data": 2, "tensor": 2}], ids=str)
 def test_many_devices_round_as_one(sizes, mesh_of, x64):
     config = dataclasses.replace(CONFIG, param_dtype=jnp.float64)
-    tokens, leaves = np.random.default_rng(1).integers(0, 32, (4, 9)).astype(np.int32), {"frozen": moe.frozen}
+    tokens, leaves = (
+        np.random.default_rng(1).integers(0, 32, (4, 9)).astype(np.int32),
+        {"frozen": moe.frozen},
+    )
     tx, found = optax.sgd(0.3, momentum=0.9), []
-    one = so.ddp(tx, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **leaves)
+    one = so.ddp(
+        tx, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **leaves
+    )
     leaves |= {"rules": moe.rules} if "tensor" in sizes else {"expert_leaves": moe.expert_leaves}
     many = so.fsdp(tx, mesh_of(**sizes), moe.model(config), min_shard_elements=8, **leaves)
     for opt in (many, one):
@@ -190,7 +229,8 @@ def test_many_devices_round_as_one(sizes, mesh_of, x64):
     np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-10)
     if "expert" in sizes:
         text = many.step.lower(state, {"tokens": tokens}).compile().as_text()
-        assert len(re.findall(r"= \(?s8\[\S* all-gather\(", text)) >= 3  # gate, up and down of the experts here
+        # gate, up and down of the experts here
+        assert len(re.findall(r"= \(?s8\[\S* all-gather\(", text)) >= 3
 
 
 @pytest.mark.slow
@@ -209,11 +249,17 @@ def test_on_tpu_experts_multiply_in_eight_bits(topology):
     )
     params = jax.eval_shape(functools.partial(moe.init, config), jax.random.key(0))
     batch = {"tokens": jax.ShapeDtypeStruct((8, 257), jnp.int32)}
-    strategy = lambda mesh: so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), frozen=moe.frozen)  # noqa: E731
+
+    def strategy(mesh):
+        return so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), frozen=moe.frozen)
+
     text = so.aot(strategy, params, batch, topology=topology).text
-    kernels = re.findall(r"%(\w+8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text)
+    kernels = re.findall(
+        r"%(\w+8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text
+    )
     assert {name: kernels.count(name) for name in set(kernels)} == {
-        f"{precision}_expert_product": 8,  # three products, the first two of them twice, and three gradients of rows
+        # three products, the first two of them twice, and three gradients of rows
+        f"{precision}_expert_product": 8,
         "round_by_expert": 6,  # rows twice, hidden units, and three gradients
         "gradient_of_experts": 3,
     }

@@ -1,4 +1,7 @@
-"""Attention's kernels in bfloat16 against plain attention of jax and of float64; races between the cores of a device."""
+"""Attention's kernels in bfloat16 against plain attention of jax and of float64.
+
+Races between the cores of a device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,12 @@ def exact(query, key, value, d_out):
     """Return attention and its gradients in float64, head by head."""
     query, key, value, d_out = (np.asarray(x, np.float64)[0] for x in (query, key, value, d_out))
     T, H, K = query.shape
-    out, dq, dk, dv = np.zeros_like(query), np.zeros_like(query), np.zeros_like(key), np.zeros_like(value)
+    out, dq, dk, dv = (
+        np.zeros_like(query),
+        np.zeros_like(query),
+        np.zeros_like(key),
+        np.zeros_like(value),
+    )
     for h in range(H):
         scores = query[:, h] @ key[:, 0].T * K**-0.5
         scores[np.triu_indices(T, 1)] = -np.inf
@@ -33,7 +41,9 @@ def exact(query, key, value, d_out):
         weights /= weights.sum(axis=1, keepdims=True)
         out[:, h] = weights @ value[:, 0]
         d_weights = d_out[:, h] @ value[:, 0].T
-        d_scores = weights * (d_weights - (d_weights * weights).sum(axis=1, keepdims=True)) * K**-0.5
+        d_scores = (
+            weights * (d_weights - (d_weights * weights).sum(axis=1, keepdims=True)) * K**-0.5
+        )
         dq[:, h] = d_scores @ key[:, 0]
         dk[:, 0] += d_scores.T @ query[:, h]
         dv[:, 0] += weights.T @ d_out[:, h]
@@ -57,7 +67,9 @@ def relative_error(values, expected):
 
 
 def of_scaled_queries(query, key, value):
-    """Return jax's attention of queries that are scaled and rounded before their product, as all kernels for TPU want."""
+    """Return jax's attention of queries that are scaled and rounded before their product, as all
+    kernels for TPU want.
+    """
     scaled = query * jnp.asarray(query.shape[-1] ** -0.5, query.dtype)
     return jax.nn.dot_product_attention(scaled, key, value, scale=1.0, is_causal=True)
 
@@ -72,10 +84,13 @@ def test_kernels_in_bfloat16_are_as_exact_as_jax(length, width):
     expected = exact(*args)
     ours = computed(lambda *qkv: splash.splash_attention(*qkv, None, None, CAUSAL), *args)
     jaxs = computed(of_scaled_queries, *args)
-    for name, values, other, wanted in zip(("out", "dq", "dk", "dv"), ours, jaxs, expected, strict=True):
+    for name, values, other, wanted in zip(
+        ("out", "dq", "dk", "dv"), ours, jaxs, expected, strict=True
+    ):
         error, other_error = relative_error(values, wanted), relative_error(other, wanted)
         assert error < 0.01, (name, error)
-        assert error < 1.6 * other_error, (name, error, other_error)  # since 0.12, XLA keeps d_scores in float32: 1.5
+        # since 0.12, XLA keeps d_scores in float32: 1.5
+        assert error < 1.6 * other_error, (name, error, other_error)
 
 
 def backward_operands(length, segments=None, key_segments=None):
@@ -83,21 +98,31 @@ def backward_operands(length, segments=None, key_segments=None):
     query, key, value, d_out = (jnp.swapaxes(x, 1, 2) for x in operands(length, 128, jnp.float32))
     logsumexp = jnp.full(query.shape[:-1], 5.0)
     marks = [Marks(None, ids) for ids in (segments, key_segments)]
-    return Queries(query * 0.05, d_out, logsumexp, logsumexp * 0.1, marks[0]), Keys(key, value, marks[1])
+    return Queries(query * 0.05, d_out, logsumexp, logsumexp * 0.1, marks[0]), Keys(
+        key, value, marks[1]
+    )
 
 
 @pytest.mark.fast
 def test_a_query_that_sees_no_key_adds_nothing():
-    """In a block of a ring a query may see no key. Its logarithm is of the keys of other blocks, and finite."""
+    """In a block of a ring a query may see no key.
+
+    Its logarithm is of the keys of other blocks, and finite.
+    """
     ids = jnp.asarray([[7] * 100 + [1] * 156], jnp.int32)
     queries, keys = backward_operands(256, ids, jnp.ones((1, 256), jnp.int32))
     dq, dk, dv = splash_backward.gradients(queries, keys, CAUSAL, dtype=jnp.float32)
     assert not np.asarray(dq[:, :, :100]).any()
     assert np.asarray(dq[:, :, 100:]).all()
-    blind = lambda x: x.at[:, :, :100].set(1e4)  # noqa: E731
+
+    def blind(x):
+        return x.at[:, :, :100].set(1e4)
+
     others = queries._replace(query=blind(queries.query), d_out=blind(queries.d_out))
     for first, second in zip(
-        (dk, dv), splash_backward.gradients(others, keys, CAUSAL, dtype=jnp.float32)[1:], strict=True
+        (dk, dv),
+        splash_backward.gradients(others, keys, CAUSAL, dtype=jnp.float32)[1:],
+        strict=True,
     ):
         assert np.isfinite(first).all()
         np.testing.assert_array_equal(first, second)
@@ -119,7 +144,9 @@ def races(monkeypatch):
 
 def run_backward(groups, heads=4):
     """Return the gradients of some heads of queries, of which up to four share a step."""
-    query, key, value, d_out = (jnp.swapaxes(x, 1, 2) for x in operands(256, 128, jnp.float32, heads=heads))
+    query, key, value, d_out = (
+        jnp.swapaxes(x, 1, 2) for x in operands(256, 128, jnp.float32, heads=heads)
+    )
     number, marks = jnp.full((1, heads, 256), 5.0), Marks(None, None)
     keys = Keys(*(jnp.concatenate([x] * groups, axis=1) for x in (key, value)), marks)
     return splash_backward.gradients(
@@ -143,7 +170,9 @@ def test_a_race_is_noticed(races, monkeypatch):
     params = pltpu.CompilerParams
     shared = ("parallel", "parallel", "parallel", "arbitrary")
     monkeypatch.setattr(
-        pltpu, "CompilerParams", lambda **options: params(**(options | {"dimension_semantics": shared}))
+        pltpu,
+        "CompilerParams",
+        lambda **options: params(**(options | {"dimension_semantics": shared})),
     )
     message = ""
     try:

@@ -1,4 +1,6 @@
-"""`so.nn.quantized_einsum`: its numbers by numpy, what it refuses, and that many devices quantise as one."""
+"""`so.nn.quantized_einsum`: its numbers by numpy, what it refuses, and that many devices quantise
+as one.
+"""
 
 import functools
 import itertools
@@ -45,18 +47,29 @@ def rounded(a, axes, dtype):
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_numbers_are_those_of_the_formula(precision, x64):
     rng = np.random.default_rng(0)
-    x, w, g = rng.normal(size=(2, 5, 16)), rng.normal(size=(16, 2, 3)), rng.normal(size=(2, 2, 5, 3))
+    x, w, g = (
+        rng.normal(size=(2, 5, 16)),
+        rng.normal(size=(16, 2, 3)),
+        rng.normal(size=(2, 2, 5, 3)),
+    )
     x[0, 1] = 0
-    y, pull = jax.vjp(lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w)
-    assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))  # jax.checkpoint cannot keep it
+    y, pull = jax.vjp(
+        lambda x, w: so.nn.quantized_einsum(SUBSCRIPTS, x, w, precision=precision), x, w
+    )
+    # jax.checkpoint cannot keep it
+    assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
     dx, dw = pull(jnp.asarray(g))
-    own = (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    own = (
+        (np.int8,) * 2 if precision == "int8" else (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+    )
     qx, qw = rounded(x, (2,), own[0]), rounded(w, (0,), own[0])
     expected = np.einsum(SUBSCRIPTS, qx, qw)
     np.testing.assert_allclose(y, expected, rtol=1e-12, atol=1e-12)
     # the scales of the weight, and of x, are in the gradient before it is rounded
     weight_scale = (np.abs(w).max(0) / MAX[own[0]])[:, None, None]
-    expected = np.einsum("cbtf,dcf->btd", rounded(g * weight_scale, (0, 3), own[1]), qw / weight_scale[:, 0, 0])
+    expected = np.einsum(
+        "cbtf,dcf->btd", rounded(g * weight_scale, (0, 3), own[1]), qw / weight_scale[:, 0, 0]
+    )
     np.testing.assert_allclose(dx, expected, rtol=1e-12, atol=1e-12)
     x_scale = np.abs(x).max(2, keepdims=True) / MAX[own[0]]
     numbers = np.divide(qx, x_scale, out=np.zeros_like(qx), where=x_scale != 0)
@@ -70,12 +83,19 @@ def test_numbers_are_those_of_the_formula(precision, x64):
 @pytest.mark.fast
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_what_is_not_finite_stays_so(precision):
-    x = jnp.ones((64, 256)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)  # large: XLA:CPU drops NaN in such maxima
+    # large: XLA:CPU drops NaN in such maxima
+    x = jnp.ones((64, 256)).at[1, 2].set(jnp.nan).at[2, 0].set(jnp.inf)
     w = jnp.ones((256, 2))
-    product = lambda x, w: so.nn.quantized_einsum("td,df->tf", x, w, precision=precision)  # noqa: E731
+
+    def product(x, w):
+        return so.nn.quantized_einsum("td,df->tf", x, w, precision=precision)
+
     assert np.argwhere(~np.isfinite(product(x, w))).tolist() == [[1, 0], [1, 1], [2, 0], [2, 1]]
     for broken in (jnp.nan, jnp.inf):
-        assert np.isfinite(product(jnp.ones((64, 256)), w.at[7, 1].set(broken))).tolist() == [[True, False]] * 64
+        assert (
+            np.isfinite(product(jnp.ones((64, 256)), w.at[7, 1].set(broken))).tolist()
+            == [[True, False]] * 64
+        )
         given = rounded_weight(w.at[7, 1].set(broken), 0, Rounding(precision))
         assert np.isfinite(product(jnp.ones((64, 256)), given)).tolist() == [[True, False]] * 64
 
@@ -90,7 +110,10 @@ def test_a_single_dim_of_tokens_keeps_the_gradient_of_the_weight(x64):
 
 
 def kernels_of(monkeypatch, precision="int8"):
-    """Let `quantized_einsum` use its kernels for TPU; they run interpreted, since jax's devices are not TPUs."""
+    """Let `quantized_einsum` use its kernels for TPU.
+
+    They run interpreted, since jax's devices are not TPUs.
+    """
     kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
     monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: kind)
 
@@ -104,12 +127,27 @@ def rounded_weight(w, dim, rounding):
 
 
 PRODUCTS = {
-    "two parts, by channel": ("btd,dcf->cbtf", ((2, 256, 128), (128, 2, 128)), 2, Rounding("int8", parts=2)),
+    "two parts, by channel": (
+        "btd,dcf->cbtf",
+        ((2, 256, 128), (128, 2, 128)),
+        2,
+        Rounding("int8", parts=2),
+    ),
     "two parts": ("btd,dcf->cbtf", ((1, 128, 256), (256, 2, 128)), 0, Rounding("int8", parts=2)),
     "heads": ("btd,dhk->bthk", ((2, 128, 128), (128, 2, 128)), 0, Rounding("int8")),
     "narrow heads": ("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64)), 0, Rounding("int8")),
-    "of heads, by channel": ("bthk,hkd->btd", ((1, 256, 2, 128), (2, 128, 256)), 2, Rounding("int8", summed=2)),
-    "wide heads, by summed": ("bthk,hkd->btd", ((1, 128, 2, 256), (2, 256, 128)), 0, Rounding("int8", summed=2)),
+    "of heads, by channel": (
+        "bthk,hkd->btd",
+        ((1, 256, 2, 128), (2, 128, 256)),
+        2,
+        Rounding("int8", summed=2),
+    ),
+    "wide heads, by summed": (
+        "bthk,hkd->btd",
+        ((1, 128, 2, 256), (2, 256, 128)),
+        0,
+        Rounding("int8", summed=2),
+    ),
 }
 
 
@@ -129,7 +167,10 @@ def test_kernels_compute_the_same_numbers(precision, name, is_rounded, monkeypat
     rounding = rounding._replace(precision=precision)
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32).at[:, 1].set(0) for shape in shapes)
-    product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision=precision)  # noqa: E731
+
+    def product(x, w):
+        return so.nn.quantized_einsum(subscripts, x, w, precision=precision)
+
     g = jnp.asarray(rng.normal(size=jax.eval_shape(product, x, w).shape), jnp.float32)
 
     def traced(w):
@@ -155,7 +196,8 @@ def test_kernels_compute_the_same_numbers(precision, name, is_rounded, monkeypat
 
 @pytest.mark.parametrize(
     ("precision", "is_rounded"),
-    tiered(itertools.product(PRECISIONS, [False, True]), lambda row: row[1]),  # the weights' forms differ alone
+    # the weights' forms differ alone
+    tiered(itertools.product(PRECISIONS, [False, True]), lambda row: row[1]),
 )
 def test_kernels_compute_the_activation_of_an_mlp(precision, is_rounded, monkeypatch):
     rng = np.random.default_rng(0)
@@ -165,7 +207,9 @@ def test_kernels_compute_the_activation_of_an_mlp(precision, is_rounded, monkeyp
 
     def by_products(x, up, down):
         gate, hidden = so.nn.quantized_einsum(SUBSCRIPTS, x, up, precision=precision)
-        return so.nn.quantized_einsum("btf,fd->btd", jax.nn.silu(gate) * hidden, down, precision=precision)
+        return so.nn.quantized_einsum(
+            "btf,fd->btd", jax.nn.silu(gate) * hidden, down, precision=precision
+        )
 
     def run(function, *operands):
         y, pull = jax.vjp(function, *operands)
@@ -178,7 +222,10 @@ def test_kernels_compute_the_activation_of_an_mlp(precision, is_rounded, monkeyp
     kernels_of(monkeypatch, precision)
     weights = [up, down]
     if is_rounded:
-        weights = [rounded_weight(up, 2, Rounding(precision, parts=2)), rounded_weight(down, 0, Rounding(precision))]
+        weights = [
+            rounded_weight(up, 2, Rounding(precision, parts=2)),
+            rounded_weight(down, 0, Rounding(precision)),
+        ]
     y, dx, *weight_gradients = jax.jit(functools.partial(run, mlp))(x, *weights)
     if is_rounded:
         weight_gradients = [grad.form.weight(joined(grad.zeros)) for grad in weight_gradients]
@@ -193,7 +240,9 @@ def test_a_kernel_norms_and_rounds_the_same_numbers(dtype):
     x = x.at[1, 3].set(0)
     normed, found = rms_norm(x, scale, 1e-5), kernels.norm_and_round(x, scale, 1e-5, jnp.int8)
     expected = kernels.round_rows([normed[:, None]], jnp.int8)
-    np.testing.assert_allclose(found.scale, expected.scale, rtol=1e-6 if dtype == jnp.float32 else 2**-8)
+    np.testing.assert_allclose(
+        found.scale, expected.scale, rtol=1e-6 if dtype == jnp.float32 else 2**-8
+    )
     steps = np.abs(found.numbers.astype(int) - expected.numbers.astype(int))
     assert steps.max() <= 1
     assert np.count_nonzero(steps) < 1e-3 * steps.size
@@ -205,7 +254,10 @@ def test_a_norm_within_the_kernel_has_the_gradient_of_the_norm(monkeypatch):
     rng = np.random.default_rng(0)
     shapes = (2, 256, 128), (128,), (128, 2, 128), (128, 2, 128), (128, 128)
     operands = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    cotangents = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, 256, 2, 128), (2, 256, 128)))
+    cotangents = tuple(
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, 256, 2, 128), (2, 256, 128))
+    )
 
     def run(is_normed, x, scale, q, up, down):
         normed = rms_norm(x, scale, 1e-5)
@@ -218,7 +270,10 @@ def test_a_norm_within_the_kernel_has_the_gradient_of_the_norm(monkeypatch):
         return *out, *pull(cotangents)
 
     kernels_of(monkeypatch)
-    plain, jaxpr = jax.jit(gradients, static_argnums=0)(False), jax.make_jaxpr(gradients, static_argnums=0)(True)
+    plain, jaxpr = (
+        jax.jit(gradients, static_argnums=0)(False),
+        jax.make_jaxpr(gradients, static_argnums=0)(True),
+    )
     assert "norm_and_round" in str(jaxpr)
     for a, b in zip(jax.jit(gradients, static_argnums=0)(True), plain, strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
@@ -230,7 +285,10 @@ def test_what_is_added_is_rounded_to_its_own_dtype(dtype, monkeypatch):
     kernels_of(monkeypatch)
     rng = np.random.default_rng(0)
     x, w, added = (jnp.asarray(rng.normal(size=(1, 128, 128)), jnp.bfloat16) for _ in range(3))
-    run = lambda added: so.nn.quantized_einsum("btd,df->btf", x, w[0], precision="int8", added=added)  # noqa: E731
+
+    def run(added):
+        return so.nn.quantized_einsum("btd,df->btf", x, w[0], precision="int8", added=added)
+
     found, pull = jax.vjp(run, added.astype(dtype))
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, run(None) + added.astype(dtype))
@@ -241,7 +299,16 @@ def test_what_is_added_is_rounded_to_its_own_dtype(dtype, monkeypatch):
 def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
     """The last product of a branch adds it, and so does the gradient of a norm."""
     config = DecoderConfig(
-        32, 128, 1, 1, hidden=256, activation="silu", gated=True, norm="rms", precision="int8", fused=fused
+        32,
+        128,
+        1,
+        1,
+        hidden=256,
+        activation="silu",
+        gated=True,
+        norm="rms",
+        precision="int8",
+        fused=fused,
     )
     rng = np.random.default_rng(0)
     weights = jax.tree.map(
@@ -252,7 +319,9 @@ def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
     x, grad = (jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32) for _ in range(2))
 
     def results(weights, x):
-        run = lambda weights, x: decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x  # noqa: E731
+        def run(weights, x):
+            return decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x
+
         out, pull = jax.vjp(run, weights, x)
         return out, *pull(grad)
 
@@ -268,9 +337,12 @@ def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
     ]
     assert len(sums) == 2  # the zeros of two norms
     for a, b in zip(
-        jax.tree.leaves(jax.jit(lambda *args: results(*args))(weights, x)), jax.tree.leaves(plain), strict=True
+        jax.tree.leaves(jax.jit(lambda *args: results(*args))(weights, x)),
+        jax.tree.leaves(plain),
+        strict=True,
     ):
-        assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)  # a number at a rounding boundary moves by one step
+        # a number at a rounding boundary moves by one step
+        assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
 
 
 @pytest.mark.fast
@@ -279,7 +351,10 @@ def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
 
     def uses_kernels(subscripts, *shapes, precision: Precision = "int8"):
         operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-        product = lambda x, w: so.nn.quantized_einsum(subscripts, x, w, precision=precision)  # noqa: E731
+
+        def product(x, w):
+            return so.nn.quantized_einsum(subscripts, x, w, precision=precision)
+
         return "int8_forward" in str(jax.make_jaxpr(product)(*operands))
 
     assert uses_kernels("btd,df->btf", (2, 128, 256), (256, 384))
@@ -296,7 +371,10 @@ def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
 def test_without_a_precision_it_is_einsum():
     x, w = jnp.ones((2, 3, 4), jnp.bfloat16), jnp.ones((4, 5), jnp.bfloat16)
     plain = str(jax.make_jaxpr(lambda x, w: jnp.einsum("btd,df->btf", x, w))(x, w))
-    given = lambda x, w: so.nn.quantized_einsum("btd,df->btf", x, w, precision=None)  # noqa: E731
+
+    def given(x, w):
+        return so.nn.quantized_einsum("btd,df->btf", x, w, precision=None)
+
     assert str(jax.make_jaxpr(given)(x, w)) == plain
 
 
@@ -305,18 +383,34 @@ def test_what_is_refused():
     x = jnp.ones((2, 3))
     for subscripts in ("td,dt->t", "td,df", "td,ef->tdef", "td,df->t", "td->dt", "t.,.f->tf"):
         message = (
-            f"quantized_einsum: subscripts {subscripts!r} are not a sum over the dims that two operands share.\n"
-            "Fix: write them like 'btd,dhk->bthk'; for others use jnp.einsum."
+            f"quantized_einsum: subscripts {subscripts!r} are not a sum over the dims that two"
+            " operands share.\nFix: write them like 'btd,dhk->bthk'; for others use jnp.einsum."
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             so.nn.quantized_einsum(subscripts, x, x, precision="int8")
-    with pytest.raises(ValueError, match=r"^quantized_einsum: `added` has shape \(5, 3\), and the product \(3, 5\)\."):
-        so.nn.quantized_einsum("td,df->tf", np.ones((3, 4)), np.ones((4, 5)), precision=None, added=np.ones((5, 3)))
-    for wrong in (np.ones((2, 3, 4), np.float32), np.ones((3, 4), np.complex64), np.ones((3, 4), int)):
+    with pytest.raises(
+        ValueError,
+        match=r"^quantized_einsum: `added` has shape \(5, 3\), and the product \(3, 5\)\.",
+    ):
+        so.nn.quantized_einsum(
+            "td,df->tf", np.ones((3, 4)), np.ones((4, 5)), precision=None, added=np.ones((5, 3))
+        )
+    for wrong in (
+        np.ones((2, 3, 4), np.float32),
+        np.ones((3, 4), np.complex64),
+        np.ones((3, 4), int),
+    ):
         message = re.escape(f"an operand of 'td,df->tf' is {wrong.dtype}{list(wrong.shape)}.")
-        with pytest.raises(ValueError, match=rf"{message}\nFix: give it a floating dtype, and the 2 dims of 'td'\."):
-            so.nn.quantized_einsum("td,df->tf", wrong, np.ones((4, 5), np.float32), precision="int8")
-    message = "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the dtype."
+        with pytest.raises(
+            ValueError, match=rf"{message}\nFix: give it a floating dtype, and the 2 dims of 'td'\."
+        ):
+            so.nn.quantized_einsum(
+                "td,df->tf", wrong, np.ones((4, 5), np.float32), precision="int8"
+            )
+    message = (
+        "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the"
+        " dtype."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         check_precision("GPTConfig", "int4")
 
@@ -324,20 +418,41 @@ def test_what_is_refused():
 @pytest.mark.fast
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
 def test_the_gradient_of_a_product_is_not_differentiated(precision):
-    """jax would differentiate roundings and scales, and the weight would have a wrong gradient, or none."""
+    """jax would differentiate roundings and scales, and the weight would have a wrong gradient, or
+    none.
+    """
     x, w, router = jnp.ones((1, 4, 8)), jnp.ones((2, 8, 8)), jnp.ones((8, 2))
-    experts = lambda w, x: so.nn.mixture_of_experts({"up": w, "down": w}, x, router, top_k=1, precision=precision)[0]  # noqa: E731
-    product = lambda w, x: so.nn.quantized_einsum("btd,edf->btef", x, w, precision=precision)  # noqa: E731
-    looped = lambda w, x: jax.lax.scan(lambda x, w: (product(w[None], x)[:, :, 0], None), x, w)[0]  # noqa: E731
+
+    def experts(w, x):
+        return so.nn.mixture_of_experts(
+            {"up": w, "down": w}, x, router, top_k=1, precision=precision
+        )[0]
+
+    def product(w, x):
+        return so.nn.quantized_einsum("btd,edf->btef", x, w, precision=precision)
+
+    def looped(w, x):
+        return jax.lax.scan(lambda x, w: (product(w[None], x)[:, :, 0], None), x, w)[0]
+
     for run in product, experts, jax.jit(product), jax.checkpoint(product), looped:
-        force = lambda w, x, run=run: jax.grad(lambda x: jnp.sum(jnp.cos(run(w, x))))(x)  # noqa: E731
+
+        def force(w, x, run=run):
+            return jax.grad(lambda x: jnp.sum(jnp.cos(run(w, x))))(x)
+
         assert force(w, x).shape == x.shape
-        penalty = lambda w, force=force: jnp.sum(force(w, x) ** 2)  # noqa: E731
+
+        def penalty(w, force=force):
+            return jnp.sum(force(w, x) ** 2)
+
         with pytest.raises(
-            TypeError, match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated"
+            TypeError,
+            match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated",
         ):
             jax.grad(penalty)(w)
-    block = lambda w, x: x - jax.grad(lambda x: jnp.sum(jnp.cos(product(w["w"][None], x))))(x)  # noqa: E731
+
+    def block(w, x):
+        return x - jax.grad(lambda x: jnp.sum(jnp.cos(product(w["w"][None], x))))(x)
+
     model = so.BlockModel(lambda _, x: x, block, lambda _, x, __: jnp.mean(x**2), rounded={})
     with pytest.raises(TypeError, match="was differentiated"):
         jax.grad(model.loss_fn)({"blocks": {"w": w}}, x)
@@ -350,7 +465,10 @@ def in_8_bits(x, w):
 
 
 def own_forward(x, w):
-    qx, qw = ((448 * a / jnp.abs(a).max(dim, keepdims=True)).astype(jnp.float8_e4m3fn) for a, dim in ((x, -1), (w, 0)))
+    qx, qw = (
+        (448 * a / jnp.abs(a).max(dim, keepdims=True)).astype(jnp.float8_e4m3fn)
+        for a, dim in ((x, -1), (w, 0))
+    )
     return jnp.einsum("btd,df->btf", qx.astype(x.dtype), qw.astype(x.dtype)) / 448**2, (qx, qw)
 
 
@@ -404,7 +522,8 @@ def test_blocks_may_save_everything(mesh_of, x64):
 
 CONFIG = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
 SHAPE = Transformer("t", 16, 2, 4, 32, 32, 8, num_kv_heads=2, dtype=jnp.float64)
-RULES_OF_MLP = [rule for rule in RULES if re.search("up|down", str(rule[0]))]  # tensor does not shard attention
+# tensor does not shard attention
+RULES_OF_MLP = [rule for rule in RULES if re.search("up|down", str(rule[0]))]
 ROWS = [
     ("int8", "gpt", {"data": 4}, {"micro_batches": 2}),
     ("fp8", "transformer", {"data": 2, "tensor": 2}, {"rules": RULES}),
@@ -417,17 +536,25 @@ ROWS = [
 ]
 
 
-@pytest.mark.slow  # a scale that is not of a row or a column alone fails test_numbers_are_those_of_the_formula
+# a scale that is not of a row or a column alone fails test_numbers_are_those_of_the_formula
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "name", "sizes", "options"), ROWS, ids=str)
 def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, x64):
     rng = np.random.default_rng(0)
-    batches = [{"tokens": rng.integers(0, 32, (16, 8)), "targets": rng.integers(0, 32, (16, 8))} for _ in range(2)]
+    batches = [
+        {"tokens": rng.integers(0, 32, (16, 8)), "targets": rng.integers(0, 32, (16, 8))}
+        for _ in range(2)
+    ]
     tx = optax.sgd(0.5, momentum=0.9)
 
     def trained(precision, opt=None):
         config = gpt.GPTConfig(**{**vars(CONFIG), "precision": precision})
-        model = gpt.model(config) if name == "gpt" else transformer.model(SHAPE, precision=precision)
-        params = host_params(gpt.init, config) if name == "gpt" else host_params(transformer.init, SHAPE)
+        model = (
+            gpt.model(config) if name == "gpt" else transformer.model(SHAPE, precision=precision)
+        )
+        params = (
+            host_params(gpt.init, config) if name == "gpt" else host_params(transformer.init, SHAPE)
+        )
         params = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
         if opt is None:
             return train(tx, model.loss_fn, params, batches)[1]
@@ -460,4 +587,6 @@ def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
     # the activation is computed where it is rounded, and weights are gathered in 8 bits
     assert "round_rows_of" in report.text
     assert "round_columns_of" in report.text
-    assert re.findall(rf" {'s8' if precision == 'int8' else 'f8e4m3fn'}\[\S+ all-gather\(", report.text)
+    assert re.findall(
+        rf" {'s8' if precision == 'int8' else 'f8e4m3fn'}\[\S+ all-gather\(", report.text
+    )

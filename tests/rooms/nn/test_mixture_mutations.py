@@ -38,19 +38,25 @@ def counts_of_this_device_alone(patch):
 def gradients_of_the_first_choice_alone(patch):
     right = dispatch._sum_choices
     break_function(
-        patch, dispatch._sum_choices, lambda n, rows, inverse: right(n, rows, inverse.reshape(n, -1)[:, :1].reshape(-1))
+        patch,
+        dispatch._sum_choices,
+        lambda n, rows, inverse: right(n, rows, inverse.reshape(n, -1)[:, :1].reshape(-1)),
     )
 
 
 def experts_of_the_neighbour(patch):
-    patch.setattr(jax.lax, "axis_index", lambda axes, right=jax.lax.axis_index: (right(axes) + 1) % 4)
+    patch.setattr(
+        jax.lax, "axis_index", lambda axes, right=jax.lax.axis_index: (right(axes) + 1) % 4
+    )
 
 
 def router_without_gradient(patch):
     right = mixture.route
     stop = jax.lax.stop_gradient
     break_function(
-        patch, mixture.route, lambda *a, **how: right(*a, **how)._replace(weights=stop(right(*a, **how).weights))
+        patch,
+        mixture.route,
+        lambda *a, **how: right(*a, **how)._replace(weights=stop(right(*a, **how).weights)),
     )
 
 

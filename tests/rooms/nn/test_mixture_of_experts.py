@@ -1,4 +1,6 @@
-"""A mixture of experts equals every token going through its experts one by one, on one device and over an expert axis."""
+"""A mixture of experts equals every token going through its experts one by one, on one device and
+over an expert axis.
+"""
 
 import functools
 import re
@@ -46,7 +48,8 @@ def test_equals_tokens_one_by_one(name, x64):
 @pytest.mark.slow  # test_equals_tokens_one_by_one, without ties
 def test_ties_and_an_expert_without_tokens(x64):
     args = drawn()
-    args["router"] = np.tile(args["router"][:, :1], 8)  # all scores equal: the first two experts of each token
+    # all scores equal: the first two experts of each token
+    args["router"] = np.tile(args["router"][:, :1], 8)
     found = one_device(args, top_k=2)
     assert difference(found, on_one_device(args, top_k=2)) <= 1e-10
     load = found[0][1].load
@@ -98,11 +101,19 @@ def test_half_precision_is_near_and_router_in_float32():
 def loss_of_rows(params, batch):
     x = batch["x"] @ params["first"]
     y, statistics = so.nn.mixture_of_experts(
-        params["weights"], x, params["router"], bias=params["bias"], top_k=2, groups=(4, 2), capacity_factor=2.0
+        params["weights"],
+        x,
+        params["router"],
+        bias=params["bias"],
+        top_k=2,
+        groups=(4, 2),
+        capacity_factor=2.0,
     )
     updates = so.Updated({"load": jnp.mean(statistics.load, axis=0)})
     balance = so.nn.load_balancing_loss(statistics.load, statistics.probability)
-    return jnp.mean((y - batch["x"]) ** 2) + jnp.mean(balance + statistics.z_loss), {"updates": updates}
+    return jnp.mean((y - batch["x"]) ** 2) + jnp.mean(balance + statistics.z_loss), {
+        "updates": updates
+    }
 
 
 def problem():
@@ -140,7 +151,11 @@ def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
     state, _ = opt.step(opt.init(params), batch)
     grads = jax.jit(jax.grad(dropless_loss))(params, batch)
     assert (
-        difference(state.params, jax.tree.map(lambda leaf, grad: leaf - 0.1 * np.asarray(grad), params, grads)) <= 1e-10
+        difference(
+            state.params,
+            jax.tree.map(lambda leaf, grad: leaf - 0.1 * np.asarray(grad), params, grads),
+        )
+        <= 1e-10
     )
 
 
@@ -183,8 +198,8 @@ def test_capacity_over_context_is_refused(mesh_of):
     params, batch = problem()
     opt = so.ddp(optax.sgd(0.1), mesh_of(context=2), loss_of_rows)
     message = (
-        "mixture_of_experts: capacity_factor=2.0 counts places in each row, which mesh axis 'context' splits.\n"
-        "Fix: leave it out (dropless), or take context=1."
+        "mixture_of_experts: capacity_factor=2.0 counts places in each row, which mesh axis"
+        " 'context' splits.\nFix: leave it out (dropless), or take context=1."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         opt.step(opt.init(params), batch)

@@ -1,4 +1,6 @@
-"""A mixture of experts by the real TPU compiler: flops of the active experts alone, bytes of the exchanges as stated."""
+"""A mixture of experts by the real TPU compiler: flops of the active experts alone, bytes of the
+exchanges as stated.
+"""
 
 import re
 
@@ -25,7 +27,10 @@ def compiled(topology, expert, **how):
     data = len(devices) // expert
     grid = so.make_mesh(data=data, tensor=expert, devices=devices).devices.reshape(data, expert)
     mesh = Mesh(grid, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-    every, of_expert = PartitionSpec(("data", "expert")), PartitionSpec("expert" if expert > 1 else None)
+    every, of_expert = (
+        PartitionSpec(("data", "expert")),
+        PartitionSpec("expert" if expert > 1 else None),
+    )
 
     def loss(weights, x, router):
         y, _ = so.nn.mixture_of_experts(weights, x, router, top_k=TOP_K, **how)
@@ -36,11 +41,16 @@ def compiled(topology, expert, **how):
         return weights, x, router[None]
 
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    of = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))  # noqa: E731
+
+    def of(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
     weights = {name: of((EXPERTS, *shape), of_expert) for name, shape in shapes.items()}
     args = weights, of((len(devices), LENGTH, WIDTH), every), of((WIDTH, EXPERTS), PartitionSpec())
     specs = of_expert, every, PartitionSpec()
-    step = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=(every, every, every), check_vma=False)
+    step = jax.shard_map(
+        gradients, mesh=mesh, in_specs=specs, out_specs=(every, every, every), check_vma=False
+    )
     return jax.jit(step).lower(*args).compile(), {"data": data, "expert": expert}
 
 
@@ -54,7 +64,11 @@ def test_flops_are_those_of_the_experts_that_tokens_go_through(topology):
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "v6e:2x4"])
 def test_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
     program, mesh = compiled(topology, 4)
-    found = [one for one in so.audit(program.as_text(), mesh=mesh).collectives if one.kind == "ragged-all-to-all"]
+    found = [
+        one
+        for one in so.audit(program.as_text(), mesh=mesh).collectives
+        if one.kind == "ragged-all-to-all"
+    ]
     assert all(one.axes == ("expert",) for one in found)
     buffer = 4 * min(TOP_K, EXPERTS // 4) * LENGTH  # rows that may come
     lanes = 128 * 4  # a weight travels as a row of its own
@@ -63,12 +77,16 @@ def test_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
 
 
 def test_chunks_bound_what_is_received():
-    whole, part = (compiled("v6e:2x4", 4, chunk=chunk)[0].memory_analysis() for chunk in (None, LENGTH // 8))
+    whole, part = (
+        compiled("v6e:2x4", 4, chunk=chunk)[0].memory_analysis() for chunk in (None, LENGTH // 8)
+    )
     assert part.temp_size_in_bytes < whole.temp_size_in_bytes / 2
 
 
 def test_tiles_are_no_larger_than_groups():
-    of = lambda rows, groups: _tiles(jnp.dtype(jnp.bfloat16), rows, groups, 4096, 14336)  # noqa: E731
+    def of(rows, groups):
+        return _tiles(jnp.dtype(jnp.bfloat16), rows, groups, 4096, 14336)
+
     assert of(8192, 8) == (512, 1024, 1024)
     assert of(4096, 64)[0] == 128
     assert of(300, 2)[0] == 256  # 150 to whole lanes
@@ -81,7 +99,11 @@ def test_what_a_step_does_not_hold():
     lowered = []
 
     def make(mesh):
-        how = {"gather_dtype": jnp.bfloat16, "expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+        how = {
+            "gather_dtype": jnp.bfloat16,
+            "expert_leaves": moe.expert_leaves,
+            "frozen": moe.frozen,
+        }
         opt = so.fsdp(optax.sgd(0.1), mesh, moe.model(config, remat="full"), **how)
         lowered.append(opt.step.lower(opt.abstract_state(params), batch).as_text())
         return opt

@@ -17,7 +17,9 @@ attention = importlib.import_module("shardopt.nn._attention")
 
 def masked_one_hop_off(patch):
     seen = ring._key_marks
-    break_function(patch, ring._key_marks, lambda *args: lambda hop, marks: seen(*args)(hop + 1, marks))
+    break_function(
+        patch, ring._key_marks, lambda *args: lambda hop, marks: seen(*args)(hop + 1, marks)
+    )
 
 
 def stale_keys_in_the_backward_pass(patch):
@@ -32,7 +34,9 @@ def stale_keys_in_the_backward_pass(patch):
 
 def gradients_of_keys_left_where_they_were_made(patch):
     send = ring.send
-    break_function(patch, ring.send, lambda ring, tree, hops=1: tree if hops < 0 else send(ring, tree, hops))
+    break_function(
+        patch, ring.send, lambda ring, tree, hops=1: tree if hops < 0 else send(ring, tree, hops)
+    )
 
 
 def positions_that_are_not_compared(patch):
@@ -62,7 +66,9 @@ def normalised_by_the_last_block(patch):
 def heads_of_the_neighbour(patch):
     right = attention.ring_attention
     break_function(
-        patch, attention.ring_attention, lambda ring, q, k, v, *others: right(ring, q, k[:, :, ::-1], v, *others)
+        patch,
+        attention.ring_attention,
+        lambda ring, q, k, v, *others: right(ring, q, k[:, :, ::-1], v, *others),
     )
 
 

@@ -34,7 +34,9 @@ def draw(dtype, *shapes):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(jnp.float32, 2e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"]
+    ("dtype", "tolerance"),
+    [(jnp.float32, 2e-6), (jnp.bfloat16, 2**-8)],
+    ids=["float32", "bfloat16"],
 )
 @pytest.mark.parametrize("uses", [1, 2])
 def test_the_kernel_adds_the_gradients_of_all_uses(dtype, tolerance, uses, monkeypatch):
@@ -57,18 +59,26 @@ def test_the_kernel_adds_the_gradients_of_all_uses(dtype, tolerance, uses, monke
 def stream(x, scale, uses=2, **options):
     """Return a sum in which the stream and each of its norms counts differently."""
     x, norms = _norm.norm_of_stream(x, scale, 1e-5, uses, **options)
-    return jnp.sum(jnp.sin(x)) + sum(jnp.sum(jnp.cos((2 + i) * norm)) for i, norm in enumerate(norms))
+    return jnp.sum(jnp.sin(x)) + sum(
+        jnp.sum(jnp.cos((2 + i) * norm)) for i, norm in enumerate(norms)
+    )
 
 
 @pytest.mark.parametrize("plus_one", [False, True], ids=["factor", "factor less one"])
 def test_with_the_kernel_it_is_the_same_function(plus_one, on_tpu, monkeypatch):
     x, scale = draw(jnp.float32, (2, 128, 128), (128,))
     run = functools.partial(stream, plus_one=plus_one)
-    value_and_grad = lambda *args: jax.value_and_grad(run, argnums=(0, 1))(*args)  # noqa: E731
+
+    def value_and_grad(*args):
+        return jax.value_and_grad(run, argnums=(0, 1))(*args)
+
     assert ON_TPU in str(jax.make_jaxpr(value_and_grad)(x, scale))
     with_kernel = jax.jit(value_and_grad)(x, scale)
     monkeypatch.undo()
-    assert relative_difference(with_kernel, jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, scale)) < 1e-5
+    assert (
+        relative_difference(with_kernel, jax.jit(jax.value_and_grad(run, argnums=(0, 1)))(x, scale))
+        < 1e-5
+    )
 
 
 @pytest.mark.fast
@@ -83,12 +93,17 @@ def test_a_factor_less_one_is_added_and_multiplied_in_float32(on_tpu):
         assert jnp.mean(found == exact) > 0.99
     rounded_twice = _norm.rms_norm(x, 1 + weight, 1e-5)
     assert jnp.mean(rounded_twice == exact) < 0.9
-    assert jax.grad(lambda weight: stream(x, weight, plus_one=True), 0)(weight).dtype == jnp.bfloat16
+    assert (
+        jax.grad(lambda weight: stream(x, weight, plus_one=True), 0)(weight).dtype == jnp.bfloat16
+    )
 
 
 def test_a_batch_of_scales_adds_the_gradient_of_the_stream_once(on_tpu, monkeypatch):
     x, scales = draw(jnp.float32, (1, 128, 128), (3, 128))
-    gradient = lambda *args: jax.grad(lambda x, scales: jnp.sum(jax.vmap(stream, (None, 0))(x, scales)))(*args)  # noqa: E731
+
+    def gradient(*args):
+        return jax.grad(lambda x, scales: jnp.sum(jax.vmap(stream, (None, 0))(x, scales)))(*args)
+
     assert ON_TPU in str(jax.make_jaxpr(gradient)(x, scales))
     with_kernel = jax.jit(gradient)(x, scales)
     monkeypatch.undo()
@@ -110,7 +125,9 @@ def test_the_kernel_takes_whole_rows_in_multiples_of_128(on_tpu, mesh_of):
     mesh = mesh_of(data=2, tensor=2)
     with under_mesh(mesh):
         assert not is_taken(2, 128, 256)  # jax would refuse to partition a kernel
-        each = functools.partial(jax.shard_map, in_specs=(P("data"), P()), out_specs=P(), check_vma=False)
+        each = functools.partial(
+            jax.shard_map, in_specs=(P("data"), P()), out_specs=P(), check_vma=False
+        )
         assert is_taken(2, 128, 256, run=each(stream, axis_names=set(mesh.axis_names)))
         assert not is_taken(2, 128, 256, run=each(stream, axis_names={"data"}))
 
@@ -119,18 +136,27 @@ def test_what_remat_saves_is_not_computed_again(on_tpu):
     """The inverse of the root mean square has the name that is given to the norm."""
 
     def inverses(names):
-        norm = lambda x, scale: jnp.sum(jnp.sin(_norm.norm_of_stream(x, scale, 1e-5, name="products")[1][0]))  # noqa: E731
+        def norm(x, scale):
+            return jnp.sum(jnp.sin(_norm.norm_of_stream(x, scale, 1e-5, name="products")[1][0]))
+
         norm = jax.checkpoint(norm, policy=jax.checkpoint_policies.save_only_these_names(*names))
-        return str(jax.make_jaxpr(jax.grad(norm))(jnp.ones((1, 128, 128)), jnp.ones(128))).count("name=inverse_rms")
+        return str(jax.make_jaxpr(jax.grad(norm))(jnp.ones((1, 128, 128)), jnp.ones(128))).count(
+            "name=inverse_rms"
+        )
 
     assert inverses(["products"]) == inverses([]) - 1 == 1
 
 
 def test_experts_name_the_statistics_like_a_product_that_they_have(on_tpu):
     """Otherwise remat would take a name on TPU that it refuses elsewhere."""
-    config = moe.MoEConfig(vocab_size=8, dim=128, num_layers=1, num_heads=1, num_experts=2, hidden=8)
+    config = moe.MoEConfig(
+        vocab_size=8, dim=128, num_layers=1, num_heads=1, num_experts=2, hidden=8
+    )
     batch = {"tokens": jnp.zeros((1, 129), jnp.int32)}
-    loss = lambda params: moe.model(config).loss_fn(params, batch)  # noqa: E731
+
+    def loss(params):
+        return moe.model(config).loss_fn(params, batch)
+
     text = str(jax.make_jaxpr(loss)(jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))))
     assert "name=inverse_rms" in text
     assert "name=router" in text
@@ -139,7 +165,9 @@ def test_experts_name_the_statistics_like_a_product_that_they_have(on_tpu):
 
 @pytest.mark.parametrize("length", [256, 128])
 def test_shards_of_positions_have_the_kernel(length, on_tpu, mesh_of):
-    """Where tensor alone is automatic, each device norms its positions, if they are a multiple of 128."""
+    """Where tensor alone is automatic, each device norms its positions, if they are a multiple of
+    128.
+    """
     x, scale = draw(jnp.float32, (2, length, 128), (128,))
     plain = jax.value_and_grad(stream, argnums=(0, 1))
 
@@ -169,7 +197,9 @@ def test_shards_of_positions_have_the_kernel(length, on_tpu, mesh_of):
 def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, mesh_of):
     shape = Transformer("t", 128, 2, 1, 128, 32, 128, dtype=jnp.float32)
     rng = np.random.default_rng(0)
-    batches = [{name: rng.integers(0, 32, (4, 128)) for name in ("tokens", "targets")} for _ in range(2)]
+    batches = [
+        {name: rng.integers(0, 32, (4, 128)) for name in ("tokens", "targets")} for _ in range(2)
+    ]
     params, tx = host_params(transformer.init, shape), optax.sgd(0.5, momentum=0.9)
     model = transformer.model(shape, remat="full")
     expected = train(tx, model.loss_fn, params, batches)[1]
@@ -179,4 +209,6 @@ def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, m
     for batch in batches:
         state, _ = opt.step(state, batch)
     assert relative_difference(state.params, expected) < 1e-5
-    assert ON_TPU in str(jax.make_jaxpr(jax.grad(lambda params: model.loss_fn(params, batches[0])))(params))
+    assert ON_TPU in str(
+        jax.make_jaxpr(jax.grad(lambda params: model.loss_fn(params, batches[0])))(params)
+    )

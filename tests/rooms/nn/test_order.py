@@ -13,7 +13,9 @@ pytestmark = pytest.mark.fast
 
 def test_each_device_counts_from_its_first_position():
     mesh, spec = mesh_of(data=2, context=4), PartitionSpec("context")
-    inside = jax.shard_map(lambda: so.nn.positions(3), mesh=mesh, in_specs=(), out_specs=spec, check_vma=False)
+    inside = jax.shard_map(
+        lambda: so.nn.positions(3), mesh=mesh, in_specs=(), out_specs=spec, check_vma=False
+    )
     np.testing.assert_array_equal(jax.jit(inside)(), np.arange(12))
     whole = jax.jit(so.mesh.on_mesh(mesh, lambda: so.nn.positions(12)))  # the global view
     np.testing.assert_array_equal(whole(), np.arange(12))
@@ -25,7 +27,11 @@ def test_each_device_counts_from_its_first_position():
 )
 def test_orders(order, wanted):
     mesh = mesh_of(context=2)
-    batch = {"tokens": np.arange(16).reshape(2, 8), "positions": np.arange(16).reshape(2, 8) % 3, "weight": np.ones(2)}
+    batch = {
+        "tokens": np.arange(16).reshape(2, 8),
+        "positions": np.arange(16).reshape(2, 8) % 3,
+        "weight": np.ones(2),
+    }
     moved = so.nn.zigzag(batch, mesh, order=order)
     np.testing.assert_array_equal(moved["order"], [np.ravel(wanted)] * 2)
     assert moved["order"].dtype == np.int32
@@ -35,7 +41,8 @@ def test_orders(order, wanted):
     back = so.nn.zigzag(moved, mesh, order=order, inverse=True)
     np.testing.assert_array_equal(back["tokens"], batch["tokens"])
     assert "order" not in so.nn.zigzag(batch, mesh, order=order, inverse=True)
-    assert so.nn.zigzag(batch, mesh_of(data=2), order=order) is batch  # nothing is split, so kernels can be used
+    # nothing is split, so kernels can be used
+    assert so.nn.zigzag(batch, mesh_of(data=2), order=order) is batch
     twice = so.nn.zigzag(moved, mesh, order=order)
     np.testing.assert_array_equal(twice["order"][0], np.ravel(wanted)[np.ravel(wanted)])
 
@@ -60,7 +67,11 @@ def test_refusals():
         "  tokens: shape (2, 12)\nFix: pad the rows to a multiple of 8.",
         {"tokens": np.zeros((2, 12))},
     )
-    refused("unknown order 'random'.\nFix: use 'zigzag' or 'striped'.", {"x": np.zeros((2, 8))}, order="random")
+    refused(
+        "unknown order 'random'.\nFix: use 'zigzag' or 'striped'.",
+        {"x": np.zeros((2, 8))},
+        order="random",
+    )
     refused("no leaf has a dim of positions.\nFix: give arrays [B, T, ...].", {"x": np.zeros(8)})
     refused(
         "leaves have rows of several lengths, so that one order does not fit all.\n"

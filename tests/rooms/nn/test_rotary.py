@@ -26,7 +26,9 @@ def on_tpu(monkeypatch):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)], ids=["float32", "bfloat16"]
+    ("dtype", "tolerance"),
+    [(jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)],
+    ids=["float32", "bfloat16"],
 )
 @pytest.mark.parametrize("per_row", [False, True], ids=["positions", "positions of each row"])
 def test_the_kernel_rotates_as_the_formula_and_back(dtype, tolerance, per_row, on_tpu):
@@ -34,7 +36,10 @@ def test_the_kernel_rotates_as_the_formula_and_back(dtype, tolerance, per_row, o
     rng = np.random.default_rng(0)
     x, grad = (jnp.asarray(rng.normal(size=(2, 512, 3, 128)), dtype) for _ in range(2))
     positions = rng.integers(0, 99, (2, 512)) if per_row else np.arange(512)
-    rotate = lambda x: rotate_by(x, jnp.asarray(positions), jnp.asarray(FREQUENCIES, jnp.float32), 1.25)  # noqa: E731
+
+    def rotate(x):
+        return rotate_by(x, jnp.asarray(positions), jnp.asarray(FREQUENCIES, jnp.float32), 1.25)
+
     assert "rotate_halves" in str(jax.make_jaxpr(rotate)(x))
     rotated, pull = jax.vjp(rotate, x)
     turns = 1.25 * np.exp(1j * np.broadcast_to(positions, (2, 512))[..., None, None] * FREQUENCIES)
@@ -46,7 +51,9 @@ def test_the_kernel_rotates_as_the_formula_and_back(dtype, tolerance, per_row, o
 
     assert rotated.dtype == dtype
     assert relative_difference(rotated.astype(jnp.float32), turned(x, turns)) < max(tolerance, 2e-5)
-    assert relative_difference(pull(grad)[0].astype(jnp.float32), turned(grad, turns.conj())) < max(tolerance, 2e-5)
+    assert relative_difference(pull(grad)[0].astype(jnp.float32), turned(grad, turns.conj())) < max(
+        tolerance, 2e-5
+    )
 
 
 @pytest.mark.fast
@@ -74,8 +81,13 @@ def test_heads_that_tensor_shards_have_the_kernel(on_tpu, monkeypatch, mesh_of):
     mesh = mesh_of(tensor=2)
 
     def both(x, grad):
-        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(None, None, "tensor")))
-        rotate = lambda x: rotate_by(x, jnp.arange(128), jnp.asarray(FREQUENCIES, jnp.float32), 1.25)  # noqa: E731
+        x = jax.lax.with_sharding_constraint(
+            x, NamedSharding(mesh, PartitionSpec(None, None, "tensor"))
+        )
+
+        def rotate(x):
+            return rotate_by(x, jnp.arange(128), jnp.asarray(FREQUENCIES, jnp.float32), 1.25)
+
         rotated, pull = jax.vjp(rotate, x)
         return rotated, pull(grad)[0]
 
@@ -87,8 +99,12 @@ def test_heads_that_tensor_shards_have_the_kernel(on_tpu, monkeypatch, mesh_of):
 
 
 def test_a_block_rotates_and_scales_its_queries_in_one_pass(on_tpu, monkeypatch):
-    """With heads kept before the kernel, and a factor of scores of its own, the block and its gradient are the same."""
-    config = DecoderConfig(32, 256, 1, 2, hidden=32, activation="gelu", gated=False, attention_scale=0.2)
+    """With heads kept before the kernel, and a factor of scores of its own, the block and its
+    gradient are the same.
+    """
+    config = DecoderConfig(
+        32, 256, 1, 2, hidden=32, activation="gelu", gated=False, attention_scale=0.2
+    )
     rng = np.random.default_rng(0)
     weights = jax.tree.map(
         lambda size: jnp.asarray(rng.normal(size=size) / 16, jnp.float32),
@@ -98,12 +114,23 @@ def test_a_block_rotates_and_scales_its_queries_in_one_pass(on_tpu, monkeypatch)
     x = jnp.asarray(rng.normal(size=(1, 128, 256)), jnp.float32)
 
     def loss(weights, x):
-        run = lambda x: decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x  # noqa: E731
-        return jnp.sum(jnp.sin(jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("qkv"))(x)))
+        def run(x):
+            return decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x
+
+        return jnp.sum(
+            jnp.sin(
+                jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names("qkv"))(x)
+            )
+        )
 
     jaxpr = jax.make_jaxpr(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)
     kernels = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "pallas_call"]
     assert len(kernels) == 6  # queries and keys: forward, again, and back
     with_kernel = jax.jit(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)
     monkeypatch.undo()
-    assert relative_difference(with_kernel, jax.jit(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)) < 1e-5
+    assert (
+        relative_difference(
+            with_kernel, jax.jit(lambda *args: jax.value_and_grad(loss)(*args))(weights, x)
+        )
+        < 1e-5
+    )

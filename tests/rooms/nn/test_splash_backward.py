@@ -1,4 +1,6 @@
-"""The backward kernel of splash attention: equal to plain attention's gradients, by pieces too, and compiled for TPUs."""
+"""The backward kernel of splash attention: equal to plain attention's gradients, by pieces too, and
+compiled for TPUs.
+"""
 
 import dataclasses
 
@@ -47,16 +49,30 @@ def gradients_of(case, monkeypatch):
     """Return the gradients by the kernel, and by plain attention."""
     T, H, G = case.length, 4, case.heads
     rng = np.random.default_rng(0)
-    draw = lambda heads, width: np.asarray(rng.normal(size=(2, heads, T, width)), np.float32)  # noqa: E731
-    query, key, value, d_out = draw(H, 12) / 3, draw(G, 12), draw(G, case.values), draw(H, case.values)
+
+    def draw(heads, width):
+        return np.asarray(rng.normal(size=(2, heads, T, width)), np.float32)
+
+    query, key, value, d_out = (
+        draw(H, 12) / 3,
+        draw(G, 12),
+        draw(G, case.values),
+        draw(H, case.values),
+    )
     segments = np.sort(rng.integers(0, 3, (2, T)), axis=1).astype(np.int32) if case.packed else None
     mask = visible(T, causal=case.causal, window=case.window)[None]
     if segments is not None:
         mask &= segments[:, :, None] == segments[:, None, :]
-    swapped = lambda x: jnp.swapaxes(x, 1, 2)  # noqa: E731
+
+    def swapped(x):
+        return jnp.swapaxes(x, 1, 2)
 
     def plain(query, key, value):
-        return swapped(masked_attention(*map(swapped, (query * 12**0.5, key, value)), mask, softcap=case.softcap))
+        return swapped(
+            masked_attention(
+                *map(swapped, (query * 12**0.5, key, value)), mask, softcap=case.softcap
+            )
+        )
 
     @jax.jit
     def in_plain_jax(query, key, value, d_out):
@@ -69,11 +85,15 @@ def gradients_of(case, monkeypatch):
     expected, logsumexp, d_sums = in_plain_jax(query, key, value, d_out)
     if case.rows:  # memory for the gradients of so many rows of one head, and a tile
         monkeypatch.setattr(splash_backward, "TILE", 128)
-        monkeypatch.setattr(splash_backward, "vmem", lambda: (case.rows * 3 * 128 * 12 + 14 * 128**2) * 6 // 5 + 1)
+        monkeypatch.setattr(
+            splash_backward, "vmem", lambda: (case.rows * 3 * 128 * 12 + 14 * 128**2) * 6 // 5 + 1
+        )
     marks = Marks(None, segments)
     rows = Queries(query, d_out, logsumexp, d_sums, marks)
     rule = Rule(case.causal, case.window, case.softcap)
-    by_kernel = jax.jit(lambda rows, keys: splash_backward.gradients(rows, keys, rule, dtype=jnp.float32))
+    by_kernel = jax.jit(
+        lambda rows, keys: splash_backward.gradients(rows, keys, rule, dtype=jnp.float32)
+    )
     return by_kernel(rows, Keys(key, value, marks)), expected
 
 
@@ -86,10 +106,16 @@ def test_gradients_are_those_of_plain_attention(case, monkeypatch):
 def test_tiles_that_no_query_sees_are_left_out():
     tiles = splash_backward._tiles
     assert tiles(512, 0, 128, Rule(True, None)) == [(i, j) for j in range(4) for i in range(j, 4)]
-    assert tiles(512, 0, 128, Rule(True, 129)) == [(i, j) for j in range(4) for i in range(j, min(j + 2, 4))]
+    assert tiles(512, 0, 128, Rule(True, 129)) == [
+        (i, j) for j in range(4) for i in range(j, min(j + 2, 4))
+    ]
     assert tiles(512, 0, 128, Rule(True, 130))[:4] == [(0, 0), (1, 0), (2, 0), (1, 1)]
     assert tiles(256, -256, 128, Rule(True, None)) == []
-    assert len(tiles(256, 256, 128, Rule(True, None))) == len(tiles(256, 0, 128, Rule(False, None))) == 4
+    assert (
+        len(tiles(256, 256, 128, Rule(True, None)))
+        == len(tiles(256, 0, 128, Rule(False, None)))
+        == 4
+    )
 
 
 @pytest.mark.slow
@@ -111,12 +137,24 @@ def test_compiles_for_tpu_and_states_what_it_computes(topology, length, width, k
     def loss(args):
         return jnp.sum(so.nn.attention(*args, window=None).astype(jnp.float32) ** 2)
 
-    step = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False)
-    shape = lambda heads, width: jax.ShapeDtypeStruct(  # noqa: E731
-        (mesh.size, length, heads, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+    step = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=False
     )
-    text = jax.jit(step).lower((shape(8, width), shape(2, width), shape(2, min(width, 128)))).compile().as_text()
-    lines = [line for line in text.splitlines() if "splash_backward" in line and " custom-call(" in line]
+
+    def shape(heads, width):
+        return jax.ShapeDtypeStruct(
+            (mesh.size, length, heads, width), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+
+    text = (
+        jax.jit(step)
+        .lower((shape(8, width), shape(2, width), shape(2, min(width, 128))))
+        .compile()
+        .as_text()
+    )
+    lines = [
+        line for line in text.splitlines() if "splash_backward" in line and " custom-call(" in line
+    ]
     stated = [float(line.split('"flops":"')[1].split('"')[0]) for line in lines]
     tiles = length // 512 * (length // 512 + 1) // 2
     assert len(lines) == kernels

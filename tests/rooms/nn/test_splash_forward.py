@@ -1,4 +1,7 @@
-"""The forward kernel of splash attention: equal to plain attention, also where a query sees no key; without races."""
+"""The forward kernel of splash attention: equal to plain attention, also where a query sees no key.
+
+Without races.
+"""
 
 import dataclasses
 
@@ -50,10 +53,15 @@ FAST = ("grouped heads, narrow values", "window")
 def operands(case):
     """Return queries, keys, values, segments and which keys each query sees."""
     rng = np.random.default_rng(0)
-    draw = lambda heads, width: jnp.asarray(rng.normal(size=(2, heads, case.length, width)), case.dtype)  # noqa: E731
+
+    def draw(heads, width):
+        return jnp.asarray(rng.normal(size=(2, heads, case.length, width)), case.dtype)
+
     (H, G), T = case.heads, case.length
     query, key, value = draw(H, case.width) / 3, draw(G, case.width), draw(G, case.values)
-    segments = jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1), jnp.int32) if case.packed else None
+    segments = (
+        jnp.asarray(np.sort(rng.integers(0, 3, (2, T)), axis=1), jnp.int32) if case.packed else None
+    )
     mask = visible(T, causal=case.causal, window=case.window)[None]
     if segments is not None:
         mask &= segments[:, :, None] == segments[:, None, :]
@@ -68,7 +76,9 @@ def plain(query, key, value, mask, softcap):
     scores = np.asarray(capped(scores, softcap), np.float64)
     weights = np.where(mask[:, None], np.exp(scores), 0)
     total = weights.sum(-1)
-    return np.einsum("bhts,bhsk->bhtk", weights, np.repeat(value, repeats, axis=1)) / total[..., None], np.log(total)
+    return np.einsum("bhts,bhsk->bhtk", weights, np.repeat(value, repeats, axis=1)) / total[
+        ..., None
+    ], np.log(total)
 
 
 @pytest.mark.parametrize("case", tiered(CASES, lambda case: case in FAST))
@@ -86,7 +96,10 @@ def test_results_are_those_of_plain_attention(case, monkeypatch):
 
 @pytest.mark.fast
 def test_a_query_that_sees_no_key_has_no_weight():
-    """In a block of a ring a query may see no key. Then the sums over other blocks stay as they are."""
+    """In a block of a ring a query may see no key.
+
+    Then the sums over other blocks stay as they are.
+    """
     query, key, value, *_ = operands(Case(heads=(1, 1), width=8, values=8))
     segments = jnp.asarray([[7] * 100 + [1] * 156] * 2, jnp.int32)
     ones = jnp.ones((2, 256), jnp.int32)
@@ -106,9 +119,13 @@ def test_a_query_that_sees_no_key_has_no_weight():
 def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(monkeypatch):
     case = Case(heads=(2, 1), width=128, values=128)
     query, key, value, _, mask = operands(case)
-    keys, head = 2 * 256 * 256 * 4, 8 * 256**2 + 256 * (2 * 256 * 4 + 4 * 128)  # bytes: of a row, and of a head's block
+    # bytes: of a row, and of a head's block
+    keys, head = 2 * 256 * 256 * 4, 8 * 256**2 + 256 * (2 * 256 * 4 + 4 * 128)
     limits = [(keys + count * head) * 6 // 5 for count in (1, 2)]
-    heads_of = lambda memory: splash_forward.heads_of_step(query.shape, key.shape, 128, jnp.float32, memory)  # noqa: E731
+
+    def heads_of(memory):
+        return splash_forward.heads_of_step(query.shape, key.shape, 128, jnp.float32, memory)
+
     assert [heads_of(limit + more) for limit in limits for more in (-2, 2)] == [0, 1, 1, 2]
     monkeypatch.setattr(splash, "vmem", lambda: 2**20)
     monkeypatch.setattr(splash, "attend", None)
@@ -118,25 +135,42 @@ def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(m
 
 
 def test_cores_do_not_race(monkeypatch):
-    """The kernel runs in the TPU interpreter with two cores, which notes accesses of one value by both."""
+    """The kernel runs in the TPU interpreter with two cores, which notes accesses of one value by
+    both.
+    """
     call = pl.pallas_call
     params = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-    monkeypatch.setattr(pl, "pallas_call", lambda kernel, **options: call(kernel, **(options | {"interpret": params})))
+    monkeypatch.setattr(
+        pl,
+        "pallas_call",
+        lambda kernel, **options: call(kernel, **(options | {"interpret": params})),
+    )
     monkeypatch.setattr(splash_forward, "TILE", 128)
     query, key, value, _, mask = operands(Case(heads=(2, 1), width=128, values=128))
     results = splash_forward.attend(query[:1], key[:1], value[:1], None, None, Rule(True, None))
     assert not interpreter.races.races_found
     pltpu.reset_tpu_interpret_mode_state()
-    for values, expected in zip(results, plain(query[:1], key[:1], value[:1], mask, None), strict=True):
+    for values, expected in zip(
+        results, plain(query[:1], key[:1], value[:1], mask, None), strict=True
+    ):
         np.testing.assert_allclose(values, expected, atol=2e-5)
 
 
-@pytest.mark.parametrize(("heads", "steps"), [((8, 2), 2), ((4, 1), 2), ((1, 1), 1), ((6, 2), 2), ((10, 2), 10)])
+@pytest.mark.parametrize(
+    ("heads", "steps"), [((8, 2), 2), ((4, 1), 2), ((1, 1), 1), ((6, 2), 2), ((10, 2), 10)]
+)
 def test_two_cores_have_two_steps_of_heads_if_there_are_two_heads(heads, steps, monkeypatch):
     grids = []
     call = pl.pallas_call
-    monkeypatch.setattr(pl, "pallas_call", lambda kernel, **options: grids.append(options) or call(kernel, **options))
-    shapes = [jax.ShapeDtypeStruct((1, count, 1024, 128), jnp.bfloat16) for count in (heads[0], heads[1], heads[1])]
+    monkeypatch.setattr(
+        pl,
+        "pallas_call",
+        lambda kernel, **options: grids.append(options) or call(kernel, **options),
+    )
+    shapes = [
+        jax.ShapeDtypeStruct((1, count, 1024, 128), jnp.bfloat16)
+        for count in (heads[0], heads[1], heads[1])
+    ]
     jax.eval_shape(lambda *qkv: splash_forward.attend(*qkv, None, None, Rule(True, None)), *shapes)
     assert grids[0]["grid"] == (1, steps, 2)
     assert grids[0]["cost_estimate"].flops == 2 * 512**2 * 3 * heads[0] * 256

@@ -1,4 +1,7 @@
-"""Shampoo and SOAP equal their papers' algorithms, written plainly in numpy; and have the properties that follow."""
+"""Shampoo and SOAP equal their papers' algorithms, written plainly in numpy.
+
+And have the properties that follow.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +53,9 @@ def test_soap_is_adam_in_the_eigenbasis_of_shampoo(interval, x64):
     options = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "ridge": 1e-4, "interval": interval}
     grads = draw(12, 5, 3) * np.linspace(0.2, 3, 5)[:, None]
     updates, _ = run(so.optimizers.soap(1.0, **options), jnp.asarray(grads))
-    np.testing.assert_allclose(-updates, np.stack(list(plain.soap(list(grads), **options))), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(
+        -updates, np.stack(list(plain.soap(list(grads), **options))), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.slow  # test_soap_is_adam_in_the_eigenbasis_of_shampoo
@@ -102,13 +107,18 @@ def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name
     rules = [*RULES, ("^norm$", None)]
     updates, state = run(OPTIMIZERS[name](matrices=rules), grads | others)
     updates = jax.device_get(updates)
-    apart = {leaf: [np.stack(g) for g in zip(*map(LEAVES[leaf][2], x), strict=True)] for leaf, x in grads.items()}
+    apart = {
+        leaf: [np.stack(g) for g in zip(*map(LEAVES[leaf][2], x), strict=True)]
+        for leaf, x in grads.items()
+    }
     expected, _ = run(OPTIMIZERS[name](), apart)
     for leaf, matrices in expected.items():
         found = [np.stack(g) for g in zip(*map(LEAVES[leaf][2], updates[leaf]), strict=True)]
         for a, b in zip(found, matrices, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-9, err_msg=leaf)
-    adam = {"soap": (0.95, 0.95, 1e-6), "shampoo": (0.9, 0.999, 1e-8), "muon": (0.9, 0.999, 1e-8)}[name]
+    adam = {"soap": (0.95, 0.95, 1e-6), "shampoo": (0.9, 0.999, 1e-8), "muon": (0.9, 0.999, 1e-8)}[
+        name
+    ]
     plain_adam, _ = run(optax.adamw(0.1, *adam, weight_decay=0.0, nesterov=name == "muon"), others)
     for leaf in others:
         np.testing.assert_allclose(updates[leaf], plain_adam[leaf], atol=1e-12)
@@ -123,18 +133,29 @@ def test_each_matrix_of_a_leaf_is_on_its_own_and_what_is_none_goes_to_adamw(name
 
 @pytest.mark.parametrize("name", tiered(["shampoo", "soap"], lambda name: name == "shampoo"))
 def test_hyperparameters_can_be_injected_and_halves_are_kept_in_floats(name):
-    grads = {"w": np.asarray(draw(4, 6, 4), jnp.bfloat16), "dead": np.zeros((4, 3, 3), jnp.bfloat16)}
+    grads = {
+        "w": np.asarray(draw(4, 6, 4), jnp.bfloat16),
+        "dead": np.zeros((4, 3, 3), jnp.bfloat16),
+    }
     make = getattr(so.optimizers, name)
-    injected = optax.inject_hyperparams(make, static_args=("max_dim",))(learning_rate=0.1, interval=2, b2=0.9)
+    injected = optax.inject_hyperparams(make, static_args=("max_dim",))(
+        learning_rate=0.1, interval=2, b2=0.9
+    )
     updates, state = jax.device_get(run(injected, grads))
     expected, _ = run(make(0.1, interval=2, b2=0.9), grads)
     for leaf in grads:
         np.testing.assert_allclose(
-            np.asarray(updates[leaf], np.float32), np.asarray(expected[leaf], np.float32), rtol=0.02, atol=1e-4
+            np.asarray(updates[leaf], np.float32),
+            np.asarray(expected[leaf], np.float32),
+            rtol=0.02,
+            atol=1e-4,
         )
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
     kept = state.inner_state.inner_states["matrices"].inner_state[0]
-    assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)}
+    assert {x.dtype for x in jax.tree.leaves(kept)} == {
+        jnp.dtype(jnp.float32),
+        jnp.dtype(jnp.int32),
+    }
     assert not np.asarray(updates["dead"], np.float32).any()
     assert np.isfinite(np.asarray(updates["w"], np.float32)).all()
     assert np.asarray(updates["w"][1:], np.float32).any()

@@ -1,4 +1,6 @@
-"""Optimizers of matrices under strategies: equal to one device, and no collective where matrices are not cut."""
+"""Optimizers of matrices under strategies: equal to one device, and no collective where matrices
+are not cut.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +20,12 @@ from shardopt.planning import topology_devices
 
 # eps well above the rounding of gradients near zero, as for Adam in support/reference.py.
 OPTIMIZERS = {
-    "soap": lambda rules: so.optimizers.soap(1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=3, matrices=rules),
-    "shampoo": lambda rules: so.optimizers.shampoo(1e-2, eps=1e-4, ridge=1e-4, interval=3, matrices=rules),
+    "soap": lambda rules: so.optimizers.soap(
+        1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=3, matrices=rules
+    ),
+    "shampoo": lambda rules: so.optimizers.shampoo(
+        1e-2, eps=1e-4, ridge=1e-4, interval=3, matrices=rules
+    ),
     "muon": lambda rules: optax.contrib.muon(
         1e-2, muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(rules)
     ),
@@ -33,7 +39,8 @@ ROWS = QUICK + [
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "strategy", "mesh", "model"), tiered(dict.fromkeys(ROWS), lambda row: row in QUICK, ids=None)
+    ("optimizer", "strategy", "mesh", "model"),
+    tiered(dict.fromkeys(ROWS), lambda row: row in QUICK, ids=None),
 )
 def test_equals_one_device(optimizer, strategy, mesh, model, mesh_of, x64):
     case = problem(model, weighted=True, steps=8)
@@ -44,7 +51,8 @@ def test_equals_one_device(optimizer, strategy, mesh, model, mesh_of, x64):
     state = opt.init(case.params)
     for batch in case.batches:
         state, metrics = opt.step(state, batch)
-        jax.block_until_ready(metrics)  # queues of programs with collectives deadlock on fake devices
+        # queues of programs with collectives deadlock on fake devices
+        jax.block_until_ready(metrics)
     assert relative_difference(state.params, final) <= 1e-10
 
 
@@ -59,7 +67,9 @@ def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_o
     opt = STRATEGIES[strategy](tx, mesh_of(data=8), model, opt_state_layout="matrices")
     state = opt.init(params)
     adam = STRATEGIES[strategy](optax.adam(1e-2), mesh_of(data=8), model)
-    sent, least = (so.audit(one.step, one.init(params), batches[0]).total_wire_bytes for one in (opt, adam))
+    sent, least = (
+        so.audit(one.step, one.init(params), batches[0]).total_wire_bytes for one in (opt, adam)
+    )
     assert sent <= 1.15 * least
     for batch in batches:
         state, metrics = opt.step(state, batch)
@@ -73,7 +83,10 @@ def collectives_of_update(name, devices, shape, matrix):
     tx = OPTIMIZERS[name]([("w", matrix)])
     mesh = so.make_mesh(data=len(devices), devices=devices)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    place = lambda x: NamedSharding(mesh, PartitionSpec("data") if x.ndim > 2 else PartitionSpec())  # noqa: E731
+
+    def place(x):
+        return NamedSharding(mesh, PartitionSpec("data") if x.ndim > 2 else PartitionSpec())
+
     args = (params, jax.eval_shape(tx.init, params), params)
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), args)
     out = jax.tree.map(place, jax.eval_shape(tx.update, *args))
@@ -91,7 +104,13 @@ STACKED = ((16, 24, 16), so.optimizers.Matrix())
         ("shampoo", FUSED),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in [("soap", STACKED), ("muon", STACKED), ("soap", FUSED), ("shampoo", STACKED), ("muon", FUSED)]
+            for row in [
+                ("soap", STACKED),
+                ("muon", STACKED),
+                ("soap", FUSED),
+                ("shampoo", STACKED),
+                ("muon", FUSED),
+            ]
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "fused" if value == FUSED else "stacked",

@@ -17,13 +17,20 @@ WORKERS, STEPS = 2, 3
 def islands(loss_fn, tx=None, *, make=so.fsdp, size=2, count=WORKERS, **options):
     devices = jax.devices()
     return [
-        make(tx or optax.adamw(0.01), so.make_mesh(devices=devices[size * i : size * (i + 1)]), loss_fn, **options)
+        make(
+            tx or optax.adamw(0.01),
+            so.make_mesh(devices=devices[size * i : size * (i + 1)]),
+            loss_fn,
+            **options,
+        )
         for i in range(count)
     ]
 
 
 @pytest.mark.slow  # test_streaming.py has a row of it in each run
-@pytest.mark.parametrize("outer", [pytest.param(None, id="nesterov"), pytest.param(optax.sgd(1.0), id="average")])
+@pytest.mark.parametrize(
+    "outer", [pytest.param(None, id="nesterov"), pytest.param(optax.sgd(1.0), id="average")]
+)
 def test_without_staleness_it_is_diloco(outer, odd, x64):
     case, batches_of = odd(weighted=False, steps=6)
     inner = optax.adamw(0.01)
@@ -43,21 +50,34 @@ def test_without_staleness_it_is_diloco(outer, odd, x64):
 @pytest.mark.parametrize(
     ("rule", "max_staleness", "steps"),
     tiered(
-        [(None, None, [3, 1]), (rules.delayed_nesterov(every=2), 1, 2), (None, 0, 2)], lambda row: row[0] is not None
+        [(None, None, [3, 1]), (rules.delayed_nesterov(every=2), 1, 2), (None, 0, 2)],
+        lambda row: row[0] is not None,
     ),
 )
-def test_replay_with_deaths_and_late_joiners(rule, max_staleness, steps, regression, tmp_path, waiting_for_joins):
+def test_replay_with_deaths_and_late_joiners(
+    rule, max_staleness, steps, regression, tmp_path, waiting_for_joins
+):
     """Island 1 is waited for at rounds 1 and 6 of island 0: version 1, and 6 to 9."""
     first = steps[0] if isinstance(steps, list) else steps
     data = waiting_for_joins(regression.batches_of(2), {1: [first, 6 * first]})
     made = islands(regression.loss_fn)
-    opt = so.async_local_sgd(made, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule)
+    opt = so.async_local_sgd(
+        made, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule
+    )
     path, availability = tmp_path / "log.jsonl", {1: [(1, 4), (6, float("inf"))]}
-    result = opt.run(regression.params, data, num_updates=10, availability=availability, log_path=path)
+    result = opt.run(
+        regression.params, data, num_updates=10, availability=availability, log_path=path
+    )
     assert (result.metrics["updates"], result.metrics["stopped"]) == (10, "completed")
     assert [one.kind for one in result.log if one.worker == 1].count("join") == 2
-    assert result.metrics["history"]["loss"].shape == result.metrics["history"]["grad_norm"].shape == (10,)
-    same_bits(opt.replay(Log.load(path), regression.params, regression.batches_of(2)), result.params)
+    assert (
+        result.metrics["history"]["loss"].shape
+        == result.metrics["history"]["grad_norm"].shape
+        == (10,)
+    )
+    same_bits(
+        opt.replay(Log.load(path), regression.params, regression.batches_of(2)), result.params
+    )
 
 
 def test_a_loss_with_rng_is_replayed_too(regression):
@@ -66,13 +86,16 @@ def test_a_loss_with_rng_is_replayed_too(regression):
         return jnp.mean(((batch["x"] + noise) @ params["w"] + params["b"] - batch["y"]) ** 2)
 
     opt = so.async_local_sgd(islands(loss_fn), local_steps=2, max_staleness=1)
-    run = lambda seed: opt.run(  # noqa: E731
-        regression.params,
-        regression.batches_of(2),
-        num_updates=5,
-        rng=jax.random.key(seed),
-        availability={1: [(9, 10)]},
-    )
+
+    def run(seed):
+        return opt.run(
+            regression.params,
+            regression.batches_of(2),
+            num_updates=5,
+            rng=jax.random.key(seed),
+            availability={1: [(9, 10)]},
+        )
+
     result = run(1)
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
     same_bits(run(1).params, result.params)  # one island alone: nothing depends on time
@@ -93,7 +116,8 @@ def test_islands_learn_and_keep_their_optimizer_state(regression):
 
 def test_left_over_batches_are_not_used(regression):
     opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=3, max_staleness=None)
-    few = regression.batches_of(2, rounds=1)  # eight batches: two pushes of three, and two left over
+    # eight batches: two pushes of three, and two left over
+    few = regression.batches_of(2, rounds=1)
     result = opt.run(regression.params, few, num_updates=100)
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("exhausted", 4)
 
@@ -101,25 +125,42 @@ def test_left_over_batches_are_not_used(regression):
 def test_what_is_not_finite_is_named(regression, message_of):
     def batches_of(worker):
         for index, batch in enumerate(regression.batches_of(2)(worker)):
-            yield {**batch, "y": batch["y"] * np.float32("nan" if (worker, index) == (1, 5) else 1.0)}
+            yield {
+                **batch,
+                "y": batch["y"] * np.float32("nan" if (worker, index) == (1, 5) else 1.0),
+            }
 
     opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=3, max_staleness=1)
     found = message_of(
-        so.parameter_server.NonFiniteUpdateError, opt.run, regression.params, batches_of, num_updates=100
+        so.parameter_server.NonFiniteUpdateError,
+        opt.run,
+        regression.params,
+        batches_of,
+        num_updates=100,
     )
-    assert found.startswith("parameter_server: the push of worker 1 at its step 1 was refused:\n  loss: not finite")
+    assert found.startswith(
+        "parameter_server: the push of worker 1 at its step 1 was refused:\n  loss: not finite"
+    )
 
 
 def test_the_log_is_not_for_replay(regression, message_of):
     opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=1)
     result = opt.run(regression.params, regression.batches_of(2), num_updates=1)
-    arguments = (result.log, optax.sgd(0.1), regression.loss_fn, regression.params, regression.batches_of(2))
-    assert message_of(ValueError, so.parameter_server.replay, *arguments) == (
-        "replay: this is the log of a run of async_local_sgd.\n"
-        "Fix: call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
+    arguments = (
+        result.log,
+        optax.sgd(0.1),
+        regression.loss_fn,
+        regression.params,
+        regression.batches_of(2),
     )
-    assert message_of(TypeError, opt.replay, [], *arguments[3:]) == (
-        "replay: log must be a parameter_server.Log, got list.\n"
+    assert (
+        message_of(ValueError, so.parameter_server.replay, *arguments)
+        == "replay: this is the log of a run of async_local_sgd.\nFix: call opt.replay(log, params,"
+        " batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
+    )
+    assert (
+        message_of(TypeError, opt.replay, [], *arguments[3:])
+        == "replay: log must be a parameter_server.Log, got list.\n"
         "Fix: pass result.log, or parameter_server.Log.load(path)."
     )
 
@@ -130,19 +171,27 @@ def test_new_values_of_frozen_leaves_are_refused(message_of):
 
     opt = so.async_local_sgd(islands(loss_fn, frozen=["count"], make=so.ddp), local_steps=1)
     params = {"w": jnp.ones(()), "count": jnp.zeros(())}
-    found = message_of(ValueError, opt.run, params, lambda worker: [np.ones(4, np.float32)] * 9, num_updates=2)
-    assert found == (
-        "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
+    found = message_of(
+        ValueError, opt.run, params, lambda worker: [np.ones(4, np.float32)] * 9, num_updates=2
+    )
+    assert (
+        found
+        == "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
         "  count\nFix: train such leaves with ddp, zero, fsdp or diloco."
     )
 
 
-LIST = "Fix: pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
+LIST = (
+    "Fix: pass a list of so.ddp(...), so.zero(...), so.fsdp(...) or so.hybrid(...), one an island."
+)
 REFUSED = {
     "one strategy": (
         lambda made: {"strategies": made[0]},
         TypeError,
-        f"async_local_sgd: strategies must be a sequence of synchronous strategies, got ShardedOptimizer.\n{LIST}",
+        (
+            "async_local_sgd: strategies must be a sequence of synchronous strategies, got"
+            f" ShardedOptimizer.\n{LIST}"
+        ),
     ),
     "none": (
         lambda made: {"strategies": []},
@@ -152,14 +201,19 @@ REFUSED = {
     "no strategy": (
         lambda made: {"strategies": [made[0], optax.sgd(0.1)]},
         TypeError,
-        f"async_local_sgd: strategies[1] must be a synchronous strategy, got GradientTransformationExtraArgs.\n{LIST}",
+        (
+            "async_local_sgd: strategies[1] must be a synchronous strategy, got"
+            f" GradientTransformationExtraArgs.\n{LIST}"
+        ),
     ),
     "devices shared": (
         lambda made: {"strategies": [made[0], made[0]]},
         ValueError,
-        "async_local_sgd: an island with several devices must have them for itself.\n"
-        "  cpu:0: islands 0, 1\n  cpu:1: islands 0, 1\n"
-        "Fix: give each its own, or one device to several islands.",
+        (
+            "async_local_sgd: an island with several devices must have them for itself.\n"
+            "  cpu:0: islands 0, 1\n  cpu:1: islands 0, 1\n"
+            "Fix: give each its own, or one device to several islands."
+        ),
     ),
     "no steps": (
         lambda made: {"local_steps": 0},
@@ -174,13 +228,18 @@ REFUSED = {
     "steps of three": (
         lambda made: {"local_steps": [1, 2, 3]},
         ValueError,
-        "async_local_sgd: local_steps has 3 numbers for 2 islands.\nFix: pass one number, or one for each island.",
+        (
+            "async_local_sgd: local_steps has 3 numbers for 2 islands.\nFix: pass one number, or"
+            " one for each island."
+        ),
     ),
     "negative staleness": (
         lambda made: {"max_staleness": -1},
         ValueError,
-        "async_local_sgd: max_staleness must be at least 0, got -1.\n"
-        "Fix: 0 waits at every step, s lets the fastest run s steps ahead, None never waits.",
+        (
+            "async_local_sgd: max_staleness must be at least 0, got -1.\n"
+            "Fix: 0 waits at every step, s lets the fastest run s steps ahead, None never waits."
+        ),
     ),
 }
 

@@ -22,7 +22,9 @@ def ddp(tx, loss_fn, params, batches, data, rng=None):
     return jax.device_get(state.params), losses
 
 
-@pytest.mark.parametrize(("optimizer", "weighted"), tiered([("momentum", False), ("adamw", True)], lambda row: row[1]))
+@pytest.mark.parametrize(
+    ("optimizer", "weighted"), tiered([("momentum", False), ("adamw", True)], lambda row: row[1])
+)
 def test_on_threads(optimizer, weighted, odd, x64):
     case, batches_of = odd(weighted)
     tx = OPTIMIZERS[optimizer]()
@@ -31,18 +33,28 @@ def test_on_threads(optimizer, weighted, odd, x64):
     result = opt.run(case.params, batches_of(WORKERS), num_updates=len(case.batches))
     expected, losses = ddp(tx, case.loss_fn, case.params, case.batches, WORKERS)
     assert relative_difference(result.params, expected) <= 1e-12
-    np.testing.assert_allclose(result.metrics["history"]["loss"], [one["loss"] for one in losses], rtol=1e-12)
+    np.testing.assert_allclose(
+        result.metrics["history"]["loss"], [one["loss"] for one in losses], rtol=1e-12
+    )
     assert result.metrics["stopped"] == "completed"
-    assert result.metrics["staleness"] == result.metrics["delay"] == {0: WORKERS * len(case.batches)}
+    assert (
+        result.metrics["staleness"] == result.metrics["delay"] == {0: WORKERS * len(case.batches)}
+    )
 
 
-@pytest.mark.slow  # test_on_threads; the simulator's gradients are those of test_the_mathematics_is_real
+# test_on_threads; the simulator's gradients are those of test_the_mathematics_is_real
+@pytest.mark.slow
 def test_in_the_simulator(odd, x64):
     case, batches_of = odd(weighted=True)
     tx = OPTIMIZERS["clip_adamw"]()
     speeds = [so.parameter_server.SimulatedWorker(seconds) for seconds in (5.0, 1.0, 3.0, 1.0)]
     result = so.parameter_server.simulate(
-        speeds, num_updates=6, tx=tx, loss_fn=case.loss_fn, params=case.params, batches_of=batches_of(WORKERS)
+        speeds,
+        num_updates=6,
+        tx=tx,
+        loss_fn=case.loss_fn,
+        params=case.params,
+        batches_of=batches_of(WORKERS),
     )
     expected, _ = ddp(tx, case.loss_fn, case.params, case.batches, WORKERS)
     assert relative_difference(result.params, expected) <= 1e-12
@@ -72,10 +84,15 @@ def test_a_loss_with_rng_draws_what_ddp_draws(x64):
     params, key = {"w": jnp.ones(3)}, jax.random.key(7)
     expected, metrics = ddp(optax.sgd(0.1), loss_fn, params, batches, 2, key)
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=jax.devices()[:1] * 2)
-    cut = lambda worker: ({"x": batch["x"][4 * worker : 4 * worker + 4]} for batch in batches)  # noqa: E731
+
+    def cut(worker):
+        return ({"x": batch["x"][4 * worker : 4 * worker + 4]} for batch in batches)
+
     result = opt.run(params, cut, num_updates=4, rng=key)
     assert relative_difference(result.params, expected) <= 1e-12
-    np.testing.assert_allclose(result.metrics["history"]["noise"], [one["noise"] for one in metrics], rtol=1e-12)
+    np.testing.assert_allclose(
+        result.metrics["history"]["noise"], [one["noise"] for one in metrics], rtol=1e-12
+    )
     again = so.parameter_server.replay(result.log, optax.sgd(0.1), loss_fn, params, cut)
     np.testing.assert_array_equal(again["w"], result.params["w"])
 
@@ -84,10 +101,15 @@ def test_unequal_batches_are_one_union_batch(x64):
     """A mean over 6 rows counts three times what a mean over 2 does."""
     draw = np.random.default_rng(0)
     rows = draw.normal(size=(8, 3))
-    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] - 1.0) ** 2)  # noqa: E731
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] - 1.0) ** 2)
+
     params, tx = {"w": jnp.zeros(3)}, optax.sgd(0.1, momentum=0.9)
     shares = [rows[:2], rows[2:]]
-    result = so.async_sgd(tx, loss_fn, workers=2).run(params, lambda worker: [shares[worker]] * 5, num_updates=5)
+    result = so.async_sgd(tx, loss_fn, workers=2).run(
+        params, lambda worker: [shares[worker]] * 5, num_updates=5
+    )
     expected, _ = ddp(tx, loss_fn, params, [rows] * 5, 1)
     assert relative_difference(result.params, expected) <= 1e-12
 
@@ -101,35 +123,56 @@ def test_a_block_model_trains_too(x64):
     draw = np.random.default_rng(0)
     params = {"blocks": draw.normal(size=(2, 3, 3)), "scale": np.ones(())}
     batches = list(draw.normal(size=(3, 8, 3)))
-    cut = lambda worker: (batch[4 * worker : 4 * worker + 4] for batch in batches)  # noqa: E731
-    result = so.async_sgd(optax.sgd(0.1), model, workers=jax.devices()[:1] * 2).run(params, cut, num_updates=3)
+
+    def cut(worker):
+        return (batch[4 * worker : 4 * worker + 4] for batch in batches)
+
+    result = so.async_sgd(optax.sgd(0.1), model, workers=jax.devices()[:1] * 2).run(
+        params, cut, num_updates=3
+    )
     expected, _ = ddp(optax.sgd(0.1), model, params, batches, 2)
     assert relative_difference(result.params, expected) <= 1e-12
 
 
 def test_random_keys_among_the_parameters_are_refused(message_of):
-    params = {"w": jnp.zeros(3), "dropout": jax.random.key(0), "streams": jax.random.split(jax.random.key(1), 2)}
-    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
+    params = {
+        "w": jnp.zeros(3),
+        "dropout": jax.random.key(0),
+        "streams": jax.random.split(jax.random.key(1), 2),
+    }
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
     message = (
-        "{}: 2 parameter leaves would be the same random key at every step, with the same dropout.\n"
-        "  dropout\n  streams\n"
-        "Fix: let the loss take a keyword rng, a new key each step, and leave keys out of the parameters "
-        "(so.interop.nnx does both for an nnx module)."
+        "{}: 2 parameter leaves would be the same random key at every step, with the same"
+        " dropout.\n  dropout\n  streams\nFix: let the loss take a keyword rng, a new key each"
+        " step, and leave keys out of the parameters (so.interop.nnx does both for an nnx module)."
     )
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=2)
     found = message_of(ValueError, opt.run, params, lambda worker: [np.ones((2, 3))], num_updates=1)
     assert found == message.format("async_sgd")
-    real = {"tx": optax.sgd(0.1), "loss_fn": loss_fn, "params": params, "batches_of": lambda worker: [np.ones((2, 3))]}
+    real = {
+        "tx": optax.sgd(0.1),
+        "loss_fn": loss_fn,
+        "params": params,
+        "batches_of": lambda worker: [np.ones((2, 3))],
+    }
     found = message_of(ValueError, so.parameter_server.simulate, 2, num_updates=1, **real)
     assert found == message.format("simulate")
 
 
-RULES = {"plain": so.parameter_server.rules.plain(), "nesterov": so.parameter_server.rules.delayed_nesterov(2)}
+RULES = {
+    "plain": so.parameter_server.rules.plain(),
+    "nesterov": so.parameter_server.rules.delayed_nesterov(2),
+}
 
 
 @pytest.mark.parametrize("rule", tiered(RULES, lambda rule: rule == "nesterov"))
 def test_the_server_refuses_a_push_with_an_anomaly(rule, odd, x64):
-    """Parameters, and the states of the optimizer and of the rule, are those of a run without the batch."""
+    """Parameters, and the states of the optimizer and of the rule, are those of a run without the
+    batch.
+    """
     case, _ = odd(weighted=True)
     bad = {**case.batches[2], "y": case.batches[2]["y"] * 1e4}
 

@@ -1,4 +1,6 @@
-"""Runs that are broken off and go on: no push lost that was saved, the same bits without staleness, one log."""
+"""Runs that are broken off and go on: no push lost that was saved, the same bits without staleness,
+one log.
+"""
 
 import json
 
@@ -32,7 +34,9 @@ def failing(batches_of, worker_and_step):
 
 def optimizer(regression, max_staleness, rule=None, workers=3):
     tx, here = optax.adam(0.05), jax.devices()[:1] * workers  # one program for all
-    return so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=rule)
+    return so.async_sgd(
+        tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=rule
+    )
 
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 2], lambda bound: bound == 0))
@@ -40,7 +44,12 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
     batches_of, total = regression.batches_of(3), 30 if max_staleness else 10
     opt = optimizer(regression, max_staleness, rules.dc_asgd_adaptive() if max_staleness else None)
     with so.Checkpoints(tmp_path, every=4, keep=2) as checkpoints, pytest.raises(BrokenOffError):
-        opt.run(regression.params, failing(batches_of, (1, 6)), num_updates=total, checkpoints=checkpoints)
+        opt.run(
+            regression.params,
+            failing(batches_of, (1, 6)),
+            num_updates=total,
+            checkpoints=checkpoints,
+        )
     with so.Checkpoints(tmp_path, every=4, keep=2) as checkpoints:
         latest = checkpoints.latest()
         result = opt.run(regression.params, batches_of, num_updates=total, checkpoints=checkpoints)
@@ -55,7 +64,9 @@ def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
     if max_staleness == 0:
         whole = opt.run(regression.params, batches_of, num_updates=total)
         same_bits(result.params, whole.params)
-        np.testing.assert_array_equal(result.metrics["history"]["loss"], whole.metrics["history"]["loss"])
+        np.testing.assert_array_equal(
+            result.metrics["history"]["loss"], whole.metrics["history"]["loss"]
+        )
 
 
 @pytest.mark.slow  # shows that test_a_run_that_breaks_off_goes_on can fail
@@ -64,10 +75,14 @@ def test_data_from_its_beginning_would_be_noticed(regression, tmp_path, monkeypa
     batches_of, opt = regression.batches_of(3), optimizer(regression, 0)
     whole = opt.run(regression.params, batches_of, num_updates=10)
     begin = compute.Streams.begin
-    monkeypatch.setattr(compute.Streams, "begin", lambda self, worker, position: begin(self, worker, 0))
+    monkeypatch.setattr(
+        compute.Streams, "begin", lambda self, worker, position: begin(self, worker, 0)
+    )
     for total in (5, 10):
         with so.Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
-            result = opt.run(regression.params, batches_of, num_updates=total, checkpoints=checkpoints)
+            result = opt.run(
+                regression.params, batches_of, num_updates=total, checkpoints=checkpoints
+            )
     assert np.abs(result.params["w"] - whole.params["w"]).max() > 1e-4
 
 
@@ -78,14 +93,25 @@ def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
     for workers, total in ((3, 6), (4, 12), (2, 18)):
         opt = optimizer(regression, 1, workers=workers)
         with so.Checkpoints(tmp_path, every=5, keep=None) as checkpoints:
-            result = opt.run(regression.params, regression.batches_of(4), num_updates=total, checkpoints=checkpoints)
+            result = opt.run(
+                regression.params,
+                regression.batches_of(4),
+                num_updates=total,
+                checkpoints=checkpoints,
+            )
         logs.append(result.log)
         assert result.metrics["updates"] == total
     assert checkpoints.steps() == [5, 6, 10, 12, 15, 18]
     assert {one.worker for one in logs[1]} == {0, 1, 2, 3}
     assert [one.worker for one in logs[2] if one.kind == "leave"] == [2, 3]
     same_bits(
-        replay(logs[2], optax.adam(0.05), regression.loss_fn, regression.params, regression.batches_of(4)),
+        replay(
+            logs[2],
+            optax.adam(0.05),
+            regression.loss_fn,
+            regression.params,
+            regression.batches_of(4),
+        ),
         result.params,
     )
 
@@ -93,8 +119,15 @@ def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
 def test_a_run_that_is_complete_is_not_touched(regression, tmp_path):
     opt, seen = optimizer(regression, 1), []
     with so.Checkpoints(tmp_path, every=5, keep=None) as checkpoints:
-        first = opt.run(regression.params, regression.batches_of(3), num_updates=5, checkpoints=checkpoints)
-        again = opt.run(regression.params, lambda worker: seen.append(worker), num_updates=5, checkpoints=checkpoints)
+        first = opt.run(
+            regression.params, regression.batches_of(3), num_updates=5, checkpoints=checkpoints
+        )
+        again = opt.run(
+            regression.params,
+            lambda worker: seen.append(worker),
+            num_updates=5,
+            checkpoints=checkpoints,
+        )
     assert not seen
     same_bits(again.params, first.params)
     assert list(again.log) == list(first.log)
@@ -104,12 +137,17 @@ def test_a_run_that_is_complete_is_not_touched(regression, tmp_path):
 def test_islands_go_on_and_the_log_explains_it(regression, tmp_path):
     devices = jax.devices()
     islands = [
-        so.fsdp(optax.adam(0.01), so.make_mesh(devices=devices[2 * i : 2 * i + 2]), regression.loss_fn) for i in (0, 1)
+        so.fsdp(
+            optax.adam(0.01), so.make_mesh(devices=devices[2 * i : 2 * i + 2]), regression.loss_fn
+        )
+        for i in (0, 1)
     ]
     opt = so.async_local_sgd(islands, local_steps=2, max_staleness=1)
     batches_of = regression.batches_of(2)
     with so.Checkpoints(tmp_path, every=3, keep=2) as checkpoints, pytest.raises(BrokenOffError):
-        opt.run(regression.params, failing(batches_of, (1, 8)), num_updates=30, checkpoints=checkpoints)
+        opt.run(
+            regression.params, failing(batches_of, (1, 8)), num_updates=30, checkpoints=checkpoints
+        )
     with so.Checkpoints(tmp_path, every=3, keep=2) as checkpoints:
         result = opt.run(regression.params, batches_of, num_updates=12, checkpoints=checkpoints)
     assert result.metrics["resumed_from"] >= 3
@@ -154,14 +192,16 @@ def test_other_settings_and_other_folders_are_refused(regression, tmp_path, mess
                 checkpoints=checkpoints,
             )
 
-        assert run(optimizer(regression, 2)) == (
-            "async_sgd: the checkpoint is of a run with other settings.\n"
+        assert (
+            run(optimizer(regression, 2))
+            == "async_sgd: the checkpoint is of a run with other settings.\n"
             "  max_staleness: 1 in the checkpoint, 2 now\n"
             "Fix: use the same settings, or another folder."
         )
     with so.Checkpoints(tmp_path, every=4, keep=None, resume=False) as checkpoints:
-        assert run(optimizer(regression, 1), checkpoints) == (
-            f"async_sgd: {tmp_path} already has checkpoints, the last of step 4.\n"
+        assert (
+            run(optimizer(regression, 1), checkpoints)
+            == f"async_sgd: {tmp_path} already has checkpoints, the last of step 4.\n"
             "Fix: pass resume=True to so.Checkpoints to go on from there, or choose another folder."
         )
 
@@ -188,17 +228,27 @@ def test_early_stopping_watches_the_evaluation(max_staleness, regression):
     assert metrics["stopped"] == "early"
     assert metrics["best"] == {"step": 10, "val_loss": 1.0}
     assert [one["step"] for one in metrics["evaluations"]][:4] == [5, 10, 15, 20]
-    assert metrics["evaluations"][1]["loss"] == pytest.approx(metrics["history"]["loss"][5:10].mean(), rel=1e-6)
+    assert metrics["evaluations"][1]["loss"] == pytest.approx(
+        metrics["history"]["loss"][5:10].mean(), rel=1e-6
+    )
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(3)), result.params)
 
 
 def test_a_resumed_run_keeps_its_patience(regression, tmp_path):
     rule, opt = so.training.EarlyStopping("score", patience=3, mode="max"), optimizer(regression, 0)
-    arguments = {"early_stopping": rule, "evaluate": lambda params: {"score": 1.0}, "evaluate_every": 1}
+    arguments = {
+        "early_stopping": rule,
+        "evaluate": lambda params: {"score": 1.0},
+        "evaluate_every": 1,
+    }
     for total, stopped in ((3, "completed"), (10**6, "early")):
         with so.Checkpoints(tmp_path, every=1, keep=None) as checkpoints:
             result = opt.run(
-                regression.params, regression.batches_of(3), num_updates=total, checkpoints=checkpoints, **arguments
+                regression.params,
+                regression.batches_of(3),
+                num_updates=total,
+                checkpoints=checkpoints,
+                **arguments,
             )
         assert result.metrics["stopped"] == stopped
     assert result.metrics["best"] == {"step": 1, "score": 1.0}
@@ -216,20 +266,25 @@ def test_refusals(regression, message_of):
             **options,
         )
 
-    assert run(checkpoints="folder") == (
-        "async_sgd: checkpoints must be a shardopt.Checkpoints, got str.\n"
+    assert (
+        run(checkpoints="folder")
+        == "async_sgd: checkpoints must be a shardopt.Checkpoints, got str.\n"
         "Fix: pass so.Checkpoints(folder, every=100, keep=3)."
     )
-    assert run(early_stopping="loss") == (
-        "async_sgd: early_stopping must be a shardopt.training.EarlyStopping, got str.\n"
+    assert (
+        run(early_stopping="loss")
+        == "async_sgd: early_stopping must be a shardopt.training.EarlyStopping, got str.\n"
         'Fix: pass so.training.EarlyStopping("loss", patience=5).'
     )
     assert run(evaluate=3) == "async_sgd: evaluate must be a function (params) -> metrics, got int."
     assert run(evaluate_every=0) == "async_sgd: evaluate_every must be at least 1, got 0."
-    assert run(evaluate=lambda params: 3.0, evaluate_every=1) == (
-        'async_sgd: evaluate must return a dict of metrics, got float.\nFix: return {"val_loss": loss}.'
+    assert (
+        run(evaluate=lambda params: 3.0, evaluate_every=1)
+        == 'async_sgd: evaluate must return a dict of metrics, got float.\nFix: return {"val_loss":'
+        " loss}."
     )
-    assert run(early_stopping=so.training.EarlyStopping("val", patience=1), evaluate_every=1) == (
-        "async_sgd: early_stopping watches 'val', which is not among the metrics of this run:\n"
+    assert (
+        run(early_stopping=so.training.EarlyStopping("val", patience=1), evaluate_every=1)
+        == "async_sgd: early_stopping watches 'val', which is not among the metrics of this run:\n"
         "  loss\nFix: watch one of these, or return it from evaluate and give evaluate_every."
     )

@@ -28,7 +28,9 @@ def check(clock):
     assert dict(clock.counts) == Counter(steps.values())
     if steps:
         assert clock.slowest == min(steps.values())
-        assert any(clocks.may_start(clock, worker) for worker in steps), "nobody may start: a deadlock"
+        assert any(clocks.may_start(clock, worker) for worker in steps), (
+            "nobody may start: a deadlock"
+        )
     if clock.max_staleness is not None and steps:
         # Whoever is beyond the bound has just finished the last step that it could begin.
         assert max(steps.values()) - min(steps.values()) <= clock.max_staleness + 1
@@ -52,7 +54,10 @@ def test_the_bound_holds_whatever_workers_do(max_staleness, choices):
             computing.pop(worker, None)
         elif worker in computing:
             state, event = server.push(state, worker, None, computing.pop(worker))
-            assert (event.pulled, event.clock) == (before.working[worker].version, before.clock.steps[worker])
+            assert (event.pulled, event.clock) == (
+                before.working[worker].version,
+                before.clock.steps[worker],
+            )
         elif server.may_pull(state, worker):
             state, event = server.pull(state, worker)
             computing[worker] = event.version
@@ -92,7 +97,9 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
     )
     workers = [so.parameter_server.SimulatedWorker(step)] * 8
     updates = 10_000 if max_staleness else 10_000 // 8
-    result = so.parameter_server.simulate(workers, max_staleness=max_staleness, num_updates=updates, seed=3)
+    result = so.parameter_server.simulate(
+        workers, max_staleness=max_staleness, num_updates=updates, seed=3
+    )
     assert result.metrics["pushes"] == 10_000
     assert max(result.metrics["staleness"]) == max_staleness
     assert max(result.metrics["delay"]) <= 7 * (2 * max_staleness + 1) * (max_staleness > 0)
@@ -103,7 +110,9 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
     max_staleness=st.sampled_from([*BOUNDS, None]),
     incarnations=st.lists(
         st.tuples(
-            st.floats(0.1, 5.0), st.lists(st.floats(0.0, 30.0), min_size=2, max_size=6, unique=True), st.booleans()
+            st.floats(0.1, 5.0),
+            st.lists(st.floats(0.0, 30.0), min_size=2, max_size=6, unique=True),
+            st.booleans(),
         ),
         min_size=1,
         max_size=6,
@@ -123,7 +132,9 @@ def test_deaths_at_any_time_leave_nobody_waiting_for_ever(max_staleness, incarna
                 so.parameter_server.durations.exponential(mean), availability=availability
             )
         )
-    result = so.parameter_server.simulate(workers, max_staleness=max_staleness, num_updates=60, seed=seed)
+    result = so.parameter_server.simulate(
+        workers, max_staleness=max_staleness, num_updates=60, seed=seed
+    )
     here = Counter()
     for event in result.log:
         here[event.worker] += {"join": 1, "leave": -1}.get(event.kind, 0)
@@ -220,7 +231,11 @@ def test_should_sync(max_staleness):
         ((-1, 0), ValueError, "should_sync: step must be at least 0, got -1."),
         ((0, -2), ValueError, "should_sync: max_staleness must be at least 0, got -2."),
         ((0.5, 1), TypeError, "should_sync: step must be an integer, got 0.5 (float)."),
-        ((1, None), TypeError, "should_sync: max_staleness must be an integer, got None (NoneType)."),
+        (
+            (1, None),
+            TypeError,
+            "should_sync: max_staleness must be an integer, got None (NoneType).",
+        ),
         ((True, 1), TypeError, "should_sync: step must be an integer, got True (bool)."),
     ],
 )

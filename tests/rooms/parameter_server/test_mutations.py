@@ -1,4 +1,6 @@
-"""The tests can fail: each way of breaking the server on purpose is noticed by one of the checks below."""
+"""The tests can fail: each way of breaking the server on purpose is noticed by one of the checks
+below.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,9 @@ def let_workers_one_step_too_far(patch):
 
 def stop_workers_one_step_too_soon(patch):
     break_function(
-        patch, clocks.may_start, lambda clock, worker: clocks.staleness(clock, worker) <= clock.max_staleness // 2
+        patch,
+        clocks.may_start,
+        lambda clock, worker: clocks.staleness(clock, worker) <= clock.max_staleness // 2,
     )
 
 
@@ -72,7 +76,9 @@ def mean_of_means(patch):
 
 def forget_a_worker(patch):
     average = apply._average
-    break_function(patch, apply._average, lambda pushed, rows: average(pushed[: max(1, len(pushed) - 1)], rows))
+    break_function(
+        patch, apply._average, lambda pushed, rows: average(pushed[: max(1, len(pushed) - 1)], rows)
+    )
 
 
 def average_in_the_order_of_arrival(patch):
@@ -82,7 +88,9 @@ def average_in_the_order_of_arrival(patch):
 def push_what_was_computed_from_newer_parameters(patch):
     merge = gradients.replace_trained
     break_function(
-        patch, gradients.replace_trained, lambda params, part: merge(params, jax.tree.map(lambda w: w * 1.01, part))
+        patch,
+        gradients.replace_trained,
+        lambda params, part: merge(params, jax.tree.map(lambda w: w * 1.01, part)),
     )
 
 
@@ -92,13 +100,22 @@ def difference_from_ddp(odd):
         tx = optax.sgd(0.05, momentum=0.9)
         speeds = [SimulatedWorker(seconds) for seconds in (3.0, 2.0, 1.0, 4.0)]
         found = simulate(
-            speeds, num_updates=3, tx=tx, loss_fn=case.loss_fn, params=case.params, batches_of=batches_of(4)
+            speeds,
+            num_updates=3,
+            tx=tx,
+            loss_fn=case.loss_fn,
+            params=case.params,
+            batches_of=batches_of(4),
         )
         opt = so.ddp(tx, so.make_mesh(data=4, devices=jax.devices()[:4]), case.loss_fn)
         state = opt.init(case.params)
         for batch in case.batches:
             state, _ = opt.step(state, batch)
-        pairs = zip(jax.tree.leaves(found.params), jax.tree.leaves(jax.device_get(state.params)), strict=True)
+        pairs = zip(
+            jax.tree.leaves(found.params),
+            jax.tree.leaves(jax.device_get(state.params)),
+            strict=True,
+        )
         return max(float(np.abs(np.asarray(a) - b).max()) for a, b in pairs)
 
 
@@ -139,7 +156,9 @@ def test_the_comparison_with_ddp_notices(mutate, odd):
 
 
 @pytest.mark.parametrize(
-    "mutate", [let_workers_one_step_too_far, stop_workers_one_step_too_soon], ids=lambda x: x.__name__
+    "mutate",
+    [let_workers_one_step_too_far, stop_workers_one_step_too_soon],
+    ids=lambda x: x.__name__,
 )
 def test_the_bound_notices(mutate):
     with pytest.MonkeyPatch.context() as patch:

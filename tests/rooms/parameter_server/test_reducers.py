@@ -1,4 +1,6 @@
-"""Pushes that are encoded: fewer bytes, the same log and replay, and no memory that is lost without a word."""
+"""Pushes that are encoded: fewer bytes, the same log and replay, and no memory that is lost without
+a word.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,10 @@ def loss_fn(params, batch):
 
 def start():
     draw = np.random.default_rng(0)
-    return {name: draw.normal(size=size).astype(np.float32) / 4 for name, size in (("w", (12, 8)), ("v", 8))}
+    return {
+        name: draw.normal(size=size).astype(np.float32) / 4
+        for name, size in (("w", (12, 8)), ("v", 8))
+    }
 
 
 def batches_of(worker):
@@ -31,10 +36,21 @@ def batches_of(worker):
         yield {"x": x.astype(np.float32), "y": (x @ truth).astype(np.float32)}
 
 
-def train(reducer, *, max_staleness=1, workers=2, num_updates=12, data=batches_of, nonfinite="raise", **options):
+def train(
+    reducer,
+    *,
+    max_staleness=1,
+    workers=2,
+    num_updates=12,
+    data=batches_of,
+    nonfinite="raise",
+    **options,
+):
     here = jax.devices()[:1] * workers  # one program for all
     tx = optax.sgd(0.02)
-    opt = so.async_sgd(tx, loss_fn, workers=here, max_staleness=max_staleness, reducer=reducer, nonfinite=nonfinite)
+    opt = so.async_sgd(
+        tx, loss_fn, workers=here, max_staleness=max_staleness, reducer=reducer, nonfinite=nonfinite
+    )
     return opt, opt.run(start(), data, num_updates=num_updates, **options)
 
 
@@ -42,7 +58,9 @@ def train(reducer, *, max_staleness=1, workers=2, num_updates=12, data=batches_o
     "make",
     [
         lambda: INT8,
-        pytest.param(lambda: R.error_feedback(R.top_k(density=0.1, momentum=0.5)), marks=pytest.mark.slow),
+        pytest.param(
+            lambda: R.error_feedback(R.top_k(density=0.1, momentum=0.5)), marks=pytest.mark.slow
+        ),
         pytest.param(lambda: R.error_feedback(R.power_sgd(rank=1)), marks=pytest.mark.slow),
     ],
 )
@@ -55,7 +73,10 @@ def test_replay_and_bytes(make):
     assert all(value > 0 for value in result.metrics["unsent"].values())
     assert set(result.metrics["unsent"]) == {0, 1}
     assert result.metrics["lost_memory"] == {}
-    same_bits(replay(result.log, optax.sgd(0.02), loss_fn, start(), batches_of, reducer=reducer), result.params)
+    same_bits(
+        replay(result.log, optax.sgd(0.02), loss_fn, start(), batches_of, reducer=reducer),
+        result.params,
+    )
 
 
 def test_without_rounding_it_is_the_plain_run():
@@ -71,8 +92,12 @@ def test_what_is_remembered_is_sent_later():
     few, slope = R.top_k(density=0.25), np.array([4.0, 3.0, 2.0, 1.0], np.float32)
 
     def fall(reducer):
-        opt = so.async_sgd(optax.sgd(1.0), lambda p, b: jnp.mean(b["x"] @ p["w"]), workers=1, reducer=reducer)
-        return -opt.run({"w": np.zeros(4, np.float32)}, lambda w: [{"x": slope[None]}] * 16, num_updates=16).params["w"]
+        opt = so.async_sgd(
+            optax.sgd(1.0), lambda p, b: jnp.mean(b["x"] @ p["w"]), workers=1, reducer=reducer
+        )
+        return -opt.run(
+            {"w": np.zeros(4, np.float32)}, lambda w: [{"x": slope[None]}] * 16, num_updates=16
+        ).params["w"]
 
     np.testing.assert_array_equal(fall(few), [64, 0, 0, 0])
     sent = fall(R.error_feedback(few))
@@ -84,7 +109,10 @@ def test_a_memory_that_is_lost_is_said_and_replayed(waiting_for_joins):
     """Worker 1 does 2 to 4 of the first 6 updates, so at its batch 8 worker 0 has version 10 to 12."""
     availability = {1: [(0, 6), (10, 16), (20, 1e9)]}
     opt, result = train(
-        INT8, num_updates=26, data=waiting_for_joins(batches_of, {1: [0, 8]}), availability=availability
+        INT8,
+        num_updates=26,
+        data=waiting_for_joins(batches_of, {1: [0, 8]}),
+        availability=availability,
     )
     lost = result.metrics["lost_memory"]
     assert {worker: len(values) for worker, values in lost.items()} == {1: 2}
@@ -108,15 +136,18 @@ def test_a_resumed_run_says_what_it_lost(tmp_path):
     for total in (8, 16):
         with so.Checkpoints(tmp_path, every=4, keep=1) as checkpoints:
             opt, result = train(INT8, num_updates=total, checkpoints=checkpoints)
-    assert {worker: len(values) for worker, values in result.metrics["lost_memory"].items()} == {0: 1, 1: 1}
+    assert {worker: len(values) for worker, values in result.metrics["lost_memory"].items()} == {
+        0: 1,
+        1: 1,
+    }
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
     with (
         so.Checkpoints(tmp_path, every=4, keep=1) as checkpoints,
         pytest.raises(ValueError, match="other settings") as caught,
     ):
         train(None, num_updates=20, checkpoints=checkpoints)
-    assert str(caught.value) == (
-        "async_sgd: the checkpoint is of a run with other settings.\n"
+    assert (
+        str(caught.value) == "async_sgd: the checkpoint is of a run with other settings.\n"
         f"  reducer: {INT8.name} in the checkpoint, None now\n"
         "Fix: use the same settings, or another folder."
     )
@@ -129,8 +160,8 @@ def test_what_is_not_finite_is_not_hidden():
 
     with pytest.raises(NonFiniteUpdateError) as caught:
         train(INT8, data=spoilt, num_updates=100)
-    assert str(caught.value) == (
-        "parameter_server: the push of worker 1 at its step 2 was refused:\n"
+    assert (
+        str(caught.value) == "parameter_server: the push of worker 1 at its step 2 was refused:\n"
         "  loss: not finite\n  v: not finite\n  w: not finite\n"
         'Fix: look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
     )
@@ -148,45 +179,60 @@ def test_what_is_too_large_for_the_wire_is_named():
         train(R.exact(jnp.float16), data=large)
 
 
-@pytest.mark.slow  # test_streaming.py has islands with a reducer, test_replay_and_bytes the same codec
+# test_streaming.py has islands with a reducer, test_replay_and_bytes the same codec
+@pytest.mark.slow
 def test_islands():
     def make(devices):
         return so.ddp(optax.adam(0.01), so.make_mesh(devices=devices), loss_fn)
 
     islands = [make(jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
-    opt = so.async_local_sgd(islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8)
+    opt = so.async_local_sgd(
+        islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8
+    )
     # island 0 does not come further than version 8 before island 1 has left
     result = opt.run(start(), batches_of, num_updates=9, availability={1: [(0, 5), (7, 1e9)]})
-    assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.compressor(INT8).nbytes(start())
+    assert result.metrics["push_bytes"] == result.metrics["pushes"] * R.compressor(INT8).nbytes(
+        start()
+    )
     assert set(result.metrics["lost_memory"]) == {1}
     same_bits(opt.replay(result.log, start(), batches_of), result.params)
 
 
 def test_refusals(message_of):
-    assert message_of(ValueError, so.async_sgd, optax.sgd(1), loss_fn, workers=1, reducer=INT8, sparse=["w"]) == (
-        f"async_sgd: reducer={INT8.name} and sparse=('w',) cannot be combined: sparse rows travel as they are.\n"
-        "Fix: leave one of them out."
+    assert (
+        message_of(
+            ValueError, so.async_sgd, optax.sgd(1), loss_fn, workers=1, reducer=INT8, sparse=["w"]
+        )
+        == f"async_sgd: reducer={INT8.name} and sparse=('w',) cannot be combined: sparse rows"
+        " travel as they are.\nFix: leave one of them out."
     )
     late = R.power_sgd(start_step=1)
     for do in (
         lambda: so.async_sgd(optax.sgd(1), loss_fn, workers=1, reducer=late),
-        lambda: so.async_local_sgd([so.ddp(optax.sgd(1), so.make_mesh(), loss_fn)], local_steps=1, reducer=late),
+        lambda: so.async_local_sgd(
+            [so.ddp(optax.sgd(1), so.make_mesh(), loss_fn)], local_steps=1, reducer=late
+        ),
         lambda: make_server(optax.sgd(1), reducer=late),
     ):
-        assert message_of(ValueError, do) == (
-            "compressor: warm_up(power_sgd(rank=4), steps=1) has no form that a single sender can write.\n"
-            "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
+        assert (
+            message_of(ValueError, do)
+            == "compressor: warm_up(power_sgd(rank=4), steps=1) has no form that a single sender"
+            " can write.\nFix: use exact, int8, sign, top_k or power_sgd, alone or in"
+            " error_feedback, without a warm-up."
         )
     _, result = train(INT8, num_updates=2)
     rest = (optax.sgd(0.02), loss_fn, start(), batches_of)
-    assert message_of(ValueError, replay, result.log, *rest) == (
-        f"replay: the run had the reducer {INT8.name}, got none.\nFix: pass the reducer of the run."
+    assert (
+        message_of(ValueError, replay, result.log, *rest)
+        == f"replay: the run had the reducer {INT8.name}, got none.\nFix: pass the reducer of the"
+        " run."
     )
     server = make_server(optax.sgd(1), max_staleness=1, reducer=INT8)
     state, _ = server.join(server.init(start()), 0)
     state, pulled = server.pull(state, 0)
-    assert message_of(ValueError, server.push, state, 0, make_update(start()), pulled.version) == (
-        "parameter_server: the push of worker 0 is not encoded as the server reads it.\n"
+    assert (
+        message_of(ValueError, server.push, state, 0, make_update(start()), pulled.version)
+        == "parameter_server: the push of worker 0 is not encoded as the server reads it.\n"
         "Fix: push what the compressor of the same reducer writes."
     )
 
@@ -194,7 +240,9 @@ def test_refusals(message_of):
 def test_the_simulator_sends_messages_of_that_size():
     worker = so.parameter_server.SimulatedWorker(step_seconds=1.0, latency=0.25, bandwidth=16.0)
     given = {"tx": optax.sgd(0.02), "loss_fn": loss_fn, "params": start(), "batches_of": batches_of}
-    found = so.parameter_server.simulate([worker], max_staleness=1, num_updates=3, reducer=INT8, **given)
+    found = so.parameter_server.simulate(
+        [worker], max_staleness=1, num_updates=3, reducer=INT8, **given
+    )
     pull, push = 4 * (96 + 8), R.compressor(INT8).nbytes(start())
     assert found.metrics["seconds"] == pytest.approx(3 * (1.0 + 2 * 0.25 + (pull + push) / 16.0))
     assert found.metrics["push_bytes"] == 3 * push

@@ -28,23 +28,32 @@ RULES = {
         pytest.param("none", 2, marks=pytest.mark.fast),
         pytest.param("none", None, marks=pytest.mark.slow),
         pytest.param("delayed_nesterov", 0, marks=pytest.mark.slow),
-        *tiered([(rule, 1) for rule in RULES if rule != "none"], lambda row: row[0] == "dc_asgd_adaptive"),
+        *tiered(
+            [(rule, 1) for rule in RULES if rule != "none"],
+            lambda row: row[0] == "dc_asgd_adaptive",
+        ),
     ],
 )
 def test_threads(rule, max_staleness, regression, tmp_path):
     tx = optax.adam(0.05)
     here = jax.devices()[:1] * 3  # one program for all
-    opt = so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=RULES[rule])
+    opt = so.async_sgd(
+        tx, regression.loss_fn, workers=here, max_staleness=max_staleness, rule=RULES[rule]
+    )
     path = tmp_path / "logs" / "run.jsonl"
     result = opt.run(regression.params, regression.batches_of(3), num_updates=20, log_path=path)
-    again = replay(Log.load(path), tx, regression.loss_fn, regression.params, regression.batches_of(3))
+    again = replay(
+        Log.load(path), tx, regression.loss_fn, regression.params, regression.batches_of(3)
+    )
     same_bits(again, result.params)
 
 
 @pytest.mark.parametrize("max_staleness", tiered([0, 1, None], lambda bound: bound is None))
 def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting_for_joins):
     tx = optax.sgd(0.05, momentum=0.9)
-    opt = so.async_sgd(tx, regression.loss_fn, workers=4, max_staleness=max_staleness, rule=rules.dc_asgd())
+    opt = so.async_sgd(
+        tx, regression.loss_fn, workers=4, max_staleness=max_staleness, rule=rules.dc_asgd()
+    )
     availability = {1: [(0, 8)], 2: [(5, float("inf"))], 3: [(0, 6), (9, 12), (14, float("inf"))]}
     # workers 0 and 2 come to their batch 14 at version 45 at the latest
     data = waiting_for_joins(regression.batches_of(4), {2: [9], 3: [0, 9, 14]})
@@ -54,12 +63,17 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting
     assert [one.worker for one in events if one.kind == "join"].count(3) == 3
     assert next(one.version for one in events if (one.kind, one.worker) == ("join", 2)) >= 5
     assert result.metrics["updates"] == 50
-    same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
+    same_bits(
+        replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)),
+        result.params,
+    )
 
 
 @pytest.mark.parametrize("seed", tiered(range(4), lambda seed: False))
 def test_threads_with_random_kills(seed, regression):
-    """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every bit."""
+    """Whoever dies when: the run ends, exactly so many updates are made, and the log explains every
+    bit.
+    """
     draw = np.random.default_rng(seed)
     availability = {}
     for worker in (1, 2, 3):
@@ -68,44 +82,75 @@ def test_threads_with_random_kills(seed, regression):
     tx = optax.sgd(0.02, momentum=0.9)
     here = jax.devices()[:1] * 4  # one program for all
     opt = so.async_sgd(tx, regression.loss_fn, workers=here, max_staleness=seed % 3)
-    result = opt.run(regression.params, regression.batches_of(4), num_updates=60, availability=availability)
+    result = opt.run(
+        regression.params, regression.batches_of(4), num_updates=60, availability=availability
+    )
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 60)
     assert result.metrics["history"]["loss"].shape == (60,)
-    same_bits(replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)), result.params)
+    same_bits(
+        replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)),
+        result.params,
+    )
 
 
 def test_threads_with_several_devices(regression):
     devices = jax.devices()
     opt = so.async_sgd(
-        optax.adam(0.05), regression.loss_fn, workers=[devices[0:2], devices[2], devices[3:5]], max_staleness=1
+        optax.adam(0.05),
+        regression.loss_fn,
+        workers=[devices[0:2], devices[2], devices[3:5]],
+        max_staleness=1,
     )
     result = opt.run(regression.params, regression.batches_of(3), num_updates=10)
-    again = replay(result.log, optax.adam(0.05), regression.loss_fn, regression.params, regression.batches_of(3))
+    again = replay(
+        result.log,
+        optax.adam(0.05),
+        regression.loss_fn,
+        regression.params,
+        regression.batches_of(3),
+    )
     same_bits(again, result.params)
 
 
 def test_skipped_updates_are_skipped_again(regression):
     def batches_of(worker):
         for index, batch in enumerate(regression.batches_of(2)(worker)):
-            yield {**batch, "y": batch["y"] * np.float32("nan" if worker == 1 and index % 3 == 2 else 1.0)}
+            yield {
+                **batch,
+                "y": batch["y"] * np.float32("nan" if worker == 1 and index % 3 == 2 else 1.0),
+            }
 
-    opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=2, max_staleness=2, nonfinite="skip")
+    opt = so.async_sgd(
+        optax.adam(0.05), regression.loss_fn, workers=2, max_staleness=2, nonfinite="skip"
+    )
     result = opt.run(regression.params, batches_of, num_updates=20)
     assert result.metrics["refused"] >= 2
     assert {one.worker for one in result.log if one.kind == "refuse"} == {1}
     assert np.isfinite(result.metrics["history"]["loss"]).all()
-    same_bits(replay(result.log, optax.adam(0.05), regression.loss_fn, regression.params, batches_of), result.params)
+    same_bits(
+        replay(result.log, optax.adam(0.05), regression.loss_fn, regression.params, batches_of),
+        result.params,
+    )
 
 
 def test_a_rule_of_ones_own_is_asked_for(simulate_really, regression, message_of):
     mine = rules.Rule("halve", {"by": 2}, scale=lambda delay: jnp.float32(0.5))
     result = simulate_really(optax.sgd(0.05), max_staleness=1, rule=mine)
-    arguments = (result.log, optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3))
+    arguments = (
+        result.log,
+        optax.sgd(0.05),
+        regression.loss_fn,
+        regression.params,
+        regression.batches_of(3),
+    )
     same_bits(replay(*arguments, rule=mine), result.params)
     had = "replay: the run had the rule halve {'by': 2}, got"
-    assert message_of(ValueError, replay, *arguments) == f"{had} none.\nFix: pass the rule of the run."
-    assert message_of(ValueError, replay, *arguments, rule=rules.dc_asgd()) == (
-        f"{had} dc_asgd {{'strength': 0.04}}.\nFix: pass the rule of the run."
+    assert (
+        message_of(ValueError, replay, *arguments) == f"{had} none.\nFix: pass the rule of the run."
+    )
+    assert (
+        message_of(ValueError, replay, *arguments, rule=rules.dc_asgd())
+        == f"{had} dc_asgd {{'strength': 0.04}}.\nFix: pass the rule of the run."
     )
 
 
@@ -125,26 +170,31 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
     def message(*arguments):
         return message_of(ValueError, replay, *arguments)
 
-    assert message(log, tx, regression.loss_fn, {**regression.params, "b": jnp.ones(())}, batches_of) == (
-        "replay: the parameters are not those that the run began with.\n"
+    assert (
+        message(log, tx, regression.loss_fn, {**regression.params, "b": jnp.ones(())}, batches_of)
+        == "replay: the parameters are not those that the run began with.\n"
         "Fix: pass the same values in the same dtypes, or make them the same way."
     )
     for other in (optax.sgd(0.051), optax.adam(0.05)):
-        assert message(log, other, regression.loss_fn, regression.params, batches_of) == (
-            "replay: the parameters at the end are not those of the run, although they were the same at the start.\n"
-            "Fix: pass the data, loss and optimizer of the run; devices of another kind round differently."
+        assert (
+            message(log, other, regression.loss_fn, regression.params, batches_of)
+            == "replay: the parameters at the end are not those of the run, although they were the"
+            " same at the start.\nFix: pass the data, loss and optimizer of the run; devices of"
+            " another kind round differently."
         )
     short = regression.batches_of(3, rounds=0)
-    assert message(log, tx, regression.loss_fn, regression.params, short) == (
-        "replay: batches_of(0) ended before step 0 of worker 0.\nFix: pass the data of the run."
+    assert (
+        message(log, tx, regression.loss_fn, regression.params, short)
+        == "replay: batches_of(0) ended before step 0 of worker 0.\nFix: pass the data of the run."
     )
     damaged = Log(log.header)
     for event in log:
         damaged.append(event._replace(version=event.version + (event.kind == "push")))
     first = next(index for index, event in enumerate(log) if event.kind == "push")
     recorded = damaged[first].without_times()
-    assert message(damaged, tx, regression.loss_fn, regression.params, batches_of) == (
-        f"replay: event {first} of the log is {recorded}, and the server comes to "
+    assert (
+        message(damaged, tx, regression.loss_fn, regression.params, batches_of)
+        == f"replay: event {first} of the log is {recorded}, and the server comes to "
         f"{recorded._replace(version=recorded.version - 1)}.\n"
         "Fix: the log is damaged, or its data or loss is not that of the run."
     )
@@ -152,12 +202,14 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
 
 def test_other_refusals(regression, message_of):
     rest = (optax.sgd(0.1), regression.loss_fn, regression.params, regression.batches_of(1))
-    assert message_of(TypeError, replay, [], *rest) == (
-        "replay: log must be a parameter_server.Log, got list.\n"
+    assert (
+        message_of(TypeError, replay, [], *rest)
+        == "replay: log must be a parameter_server.Log, got list.\n"
         "Fix: pass result.log, or parameter_server.Log.load(path)."
     )
-    assert message_of(ValueError, replay, so.parameter_server.simulate(2, num_updates=3).log, *rest) == (
-        "replay: this is the log of a simulation of time only.\n"
+    assert (
+        message_of(ValueError, replay, so.parameter_server.simulate(2, num_updates=3).log, *rest)
+        == "replay: this is the log of a simulation of time only.\n"
         "Fix: give simulate an optimizer, a loss, parameters and data."
     )
 
@@ -169,7 +221,10 @@ def test_a_log_that_broke_off_is_replayed_as_far_as_it_goes(simulate_really, reg
     for event in list(result.log)[: len(short.log)]:
         log.append(event)
     same_bits(
-        replay(log, optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3)), short.params
+        replay(
+            log, optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3)
+        ),
+        short.params,
     )
 
 
@@ -190,8 +245,14 @@ def test_a_log_is_saved_and_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda lines: [], "{path} is no event log of format 1.\nFix: pass a file that Log.save wrote."),
-        (lambda lines: lines[1:], "{path} is no event log of format 1.\nFix: pass a file that Log.save wrote."),
+        (
+            lambda lines: [],
+            "{path} is no event log of format 1.\nFix: pass a file that Log.save wrote.",
+        ),
+        (
+            lambda lines: lines[1:],
+            "{path} is no event log of format 1.\nFix: pass a file that Log.save wrote.",
+        ),
         (
             lambda lines: [json.dumps(json.loads(lines[0]) | {"format": 9})],
             "{path} is no event log of format 1.\nFix: pass a file that Log.save wrote.",
@@ -202,7 +263,10 @@ def test_a_log_is_saved_and_loaded(tmp_path):
             lambda lines: [*lines[:3], '["fly",0,0,0,0,0,0.0,0.0]'],
             "line 4 of {path} is no event: '[\"fly\",0,0,0,0,0,0.0,0.0]'.",
         ),
-        (lambda lines: [*lines[:3], '["push",0,0,0,0]'], "line 4 of {path} is no event: '[\"push\",0,0,0,0]'."),
+        (
+            lambda lines: [*lines[:3], '["push",0,0,0,0]'],
+            "line 4 of {path} is no event: '[\"push\",0,0,0,0]'.",
+        ),
     ],
 )
 def test_damaged_files(damage, message, tmp_path, message_of):
@@ -212,4 +276,6 @@ def test_damaged_files(damage, message, tmp_path, message_of):
         log.append(Event("pull", index, 0, 0, 0))
     log.save(path)
     path.write_text("".join(line + "\n" for line in damage(path.read_text().splitlines())))
-    assert message_of(ValueError, Log.load, path) == "parameter_server.Log.load: " + message.format(path=path)
+    assert message_of(ValueError, Log.load, path) == "parameter_server.Log.load: " + message.format(
+        path=path
+    )

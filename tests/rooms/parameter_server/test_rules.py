@@ -54,13 +54,19 @@ CASES = {
     "dc_asgd": (rules.dc_asgd(0.7), dc_asgd),
     "dc_asgd_adaptive": (rules.dc_asgd_adaptive(1.5, decay=0.9, eps=1e-3), dc_asgd_adaptive),
     "delayed_nesterov": (rules.delayed_nesterov(EVERY, BETA), delayed_nesterov(0.0)),
-    "delayed_nesterov, active": (rules.delayed_nesterov(EVERY, BETA, activation=0.2), delayed_nesterov(0.2)),
+    "delayed_nesterov, active": (
+        rules.delayed_nesterov(EVERY, BETA, activation=0.2),
+        delayed_nesterov(0.2),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_formula(name, x64):
-    """Three workers in random order; the gradient is that of sum (w^4 + a w), at what the worker pulled."""
+    """Three workers in random order.
+
+    The gradient is that of sum (w^4 + a w), at what the worker pulled.
+    """
     rule, reference = CASES[name]
     draw = np.random.default_rng(5)
     server = make_server(optax.sgd(LR), max_staleness=None, rule=rule)
@@ -87,7 +93,9 @@ def test_formula(name, x64):
     assert {0, 1, 2} <= delays
 
 
-@pytest.mark.parametrize("name", ["plain", "staleness_learning_rate", "dc_asgd", "dc_asgd_adaptive"])
+@pytest.mark.parametrize(
+    "name", ["plain", "staleness_learning_rate", "dc_asgd", "dc_asgd_adaptive"]
+)
 def test_a_rule_changes_nothing_where_nobody_is_late(name, x64):
     finals = []
     for rule in (None, CASES[name][0]):
@@ -137,7 +145,9 @@ def test_half_precision_stays_half_precision_and_is_remembered_in_full(name):
 def test_the_learning_rate_falls_also_for_optimizers_that_do_not_mind_the_size_of_gradients():
     moved = []
     for delay in (1, 4):
-        server = make_server(optax.adam(0.1), max_staleness=None, rule=rules.staleness_learning_rate())
+        server = make_server(
+            optax.adam(0.1), max_staleness=None, rule=rules.staleness_learning_rate()
+        )
         state = server.init({"w": jnp.zeros(2)})
         for worker in (0, 1):
             state, _ = server.join(state, worker)
@@ -152,7 +162,8 @@ def test_the_learning_rate_falls_also_for_optimizers_that_do_not_mind_the_size_o
 
 
 @pytest.mark.parametrize(
-    ("speeds", "steps"), [([3.0, 1.0], [30, 10]), ([1.0] * 3, [30] * 3), ([7.0, 2.0, 0.1], [30, 8, 1])]
+    ("speeds", "steps"),
+    [([3.0, 1.0], [30, 10]), ([1.0] * 3, [30] * 3), ([7.0, 2.0, 0.1], [30, 8, 1])],
 )
 def test_dynamic_local_steps(speeds, steps):
     assert rules.dynamic_local_steps(speeds, 30) == steps
@@ -162,8 +173,16 @@ def test_dynamic_local_steps(speeds, steps):
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: rules.dc_asgd(-1.0), ValueError, "dc_asgd: strength must be finite, at least 0; got -1.0."),
-        (lambda: rules.dc_asgd("a"), TypeError, "dc_asgd: strength must be a number, got 'a' (str)."),
+        (
+            lambda: rules.dc_asgd(-1.0),
+            ValueError,
+            "dc_asgd: strength must be finite, at least 0; got -1.0.",
+        ),
+        (
+            lambda: rules.dc_asgd("a"),
+            TypeError,
+            "dc_asgd: strength must be a number, got 'a' (str).",
+        ),
         (
             lambda: rules.dc_asgd_adaptive(decay=1.0),
             ValueError,
@@ -189,7 +208,11 @@ def test_dynamic_local_steps(speeds, steps):
             ValueError,
             "delayed_nesterov: momentum must be finite, at least 0 and below 1; got nan.",
         ),
-        (lambda: rules.dynamic_local_steps([], 3), ValueError, "dynamic_local_steps: speeds must not be empty."),
+        (
+            lambda: rules.dynamic_local_steps([], 3),
+            ValueError,
+            "dynamic_local_steps: speeds must not be empty.",
+        ),
         (
             lambda: rules.dynamic_local_steps([1.0, 0.0], 3),
             ValueError,

@@ -42,8 +42,12 @@ def test_without_staleness_the_mean_is_applied_once_all_have_pushed():
 
 
 def test_lookahead_is_refused_by_the_type_of_its_state():
-    server = make_server(optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(1.0), 5, 0.5)), max_staleness=0)
-    with pytest.raises(ValueError, match=r"^parameter_server: optax.lookahead steps two copies of the parameters, "):
+    server = make_server(
+        optax.chain(optax.clip(1.0), optax.lookahead(optax.sgd(1.0), 5, 0.5)), max_staleness=0
+    )
+    with pytest.raises(
+        ValueError, match=r"^parameter_server: optax.lookahead steps two copies of the parameters, "
+    ):
         server.init({"w": jnp.arange(2.0)})
 
 
@@ -117,7 +121,11 @@ def test_the_second_update_compiles_nothing():
     state, pulled = server.pull(state, 0)
     state, _ = server.push(state, 0, updates[0], pulled.version)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax._src.compiler, "compile_or_get_cached", lambda *_, **__: pytest.fail("compiled again"))
+        patch.setattr(
+            jax._src.compiler,
+            "compile_or_get_cached",
+            lambda *_, **__: pytest.fail("compiled again"),
+        )
         state, pulled = server.pull(state, 1)
         state, _ = server.push(state, 1, updates[1], pulled.version)
     assert state.version == 2
@@ -144,8 +152,9 @@ def test_whoever_leaves_is_no_longer_waited_for_and_its_half_step_is_lost(messag
     state, event = server.leave(state, 2)
     assert event.version == 1
     np.testing.assert_allclose(state.params["w"], [-1.0, 1.0])
-    assert message_of(ValueError, server.push, state, 2, make_update({"w": jnp.ones(2)}), 0) == (
-        "parameter_server: worker 2 is not among the 2 workers (0, 1).\n"
+    assert (
+        message_of(ValueError, server.push, state, 2, make_update({"w": jnp.ones(2)}), 0)
+        == "parameter_server: worker 2 is not among the 2 workers (0, 1).\n"
         "Fix: let it join; what a worker pushes after it left is lost."
     )
 
@@ -192,8 +201,8 @@ def test_what_is_not_finite_is_refused_and_named(max_staleness, bad):
     state, _ = server.pull(started(server, 2), 1)
     with pytest.raises(NonFiniteUpdateError) as caught:
         push(server, state, 1, [0.0, bad], loss=bad)
-    assert str(caught.value) == (
-        "parameter_server: the push of worker 1 at its step 0 was refused:\n"
+    assert (
+        str(caught.value) == "parameter_server: the push of worker 1 at its step 0 was refused:\n"
         "  loss: not finite\n"
         "  w: not finite\n"
         'Fix: look at the data and the learning rate, or drop such pushes with nonfinite="skip".'
@@ -270,47 +279,62 @@ def leave_from_nowhere(server, state):
 MESSAGES = {
     pull_twice: (
         ValueError,
-        "parameter_server: worker 0 cannot pull: it has not pushed its step 0 yet.\n"
-        "Fix: push first, or let it leave and join again.",
+        (
+            "parameter_server: worker 0 cannot pull: it has not pushed its step 0 yet.\n"
+            "Fix: push first, or let it leave and join again."
+        ),
     ),
     push_without_pull: (
         ValueError,
-        "parameter_server: worker 1 pushes for version 0 at its step 0, but has pulled nothing.\n"
-        "Fix: push once for each pull, with the version of its event.",
+        (
+            "parameter_server: worker 1 pushes for version 0 at its step 0, but has pulled"
+            " nothing.\nFix: push once for each pull, with the version of its event."
+        ),
     ),
     push_another_version: (
         ValueError,
-        "parameter_server: worker 0 pushes for version 7 at its step 0, but has pulled version 0.\n"
-        "Fix: push once for each pull, with the version of its event.",
+        (
+            "parameter_server: worker 0 pushes for version 7 at its step 0, but has pulled version"
+            " 0.\nFix: push once for each pull, with the version of its event."
+        ),
     ),
     push_something: (
         TypeError,
-        "parameter_server: worker 0 must push an Update, got dict.\n"
-        "Fix: make one with parameter_server.make_update(grads).",
+        (
+            "parameter_server: worker 0 must push an Update, got dict.\n"
+            "Fix: make one with parameter_server.make_update(grads)."
+        ),
     ),
     push_another_shape: (
         ValueError,
-        "parameter_server: 1 leaf of the push of worker 0 does not fit.\n"
-        "  w: int32[3], the parameter is float32[2]\n"
-        "Fix: push gradients of the parameters' own shapes and dtypes.",
+        (
+            "parameter_server: 1 leaf of the push of worker 0 does not fit.\n"
+            "  w: int32[3], the parameter is float32[2]\n"
+            "Fix: push gradients of the parameters' own shapes and dtypes."
+        ),
     ),
     push_another_structure: (
         ValueError,
-        "parameter_server: the push of worker 0 has another structure than the trained parameters.\n"
-        "  v: pushed, but not a trained parameter\n"
-        "  w: missing\n"
-        "Fix: push the gradient of the parameters that were pulled.",
+        (
+            "parameter_server: the push of worker 0 has another structure than the trained"
+            " parameters.\n  v: pushed, but not a trained parameter\n  w: missing\nFix: push the"
+            " gradient of the parameters that were pulled."
+        ),
     ),
     join_twice: (
         ValueError,
-        "parameter_server: worker 1 cannot join: it is there already, at clock 0.\n"
-        "Fix: let it leave first, or give the newcomer a number of its own.",
+        (
+            "parameter_server: worker 1 cannot join: it is there already, at clock 0.\n"
+            "Fix: let it leave first, or give the newcomer a number of its own."
+        ),
     ),
     join_as_minus_one: (ValueError, "parameter_server: worker must be at least 0, got -1."),
     leave_from_nowhere: (
         ValueError,
-        "parameter_server: worker 9 is not among the 3 workers (0, 1, 2).\n"
-        "Fix: let it join; what a worker pushes after it left is lost.",
+        (
+            "parameter_server: worker 9 is not among the 3 workers (0, 1, 2).\n"
+            "Fix: let it join; what a worker pushes after it left is lost."
+        ),
     ),
 }
 
@@ -329,9 +353,10 @@ def test_a_worker_beyond_the_bound_cannot_pull(message_of):
     server = make_server(optax.sgd(1.0), max_staleness=0)
     state, _ = server.pull(started(server), 0)
     state, _ = push(server, state, 0, [0.0, 0.0])
-    assert message_of(ValueError, server.pull, state, 0) == (
-        "parameter_server: worker 0 cannot start step 1: the slowest is at 0, and max_staleness=0.\n"
-        "Fix: ask may_pull first."
+    assert (
+        message_of(ValueError, server.pull, state, 0)
+        == "parameter_server: worker 0 cannot start step 1: the slowest is at 0, and"
+        " max_staleness=0.\nFix: ask may_pull first."
     )
 
 
@@ -341,32 +366,42 @@ def test_a_worker_beyond_the_bound_cannot_pull(message_of):
         (
             lambda: make_server(optax.sgd),
             TypeError,
-            "parameter_server: tx must be an optax.GradientTransformation, got function.\n"
-            "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself.",
+            (
+                "parameter_server: tx must be an optax.GradientTransformation, got function.\n"
+                "Fix: pass an optimizer such as optax.adamw(1e-3), called, not the function itself."
+            ),
         ),
         (
             lambda: make_server(None, max_staleness=-1),
             ValueError,
-            "parameter_server: max_staleness must be at least 0, got -1.\n"
-            "Fix: 0 waits at every step, s lets the fastest run s steps ahead, None never waits.",
+            (
+                "parameter_server: max_staleness must be at least 0, got -1.\nFix: 0 waits at every"
+                " step, s lets the fastest run s steps ahead, None never waits."
+            ),
         ),
         (
             lambda: make_server(None, max_staleness=1.5),
             TypeError,
-            "parameter_server: max_staleness must be an integer or None, got 1.5 (float).\n"
-            "Fix: 0 waits at every step, s lets the fastest run s steps ahead, None never waits.",
+            (
+                "parameter_server: max_staleness must be an integer or None, got 1.5 (float).\nFix:"
+                " 0 waits at every step, s lets the fastest run s steps ahead, None never waits."
+            ),
         ),
         (
             lambda: make_server(None, rule="dc_asgd"),
             TypeError,
-            "parameter_server: rule must be a Rule or None, got str.\n"
-            "Fix: call one of parameter_server.rules, such as rules.dc_asgd().",
+            (
+                "parameter_server: rule must be a Rule or None, got str.\n"
+                "Fix: call one of parameter_server.rules, such as rules.dc_asgd()."
+            ),
         ),
         (
             lambda: make_server(None, rule=rules.Rule("mine", {"by": {1}})),
             TypeError,
-            "parameter_server: the config of rule 'mine' cannot be written to a log: {'by': {1}}.\n"
-            "Fix: keep plain numbers and strings in it.",
+            (
+                "parameter_server: the config of rule 'mine' cannot be written to a log: {'by':"
+                " {1}}.\nFix: keep plain numbers and strings in it."
+            ),
         ),
         (
             lambda: make_server(None, nonfinite="ignore"),
@@ -376,13 +411,20 @@ def test_a_worker_beyond_the_bound_cannot_pull(message_of):
         (
             lambda: make_server(optax.sgd(1.0)).init({"n": jnp.int32(1)}),
             ValueError,
-            "parameter_server: nothing is trainable among 1 parameter leaf.\nFix: pass floating leaves.",
+            (
+                "parameter_server: nothing is trainable among 1 parameter leaf.\nFix: pass floating"
+                " leaves."
+            ),
         ),
         (
-            lambda: make_server(optax.sgd(1.0)).init({"w": "a", "v": jax.ShapeDtypeStruct((2,), jnp.float32)}),
+            lambda: make_server(optax.sgd(1.0)).init(
+                {"w": "a", "v": jax.ShapeDtypeStruct((2,), jnp.float32)}
+            ),
             TypeError,
-            "parameter_server: parameters must be a pytree of arrays.\n"
-            "  v: ShapeDtypeStruct\n  w: str\nFix: pass arrays with values.",
+            (
+                "parameter_server: parameters must be a pytree of arrays.\n"
+                "  v: ShapeDtypeStruct\n  w: str\nFix: pass arrays with values."
+            ),
         ),
         (
             lambda: make_server(optax.sgd(1.0)).init(TrainState(0, {}, (), None)),

@@ -8,7 +8,16 @@ import optax
 import pytest
 from support.tiers import tiered
 
-from shardopt.parameter_server import Event, Log, SimulatedWorker, durations, replay, simulate, summarize, timeline
+from shardopt.parameter_server import (
+    Event,
+    Log,
+    SimulatedWorker,
+    durations,
+    replay,
+    simulate,
+    summarize,
+    timeline,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -18,16 +27,21 @@ INF = math.inf
 @pytest.mark.parametrize(
     ("factor", "count"),
     tiered(
-        itertools.product([1.0, 2.0, 4.0, 10.0], [2, 4, 9]), lambda row: row[1] == 2 or row in [(10.0, 4), (4.0, 9)]
+        itertools.product([1.0, 2.0, 4.0, 10.0], [2, 4, 9]),
+        lambda row: row[1] == 2 or row in [(10.0, 4), (4.0, 9)],
     ),
 )
 def test_one_slow_worker(factor, count):
-    """(k(n-1)+1)/n times the synchronous throughput without a bound, and the slow one's pace with any."""
+    """(k(n-1)+1)/n times the synchronous throughput without a bound, and the slow one's pace with
+    any.
+    """
     workers = [SimulatedWorker()] * (count - 1) + [SimulatedWorker(factor)]
     horizon = 100 * factor
     rates = {s: simulate(workers, max_staleness=s, until=horizon).metrics for s in (0, 3, None)}
     assert rates[0]["pushes"] == 100 * count
-    assert rates[None]["pushes"] / rates[0]["pushes"] == pytest.approx((factor * (count - 1) + 1) / count)
+    assert rates[None]["pushes"] / rates[0]["pushes"] == pytest.approx(
+        (factor * (count - 1) + 1) / count
+    )
     # At most s + 1 steps ahead at any time, so as many pushes more in all.
     assert 100 * count <= rates[3]["pushes"] <= 100 * count + 4 * (count - 1)
 
@@ -49,7 +63,9 @@ def test_transient_stalls_are_what_a_bound_is_for(bounds, until):
     """Expected step times of 1.45 s; synchronous, a step stalls if any of 8 workers does."""
     stalling = durations.with_stalls(1.0, probability=0.05, seconds=9.0)
     rates = [
-        simulate([SimulatedWorker(stalling)] * 8, max_staleness=s, until=until).metrics["pushes_per_second"]
+        simulate([SimulatedWorker(stalling)] * 8, max_staleness=s, until=until).metrics[
+            "pushes_per_second"
+        ]
         for s in bounds
     ]
     assert rates == sorted(rates)
@@ -65,7 +81,9 @@ def test_messages_take_their_time():
 
 
 def test_a_busy_server_is_the_limit():
-    metrics = simulate([SimulatedWorker()] * 20, max_staleness=None, until=200.0, server_seconds=0.1).metrics
+    metrics = simulate(
+        [SimulatedWorker()] * 20, max_staleness=None, until=200.0, server_seconds=0.1
+    ).metrics
     assert metrics["pushes_per_second"] == pytest.approx(10.0, rel=0.02)
 
 
@@ -74,12 +92,19 @@ def test_waiting_is_accounted():
     assert result.metrics["wait_seconds"] == {0: 15.0, 1: 0.0}
     assert result.metrics["step_seconds"] == {0: 5.0, 1: 20.0}
     stretches = [(one.doing, one.start, one.end) for one in timeline(result.log) if one.worker == 0]
-    assert stretches[:4] == [("step", 0.0, 1.0), ("wait", 1.0, 4.0), ("step", 4.0, 5.0), ("wait", 5.0, 8.0)]
+    assert stretches[:4] == [
+        ("step", 0.0, 1.0),
+        ("wait", 1.0, 4.0),
+        ("step", 4.0, 5.0),
+        ("wait", 5.0, 8.0),
+    ]
 
 
 def test_the_time_of_every_worker_adds_up():
     workers = [
-        SimulatedWorker(durations.exponential(1.0), availability=((0.5 * worker, 60.0 + worker), (70.0, INF)))
+        SimulatedWorker(
+            durations.exponential(1.0), availability=((0.5 * worker, 60.0 + worker), (70.0, INF))
+        )
         for worker in range(5)
     ]
     result = simulate(workers, max_staleness=1, until=100.0, seed=4)
@@ -94,7 +119,9 @@ def test_the_time_of_every_worker_adds_up():
 
 def test_the_same_arguments_give_the_same_log_and_others_another():
     workers = [SimulatedWorker(durations.lognormal(1.0, 0.5))] * 6
-    logs = [simulate(workers, max_staleness=2, num_updates=200, seed=seed).log for seed in (0, 0, 1)]
+    logs = [
+        simulate(workers, max_staleness=2, num_updates=200, seed=seed).log for seed in (0, 0, 1)
+    ]
     assert logs[0] == logs[1]
     assert logs[0] != logs[2]
 
@@ -108,7 +135,8 @@ def test_the_dead_are_forgotten_and_late_joiners_catch_up():
     result = simulate(workers, num_updates=10)
     events = list(result.log)
     pushes = {
-        worker: [one.clock for one in events if (one.kind, one.worker) == ("push", worker)] for worker in range(3)
+        worker: [one.clock for one in events if (one.kind, one.worker) == ("push", worker)]
+        for worker in range(3)
     }
     assert pushes[0] == list(range(10))
     assert pushes[1] == [0, 1]
@@ -136,7 +164,11 @@ def test_time_for_data_is_no_waiting():
         (0, "lost", 4.0, 4.5),
     ]
     figures = summarize(log)
-    assert (figures["data_seconds"], figures["wait_seconds"], figures["step_seconds"]) == ({0: 1.5}, {0: 1.5}, {0: 1.0})
+    assert (figures["data_seconds"], figures["wait_seconds"], figures["step_seconds"]) == (
+        {0: 1.5},
+        {0: 1.5},
+        {0: 1.0},
+    )
 
 
 def test_without_workers_it_ends():
@@ -160,7 +192,13 @@ def test_the_mathematics_is_real(max_staleness, simulate_really, regression):
     losses = result.metrics["history"]["loss"]
     assert losses.shape == (60,)
     assert losses[-5:].mean() < 0.5 * losses[:5].mean()
-    again = replay(result.log, optax.adam(0.05), regression.loss_fn, regression.params, regression.batches_of(3))
+    again = replay(
+        result.log,
+        optax.adam(0.05),
+        regression.loss_fn,
+        regression.params,
+        regression.batches_of(3),
+    )
     for name, leaf in result.params.items():
         np.testing.assert_array_equal(again[name], leaf)
 
@@ -183,7 +221,11 @@ def test_workers_whose_data_ends_leave(simulate_really, regression):
         params=regression.params,
         batches_of=short,
     )
-    assert (ended.metrics["stopped"], ended.metrics["updates"], ended.metrics["pushes"]) == ("exhausted", 8, 24)
+    assert (ended.metrics["stopped"], ended.metrics["updates"], ended.metrics["pushes"]) == (
+        "exhausted",
+        8,
+        24,
+    )
 
 
 @pytest.mark.slow  # size alone; test_one_slow_worker runs the same simulator
@@ -197,8 +239,16 @@ def test_two_thousand_workers():
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: simulate(0, num_updates=1), ValueError, "simulate: workers must be at least 1, got 0."),
-        (lambda: simulate([], num_updates=1), ValueError, "simulate: workers must be at least 1, got none."),
+        (
+            lambda: simulate(0, num_updates=1),
+            ValueError,
+            "simulate: workers must be at least 1, got 0.",
+        ),
+        (
+            lambda: simulate([], num_updates=1),
+            ValueError,
+            "simulate: workers must be at least 1, got none.",
+        ),
         (
             lambda: simulate(2.5, num_updates=1),
             TypeError,
@@ -232,15 +282,26 @@ def test_two_thousand_workers():
         (
             lambda: simulate([SimulatedWorker(availability=(0.0, 1.0))], num_updates=1),
             TypeError,
-            "simulate: workers[0].availability must be a sequence of periods (from, to), got (0.0, 1.0).",
+            (
+                "simulate: workers[0].availability must be a sequence of periods (from, to), got"
+                " (0.0, 1.0)."
+            ),
         ),
         (
             lambda: simulate(2),
             ValueError,
             "simulate: nothing says when to stop.\nFix: pass num_updates, or until in seconds.",
         ),
-        (lambda: simulate(2, until=-1.0), ValueError, "simulate: until must be finite, at least 0; got -1.0."),
-        (lambda: simulate(2, num_updates=-1), ValueError, "simulate: num_updates must be at least 0, got -1."),
+        (
+            lambda: simulate(2, until=-1.0),
+            ValueError,
+            "simulate: until must be finite, at least 0; got -1.0.",
+        ),
+        (
+            lambda: simulate(2, num_updates=-1),
+            ValueError,
+            "simulate: num_updates must be at least 0, got -1.",
+        ),
         (
             lambda: simulate(2, num_updates=1, server_seconds="fast"),
             TypeError,
@@ -249,15 +310,21 @@ def test_two_thousand_workers():
         (
             lambda: simulate(2, num_updates=1, tx=optax.sgd(0.1), params={}),
             ValueError,
-            "simulate: loss_fn and batches_of are missing for real mathematics.\n"
-            "Fix: pass tx, loss_fn, params and batches_of, or none of them.",
+            (
+                "simulate: loss_fn and batches_of are missing for real mathematics.\n"
+                "Fix: pass tx, loss_fn, params and batches_of, or none of them."
+            ),
         ),
         (
             lambda: durations.with_stalls(1.0, probability=2.0, seconds=1.0),
             ValueError,
             "with_stalls: probability must be at most 1, got 2.0.",
         ),
-        (lambda: durations.exponential(0.0), ValueError, "exponential: mean must be finite, above 0; got 0.0."),
+        (
+            lambda: durations.exponential(0.0),
+            ValueError,
+            "exponential: mean must be finite, above 0; got 0.0.",
+        ),
     ],
 )
 def test_refusals(make, error, message):
@@ -269,7 +336,10 @@ def test_refusals(make, error, message):
 @pytest.mark.slow  # test_async_local_sgd.py has deaths and late joiners
 @pytest.mark.parametrize("count", tiered([100, 300], lambda count: count == 100))
 def test_islands_that_come_and_go(count):
-    """Rounds of R s in sessions of mean mu: 1 / (exp(R / mu) - 1) each; a push is as late as there are rounds on the way."""
+    """Rounds of R s in sessions of mean mu: 1 / (exp(R / mu) - 1) each.
+
+    A push is as late as there are rounds on the way.
+    """
     draw, there, away, horizon, skipped = np.random.default_rng(0), 60.0, 20.0, 1500.0, 100.0
     rounds, workers = draw.uniform(5.0, 25.0, count), []
     for seconds in rounds:

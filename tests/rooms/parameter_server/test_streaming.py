@@ -1,4 +1,7 @@
-"""Fragments: dealt out as by diloco, which they equal without staleness; else their log; and nothing waits for the wire."""
+"""Fragments: dealt out as by diloco, which they equal without staleness.
+
+Else their log; and nothing waits for the wire.
+"""
 
 import threading
 from types import SimpleNamespace
@@ -32,7 +35,10 @@ def islands(loss_fn, count=2, *, size=2, make=so.ddp, **options):
 @pytest.mark.slow  # the rounds of an island below, and local_updates/test_reference.py
 @pytest.mark.parametrize(
     "reducer",
-    [pytest.param(None, id="exact"), pytest.param(so.reducers.int8(), marks=pytest.mark.slow, id="int8")],
+    [
+        pytest.param(None, id="exact"),
+        pytest.param(so.reducers.int8(), marks=pytest.mark.slow, id="int8"),
+    ],
 )
 def test_without_staleness_it_is_streaming_diloco(reducer, odd, x64):
     """After the delay that follows the last push diloco has applied it too."""
@@ -52,7 +58,9 @@ def test_without_staleness_it_is_streaming_diloco(reducer, odd, x64):
     )
     result = ours.run(case.params, batches_of(2), num_updates=4)
     # two islands quantise by themselves what diloco's all-reduce quantises in pieces
-    assert relative_difference(result.params, jax.device_get(state.params)) <= (1e-12 if reducer is None else 1e-2)
+    assert relative_difference(result.params, jax.device_get(state.params)) <= (
+        1e-12 if reducer is None else 1e-2
+    )
     same_bits(ours.replay(result.log, case.params, batches_of(2)), result.params)
 
 
@@ -69,13 +77,18 @@ def test_without_staleness_it_is_streaming_diloco(reducer, odd, x64):
 )
 def test_replay_with_deaths_and_late_joiners(options, regression, tmp_path, waiting_for_joins):
     params = {**regression.params, "v": jnp.ones(4), "c": jnp.zeros(())}
-    loss_fn = lambda p, batch: regression.loss_fn({"w": p["w"] * p["v"], "b": p["b"] + p["c"]}, batch)  # noqa: E731
+
+    def loss_fn(p, batch):
+        return regression.loss_fn({"w": p["w"] * p["v"], "b": p["b"] + p["c"]}, batch)
+
     made = islands(loss_fn, make=options.pop("make", so.ddp))
     opt = so.async_local_sgd(made, outer=optax.sgd(0.5), local_steps=H, **STREAMING | options)
     availability, each = {1: [(1, 6), (9, float("inf"))]}, H // (STREAMING | options)["fragments"]
     data = waiting_for_joins(regression.batches_of(2), {1: [each, 9 * each]})
     with so.Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
-        result = opt.run(params, data, num_updates=15, availability=availability, checkpoints=checkpoints)
+        result = opt.run(
+            params, data, num_updates=15, availability=availability, checkpoints=checkpoints
+        )
     assert result.metrics["updates"] == 15
     assert [event.kind for event in result.log if event.worker == 1].count("join") == 2
     same_bits(opt.replay(result.log, params, regression.batches_of(2)), result.params)
@@ -88,11 +101,19 @@ def test_replay_with_deaths_and_late_joiners(options, regression, tmp_path, wait
 @pytest.mark.fast
 def test_blocks_and_other_leaves_are_dealt_out_in_turn():
     fragments = FragmentPlan(2, stacked=True, frozen=("ice",))
-    params = {"blocks": {"w": np.arange(5.0)}, "ice": np.ones(2), "head": np.ones(1), "n": 3, "tail": np.zeros(1)}
+    params = {
+        "blocks": {"w": np.arange(5.0)},
+        "ice": np.ones(2),
+        "head": np.ones(1),
+        "n": 3,
+        "tail": np.zeros(1),
+    }
     params = jax.tree.map(jnp.asarray, params)
     parts = [fragments.take(params, number) for number in range(2)]
     assert [part["blocks"]["w"].tolist() for part in parts] == [[0, 2, 4], [1, 3]]
-    assert [[name for name in ("ice", "head", "n", "tail") if part[name] is not None] for part in parts] == [
+    assert [
+        [name for name in ("ice", "head", "n", "tail") if part[name] is not None] for part in parts
+    ] == [
         ["head"],
         ["tail"],
     ]
@@ -105,7 +126,10 @@ def test_blocks_and_other_leaves_are_dealt_out_in_turn():
 
 @pytest.mark.fast
 def test_steps_are_taken_while_a_push_and_its_answer_travel():
-    """A server that does not answer before the island has gone on; an island that waited for it would wait for ever."""
+    """A server that does not answer before the island has gone on.
+
+    An island that waited for it would wait for ever.
+    """
     said, went_on = [], threading.Event()
 
     class Server:
@@ -136,16 +160,28 @@ def test_steps_are_taken_while_a_push_and_its_answer_travel():
     compute = Compute(lambda *_: None, lambda worker: (), update, lambda tree: tree, ahead)
     run_worker(Server(), compute, 0)
     served = [one for one in said if one != "ahead"]
-    assert served == ["pull", "push round 0", "pull", "push round 1", "pull", "push round 2", "pull"]
+    assert served == [
+        "pull",
+        "push round 0",
+        "pull",
+        "push round 1",
+        "pull",
+        "push round 2",
+        "pull",
+    ]
 
 
 def alone(delay, mix, codec=None):
-    """Return (compute, island) of one island without a strategy: each step takes the batch off its parameters."""
+    """Return (compute, island) of one island without a strategy: each step takes the batch off its
+    parameters.
+    """
     mesh = so.make_mesh(devices=jax.devices()[:1])
     everywhere = jax.NamedSharding(mesh, jax.P())
 
     def step(state, batch):
-        return state._replace(params=jax.tree.map(jnp.subtract, state.params, batch)), {"loss": jnp.zeros(())}
+        return state._replace(params=jax.tree.map(jnp.subtract, state.params, batch)), {
+            "loss": jnp.zeros(())
+        }
 
     def first_state(worker, params, clock):
         return TrainState(0, jax.device_put(params, everywhere), (), None)
@@ -155,7 +191,10 @@ def alone(delay, mix, codec=None):
     opt = SimpleNamespace(mesh=mesh, step=SimpleNamespace(with_kinds=step), config=config)
     island = Island(opt, streaming)
     streams = Streams("test", lambda worker: [], [H // P])
-    return Islands({0: island}, streaming, first_state, streams, WorkerCompressors(codec)).compute(), island
+    return (
+        Islands({0: island}, streaming, first_state, streams, WorkerCompressors(codec)).compute(),
+        island,
+    )
 
 
 def floats(**leaves):
@@ -165,7 +204,10 @@ def floats(**leaves):
 @pytest.mark.fast
 @pytest.mark.parametrize("ahead", [True, False], ids=["run", "replay"])
 def test_the_rounds_of_an_island(ahead, message_of):
-    """Two steps a round; the server's fragment is taken after the first of them, at which a run is before it is pulled."""
+    """Two steps a round.
+
+    The server's fragment is taken after the first of them, at which a run is before it is pulled.
+    """
     compute, island = alone(**{name: STREAMING[name] for name in ("delay", "mix")})
     batches = [floats(a=1, b=10, ice=0)] * 2
 
@@ -188,15 +230,19 @@ def test_the_rounds_of_an_island(ahead, message_of):
     compute.begin(0, 0)  # it died, and joins again
     assert pushed(floats(a=1, b=2, ice=8), 5) == (None, 1, floats(a=None, b=20, ice=None))
     batches = [floats(a=1, b=1, ice=1)] * 2
-    assert message_of(ValueError, pushed, fragment, 6) == (
-        "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
+    assert (
+        message_of(ValueError, pushed, fragment, 6)
+        == "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
         "  ice\nFix: train such leaves with ddp, zero, fsdp or diloco."
     )
 
 
 @pytest.mark.fast
 def test_what_a_push_leaves_out_is_in_later_ones_of_its_fragment():
-    """One entry of four travels, always the largest unless what was not sent is remembered; who joins remembers nothing."""
+    """One entry of four travels, always the largest unless what was not sent is remembered.
+
+    Who joins remembers nothing.
+    """
     codec = so.reducers.compressor(so.reducers.error_feedback(so.reducers.top_k(density=0.25)))
     compute, _ = alone(delay=0, mix=0.0, codec=codec)
     zeros = {name: jnp.zeros(4) for name in "ab"}
@@ -205,7 +251,10 @@ def test_what_a_push_leaves_out_is_in_later_ones_of_its_fragment():
     def sent():
         compute.begin(0, 0)
         parts = [compute.update(0, zeros, batches, clock).grads for clock in range(8 * P)]
-        return [codec.decode(one.tree, {"ab"[one.number]: zeros["a"]})["ab"[one.number]] for one in parts]
+        return [
+            codec.decode(one.tree, {"ab"[one.number]: zeros["a"]})["ab"[one.number]]
+            for one in parts
+        ]
 
     first, again = sent(), sent()
     for number in range(P):
@@ -231,7 +280,9 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
         for worker, change in enumerate(changes):
             state, pulled = server.pull(state, worker)
             tree = floats(a=None, b=None) | floats(**{"ab"[number]: change})
-            state, _ = server.push(state, worker, make_update(Fragment(tree, number)), pulled.version)
+            state, _ = server.push(
+                state, worker, make_update(Fragment(tree, number)), pulled.version
+            )
         return state
 
     state = push(state, 0, [1, 3, 2])
@@ -275,20 +326,30 @@ def test_a_run_with_other_fragments_does_not_go_on(regression):
         ),
         (
             {"fragments": 2, "delay": 2},
-            "delay=2 must be below local_steps / fragments = 2: the next fragment is sent then.\n"
-            "Fix: use a delay of at most 1, or push less often.",
+            (
+                "delay=2 must be below local_steps / fragments = 2: the next fragment is sent"
+                " then.\nFix: use a delay of at most 1, or push less often."
+            ),
         ),
         ({"mix": 1.5}, "mix must be between 0 and 1, got 1.5."),
     ],
     ids=["fragments", "delay", "mix"],
 )
 def test_refusals(options, message, regression, message_of):
-    found = message_of(ValueError, so.async_local_sgd, islands(regression.loss_fn), local_steps=H, **options)
+    found = message_of(
+        ValueError, so.async_local_sgd, islands(regression.loss_fn), local_steps=H, **options
+    )
     assert found == f"async_local_sgd: {message}"
 
 
 @pytest.mark.fast
 def test_a_fragment_of_nothing_is_refused(regression, message_of):
     opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=H, fragments=4)
-    found = message_of(ValueError, opt.run, regression.params, regression.batches_of(2), num_updates=1)
-    assert found == "async_local_sgd: fragments=4, but 2 blocks or leaves can be dealt out.\nFix: use at most 2."
+    found = message_of(
+        ValueError, opt.run, regression.params, regression.batches_of(2), num_updates=1
+    )
+    assert (
+        found
+        == "async_local_sgd: fragments=4, but 2 blocks or leaves can be dealt out.\nFix: use at"
+        " most 2."
+    )

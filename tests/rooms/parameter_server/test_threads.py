@@ -1,4 +1,6 @@
-"""Threads: what ends a run ends all of it, the bound holds under stalls, and errors say who and where."""
+"""Threads: what ends a run ends all of it, the bound holds under stalls, and errors say who and
+where.
+"""
 
 import math
 import threading
@@ -25,7 +27,9 @@ from shardopt.parameter_server._worker import no_compute
 @pytest.fixture(autouse=True)
 def nothing_left_running():
     yield
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("shardopt")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("shardopt")
+    ]
 
 
 def mean(params, batch):
@@ -44,16 +48,29 @@ HERE = jax.devices()[:1]
 """Workers that share a device share a program."""
 
 
-def run(*, workers=3, batches_of=ones, loss_fn=mean, num_updates=20, log_path=None, availability=None, **options):
+def run(
+    *,
+    workers=3,
+    batches_of=ones,
+    loss_fn=mean,
+    num_updates=20,
+    log_path=None,
+    availability=None,
+    **options,
+):
     if isinstance(workers, int) and workers > 0:
         workers = HERE * workers
     opt = so.async_sgd(optax.sgd(0.01), loss_fn, workers=workers, **options)
-    return opt.run(PARAMS, batches_of, num_updates=num_updates, log_path=log_path, availability=availability)
+    return opt.run(
+        PARAMS, batches_of, num_updates=num_updates, log_path=log_path, availability=availability
+    )
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2, 8])
 def test_the_bound_is_reached_and_kept_when_one_stalls(max_staleness):
-    """Worker 0 stalls at two of its steps until worker 1 has finished the last step that it may begin."""
+    """Worker 0 stalls at two of its steps until worker 1 has finished the last step that it may
+    begin.
+    """
     stalls_at = (2, 5)
     reached = {at: threading.Event() for at in stalls_at}
 
@@ -62,12 +79,16 @@ def test_the_bound_is_reached_and_kept_when_one_stalls(max_staleness):
             if worker == 0 and step in stalls_at:
                 assert reached[step].wait(timeout=60)
             for at in stalls_at:
-                if worker == 1 and step == at + max_staleness + 1:  # drawn when the step before it is pushed
+                # drawn when the step before it is pushed
+                if worker == 1 and step == at + max_staleness + 1:
                     reached[at].set()
             yield batch
 
     result = run(
-        workers=3, max_staleness=max_staleness, batches_of=batches_of, num_updates=12 * 3 ** (max_staleness > 0)
+        workers=3,
+        max_staleness=max_staleness,
+        batches_of=batches_of,
+        num_updates=12 * 3 ** (max_staleness > 0),
     )
     assert max(result.metrics["staleness"]) == max_staleness
     assert max(result.metrics["delay"]) <= 2 * (2 * max_staleness + 1) * (max_staleness > 0)
@@ -79,7 +100,10 @@ def test_the_bound_is_reached_and_kept_when_one_stalls(max_staleness):
 @pytest.mark.slow  # test_the_bound_is_reached_and_kept_when_one_stalls, and test_clock.py
 @pytest.mark.parametrize("max_staleness", tiered([0, 1, 2, 8], lambda bound: bound == 2))
 def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
-    """Threads, coordinator and clocks as in every run; server and workers without mathematics, which would take the time."""
+    """Threads, coordinator and clocks as in every run.
+
+    Server and workers without mathematics, which would take the time.
+    """
 
     def update(worker, params, batch, clock):
         if draws[worker].random() < 0.01:
@@ -88,7 +112,9 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
     draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
     running = Run(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
     updates = 10_000 if max_staleness else 10_000 // 4
-    coordinator = Coordinator(running, updates, {worker: [(0, math.inf)] for worker in range(4)}, SavePolicy())
+    coordinator = Coordinator(
+        running, updates, {worker: [(0, math.inf)] for worker in range(4)}, SavePolicy()
+    )
     run_threads("test", coordinator, no_compute()._replace(update=update), lambda coordinator: None)
     metrics = running.finish(coordinator.end_reason()).metrics
     assert (metrics["stopped"], metrics["pushes"]) == ("completed", 10_000)
@@ -125,9 +151,16 @@ def test_it_stops_at_exactly_so_many_updates():
 
 def test_the_history_has_every_update_in_order():
     """More than twice as many as may be in flight, so old ones were fetched before the end."""
-    loss_fn = lambda params, batch: (0.0 * params["w"] + batch["x"].mean(), {"twice": 2 * batch["x"].mean()})  # noqa: E731
-    batches_of = lambda worker: ({"x": np.full(2, step, np.float32)} for step in range(1000))  # noqa: E731
-    history = run(loss_fn=loss_fn, batches_of=batches_of, workers=2, num_updates=300).metrics["history"]
+
+    def loss_fn(params, batch):
+        return (0.0 * params["w"] + batch["x"].mean(), {"twice": 2 * batch["x"].mean()})
+
+    def batches_of(worker):
+        return ({"x": np.full(2, step, np.float32)} for step in range(1000))
+
+    history = run(loss_fn=loss_fn, batches_of=batches_of, workers=2, num_updates=300).metrics[
+        "history"
+    ]
     np.testing.assert_array_equal(history["loss"], np.arange(300))
     np.testing.assert_array_equal(history["twice"], 2 * np.arange(300))
 
@@ -136,7 +169,10 @@ def test_a_log_that_cannot_be_written_is_noticed_before_the_work(tmp_path):
     (tmp_path / "file").write_text("")
     seen = []
     with pytest.raises((FileExistsError, NotADirectoryError)):
-        run(log_path=tmp_path / "file" / "log.jsonl", batches_of=lambda worker: seen.append(worker) or ones(worker))
+        run(
+            log_path=tmp_path / "file" / "log.jsonl",
+            batches_of=lambda worker: seen.append(worker) or ones(worker),
+        )
     assert not seen
 
 
@@ -177,7 +213,9 @@ def test_what_is_not_finite_ends_the_run(max_staleness):
 
     with pytest.raises(NonFiniteUpdateError) as caught:
         run(batches_of=batches_of, max_staleness=max_staleness)
-    assert str(caught.value).startswith("parameter_server: the push of worker 2 at its step 1 was refused:\n")
+    assert str(caught.value).startswith(
+        "parameter_server: the push of worker 2 at its step 1 was refused:\n"
+    )
     assert (caught.value.worker, caught.value.clock) == (2, 1)
 
 
@@ -199,18 +237,31 @@ def test_whoever_waits_when_the_run_fails_does_not_wait_for_ever():
 
 
 def test_data_that_ends_ends_the_run():
-    metrics = run(batches_of=lambda worker: list(zip_some(worker + 2)), max_staleness=None, num_updates=100).metrics
+    metrics = run(
+        batches_of=lambda worker: list(zip_some(worker + 2)), max_staleness=None, num_updates=100
+    ).metrics
     assert (metrics["stopped"], metrics["updates"]) == ("exhausted", 2 + 3 + 4)
-    metrics = run(batches_of=lambda worker: list(zip_some(worker + 2)), max_staleness=0, num_updates=100).metrics
+    metrics = run(
+        batches_of=lambda worker: list(zip_some(worker + 2)), max_staleness=0, num_updates=100
+    ).metrics
     assert (metrics["stopped"], metrics["updates"], metrics["pushes"]) == ("exhausted", 4, 9)
 
 
 @pytest.mark.fast
 def test_each_example_is_used_once_however_often_a_worker_dies(waiting_for_joins):
-    """The parameters count the examples; worker 1 dies twice, each time with a step in flight or before it has begun one."""
-    examples = lambda worker: list(np.eye(24, dtype=np.float32)[12 * worker : 12 * worker + 12, None])  # noqa: E731
+    """The parameters count the examples.
+
+    Worker 1 dies twice, each time with a step in flight or before it has begun one.
+    """
+
+    def examples(worker):
+        return list(np.eye(24, dtype=np.float32)[12 * worker : 12 * worker + 12, None])
+
     opt = so.async_sgd(
-        optax.sgd(1.0), lambda counts, batch: -jnp.mean(batch @ counts), workers=HERE * 2, max_staleness=1
+        optax.sgd(1.0),
+        lambda counts, batch: -jnp.mean(batch @ counts),
+        workers=HERE * 2,
+        max_staleness=1,
     )
     result = opt.run(
         np.zeros(24, np.float32),
@@ -221,7 +272,9 @@ def test_each_example_is_used_once_however_often_a_worker_dies(waiting_for_joins
     assert [event.kind for event in result.log if event.worker == 1].count("join") == 3
     assert result.metrics["stopped"] == "exhausted"
     np.testing.assert_array_equal(result.params, np.ones(24))
-    np.testing.assert_array_equal(opt.replay(result.log, np.zeros(24, np.float32), examples), result.params)
+    np.testing.assert_array_equal(
+        opt.replay(result.log, np.zeros(24, np.float32), examples), result.params
+    )
 
 
 def zip_some(count):
@@ -239,7 +292,11 @@ def test_a_run_whose_workers_are_all_dead_ends_whoever_was_to_join_later():
 def test_everyone_dead_and_a_joiner_due():
     """Version 3 kills the first two and brings the third, whoever notices first."""
     for _ in range(5):
-        result = run(availability={0: [(0, 3)], 1: [(0, 3)], 2: [(3, 1e9)]}, max_staleness=None, num_updates=10)
+        result = run(
+            availability={0: [(0, 3)], 1: [(0, 3)], 2: [(3, 1e9)]},
+            max_staleness=None,
+            num_updates=10,
+        )
         assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 10)
 
 
@@ -275,7 +332,10 @@ def test_settings_of_a_thread_are_carried_into_another():
     with jax.enable_x64(True), jax.numpy_rank_promotion("warn"):
         settings = capture_settings()
     assert in_thread(settings) == (np.dtype(np.float64), "warn")
-    assert in_thread(capture_settings()) == (np.dtype(np.float32), jax.config.jax_numpy_rank_promotion)
+    assert in_thread(capture_settings()) == (
+        np.dtype(np.float32),
+        jax.config.jax_numpy_rank_promotion,
+    )
 
 
 def test_more_workers_than_devices_share_them():
@@ -284,7 +344,9 @@ def test_more_workers_than_devices_share_them():
 
 
 def test_optimizers_that_watch_the_loss_get_it():
-    tx = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, cooldown=0))
+    tx = optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5, cooldown=0)
+    )
     result = so.async_sgd(tx, lambda p, b: jnp.mean(b["x"]) + 0.0 * p["w"], workers=HERE * 2).run(
         PARAMS, ones, num_updates=4
     )
@@ -300,57 +362,75 @@ REFUSED = {
     "an empty list": (
         {"workers": []},
         ValueError,
-        "async_sgd: workers must be at least 1, got none.\n"
-        "Fix: pass how many, or for each worker a device, a list of devices or a mesh.",
+        (
+            "async_sgd: workers must be at least 1, got none.\n"
+            "Fix: pass how many, or for each worker a device, a list of devices or a mesh."
+        ),
     ),
     "half a worker": (
         {"workers": 1.5},
         TypeError,
-        "async_sgd: workers must be an integer or a sequence, got float.\n"
-        "Fix: pass how many, or for each worker a device, a list of devices or a mesh.",
+        (
+            "async_sgd: workers must be an integer or a sequence, got float.\n"
+            "Fix: pass how many, or for each worker a device, a list of devices or a mesh."
+        ),
     ),
     "strange workers": (
         {"workers": [None]},
         TypeError,
-        "async_sgd: worker 0 must be a device, a sequence of devices or a mesh, got None.\n"
-        "Fix: pass how many, or for each worker a device, a list of devices or a mesh.",
+        (
+            "async_sgd: worker 0 must be a device, a sequence of devices or a mesh, got None.\n"
+            "Fix: pass how many, or for each worker a device, a list of devices or a mesh."
+        ),
     ),
     "tensor workers": (
         {"workers": ["mesh"]},
         ValueError,
-        "async_sgd: the mesh of worker 0 has axes that nothing is split over: tensor (size 2).\n"
-        "Fix: an async_sgd worker splits its batch: use so.make_mesh(data=...).",
+        (
+            "async_sgd: the mesh of worker 0 has axes that nothing is split over: tensor (size"
+            " 2).\nFix: an async_sgd worker splits its batch: use so.make_mesh(data=...)."
+        ),
     ),
     "devices shared": (
         {"workers": ["shared"]},
         ValueError,
-        "async_sgd: a worker with several devices must have them for itself.\n"
-        "  cpu:1: workers 0, 1\n"
-        "Fix: give each its own, or one device to several workers.",
+        (
+            "async_sgd: a worker with several devices must have them for itself.\n"
+            "  cpu:1: workers 0, 1\n"
+            "Fix: give each its own, or one device to several workers."
+        ),
     ),
     "negative staleness": (
         {"max_staleness": -1},
         ValueError,
-        "async_sgd: max_staleness must be at least 0, got -1.\n"
-        "Fix: 0 waits at every step, s lets the fastest run s steps ahead, None never waits.",
+        (
+            "async_sgd: max_staleness must be at least 0, got -1.\n"
+            "Fix: 0 waits at every step, s lets the fastest run s steps ahead, None never waits."
+        ),
     ),
     "a reducer": (
         {"reducer": rules},
         TypeError,
-        "async_sgd: reducer must be a Reducer, got shardopt.parameter_server.rules.\n"
-        "Fix: pass one such as so.reducers.int8(), called.",
+        (
+            "async_sgd: reducer must be a Reducer, got shardopt.parameter_server.rules.\n"
+            "Fix: pass one such as so.reducers.int8(), called."
+        ),
     ),
     "an unknown backend": (
         {"backend": "mpi"},
         ValueError,
-        "async_sgd: backend must be 'threads' or 'ray', got 'mpi'.\n"
-        'Fix: use backend="threads" for workers in this process.',
+        (
+            "async_sgd: backend must be 'threads' or 'ray', got 'mpi'.\n"
+            'Fix: use backend="threads" for workers in this process.'
+        ),
     ),
     "an address for threads": (
         {"address": "10.0.0.1:6379"},
         ValueError,
-        "async_sgd: address, max_restarts and hang_timeout are for backend='ray', got backend='threads'.\n"
-        'Fix: use backend="ray", or leave them out.',
+        (
+            "async_sgd: address, max_restarts and hang_timeout are for backend='ray', got"
+            " backend='threads'.\nFix: use backend=\"ray\", or leave them out."
+        ),
     ),
     "no loss": (
         {"loss_fn": 3},
@@ -365,8 +445,10 @@ REFUSED = {
     "no function": (
         {"batches_of": []},
         TypeError,
-        "async_sgd: batches_of must be a function (worker) -> iterable of batches, got list.\n"
-        "Fix: to share out one stream: lambda w: itertools.islice(stream(), w, None, n).",
+        (
+            "async_sgd: batches_of must be a function (worker) -> iterable of batches, got list.\n"
+            "Fix: to share out one stream: lambda w: itertools.islice(stream(), w, None, n)."
+        ),
     ),
     "negative updates": (
         {"num_updates": -1},
@@ -386,13 +468,18 @@ REFUSED = {
     "updated leaves": (
         {"loss_fn": lambda p, b: (mean(p, b), {"x": so.Updated({"w": p["w"]})}), "workers": 1},
         ValueError,
-        "async_sgd: loss_fn returns so.Updated, for which asynchronous workers have no common value.\n"
-        "  w\nFix: train such leaves with ddp, zero or fsdp.",
+        (
+            "async_sgd: loss_fn returns so.Updated, for which asynchronous workers have no common"
+            " value.\n  w\nFix: train such leaves with ddp, zero or fsdp."
+        ),
     ),
     "a batch without rows": (
         {"batches_of": lambda worker: [{"x": np.float32(1.0)}], "workers": 1},
         ValueError,
-        "async_sgd: no batch leaf has rows.\n  x: shape (); no rows\nFix: give leaves the shape [global batch, ...].",
+        (
+            "async_sgd: no batch leaf has rows.\n  x: shape (); no rows\nFix: give leaves the shape"
+            " [global batch, ...]."
+        ),
     ),
 }
 

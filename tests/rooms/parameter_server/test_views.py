@@ -1,4 +1,6 @@
-"""What a person sees of a run: its picture, a table of who computes, who waits and who is gone, or a line."""
+"""What a person sees of a run: its picture, a table of who computes, who waits and who is gone, or
+a line.
+"""
 
 import io
 import math
@@ -18,7 +20,11 @@ from shardopt.parameter_server._views import _COLORS, Status, WorkerStats, Worke
 
 pytestmark = pytest.mark.fast
 
-DRAWN = [SimulatedWorker(), SimulatedWorker(3.0), SimulatedWorker(1.0, availability=((0.0, 4.5), (8.0, math.inf)))]
+DRAWN = [
+    SimulatedWorker(),
+    SimulatedWorker(3.0),
+    SimulatedWorker(1.0, availability=((0.0, 4.5), (8.0, math.inf))),
+]
 
 
 def boxes(figure):
@@ -27,7 +33,9 @@ def boxes(figure):
     for collection in figure.axes[0].collections:
         for path in collection.get_paths():
             (left, low), (right, high) = path.get_extents().get_points()
-            found.append((round((low + high) / 2), to_hex(collection.get_facecolor()[0]), left, right))
+            found.append(
+                (round((low + high) / 2), to_hex(collection.get_facecolor()[0]), left, right)
+            )
     return found
 
 
@@ -38,7 +46,11 @@ def test_each_stretch_is_a_box(tmp_path):
     assert drawn == {(one.worker, _COLORS[one.doing], one.start, one.end) for one in timeline(log)}
     assert {box[1] for box in drawn} == {_COLORS[doing] for doing in ("step", "wait", "lost")}
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0", "worker 1", "worker 2"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
+        "worker 0",
+        "worker 1",
+        "worker 2",
+    ]
 
 
 def test_only_the_beginning_is_drawn():
@@ -48,8 +60,9 @@ def test_only_the_beginning_is_drawn():
 
 def test_refusals_of_the_picture(message_of):
     assert message_of(ValueError, plot_timeline, []) == "plot_timeline: the log has no events."
-    assert message_of(ValueError, plot_timeline, simulate(65, num_updates=1).log) == (
-        "plot_timeline: 65 workers are more rows than can be told apart, at most 64.\n"
+    assert (
+        message_of(ValueError, plot_timeline, simulate(65, num_updates=1).log)
+        == "plot_timeline: 65 workers are more rows than can be told apart, at most 64.\n"
         "Fix: pick some: [event for event in log if event.worker < 32]."
     )
 
@@ -86,14 +99,18 @@ def test_the_slowest_of_many():
     workers = tuple(WorkerStatus(i, "computes", 1.0, i, 0, 100 - i, 0.0) for i in range(40))
     text = shown([Status(1.0, 1, 1, workers)], terminal=True, width=120)
     assert "and 8 more" in text
-    numbers = [line.replace("│", " ").split()[0] for line in text.splitlines() if line.startswith("│")]
+    numbers = [
+        line.replace("│", " ").split()[0] for line in text.splitlines() if line.startswith("│")
+    ]
     assert numbers[-32:] == [str(number) for number in range(8, 40)]
 
 
 def test_a_line_now_and_then_elsewhere():
     line = "async_sgd: update 18/100  1.8 pushes/s  workers: 1 computes, 1 waits, 1 gone\n"
     assert shown([STATUS], terminal=False) == line
-    end = STATUS._replace(updates=100, workers=tuple(one._replace(doing="computes") for one in WORKERS))
+    end = STATUS._replace(
+        updates=100, workers=tuple(one._replace(doing="computes") for one in WORKERS)
+    )
     assert shown([STATUS, STATUS, STATUS, end], terminal=False) == (
         line + "async_sgd: update 100/100  1.8 pushes/s  workers: 3 compute\n"
     )
@@ -111,12 +128,19 @@ def test_the_stats_of_a_log():
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(3.0)], max_staleness=1, num_updates=20)
     stats = WorkerStats(result.log)
     workers = stats.workers(result.metrics["seconds"], waits=lambda worker: True)
-    assert {one.worker: one.waited for one in workers} == pytest.approx(result.metrics["wait_seconds"], abs=3.0)
+    assert {one.worker: one.waited for one in workers} == pytest.approx(
+        result.metrics["wait_seconds"], abs=3.0
+    )
     assert sum(one.pushes for one in workers) == 20
     doing = []
     for kind in ("join", "pull", "push", "pull", "refuse", "pull", "resume", "leave"):
         stats.record(Event(kind, 5, 4, 0, 0, time=50.0))
-        doing.append((stats.workers(51.0, waits=lambda worker: True)[2].doing, stats.workers(51.0, bool)[2].clock))
+        doing.append(
+            (
+                stats.workers(51.0, waits=lambda worker: True)[2].doing,
+                stats.workers(51.0, bool)[2].clock,
+            )
+        )
     assert doing == [
         ("waits", 4),
         ("computes", 4),
@@ -148,12 +172,17 @@ def test_a_run_is_shown_while_it_goes_on(capsys, regression, monkeypatch):
 
     opt = so.async_sgd(optax.sgd(np.float32(0.01)), regression.loss_fn, workers=2, max_staleness=2)
     opt.run(regression.params, batches_of, num_updates=20, progress=True)
-    lines = [one for one in capsys.readouterr().err.splitlines() if one.startswith("async_sgd: update ")]
+    lines = [
+        one for one in capsys.readouterr().err.splitlines() if one.startswith("async_sgd: update ")
+    ]
     assert len(lines) >= 2
     assert lines[-1].startswith("async_sgd: update 20/20  ")
 
 
 def test_refusal_of_progress(regression, message_of):
     opt = so.async_sgd(optax.sgd(0.01), regression.loss_fn, workers=1)
-    run = lambda: opt.run(regression.params, regression.batches_of(1), num_updates=1, progress="yes")  # noqa: E731
+
+    def run():
+        return opt.run(regression.params, regression.batches_of(1), num_updates=1, progress="yes")
+
     assert message_of(TypeError, run) == "async_sgd: progress must be True or False, got 'yes'."

@@ -30,7 +30,9 @@ def test_there_may_be_nothing_to_share():
     assert share_out([], 4) == []
 
 
-@pytest.mark.parametrize(("costs", "most"), [([1.0] * 4, 2.0), ([2.0, 2.0, 1.0], 3.0)], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    ("costs", "most"), [([1.0] * 4, 2.0), ([2.0, 2.0, 1.0], 3.0)], ids=["even", "uneven"]
+)
 def test_owners_with_work_get_less(costs, most):
     loads = [2.0, 0.0, 0.0]
     assert busiest(costs, share_out(costs, 3, loads), loads) == most

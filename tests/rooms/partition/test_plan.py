@@ -21,7 +21,9 @@ pytestmark = pytest.mark.fast
 @calling("zero")
 def plan(shapes, mesh, rules=(), *, stacked=False, least=1):
     params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
     return plan_leaves(params, mesh, PlanOptions(rules, stacked, least, bool))
 
@@ -33,7 +35,9 @@ def test_data_takes_the_largest_dim_that_it_divides(mesh_of):
 
 def test_tensor_keeps_its_dim_and_data_takes_another(mesh_of):
     plans = plan(
-        {"a": (8, 64), "b": (64, 8)}, mesh_of(data=4, tensor=2), [("a", P(None, "tensor")), ("b", P("tensor"))]
+        {"a": (8, 64), "b": (64, 8)},
+        mesh_of(data=4, tensor=2),
+        [("a", P(None, "tensor")), ("b", P("tensor"))],
     )
     assert plans["a"].spec(sharded=True) == P("data", "tensor")
     assert plans["b"].spec(sharded=True) == P("tensor", "data")
@@ -43,7 +47,10 @@ def test_tensor_keeps_its_dim_and_data_takes_another(mesh_of):
 
 def test_what_stays_whole_says_why(mesh_of):
     plans = plan(
-        {"odd": (3, 5), "small": (4,), "taken": (8, 3)}, mesh_of(data=4, tensor=2), [("taken", P("tensor"))], least=5
+        {"odd": (3, 5), "small": (4,), "taken": (8, 3)},
+        mesh_of(data=4, tensor=2),
+        [("taken", P("tensor"))],
+        least=5,
     )
     assert {name: one.reason for name, one in plans.items()} == {
         "odd": "shape (3, 5): no dim is divisible by data=4",
@@ -55,7 +62,9 @@ def test_what_stays_whole_says_why(mesh_of):
 
 def test_stacked_blocks_are_judged_one_block_at_a_time(mesh_of):
     shapes = {"blocks": {"w": (8, 4, 12), "b": (8, 4)}, "w": (8, 4)}
-    plans = plan(shapes, mesh_of(data=4, tensor=2), [("^blocks/w", P("tensor"))], stacked=True, least=5)
+    plans = plan(
+        shapes, mesh_of(data=4, tensor=2), [("^blocks/w", P("tensor"))], stacked=True, least=5
+    )
     block = plans["blocks"]["w"]
     assert (block.dim, block.tensor, block.stacked) == (2, P(None, "tensor", None), True)
     assert plans["blocks"]["b"].dim is None  # 4 elements a block, though 32 in all
@@ -64,9 +73,14 @@ def test_stacked_blocks_are_judged_one_block_at_a_time(mesh_of):
 
 def test_an_uneven_tensor_dim_is_refused_with_every_leaf(mesh_of):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        plan({"a": (8, 7), "b": (9,)}, mesh_of(data=4, tensor=2), [("a", P(None, "tensor")), ("b", P("tensor"))])
-    assert str(caught.value) == (
-        "zero: 2 parameter leaves cannot be split over mesh axis 'tensor' (size 2).\n"
+        plan(
+            {"a": (8, 7), "b": (9,)},
+            mesh_of(data=4, tensor=2),
+            [("a", P(None, "tensor")), ("b", P("tensor"))],
+        )
+    assert (
+        str(caught.value)
+        == "zero: 2 parameter leaves cannot be split over mesh axis 'tensor' (size 2).\n"
         "  a: shape (8, 7); dim 1 is 7, remainder 1\n"
         "  b: shape (9,); dim 0 is 9, remainder 1\n"
         "Fix: pad the dim, change the rule, or choose another tensor size."
@@ -76,9 +90,11 @@ def test_an_uneven_tensor_dim_is_refused_with_every_leaf(mesh_of):
 def test_an_idle_tensor_axis_is_refused(mesh_of):
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         plan({"a": (8, 8)}, mesh_of(data=4, tensor=2))
-    assert str(caught.value) == (
-        "zero: mesh axis 'tensor' (size 2) is above 1, but nothing is split over it.\n"
-        "Fix: give rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with tensor=1."
+    assert (
+        str(caught.value)
+        == "zero: mesh axis 'tensor' (size 2) is above 1, but nothing is split over it.\nFix: give"
+        " rules=[(regex, PartitionSpec), ...] that name 'tensor', or make the mesh with"
+        " tensor=1."
     )
 
 
@@ -115,7 +131,9 @@ STATEFUL = {
     "sm3": optax.sm3(1.0),
     "schedule_free": optax.contrib.schedule_free_adamw(1.0),
     "masked": optax.masked(optax.adam(1.0), {"w": True, "b": False}),
-    "multi": optax.multi_transform({"x": optax.adam(1.0), "y": optax.sgd(1.0, momentum=0.9)}, {"w": "x", "b": "y"}),
+    "multi": optax.multi_transform(
+        {"x": optax.adam(1.0), "y": optax.sgd(1.0, momentum=0.9)}, {"w": "x", "b": "y"}
+    ),
     "inject": optax.inject_hyperparams(optax.adamw)(1e-3),
 }
 
@@ -129,8 +147,14 @@ def test_optimizer_state_lives_as_its_parameter_does_and_else_where_it_fits(name
     flat = jax.tree_util.tree_leaves_with_path(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
     axes, sizes = shard_axes(mesh.shape), dict(mesh.shape)
     specs = state_specs(state, flat, sharded=True, axes=axes, sizes=sizes, min_shard_elements=1)
-    assert jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(state)
-    placed = zip(jax.tree.leaves(state), jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)), strict=True)
+    assert jax.tree.structure(specs, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(
+        state
+    )
+    placed = zip(
+        jax.tree.leaves(state),
+        jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P)),
+        strict=True,
+    )
     for leaf, spec in placed:
         if leaf.shape == (16, 8):
             assert spec == P("data", "tensor")

@@ -1,4 +1,6 @@
-"""Partition rules of any kind: specs that fit every leaf, or an error that says which rule or leaf is the matter."""
+"""Partition rules of any kind: specs that fit every leaf, or an error that says which rule or leaf
+is the matter.
+"""
 
 import re
 
@@ -25,11 +27,27 @@ LEAVES = [
     ("scale", ()),
 ]
 
-axes = st.sampled_from(["tensor", "tensor", None, "data", "pipeline", "", 0, 1.5, P.UNCONSTRAINED, b"tensor"])
+axes = st.sampled_from(
+    ["tensor", "tensor", None, "data", "pipeline", "", 0, 1.5, P.UNCONSTRAINED, b"tensor"]
+)
 entries = axes | st.lists(axes, max_size=3).map(tuple) | st.lists(axes, max_size=2)
 patterns = (
     st.sampled_from(
-        ["qkv$", "up", "embed", "bias", ".*", "", "(", "a{99999999999}", "(" * 500, "[[a]", "(?i)QKV", None, 3]
+        [
+            "qkv$",
+            "up",
+            "embed",
+            "bias",
+            ".*",
+            "",
+            "(",
+            "a{99999999999}",
+            "(" * 500,
+            "[[a]",
+            "(?i)QKV",
+            None,
+            3,
+        ]
     )
     | st.text(max_size=8)
     | st.sampled_from([re.compile("qkv"), re.compile(b"qkv"), b"qkv"])
@@ -55,7 +73,8 @@ rules = (
 )
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])  # 30 would split no leaf
+# 30 would split no leaf
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_rules_take_anything(count):
     fitted = []
 
@@ -64,7 +83,11 @@ def test_rules_take_anything(count):
         if message is None:
             fitted.append(found)
             for spec, (_, shape) in zip(found, LEAVES, strict=True):
-                named = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,))]
+                named = [
+                    axis
+                    for entry in spec
+                    for axis in (entry if isinstance(entry, tuple) else (entry,))
+                ]
                 assert len(spec) == len(shape)
                 assert set(named) <= {"tensor", None}
                 assert named.count("tensor") <= 1
@@ -75,7 +98,10 @@ def test_rules_take_anything(count):
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
 def test_strategies_take_any_rules(count):
-    params = {"w": jax.ShapeDtypeStruct((8, 6), jnp.float32), "b": jax.ShapeDtypeStruct((3,), jnp.float32)}
+    params = {
+        "w": jax.ShapeDtypeStruct((8, 6), jnp.float32),
+        "b": jax.ShapeDtypeStruct((3,), jnp.float32),
+    }
     mesh, tx = so.make_mesh(data=4, tensor=2), optax.adam(0.1)
 
     def loss_fn(params, batch):
@@ -84,7 +110,9 @@ def test_strategies_take_any_rules(count):
     found = st.lists(st.tuples(st.sampled_from(["w", "b", ".*", "(", "x"]), specs()), max_size=3)
 
     def prop(given):
-        state, message = outcome(lambda: so.fsdp(tx, mesh, loss_fn, rules=given).abstract_state(params), "fsdp")
+        state, message = outcome(
+            lambda: so.fsdp(tx, mesh, loss_fn, rules=given).abstract_state(params), "fsdp"
+        )
         if message is None:
             for leaf in jax.tree.leaves(state.params):
                 assert np.prod(leaf.sharding.shard_shape(leaf.shape), dtype=int) >= 1

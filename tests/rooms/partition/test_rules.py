@@ -22,7 +22,9 @@ def test_the_first_rule_that_matches_wins():
 
 
 def test_rules_can_be_a_function_of_path_and_shape():
-    assert match(lambda path, shape: P(*[None] * (len(shape) - 1), "tensor") if shape[-1] == 16 else None) == [
+    assert match(
+        lambda path, shape: P(*[None] * (len(shape) - 1), "tensor") if shape[-1] == 16 else None
+    ) == [
         P(None, None),
         P(None, "tensor"),
         P(None),
@@ -35,40 +37,54 @@ def test_rules_can_be_a_function_of_path_and_shape():
         (
             [("kernel", P("tensor")), ("bias$", P())],
             ValueError,
-            "fsdp: 2 rules matched no parameter.\n  'kernel'\n  'bias$'\n"
-            "Fix: match a key path, such as: blocks/attention/qkv, blocks/mlp/up, norm.",
+            (
+                "fsdp: 2 rules matched no parameter.\n  'kernel'\n  'bias$'\n"
+                "Fix: match a key path, such as: blocks/attention/qkv, blocks/mlp/up, norm."
+            ),
         ),
         (
             [("qkv", P("model")), ("(", P()), ("up", P("tensor", "tensor"))],
             ValueError,
-            "fsdp: 3 rules cannot be used.\n"
-            "  'qkv': PartitionSpec('model',) names axis 'model'\n"
-            "  '(': not a regular expression: missing ), unterminated subpattern at position 0\n"
-            "  'up': PartitionSpec('tensor', 'tensor') names axis 'tensor' twice\n"
-            "Fix: name only 'tensor' in rules, each once; the strategy places the other axes.",
+            (
+                "fsdp: 3 rules cannot be used.\n  'qkv': PartitionSpec('model',) names axis"
+                " 'model'\n  '(': not a regular expression: missing ), unterminated subpattern at"
+                " position 0\n  'up': PartitionSpec('tensor', 'tensor') names axis 'tensor'"
+                " twice\nFix: name only 'tensor' in rules, each once; the strategy places the other"
+                " axes."
+            ),
         ),
         (
             [("norm", P(None, "tensor"))],
             ValueError,
-            "fsdp: rules do not fit 1 leaf.\n"
-            "  norm: shape (8,) has 1 dim, its spec PartitionSpec(None, 'tensor') has 2\n"
-            "Fix: give a spec one entry a dim of the leaf; for leaves of 'blocks' it speaks of one block.",
+            (
+                "fsdp: rules do not fit 1 leaf.\n  norm: shape (8,) has 1 dim, its spec"
+                " PartitionSpec(None, 'tensor') has 2\nFix: give a spec one entry a dim of the"
+                " leaf; for leaves of 'blocks' it speaks of one block."
+            ),
         ),
         (
             {"norm": P()},
             TypeError,
-            "fsdp: rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec, got dict.",
+            (
+                "fsdp: rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) ->"
+                " PartitionSpec, got dict."
+            ),
         ),
         (
             [("norm", None)],
             TypeError,
-            "fsdp: rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec; "
-            "got the rule ('norm', None).",
+            (
+                "fsdp: rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) ->"
+                " PartitionSpec; got the rule ('norm', None)."
+            ),
         ),
         (
             lambda path, shape: "tensor",
             TypeError,
-            "fsdp: rules('blocks/attention/qkv', (8, 4)) must return a PartitionSpec or None, got 'tensor'.",
+            (
+                "fsdp: rules('blocks/attention/qkv', (8, 4)) must return a PartitionSpec or None,"
+                " got 'tensor'."
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Messages that travel while the next tick runs: the same passes in the same order, at nearly the stages' own pace."""
+"""Messages that travel while the next tick runs: the same passes in the same order, at nearly the
+stages' own pace.
+"""
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +45,16 @@ def by_hand(ticks, length, c):
                 work[stage] += length[kind] * (when[v] == tick).sum()
         ready = [begins[-1][s] + work[s] for s in range(ticks.num_stages)]
         waits = [
-            max([begins[-1][n] + c for a, b in along if a != b for n, me in ((a, b), (b, a)) if me == s], default=0)
+            max(
+                [
+                    begins[-1][n] + c
+                    for a, b in along
+                    if a != b
+                    for n, me in ((a, b), (b, a))
+                    if me == s
+                ],
+                default=0,
+            )
             for s in range(ticks.num_stages)
         ]
         begins.append([max(pair) for pair in zip(ready, waits, strict=True)])
@@ -64,12 +75,18 @@ def test_the_program_waits_for_what_neighbours_began_and_not_for_what_they_do(p,
         (schedules.zero_bubble_2, 131, 120, 118),
         (schedules.zero_bubble_v, 285, 238, 233),
         (schedules.dual_pipe_v, 287, 239, 234),
-        (schedules.eager_one_f_one_b, 133, 133, 133),  # in lockstep stages do the same things anyway
-        (schedules.one_f_one_b, 178, 166, 133),  # S activations do not last for the way there and back
+        # in lockstep stages do the same things anyway
+        (schedules.eager_one_f_one_b, 133, 133, 133),
+        # S activations do not last for the way there and back
+        (schedules.one_f_one_b, 178, 166, 133),
     ],
 )
 def test_the_program_comes_near_the_stages_own_pace(make, before, after, own):
-    times, known, found = {"forward": 2, "backward": 3, "weight": 2}, make(4, 16), schedules.send_ahead(make)(4, 16)
+    times, known, found = (
+        {"forward": 2, "backward": 3, "weight": 2},
+        make(4, 16),
+        schedules.send_ahead(make)(4, 16),
+    )
     assert [one.program_time(**times) for one in (known, found)] == [before, after]
     assert known.table_time(**times) == own
 
@@ -86,10 +103,13 @@ def test_the_picture_is_that_of_the_program():
     [
         (
             lambda: schedules.from_ticks(2, [[0], [1]], [[3], [2]], message_ticks=2, name="mine"),
-            "mine: the schedule has 2 faults.\n"
-            "  forward of micro-batch 0 at virtual stage 1 is at tick 1, but its input arrives at tick 2\n"
-            "  backward of micro-batch 0 at virtual stage 0 is at tick 3, but its cotangent arrives at tick 4\n"
-            "Fix: run each pass once, when its inputs are there; what is sent on a tick arrives on the next but one.",
+            (
+                "mine: the schedule has 2 faults.\n  forward of micro-batch 0 at virtual stage 1 is"
+                " at tick 1, but its input arrives at tick 2\n  backward of micro-batch 0 at"
+                " virtual stage 0 is at tick 3, but its cotangent arrives at tick 4\nFix: run each"
+                " pass once, when its inputs are there; what is sent on a tick arrives on the next"
+                " but one."
+            ),
         ),
         (
             lambda: schedules.from_ticks(1, [[0]], [[1]], message_ticks=3),
@@ -97,9 +117,12 @@ def test_the_picture_is_that_of_the_program():
         ),
         (
             lambda: so.schedules.from_order(["F0 B0 F1 B1", "F1 B1 F0 B0"], message_ticks=2),
-            "from_order: the stages wait for one another from tick 1 on.\n"
-            "  stage 0: backward of micro-batch 0 at virtual stage 0 needs backward of micro-batch 0 at virtual stage 1\n"
-            "  stage 1: forward of micro-batch 1 at virtual stage 1 needs forward of micro-batch 1 at virtual stage 0",
+            (
+                "from_order: the stages wait for one another from tick 1 on.\n  stage 0: backward"
+                " of micro-batch 0 at virtual stage 0 needs backward of micro-batch 0 at virtual"
+                " stage 1\n  stage 1: forward of micro-batch 1 at virtual stage 1 needs forward of"
+                " micro-batch 1 at virtual stage 0"
+            ),
         ),
     ],
 )

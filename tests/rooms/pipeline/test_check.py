@@ -10,7 +10,10 @@ from shardopt.pipeline._ticks import as_table
 
 pytestmark = pytest.mark.fast
 
-TICKS = "Fix: run each pass once, when its inputs are there; what is sent on a tick arrives on the next."
+TICKS = (
+    "Fix: run each pass once, when its inputs are there; what is sent on a tick arrives on the"
+    " next."
+)
 SLOTS = "Fix: keep apart what is live at the same tick, or leave the slots to from_ticks."
 SHAPE = "Fix: give every table one row per virtual stage and one column per micro-batch."
 
@@ -45,28 +48,42 @@ def spoil(schedule, **cells):
         (
             schedules.gpipe(2, 2),
             {"forward": {(1, 0): 0}},
-            ["forward of micro-batch 0 at virtual stage 1 is at tick 0, but its input arrives at tick 1"],
+            [
+                "forward of micro-batch 0 at virtual stage 1 is at tick 0, but its input arrives at"
+                " tick 1"
+            ],
             TICKS,
         ),
         (
             schedules.eager_one_f_one_b(2, 2),
             {"backward": {(1, 1): 0}},
-            ["backward of micro-batch 1 at virtual stage 1 is at tick 0, but its forward runs at tick 2"],
+            [
+                "backward of micro-batch 1 at virtual stage 1 is at tick 0, but its forward runs at"
+                " tick 2"
+            ],
             TICKS,
         ),
         (
             schedules.gpipe(2, 2),
             {"backward": {(0, 0): 3}},
-            ["backward of micro-batch 0 at virtual stage 0 is at tick 3, but its cotangent arrives at tick 4"],
+            [
+                "backward of micro-batch 0 at virtual stage 0 is at tick 3, but its cotangent"
+                " arrives at tick 4"
+            ],
             TICKS,
         ),
         (
             schedules.zero_bubble(2, 2),
             {"weight": {(0, 1): 4}},
             [
-                "weight gradient of micro-batch 1 at virtual stage 0 is at tick 4, but its backward runs at tick 5",
-                "stage 0 has 2 weight gradients at tick 4: micro-batch 0 at virtual stage 0, "
-                "micro-batch 1 at virtual stage 0",
+                (
+                    "weight gradient of micro-batch 1 at virtual stage 0 is at tick 4, but its"
+                    " backward runs at tick 5"
+                ),
+                (
+                    "stage 0 has 2 weight gradients at tick 4: micro-batch 0 at virtual stage 0, "
+                    "micro-batch 1 at virtual stage 0"
+                ),
             ],
             TICKS,
         ),
@@ -74,8 +91,14 @@ def spoil(schedule, **cells):
             schedules.interleaved(2, 2),
             {"backward": {(2, 1): 4}},
             [
-                "backward of micro-batch 1 at virtual stage 2 is at tick 4, but its cotangent arrives at tick 5",
-                "stage 0 has 2 backwards at tick 4: micro-batch 0 at virtual stage 2, micro-batch 1 at virtual stage 2",
+                (
+                    "backward of micro-batch 1 at virtual stage 2 is at tick 4, but its cotangent"
+                    " arrives at tick 5"
+                ),
+                (
+                    "stage 0 has 2 backwards at tick 4: micro-batch 0 at virtual stage 2,"
+                    " micro-batch 1 at virtual stage 2"
+                ),
             ],
             TICKS,
         ),
@@ -83,19 +106,24 @@ def spoil(schedule, **cells):
             schedules.gpipe(1, 3),
             {"activation": {(0, 2): 0}},
             [
-                "stage 0 keeps two things in activation slot 0: micro-batch 0 at virtual stage 0 (ticks 0 to 3) and "
-                "micro-batch 2 at virtual stage 0 (ticks 2 to 5)"
+                "stage 0 keeps two things in activation slot 0: micro-batch 0 at virtual stage 0"
+                " (ticks 0 to 3) and micro-batch 2 at virtual stage 0 (ticks 2 to 5)"
             ],
             SLOTS,
         ),
         (
             schedules.eager_one_f_one_b(2, 4),
-            {"activation": {(0, 2): 0}},  # written on the very tick on which micro-batch 0 is still read
+            # written on the very tick on which micro-batch 0 is still read
+            {"activation": {(0, 2): 0}},
             [
-                "stage 0 keeps two things in activation slot 0: micro-batch 0 at virtual stage 0 (ticks 0 to 2) and "
-                "micro-batch 2 at virtual stage 0 (ticks 2 to 4)",
-                "stage 0 keeps two things in activation slot 0: micro-batch 2 at virtual stage 0 (ticks 2 to 4) and "
-                "micro-batch 3 at virtual stage 0 (ticks 3 to 5)",
+                (
+                    "stage 0 keeps two things in activation slot 0: micro-batch 0 at virtual stage"
+                    " 0 (ticks 0 to 2) and micro-batch 2 at virtual stage 0 (ticks 2 to 4)"
+                ),
+                (
+                    "stage 0 keeps two things in activation slot 0: micro-batch 2 at virtual stage"
+                    " 0 (ticks 2 to 4) and micro-batch 3 at virtual stage 0 (ticks 3 to 5)"
+                ),
             ],
             SLOTS,
         ),
@@ -129,7 +157,11 @@ def test_spoilt_cells(schedule, cells, faults, fix):
 
 def test_a_slot_may_be_used_again_on_the_next_tick():
     schedule = schedules.eager_one_f_one_b(2, 4)
-    assert (schedule.ticks.backward[0][0], schedule.ticks.forward[0][3], schedule.slots.activation[0][3]) == (2, 3, 0)
+    assert (
+        schedule.ticks.backward[0][0],
+        schedule.ticks.forward[0][3],
+        schedule.slots.activation[0][3],
+    ) == (2, 3, 0)
     spoil(schedule, activation={(0, 3): 7}).validate()
 
 

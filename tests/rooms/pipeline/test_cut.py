@@ -1,4 +1,6 @@
-"""How blocks are cut into virtual stages: the busiest has least to do, and every block lies where it runs."""
+"""How blocks are cut into virtual stages: the busiest has least to do, and every block lies where
+it runs.
+"""
 
 import itertools
 
@@ -42,7 +44,9 @@ def test_every_block_lies_where_it_runs(name, counts):
     k, firsts = max(counts), first_blocks(counts)
     flat = np.asarray(rows).reshape(-1)
     assert flat[places].tolist() == list(range(sum(counts)))
-    for v, (stage, chunk) in enumerate(zip(schedule.ticks.stage_of, schedule.ticks.chunk_of, strict=True)):
+    for v, (stage, chunk) in enumerate(
+        zip(schedule.ticks.stage_of, schedule.ticks.chunk_of, strict=True)
+    ):
         mine = rows[stage][chunk * k : chunk * k + counts[v]]
         assert mine == list(range(firsts[v], firsts[v] + counts[v]))
 

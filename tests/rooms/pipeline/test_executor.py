@@ -1,4 +1,6 @@
-"""The executor does what the table says: idle slots hand nothing on and do no work, every pass runs as often as listed."""
+"""The executor does what the table says: idle slots hand nothing on and do no work, every pass runs
+as often as listed.
+"""
 
 import functools
 from collections import Counter
@@ -45,7 +47,9 @@ def test_what_idle_slots_and_empty_buffers_hold_is_read_by_nobody(
     name, remat, micro_batches, mesh_of, monkeypatch, x64
 ):
     case = block_problem("pytree", weighted=True, num_blocks=8, rows=12, steps=2)
-    run = functools.partial(train, SCHEDULES[name], mesh_of(data=1, pipeline=4), case, micro_batches, remat=remat)
+    run = functools.partial(
+        train, SCHEDULES[name], mesh_of(data=1, pipeline=4), case, micro_batches, remat=remat
+    )
     expected = run()
     given = []
 
@@ -61,7 +65,9 @@ def test_what_idle_slots_and_empty_buffers_hold_is_read_by_nobody(
 
 
 def counting(seen):
-    """Return functions that count on the host: an identity that counts forwards and backwards, one for a weight."""
+    """Return functions that count on the host: an identity that counts forwards and backwards, one
+    for a weight.
+    """
 
     def tell(kind, x):
         def count(stage, value):
@@ -71,8 +77,11 @@ def counting(seen):
         def call(stage, value):
             return jax.pure_callback(count, jax.ShapeDtypeStruct((), value.dtype), stage, value)
 
-        # A callback wants every axis manual; the value is what makes it wait, and run where it is computed.
-        wrapped = jax.shard_map(call, in_specs=(P(), P()), out_specs=P(), axis_names={"tensor"}, check_vma=False)
+        # A callback wants every axis manual; the value is what makes it wait, and run where it is
+        # computed.
+        wrapped = jax.shard_map(
+            call, in_specs=(P(), P()), out_specs=P(), axis_names={"tensor"}, check_vma=False
+        )
         return x + wrapped(jax.lax.axis_index("pipeline"), x.reshape(-1)[0])
 
     def make(forward, backward):
@@ -117,10 +126,18 @@ def test_every_pass_runs_as_often_as_the_table_lists_it(name, remat, mesh_of):
     jax.block_until_ready(state)
     table = schedule.table()
     listed = {kind: (table[f"{kind}_micro_batch"] >= 0).sum(0) for kind in ("forward", "backward")}
-    assert all(listed[kind].tolist() == [micro_batches * schedule.num_chunks] * stages for kind in listed)
-    expected = {(kind, s): int(count) * k for kind, counts in listed.items() for s, count in enumerate(counts)}
+    assert all(
+        listed[kind].tolist() == [micro_batches * schedule.num_chunks] * stages for kind in listed
+    )
+    expected = {
+        (kind, s): int(count) * k
+        for kind, counts in listed.items()
+        for s, count in enumerate(counts)
+    }
     expected |= {("weight", s): expected["backward", s] for s in range(stages)}
-    if remat:  # the forward runs again in the backward pass, which is all that there is of it for the last chunk
+    # the forward runs again in the backward pass, which is all that there is of it for the last
+    # chunk
+    if remat:
         last = schedule.ticks.stage_of[-1]
         expected |= {("forward", s): 2 * expected["forward", s] for s in range(stages)}
         expected["forward", last] -= micro_batches * k
@@ -137,7 +154,12 @@ def test_evaluation_runs_forwards_alone(mesh_of):
     )
     params = {"blocks": {"kernel": jnp.ones((8, 4, 4)) / 9}, "in": jnp.ones((3, 4))}
     opt = so.hybrid(
-        optax.sgd(0.1), mesh_of(data=1, pipeline=4), model, micro_batches=6, placement="ddp", separable=True
+        optax.sgd(0.1),
+        mesh_of(data=1, pipeline=4),
+        model,
+        micro_batches=6,
+        placement="ddp",
+        separable=True,
     )
     opt.evaluate(opt.init(params), np.ones((6, 3), np.float32))["loss"].block_until_ready()
     assert dict(seen) == {("forward", s): 6 * 2 for s in range(4)}

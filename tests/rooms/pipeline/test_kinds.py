@@ -29,14 +29,18 @@ def test_every_schedule_has_a_kind():
 def test_a_kind_is_the_kind_of_the_table(name):
     kind, schedule = KINDS[name], schedule_of(name)
     assert schedule.num_chunks == kind.chunks
-    assert ("num_chunks" in inspect.signature(getattr(schedules, name)).parameters) == kind.takes_chunks
+    assert (
+        "num_chunks" in inspect.signature(getattr(schedules, name)).parameters
+    ) == kind.takes_chunks
     stage_of = list(schedule.ticks.stage_of)
     assert (kind.chunks == 2 and stage_of == stage_of[::-1]) == kind.on_a_v
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_stages_in_lockstep_run_one_kind_of_pass_in_a_tick(name):
-    """Where both kinds run in a tick, every stage that is not idle runs both: no stage waits for another kind of work."""
+    """Where both kinds run in a tick, every stage that is not idle runs both: no stage waits for
+    another kind of work.
+    """
     table = schedule_of(name).table()
     forward, backward = (table[f"{kind}_micro_batch"] >= 0 for kind in ("forward", "backward"))
     half_busy = np.any(forward & ~backward, axis=1) & np.any(backward & ~forward, axis=1)

@@ -1,4 +1,6 @@
-"""Blocks reach the stage that runs them, whatever it is, and their gradients the stage that stores them."""
+"""Blocks reach the stage that runs them, whatever it is, and their gradients the stage that stores
+them.
+"""
 
 import math
 import re
@@ -25,7 +27,9 @@ PLACES = {
     ],
     "backwards": lambda stages, chunks: [*range(stages)[::-1]] * chunks,
     "in a row": lambda stages, chunks: [s for s in range(stages) for _ in range(chunks)],
-    "shuffled": lambda stages, chunks: np.random.default_rng(5).permutation([*range(stages)] * chunks).tolist(),
+    "shuffled": lambda stages, chunks: (
+        np.random.default_rng(5).permutation([*range(stages)] * chunks).tolist()
+    ),
 }
 
 
@@ -33,12 +37,16 @@ def placed(stage_of):
     """A schedule of one micro-batch with virtual stages where they are wanted."""
     count = len(stage_of)
     forward = np.arange(count)[:, None]
-    return so.schedules.from_ticks(1 + max(stage_of), forward, 2 * count - 1 - forward, stage_of=stage_of)
+    return so.schedules.from_ticks(
+        1 + max(stage_of), forward, 2 * count - 1 - forward, stage_of=stage_of
+    )
 
 
 def run(schedule, move, leaves, specs, mesh):
     whole = [P("pipeline")] * len(leaves)
-    f = per_device(lambda *xs: move(schedule, list(xs), specs), mesh, in_specs=tuple(whole), out_specs=whole)
+    f = per_device(
+        lambda *xs: move(schedule, list(xs), specs), mesh, in_specs=tuple(whole), out_specs=whole
+    )
     return jax.jit(f)
 
 
@@ -56,7 +64,12 @@ def test_every_block_reaches_the_stage_that_runs_it_and_returns(place, stages, c
     schedule = placed(PLACES[place](stages, chunks))
     mesh, k = mesh_of(data=1, tensor=2, pipeline=stages), 2
     numbers = jnp.arange(stages * chunks * k)
-    leaves = [numbers, numbers[:, None] * jnp.array([[1.0, 10.0]]), numbers % 2 == 0, numbers.astype(jnp.bfloat16)]
+    leaves = [
+        numbers,
+        numbers[:, None] * jnp.array([[1.0, 10.0]]),
+        numbers % 2 == 0,
+        numbers.astype(jnp.bfloat16),
+    ]
     specs = [P(), P(None, "tensor"), P(), P()]
     there = run(schedule, messages.to_schedule, leaves, specs, mesh)(*leaves)
     wanted = np.array(schedule.virtual_stages).reshape(-1, 1) * k + np.arange(k)
@@ -73,7 +86,11 @@ def test_every_block_reaches_the_stage_that_runs_it_and_returns(place, stages, c
 def test_one_permute_a_chunk_and_none_where_nothing_moves(place, stages, chunks, mesh_of):
     schedule = placed(PLACES[place](stages, chunks))
     x = jnp.zeros((stages * chunks, 3))
-    text = str(jax.make_jaxpr(run(schedule, messages.to_schedule, [x], [P()], mesh_of(data=1, pipeline=stages)))(x))
+    text = str(
+        jax.make_jaxpr(
+            run(schedule, messages.to_schedule, [x], [P()], mesh_of(data=1, pipeline=stages))
+        )(x)
+    )
     stays = PLACES[place](stages, chunks) == [s for s in range(stages) for _ in range(chunks)]
     assert text.count("ppermute") == (0 if stays else chunks)
 
@@ -88,14 +105,21 @@ def test_rounds_are_permutations_and_hold_every_move_once(stages, chunks, draw):
     assert len(rounds) == chunks
     assert sorted(move for one in rounds for move in one) == sorted(moves)
     for one in rounds:
-        assert sorted(move[0] for move in one) == sorted(move[2] for move in one) == [*range(stages)]
+        assert (
+            sorted(move[0] for move in one) == sorted(move[2] for move in one) == [*range(stages)]
+        )
 
 
 @pytest.mark.slow
 def test_optimised_python_finds_the_rounds_too():
     """Under `python -O` assertions are not run, so nothing may depend on what they do."""
-    code = "from shardopt.pipeline import _messages as r; print(len(r._rounds(2, [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
-    ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "from shardopt.pipeline import _messages as r; print(len(r._rounds(2,"
+        " [(0,0,0,0),(0,1,1,0),(1,0,0,1),(1,1,1,1)])))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-O", "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert ran.stdout == "2\n"
 
 
@@ -115,7 +139,10 @@ def test_optimised_python_finds_the_rounds_too():
 def test_what_fills_the_tiles_of_a_tpu_lies_in_them(shape, order):
     leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16)]
     traced = jax.jit(messages.in_tiles).trace(leaves)
-    on = {platform: traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("tpu", "cpu")}
+    on = {
+        platform: traced.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("tpu", "cpu")
+    }
     found = re.findall(r"result_layouts = \[dense<\[(.*?)\]>", on["tpu"])
     assert found == ([] if order is None else [", ".join(map(str, order[::-1]))])
     assert "LayoutConstraint" not in on["cpu"]
@@ -124,16 +151,26 @@ def test_what_fills_the_tiles_of_a_tpu_lies_in_them(shape, order):
 @pytest.mark.fast
 def test_leaves_that_fill_no_tiles_leave_the_layouts_of_others():
     """The mutation: no leaf is constrained unless all leaves fill tiles."""
-    leaves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(16, 64), (256, 4, 128), (7,), (128, 128)]]
+    leaves = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in [(16, 64), (256, 4, 128), (7,), (128, 128)]
+    ]
     lowered = jax.jit(messages.in_tiles).trace(leaves).lower(lowering_platforms=("tpu",)).as_text()
     assert re.findall(r"result_layouts = \[dense<\[(.*?)\]>", lowered) == ["2, 0, 1", "1, 0"]
 
 
 def test_a_slot_is_added_to_where_it_lies():
-    """Else every weight gradient would be copied once more; beside the product nothing takes memory."""
+    """Else every weight gradient would be copied once more.
+
+    Beside the product nothing takes memory.
+    """
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in [(3, 16, 32), (16, 8), (8, 32)]]
-    added = jax.jit(lambda sums, a, b, slot: messages.add_to_slot([sums], slot, [a @ b])[0], donate_argnums=0)
+    added = jax.jit(
+        lambda sums, a, b, slot: messages.add_to_slot([sums], slot, [a @ b])[0], donate_argnums=0
+    )
     compiled = added.lower(*shapes, jnp.int32(1)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4 * 16 * 32
-    sums, a, b = (jnp.arange(math.prod(one.shape), dtype=one.dtype).reshape(one.shape) for one in shapes)
+    sums, a, b = (
+        jnp.arange(math.prod(one.shape), dtype=one.dtype).reshape(one.shape) for one in shapes
+    )
     np.testing.assert_array_equal(added(sums + 0, a, b, 1), sums.at[1].add(a @ b))

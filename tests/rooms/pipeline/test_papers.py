@@ -6,9 +6,11 @@ from shardopt.pipeline import schedules
 
 pytestmark = pytest.mark.fast
 
-# Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): measured times of F, B, W and messages in ms (table 9) and
-# bubble rates (table 5), as their authors print both in github.com/sail-sg/zero-bubble-pipeline-parallelism,
-# megatron/core/pipeline_parallel/efficiency.py, commit f68d387, with the program that works one out of the other.
+# Qi et al., "Zero Bubble Pipeline Parallelism" (ICLR 2024): measured times of F, B, W and messages
+# in ms (table 9) and bubble rates (table 5), as their authors print both in
+# github.com/sail-sg/zero-bubble-pipeline-parallelism,
+# megatron/core/pipeline_parallel/efficiency.py, commit f68d387, with the program that works one out
+# of the other.
 ZERO_BUBBLE = [
     # stages, micro-batches, F, B, W, message, 1F1B, ZB-H1, ZB-H2, ZB-1p, ZB-2p
     (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585, 0.1083, 0.1585, 0.0433),
@@ -29,7 +31,12 @@ NAMES = ("one_f_one_b", "zero_bubble", "zero_bubble_2")
 
 def rate(schedule, forward, backward, weight, communication):
     """As the paper counts: of the stage that takes longest from its first pass to its last."""
-    numbers = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
+    numbers = {
+        "forward": forward,
+        "backward": backward,
+        "weight": weight,
+        "communication": communication,
+    }
     work = schedule.num_chunks * schedule.num_micro_batches * (forward + backward + weight)
     return 1 - work / max(schedule.stage_times(**numbers))
 
@@ -37,7 +44,11 @@ def rate(schedule, forward, backward, weight, communication):
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=pytest.mark.slow if row[0] * row[1] > 4000 else (), id=f"{row[0]}-{row[1]}-{row[2]}")
+        pytest.param(
+            row,
+            marks=pytest.mark.slow if row[0] * row[1] > 4000 else (),
+            id=f"{row[0]}-{row[1]}-{row[2]}",
+        )
         for row in ZERO_BUBBLE
     ],
 )
@@ -52,19 +63,28 @@ HIDDEN_AND_HEADS = {18: (2304, 24), 29: (4096, 32), 11: (5120, 40), 10: (6144, 4
 
 
 def tier(stages, micro_batches):
-    """The search takes seconds where there are many micro-batches: these rows are slow, and those with many stages."""
+    """The search takes seconds where there are many micro-batches: these rows are slow, and those
+    with many stages.
+    """
     return pytest.mark.slow if stages >= 16 or micro_batches >= 64 else ()
 
 
 @pytest.mark.parametrize(
     "row",
     [
-        pytest.param(row, marks=tier(*row[:2]) if row[1] == 24 else pytest.mark.slow, id=f"{row[0]}-{row[1]}-{row[2]}")
+        pytest.param(
+            row,
+            marks=tier(*row[:2]) if row[1] == 24 else pytest.mark.slow,
+            id=f"{row[0]}-{row[1]}-{row[2]}",
+        )
         for row in ZERO_BUBBLE
     ],
 )
 def test_searched_schedules_have_the_bubbles_of_table_5(row):
-    """ZB-1p and ZB-2p keep as many activations as S and 2 S whole ones; 34 h + 5 a s, of which 32 h until W."""
+    """ZB-1p and ZB-2p keep as many activations as S and 2 S whole ones.
+
+    34 h + 5 a s, of which 32 h until W.
+    """
     stages, micro_batches, f, b, w, c, *_, stated_1p, stated_2p = row
     hidden, heads = HIDDEN_AND_HEADS[int(f)]
     for memory, stated in ((stages, stated_1p), (2 * stages, stated_2p)):

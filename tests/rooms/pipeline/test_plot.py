@@ -31,7 +31,9 @@ def test_every_pass_has_a_box_and_a_number():
     second = [(1, 2, 1), (2, 4, 1), (4, 5, 1), (5, 7, 1)]
     assert sorted(boxes(figure)) == sorted(first + second)
     order = zip(first + second, "01010011", strict=True)
-    assert labels(figure) == sorted(((left + right) / 2, stage, m) for (left, right, stage), m in order)
+    assert labels(figure) == sorted(
+        ((left + right) / 2, stage, m) for (left, right, stage), m in order
+    )
     assert figure.axes[0].get_xlim() == (0, 9)
 
 
@@ -50,7 +52,12 @@ def test_legend_and_boxes_that_never_overlap(schedule, legend):
     assert [text.get_text() for text in axes.get_legend().get_texts()] == legend
     assert axes.get_title(loc="left") == repr(schedule).removeprefix("Schedule(").removesuffix(")")
     drawn = sorted((stage, left, right) for left, right, stage in boxes(figure))
-    passes = len(schedule.ticks.passes) * schedule.num_chunks * schedule.num_stages * schedule.num_micro_batches
+    passes = (
+        len(schedule.ticks.passes)
+        * schedule.num_chunks
+        * schedule.num_stages
+        * schedule.num_micro_batches
+    )
     assert len(drawn) == passes
     assert all(a[0] != b[0] or a[2] <= b[1] for a, b in pairwise(drawn))
 
@@ -75,7 +82,9 @@ def test_chunks_become_paler_and_numbers_too_small_to_read_are_left_out():
 
 
 def test_at_their_own_pace_boxes_stand_where_table_time_counts_them():
-    figure = schedules.gpipe(2, 2).plot(pace="own", forward=[1, 2], backward=1, weight=0, communication=0.5)
+    figure = schedules.gpipe(2, 2).plot(
+        pace="own", forward=[1, 2], backward=1, weight=0, communication=0.5
+    )
     first = [(0, 1, 0), (1, 2, 0), (7, 8, 0), (8, 9, 0)]
     second = [(1.5, 3.5, 1), (3.5, 5.5, 1), (5.5, 6.5, 1), (6.5, 7.5, 1)]
     assert sorted(boxes(figure)) == sorted(first + second)

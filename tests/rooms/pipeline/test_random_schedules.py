@@ -1,4 +1,6 @@
-"""Schedules of any sizes, tables and orders: one that can be run, printed and laid out, or an error with every fault."""
+"""Schedules of any sizes, tables and orders: one that can be run, printed and laid out, or an error
+with every fault.
+"""
 
 import resource
 
@@ -29,7 +31,21 @@ sizes = (
     | st.integers(min_value=2**20)  # in between a table takes its time, and no harm is done
     | st.integers(max_value=-3)
     | st.sampled_from(
-        [2**31, 2**63, 10**30, 2049, 1.0, 2.5, float("nan"), None, True, "4", [4], np.int32(4), np.float32(4)]
+        [
+            2**31,
+            2**63,
+            10**30,
+            2049,
+            1.0,
+            2.5,
+            float("nan"),
+            None,
+            True,
+            "4",
+            [4],
+            np.int32(4),
+            np.float32(4),
+        ]
     )
 )
 numbers = st.integers(-2, 40) | st.sampled_from(
@@ -43,11 +59,16 @@ def runnable(schedule):
         return
     schedule.validate()
     assert str(schedule).startswith(schedule.name)
-    assert all(rows.shape[:2] == (schedule.num_ticks, schedule.num_stages) for rows in schedule.table().values())
+    assert all(
+        rows.shape[:2] == (schedule.num_ticks, schedule.num_stages)
+        for rows in schedule.table().values()
+    )
     assert 0 <= schedule.bubble_fraction <= schedule.program_bubble_fraction < 1
     for name in ("forward", "backward"):
         found = schedule.table()[f"{name}_micro_batch"]
-        assert (found >= 0).sum() == schedule.num_micro_batches * schedule.num_stages * schedule.num_chunks
+        assert (
+            found >= 0
+        ).sum() == schedule.num_micro_batches * schedule.num_stages * schedule.num_chunks
 
 
 def memory():
@@ -66,14 +87,24 @@ def test_schedules_take_any_sizes(count):
 
     def prop(name, stages, micro_batches, chunks):
         options = {"num_chunks": chunks} if name in CHUNKED else {}
-        schedule, message = outcome(lambda: getattr(schedules, name)(stages, micro_batches, **options), name)
+        schedule, message = outcome(
+            lambda: getattr(schedules, name)(stages, micro_batches, **options), name
+        )
         if message is None:
             made.append(name)
             runnable(schedule)
             assert (schedule.num_stages, schedule.num_micro_batches) == (stages, micro_batches)
 
-    check(prop, st.sampled_from(BUILDERS), sizes, sizes, st.integers(-1, 4) | st.integers(1, 3) | sizes, count=count)
-    # hypothesis takes constants of every module that is loaded into its draws, so they need not reach all builders
+    check(
+        prop,
+        st.sampled_from(BUILDERS),
+        sizes,
+        sizes,
+        st.integers(-1, 4) | st.integers(1, 3) | sizes,
+        count=count,
+    )
+    # hypothesis takes constants of every module that is loaded into its draws, so they need not
+    # reach all builders
     assert len(set(made)) > len(BUILDERS) // 2
     for name in BUILDERS:
         prop(name, 2, 4, 2)
@@ -86,11 +117,16 @@ def tables(draw):
     if draw(st.integers(0, 4)) == 0:
         table = st.lists(st.lists(numbers, max_size=4), max_size=4)
         anything = table | numbers | st.lists(numbers, max_size=4) | st.text(max_size=3)
-        return draw(sizes), [draw(anything), draw(anything), draw(st.none() | anything)], draw(st.none() | anything)
+        return (
+            draw(sizes),
+            [draw(anything), draw(anything), draw(st.none() | anything)],
+            draw(st.none() | anything),
+        )
     name = draw(st.sampled_from(BUILDERS))
     ticks = getattr(schedules, name)(2, draw(st.sampled_from([2, 4]))).ticks
     tables = [
-        [list(row) for row in table] if table else None for table in (ticks.forward, ticks.backward, ticks.weight)
+        [list(row) for row in table] if table else None
+        for table in (ticks.forward, ticks.backward, ticks.weight)
     ]
     homes = list(ticks.stage_of)
     for _ in range(draw(st.integers(0, 3))):
@@ -114,7 +150,9 @@ def test_from_ticks_takes_any_tables(count):
 
     def prop(given):
         stages, found, homes = given
-        schedule, message = outcome(lambda: schedules.from_ticks(stages, *found, stage_of=homes, name="mine"), "mine")
+        schedule, message = outcome(
+            lambda: schedules.from_ticks(stages, *found, stage_of=homes, name="mine"), "mine"
+        )
         if message is None:
             made.append(schedule)
             runnable(schedule)
@@ -157,7 +195,9 @@ def test_from_order_takes_any_lines(count):
     homes = st.none() | st.lists(numbers, max_size=4) | numbers | st.permutations([0, 1])
 
     def prop(lines, stage_of):
-        schedule, message = outcome(lambda: schedules.from_order(lines, stage_of=stage_of), "from_order")
+        schedule, message = outcome(
+            lambda: schedules.from_order(lines, stage_of=stage_of), "from_order"
+        )
         if message is None:
             made.append(schedule)
             runnable(schedule)

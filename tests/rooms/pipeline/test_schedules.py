@@ -1,4 +1,7 @@
-"""Bubble, time and memory of every schedule against its formula, in exact fractions; sizes that are refused."""
+"""Bubble, time and memory of every schedule against its formula, in exact fractions.
+
+Sizes that are refused.
+"""
 
 from fractions import Fraction
 
@@ -9,8 +12,32 @@ from shardopt.pipeline import schedules
 
 pytestmark = pytest.mark.fast
 
-SIZES = [(1, 1), (1, 5), (2, 1), (2, 2), (3, 7), (4, 1), (4, 3), (4, 4), (4, 8), (5, 13), (8, 6), (8, 32), (16, 64)]
-GROUPED = [(1, 1, 3), (1, 5, 2), (2, 2, 2), (2, 6, 4), (3, 9, 2), (4, 4, 2), (4, 8, 3), (8, 16, 4), (16, 64, 4)]
+SIZES = [
+    (1, 1),
+    (1, 5),
+    (2, 1),
+    (2, 2),
+    (3, 7),
+    (4, 1),
+    (4, 3),
+    (4, 4),
+    (4, 8),
+    (5, 13),
+    (8, 6),
+    (8, 32),
+    (16, 64),
+]
+GROUPED = [
+    (1, 1, 3),
+    (1, 5, 2),
+    (2, 2, 2),
+    (2, 6, 4),
+    (3, 9, 2),
+    (4, 4, 2),
+    (4, 8, 3),
+    (8, 16, 4),
+    (16, 64, 4),
+]
 F, B, W = 1, 1, 1
 
 
@@ -23,7 +50,10 @@ def bubble(schedule, time):
 def check_bubbles(schedule, table, program):
     assert bubble(schedule, schedule.table_time()) == table
     assert bubble(schedule, schedule.program_time()) == program
-    assert (schedule.bubble_fraction, schedule.program_bubble_fraction) == (float(table), float(program))
+    assert (schedule.bubble_fraction, schedule.program_bubble_fraction) == (
+        float(table),
+        float(program),
+    )
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
@@ -60,7 +90,10 @@ def test_interleaved(p, m, v):
     schedule = schedules.interleaved(p, m, v)
     check_bubbles(schedule, Fraction(p - 1, v * m + p - 1), Fraction(p - 1, v * m + p - 1))
     assert schedule.num_ticks == v * m + (v + 1) * p - 2
-    assert all(peak <= min(v * m, (v + 1) * p - 1 - 2 * i) for i, peak in enumerate(schedule.peak_activations))
+    assert all(
+        peak <= min(v * m, (v + 1) * p - 1 - 2 * i)
+        for i, peak in enumerate(schedule.peak_activations)
+    )
 
 
 @pytest.mark.parametrize(("p", "v"), [(2, 2), (4, 2), (4, 3), (8, 4)])
@@ -88,9 +121,15 @@ def test_zero_bubble_tends_to_a_third_of_1f1b():
     def idle(schedule):
         return bubble(schedule, schedule.table_time())
 
-    ratios = [idle(schedules.zero_bubble(4, m)) / idle(schedules.eager_one_f_one_b(4, m)) for m in (16, 256, 1024)]
+    ratios = [
+        idle(schedules.zero_bubble(4, m)) / idle(schedules.eager_one_f_one_b(4, m))
+        for m in (16, 256, 1024)
+    ]
     assert ratios == [Fraction(m + 3, 3 * m + 3) for m in (16, 256, 1024)]
-    assert all(0 < ratio - Fraction(1, 3) < Fraction(1, m) for ratio, m in zip(ratios, (16, 256, 1024), strict=True))
+    assert all(
+        0 < ratio - Fraction(1, 3) < Fraction(1, m)
+        for ratio, m in zip(ratios, (16, 256, 1024), strict=True)
+    )
 
 
 @pytest.mark.parametrize(("p", "m", "v"), GROUPED)
@@ -104,7 +143,15 @@ def test_interleaved_zero_bubble(p, m, v):
     assert spent == v * m * (f + b + w) + (p - 1) * (f + b - w)
 
 
-TIMES = [(1, 1, 1, 0), (2, 3, 2, 0), (1, 2, 1, 0), (3, 2, 2, 0), (2, 2, 3, 1), (5, 5, 5, 2), (4, 8, 2, 1)]
+TIMES = [
+    (1, 1, 1, 0),
+    (2, 3, 2, 0),
+    (1, 2, 1, 0),
+    (3, 2, 2, 0),
+    (2, 2, 3, 1),
+    (5, 5, 5, 2),
+    (4, 8, 2, 1),
+]
 
 
 @pytest.mark.parametrize(("p", "m"), [(p, m) for p, m in SIZES if m >= 2 * p - 1])
@@ -115,7 +162,9 @@ def test_zero_bubble_2(p, m, times):
     numbers = {"forward": f, "backward": b, "weight": w, "communication": c}
     work = m * (f + b + w)
     c = c if p > 1 else 0
-    assert max(schedule.stage_times(**numbers)) == work + (p - 1) * max(2 * c, f + b + 2 * c - 2 * w)
+    assert max(schedule.stage_times(**numbers)) == work + (p - 1) * max(
+        2 * c, f + b + 2 * c - 2 * w
+    )
     assert schedule.table_time(**numbers) == work + (p - 1) * max(f + c, f + b + 2 * c - 2 * w)
     assert schedule.peak_activations == (2 * p - 1,) * p
 
@@ -126,7 +175,8 @@ def test_zero_bubble_v(p, m):
     assert schedule.stage_times() == (6 * m,) * p  # not an idle tick
     check_bubbles(schedule, Fraction(p - 1, 6 * m + p - 1), Fraction(p - 1, 6 * m + p - 1))
     assert schedule.peak_activations == (2 * p,) * p
-    assert Fraction(2 * p, 2) == schedules.one_f_one_b(p, m).num_slots  # in whole stages that of 1F1B
+    # in whole stages that of 1F1B
+    assert Fraction(2 * p, 2) == schedules.one_f_one_b(p, m).num_slots
     assert schedule.virtual_stages == tuple((s, 2 * p - 1 - s) for s in range(p))
 
 
@@ -167,7 +217,9 @@ def test_zero_bubble_lockstep(p, m, v):
 
 
 @pytest.mark.parametrize("costs", [(1, 1, 1), (1, 2, 1), (2, 2, 1), (1.5, 3, 1), (1, 3, 0.5)])
-@pytest.mark.parametrize(("p", "m", "v"), [(1, 1, 1), (2, 2, 1), (4, 6, 1), (4, 16, 1), (4, 8, 3), (8, 16, 2)])
+@pytest.mark.parametrize(
+    ("p", "m", "v"), [(1, 1, 1), (2, 2, 1), (4, 6, 1), (4, 16, 1), (4, 8, 3), (8, 16, 2)]
+)
 def test_zero_bubble_lockstep_keeps_the_formula_when_passes_differ(p, m, v, costs):
     f, b, w = costs
     time = schedules.zero_bubble_lockstep(p, m, v).program_time(forward=f, backward=b, weight=w)
@@ -175,8 +227,16 @@ def test_zero_bubble_lockstep_keeps_the_formula_when_passes_differ(p, m, v, cost
 
 
 def test_what_the_docstring_of_zero_bubble_lockstep_compares():
-    made = schedules.zero_bubble_lockstep(4, 8), schedules.zero_bubble(4, 8), schedules.eager_one_f_one_b(4, 8)
-    assert [schedule.program_time(forward=1, backward=2, weight=1) for schedule in made] == [38, 49, 44]
+    made = (
+        schedules.zero_bubble_lockstep(4, 8),
+        schedules.zero_bubble(4, 8),
+        schedules.eager_one_f_one_b(4, 8),
+    )
+    assert [schedule.program_time(forward=1, backward=2, weight=1) for schedule in made] == [
+        38,
+        49,
+        44,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -210,10 +270,20 @@ def test_slots_are_as_many_as_the_busiest_stage_needs():
         assert schedule.num_slots == max(schedule.peak_activations), schedule.name
 
 
-CHUNKED = {name: getattr(schedules, name) for name in ("interleaved", "zero_bubble", "zero_bubble_lockstep")}
+CHUNKED = {
+    name: getattr(schedules, name)
+    for name in ("interleaved", "zero_bubble", "zero_bubble_lockstep")
+}
 PLAIN = {
     name: getattr(schedules, name)
-    for name in ("gpipe", "one_f_one_b", "eager_one_f_one_b", "zero_bubble_2", "zero_bubble_v", "dual_pipe_v")
+    for name in (
+        "gpipe",
+        "one_f_one_b",
+        "eager_one_f_one_b",
+        "zero_bubble_2",
+        "zero_bubble_v",
+        "dual_pipe_v",
+    )
 }
 PLAIN["looped_breadth_first"] = schedules.looped_breadth_first
 
@@ -223,9 +293,17 @@ PLAIN["looped_breadth_first"] = schedules.looped_breadth_first
     ("sizes", "error", "message"),
     [
         ((0, 4), ValueError, "sizes must be at least 1, got num_stages=0."),
-        ((-2, -4), ValueError, "sizes must be at least 1, got num_stages=-2, num_micro_batches=-4."),
+        (
+            (-2, -4),
+            ValueError,
+            "sizes must be at least 1, got num_stages=-2, num_micro_batches=-4.",
+        ),
         ((4, 2.0), TypeError, "sizes must be integers, got num_micro_batches=2.0 (float)."),
-        ((True, "8"), TypeError, "sizes must be integers, got num_stages=True (bool), num_micro_batches='8' (str)."),
+        (
+            (True, "8"),
+            TypeError,
+            "sizes must be integers, got num_stages=True (bool), num_micro_batches='8' (str).",
+        ),
         ((None, 0), TypeError, "sizes must be integers, got num_stages=None (NoneType)."),
     ],
 )
@@ -244,14 +322,18 @@ def test_sizes(name, sizes, error, message):
         (
             (4, 6, 2),
             ValueError,
-            "with 2 chunks per stage, micro-batches must be a multiple of the 4 stages, got 6.\n"
-            "Fix: use 4 or 8 micro-batches, or num_chunks=1.",
+            (
+                "with 2 chunks per stage, micro-batches must be a multiple of the 4 stages, got"
+                " 6.\nFix: use 4 or 8 micro-batches, or num_chunks=1."
+            ),
         ),
         (
             (4, 3, 3),
             ValueError,
-            "with 3 chunks per stage, micro-batches must be a multiple of the 4 stages, got 3.\n"
-            "Fix: use 4 micro-batches, or num_chunks=1.",
+            (
+                "with 3 chunks per stage, micro-batches must be a multiple of the 4 stages, got"
+                " 3.\nFix: use 4 micro-batches, or num_chunks=1."
+            ),
         ),
     ],
 )
@@ -266,5 +348,7 @@ def test_one_chunk_takes_any_number_of_micro_batches():
 
 
 def test_numpy_sizes_are_sizes():
-    assert schedules.interleaved(np.int64(2), np.int32(4), np.int8(2)) == schedules.interleaved(2, 4, 2)
+    assert schedules.interleaved(np.int64(2), np.int32(4), np.int8(2)) == schedules.interleaved(
+        2, 4, 2
+    )
     assert schedules.zero_bubble(np.int64(3), np.uint8(4)) == schedules.zero_bubble(3, 4)

@@ -1,4 +1,6 @@
-"""`schedules.search`: valid, within its memory, never worse than what is known, and on small sizes the best there is."""
+"""`schedules.search`: valid, within its memory, never worse than what is known, and on small sizes
+the best there is.
+"""
 
 import functools
 import itertools
@@ -19,7 +21,12 @@ number = st.integers(0, 9) | st.floats(0, 10).map(lambda x: round(x, 2))
 def tasks(draw):
     stages, micro_batches = draw(st.integers(1, 6)), draw(st.integers(1, 12))
     each = number | st.lists(number, min_size=stages, max_size=stages)
-    times = {"forward": draw(each), "backward": draw(each), "weight": draw(each), "communication": draw(number)}
+    times = {
+        "forward": draw(each),
+        "backward": draw(each),
+        "weight": draw(each),
+        "communication": draw(number),
+    }
     return stages, micro_batches, times, draw(st.none() | st.integers(1, 12))
 
 
@@ -32,9 +39,16 @@ def check_searched(task, synchronous):
     stages, micro_batches, times, memory = task
     found = schedules.search(stages, micro_batches, **times, memory=memory, synchronous=synchronous)
     found.validate()
-    assert (found.num_stages, found.num_micro_batches, found.num_chunks) == (stages, micro_batches, 1)
+    assert (found.num_stages, found.num_micro_batches, found.num_chunks) == (
+        stages,
+        micro_batches,
+        1,
+    )
     assert max(found.peak_activations) <= (memory or micro_batches)
-    assert schedules.search(stages, micro_batches, **times, memory=memory, synchronous=synchronous) == found
+    assert (
+        schedules.search(stages, micro_batches, **times, memory=memory, synchronous=synchronous)
+        == found
+    )
 
     def cost(schedule):
         return schedule.table_time(**times) if synchronous else max(schedule.stage_times(**times))
@@ -45,7 +59,9 @@ def check_searched(task, synchronous):
 
 
 def in_turn(count):
-    """Every order of F, B and W of so many micro-batches, each kind in turn and each after what it needs."""
+    """Every order of F, B and W of so many micro-batches, each kind in turn and each after what it
+    needs.
+    """
     found, open_orders = [], [("", 0, 0, 0)]
     while open_orders:
         order, f, b, w = open_orders.pop()
@@ -69,7 +85,14 @@ def peak(order):
 @pytest.mark.parametrize("memory", tiered([1, 2, 3], lambda memory: memory < 3))
 @pytest.mark.parametrize(
     "times",
-    [(1, 1, 1, 0), (2, 3, 1, 0.5), (1, 2, 2, 1), (3, 2, 2, 0), (1, 1, 4, 0.25), ([2, 1], [1, 4], [1, 1], 0.5)],
+    [
+        (1, 1, 1, 0),
+        (2, 3, 1, 0.5),
+        (1, 2, 2, 1),
+        (3, 2, 2, 0),
+        (1, 1, 4, 0.25),
+        ([2, 1], [1, 4], [1, 1], 0.5),
+    ],
     ids=str,
 )
 def test_two_stages_and_three_micro_batches_are_the_best_of_all_orders(times, memory):
@@ -97,7 +120,9 @@ def built_of(pair):
 
 def test_more_memory_is_never_slower():
     times = {"forward": 2.0, "backward": 5.0, "weight": 1.0, "communication": 0.5}
-    spent = [schedules.search(6, 18, **times, memory=m).table_time(**times) for m in (1, 3, 6, 9, 12)]
+    spent = [
+        schedules.search(6, 18, **times, memory=m).table_time(**times) for m in (1, 3, 6, 9, 12)
+    ]
     assert spent == sorted(spent, reverse=True)
     assert spent[0] > spent[1] > spent[2] > spent[3]
 
@@ -110,7 +135,10 @@ def test_more_memory_is_never_slower():
         (
             {"weight": [1, 2]},
             ValueError,
-            "search: weight has 2 times for 3 stages.\nFix: give one number, or one for each, in the model's order.",
+            (
+                "search: weight has 2 times for 3 stages.\nFix: give one number, or one for each,"
+                " in the model's order."
+            ),
         ),
         ({"forward": -1}, ValueError, "search: forward must not be negative, got -1."),
         ({"communication": None}, TypeError, "search: communication must be numbers, got None."),

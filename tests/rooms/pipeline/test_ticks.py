@@ -1,4 +1,6 @@
-"""Walk `table()` as a program would, with names in place of numbers: nothing may be lost, mixed up or overwritten."""
+"""Walk `table()` as a program would, with names in place of numbers: nothing may be lost, mixed up
+or overwritten.
+"""
 
 from dataclasses import replace
 
@@ -18,10 +20,11 @@ GARBAGE = "garbage"
 
 
 def walk(schedule):
-    """Return what every pass of every micro-batch has read, as (kind, virtual stage, micro-batch) -> names.
+    """Return what every pass of every micro-batch has read, as (kind, virtual stage, micro-batch)
+    -> names.
 
-    Ring buffers begin, links idle, and slots are read into, full of garbage: what leaks out of them is seen.
-    """
+    Ring buffers begin, links idle, and slots are read into, full of garbage: what leaks out of them
+    is seen."""
     table, stages = schedule.table(), range(schedule.num_stages)
     split = "weight_slot" in table
 
@@ -29,7 +32,10 @@ def walk(schedule):
         return [[GARBAGE] * size for _ in stages]
 
     activations, inputs = buffers(schedule.num_slots), buffers(schedule.num_input_slots)
-    cotangents, deferred = buffers(schedule.num_cotangent_slots), buffers(schedule.num_deferred_slots)
+    cotangents, deferred = (
+        buffers(schedule.num_cotangent_slots),
+        buffers(schedule.num_deferred_slots),
+    )
     ahead = buffers(len(schedule.forward_shifts))
     behind = buffers(len(schedule.backward_shifts))
     last = schedule.num_stages * schedule.num_chunks - 1
@@ -67,7 +73,9 @@ def walk(schedule):
             m, v = which("backward")
             if m >= 0:
                 assert ("backward", v, m) not in read
-                dy = message("backward", behind, cotangents, f"loss {m}" if v == last else "no cotangent")
+                dy = message(
+                    "backward", behind, cotangents, f"loss {m}" if v == last else "no cotangent"
+                )
                 read["backward", v, m] = dy, activations[s][row["backward_slot"]]
                 sent_behind[s] = f"dx {v} {m}"
                 if split:
@@ -76,7 +84,10 @@ def walk(schedule):
                 m, v = which("weight")
                 if m >= 0:
                     assert ("weight", v, m) not in read
-                    read["weight", v, m] = deferred[s][row["weight_deferred"]], activations[s][row["weight_slot"]]
+                    read["weight", v, m] = (
+                        deferred[s][row["weight_deferred"]],
+                        activations[s][row["weight_slot"]],
+                    )
         made, leaving = [sent_ahead, sent_behind], made_before
         made_before = made
         if schedule.ticks.message_ticks == 1:
@@ -112,11 +123,17 @@ SCHEDULES = {
     "zero_bubble_v": lambda p, m, v: schedules.zero_bubble_v(p, m),
     "dual_pipe_v": lambda p, m, v: schedules.dual_pipe_v(p, m),
     "looped_breadth_first": lambda p, m, v: schedules.looped_breadth_first(p, m, v),
-    "zero_bubble_lockstep": lambda p, m, v: schedules.zero_bubble_lockstep(p, m if v == 1 else p * -(-m // p), v),
+    "zero_bubble_lockstep": lambda p, m, v: schedules.zero_bubble_lockstep(
+        p, m if v == 1 else p * -(-m // p), v
+    ),
     "v_shaped": lambda p, m, v: v_shaped(p, m),
     "searched": lambda p, m, v: searched(p, m),
-    "interleaved, sent ahead": lambda p, m, v: schedules.send_ahead(SCHEDULES["interleaved"](p, m, v)),
-    "zero_bubble_v, sent ahead": lambda p, m, v: schedules.send_ahead(schedules.zero_bubble_v(p, m)),
+    "interleaved, sent ahead": lambda p, m, v: schedules.send_ahead(
+        SCHEDULES["interleaved"](p, m, v)
+    ),
+    "zero_bubble_v, sent ahead": lambda p, m, v: schedules.send_ahead(
+        schedules.zero_bubble_v(p, m)
+    ),
 }
 
 
@@ -142,7 +159,10 @@ def late(draw):
     stage_of = draw(st.permutations([*range(stages)] * chunks))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     split, size, message_ticks = draw(st.booleans()), stages * chunks, draw(st.integers(1, 2))
-    used, tables = set(), {kind: np.zeros((size, m), int) for kind in ("forward", "backward", "weight")}
+    used, tables = (
+        set(),
+        {kind: np.zeros((size, m), int) for kind in ("forward", "backward", "weight")},
+    )
 
     def put(kind, v, batch, earliest):
         tick = earliest + int(rng.integers(0, 5))
@@ -221,8 +241,14 @@ def test_shifts_of_a_ring_and_of_a_v():
 
 
 def test_weight_columns_only_where_the_backward_is_split():
-    assert not [name for name in schedules.gpipe(2, 2).table() if "weight" in name or "deferred" in name]
-    assert {name for name in schedules.zero_bubble(2, 2).table() if "weight" in name or "deferred" in name} == {
+    assert not [
+        name for name in schedules.gpipe(2, 2).table() if "weight" in name or "deferred" in name
+    ]
+    assert {
+        name
+        for name in schedules.zero_bubble(2, 2).table()
+        if "weight" in name or "deferred" in name
+    } == {
         "weight_micro_batch",
         "weight_chunk",
         "weight_slot",

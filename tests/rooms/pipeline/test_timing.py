@@ -1,4 +1,6 @@
-"""Times of a schedule: messages that take a while, stages that differ, each at its own pace or all in lockstep."""
+"""Times of a schedule: messages that take a while, stages that differ, each at its own pace or all
+in lockstep.
+"""
 
 from fractions import Fraction
 from itertools import pairwise
@@ -26,7 +28,9 @@ BUILT = [
 
 
 def ends_by_relaxation(schedule, times, communication):
-    """When each pass ends: the least times that satisfy every wait, found by raising those that do not."""
+    """When each pass ends: the least times that satisfy every wait, found by raising those that do
+    not.
+    """
     ticks, last = schedule.ticks, len(schedule.ticks.stage_of) - 1
     length = {
         (kind, v, m): times[kind][v]
@@ -53,9 +57,13 @@ def ends_by_relaxation(schedule, times, communication):
             needed = ("backward", v, m)
         else:
             continue
-        waits.append((needed, (kind, v, m), communication * (ticks.stage_of[needed[1]] != ticks.stage_of[v])))
+        waits.append(
+            (needed, (kind, v, m), communication * (ticks.stage_of[needed[1]] != ticks.stage_of[v]))
+        )
     ends = dict(length)
-    while late := [(b, ends[a] + gap + length[b]) for a, b, gap in waits if ends[a] + gap + length[b] > ends[b]]:
+    while late := [
+        (b, ends[a] + gap + length[b]) for a, b, gap in waits if ends[a] + gap + length[b] > ends[b]
+    ]:
         for one, end in late:
             ends[one] = max(ends[one], end)
     return ends
@@ -64,7 +72,11 @@ def ends_by_relaxation(schedule, times, communication):
 @st.composite
 def timed(draw):
     schedule = draw(st.sampled_from(BUILT))
-    each = st.lists(st.integers(0, 5), min_size=len(schedule.ticks.stage_of), max_size=len(schedule.ticks.stage_of))
+    each = st.lists(
+        st.integers(0, 5),
+        min_size=len(schedule.ticks.stage_of),
+        max_size=len(schedule.ticks.stage_of),
+    )
     return schedule, draw(each), draw(each), draw(each), draw(st.integers(0, 4))
 
 
@@ -76,7 +88,12 @@ def test_own_pace_is_the_earliest_that_satisfies_every_wait(given):
     if schedule.ticks.weight is None:
         times["backward"] = [b + w for b, w in zip(backward, times.pop("weight"), strict=True)]
     ends = ends_by_relaxation(schedule, times, communication)
-    numbers = {"forward": forward, "backward": backward, "weight": weight, "communication": communication}
+    numbers = {
+        "forward": forward,
+        "backward": backward,
+        "weight": weight,
+        "communication": communication,
+    }
     assert schedule.table_time(**numbers) == max(ends.values())
     begins = [[], [], [], []][: schedule.num_stages]
     last = [0] * schedule.num_stages
@@ -84,9 +101,16 @@ def test_own_pace_is_the_earliest_that_satisfies_every_wait(given):
         stage = schedule.ticks.stage_of[v]
         begins[stage].append(end - times[kind][v])
         last[stage] = max(last[stage], end)
-    assert schedule.stage_times(**numbers) == tuple(b - min(a) for a, b in zip(begins, last, strict=True))
+    assert schedule.stage_times(**numbers) == tuple(
+        b - min(a) for a, b in zip(begins, last, strict=True)
+    )
     assert schedule.table_time(**numbers) <= schedule.program_time(**numbers)
-    assert 0 <= schedule.bubble_rate(**numbers) <= schedule.bubble_rate(**numbers, pace="lockstep") <= 1
+    assert (
+        0
+        <= schedule.bubble_rate(**numbers)
+        <= schedule.bubble_rate(**numbers, pace="lockstep")
+        <= 1
+    )
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 32)])
@@ -101,7 +125,8 @@ def test_messages_lengthen_warm_up_and_drain_of_gpipe_twice_over(p, m):
 def test_the_slowest_stage_is_what_a_pipeline_waits_for():
     p, m, f, b = 4, 16, [1, 2, 1, 5], [3, 2, 7, 4]
     time = schedules.gpipe(p, m).table_time(forward=f, backward=b, weight=0)
-    forward = sum(f) + (m - 1) * max(f)  # the last stage is the slowest forwards, and begins to go back at once
+    # the last stage is the slowest forwards, and begins to go back at once
+    forward = sum(f) + (m - 1) * max(f)
     assert time == forward + b[3] + b[2] * m + b[1] + b[0]
     # in lockstep the slowest stage of every tick: warm-up and drain too
     ticks = m + p - 1
@@ -113,11 +138,14 @@ def test_the_slowest_stage_is_what_a_pipeline_waits_for():
 def test_the_idle_share_counts_the_work_of_every_stage():
     schedule = schedules.gpipe(2, 1)  # F on one, on the other, back on the other, on the first
     assert schedule.bubble_rate(forward=[1, 3], backward=[2, 2], weight=0) == 1 - 8 / (2 * 8)
-    assert schedule.bubble_rate(forward=[1, 3], backward=[2, 2], weight=0, communication=1) == 1 - 8 / (2 * 10)
+    assert schedule.bubble_rate(
+        forward=[1, 3], backward=[2, 2], weight=0, communication=1
+    ) == 1 - 8 / (2 * 10)
 
 
 def test_a_message_within_a_stage_takes_no_time():
-    down_and_up = v_shaped(2, 1)  # 4 virtual stages, three hops, of which the middle one stays on stage 1
+    # 4 virtual stages, three hops, of which the middle one stays on stage 1
+    down_and_up = v_shaped(2, 1)
     assert down_and_up.table_time(communication=10) - down_and_up.table_time() == 2 * 2 * 10
 
 
@@ -137,8 +165,10 @@ def test_stages_begin_and_end_at_different_times():
         (
             {"forward": [1, 2, 3]},
             ValueError,
-            "gpipe: forward has 3 times for 2 virtual stages.\n"
-            "Fix: give one number, or one for each, in the model's order.",
+            (
+                "gpipe: forward has 3 times for 2 virtual stages.\n"
+                "Fix: give one number, or one for each, in the model's order."
+            ),
         ),
         ({"backward": -1}, ValueError, "gpipe: backward must not be negative, got -1."),
         ({"weight": [1, "2"]}, TypeError, "gpipe: weight must be numbers, got '2'."),

@@ -1,4 +1,6 @@
-"""`so.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU compiler says."""
+"""`so.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU compiler
+says.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -16,7 +18,14 @@ import shardopt as so
 from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
 from shardopt.models import _transformer as transformer
-from shardopt.planning import HARDWARE, Layout, Transformer, parse_topology, predict, topology_devices
+from shardopt.planning import (
+    HARDWARE,
+    Layout,
+    Transformer,
+    parse_topology,
+    predict,
+    topology_devices,
+)
 from shardopt.planning import _aot as aot_module
 from shardopt.planning._aot import AotReport, _compile
 from shardopt.planning._compiled_time import StepSeconds
@@ -36,8 +45,14 @@ def refused(kind, message):
 
 
 def compiled(make=None, batch=None, **sizes):
-    make = make or (lambda mesh: so.fsdp(optax.adamw(1e-3), mesh, transformer.model(SHAPE), rules=rules_of(mesh)))
-    return so.aot(make, SHAPE.abstract_params(), batch or transformer.abstract_batch(SHAPE, 32), **sizes)
+    make = make or (
+        lambda mesh: so.fsdp(
+            optax.adamw(1e-3), mesh, transformer.model(SHAPE), rules=rules_of(mesh)
+        )
+    )
+    return so.aot(
+        make, SHAPE.abstract_params(), batch or transformer.abstract_batch(SHAPE, 32), **sizes
+    )
 
 
 def rules_of(mesh):
@@ -47,20 +62,37 @@ def rules_of(mesh):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("v9:4x4", f"unknown topology 'v9:4x4'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
-        ("v5p", f"unknown topology 'v5p'.\nFix: write chip and torus, with sizes of your own: {FORMS}."),
+        (
+            "v9:4x4",
+            (
+                "unknown topology 'v9:4x4'.\nFix: write chip and torus, with sizes of your own:"
+                f" {FORMS}."
+            ),
+        ),
+        (
+            "v5p",
+            f"unknown topology 'v5p'.\nFix: write chip and torus, with sizes of your own: {FORMS}.",
+        ),
         (
             "v6e:4x4x4",
-            "topology 'v6e:4x4x4' has 3 axes, v6e has 2.\nFix: write it as v6e:4x4; its chips form a torus of 2 axes.",
+            (
+                "topology 'v6e:4x4x4' has 3 axes, v6e has 2.\nFix: write it as v6e:4x4; its chips"
+                " form a torus of 2 axes."
+            ),
         ),
         (
             "h100:2x4",
-            "topology 'h100:2x4' has 2 axes, h100 has 1.\nFix: write it as h100:8; the GPUs of a node share a switch.",
+            (
+                "topology 'h100:2x4' has 2 axes, h100 has 1.\nFix: write it as h100:8; the GPUs of"
+                " a node share a switch."
+            ),
         ),
         (
             "h100:16",
-            "topology 'h100:16' has 16 GPUs, a node of h100 has 1 to 8.\n"
-            "Fix: write h100:8, and how many nodes as num_slices.",
+            (
+                "topology 'h100:16' has 16 GPUs, a node of h100 has 1 to 8.\n"
+                "Fix: write h100:8, and how many nodes as num_slices."
+            ),
         ),
     ],
 )
@@ -86,7 +118,10 @@ def test_without_the_compiler_it_says_how_to_get_it(monkeypatch):
     message = "aot: libtpu is needed, which is not installed.\nFix: pip install 'shardopt[tpu]'"
     with refused(ModuleNotFoundError, message):
         compiled(topology="v5p:4x4x4")
-    message = "aot: jax_cuda12_plugin is needed, which is not installed.\nFix: pip install 'shardopt[gpu]'"
+    message = (
+        "aot: jax_cuda12_plugin is needed, which is not installed.\nFix: pip install"
+        " 'shardopt[gpu]'"
+    )
     with refused(ModuleNotFoundError, message):
         compiled(topology="h100:8")
 
@@ -104,13 +139,16 @@ def test_the_environment_is_left_as_it_was(monkeypatch):
 def test_a_step_that_does_not_fit_says_so():
     class Lowered:
         def compile(self):
-            raise RuntimeError("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.5G of 31.25G hbm.")
+            raise RuntimeError(
+                "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.5G of 31.25G"
+                " hbm."
+            )
 
     chip, _ = parse_topology("v6e:4x4")
     message = (
-        "aot: the step does not fit into a chip of v6e:4x4, 34,359,738,368 bytes (it needs 40.5G of 31.25G hbm).\n"
-        "Fix: shard more (fsdp, tensor, more chips), recompute (remat), or take smaller micro-batches; "
-        "so.plan ranks them."
+        "aot: the step does not fit into a chip of v6e:4x4, 34,359,738,368 bytes (it needs 40.5G of"
+        " 31.25G hbm).\nFix: shard more (fsdp, tensor, more chips), recompute (remat), or take"
+        " smaller micro-batches; so.plan ranks them."
     )
     with refused(ValueError, message):
         _compile(Lowered(), "v6e:4x4", chip)
@@ -122,7 +160,9 @@ def test_a_gpu_step_that_does_not_fit_says_so():
     class Compiled:
         def memory_analysis(self):
             sizes = {"argument": 60, "output": 50, "temp": 30, "alias": 50}
-            return types.SimpleNamespace(**{f"{name}_size_in_bytes": gb * 10**9 for name, gb in sizes.items()})
+            return types.SimpleNamespace(
+                **{f"{name}_size_in_bytes": gb * 10**9 for name, gb in sizes.items()}
+            )
 
     class Lowered:
         def compile(self):
@@ -130,7 +170,8 @@ def test_a_gpu_step_that_does_not_fit_says_so():
 
     chip, _ = parse_topology("h100:8")
     what = (
-        "aot: the step does not fit into a chip of h100:8, 80,000,000,000 bytes (it needs 90,000,000,000).\nFix: shard"
+        "aot: the step does not fit into a chip of h100:8, 80,000,000,000 bytes (it needs"
+        " 90,000,000,000).\nFix: shard"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(what)}"):
         _compile(Lowered(), "h100:8", chip)
@@ -149,10 +190,14 @@ def test_other_errors_of_the_compiler_are_its_own():
 def test_a_program_that_jaxlib_cannot_read_back_says_so():
     class Lowered:
         def compile(self):
-            raise RuntimeError("INTERNAL: RET_CHECK failure async-update instruction should have 1 operands but sees 2")
+            raise RuntimeError(
+                "INTERNAL: RET_CHECK failure async-update instruction should have 1 operands but"
+                " sees 2"
+            )
 
     with pytest.raises(
-        RuntimeError, match=r"^aot: jaxlib [\d.]+ cannot read the program for v5p:2x2x1 back: async-update"
+        RuntimeError,
+        match=r"^aot: jaxlib [\d.]+ cannot read the program for v5p:2x2x1 back: async-update",
     ):
         _compile(Lowered(), "v5p:2x2x1", HARDWARE["v5p"])
 
@@ -162,13 +207,20 @@ def test_a_program_that_jaxlib_cannot_read_back_says_so():
     [((0, 10, 2), "0.0.50.1", True), ((0, 10, 2), "0.0.42", False), ((0, 11, 0), "0.0.52", False)],
 )
 def test_tpu7x_needs_a_jaxlib_that_reads_its_programs(jax_version, libtpu, refused, monkeypatch):
-    monkeypatch.setattr(aot_module, "topology_devices", lambda topology, num_slices: list(jax.devices()[:1]))
-    monkeypatch.setattr(jax, "__version_info__", jax_version)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: {"libtpu": libtpu, "jaxlib": "0.10.2"}[name])
-    problem = (
-        rf"^aot: jaxlib [\d.]+ cannot read a program of libtpu {libtpu} for tpu7x back: .*\nFix: install jax 0\.11 or"
+    monkeypatch.setattr(
+        aot_module, "topology_devices", lambda topology, num_slices: list(jax.devices()[:1])
     )
-    expected = (RuntimeError, problem) if refused else (TypeError, "make must return a ShardedOptimizer")
+    monkeypatch.setattr(jax, "__version_info__", jax_version)
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: {"libtpu": libtpu, "jaxlib": "0.10.2"}[name]
+    )
+    problem = (
+        rf"^aot: jaxlib [\d.]+ cannot read a program of libtpu {libtpu} for tpu7x back: .*\nFix:"
+        r" install jax 0\.11 or"
+    )
+    expected = (
+        (RuntimeError, problem) if refused else (TypeError, "make must return a ShardedOptimizer")
+    )
     with pytest.raises(expected[0], match=expected[1]):
         so.aot(lambda mesh: None, {}, {}, topology="tpu7x:2x2x2")
 
@@ -177,7 +229,9 @@ def test_a_report_reads_as_a_few_lines():
     audit = Audit((), {"data": 16, "tensor": 1}, "m")
     memory = Memory(arguments=2 * 10**9, outputs=10**9, temporary=3 * 10**9, aliased=10**9)
     step = StepSeconds(0.009, 0.007, 0.002, 0.001)
-    report = AotReport("v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "", step)
+    report = AotReport(
+        "v6e:4x4", 1, {"data": 16, "tensor": 1}, memory, audit, 5e12, 7.0, 34 * 10**9, "", step
+    )
     assert str(report).splitlines() == [
         "v6e:4x4, data=16: compiled in 7.0 s",
         "5.00 GB of 34.0 GB per device (2.00 arguments, 3.00 temporary)",
@@ -185,7 +239,11 @@ def test_a_report_reads_as_a_few_lines():
         "9.000 ms per step, estimated: 7.000 compute, 2.000 exposed communication (1.000 hidden)",
         "ms  share  calls  operation  where",
     ]
-    assert (report.argument_bytes, report.temp_bytes, report.peak_bytes) == (2 * 10**9, 3 * 10**9, 5 * 10**9)
+    assert (report.argument_bytes, report.temp_bytes, report.peak_bytes) == (
+        2 * 10**9,
+        3 * 10**9,
+        5 * 10**9,
+    )
     assert report.to_json()["memory"]["hbm"] == 34 * 10**9
     assert report.to_json()["step_seconds"]["exposed"] == 0.002
     assert "unknown flops" in str(report._replace(flops=None))
@@ -212,21 +270,38 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_a_step_for_a_tpu_is_proved(sizes):
-    make = lambda mesh: so.hybrid(  # noqa: E731
-        optax.adamw(1e-3), mesh, transformer.model(SMALL), rules=rules_of(mesh), placement="fsdp", micro_batches=2
+    def make(mesh):
+        return so.hybrid(
+            optax.adamw(1e-3),
+            mesh,
+            transformer.model(SMALL),
+            rules=rules_of(mesh),
+            placement="fsdp",
+            micro_batches=2,
+        )
+
+    report = so.aot(
+        make,
+        SMALL.abstract_params(),
+        transformer.abstract_batch(SMALL, 16),
+        topology="v5p:2x2x1",
+        **sizes,
     )
-    report = so.aot(make, SMALL.abstract_params(), transformer.abstract_batch(SMALL, 16), topology="v5p:2x2x1", **sizes)
     proof = report.proof
     assert (proof.verdict in ("proved", "agrees"), proof.not_compared) == (True, ""), proof
 
 
 @pytest.mark.slow
 def test_of_a_batch_only_the_shapes_are_read():
-    batch = {name: np.zeros(leaf.shape, leaf.dtype) for name, leaf in transformer.abstract_batch(SHAPE, 32).items()}
+    batch = {
+        name: np.zeros(leaf.shape, leaf.dtype)
+        for name, leaf in transformer.abstract_batch(SHAPE, 32).items()
+    }
     # one line calls for both, as the text of a program holds the lines of its calls
     audits = [compiled(batch=one, topology="v5e:4x4").audit for one in (batch, None)]
     sources = [one.source for one in audits]
-    arrays, shapes = (  # a topology has new devices in each call, which the text of a sharding leaves out
+    # a topology has new devices in each call, which the text of a sharding leaves out
+    arrays, shapes = (
         (audit._replace(source=""), source.text, str(source.inputs), str(source.outputs))
         for audit, source in zip(audits, sources, strict=True)
     )
@@ -242,7 +317,9 @@ def test_make_must_return_a_strategy():
 
 @pytest.mark.slow
 def test_a_gather_stays_one_on_a_torus_whole_or_half():
-    """The compiler's own choice: without the links that wrap around, over the whole torus it is an all-reduce."""
+    """The compiler's own choice: without the links that wrap around, over the whole torus it is an
+    all-reduce.
+    """
     import jax
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -259,8 +336,12 @@ def test_a_gather_stays_one_on_a_torus_whole_or_half():
             check_vma=False,
         )
         shapes = [
-            jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))),
-            jax.ShapeDtypeStruct((64 * 128, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P(("replica", "data")))),
+            jax.ShapeDtypeStruct(
+                (8192, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P("data"))
+            ),
+            jax.ShapeDtypeStruct(
+                (64 * 128, 8192), jnp.bfloat16, sharding=NamedSharding(mesh, P(("replica", "data")))
+            ),
         ]
         text = jax.jit(gather).lower(*shapes).compile().as_text()
         assert set(so.audit(text, mesh=dict(mesh.shape)).by_kind()) == {"all-gather"}
@@ -268,14 +349,22 @@ def test_a_gather_stays_one_on_a_torus_whole_or_half():
 
 @pytest.mark.slow
 def test_the_step_time_of_a_real_compile():
-    """Twice the layers take twice the time in the loop over them, and less exposed than all that is sent takes."""
+    """Twice the layers take twice the time in the loop over them, and less exposed than all that is
+    sent takes.
+    """
     report = compiled(topology="v5e:2x4")
     step = report.step_seconds
     assert step.total == pytest.approx(step.compute + step.exposed)
     # not faster than the products at their peak, nor ten times slower: the model is small
-    assert report.flops / HARDWARE["v5e"].flops < step.compute < 100 * report.flops / HARDWARE["v5e"].flops
+    assert (
+        report.flops / HARDWARE["v5e"].flops
+        < step.compute
+        < 100 * report.flops / HARDWARE["v5e"].flops
+    )
     assert step.exposed > 0
-    assert step.exposed + step.hidden == pytest.approx(sum(s.end - s.start for s in step.spans if s.where == "data"))
+    assert step.exposed + step.hidden == pytest.approx(
+        sum(s.end - s.start for s in step.spans if s.where == "data")
+    )
     assert max(span.end for span in step.spans) == pytest.approx(step.total)
     assert len(step.operations) == 10
     assert {one.calls for one in step.operations} <= {1, SHAPE.num_layers, SHAPE.num_layers - 1}
@@ -284,13 +373,22 @@ def test_the_step_time_of_a_real_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_installed("jax_cuda12_plugin"), reason="needs pip install 'shardopt[gpu]', 3 GB")
+@pytest.mark.skipif(
+    not is_installed("jax_cuda12_plugin"), reason="needs pip install 'shardopt[gpu]', 3 GB"
+)
 @pytest.mark.parametrize("name", ["a100", "h100", "h200", "b200"])
 def test_a_step_for_gpus(name):
     """Bytes, traffic and flops are those of the formulas; attention is cuDNN's."""
-    make = lambda mesh: so.fsdp(  # noqa: E731
-        optax.adamw(1e-3), mesh, transformer.model(SHAPE), rules=RULES, gather_dtype=jnp.bfloat16
-    )
+
+    def make(mesh):
+        return so.fsdp(
+            optax.adamw(1e-3),
+            mesh,
+            transformer.model(SHAPE),
+            rules=RULES,
+            gather_dtype=jnp.bfloat16,
+        )
+
     report = compiled(make, topology=f"{name}:4", num_slices=2, tensor=2)
     layout = Layout(data=4, tensor=2, gather_dtype=jnp.bfloat16)
     told = predict(SHAPE.workload(), layout, hardware=HARDWARE[name], batch_size=32)
@@ -299,7 +397,8 @@ def test_a_step_for_gpus(name):
     )
     sent = sum(one.wire_bytes for one in report.audit.of(axis="data").by_kind().values())
     assert sent == pytest.approx(told.wire_bytes["data"], rel=0.05)
-    in_products = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.dim  # the embedding is read by rows
+    # the embedding is read by rows
+    in_products = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.dim
     assert report.flops == pytest.approx(6 * in_products * 32 * SHAPE.length / 8, rel=0.05)
     assert "__cudnn$fmha" in report.text
     assert report.step_seconds.total is None

@@ -1,9 +1,10 @@
-"""Step times of compiled programs: small schedules as XLA:TPU writes them, with sums that are worked out by hand.
+"""Step times of compiled programs: small schedules as XLA:TPU writes them, with sums that are
+worked out by hand.
 
-The chip of these tests does in a nanosecond one cycle, one flop, one byte of memory, one byte over the links of an axis of
-its torus, and a tenth of a byte between slices. So cycles and bytes are nanoseconds. An all-gather of f32[8000] over 8
-devices sends 7/8 x 32,000 = 28,000 bytes: 28,000 ns over one axis of the torus, 14,000 over both.
-"""
+The chip of these tests does in a nanosecond one cycle, one flop, one byte of memory, one byte over
+the links of an axis of its torus, and a tenth of a byte between slices. So cycles and bytes are
+nanoseconds. An all-gather of f32[8000] over 8 devices sends 7/8 x 32,000 = 28,000 bytes: 28,000 ns
+over one axis of the torus, 14,000 over both."""
 
 import json
 import re
@@ -23,13 +24,27 @@ from shardopt.planning._plots import plot_timeline
 
 pytestmark = pytest.mark.fast
 
-CHIP = Hardware("t", 1e9, 10**9, 1e9, 1e9, torus_dims=2, pod_chips=64, network_bandwidth=1e8, source="", clock=1e9)
+CHIP = Hardware(
+    "t",
+    1e9,
+    10**9,
+    1e9,
+    1e9,
+    torus_dims=2,
+    pod_chips=64,
+    network_bandwidth=1e8,
+    source="",
+    clock=1e9,
+)
 MESH = {"data": 8}
 ALL = "channel_id=1, replica_groups=[1,8]<=[8], use_global_device_ids=true, dimensions={0}"
 
 
 def work(name, cycles, shape="f32[1000]{0}", inputs="%p"):
-    return f'%{name} = {shape} fusion({inputs}), kind=kLoop, calls=%fused, backend_config={{"estimated_cycles":"{cycles}"}}'
+    return (
+        f"%{name} = {shape} fusion({inputs}), kind=kLoop, calls=%fused,"
+        f' backend_config={{"estimated_cycles":"{cycles}"}}'
+    )
 
 
 def gather(name, inputs="%p", groups=ALL, config="", opcode="all-gather", shape="f32[8000]{0}"):
@@ -68,8 +83,16 @@ def sums(step):
         (emitter("1DAllGatherOnMajorDim"), 28_000),
         (emitter("2DAllGatherNonMajorDim"), 14_000),
         (emitter("3DAllGatherNonMajorDim"), 14_000),  # this torus has two
-        (emitter("RotatedPincerEmitter", "UniDirection1DRingStrategy{colors:2 phases:1 cores:{8},{8}"), 28_000),
-        (emitter("RotatedPincerShortEmitter", "StrategyND{colors:2 phases:2 cores:{4 2},{2 4}"), 14_000),
+        (
+            emitter(
+                "RotatedPincerEmitter", "UniDirection1DRingStrategy{colors:2 phases:1 cores:{8},{8}"
+            ),
+            28_000,
+        ),
+        (
+            emitter("RotatedPincerShortEmitter", "StrategyND{colors:2 phases:2 cores:{4 2},{2 4}"),
+            14_000,
+        ),
         (emitter("SinglePhaseRingSumEmitter"), 28_000),
     ],
     ids=["nothing", "1D", "2D", "3D", "ring", "two rings", "ring sum"],
@@ -92,7 +115,8 @@ SPARSE_CORE = f"""
 }}, execution_thread="sparsecore"
 """
 STARTS = (
-    '%s = ((), (), (s32[8]{0})) custom-call-start(), async_execution_thread="sparsecore", called_computations={%called}'
+    '%s = ((), (), (s32[8]{0})) custom-call-start(), async_execution_thread="sparsecore",'
+    " called_computations={%called}"
 )
 UPDATES = "%u = ((f32[1000]{0}), f32[8000]{0}, (s32[8]{0})) custom-call-update(%s, %a)"
 ENDS = "%d = f32[8000]{0} custom-call-done(%u)"
@@ -115,7 +139,9 @@ def test_the_sparse_core_sends_beside_the_tensorcore(beside, expected):
 def both(mesh_axes):
     """Two gathers that start at once, 20,000 of work, and their ends."""
     lines = [
-        gather(f"s{at}", groups=groups, opcode="all-gather-start", shape="(f32[1000]{0}, f32[8000]{0})")
+        gather(
+            f"s{at}", groups=groups, opcode="all-gather-start", shape="(f32[1000]{0}, f32[8000]{0})"
+        )
         for at, groups in enumerate(mesh_axes)
     ]
     ends = [f"%d{at} = f32[8000]{{0}} all-gather-done(%s{at})" for at in range(len(mesh_axes))]
@@ -166,7 +192,10 @@ def test_a_loop_counts_as_often_as_it_turns():
     body = "\n  ".join([work("a", 10_000, inputs="%x"), gather("g", "%a")])
     step = seconds(loop(), more=LOOP.format(lines=body))
     assert sums(step) == [72_000, 30_000, 42_000, 0]
-    assert [(one.name, one.calls, one.waits) for one in step.operations] == [("all-gather g", 3, True), ("a", 3, False)]
+    assert [(one.name, one.calls, one.waits) for one in step.operations] == [
+        ("all-gather g", 3, True),
+        ("a", 3, False),
+    ]
     assert len(step.spans) == 3 * 3
 
 
@@ -189,8 +218,14 @@ def test_what_nobody_waits_for_has_to_arrive_all_the_same():
 
 
 def piece(name, config):
-    line = f'ROOT {gather("in_" + name, "%q")}, frontend_attributes={{chain_id="7"}}, backend_config={config}'
-    return f"\n%{name} (q: f32[1000]) -> f32[8000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  {line}\n}}\n"
+    line = (
+        f'ROOT {gather("in_" + name, "%q")}, frontend_attributes={{chain_id="7"}},'
+        f" backend_config={config}"
+    )
+    return (
+        f"\n%{name} (q: f32[1000]) -> f32[8000] {{\n  %q = f32[1000]{{0}} parameter(0)\n "
+        f" {line}\n}}\n"
+    )
 
 
 def test_a_collective_that_is_spread_over_fusions_runs_from_the_first_to_the_last():
@@ -210,7 +245,8 @@ def test_a_collective_that_is_spread_over_fusions_runs_from_the_first_to_the_las
 
 def test_of_a_branch_the_dearest():
     branches = "".join(
-        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT"
+        f" {line}\n}}\n"
         for name, line in (("one", work("a", 9_000, inputs="%q")), ("two", gather("g", "%q")))
     )
     # 14,000 of a collective is dearer than 9,000 of work
@@ -219,11 +255,15 @@ def test_of_a_branch_the_dearest():
 
 
 def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it():
-    """gpipe on 2 stages, 3 micro-batches: forwards in 4 of 8 ticks, backwards in the other 4; permutes in all."""
+    """gpipe on 2 stages, 3 micro-batches: forwards in 4 of 8 ticks, backwards in the other 4.
+
+    Permutes in all.
+    """
     schedule = so.schedules.gpipe(2, 3)
     assert schedule.num_ticks == 8
     passes = "".join(
-        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {line}\n}}\n"
+        f"\n%{name} (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT"
+        f" {line}\n}}\n"
         for name, line in (
             ("forward", work("f", 1_000, inputs="%q")),
             ("backward", work("b", 2_000, inputs="%q")),
@@ -243,11 +283,17 @@ def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it()
     }
     assert sums(seconds(loop(turns), **options)) == [8 * 7_000, 8 * 3_000, 8 * 4_000, 0]
     step = step_seconds(
-        program(loop(turns), partitions=4, more=options["more"]), mesh=options["mesh"], hardware=CHIP, schedule=schedule
+        program(loop(turns), partitions=4, more=options["more"]),
+        mesh=options["mesh"],
+        hardware=CHIP,
+        schedule=schedule,
     )
     assert sums(step) == [4 * 3_000 + 8 * 4_000, 4 * 3_000, 8 * 4_000, 0]
     with pytest.raises(
-        ValueError, match=r"^step_seconds: the schedule has 12 ticks, and no loop of the program turns so often"
+        ValueError,
+        match=(
+            r"^step_seconds: the schedule has 12 ticks, and no loop of the program turns so often"
+        ),
     ):
         step_seconds(
             program(loop(turns), partitions=4, more=options["more"]),
@@ -259,16 +305,23 @@ def test_a_pass_of_a_pipeline_counts_in_the_ticks_in_which_some_stage_takes_it()
 
 def test_a_called_computation_runs_in_place():
     called = (
-        f"\n%callee (q: f32[1000]) -> f32[1000] {{\n  %q = f32[1000]{{0}} parameter(0)\n  ROOT {work('a', 9_000)}\n}}\n"
+        "\n%callee (q: f32[1000]) -> f32[1000] {\n  %q = f32[1000]{0} parameter(0)\n  ROOT"
+        f" {work('a', 9_000)}\n}}\n"
     )
     step = seconds("%c = f32[1000]{0} call(%p), to_apply=%callee", work("b", 1_000), more=called)
     assert sums(step) == [10_000, 10_000, 0, 0]
 
 
 def test_between_slices_it_is_the_network():
-    # an all-reduce of 4,000 bytes over 2 slices: 2 x 1/2 x 4,000 at a tenth of a byte, 40,000, of which 10,000 hidden
-    words = '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="r"'
-    more = f'channel_id=2, is_host_transfer=true, frontend_attributes={{{words},_xla_megascale_transfer_type="ALL_REDUCE"}}'
+    # an all-reduce of 4,000 bytes over 2 slices: 2 x 1/2 x 4,000 at a tenth of a byte, 40,000, of
+    # which 10,000 hidden
+    words = (
+        '_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_host_transfer_rendezvous="r"'
+    )
+    more = (
+        "channel_id=2, is_host_transfer=true,"
+        f' frontend_attributes={{{words},_xla_megascale_transfer_type="ALL_REDUCE"}}'
+    )
     step = seconds(
         f"%send = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) send(%p), {more}",
         f"%recv = (f32[1000]{{0}}, u32[]{{:S(2)}}, token[]) recv(%p), {more}",
@@ -293,15 +346,18 @@ def kernel(name, config=""):
     inputs = "%p, %q"
     shape = "bf16[8,1024,128]{2,1,0}"
     q = f"%q = {shape} bitcast(%p)"
-    return [q, f'%{name}.3 = {shape} custom-call({inputs}), custom_call_target="tpu_custom_call"{config}', work("a", 1)]
+    return [
+        q,
+        f'%{name}.3 = {shape} custom-call({inputs}), custom_call_target="tpu_custom_call"{config}',
+        work("a", 1),
+    ]
 
 
 def test_kernels_take_what_they_state_or_what_their_shapes_tell():
-    stated = (
-        ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"5000","bytes_accessed":"7"}}}'
-    )
+    stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"5000","bytes_accessed":"7"}}}'
     assert sums(seconds(*kernel("mine", stated))) == [5_001, 5_001, 0, 0]
-    # two products over 8 heads of 1024 x 1024 x 128, three quarters of them: 3 of 4 blocks of 512 x 512 are not masked
+    # two products over 8 heads of 1024 x 1024 x 128, three quarters of them: 3 of 4 blocks of 512 x
+    # 512 are not masked
     flops = 2 * 2 * 8 * 1024**2 * 128 * 3 / 4
     assert sums(seconds(*kernel("splash_mha_fwd")))[0] == flops + 1
     assert seconds(*kernel("splash_mha_fwd")).notes == ()
@@ -314,7 +370,10 @@ def attention(name, results, inputs, config=""):
     """A kernel of attention, with its inputs as parameters of their shapes."""
     lines = [f"%i{at} = {shape} bitcast(%p)" for at, shape in enumerate(inputs)]
     operands = ", ".join(f"{'/*index=5*/' if at == 5 else ''}%i{at}" for at in range(len(inputs)))
-    call = f'%{name}.1 = {results} custom-call({operands}), custom_call_target="tpu_custom_call"{config}'
+    call = (
+        f"%{name}.1 = {results} custom-call({operands}),"
+        f' custom_call_target="tpu_custom_call"{config}'
+    )
     return [*lines, call, work("a", 0)]
 
 
@@ -335,15 +394,25 @@ def our_forward_kernel(groups=8, heads=32, length=4096, flops=None):
     blocks = length // 512
     flops = flops or 2 * 512**2 * blocks * (blocks + 1) // 2 * heads * 256
     stated = f', backend_config={{"custom_call_config":{{"body":"x","cost_estimate":{{"flops":"{flops}"}}}}}}'
-    return attention("jvp_splash_forward_", f"({query}, f32[1,{heads},1,{length}])", [query, key, key], stated)
+    return attention(
+        "jvp_splash_forward_", f"({query}, f32[1,{heads},1,{length}])", [query, key, key], stated
+    )
 
 
 def forward_kernel(block, heads=32, length=4096, segments=""):
     table, query = f"s8[1,{length // block},{length // block}]", f"bf16[{heads},{length},128]"
     sizes = f'{{\\"block_q\\": {block}, \\"block_kv\\": {block}}}'
-    metadata = f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{sizes}"\n}}}}, metadata={{op_name="x"}}'
+    metadata = (
+        f', frontend_attributes={{kernel_metadata={{\n"xprof_metadata":"{sizes}"\n}}}},'
+        ' metadata={op_name="x"}'
+    )
     inputs = [table, table, query, query, query, f"s32[{length},128]"]
-    return attention(f"splash_mha_fwd{segments}_residuals", f"({query}, f32[{heads},{length},128])", inputs, metadata)
+    return attention(
+        f"splash_mha_fwd{segments}_residuals",
+        f"({query}, f32[{heads},{length},128])",
+        inputs,
+        metadata,
+    )
 
 
 def milliseconds(lines, chip, **options):
@@ -361,15 +430,26 @@ def test_known_attention_kernels_take_their_final_schedule():
         "scheduled",
         of_heads(2439.75, 144.46875) / 2,
     )  # two cores
-    assert milliseconds(backward_kernel(groups=8), "v6e") == ("scheduled", of_heads(1578.5, 84.46875))
-    assert milliseconds(backward_kernel(groups=16), "v6e") == ("scheduled", of_heads(1718, 84.875))  # two heads a step
+    assert milliseconds(backward_kernel(groups=8), "v6e") == (
+        "scheduled",
+        of_heads(1578.5, 84.46875),
+    )
+    # two heads a step
+    assert milliseconds(backward_kernel(groups=16), "v6e") == ("scheduled", of_heads(1718, 84.875))
     segmented = backward_kernel(groups=8, segments=["s32[1,1,4096]", "s32[1,4096,128]"])
-    assert milliseconds(segmented, "v6e") == ("scheduled", of_heads(*SCHEDULED["v6e", SEGMENTED, 512, 128][::2]))
+    assert milliseconds(segmented, "v6e") == (
+        "scheduled",
+        of_heads(*SCHEDULED["v6e", SEGMENTED, 512, 128][::2]),
+    )
     assert milliseconds(our_forward_kernel(), "v5p") == ("scheduled", of_heads(1009, 391) / 2)
     assert milliseconds(our_forward_kernel(), "v6e") == ("scheduled", of_heads(644, 219))
     # four heads of one row are two steps of two heads, one on each core
-    assert milliseconds(our_forward_kernel(groups=1, heads=4), "v5p") == ("scheduled", of_heads(1004.5, 360, 4) / 2)
-    forward = 32 * (64 * 319 + 36 * 1199 + 8 * 507)  # jax visits all tiles, and computes the visible ones
+    assert milliseconds(our_forward_kernel(groups=1, heads=4), "v5p") == (
+        "scheduled",
+        of_heads(1004.5, 360, 4) / 2,
+    )
+    # jax visits all tiles, and computes the visible ones
+    forward = 32 * (64 * 319 + 36 * 1199 + 8 * 507)
     assert milliseconds(forward_kernel(512), "v5p") == ("scheduled", forward / 2 / 1.75e6)
     forward = 32 * (16 * 312 + 10 * 4846 + 4 * 995)
     assert milliseconds(forward_kernel(1024), "v5p") == ("scheduled", forward / 2 / 1.75e6)
@@ -377,12 +457,21 @@ def test_known_attention_kernels_take_their_final_schedule():
 
 def test_the_fused_backward_kernel_of_jax_shares_rows_among_cores():
     query, key, table = "bf16[4,32,4096,128]", "bf16[4,8,4096,128]", "s8[1,4,4]"
-    metadata = ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q_dkv\\": 1024}"\n}}, metadata={op_name="x"}'
+    metadata = (
+        ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q_dkv\\":'
+        ' 1024}"\n}}, metadata={op_name="x"}'
+    )
     results = f"(bf16[4,4,32,4096,128], {key}, {key})"
-    lines = attention("splash_mha_dkv_segmented_no_residuals", results, [table, table, query, key, key], metadata)
-    products = 4 * 32 * 10 * 5 * 2 * 1024**2 * 128  # five in each of ten visible tiles, at the peak of both cores
+    lines = attention(
+        "splash_mha_dkv_segmented_no_residuals", results, [table, table, query, key, key], metadata
+    )
+    # five in each of ten visible tiles, at the peak of both cores
+    products = 4 * 32 * 10 * 5 * 2 * 1024**2 * 128
     assert milliseconds(lines, "v5p") == ("scheduled", products / 459e9)
-    assert milliseconds(lines, "v6e") == ("scheduled", 4 * 32 * (16 * 246 + 10 * 6046 + 4 * 59.5) / 1.75e6)
+    assert milliseconds(lines, "v6e") == (
+        "scheduled",
+        4 * 32 * (16 * 246 + 10 * 6046 + 4 * 59.5) / 1.75e6,
+    )
 
 
 def test_one_group_of_heads_uses_one_of_two_cores():
@@ -391,7 +480,10 @@ def test_one_group_of_heads_uses_one_of_two_cores():
     # of three groups one core has two
     three = milliseconds(backward_kernel(groups=3, heads=24), "v5p")[1].expected
     assert three == pytest.approx(24 / 32 * 4 / 3 * shared[1].expected)
-    narrow = [[line.replace("128]", "64]") for line in backward_kernel(groups=groups)] for groups in (8, 1)]
+    narrow = [
+        [line.replace("128]", "64]") for line in backward_kernel(groups=groups)]
+        for groups in (8, 1)
+    ]
     assert [milliseconds(lines, "v5p") for lines in narrow] == [("stated", 0.5), ("stated", 1.0)]
     assert milliseconds(backward_kernel(groups=1), "v5p", kernels="stated") == ("stated", 0.5)
     assert milliseconds(backward_kernel(groups=1), "v6e", kernels="stated") == ("stated", 0.25)
@@ -401,7 +493,10 @@ def test_kernels_of_int8_state_flops_at_the_peak_of_int8_where_a_chip_has_one():
     stated = ', backend_config={"custom_call_config":{"body":"x","cost_estimate":{"flops":"918000000000"}}}'
     lines = [*kernel("int8_forward", stated)[:2], work("a", 0)]
     times = {chip: milliseconds(lines, chip) for chip in ("v6e", "v4")}
-    assert times == {"v6e": ("stated", pytest.approx(0.5)), "v4": ("stated", pytest.approx(918 / 275))}
+    assert times == {
+        "v6e": ("stated", pytest.approx(0.5)),
+        "v4": ("stated", pytest.approx(918 / 275)),
+    }
 
 
 @pytest.mark.parametrize(
@@ -420,7 +515,9 @@ def test_other_attention_kernels_take_what_they_state(lines):
 
 
 def test_kernels_is_one_of_two_words():
-    with pytest.raises(ValueError, match=r"^step_seconds: kernels must be 'scheduled' or 'stated', got 'fast'\."):
+    with pytest.raises(
+        ValueError, match=r"^step_seconds: kernels must be 'scheduled' or 'stated', got 'fast'\."
+    ):
         step_seconds(program(), mesh=MESH, hardware=CHIP, kernels="fast")
 
 
@@ -429,7 +526,8 @@ def test_what_has_no_estimate_takes_its_bytes_and_is_named():
     step = seconds(
         work("a", 1_000),
         "%scatter = f32[2000]{0} fusion(%a), kind=kCustom, calls=%fused",  # 2 x 8,000 bytes
-        f"%gather.7 = f32[2000]{{0}} fusion(%a), kind=kCustom, calls=%fused, backend_config={{{unknown}}}",
+        "%gather.7 = f32[2000]{0} fusion(%a), kind=kCustom, calls=%fused,"
+        f" backend_config={{{unknown}}}",
         "%small = f32[1000]{0} add(%p, %p)",
         '%buffer = f32[100000]{0} custom-call(), custom_call_target="AllocateBuffer"',
     )
@@ -460,7 +558,9 @@ StackFrames
 
 
 def named(line, where):
-    return line.replace(", backend_config", f', metadata={{op_name="jit(step)/dot" {where}}}, backend_config')
+    return line.replace(
+        ", backend_config", f', metadata={{op_name="jit(step)/dot" {where}}}, backend_config'
+    )
 
 
 def test_an_operation_says_which_line_made_it():
@@ -478,15 +578,19 @@ def test_an_operation_says_which_line_made_it():
 
 
 def test_metadata_of_a_kernel_goes_over_several_lines():
-    metadata = ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, '
+    metadata = (
+        ', frontend_attributes={kernel_metadata={\n"xprof_metadata":"{\\"block_q\\": 512}"\n}}, '
+    )
     lines = kernel("mine", f'{metadata}metadata={{op_name="pallas_call" stack_frame_id=5}}')
-    (one, _) = seconds(*lines, tables=TABLES).operations
+    one, _ = seconds(*lines, tables=TABLES).operations
     assert (one.op_name, one.source) == ("pallas_call", "/home/me/model.py:42")
 
 
 def test_it_prints_sums_the_dearest_and_what_was_assumed():
     scatter = "%scatter = f32[2000]{0} fusion(%a), kind=kCustom, calls=%fused"
-    step = seconds(named(work("a", 10_000), "stack_frame_id=5"), gather("g"), scatter, tables=TABLES)
+    step = seconds(
+        named(work("a", 10_000), "stack_frame_id=5"), gather("g"), scatter, tables=TABLES
+    )
     assert str(step).splitlines() == [
         "0.040 ms per step, estimated: 0.026 compute, 0.014 exposed communication (0.000 hidden)",
         "   ms  share  calls  operation           where",
@@ -512,7 +616,9 @@ def test_the_timeline_shows_what_runs_when():
     (axes,) = plot_timeline(step).axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["TensorCore", "over data"]
     drawn = {
-        bars.get_label(): [(path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()]
+        bars.get_label(): [
+            (path.get_extents().x0, path.get_extents().x1) for path in bars.get_paths()
+        ]
         for bars in axes.collections
     }
     assert drawn["compute"] == [pytest.approx((0, 0.015))]
@@ -524,11 +630,18 @@ def test_where_nothing_is_estimated_it_says_so():
     text = program("%a = f32[1000]{0} fusion(%p), kind=kLoop, calls=%fused")
     step = step_seconds(text, mesh=MESH, hardware="v5p")
     assert step == StepSeconds(
-        None, None, None, None, reason="the program holds no cycle estimates; only XLA:TPU writes them."
+        None,
+        None,
+        None,
+        None,
+        reason="the program holds no cycle estimates; only XLA:TPU writes them.",
     )
     assert str(step) == f"step time unknown: {step.reason}"
     assert step.to_json()["total"] is None
-    with pytest.raises(ValueError, match=r"^plot_timeline: there is no timeline: the program holds no cycle estimates"):
+    with pytest.raises(
+        ValueError,
+        match=r"^plot_timeline: there is no timeline: the program holds no cycle estimates",
+    ):
         plot_timeline(step)
     here = step_seconds(jax.jit(jnp.sin), jnp.ones(4))
     assert here.reason == step.reason
@@ -556,16 +669,24 @@ def test_devices_tell_their_chip_and_halves_of_one_share_it():
     assert hardware_of(devices("TPU v5 lite", (0, 0, 0))) == HARDWARE["v5e"]
     half = hardware_of(devices("TPU7x", (0, 0, 0), (0, 0, 0), (1, 0, 0), (1, 0, 0)))
     whole = HARDWARE["tpu7x"]
-    assert (half.flops, half.link_bandwidth, half.clock) == (whole.flops / 2, whole.link_bandwidth / 2, whole.clock)
+    assert (half.flops, half.link_bandwidth, half.clock) == (
+        whole.flops / 2,
+        whole.link_bandwidth / 2,
+        whole.clock,
+    )
     assert hardware_of(jax.devices()) is None
     assert hardware_of([]) is None
 
 
 def test_clocks_are_those_of_the_matrix_units():
-    """Peak = clock x flops of a cycle: so many units of 128 x 128, a multiplication and an addition each."""
+    """Peak = clock x flops of a cycle: so many units of 128 x 128, a multiplication and an addition
+    each.
+    """
     units = {"v4": 8, "v5e": 4, "v5p": 8, "v6e": 16, "tpu7x": 32}
     for name, count in units.items():
-        assert HARDWARE[name].clock * count * 128 * 128 * 2 == pytest.approx(HARDWARE[name].flops, rel=0.005)
+        assert HARDWARE[name].clock * count * 128 * 128 * 2 == pytest.approx(
+            HARDWARE[name].flops, rel=0.005
+        )
     assert {one.name for one in HARDWARE.values() if one.clock} == set(units)
 
 

@@ -9,7 +9,8 @@ from shardopt.planning import expected_imbalance, imbalance, plot_expert_loads, 
 
 
 def test_the_busiest_device_is_waited_for():
-    loads = np.array([[[1, 1, 1, 1], [4, 0, 2, 2]], [[0, 0, 3, 3], [1, 1, 1, 1]]])  # [steps, layers, experts]
+    # [steps, layers, experts]
+    loads = np.array([[[1, 1, 1, 1], [4, 0, 2, 2]], [[0, 0, 3, 3], [1, 1, 1, 1]]])
     found = imbalance(loads, 2)
     np.testing.assert_allclose(found.each, [[1, 1], [2, 1]])
     assert (found.slowdown, found.worst) == (1.25, 2)
@@ -17,15 +18,20 @@ def test_the_busiest_device_is_waited_for():
 
 
 def test_copies_of_hot_experts_are_those_of_the_step_before():
-    hot = lambda expert: [[9 if one == expert else 1 for one in range(8)]]  # noqa: E731
+    def hot(expert):
+        return [[9 if one == expert else 1 for one in range(8)]]
+
     loads = np.array([hot(0), hot(0), hot(7)])
     alone, copied = imbalance(loads, 4), imbalance(loads, 4, replicas=1)
     np.testing.assert_allclose(alone.each[:, 0], 10 * 4 / 16)
-    # expert 0 has four copies then, 9/4 on each device beside what it has: 3.25, 4.25, 4.25, 4.25 of 16
+    # expert 0 has four copies then, 9/4 on each device beside what it has: 3.25, 4.25, 4.25, 4.25
+    # of 16
     np.testing.assert_allclose(
         copied.each[:2, 0], [alone.each[0, 0], 4.25 * 4 / 16], err_msg="nothing is known at first"
     )
-    assert copied.each[2, 0] == 10.25 * 4 / 16, "at the third step the copies are of the wrong expert"
+    assert copied.each[2, 0] == 10.25 * 4 / 16, (
+        "at the third step the copies are of the wrong expert"
+    )
 
 
 def test_chance_is_as_uneven_as_said():
@@ -37,12 +43,16 @@ def test_chance_is_as_uneven_as_said():
         step[0] = np.bincount(chosen.ravel(), minlength=experts)
     said = expected_imbalance(tokens, num_experts=experts, top_k=top_k, devices=devices)
     measured = imbalance(loads, devices).slowdown
-    assert 0.6 * (said - 1) < measured - 1 < said - 1, "sqrt(2 ln X) bounds the mean of the largest of X"
+    assert 0.6 * (said - 1) < measured - 1 < said - 1, (
+        "sqrt(2 ln X) bounds the mean of the largest of X"
+    )
     assert expected_imbalance(1, num_experts=4, top_k=4, devices=2) == 1
 
 
 def test_tiles_that_experts_share_are_as_many_as_said():
-    """Tiles that a grid visits: of each expert from the one in which its rows begin to that in which they end."""
+    """Tiles that a grid visits: of each expert from the one in which its rows begin to that in
+    which they end.
+    """
     draw = np.random.default_rng(0)
     tokens, experts, top_k, devices, tile = 16384, 32, 2, 4, 128
     rows, visits = tokens * top_k // devices, []

@@ -51,9 +51,14 @@ def test_arguments_are_those_of_the_placement_formula(name, chip, chips, rows, p
     shape = dataclasses.replace(find_model(name), length=1024)
     layout = Layout(data=chips)
     workload = shape.workload()
-    placed = place(workload, layout, abstract_opt_state(workload, None), min_shard_elements=2**10, tiled=True)
-    told = predict(workload, layout, hardware=HARDWARE[chip], batch_size=rows * chips, placed=placed).memory
-    scalars = stored_bytes((), 4)  # of the random key; adamw's count and the step are 512 bytes each as well
+    placed = place(
+        workload, layout, abstract_opt_state(workload, None), min_shard_elements=2**10, tiled=True
+    )
+    told = predict(
+        workload, layout, hardware=HARDWARE[chip], batch_size=rows * chips, placed=placed
+    ).memory
+    # of the random key; adamw's count and the step are 512 bytes each as well
+    scalars = stored_bytes((), 4)
     assert told.params + told.opt_state + stored_bytes((rows, 1025), 4) + 2 * scalars == planned
 
 
@@ -71,6 +76,10 @@ def test_small_leaves_stay_whole_by_the_default_of_the_platform():
 
 
 def test_the_padding_of_a_program_is_read_off_its_layouts():
-    # two counts of steps and a random key, 512 bytes each where 4, 4 and 8 are needed; the weights fill their tiles
+    # two counts of steps and a random key, 512 bytes each where 4, 4 and 8 are needed; the weights
+    # fill their tiles
     assert argument_padding(PROGRAM) == 3 * 512 - 16
-    assert argument_padding("HloModule m, entry_computation_layout={(f32[3,5]{1,0})->f32[3]{0}}\n") == 0
+    assert (
+        argument_padding("HloModule m, entry_computation_layout={(f32[3,5]{1,0})->f32[3]{0}}\n")
+        == 0
+    )

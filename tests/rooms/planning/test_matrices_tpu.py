@@ -1,4 +1,6 @@
-"""Optimizers of matrices as XLA:TPU compiles them: what is sent, computed, and held on the host (all slow)."""
+"""Optimizers of matrices as XLA:TPU compiles them: what is sent, computed, and held on the host
+(all slow).
+"""
 
 import math
 
@@ -12,13 +14,19 @@ from shardopt.planning import topology_devices
 
 pytestmark = pytest.mark.slow
 WIDTH, ROWS = 256, 256
-MUON = optax.contrib.muon(1e-2, muon_weight_dimension_numbers=lambda params: jax.tree.map(_dims, params))
+MUON = optax.contrib.muon(
+    1e-2, muon_weight_dimension_numbers=lambda params: jax.tree.map(_dims, params)
+)
 ADAM = optax.adamw(1e-2)
 
 
 def _dims(leaf):
     """Blocks, and matrices that are not stacked."""
-    return optax.contrib.MuonDimensionNumbers((leaf.ndim - 2,), (leaf.ndim - 1,)) if leaf.ndim > 1 else None
+    return (
+        optax.contrib.MuonDimensionNumbers((leaf.ndim - 2,), (leaf.ndim - 1,))
+        if leaf.ndim > 1
+        else None
+    )
 
 
 def mlp(w, x):
@@ -70,7 +78,8 @@ STRATEGIES = {
 }
 PROBLEMS = {
     ("v5e:2x4", "stacked"): lambda: stacked(8),
-    ("v5e:2x4", "uneven"): lambda: stacked(6, transformer),  # 24 matrices of three sizes: nine units of bytes an owner
+    # 24 matrices of three sizes: nine units of bytes an owner
+    ("v5e:2x4", "uneven"): lambda: stacked(6, transformer),
     ("v5e:2x4", "squares"): lambda: squares(8),
     ("v5p:4x4x4", "stacked"): lambda: stacked(64),
     ("v5p:4x4x4", "uneven"): lambda: stacked(32, transformer),
@@ -97,7 +106,9 @@ OPTIMIZERS = {
     "eigh": by_decomposition(1e-2),
 }
 ROWS_OF_TABLE = [(*problem, "muon") for problem in PROBLEMS] + [
-    (topology, "stacked", name) for topology in ("v5e:2x4", "v5p:4x4x4") for name in ("soap", "eigh")
+    (topology, "stacked", name)
+    for topology in ("v5e:2x4", "v5p:4x4x4")
+    for name in ("soap", "eigh")
 ]
 
 
@@ -105,7 +116,9 @@ ROWS_OF_TABLE = [(*problem, "muon") for problem in PROBLEMS] + [
 @pytest.mark.parametrize(("topology", "kind", "name"), ROWS_OF_TABLE, ids=str)
 def test_at_most_an_eighth_more_than_adam_is_sent(topology, kind, name, strategy):
     def step(tx, layout):
-        make = lambda mesh, loss_fn: STRATEGIES[strategy](tx, mesh, loss_fn, opt_state_layout=layout)  # noqa: E731
+        def make(mesh, loss_fn):
+            return STRATEGIES[strategy](tx, mesh, loss_fn, opt_state_layout=layout)
+
         return compiled(topology, make, PROBLEMS[topology, kind]())
 
     adam, other = step(ADAM, "within"), step(OPTIMIZERS[name], "matrices")
@@ -127,8 +140,11 @@ def memory_of(problem, rows, **options):
 
 
 def test_state_is_on_the_host_and_comes_block_by_block():
-    plain, offloaded = (memory_of(stacked(8), 16, offload=offload) for offload in ((), ("opt_state",)))
-    state = 2 * 8 * 8 * WIDTH**2 * 4 // 4  # two moments of eight blocks of eight W x W, over four chips
+    plain, offloaded = (
+        memory_of(stacked(8), 16, offload=offload) for offload in ((), ("opt_state",))
+    )
+    # two moments of eight blocks of eight W x W, over four chips
+    state = 2 * 8 * 8 * WIDTH**2 * 4 // 4
     assert plain.host_argument_size_in_bytes == plain.host_temp_size_in_bytes == 0
     assert offloaded.host_argument_size_in_bytes == offloaded.host_output_size_in_bytes == state
     assert (offloaded.host_alias_size_in_bytes, offloaded.host_temp_size_in_bytes) == (state, 0)
@@ -144,7 +160,10 @@ ROWS_OF_INPUTS = 2**17
 
 
 def test_inputs_of_blocks_are_on_the_host():
-    full, offloaded = (memory_of(stacked(8, remat=remat), ROWS_OF_INPUTS, offload=()) for remat in ("full", "offload"))
+    full, offloaded = (
+        memory_of(stacked(8, remat=remat), ROWS_OF_INPUTS, offload=())
+        for remat in ("full", "offload")
+    )
     inputs = 8 * ROWS_OF_INPUTS // 4 * WIDTH * 4
     assert (full.host_temp_size_in_bytes, offloaded.host_temp_size_in_bytes) == (0, inputs)
     assert full.temp_size_in_bytes - offloaded.temp_size_in_bytes > inputs / 5

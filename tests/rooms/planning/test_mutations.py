@@ -1,4 +1,6 @@
-"""The comparison with compiled steps can fail: each way of breaking a formula or the audit on purpose is noticed."""
+"""The comparison with compiled steps can fail: each way of breaking a formula or the audit on
+purpose is noticed.
+"""
 
 import pytest
 from support.layouts import LAYOUTS, disagreements
@@ -18,8 +20,11 @@ DDP, FSDP, PIPELINE = "ddp, remat", "fsdp, tensor, remat", "zero bubble, zero1, 
 
 def forget_the_moments(patch):
     found = layout.state_specs
+
     # as if the optimizer state were replicated over data
-    replicated = lambda *args, **more: found(*args, **more | {"sharded": False})  # noqa: E731
+    def replicated(*args, **more):
+        return found(*args, **more | {"sharded": False})
+
     break_function(patch, layout.state_specs, replicated, callers=[layout])
 
 
@@ -35,7 +40,10 @@ def gather_once_for_both_passes(patch):
     over_data = costs._over_data
 
     def once(placed):
-        return [one._replace(calls=one.calls / 2) if one.kind == "all-gather" else one for one in over_data(placed)]
+        return [
+            one._replace(calls=one.calls / 2) if one.kind == "all-gather" else one
+            for one in over_data(placed)
+        ]
 
     break_function(patch, costs._over_data, once)
 
@@ -44,7 +52,9 @@ def reduce_every_micro_batch(patch):
     over_data = costs._over_data
 
     def each(placed):
-        return [one._replace(calls=placed.layout.micro_batches * one.calls) for one in over_data(placed)]
+        return [
+            one._replace(calls=placed.layout.micro_batches * one.calls) for one in over_data(placed)
+        ]
 
     break_function(patch, costs._over_data, each)
 
@@ -64,13 +74,17 @@ def sum_over_tensor_forwards_only(patch):
 
     def forwards(placed, *args):
         work = placed.workload
-        return over_tensor(placed._replace(workload=work._replace(tensor_sums=(work.tensor_sums[0], 0))), *args)
+        return over_tensor(
+            placed._replace(workload=work._replace(tensor_sums=(work.tensor_sums[0], 0))), *args
+        )
 
     break_function(patch, costs._over_tensor, forwards)
 
 
 def an_all_reduce_is_sent_once(patch):
-    break_function(patch, collective._wire_bytes, lambda kind, size, n: size * (n - 1) // n if n else size)
+    break_function(
+        patch, collective._wire_bytes, lambda kind, size, n: size * (n - 1) // n if n else size
+    )
 
 
 def loops_turn_once(patch):
@@ -107,7 +121,9 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize(
-    ("mutate", "name", "what"), [(m, *case) for m, case in MUTATIONS.items()], ids=lambda x: getattr(x, "__name__", x)
+    ("mutate", "name", "what"),
+    [(m, *case) for m, case in MUTATIONS.items()],
+    ids=lambda x: getattr(x, "__name__", x),
 )
 def test_the_comparison_notices(mutate, name, what, monkeypatch):
     mutate(monkeypatch)

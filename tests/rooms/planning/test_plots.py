@@ -28,7 +28,9 @@ def test_memory_bars_add_up_to_what_is_predicted(plans, tmp_path):
     (axes,) = figure.axes
     assert lengths(axes) == pytest.approx([one.memory.total / 1e9 for one in shown])
     assert axes.lines[0].get_xdata()[0] == pytest.approx(plans.limit / 1e9)
-    assert [label.get_text() for label in axes.get_yticklabels()] == [str(one.layout) for one in shown]
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        str(one.layout) for one in shown
+    ]
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -46,13 +48,19 @@ def test_a_leaf_is_drawn_in_as_many_boxes_as_it_has_shards(mesh_of):
     (axes,) = plots.plot_placement(opt, params).axes
     texts = [text.get_text() for text in axes.texts]
     assert len(texts) == len(jax.tree.leaves(params))
-    by_leaf = {label.get_text().split()[0]: text for label, text in zip(axes.get_yticklabels(), texts, strict=True)}
+    by_leaf = {
+        label.get_text().split()[0]: text
+        for label, text in zip(axes.get_yticklabels(), texts, strict=True)
+    }
     assert by_leaf["norm"] == "replicated: 256 bytes on each of 8 devices"
     assert by_leaf["head"] == "tensor=2 x data=4: 8 shards of 8,192 bytes, each on 1 device"
     assert 8 in [len(strip.get_paths()) for strip in axes.collections]
 
 
 def test_too_many_or_none_are_refused(plans):
-    message = r"^plot: there are 0 predictions to draw\.\nFix: pass between 1 and 40, such as plans\.ranked\[:10\]\.$"
+    message = (
+        r"^plot: there are 0 predictions to draw\.\nFix: pass between 1 and 40, such as"
+        r" plans\.ranked\[:10\]\.$"
+    )
     with pytest.raises(ValueError, match=message):
         plots.plot_memory([])

@@ -1,4 +1,7 @@
-"""Predictions against what is compiled: bytes held, bytes sent, flops. Weights in 8 bits are compared with float32."""
+"""Predictions against what is compiled: bytes held, bytes sent, flops.
+
+Weights in 8 bits are compared with float32.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +24,9 @@ def test_predictions_are_what_is_compiled(name):
 
 
 def test_a_block_in_8_bits_takes_a_quarter_of_its_float32():
-    """XLA:CPU multiplies int8 in wider types, so a program compiled here says nothing about this memory."""
+    """XLA:CPU multiplies int8 in wider types, so a program compiled here says nothing about this
+    memory.
+    """
     layout = Layout(data=8, remat=True)
     placed, held, sent = predicted(layout, 16)
     _, held_rounded, sent_rounded = predicted(layout, 16, precision="int8")
@@ -32,10 +37,14 @@ def test_a_block_in_8_bits_takes_a_quarter_of_its_float32():
     assert sent["data"] - sent_rounded["data"] == passes * placed.num_blocks * share * 3 * block
 
 
-@pytest.mark.parametrize("layout", [Layout(data=8), Layout(data=4, expert=2)], ids=["data", "expert"])
+@pytest.mark.parametrize(
+    "layout", [Layout(data=8), Layout(data=4, expert=2)], ids=["data", "expert"]
+)
 def test_experts_in_8_bits_take_a_quarter_of_their_float32(layout):
     def weight_bytes(precision):
-        config = moe.MoEConfig(dim=64, num_layers=2, num_heads=4, num_experts=4, max_length=32, precision=precision)
+        config = moe.MoEConfig(
+            dim=64, num_layers=2, num_heads=4, num_experts=4, max_length=32, precision=precision
+        )
         params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
         batch = {"tokens": jax.ShapeDtypeStruct((1, 33), jnp.int32)}
         work = trace(moe.model(config), params, batch, expert_leaves=moe.expert_leaves)

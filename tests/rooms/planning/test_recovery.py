@@ -1,4 +1,6 @@
-"""Goodput with failures: closed forms against hand calculations and against the simulation of single events."""
+"""Goodput with failures: closed forms against hand calculations and against the simulation of
+single events.
+"""
 
 import math
 import re
@@ -54,12 +56,23 @@ CASES = {
     "checkpoints": Failures(mtbf=1000 * HOUR, restart=300, save=60, detect=60),
     "a failure in most periods": Failures(mtbf=100 * HOUR, restart=600, save=300),
     "spares": Failures(mtbf=1000 * HOUR, restart=300, save=60, replace=2 * HOUR),
-    "snapshots": Failures(mtbf=200 * HOUR, restart=300, save=60, snapshot=2.0, wide=0.1, replace=600),
+    "snapshots": Failures(
+        mtbf=200 * HOUR, restart=300, save=60, snapshot=2.0, wide=0.1, replace=600
+    ),
     "only snapshots": Failures(mtbf=200 * HOUR, restart=300, save=60, snapshot=2.0),
     "islands that wait": Failures(mtbf=200 * HOUR, restart=600, save=60, islands=(3,), stall=180),
-    "islands that do not wait": Failures(mtbf=400 * HOUR, restart=3000, save=60, islands=(8,), exchange=300),
+    "islands that do not wait": Failures(
+        mtbf=400 * HOUR, restart=3000, save=60, islands=(8,), exchange=300
+    ),
     "islands and wide failures": Failures(
-        mtbf=400 * HOUR, restart=300, save=60, islands=(4,), exchange=100, stall=30, wide=0.2, replace=900
+        mtbf=400 * HOUR,
+        restart=300,
+        save=60,
+        islands=(4,),
+        exchange=100,
+        stall=30,
+        wide=0.2,
+        replace=900,
     ),
 }
 
@@ -74,7 +87,9 @@ def test_the_closed_form_equals_the_simulation(name):
     assert simulated.goodput == pytest.approx(predicted.goodput, abs=0.012)
     assert simulated.interval == pytest.approx(predicted.interval, rel=0.08)
     for cause in predicted.lost | simulated.lost:
-        assert simulated.lost.get(cause, 0) == pytest.approx(predicted.lost.get(cause, 0), abs=0.01), cause
+        assert simulated.lost.get(cause, 0) == pytest.approx(
+            predicted.lost.get(cause, 0), abs=0.01
+        ), cause
     assert simulate_failures(failures, predicted, num_failures=500, seed=1) == simulated
 
 
@@ -89,9 +104,13 @@ def test_spares_are_as_many_as_pay():
 
 
 def test_islands_are_chosen_by_goodput():
-    failures = Failures(mtbf=100 * HOUR, restart=900, save=60, islands=(1, 2, 16), exchange=60, stall=20)
+    failures = Failures(
+        mtbf=100 * HOUR, restart=900, save=60, islands=(1, 2, 16), exchange=60, stall=20
+    )
     best = plan_recovery(failures, chips=512)
-    goodput = {count: plan_recovery(failures, chips=512, islands=count).goodput for count in (1, 2, 16)}
+    goodput = {
+        count: plan_recovery(failures, chips=512, islands=count).goodput for count in (1, 2, 16)
+    }
     assert best.goodput == max(goodput.values())
     assert goodput[best.islands] == best.goodput
     assert best.islands == 16
@@ -133,7 +152,10 @@ BASE = {"mtbf": 1e6, "restart": 1.0, "save": 1.0}
         (
             {"islands": 4},
             TypeError,
-            "Failures: islands must be a tuple of integers, got 4.\nFix: pass for example islands=(1, 2, 4).",
+            (
+                "Failures: islands must be a tuple of integers, got 4.\nFix: pass for example"
+                " islands=(1, 2, 4)."
+            ),
         ),
         ({"islands": (0,)}, ValueError, "Failures: islands must be at least 1, got 0."),
     ],
@@ -149,15 +171,22 @@ def test_failures_refuse(change, error, message):
         ({"chips": 0}, "plan_recovery: chips must be at least 1, got 0."),
         (
             {"chips": 10, "islands": 4},
-            "plan_recovery: 10 chips cannot be spread evenly over 4 islands.\n"
-            "Fix: choose chips divisible by 4, or another number of islands.",
+            (
+                "plan_recovery: 10 chips cannot be spread evenly over 4 islands.\n"
+                "Fix: choose chips divisible by 4, or another number of islands."
+            ),
         ),
         ({"chips": 8, "spares": -1}, "plan_recovery: spares must be at least 0, got -1."),
-        ({"chips": 8, "step_seconds": 0}, "plan_recovery: step_seconds must be finite, above 0; got 0."),
+        (
+            {"chips": 8, "step_seconds": 0},
+            "plan_recovery: step_seconds must be finite, above 0; got 0.",
+        ),
         (
             {"chips": 8, "snapshot_every": 5.0},
-            "plan_recovery: snapshot_every is given, but not what a snapshot costs.\n"
-            "Fix: pass Failures(snapshot=...), the seconds that training waits for a snapshot.",
+            (
+                "plan_recovery: snapshot_every is given, but not what a snapshot costs.\n"
+                "Fix: pass Failures(snapshot=...), the seconds that training waits for a snapshot."
+            ),
         ),
     ],
 )
@@ -180,11 +209,25 @@ def test_a_plan_lists_the_ways_to_survive_failures():
     assert math.prod(islands.prediction.mesh.values()) == 2
     for entry in plans.recoveries:
         step = entry.prediction.time.total
-        assert entry.recovery == plan_recovery(failures, chips=8, islands=entry.recovery.islands, step_seconds=step)
-        tokens = entry.prediction.tokens_per_second * entry.recovery.islands * entry.recovery.training_share
+        assert entry.recovery == plan_recovery(
+            failures, chips=8, islands=entry.recovery.islands, step_seconds=step
+        )
+        tokens = (
+            entry.prediction.tokens_per_second
+            * entry.recovery.islands
+            * entry.recovery.training_share
+        )
         assert entry.tokens_per_second == pytest.approx(tokens)
     header, first, second, lost = plans.table(1).splitlines()[-4:]
-    assert header.split() == ["islands", "spares", "checkpoint", "snapshot", "failure", "goodput", "tokens/s"]
+    assert header.split() == [
+        "islands",
+        "spares",
+        "checkpoint",
+        "snapshot",
+        "failure",
+        "goodput",
+        "tokens/s",
+    ]
     assert [first.split()[0], second.split()[0]] == ["1", "4"]
     assert lost.startswith("the first one loses: ")
     assert so.plan(**GPT2).recoveries == ()
@@ -194,7 +237,10 @@ def test_a_plan_lists_the_ways_to_survive_failures():
     ("change", "message"),
     [
         ({"islands": (3,)}, "plan: 8 chips cannot be spread evenly over 3 islands."),
-        ({"islands": (8,), "batch_size": 12}, "plan: 12 rows per batch cannot be spread evenly over 8 islands."),
+        (
+            {"islands": (8,), "batch_size": 12},
+            "plan: 12 rows per batch cannot be spread evenly over 8 islands.",
+        ),
         (
             {"islands": (4,), "chips": 12, "slices": 6, "batch_size": 24},
             "plan: 4 islands cannot be spread evenly over 6 slices.",

@@ -1,4 +1,7 @@
-"""`so.plan`: what it ranks, what it drops, what it returns, what it says when nothing fits; times from first principles."""
+"""`so.plan`: what it ranks, what it drops, what it returns, what it says when nothing fits.
+
+Times from first principles.
+"""
 
 import dataclasses
 import json
@@ -33,39 +36,53 @@ def test_the_best_plan_trains(mesh_of):
     small = dataclasses.replace(CHIP, memory_bytes=20 * 10**6)
     plans = so.plan(SHAPE, hardware=small, chips=8, batch_size=16, gather_dtype=None)
     best = plans.best
-    opt = so.hybrid(optax.adamw(1e-3), so.make_mesh(**best.mesh), transformer.model(SHAPE), **best.strategy)
+    opt = so.hybrid(
+        optax.adamw(1e-3), so.make_mesh(**best.mesh), transformer.model(SHAPE), **best.strategy
+    )
     assert opt.mesh.size == 8
     assert opt.specs(SHAPE.abstract_params()).params["head"]
 
 
 @pytest.mark.parametrize(
-    ("name", "devices"), tiered([("v4", 8), ("tpu7x", 16), ("v5p", 8)], lambda row: row[0] == "tpu7x")
+    ("name", "devices"),
+    tiered([("v4", 8), ("tpu7x", 16), ("v5p", 8)], lambda row: row[0] == "tpu7x"),
 )
 def test_a_mesh_has_the_devices_that_the_chips_show(name, devices):
-    """A chip of tpu7x is two devices with half of its memory and arithmetic each. A v4 joins its two cores in one."""
+    """A chip of tpu7x is two devices with half of its memory and arithmetic each.
+
+    A v4 joins its two cores in one.
+    """
     plans = so.plan("llama3-8b", hardware=name, chips=8, batch_size=16)
     assert plans.devices == plans.best.layout.num_chips == devices
     assert plans.limit == HARDWARE[name].memory_bytes * 8 // devices * 0.9
-    assert plans.best.tokens_per_second == pytest.approx(16 * plans.workload.tokens / plans.best.time.total)
+    assert plans.best.tokens_per_second == pytest.approx(
+        16 * plans.workload.tokens / plans.best.time.total
+    )
     flops = plans.workload.model_flops * 16 / plans.best.time.total
     assert plans.best.mfu == pytest.approx(flops / (8 * HARDWARE[name].flops))
     assert ("8 chips of tpu7x (16 devices)" in str(plans)) is (name == "tpu7x")
 
 
 UNREADABLE = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason='its jaxlib cannot read the program back: "async-update" of several operands'
+    jax.__version_info__ < (0, 11),
+    reason='its jaxlib cannot read the program back: "async-update" of several operands',
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["v4", pytest.param("tpu7x", marks=UNREADABLE)])
 def test_the_planned_mesh_compiles(name):
-    """Without a pipeline, whose branches take the TPU's compiler many minutes; the mesh is the same number of devices."""
+    """Without a pipeline, whose branches take the TPU's compiler many minutes.
+
+    The mesh is the same number of devices.
+    """
     shape = dataclasses.replace(SHAPE, num_layers=2)
     work = {"batch_size": 8, "placements": ["fsdp"], "schedules": [], "gather_dtype": None}
     plans = so.plan(shape, hardware=name, chips=4, **work)
     report = so.aot(
-        lambda mesh: so.hybrid(optax.adamw(1e-3), mesh, transformer.model(shape), **plans.best.strategy),
+        lambda mesh: so.hybrid(
+            optax.adamw(1e-3), mesh, transformer.model(shape), **plans.best.strategy
+        ),
         shape.abstract_params(),
         transformer.abstract_batch(shape, 8),
         topology=f"{name}:2x2x1",
@@ -105,7 +122,15 @@ def test_the_fastest_recomputes_least_of_what_fits():
         size = int(fits.memory.total + headroom)
         chip = dataclasses.replace(HARDWARE["v5p"], memory_bytes=size)
         # the layouts that are compared have no pipeline
-        plans = so.plan(work, hardware=chip, chips=16, batch_size=16, placements=["fsdp"], schedules=[], headroom=0.0)
+        plans = so.plan(
+            work,
+            hardware=chip,
+            chips=16,
+            batch_size=16,
+            placements=["fsdp"],
+            schedules=[],
+            headroom=0.0,
+        )
         ranked = [one for one in plans.ranked if one.layout._replace(remat=False) == layout]
         assert ranked[0].layout.remat == fits.layout.remat
         assert ranked[0].strategy["remat"] == fits.layout.remat
@@ -113,7 +138,10 @@ def test_the_fastest_recomputes_least_of_what_fits():
 
 
 def test_names_are_not_predicted_in_pipelines():
-    message = "plan: what remat='save:qkv' keeps in a pipeline is not predicted.\nFix: use remat=True or False there."
+    message = (
+        "plan: what remat='save:qkv' keeps in a pipeline is not predicted.\nFix: use remat=True or"
+        " False there."
+    )
     with refused(ValueError, message):
         predict(WORK, Layout(data=2, pipeline=2, remat="save:qkv"), hardware=CHIP, batch_size=8)
 
@@ -122,20 +150,36 @@ def test_a_table_and_json():
     plans = so.plan("gpt2", hardware="a100", chips=4, batch_size=8)
     lines = str(plans).splitlines()
     assert lines[0] == "gpt2 (124 million parameters) on 4 chips of a100, 8 rows per batch"
-    assert lines[1].split() == ["layout", "memory", "step", "MFU", "compute", "tensor", "data", "pipeline", "bubble"]
+    assert lines[1].split() == [
+        "layout",
+        "memory",
+        "step",
+        "MFU",
+        "compute",
+        "tensor",
+        "data",
+        "pipeline",
+        "bubble",
+    ]
     assert json.loads(json.dumps(plans.best.to_json()))["layout"]["data"] * 1 >= 1
 
 
 @pytest.mark.slow
 def test_slices_hold_a_copy_each_or_share_one():
-    plans = so.plan("llama3-8b", hardware="v6e", chips=512, slices=2, batch_size=512, placements=("fsdp",))
+    plans = so.plan(
+        "llama3-8b", hardware="v6e", chips=512, slices=2, batch_size=512, placements=("fsdp",)
+    )
     assert {one.layout.replica for one in plans.ranked} == {1, 2}
 
 
 def test_the_optimizer_counts():
     layout = Layout(data=8, placement="ddp")
     size = WORK.num_parameters * 4
-    for tx, copies in ((optax.sgd(0.1), 0), (optax.sgd(0.1, momentum=0.9), 1), (optax.adamw(0.1), 2)):
+    for tx, copies in (
+        (optax.sgd(0.1), 0),
+        (optax.sgd(0.1, momentum=0.9), 1),
+        (optax.adamw(0.1), 2),
+    ):
         found = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=tx)
         assert found.memory.opt_state == pytest.approx(copies * size, abs=16)
     factored = predict(WORK, layout, hardware=CHIP, batch_size=8, tx=optax.adafactor(0.1))
@@ -148,21 +192,29 @@ def test_the_optimizer_counts():
 )
 def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
     work = so.planning.find_model("llama3-8b").workload()
-    found = predict(work, Layout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8)
+    found = predict(
+        work, Layout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8
+    )
     assert found.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
     assert found.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
 
 
 def test_rings_on_a_switch_and_beyond():
     layout = Layout(data=4, tensor=4)
-    reduce = lambda axis: seconds(Transfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)  # noqa: E731
-    # tensor within a node of 8 over links; data: pairs within one, then two nodes, both members sharing the network
+
+    def reduce(axis):
+        return seconds(Transfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)
+
+    # tensor within a node of 8 over links; data: pairs within one, then two nodes, both members
+    # sharing the network
     assert reduce("tensor") == pytest.approx(2 * 3 / 4 * 1e9 / 1e10)
     assert reduce("data") == pytest.approx(2 * 1 / 2 * 1e9 / 1e10 + 2 * 1 / 2 * 1e9 / 2 / 1e9)
     gather = seconds(Transfer("all-gather", "tensor", "x", 1e9, 3), layout, CHIP)
     assert gather == pytest.approx(3 * 3 / 4 * 1e9 / 1e10)
     send = Layout(data=1, pipeline=16)
-    assert seconds(Transfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP) == pytest.approx(1.0)
+    assert seconds(
+        Transfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP
+    ) == pytest.approx(1.0)
 
 
 def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
@@ -171,11 +223,14 @@ def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
         chip, whole = HARDWARE[name], Layout(data=chips)
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)
         assert seconds(gather, whole, chip) == pytest.approx(expected)
-        assert seconds(gather._replace(kind="all-reduce"), whole, chip) == pytest.approx(2 * expected)
+        assert seconds(gather._replace(kind="all-reduce"), whole, chip) == pytest.approx(
+            2 * expected
+        )
 
 
 def test_of_a_torus_a_mesh_axis_has_whole_axes_to_itself():
-    # 2, 4, 8 and 16 of 16 chips have 0.5, 1, 1.5 and 2 axes; of 64 chips, 4, 16 and 32 have 1, 2 and 2.5
+    # 2, 4, 8 and 16 of 16 chips have 0.5, 1, 1.5 and 2 axes; of 64 chips, 4, 16 and 32 have 1, 2
+    # and 2.5
     assert [torus_axes(size, 16, HARDWARE["v5e"]) for size in (2, 4, 8, 16)] == [1, 1, 1, 2]
     assert [torus_axes(size, 64, HARDWARE["v5p"]) for size in (4, 16, 32, 64)] == [1, 2, 2, 3]
 
@@ -183,11 +238,21 @@ def test_of_a_torus_a_mesh_axis_has_whole_axes_to_itself():
 def test_what_a_chip_cannot_hide_is_waited_for():
     layout = Layout(data=8)
     found = {
-        kinds: predict(WORK, layout, hardware=dataclasses.replace(CHIP, flops=1.0, hides=kinds), batch_size=8).time
+        kinds: (
+            predict(
+                WORK,
+                layout,
+                hardware=dataclasses.replace(CHIP, flops=1.0, hides=kinds),
+                batch_size=8,
+            ).time
+        )
         for kinds in ((), ("all-gather",), ("all-gather", "reduce-scatter"))
     }
     sent = predict(WORK, layout, hardware=CHIP, batch_size=8).transfers
-    of = lambda kind: sum(seconds(one, layout, CHIP) for one in sent if one.hidden and one.kind == kind)  # noqa: E731
+
+    def of(kind):
+        return sum(seconds(one, layout, CHIP) for one in sent if one.hidden and one.kind == kind)
+
     none, gathers, both = (time.data for time in found.values())
     assert none - gathers == pytest.approx(of("all-gather"))
     assert gathers - both == pytest.approx(of("reduce-scatter"))
@@ -196,14 +261,18 @@ def test_what_a_chip_cannot_hide_is_waited_for():
 
 def test_gradients_of_micro_batches_come_and_go():
     one = predict(WORK, Layout(data=2, placement="ddp"), hardware=CHIP, batch_size=8)
-    two = predict(WORK, Layout(data=2, placement="ddp", micro_batches=2), hardware=CHIP, batch_size=8)
+    two = predict(
+        WORK, Layout(data=2, placement="ddp", micro_batches=2), hardware=CHIP, batch_size=8
+    )
     # the same activations and products in two halves; weights take less time than products
     moved = 2 * 4 * WORK.num_parameters / CHIP.memory_bandwidth
     assert two.time.compute - one.time.compute == pytest.approx((2 * 2 - 1) * moved)
 
 
 def test_time_without_communication_is_flops_over_peak():
-    fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
+    fast = dataclasses.replace(
+        CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30
+    )
     for tensor in (1, 2):
         found = predict(WORK, Layout(data=2, tensor=tensor), hardware=fast, batch_size=8)
         flops = 3 * (WORK.num_blocks * WORK.block_flops + WORK.ends_flops) * 8
@@ -213,7 +282,9 @@ def test_time_without_communication_is_flops_over_peak():
 
 
 def test_a_pipeline_idles_as_its_schedule_says():
-    fast = dataclasses.replace(CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30)
+    fast = dataclasses.replace(
+        CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30
+    )
     bare = WORK._replace(ends_flops=0.0)
     layout = Layout(pipeline=4, schedule="eager_one_f_one_b", micro_batches=8)
     time = predict(bare, layout, hardware=fast, batch_size=8).time
@@ -247,29 +318,40 @@ def test_a_searched_schedule_keeps_what_fits_and_is_what_a_user_runs():
     assert tight.strategy["schedule"](4, 8).ticks == few.ticks
     assert few.ticks.message_ticks == 2
     bound = tight.layout.searched.memory
-    assert str(tight.layout) == f"pipeline=4, ddp, search, at most {bound} activations, sent ahead, 8 micro-batches"
+    assert (
+        str(tight.layout)
+        == f"pipeline=4, ddp, search, at most {bound} activations, sent ahead, 8 micro-batches"
+    )
 
 
 def test_messages_that_are_sent_ahead_hide_behind_passes():
-    layout = Layout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble_v", chunks=2)
+    layout = Layout(
+        pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble_v", chunks=2
+    )
     found = predict(WORK, layout, hardware=CHIP, batch_size=8)
     each = {one: seconds(one, layout, CHIP) for one in found.transfers if one.axis == "pipeline"}
     messages = sum(time for one, time in each.items() if one.what == "activations")
     assert found.time.pipeline == pytest.approx(sum(each.values()) - messages)
-    fast = predict(WORK, layout, hardware=dataclasses.replace(CHIP, link_bandwidth=1e30), batch_size=8)
+    fast = predict(
+        WORK, layout, hardware=dataclasses.replace(CHIP, link_bandwidth=1e30), batch_size=8
+    )
     assert 0 < found.time.bubble - fast.time.bubble < messages / 2
 
 
 def test_unknown_names_list_the_known_ones():
     known = "a100, h100, h200, b200, v4, v5e, v5p, v6e, tpu7x"
-    message = f"plan: unknown hardware 'v9'.\nFix: use one of {known}, or describe the chip with so.planning.Hardware."
+    message = (
+        f"plan: unknown hardware 'v9'.\nFix: use one of {known}, or describe the chip with"
+        " so.planning.Hardware."
+    )
     with refused(ValueError, message):
         so.plan("gpt2", hardware="v9", chips=8, batch_size=8)
     with refused(TypeError, "plan: hardware must be a name or a Hardware, got 7.\n"
         "Fix: pass a name such as 'v5p', or a so.planning.Hardware."):  # fmt: skip
         so.plan("gpt2", hardware=7, chips=8, batch_size=8)
     names = (
-        "dual_pipe_v, eager_one_f_one_b, gpipe, interleaved, looped_breadth_first, one_f_one_b, search, zero_bubble, "
+        "dual_pipe_v, eager_one_f_one_b, gpipe, interleaved, looped_breadth_first, one_f_one_b,"
+        " search, zero_bubble, "
     )
     names += "zero_bubble_2, zero_bubble_lockstep, zero_bubble_v"
     with refused(ValueError, f"plan: unknown schedule 'two_f'.\nFix: use some of {names}."):
@@ -284,7 +366,9 @@ def test_numbers_out_of_range_are_refused():
         so.plan("gpt2", hardware="v5p", chips=8.0, batch_size=8)
     with refused(ValueError, "plan: batch_size must be at least 1, got 0."):
         so.plan("gpt2", hardware="v5p", chips=8, batch_size=0)
-    message = "plan: 9 chips cannot be spread evenly over 2 slices.\nFix: choose chips divisible by 2."
+    message = (
+        "plan: 9 chips cannot be spread evenly over 2 slices.\nFix: choose chips divisible by 2."
+    )
     with refused(ValueError, message):
         so.plan("gpt2", hardware="v5p", chips=9, slices=2, batch_size=8)
     with refused(ValueError, "plan: headroom must be at least 0 and below 1, got 1."):
@@ -293,12 +377,15 @@ def test_numbers_out_of_range_are_refused():
 
 def test_a_model_that_fits_nowhere_says_by_how_many_bytes_and_what_would_help():
     with pytest.raises(
-        ValueError, match=r"^plan: llama3-405b on 8 chips of v5e with 8 rows per batch: nothing fits"
+        ValueError,
+        match=r"^plan: llama3-405b on 8 chips of v5e with 8 rows per batch: nothing fits",
     ) as caught:
         so.plan("llama3-405b", hardware="v5e", chips=8, batch_size=8)
     lines = str(caught.value).splitlines()
     assert len(lines) == 5
-    missing = [int(re.search(r"([\d,]+) bytes too many", line)[1].replace(",", "")) for line in lines[1:4]]
+    missing = [
+        int(re.search(r"([\d,]+) bytes too many", line)[1].replace(",", "")) for line in lines[1:4]
+    ]
     assert missing == sorted(missing)
     # parameters, gradients and state alone are 16 bytes a parameter
     assert missing[0] > 16 * 405.8e9 / 8 - HARDWARE["v5e"].memory_bytes
@@ -322,7 +409,10 @@ def test_gather_dtype_is_for_fsdp_alone():
     work = SHAPE.workload()
     for placement in ("zero1", "fsdp"):
         found = predict(
-            work, Layout(data=8, placement=placement, gather_dtype=jnp.bfloat16), hardware=CHIP, batch_size=8
+            work,
+            Layout(data=8, placement=placement, gather_dtype=jnp.bfloat16),
+            hardware=CHIP,
+            batch_size=8,
         )
         assert ("gather_dtype" in found.strategy) == (placement == "fsdp")
 
@@ -330,24 +420,38 @@ def test_gather_dtype_is_for_fsdp_alone():
 def test_scatter_dtype_is_for_all_that_scatter():
     plans = so.plan("gpt2", hardware="v5e", chips=8, batch_size=64, scatter_dtype=jnp.bfloat16)
     for one in plans.ranked:
-        assert one.strategy.get("scatter_dtype") == (None if one.layout.placement == "ddp" else jnp.bfloat16)
-    wide = so.plan("gpt2", hardware="v5e", chips=8, batch_size=64, remat=(True,), placements=("fsdp",)).best
+        assert one.strategy.get("scatter_dtype") == (
+            None if one.layout.placement == "ddp" else jnp.bfloat16
+        )
+    wide = so.plan(
+        "gpt2", hardware="v5e", chips=8, batch_size=64, remat=(True,), placements=("fsdp",)
+    ).best
     half = predict(
-        plans.workload, wide.layout._replace(scatter_dtype=jnp.bfloat16), hardware=plans.hardware, batch_size=64
+        plans.workload,
+        wide.layout._replace(scatter_dtype=jnp.bfloat16),
+        hardware=plans.hardware,
+        batch_size=64,
     )
-    scattered = lambda one: [t.bytes for t in one.transfers if t.kind == "reduce-scatter"]  # noqa: E731
+
+    def scattered(one):
+        return [t.bytes for t in one.transfers if t.kind == "reduce-scatter"]
+
     assert scattered(wide) == [2 * size for size in scattered(half)]
     assert half.time.total <= wide.time.total
 
 
 @pytest.mark.slow
 def test_long_rows_are_split_over_context_where_rows_are_few():
-    """A row of 131,072 tokens: eight rows on 64 chips leave eight chips to each, which tensor or context share."""
+    """A row of 131,072 tokens: eight rows on 64 chips leave eight chips to each, which tensor or
+    context share.
+    """
     shape = dataclasses.replace(find_model("llama3-8b"), length=131_072)
     plans = so.plan(shape, hardware="v5p", chips=64, batch_size=8)
     best = plans.best
     assert best.mesh["context"] >= 8
-    assert best.mesh["data"] * best.mesh["context"] * best.mesh["tensor"] * best.mesh["pipeline"] == 64
+    assert (
+        best.mesh["data"] * best.mesh["context"] * best.mesh["tensor"] * best.mesh["pipeline"] == 64
+    )
     assert best.time.total < min(one.time.total for one in plans.ranked if one.layout.context == 1)
     assert "context" in str(plans).splitlines()[1]
     short = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
@@ -355,20 +459,30 @@ def test_long_rows_are_split_over_context_where_rows_are_few():
     assert "context" not in str(short).splitlines()[1]
 
 
-@pytest.mark.parametrize(("heads", "size", "kind"), [(8, 4, "all-to-all"), (2, 4, "collective-permute")])
+@pytest.mark.parametrize(
+    ("heads", "size", "kind"), [(8, 4, "all-to-all"), (2, 4, "collective-permute")]
+)
 def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, kind):
-    """Of C devices, with KV the bytes of a device's keys and values in bf16: 3 (C - 1) KV in gathers, C - 1 hops in fp32."""
+    """Of C devices, with KV the bytes of a device's keys and values in bf16: 3 (C - 1) KV in
+    gathers, C - 1 hops in fp32.
+    """
     shape = dataclasses.replace(find_model("llama3-8b"), length=32_768, num_kv_heads=heads)
     placed = place(shape.workload(), Layout(data=2, context=size), {})
     found = [one for one in traffic(placed, batch_size=2) if one.axis == "context"]
     assert {one.kind for one in found} == {kind}
     blocks, T, K = 32, 32_768 // size, 128
     if kind == "all-to-all":
-        each = 2 * T * (32 + heads) * K * 2  # queries, keys, values and what is mixed, forwards and backwards
-        assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == 2 * blocks * each * (size - 1) / size
+        # queries, keys, values and what is mixed, forwards and backwards
+        each = 2 * T * (32 + heads) * K * 2
+        assert (
+            sum(one.wire_bytes(placed.layout.sizes) for one in found)
+            == 2 * blocks * each * (size - 1) / size
+        )
     else:
         keys = 2 * T * heads * K
-        assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == blocks * (size - 1) * keys * (2 + 2 + 4)
+        assert sum(one.wire_bytes(placed.layout.sizes) for one in found) == blocks * (
+            size - 1
+        ) * keys * (2 + 2 + 4)
 
 
 EXPERTS = dataclasses.replace(
@@ -384,13 +498,17 @@ EXPERTS = dataclasses.replace(
 
 
 def test_tokens_travel_to_experts_whose_gradients_do_not():
-    """K T D numbers there and back, forwards and backwards, once more there with remat; experts are summed over data alone."""
+    """K T D numbers there and back, forwards and backwards, once more there with remat.
+
+    Experts are summed over data alone.
+    """
     sent = {}
     for remat in (False, True, "save:qkv"):
         layout = Layout(data=2, expert=4, placement="ddp", remat=remat)
         placed = place(EXPERTS.workload(), layout, {})
         sent[remat] = traffic(placed, batch_size=16)
-    buffer, sizes = 2 * 2 * 256 * 4096 * 2, {"data": 2, "expert": 4}  # 2 rows on a device, 2 experts a token, 2 bytes
+    # 2 rows on a device, 2 experts a token, 2 bytes
+    buffer, sizes = 2 * 2 * 256 * 4096 * 2, {"data": 2, "expert": 4}
     for remat, ways in ((False, 4), (True, 5), ("save:qkv", 5)):
         (tokens,) = (one for one in sent[remat] if one.axis == "expert")
         assert (tokens.kind, tokens.bytes, tokens.calls) == ("all-to-all", buffer, ways * 4)
@@ -410,13 +528,19 @@ def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
     )
     experts, rest = 4 * 4 * 8 * 4096 * 3 * 1024, alone.memory.params
     assert 0 <= rest - shared.memory.params - experts * 3 / 4 < 0.001 * rest
-    assert shared.layout.strategy(work.rules, work.experts.leaves)["expert_leaves"] == work.experts.leaves
-    # each of 4 devices could get min(2, 2) copies of all tokens where 2 come: 4 times the rows and hidden units
+    assert (
+        shared.layout.strategy(work.rules, work.experts.leaves)["expert_leaves"]
+        == work.experts.leaves
+    )
+    # each of 4 devices could get min(2, 2) copies of all tokens where 2 come: 4 times the rows and
+    # hidden units
     more = place(work, shared.layout, {}).workload.residuals.on(1) - work.residuals.on(1)
     assert more == 3 * 2 * 2 * 256 * (4096 + 2 * 1024)
-    # hidden units are wide here; where they are narrow, rows that travel are what is most, in chunks too
+    # hidden units are wide here; where they are narrow, rows that travel are what is most, in
+    # chunks too
     narrow = dataclasses.replace(EXPERTS, hidden=64, expert_chunk=64).workload()
     more = narrow.over_experts(4).working.on(1) - narrow.working.on(1)
-    held = 2 * 2 * 64 * (2 * 4096 + 6 * 64)  # 2 of width D and 6 of width F of 64 tokens, 2 copies each
+    # 2 of width D and 6 of width F of 64 tokens, 2 copies each
+    held = 2 * 2 * 64 * (2 * 4096 + 6 * 64)
     assert more == 4 * 6 * 2 * 2 * 64 * 4096 - held
     assert "expert" in str(so.plan(EXPERTS, hardware="v5e", chips=8, batch_size=16)).splitlines()[1]

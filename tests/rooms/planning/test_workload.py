@@ -26,7 +26,17 @@ def refused(kind, message):
 @pytest.mark.parametrize("gated", tiered([True, False], bool))
 def test_the_closed_form_is_the_trace(gated):
     shape = Transformer(
-        "t", 64, 3, 8, 160, 256, 32, num_kv_heads=2, gated=gated, fused_attention=False, dtype=jnp.float32
+        "t",
+        64,
+        3,
+        8,
+        160,
+        256,
+        32,
+        num_kv_heads=2,
+        gated=gated,
+        fused_attention=False,
+        dtype=jnp.float32,
     )
     work = shape.workload()
     params, batch = shape.abstract_params(), transformer.abstract_batch(shape, 4)
@@ -42,12 +52,22 @@ def test_the_closed_form_is_the_trace(gated):
     assert (traced.tables, traced.table_ids, traced.table_numbers) == (("embedding",), 32, 32 * 64)
     assert (work.tables, work.table_ids, work.table_numbers) == (("embedding",), 32, 32 * 64)
     assert traced.remat_choices() == work.remat_choices()
-    # of the mlp, each hidden unit and token costs 6 numbers, or in a pipeline the results of products alone
+    # of the mlp, each hidden unit and token costs 6 numbers, or in a pipeline the results of
+    # products alone
     wide_shape = dataclasses.replace(shape, hidden=320)
     wide_work, wide_batch = wide_shape.workload(), transformer.abstract_batch(wide_shape, 4)
-    wide_traced = trace(transformer.model(wide_shape), wide_shape.abstract_params(), wide_batch, rules=RULES)
-    for name, numbers in {"residuals": 6, "stage_residuals": 1 + gated, "deferred": 1 + gated}.items():
-        difference = lambda wide, narrow: getattr(wide, name).sharded - getattr(narrow, name).sharded  # noqa: B023, E731
+    wide_traced = trace(
+        transformer.model(wide_shape), wide_shape.abstract_params(), wide_batch, rules=RULES
+    )
+    for name, numbers in {
+        "residuals": 6,
+        "stage_residuals": 1 + gated,
+        "deferred": 1 + gated,
+    }.items():
+
+        def difference(wide, narrow, name=name):
+            return getattr(wide, name).sharded - getattr(narrow, name).sharded
+
         assert difference(wide_work, work) == numbers * 160 * 4 * 32
         # jax 0.10.2 stores 6 numbers for GELU, and jax 0.12 stores 5
         allowed = {numbers, 5} if name == "residuals" and not gated else {numbers}
@@ -65,7 +85,9 @@ def test_the_trace_of_the_gpt_counts_its_weights():
     assert work.block_flops == 2 * T * (4 * D * D + 3 * D * F) + 4 * T * T * D
     assert work.ends_flops == 2 * T * D * 256
     assert work.tensor_sums == (0, 0)
-    assert trace(gpt.model(config), params, {"tokens": jnp.zeros((2, 33), jnp.int32)}, rules=gpt.rules).tensor_sums == (
+    assert trace(
+        gpt.model(config), params, {"tokens": jnp.zeros((2, 33), jnp.int32)}, rules=gpt.rules
+    ).tensor_sums == (
         2,
         2,
     )
@@ -73,66 +95,109 @@ def test_the_trace_of_the_gpt_counts_its_weights():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt2", 0.12444), ("gpt2-xl", 1.55761), ("llama3-8b", 8.030), ("llama3-70b", 70.55), ("llama3-405b", 405.85)],
+    [
+        ("gpt2", 0.12444),
+        ("gpt2-xl", 1.55761),
+        ("llama3-8b", 8.030),
+        ("llama3-70b", 70.55),
+        ("llama3-405b", 405.85),
+    ],
 )
 def test_published_sizes(name, billions):
-    """The counts of the released checkpoints; gpt2 lacks its biases, which are under a thousandth."""
+    """The counts of the released checkpoints.
+
+    Gpt2 lacks its biases, which are under a thousandth.
+    """
     assert find_model(name).num_parameters / 1e9 == pytest.approx(billions, rel=1e-3)
 
 
 def test_a_step_costs_six_flops_a_parameter_and_token_and_some_for_attention():
     for shape in MODELS.values():
         ratio = shape.workload().model_flops / (6 * shape.active_parameters * shape.length)
-        assert 1.0 < ratio < (1.1 if shape.latent is None else 1.3)  # attention over 128 x 192 dims in a width of 7168
+        # attention over 128 x 192 dims in a width of 7168
+        assert 1.0 < ratio < (1.1 if shape.latent is None else 1.3)
 
 
 def test_experts_are_counted_as_published():
-    """Mixtral of Experts, 2024, section 2: 47B and 13B active. DeepSeek-V3, 2024: 671B and 37B, three dense layers among them."""
+    """Mixtral of Experts, 2024, section 2: 47B and 13B active.
+
+    DeepSeek-V3, 2024: 671B and 37B, three dense layers among them.
+    """
     mixtral, deepseek = MODELS["mixtral-8x7b"], MODELS["deepseek-v3"]
-    assert (round(mixtral.num_parameters / 1e9, 1), round(mixtral.active_parameters / 1e9, 1)) == (46.7, 12.9)
-    dense = 3 * (deepseek.num_parameters / 58 - 3 * 7168 * 2048 * 257 + 3 * 7168 * 18432 - 2 * 129280 * 7168 / 58)
+    assert (round(mixtral.num_parameters / 1e9, 1), round(mixtral.active_parameters / 1e9, 1)) == (
+        46.7,
+        12.9,
+    )
+    dense = 3 * (
+        deepseek.num_parameters / 58
+        - 3 * 7168 * 2048 * 257
+        + 3 * 7168 * 18432
+        - 2 * 129280 * 7168 / 58
+    )
     assert round((deepseek.num_parameters + dense) / 1e9) == 671
-    assert round((deepseek.active_parameters + dense - 129280 * 7168) / 1e9) == 37  # less the table of the embedding
+    # less the table of the embedding
+    assert round((deepseek.active_parameters + dense - 129280 * 7168) / 1e9) == 37
 
 
 def test_attention_on_a_tpu_is_what_splash_computes():
-    """Products of 512 x 512 tiles, 36 of 64, as wide as keys and as values: 1 and 1 forwards, 3 and 2 backwards.
+    """Products of 512 x 512 tiles, 36 of 64, as wide as keys and as values: 1 and 1 forwards, 3 and
+    2 backwards.
 
     And one each way with a permutation of the components that are rotated, of queries and keys.
     """
-    for name, keys, rotated in (("mixtral-8x7b", 128, (32 + 8) * 128**2), ("deepseek-v3", 192, (128 + 1) * 64**2)):
+    for name, keys, rotated in (
+        ("mixtral-8x7b", 128, (32 + 8) * 128**2),
+        ("deepseek-v3", 192, (128 + 1) * 64**2),
+    ):
         shape = dataclasses.replace(MODELS[name], length=4096)
         each, turn = 2 * shape.num_heads * 36 * 512**2, 2 * 4096 * rotated
         forward, backward = each * (keys + 128) + turn, each * (3 * keys + 2 * 128) + turn
         exact = (
-            3 * 2 * shape.num_heads * 4096**2 // 2 * (shape.width + (shape.latent.rope if shape.latent else 0) + 128)
+            3
+            * 2
+            * shape.num_heads
+            * 4096**2
+            // 2
+            * (shape.width + (shape.latent.rope if shape.latent else 0) + 128)
         )
         for remat, passes in ((False, 1), ("save:attention", 1), (True, 2), ("save:qkv", 2)):
             work, layout = shape.workload(), Layout(data=8, remat=remat)
-            plain, found = (step_flops(work, layout, batch_size=8, hardware=on) for on in (None, HARDWARE["v5p"]))
+            plain, found = (
+                step_flops(work, layout, batch_size=8, hardware=on)
+                for on in (None, HARDWARE["v5p"])
+            )
             assert step_flops(work, layout, batch_size=8, hardware=HARDWARE["h100"]) == plain
             spared = exact + (exact / 3 if passes == 2 else 0)
-            assert found - plain == pytest.approx(shape.num_layers * (passes * forward + backward - spared), rel=1e-9)
+            assert found - plain == pytest.approx(
+                shape.num_layers * (passes * forward + backward - spared), rel=1e-9
+            )
 
 
 @pytest.mark.slow  # test_experts_are_counted_as_published
 def test_experts_are_traced():
     """A token costs its router and its K experts, whatever the number of these."""
     shapes = {"gate": (8, 16, 24), "up": (8, 16, 24), "down": (8, 24, 16)}
-    params = {"blocks": {name: jax.ShapeDtypeStruct((3, *shape), jnp.float32) for name, shape in shapes.items()}}
+    params = {
+        "blocks": {
+            name: jax.ShapeDtypeStruct((3, *shape), jnp.float32) for name, shape in shapes.items()
+        }
+    }
     params["blocks"]["router"] = jax.ShapeDtypeStruct((3, 16, 8), jnp.float32)
 
     def block(w, x):
         weights = {name: w[name] for name in shapes}
         return x + so.nn.mixture_of_experts(weights, x, w["router"], top_k=2)[0]
 
-    model = so.BlockModel(lambda outer, batch: batch["x"], block, lambda outer, x, batch: (x**2).mean())
+    model = so.BlockModel(
+        lambda outer, batch: batch["x"], block, lambda outer, x, batch: (x**2).mean()
+    )
     leaves = ["^blocks/(gate|up|down)$"]
     work = so.planning.trace(model, params, {"x": jnp.zeros((4, 10, 16))}, expert_leaves=leaves)
     assert work.block_flops == 2 * 10 * (16 * 8 + 2 * 3 * 16 * 24)
     assert work.experts[:4] == (tuple(leaves), 8, 2, 10 * 16 * 4)
     placed = so.planning._layout.place(work, so.planning.Layout(data=2, expert=4), {})
-    assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)  # the router is too small to be sharded
+    # the router is too small to be sharded
+    assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)
 
 
 def test_flops_of_loops_and_branches():
@@ -179,35 +244,42 @@ def test_names_that_a_plan_cannot_use_are_refused():
 
 
 def test_unknown_models_and_kinds_are_refused():
-    known = "gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3"
-    message = f"unknown model 'gpt5'.\nFix: use one of {known}, or describe it with so.planning.Transformer."
+    known = (
+        "gpt2, gpt2-xl, llama2-70b, llama3-8b, llama3-70b, llama3-405b, mixtral-8x7b, deepseek-v3"
+    )
+    message = (
+        f"unknown model 'gpt5'.\nFix: use one of {known}, or describe it with"
+        " so.planning.Transformer."
+    )
     with refused(ValueError, f"shardopt: {message}"):
         find_model("gpt5")
     with refused(ValueError, f"plan: {message}"):  # the function that the user called
         so.plan("gpt5", hardware="v5p", chips=1, batch_size=1)
     message = (
-        "shardopt: model must be a name, a Transformer or a Workload, got 3.\n"
-        "Fix: pass a name such as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
+        "shardopt: model must be a name, a Transformer or a Workload, got 3.\nFix: pass a name such"
+        " as 'llama3-8b', a so.planning.Transformer, or so.planning.trace(model, ...)."
     )
     with refused(TypeError, message):
         find_model(3)
     message = (
-        "plan: model must be a name, a Transformer or a Workload, got function.\n"
-        "Fix: make a so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params, abstract_batch); of a "
-        "loss without blocks so.aot compiles one layout."
+        "plan: model must be a name, a Transformer or a Workload, got function.\nFix: make a"
+        " so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params,"
+        " abstract_batch); of a loss without blocks so.aot compiles one layout."
     )
     with refused(TypeError, message):
         so.plan(lambda params, batch: 0.0, hardware="v5p", chips=8, batch_size=64)
-    model = so.BlockModel(embed=lambda outer, batch: batch, block=lambda w, x: x, loss=lambda outer, x, batch: 0.0)
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch, block=lambda w, x: x, loss=lambda outer, x, batch: 0.0
+    )
     message = (
-        "plan: model must be a name, a Transformer or a Workload, got BlockModel.\n"
-        "Fix: pass so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
+        "plan: model must be a name, a Transformer or a Workload, got BlockModel.\nFix: pass"
+        " so.planning.trace(model, abstract_params, abstract_batch), which counts what a row costs."
     )
     with refused(TypeError, message):
         so.plan(model, hardware="v5p", chips=8, batch_size=64)
     message = (
-        "Transformer: 2 sizes cannot be used.\n  dim must be positive, got 0\n  width must be positive, got 0\n"
-        "Fix: choose positive sizes, and heads in equal groups."
+        "Transformer: 2 sizes cannot be used.\n  dim must be positive, got 0\n  width must be"
+        " positive, got 0\nFix: choose positive sizes, and heads in equal groups."
     )
     with refused(ValueError, message):
         Transformer("t", 0, 2, 4, 8, 16, 8)
@@ -221,23 +293,29 @@ def test_unknown_models_and_kinds_are_refused():
 
 def test_what_cannot_be_traced_is_refused():
     message = (
-        "trace: model must be a BlockModel, got function.\n"
-        "Fix: use so.BlockModel(embed, block, loss), or describe a shape with so.planning.Transformer."
+        "trace: model must be a BlockModel, got function.\nFix: use so.BlockModel(embed, block,"
+        " loss), or describe a shape with so.planning.Transformer."
     )
     with refused(TypeError, message):
         trace(lambda params, batch: 0.0, {}, {})
-    model = so.BlockModel(lambda outer, batch: batch, lambda w, x: x, lambda outer, x, batch: x.mean())
+    model = so.BlockModel(
+        lambda outer, batch: batch, lambda w, x: x, lambda outer, x, batch: x.mean()
+    )
     message = (
         "trace: the parameters of a BlockModel must be a dict with 'blocks'.\n"
         'Fix: pass {"blocks": leaves stacked [L, ...], **outer}.'
     )
     with refused(ValueError, message):
         trace(model, {"w": jnp.ones(3)}, jnp.ones((2, 3)))
-    message = "trace: a leaf of the batch has no dim.\nFix: give every leaf of the batch its rows as first dim."
+    message = (
+        "trace: a leaf of the batch has no dim.\nFix: give every leaf of the batch its rows as"
+        " first dim."
+    )
     with refused(ValueError, message):
         trace(model, {"blocks": {"w": jnp.ones((2, 3))}}, jnp.ones(()))
     message = (
-        "trace: embed looks up none of BlockModel.tables.\n  e\nFix: read them by so.nn.embedding, or leave tables out."
+        "trace: embed looks up none of BlockModel.tables.\n  e\nFix: read them by so.nn.embedding,"
+        " or leave tables out."
     )
     with refused(ValueError, message):
         params = {"blocks": {"w": jnp.ones((2, 3))}, "e": jnp.ones((4, 3))}

@@ -14,7 +14,10 @@ def draw_gradients():
     def make(shapes, size, *, seed=0, dtype=np.float32):
         draw = np.random.default_rng(seed)
         scales = [10.0 ** (i % 3 - 1) for i in range(len(shapes))]
-        arrays = [scale * draw.normal(size=(size, *shape)) for scale, shape in zip(scales, shapes, strict=True)]
+        arrays = [
+            scale * draw.normal(size=(size, *shape))
+            for scale, shape in zip(scales, shapes, strict=True)
+        ]
         return {f"leaf{i}": np.asarray(x, dtype) for i, x in enumerate(arrays)}
 
     return make

@@ -1,4 +1,7 @@
-"""What one sender writes is what it would send in a mean over itself; nothing is lost, and no NaN is hidden."""
+"""What one sender writes is what it would send in a mean over itself.
+
+Nothing is lost, and no NaN is hidden.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +21,10 @@ PLAIN = {
     "top_k, momentum": lambda: reducers.top_k(density=0.1, momentum=0.5),
     "power_sgd": lambda: reducers.power_sgd(rank=2),
 }
-ALL = PLAIN | {f"{name}, feedback": lambda make=make: reducers.error_feedback(make()) for name, make in PLAIN.items()}
+ALL = PLAIN | {
+    f"{name}, feedback": lambda make=make: reducers.error_feedback(make())
+    for name, make in PLAIN.items()
+}
 
 
 def gradients(seed, dtype=np.float32):
@@ -31,7 +37,9 @@ def gradients(seed, dtype=np.float32):
 def assert_close(a, b, **tolerance):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert x.dtype == y.dtype
-        np.testing.assert_allclose(np.asarray(x, np.float64), np.asarray(y, np.float64), **tolerance)
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), np.asarray(y, np.float64), **tolerance
+        )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +50,9 @@ def assert_close(a, b, **tolerance):
     ),
 )
 def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
-    """And over several messages nothing is lost: what was read and what is kept add up to what was given."""
+    """And over several messages nothing is lost: what was read and what is kept add up to what was
+    given.
+    """
     reducer, like = ALL[name](), gradients(0, np.float64)
     code = reducers.compressor(reducer)
 
@@ -64,7 +74,10 @@ def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
     if "feedback" in name and "momentum" not in name:
         assert_close(jax.tree.map(np.add, read, memory.unsent), given, rtol=0, atol=1e-12)
         lossy = not name.startswith("exact")
-        assert any(np.abs(leaf).max(initial=0) > 1e-3 for leaf in jax.tree.leaves(memory.unsent)) == lossy
+        assert (
+            any(np.abs(leaf).max(initial=0) > 1e-3 for leaf in jax.tree.leaves(memory.unsent))
+            == lossy
+        )
 
 
 BYTES = {  # of the leaves above: 480, 7, 512, 0 and 1 numbers, 1000 in all
@@ -86,7 +99,13 @@ def test_bytes_of_a_message(name):
 @pytest.mark.parametrize(
     "name",
     tiered(
-        ["bf16, feedback", "int8, feedback", "sign, feedback", "top_k, momentum, feedback", "power_sgd, feedback"],
+        [
+            "bf16, feedback",
+            "int8, feedback",
+            "sign, feedback",
+            "top_k, momentum, feedback",
+            "power_sgd, feedback",
+        ],
         lambda name: name.startswith(("int8", "top_k", "power_sgd")),
     ),
 )
@@ -109,10 +128,14 @@ def test_what_is_not_finite_is_not_hidden_and_not_remembered(name):
 
 
 @pytest.mark.parametrize(
-    "name", tiered(["bf16", "int8", "top_k", "power_sgd"], lambda name: name in ("int8", "power_sgd"))
+    "name",
+    tiered(["bf16", "int8", "top_k", "power_sgd"], lambda name: name in ("int8", "power_sgd")),
 )
 def test_half_precision_and_complex_leaves(name):
-    grads = {"h": jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8), "c": jnp.full(4, 1 + 2j, jnp.complex64)}
+    grads = {
+        "h": jnp.linspace(-1, 1, 64, dtype=jnp.bfloat16).reshape(8, 8),
+        "c": jnp.full(4, 1 + 2j, jnp.complex64),
+    }
     code = reducers.compressor(reducers.error_feedback(PLAIN[name]()))
     message, memory = jax.jit(code.encode)(grads, code.init(grads))
     found, memory = jax.device_get((jax.jit(code.decode)(message, grads), memory))
@@ -126,10 +149,15 @@ def test_half_precision_and_complex_leaves(name):
 def test_refusals():
     with pytest.raises(TypeError) as caught:
         reducers.compressor(reducers.int8)
-    assert str(caught.value) == (
-        "compressor: reducer must be a Reducer, got int8.\nFix: pass one such as so.reducers.int8(), called."
+    assert (
+        str(caught.value)
+        == "compressor: reducer must be a Reducer, got int8.\nFix: pass one such as"
+        " so.reducers.int8(), called."
     )
-    fix = "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a warm-up."
+    fix = (
+        "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a"
+        " warm-up."
+    )
     late = reducers.power_sgd(rank=2, start_step=5)
     for reducer, name in (
         (late, "warm_up(power_sgd(rank=2), steps=5)"),
@@ -137,4 +165,7 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match="single sender") as caught:
             so.reducers.compressor(reducer)
-        assert str(caught.value) == f"compressor: {name} has no form that a single sender can write.\n{fix}"
+        assert (
+            str(caught.value)
+            == f"compressor: {name} has no form that a single sender can write.\n{fix}"
+        )

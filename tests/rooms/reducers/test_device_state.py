@@ -14,7 +14,8 @@ R = so.reducers
 
 def chain():
     return optax.chain(
-        so.transforms.average_gradients("data", R.error_feedback(R.top_k(0.3))), optax.sgd(0.1, momentum=0.9)
+        so.transforms.average_gradients("data", R.error_feedback(R.top_k(0.3))),
+        optax.sgd(0.1, momentum=0.9),
     )
 
 
@@ -26,7 +27,9 @@ def stored_step(tx, mesh, params, state):
         updates, new = tx.update(jax.tree.map(lambda g: g[0], grads), R.own_state(state), params)
         return updates, R.stored_state(new)
 
-    shard = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False)
+    shard = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P(), specs), check_vma=False
+    )
     return jax.jit(shard)
 
 
@@ -50,7 +53,9 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     expected, own = jax.jit(jax.vmap(inside, axis_name="data"))(grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b[0], rtol=1e-6), found, expected)
     memory, expected_memory = state[0].reducer.memory.value, own[0].reducer.memory.value
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), memory, expected_memory)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), memory, expected_memory
+    )
     assert memory["leaf0"].sharding.spec == P("data")
     assert memory["leaf0"].addressable_shards[0].data.shape == (1, 4, 3)
 
@@ -78,11 +83,17 @@ def test_a_change_of_axis_size_loses_nothing(before, after, x64, on_devices, dra
     for name in old:
         left = state.memory.value[name].mean(0)
         total = np.asarray(old[name]).mean(0) + np.asarray(new[name]).mean(0)
-        np.testing.assert_allclose(first[name][0] + second[name][0] + left, total, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(
+            first[name][0] + second[name][0] + left, total, rtol=1e-12, atol=1e-12
+        )
 
 
 def test_other_state_is_carried_as_it_is():
-    state = {"count": jnp.int32(3), "mu": jnp.ones(5), "memory": R.ErrorFeedback({"w": jnp.arange(6.0).reshape(2, 3)})}
+    state = {
+        "count": jnp.int32(3),
+        "mu": jnp.ones(5),
+        "memory": R.ErrorFeedback({"w": jnp.arange(6.0).reshape(2, 3)}),
+    }
     resized = R.resize_state(state, 4)
     assert resized["count"] == 3
     assert resized["mu"].shape == (5,)
@@ -94,5 +105,7 @@ def test_optax_finds_the_parts_that_are_like_parameters():
     for reducer in (R.error_feedback(R.power_sgd(2)), R.error_feedback(R.top_k(momentum=0.5))):
         tx = so.transforms.average_gradients("data", reducer)
         state = tx.init({"w": jnp.ones((9, 9)), "b": jnp.ones(3)})
-        marked = optax.tree_map_params(tx, lambda _: "like", state, transform_non_params=lambda _: "other")
+        marked = optax.tree_map_params(
+            tx, lambda _: "like", state, transform_non_params=lambda _: "other"
+        )
         assert jax.tree.leaves(marked.reducer.memory.value) == ["like", "like"]

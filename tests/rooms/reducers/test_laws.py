@@ -14,7 +14,10 @@ import shardopt as so
 
 R = so.reducers
 quick = settings(
-    max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 SHAPES = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), max_size=4)
 SIZES = st.sampled_from([1, 2, 3, 8])
@@ -25,7 +28,10 @@ KINDS = {
     "sign": BLOCK.map(lambda n: R.sign(8 * n)),
     "top_k": st.floats(0.01, 1).map(R.top_k),
     "power_sgd": st.builds(
-        R.power_sgd, st.integers(1, 9), start_step=st.integers(0, 1), min_ratio=st.sampled_from([0.0, 1.0, 2.0])
+        R.power_sgd,
+        st.integers(1, 9),
+        start_step=st.integers(0, 1),
+        min_ratio=st.sampled_from([0.0, 1.0, 2.0]),
     ),
     "warm_up": st.builds(R.warm_up, BLOCK.map(R.int8), st.integers(1, 2)),
 }
@@ -38,7 +44,9 @@ def calls(reducer, count):
     def run(grads):
         state, means = reducer.init(grads), []
         for i in range(count):
-            mean, state = reducer.reduce(jax.tree.map(lambda g, by=1 + i: g * by, grads), state, "data")
+            mean, state = reducer.reduce(
+                jax.tree.map(lambda g, by=1 + i: g * by, grads), state, "data"
+            )
             means.append(mean)
         return means, state
 
@@ -49,7 +57,9 @@ def calls(reducer, count):
 @pytest.mark.parametrize("kind", KINDS)
 @quick
 @given(data=st.data(), shapes=FULL, size=st.sampled_from([2, 3, 8]), seed=st.integers(0, 99))
-def test_error_feedback_conserves_mass(kind, data, shapes, size, seed, x64, on_devices, draw_gradients):
+def test_error_feedback_conserves_mass(
+    kind, data, shapes, size, seed, x64, on_devices, draw_gradients
+):
     reducer = data.draw(KINDS[kind])
     grads = draw_gradients(shapes, size, seed=seed, dtype=np.float64)
     means, state = on_devices(calls(R.error_feedback(reducer), 3), size, grads)
@@ -66,16 +76,24 @@ def test_density_one_gives_the_exact_mean(shapes, size, seed, x64, on_devices, d
     grads = draw_gradients(shapes, size, seed=seed, dtype=np.float64)
     (mean,), _ = on_devices(calls(R.top_k(1.0), 1), size, grads)
     for name, g in grads.items():
-        np.testing.assert_allclose(mean[name], np.broadcast_to(g.mean(0), g.shape), rtol=1e-13, atol=1e-14)
+        np.testing.assert_allclose(
+            mean[name], np.broadcast_to(g.mean(0), g.shape), rtol=1e-13, atol=1e-14
+        )
 
 
 @pytest.mark.slow  # test_power_sgd_is_one_step_of_power_iteration
 @settings(quick, max_examples=3)
-@given(shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3)), size=SIZES, seed=st.integers(0, 99))
+@given(
+    shape=st.tuples(st.integers(1, 7), st.integers(1, 7), st.integers(1, 3)),
+    size=SIZES,
+    seed=st.integers(0, 99),
+)
 def test_full_rank_gives_the_exact_mean(shape, size, seed, x64, on_devices, draw_gradients):
     grads = draw_gradients([shape], size, seed=seed, dtype=np.float64)
     reducer = R.power_sgd(rank=99, min_ratio=0)
-    assert jax.tree.leaves(reducer.init({"leaf0": grads["leaf0"][0]}).factors), "it must be compressed"
+    assert jax.tree.leaves(reducer.init({"leaf0": grads["leaf0"][0]}).factors), (
+        "it must be compressed"
+    )
     (mean,), _ = on_devices(calls(reducer, 1), size, grads)
     np.testing.assert_allclose(mean["leaf0"][0], grads["leaf0"].mean(0), rtol=1e-9, atol=1e-9)
 
@@ -89,7 +107,10 @@ def test_full_rank_gives_the_exact_mean(shape, size, seed, x64, on_devices, draw
     seed=st.integers(0, 99),
 )
 def test_int8_is_exact_on_a_grid(size, block, blocks, power, seed, on_devices):
-    """Each block has its largest code in front; deviations from the mean cancel between pairs of devices."""
+    """Each block has its largest code in front.
+
+    Deviations from the mean cancel between pairs of devices.
+    """
     draw = np.random.default_rng(seed)
     mean = draw.integers(-60, 61, size=size * blocks * block)
     off = draw.integers(-60, 61, size=mean.size)
@@ -98,7 +119,9 @@ def test_int8_is_exact_on_a_grid(size, block, blocks, power, seed, on_devices):
     codes = mean[None] + (signs[:, None] * off[None] if size > 1 else 0)
     grads = jnp.asarray(codes * 2.0**power, jnp.float32)
     (found,), _ = on_devices(calls(R.int8(block), 1), size, grads)
-    np.testing.assert_array_equal(found, np.broadcast_to(mean * 2.0**power, found.shape).astype(np.float32))
+    np.testing.assert_array_equal(
+        found, np.broadcast_to(mean * 2.0**power, found.shape).astype(np.float32)
+    )
 
 
 @pytest.mark.slow  # test_int8_is_exact_on_a_grid, whose numbers show any other scale
@@ -113,7 +136,9 @@ def test_int8_errs_by_half_a_step_each_time(size, block, length, seed, x64, on_d
 
 @quick
 @given(shapes=SHAPES, size=SIZES, reducer=st.one_of(*KINDS.values()))
-def test_the_mean_is_bit_for_bit_the_same_on_all_devices(shapes, size, reducer, ways, draw_gradients):
+def test_the_mean_is_bit_for_bit_the_same_on_all_devices(
+    shapes, size, reducer, ways, draw_gradients
+):
     grads = draw_gradients(shapes, size)
     (mean,), _ = ways["shard_map"](calls(reducer, 1), size)(grads)
     for leaf in map(np.asarray, jax.tree.leaves(mean)):
@@ -121,7 +146,10 @@ def test_the_mean_is_bit_for_bit_the_same_on_all_devices(shapes, size, reducer, 
 
 
 def test_sign_sends_mean_magnitudes_by_block(on_devices):
-    """Two chunks of one block each; each owner has its own part exactly, and signs of the mean are sent again."""
+    """Two chunks of one block each.
+
+    Each owner has its own part exactly, and signs of the mean are sent again.
+    """
     grads = np.array([[1.0, -3, 2, 2, 4, -4, 4, 4, 1, 1, 1, 1, -1, 1, 1, 1]] * 2, np.float32)
     grads[1] *= 2
     (mean,), _ = on_devices(calls(R.sign(8), 1), 2, jnp.asarray(grads))
@@ -134,14 +162,17 @@ def test_sign_sends_mean_magnitudes_by_block(on_devices):
 @pytest.mark.fast
 @pytest.mark.parametrize(
     "reducer",
-    tiered([R.exact(), R.exact(jnp.bfloat16), R.int8(16), R.sign(16)], lambda one: "exact" not in one.name),
+    tiered(
+        [R.exact(), R.exact(jnp.bfloat16), R.int8(16), R.sign(16)],
+        lambda one: "exact" not in one.name,
+    ),
     ids=lambda reducer: reducer.name,
 )
 def test_padding_changes_no_mean(reducer, on_devices):
     """Numbers of one magnitude, equal on all devices, have an exact mean whatever their count.
 
-    The mutations: padding counts in the scale of `sign`, so 5.0 arrives as 0.625; decoded padding counts in the mean.
-    """
+    The mutations: padding counts in the scale of `sign`, so 5.0 arrives as 0.625; decoded padding
+    counts in the mean."""
     signs = np.random.default_rng(0).choice([-1, 1], size=95)
     grads = [jnp.asarray([5.0 * signs[:length]] * 3, jnp.float32) for length in (1, 7, 33, 95)]
     compressor = R.compressor(reducer)
@@ -149,7 +180,9 @@ def test_padding_changes_no_mean(reducer, on_devices):
     def run(grads):
         means = [reducer.reduce(g, reducer.init(g), "data")[0] for g in grads]
         messages = [compressor.encode(g, compressor.init(g))[0] for g in grads]
-        return means, [compressor.decode(message, g) for message, g in zip(messages, grads, strict=True)]
+        return means, [
+            compressor.decode(message, g) for message, g in zip(messages, grads, strict=True)
+        ]
 
     means, decoded = on_devices(run, 3, grads)
     for mean, message, g in zip(means, decoded, grads, strict=True):
@@ -166,7 +199,10 @@ def test_top_k_keeps_the_largest_of_each_leaf(on_devices):
 
 
 def test_momentum_correction_is_that_of_deep_gradient_compression(x64, on_devices):
-    """Against numpy, from the equations: u = mu u + g; v = v + u; send the top k of |v|; zero u and v there."""
+    """Against numpy, from the equations: u = mu u + g.
+
+    V = v + u; send the top k of |v|; zero u and v there.
+    """
     rows, k, mu = np.random.default_rng(0).normal(size=(5, 3, 20)), 4, 0.9
     reducer = R.error_feedback(R.top_k(k / 20, momentum=mu))
 
@@ -211,7 +247,10 @@ def test_power_sgd_sends_everything_before_its_first_step(x64, on_devices, draw_
 
 
 def test_warm_up_hands_over_from_exact_means(x64, on_devices, draw_gradients):
-    """Exact for two calls, with nothing kept; then what a run that begins there would send, momentum included."""
+    """Exact for two calls, with nothing kept.
+
+    Then what a run that begins there would send, momentum included.
+    """
     grads = draw_gradients([(12, 9)], 2, dtype=np.float64)
     reducer = R.top_k(0.1, momentum=0.5)
     means, state = on_devices(calls(R.error_feedback(R.warm_up(reducer, 2)), 4), 2, grads)
@@ -221,7 +260,9 @@ def test_warm_up_hands_over_from_exact_means(x64, on_devices, draw_gradients):
 
     def later(grads):
         fed_back = R.error_feedback(reducer)
-        third, state = fed_back.reduce(jax.tree.map(lambda g: 3 * g, grads), fed_back.init(grads), "data")
+        third, state = fed_back.reduce(
+            jax.tree.map(lambda g: 3 * g, grads), fed_back.init(grads), "data"
+        )
         return third, *fed_back.reduce(jax.tree.map(lambda g: 4 * g, grads), state, "data")
 
     *expected, last = on_devices(later, 2, grads)
@@ -231,7 +272,10 @@ def test_warm_up_hands_over_from_exact_means(x64, on_devices, draw_gradients):
 
 
 def test_power_sgd_treats_each_block_as_a_matrix():
-    params = {"blocks": {"w": np.ones((5, 40, 30))}, "list": [np.ones((40, 30)), np.ones(40), np.ones((3, 3))]}
+    params = {
+        "blocks": {"w": np.ones((5, 40, 30))},
+        "list": [np.ones((40, 30)), np.ones(40), np.ones((3, 3))],
+    }
     factors = R.power_sgd(4).init(params).factors
     assert factors["blocks"]["w"].shape == (5, 30, 4)
     assert factors["list"][0].shape == (1, 30, 4)

@@ -13,7 +13,9 @@ from shardopt.reducers import _mean as mean
 pytestmark = pytest.mark.slow  # the contract is broken on purpose
 
 R = so.reducers
-TOP_K, POWER_SGD = (importlib.import_module(f"shardopt.reducers._{name}") for name in ("top_k", "power_sgd"))
+TOP_K, POWER_SGD = (
+    importlib.import_module(f"shardopt.reducers._{name}") for name in ("top_k", "power_sgd")
+)
 
 
 def owners_forget_what_they_do_not_show(patch):
@@ -26,12 +28,20 @@ def chunks_go_nowhere(patch):
 
 def sums_for_means(patch):
     once = mean.all_reduce_padded
-    break_function(patch, mean.all_reduce_padded, lambda flat, axis_name, count: once(flat, axis_name, count) * 2)
+    break_function(
+        patch,
+        mean.all_reduce_padded,
+        lambda flat, axis_name, count: once(flat, axis_name, count) * 2,
+    )
 
 
 def indices_one_off(patch):
     once = TOP_K._scatter_sum
-    break_function(patch, TOP_K._scatter_sum, lambda indices, values, size: once((indices + 1) % size, values, size))
+    break_function(
+        patch,
+        TOP_K._scatter_sum,
+        lambda indices, values, size: once((indices + 1) % size, values, size),
+    )
 
 
 def bases_not_orthogonal(patch):
@@ -41,7 +51,9 @@ def bases_not_orthogonal(patch):
 def uncompressed_leaves_twice(patch):
     once = mean.mean_of
     break_function(
-        patch, POWER_SGD.mean_of, lambda *args: once(*args) if len(args[0]) != 2 else (list(args[0]), args[0])
+        patch,
+        POWER_SGD.mean_of,
+        lambda *args: once(*args) if len(args[0]) != 2 else (list(args[0]), args[0]),
     )
 
 
@@ -58,17 +70,26 @@ MUTATIONS = [
 
 
 def lost(reducer, on_devices, draw_gradients):
-    """How much of the gradients is neither in the means nor in the memories, and how far the means are off, by leaf."""
+    """How much of the gradients is neither in the means nor in the memories, and how far the means
+    are off, by leaf.
+    """
     grads = draw_gradients([(6, 5), (7,)], 3, dtype=np.float64)
     fed_back = R.error_feedback(reducer)
     found, state = on_devices(lambda g: fed_back.reduce(g, fed_back.init(g), "data"), 3, grads)
-    missing = [3 * found[n][0] + state.memory.value[n].sum(0) - np.asarray(g).sum(0) for n, g in grads.items()]
+    missing = [
+        3 * found[n][0] + state.memory.value[n].sum(0) - np.asarray(g).sum(0)
+        for n, g in grads.items()
+    ]
     exact = {name: np.asarray(g).mean(0) for name, g in grads.items()}
-    errors = [np.linalg.norm(found[name][0] - mean) / np.linalg.norm(mean) for name, mean in exact.items()]
+    errors = [
+        np.linalg.norm(found[name][0] - mean) / np.linalg.norm(mean) for name, mean in exact.items()
+    ]
     return max(np.abs(x).max() for x in missing), max(errors)
 
 
-@pytest.mark.parametrize(("mutate", "reducer"), MUTATIONS, ids=lambda x: getattr(x, "__name__", None) or x.name)
+@pytest.mark.parametrize(
+    ("mutate", "reducer"), MUTATIONS, ids=lambda x: getattr(x, "__name__", None) or x.name
+)
 def test_the_laws_notice(mutate, reducer, on_devices, draw_gradients, x64):
     whole, near = lost(reducer, on_devices, draw_gradients)
     assert whole <= 1e-12

@@ -12,22 +12,39 @@ from support.tiers import tiered
 import shardopt as so
 
 R = so.reducers
-PLAIN = [R.exact(), R.exact(jnp.bfloat16), R.int8(8), R.sign(16), R.top_k(0.2), R.power_sgd(2, start_step=1)]
+PLAIN = [
+    R.exact(),
+    R.exact(jnp.bfloat16),
+    R.int8(8),
+    R.sign(16),
+    R.top_k(0.2),
+    R.power_sgd(2, start_step=1),
+]
 PLAIN.append(R.warm_up(R.top_k(0.2, momentum=0.5), 1))
-REDUCERS = [*PLAIN, *(R.error_feedback(one) for one in PLAIN), R.error_feedback(R.top_k(0.2, momentum=0.9))]
+REDUCERS = [
+    *PLAIN,
+    *(R.error_feedback(one) for one in PLAIN),
+    R.error_feedback(R.top_k(0.2, momentum=0.9)),
+]
 FED_BACK = REDUCERS[len(PLAIN) :]
 by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda one: one.name)
 
 
 def tiered_by_name(*names):
     """Return the reducers with error feedback; those with such a name run by default."""
-    is_quick = lambda one: any(name in one.name for name in names) and "momentum" not in one.name  # noqa: E731
+
+    def is_quick(one):
+        return any(name in one.name for name in names) and "momentum" not in one.name
+
     return tiered(FED_BACK, is_quick, ids=lambda one: one.name)
 
 
 def mixed(size):
     draw = np.random.default_rng(0)
-    normal = lambda *shape: np.asarray(draw.normal(size=(size, *shape)))  # noqa: E731
+
+    def normal(*shape):
+        return np.asarray(draw.normal(size=(size, *shape)))
+
     return {
         "f64": normal(7, 13),
         "f32": normal(5).astype(jnp.float32),
@@ -51,21 +68,30 @@ def two_calls(reducer):
 @pytest.mark.parametrize("reducer", tiered_by_name("power_sgd"))
 def test_vmap_pmap_and_shard_map_agree(reducer, ways, draw_gradients):
     grads = draw_gradients([(7, 3), (5,), ()], 3)
-    results = {name: jax.tree.map(np.asarray, way(two_calls(reducer), 3)(grads)) for name, way in ways.items()}
+    results = {
+        name: jax.tree.map(np.asarray, way(two_calls(reducer), 3)(grads))
+        for name, way in ways.items()
+    }
     reference = results.pop("vmap")
     for found in results.values():
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, reference)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, reference
+        )
 
 
 @pytest.mark.parametrize("reducer", tiered_by_name("int8", "top_k")[:-1])
 def test_mass_is_conserved_in_every_dtype(reducer, on_devices, x64):
     grads = mixed(3)
     first, second, state = on_devices(two_calls(reducer), 3, grads)
-    assert {name: leaf.dtype for name, leaf in first.items()} == {name: g.dtype for name, g in grads.items()}
+    assert {name: leaf.dtype for name, leaf in first.items()} == {
+        name: g.dtype for name, g in grads.items()
+    }
     for name, g in grads.items():
         total = 3 * (first[name][0].astype(complex) + second[name][0].astype(complex))
         total += state.memory.value[name].astype(complex).sum(0)
-        np.testing.assert_allclose(total, 2 * np.asarray(g).astype(complex).sum(0), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(
+            total, 2 * np.asarray(g).astype(complex).sum(0), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("reducer", tiered_by_name("int8", "top_k"))
@@ -81,20 +107,31 @@ def test_a_non_finite_gradient_reaches_the_mean_and_no_memory(reducer, ways, dra
         broken, between = later(bad, before)
         assert not np.isfinite(np.asarray(broken["leaf0"])).all()
         jax.tree.map(np.testing.assert_array_equal, between, before)
-        assert all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(later(good, between)))
+        assert all(
+            np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(later(good, between))
+        )
 
 
 @pytest.mark.parametrize(
     "reducer",
-    tiered([R.int8(), R.sign(), R.exact(jnp.bfloat16)], lambda one: "int8" in one.name, ids=lambda one: one.name),
+    tiered(
+        [R.int8(), R.sign(), R.exact(jnp.bfloat16)],
+        lambda one: "int8" in one.name,
+        ids=lambda one: one.name,
+    ),
 )
 def test_several_axes_are_one(reducer, mesh_of, on_devices, draw_gradients):
     grads = draw_gradients([(5, 3)], 4)["leaf0"]
     over = ("replica", "data")
-    f = lambda g: reducer.reduce(g, (), over)[0]  # noqa: E731
+
+    def f(g):
+        return reducer.reduce(g, (), over)[0]
+
     spec = P(over)
     placed = jax.jit(
-        jax.shard_map(lambda g: f(g[0])[None], mesh=mesh_of(replica=2, data=2), in_specs=spec, out_specs=spec)
+        jax.shard_map(
+            lambda g: f(g[0])[None], mesh=mesh_of(replica=2, data=2), in_specs=spec, out_specs=spec
+        )
     )
     nested = jax.jit(jax.vmap(jax.vmap(f, axis_name="data"), axis_name="replica"))
     alone = on_devices(lambda g: reducer.reduce(g, (), "data")[0], 4, grads)
@@ -108,7 +145,9 @@ def test_state_is_made_from_shapes_alone(reducer):
     abstract = jax.eval_shape(reducer.init, jax.eval_shape(lambda: params))
     concrete = reducer.init(params)
     assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
-    assert [x.shape for x in jax.tree.leaves(abstract)] == [x.shape for x in jax.tree.leaves(concrete)]
+    assert [x.shape for x in jax.tree.leaves(abstract)] == [
+        x.shape for x in jax.tree.leaves(concrete)
+    ]
 
 
 @by_name
@@ -117,7 +156,9 @@ def test_an_empty_tree_is_reduced_without_a_word(reducer, mesh_of):
         return x, reducer.reduce({}, reducer.init({}), "data")[0]
 
     mesh = mesh_of(data=4)
-    program = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), check_vma=False))
+    program = jax.jit(
+        jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), check_vma=False)
+    )
     assert program(jnp.ones(4))[1] == {}
     assert so.audit(program, jnp.ones(4), mesh=mesh).collectives == ()
     assert reducer.wire_bytes({}, 4) == 0

@@ -1,4 +1,6 @@
-"""The bytes that a reducer states are those of the compiled program, and the ratios that were promised hold."""
+"""The bytes that a reducer states are those of the compiled program, and the ratios that were
+promised hold.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,11 @@ def test_the_compiled_program_sends_what_was_stated(reducer, size, mesh_of):
 
 @pytest.mark.parametrize(
     "reducer",
-    tiered([R.int8(), R.exact(), R.top_k(0.1)], lambda one: "int8" in one.name, ids=lambda one: one.name),
+    tiered(
+        [R.int8(), R.exact(), R.top_k(0.1)],
+        lambda one: "int8" in one.name,
+        ids=lambda one: one.name,
+    ),
 )
 def test_two_axes_send_what_one_of_their_size_does(reducer, mesh_of):
     found = audited(reducer, mesh_of(replica=2, data=2), ODD, ("replica", "data"))
@@ -108,7 +114,10 @@ def test_ratios_to_fp32_ddp_on_the_gpt(gpt_params, size):
     full = R.exact().wire_bytes(gpt_params, size)
     elements = sum(leaf.size for leaf in jax.tree.leaves(gpt_params))
     assert full == pytest.approx(2 * (size - 1) / size * 4 * elements, rel=1e-4)
-    ratio = lambda reducer: R.error_feedback(reducer).wire_bytes(gpt_params, size) / full  # noqa: E731
+
+    def ratio(reducer):
+        return R.error_feedback(reducer).wire_bytes(gpt_params, size) / full
+
     assert ratio(R.exact(jnp.bfloat16)) == pytest.approx(0.5, rel=1e-3)
     assert 0.25 < ratio(R.int8()) <= 0.27
     assert 1 / 32 < ratio(R.sign()) <= 0.04
@@ -118,7 +127,8 @@ def test_ratios_to_fp32_ddp_on_the_gpt(gpt_params, size):
 def test_power_sgd_on_the_gpt_is_its_formula(gpt_params):
     """Rank times (rows + columns) of each matrix of each block, and the vectors as they are."""
     size, rank, numbers = 4, 4, [0, 0]
-    views = {"embedding": 1, "head": 1, "qkv": 1, "out": 2, "up": 2, "down": 1}  # dims that are rows
+    # dims that are rows
+    views = {"embedding": 1, "head": 1, "qkv": 1, "out": 2, "up": 2, "down": 1}
     for path, leaf in jax.tree_util.tree_leaves_with_path(gpt_params):
         name, shape = path[-1].key, leaf.shape
         layers, dims = (shape[0], shape[1:]) if path[0].key == "blocks" else (1, shape)
@@ -142,7 +152,9 @@ def test_the_gpt_compiles_to_those_bytes(gpt_params, mesh_of):
 def test_leaves_travel_in_buckets(mesh_of, monkeypatch):
     many = {f"leaf{i}": jnp.ones((30, 10)) for i in range(7)}
     found = audited(R.int8(), mesh_of(data=4), many)
-    assert [one.kind for one in found.collectives] == ["all-to-all"] * 2 + ["all-gather"] * 2, "codes and scales"
+    assert [one.kind for one in found.collectives] == ["all-to-all"] * 2 + ["all-gather"] * 2, (
+        "codes and scales"
+    )
     monkeypatch.setattr(mean, "BUCKET_ELEMENTS", 1000)
     assert [bucket.size for bucket in mean.buckets_of([300] * 7, ["fp32"] * 7)] == [900, 900, 300]
     assert R.int8().wire_bytes(many, 4) == audited(R.int8(), mesh_of(data=4), many).total_wire_bytes

@@ -1,4 +1,6 @@
-"""Blocks whose weights are gathered only while they run: what their backward pass keeps, and that it is right."""
+"""Blocks whose weights are gathered only while they run: what their backward pass keeps, and that
+it is right.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,10 @@ DIM, HIDDEN, ROWS = 32, 512, 16
 
 def params_of(num_blocks, *, hidden=HIDDEN):
     rng = np.random.default_rng(0)
-    draw = lambda *shape: np.asarray(0.1 * rng.normal(size=shape), np.float32)  # noqa: E731
+
+    def draw(*shape):
+        return np.asarray(0.1 * rng.normal(size=shape), np.float32)
+
     return {
         "blocks": {"up": draw(num_blocks, DIM, hidden), "down": draw(num_blocks, hidden, DIM)},
         "out": draw(DIM, 4),
@@ -39,12 +44,19 @@ def advanced(x, change):
 def temporary(model, mesh, num_blocks, batch, params=None):
     opt = so.fsdp(optax.sgd(0.1), mesh, model)
     shapes = jax.eval_shape(lambda: params_of(num_blocks)) if params is None else params
-    return opt.step.lower(opt.abstract_state(shapes), batch).compile().memory_analysis().temp_size_in_bytes
+    return (
+        opt.step.lower(opt.abstract_state(shapes), batch)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+    )
 
 
 @pytest.mark.slow
 def test_weights_that_a_block_casts_are_not_kept_whole(mesh_of):
-    """Of a cast weight a policy by primitives keeps the whole: half as much again as the whole model for every step."""
+    """Of a cast weight a policy by primitives keeps the whole: half as much again as the whole
+    model for every step.
+    """
     held = {}
     for dtype in (None, jnp.bfloat16):
         config = gpt.GPTConfig(dim=128, num_layers=6, num_heads=4, dtype=dtype)
@@ -62,7 +74,10 @@ def test_the_lines_of_a_block_are_those_of_the_user(mesh_of):
     text = opt.step.lower(state, jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)).compile().as_text()
     frames = read_frames(text)
     places = [
-        source_of(line, frames) for lines in parse(text).computations.values() for line in lines if line.opcode == "dot"
+        source_of(line, frames)
+        for lines in parse(text).computations.values()
+        for line in lines
+        if line.opcode == "dot"
     ]
     assert len(places) >= 6  # two products of a block, and the gradients of each
     assert {place.rpartition(":")[0] for place in places} == {__file__}
@@ -77,15 +92,21 @@ def test_a_checkpoint_within_a_block_is_heeded(mesh_of):
     growth = []
     for change in (wide, jax.checkpoint(wide)):
         model = model_of(lambda w, x, change=change: advanced(x, change(w, x)))
-        growth.append(temporary(model, mesh_of(data=2), 8, batch) - temporary(model, mesh_of(data=2), 4, batch))
+        growth.append(
+            temporary(model, mesh_of(data=2), 8, batch)
+            - temporary(model, mesh_of(data=2), 4, batch)
+        )
     assert growth[0] > 4 * per_block  # the product that tanh is of, in every block
     assert growth[1] < per_block
 
 
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_gradients_are_those_of_one_device_with_keys_and_integers_on_the_way(micro_batches, mesh_of, x64):
+def test_gradients_are_those_of_one_device_with_keys_and_integers_on_the_way(
+    micro_batches, mesh_of, x64
+):
     def block(w, x, *, rng):
-        keep = jax.random.bernoulli(rng, 0.5, (1, DIM))  # by column, so that it does not depend on how rows are split
+        # by column, so that it does not depend on how rows are split
+        keep = jax.random.bernoulli(rng, 0.5, (1, DIM))
         hidden = jax.checkpoint(jnp.sin)(x["x"].astype(jnp.float64) @ w["up"])
         return advanced(x, keep * (hidden @ w["down"]) * (1 + x["count"]))
 
@@ -103,13 +124,18 @@ def test_gradients_are_those_of_one_device_with_keys_and_integers_on_the_way(mic
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("remat", ["full", pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "remat", ["full", pytest.param(jax.checkpoint_policies.dots_saveable, marks=pytest.mark.slow)]
+)
 def test_remat_of_the_model_is_heeded(remat, mesh_of):
     plain = model_of(lambda w, x: advanced(x, jnp.tanh(x["x"] @ w["up"]) @ w["down"]))
     batch, per_block = jax.ShapeDtypeStruct((512, DIM), jnp.float32), 512 // 2 * HIDDEN * 4
     growth = []
     for model in (plain, plain._replace(remat=remat)):
-        growth.append(temporary(model, mesh_of(data=2), 8, batch) - temporary(model, mesh_of(data=2), 4, batch))
+        growth.append(
+            temporary(model, mesh_of(data=2), 8, batch)
+            - temporary(model, mesh_of(data=2), 4, batch)
+        )
     saves_products = remat != "full"
     assert (growth[1] > 4 * per_block) == saves_products
     assert growth[0] > 4 * per_block
@@ -117,12 +143,16 @@ def test_remat_of_the_model_is_heeded(remat, mesh_of):
 
 def test_a_block_that_returns_another_shape_is_refused(mesh_of):
     opt = so.fsdp(
-        optax.sgd(0.1), mesh_of(data=2), model_of(lambda w, x: {"x": x["x"].astype(jnp.bfloat16), "count": 0})
+        optax.sgd(0.1),
+        mesh_of(data=2),
+        model_of(lambda w, x: {"x": x["x"].astype(jnp.bfloat16), "count": 0}),
     )
     state = opt.init(params_of(2))
     with pytest.raises(ValueError, match="a block must return") as error:
         opt.step(state, np.ones((ROWS, DIM), np.float32))
-    assert str(error.value) == (
-        "fsdp: a block must return what it is given, int32[], float32[16, 32]; it returned int32[], bfloat16[16, 32].\n"
-        "Fix: let embed bring its result to the shape and dtype that blocks return, or cast at the end of the block."
+    assert (
+        str(error.value)
+        == "fsdp: a block must return what it is given, int32[], float32[16, 32]; it returned"
+        " int32[], bfloat16[16, 32].\nFix: let embed bring its result to the shape and dtype"
+        " that blocks return, or cast at the end of the block."
     )

@@ -1,4 +1,6 @@
-"""Remat by name: what is kept, what is computed again, that steps are the same, and names that blocks do not have."""
+"""Remat by name: what is kept, what is computed again, that steps are the same, and names that
+blocks do not have.
+"""
 
 import re
 
@@ -40,14 +42,22 @@ MODEL = so.BlockModel(
 
 def params_of(dtype=np.float64):
     rng = np.random.default_rng(0)
-    shapes = {"in": (3, DIM, DIM), "out": (3, DIM, DIM), "up": (3, DIM, HIDDEN), "down": (3, HIDDEN, DIM)}
+    shapes = {
+        "in": (3, DIM, DIM),
+        "out": (3, DIM, DIM),
+        "up": (3, DIM, HIDDEN),
+        "down": (3, HIDDEN, DIM),
+    }
     blocks = {name: 0.3 * rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
     return {"blocks": blocks, "embed": np.eye(DIM, dtype=dtype)}
 
 
 def batches_of(steps):
     rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, ROWS)[:, None]
-    return [{"x": scale * rng.normal(size=(ROWS, DIM)), "y": rng.normal(size=(ROWS, DIM))} for _ in range(steps)]
+    return [
+        {"x": scale * rng.normal(size=(ROWS, DIM)), "y": rng.normal(size=(ROWS, DIM))}
+        for _ in range(steps)
+    ]
 
 
 def fsdp(*args, **kwargs):
@@ -65,7 +75,11 @@ QUICK = [("fsdp", "offload:outer")]
 
 @pytest.mark.parametrize(
     ("strategy", "remat"),
-    tiered(STEPS, lambda row: row in QUICK, ids=lambda row: f"{row[0]}-{getattr(row[1], '__name__', row[1])}"),
+    tiered(
+        STEPS,
+        lambda row: row in QUICK,
+        ids=lambda row: f"{row[0]}-{getattr(row[1], '__name__', row[1])}",
+    ),
 )
 def test_steps_are_those_of_one_device(strategy, remat, mesh_of, x64):
     params, batches = params_of(), batches_of(4)
@@ -79,7 +93,11 @@ def test_steps_are_those_of_one_device(strategy, remat, mesh_of, x64):
 
 
 def products(opt, abstract_params, batch):
-    return opt.step.lower(opt.abstract_state(abstract_params), batch).as_text().count("stablehlo.dot_general")
+    return (
+        opt.step.lower(opt.abstract_state(abstract_params), batch)
+        .as_text()
+        .count("stablehlo.dot_general")
+    )
 
 
 AGAIN = {
@@ -88,14 +106,19 @@ AGAIN = {
     "save:qkv": 4,
     "save:attention": 4,
     "offload:attention_out": 4,
-    "save:qkv,attention,attention_out,mlp_hidden": 1,  # the scores, whose exponentials the gradient reads
+    # the scores, whose exponentials the gradient reads
+    "save:qkv,attention,attention_out,mlp_hidden": 1,
 }
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(so.ddp, marks=pytest.mark.slow), so.fsdp], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(so.ddp, marks=pytest.mark.slow), so.fsdp], ids=["ddp", "fsdp"]
+)
 @pytest.mark.parametrize(("remat", "again"), tiered(AGAIN.items(), lambda row: row[0] == "full"))
 def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, again, mesh_of):
-    """Of the six products of a block the backward pass of "full" repeats five: nothing reads what the last one makes."""
+    """Of the six products of a block the backward pass of "full" repeats five: nothing reads what
+    the last one makes.
+    """
     config = gpt.GPTConfig(vocab_size=64, dim=32, num_layers=2, num_heads=4)
     shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     batch = {"tokens": jax.ShapeDtypeStruct((4, 9), jnp.int32)}
@@ -110,13 +133,18 @@ def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, again, mesh
 
 
 def test_nothing_else_is_kept():
-    given = {name: jax.ShapeDtypeStruct(leaf.shape[1:], jnp.float32) for name, leaf in params_of()["blocks"].items()}
+    given = {
+        name: jax.ShapeDtypeStruct(leaf.shape[1:], jnp.float32)
+        for name, leaf in params_of()["blocks"].items()
+    }
     leaves, treedef = jax.tree.flatten(given)
     x = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
 
     def kept(remat):
         run = checkpointed(remat, block)
-        passes = split_backward(lambda w, x: [run(treedef.unflatten(w), x[0])], leaves, [x], trained=range(4))
+        passes = split_backward(
+            lambda w, x: [run(treedef.unflatten(w), x[0])], leaves, [x], trained=range(4)
+        )
         return sorted(leaf.shape for leaf in passes.residuals)
 
     assert kept("full") == kept("offload") == [(ROWS, DIM)]
@@ -131,9 +159,12 @@ def test_a_name_that_blocks_do_not_have_is_refused(strategy, mesh_of):
     opt = strategy(TX, mesh_of(data=2), MODEL._replace(remat="save:inner,atention"))
     params = params_of(np.float32)
     with pytest.raises(ValueError, match="remat names 1 value") as error:
-        opt.step.lower(opt.abstract_state(params), {"x": np.ones((4, DIM), "f4"), "y": np.ones((4, DIM), "f4")})
-    assert str(error.value) == (
-        "BlockModel: remat names 1 value that the blocks do not have.\n  atention\n"
+        opt.step.lower(
+            opt.abstract_state(params), {"x": np.ones((4, DIM), "f4"), "y": np.ones((4, DIM), "f4")}
+        )
+    assert (
+        str(error.value)
+        == "BlockModel: remat names 1 value that the blocks do not have.\n  atention\n"
         "Fix: use some of inner, outer, hidden; jax.ad_checkpoint.checkpoint_name names others."
     )
 
@@ -142,9 +173,11 @@ def test_blocks_without_names_say_how_to_name():
     model = MODEL._replace(block=lambda w, x: x @ w["in"], remat="offload:inner,outer")
     with pytest.raises(ValueError, match="remat names 2 values") as error:
         jax.eval_shape(model.loss_fn, params_of(), batches_of(1)[0])
-    assert str(error.value) == (
-        "BlockModel: remat names 2 values that the blocks do not have.\n  inner\n  outer\n"
-        "Fix: name what is to be kept, x = jax.ad_checkpoint.checkpoint_name(x, 'attention'), or use remat='full'."
+    assert (
+        str(error.value)
+        == "BlockModel: remat names 2 values that the blocks do not have.\n  inner\n  outer\nFix:"
+        " name what is to be kept, x = jax.ad_checkpoint.checkpoint_name(x, 'attention'), or use"
+        " remat='full'."
     )
 
 
@@ -153,10 +186,13 @@ def test_the_kernel_is_not_run_again_where_its_result_is_kept():
 
     def kernels(remat):
         mix = checkpointed(remat, lambda x: so.nn.attention(x, x, x, implementation="splash"))
-        used, _ = dce_jaxpr(jax.make_jaxpr(jax.value_and_grad(lambda x: mix(x).sum()))(x).jaxpr, [True, True])
+        used, _ = dce_jaxpr(
+            jax.make_jaxpr(jax.value_and_grad(lambda x: mix(x).sum()))(x).jaxpr, [True, True]
+        )
         return str(used).count("pallas_call[")
 
-    assert (kernels("full"), kernels("save:attention")) == (3, 2)  # forward, forward again, and backward
+    # forward, forward again, and backward
+    assert (kernels("full"), kernels("save:attention")) == (3, 2)
 
 
 @pytest.mark.slow
@@ -167,12 +203,20 @@ def test_kernels_and_host_memory_on_tpu(tensor):
     rules = RULES if tensor > 1 else ()
 
     def report(remat):
-        make = lambda mesh: so.fsdp(TX, mesh, transformer.model(shape, remat=remat), rules=rules)  # noqa: E731
+        def make(mesh):
+            return so.fsdp(TX, mesh, transformer.model(shape, remat=remat), rules=rules)
+
         shapes = shape.abstract_params(), transformer.abstract_batch(shape, 8)
         return so.aot(make, *shapes, topology="v5e:2x4", tensor=tensor)
 
-    save, offload, full = report("save:qkv,attention"), report("offload:qkv,attention"), report("full")
-    kernels = [re.findall(r"%splash_(\w+?)[.\d]* = .* custom-call\(", one.text) for one in (save, full)]
+    save, offload, full = (
+        report("save:qkv,attention"),
+        report("offload:qkv,attention"),
+        report("full"),
+    )
+    kernels = [
+        re.findall(r"%splash_(\w+?)[.\d]* = .* custom-call\(", one.text) for one in (save, full)
+    ]
     assert kernels == [["forward", "backward"], ["forward", "forward", "backward"]]
     in_host_memory = "S(5)"
     assert in_host_memory not in save.text

@@ -1,4 +1,6 @@
-"""A block reads its rounded weights in products of 8 bits alone: through functions and loops too, and any other read is refused."""
+"""A block reads its rounded weights in products of 8 bits alone: through functions and loops too,
+and any other read is refused.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +26,17 @@ def looped(x, w):
 
 
 def carried(x, w):
-    return jax.lax.scan(lambda x_and_w, _: ((product(*x_and_w), x_and_w[1]), None), (x, w), None, length=2)[0][0]
+    return jax.lax.scan(
+        lambda x_and_w, _: ((product(*x_and_w), x_and_w[1]), None), (x, w), None, length=2
+    )[0][0]
 
 
 def while_looped(x, w):
     x, w = jax.lax.stop_gradient((x, w))  # such a loop has no gradient
-    turn = lambda turn_and_x: (turn_and_x[0] + 1, product(turn_and_x[1], w))  # noqa: E731
+
+    def turn(turn_and_x):
+        return (turn_and_x[0] + 1, product(turn_and_x[1], w))
+
     return jax.lax.while_loop(lambda turn_and_x: turn_and_x[0] < 2, turn, (0, x))[1]
 
 
@@ -39,8 +46,12 @@ def changed(change):
 
 
 def reversed_in_a_loop(x, w):
-    turn = lambda turn_and_w: (turn_and_w[0] + 1, jax.tree.map(lambda leaf: leaf[::-1], turn_and_w[1]))  # noqa: E731
-    return product(x, {"w": jax.lax.while_loop(lambda turn_and_w: turn_and_w[0] < 2, turn, (0, w["w"]))[1]})
+    def turn(turn_and_w):
+        return (turn_and_w[0] + 1, jax.tree.map(lambda leaf: leaf[::-1], turn_and_w[1]))
+
+    return product(
+        x, {"w": jax.lax.while_loop(lambda turn_and_w: turn_and_w[0] < 2, turn, (0, w["w"]))[1]}
+    )
 
 
 PRODUCTS = {
@@ -49,7 +60,9 @@ PRODUCTS = {
     "scan": looped,
     "carry": carried,
     "while": while_looped,
-    "cond": lambda x, w: jax.lax.cond(w["switch"] > 0, product, lambda x, w: product(2 * x, w), x, w),
+    "cond": lambda x, w: jax.lax.cond(
+        w["switch"] > 0, product, lambda x, w: product(2 * x, w), x, w
+    ),
     "stop_gradient": lambda x, w: product(x, jax.lax.stop_gradient(w)),
     "barrier": lambda x, w: product(x, jax.lax.optimization_barrier(w)),
 }
@@ -58,7 +71,9 @@ OTHERS = {
     "mul": changed(lambda leaf: leaf * 2),
     "rev": jax.jit(changed(lambda leaf: leaf[::-1])),
     "add": jax.checkpoint(changed(lambda leaf: leaf + leaf)),
-    "sub": lambda x, w: jax.lax.cond(w["switch"] > 0, product, changed(lambda leaf: leaf - leaf), x, w),
+    "sub": lambda x, w: jax.lax.cond(
+        w["switch"] > 0, product, changed(lambda leaf: leaf - leaf), x, w
+    ),
     "select_n": lambda x, w: changed(lambda leaf: jnp.where(w["switch"] > 0, leaf, leaf))(x, w),
     "while": reversed_in_a_loop,
     "square": lambda x, w: product(x, w) / (1 + optax.tree.norm(w)),
@@ -71,7 +86,10 @@ OTHERS = {
 def trained(block, rounded, opt=so.fsdp, sizes=None, **options):
     mesh = so.make_mesh(**(sizes or {"data": 2}), devices=jax.devices()[: 4 if sizes else 2])
     model = so.BlockModel(
-        lambda outer, x: x, lambda w, x: x + block(x, w), lambda outer, x, _: jnp.mean(x**2), rounded=rounded
+        lambda outer, x: x,
+        lambda w, x: x + block(x, w),
+        lambda outer, x, _: jnp.mean(x**2),
+        rounded=rounded,
     )
     strategy = opt(optax.sgd(0.1, momentum=0.9), mesh, model, min_shard_elements=1, **options)
     state = strategy.init(PARAMS)
@@ -90,7 +108,11 @@ def test_products_may_be_anywhere(name, x64):
 @pytest.mark.parametrize("reader", OTHERS)
 def test_any_other_read_is_refused(reader):
     with pytest.raises(
-        TypeError, match=rf"^fsdp: a block reads a weight that BlockModel.rounded names.*(?s:.)*read by {reader}\n"
+        TypeError,
+        match=(
+            r"^fsdp: a block reads a weight that BlockModel.rounded names.*(?s:.)*read by"
+            rf" {reader}\n"
+        ),
     ):
         trained(OTHERS[reader], {"w": Rounding("int8")})
 
@@ -104,7 +126,9 @@ def test_a_pipeline_refuses_it_too():
 @pytest.mark.fast
 def test_a_cast_that_the_rounding_names_must_happen():
     for block in (product, lambda x, w: product(x, {"w": w["w"].astype(jnp.float32)})):
-        with pytest.raises(TypeError, match=r"was rounded in bfloat16, and the block did not cast it to that"):
+        with pytest.raises(
+            TypeError, match=r"was rounded in bfloat16, and the block did not cast it to that"
+        ):
             trained(block, {"w": Rounding("int8", dtype=jnp.bfloat16)})
 
 
@@ -124,14 +148,25 @@ def test_a_cast_that_the_rounding_names_must_happen():
     ids=["attribute", "method", "power", "number", "negative", "index", "numpy", "jax.numpy"],
 )
 def test_a_read_as_an_array_is_told_the_remedy(read):
-    message = r"was used as an array.*\nFix: multiply it by so\.nn\.quantized_einsum alone, or take its name out"
+    message = (
+        r"was used as an array.*\nFix: multiply it by so\.nn\.quantized_einsum alone, or take its"
+        r" name out"
+    )
     with pytest.raises((TypeError, AttributeError), match=message):
         trained(lambda x, w: product(x, w) * jnp.mean(read(w["w"])), {"w": Rounding("int8")})
 
 
 @pytest.mark.fast
 def test_a_gradient_inside_of_a_block_is_refused():
-    """No product reads the arrays that have the gradient of a rounded weight, so the weight would have no gradient."""
-    force = lambda x, w: -jax.grad(lambda x: jnp.sum(jnp.cos(product(x, w))))(jax.lax.stop_gradient(x))  # noqa: E731
-    with pytest.raises(TypeError, match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated"):
+    """No product reads the arrays that have the gradient of a rounded weight, so the weight would
+    have no gradient.
+    """
+
+    def force(x, w):
+        return -jax.grad(lambda x: jnp.sum(jnp.cos(product(x, w))))(jax.lax.stop_gradient(x))
+
+    with pytest.raises(
+        TypeError,
+        match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated",
+    ):
         trained(force, {"w": Rounding("int8")}, separable=True)

@@ -1,4 +1,7 @@
-"""Split passes of a block give what `jax.vjp` gives, whatever it is made of; each does its own share of the work."""
+"""Split passes of a block give what `jax.vjp` gives, whatever it is made of.
+
+Each does its own share of the work.
+"""
 
 import functools
 
@@ -15,12 +18,15 @@ ROWS, WIDTH = 3, 4
 
 @jax.custom_vjp
 def twice_in_reverse(x, w):
-    """Its gradient is not that of what it computes, so an executor that differentiates again is found out."""
+    """Its gradient is not that of what it computes, so an executor that differentiates again is
+    found out.
+    """
     return x * w
 
 
 twice_in_reverse.defvjp(
-    lambda x, w: (x * w, (x, w)), lambda residuals, dy: (2 * dy * residuals[1], 3 * (dy * residuals[0]).sum())
+    lambda x, w: (x * w, (x, w)),
+    lambda residuals, dy: (2 * dy * residuals[1], 3 * (dy * residuals[0]).sum()),
 )
 
 
@@ -40,7 +46,9 @@ def scanned(given, x):
 
 def unrolled(given, x):
     w, _ = given
-    rows, _ = jax.lax.scan(lambda h, s: (jnp.tanh(h @ w * s), h.sum()), x[0], jnp.arange(3.0), unroll=True)
+    rows, _ = jax.lax.scan(
+        lambda h, s: (jnp.tanh(h @ w * s), h.sum()), x[0], jnp.arange(3.0), unroll=True
+    )
     return [rows]
 
 
@@ -66,7 +74,9 @@ BLOCKS = {
     "relu": lambda g, x: [jax.nn.relu(x[0] @ g[0])],
     "softmax": lambda g, x: [jax.nn.softmax(x[0] @ g[0]) @ g[0]],
     "gelu": lambda g, x: [jax.nn.gelu(x[0] @ g[0]) * jax.nn.silu(x[0])],
-    "norm": lambda g, x: [(x[0] - x[0].mean(-1, keepdims=True)) / (x[0].std(-1, keepdims=True) + 0.1) @ g[0]],
+    "norm": lambda g, x: [
+        (x[0] - x[0].mean(-1, keepdims=True)) / (x[0].std(-1, keepdims=True) + 0.1) @ g[0]
+    ],
     "custom_vjp": lambda g, x: [twice_in_reverse(x[0] @ g[0], g[1])],
     "custom_jvp": lambda g, x: [bent(x[0] @ g[0])],
     "constant": lambda g, x: [jnp.tanh(x[0] @ CONSTANT @ g[0])],
@@ -81,9 +91,13 @@ BLOCKS = {
     "the input is not used": lambda g, x: [jnp.zeros_like(x[0]) + jnp.tanh(g[0][:ROWS])],
     "a weight is not used": lambda g, x: [jnp.sin(x[0]) * g[1]],
     "constant output": lambda g, x: [jnp.ones_like(x[0])],
-    "stopped": lambda g, x: [x[0] @ jax.lax.stop_gradient(g[0]) + jax.lax.stop_gradient(x[0]) @ g[0]],
+    "stopped": lambda g, x: [
+        x[0] @ jax.lax.stop_gradient(g[0]) + jax.lax.stop_gradient(x[0]) @ g[0]
+    ],
     "sorted": lambda g, x: [jnp.sort(x[0] @ g[0], axis=-1)],
-    "dropout": lambda g, x: [x[0] @ g[0] * jax.random.bernoulli(jax.random.key(7), 0.5, x[0].shape)],
+    "dropout": lambda g, x: [
+        x[0] @ g[0] * jax.random.bernoulli(jax.random.key(7), 0.5, x[0].shape)
+    ],
     "the same weight twice": lambda g, x: [x[0] @ g[0] @ g[0] @ g[0]],
 }
 
@@ -91,7 +105,11 @@ BLOCKS = {
 def example():
     draw = np.random.default_rng(0)
     given = [jnp.asarray(draw.normal(size=(WIDTH, WIDTH))), jnp.asarray(0.7)]
-    return given, [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))], [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))]
+    return (
+        given,
+        [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))],
+        [jnp.asarray(draw.normal(size=(ROWS, WIDTH)))],
+    )
 
 
 def check(f, given, x, dy, trained):
@@ -119,9 +137,13 @@ def check(f, given, x, dy, trained):
         @jax.jit
         def run(given, x, dy, one=one):
             found, residuals = one.forward(given, x)
-            assert [(k.shape, k.dtype) for k in residuals] == [(k.shape, k.dtype) for k in one.residuals]
+            assert [(k.shape, k.dtype) for k in residuals] == [
+                (k.shape, k.dtype) for k in one.residuals
+            ]
             dx, deferred = one.backward(given, residuals, dy)
-            assert [(k.shape, k.dtype) for k in deferred] == [(k.shape, k.dtype) for k in one.deferred]
+            assert [(k.shape, k.dtype) for k in deferred] == [
+                (k.shape, k.dtype) for k in one.deferred
+            ]
             dw = one.weight(given, [residuals[i] for i in one.weight_residuals], deferred)
             return found, dx, dw, one.both(given, residuals, dy)
 
@@ -171,7 +193,9 @@ def test_half_precision(x64):
 
 
 def test_complex_numbers(x64):
-    given, x, dy = jax.tree.map(lambda leaf: leaf + 1j * leaf[..., ::-1] if leaf.ndim else leaf, example())
+    given, x, dy = jax.tree.map(
+        lambda leaf: leaf + 1j * leaf[..., ::-1] if leaf.ndim else leaf, example()
+    )
     check(BLOCKS["residual"], given, x, dy, trained=[0])
 
 
@@ -193,7 +217,9 @@ def test_each_inner_product_runs_once(x64):
     _, deferred = passes.backward(given, residuals, dy)
     assert count(passes.forward, given, x) == 2
     assert count(passes.backward, given, residuals, dy) == 2
-    assert count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 2
+    assert (
+        count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 2
+    )
     assert count(passes.both, given, residuals, dy) == 4
     again = rematerialised(passes, x)
     _, deferred = again.backward(given, x, dy)
@@ -204,7 +230,10 @@ def test_each_inner_product_runs_once(x64):
 def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
     _, x, dy = example()
     big = jnp.ones((WIDTH, 50 * WIDTH))
-    f = lambda g, x: [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]  # noqa: E731
+
+    def f(g, x):
+        return [x[0] @ jnp.tanh(g[0]) @ jnp.exp(g[0].T) * jax.random.uniform(jax.random.key(g[1]))]
+
     passes = split_backward(f, [big, jnp.int32(3)], x, trained=[0])
     sizes = [one.size for one in (*passes.residuals, *passes.deferred)]
     assert max(sizes) < big.size
@@ -214,23 +243,36 @@ def test_no_weight_is_kept_nor_what_follows_from_weights_alone(x64):
 
 def test_elementwise_results_are_not_kept(x64):
     given, x, _ = example()
-    passes = split_backward(lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0])
+    passes = split_backward(
+        lambda g, x: [jnp.tanh(jnp.sin(jnp.exp(x[0] @ g[0])) * 3 + 1)], given, x, trained=[0]
+    )
     assert [one.shape for one in passes.residuals] == [(ROWS, WIDTH)] * 2  # x, and x @ w
 
 
 def test_a_product_inside_a_jit_is_taken_apart_too(x64):
-    """`jax.nn` is full of jits; left whole, both gradients of what stands in one would be computed at once."""
+    """`jax.nn` is full of jits.
+
+    Left whole, both gradients of what stands in one would be computed at once.
+    """
     given, x, dy = example()
-    f = lambda g, x: [jax.jit(lambda x, w: jax.nn.gelu(x @ w))(x[0], g[0])]  # noqa: E731
+
+    def f(g, x):
+        return [jax.jit(lambda x, w: jax.nn.gelu(x @ w))(x[0], g[0])]
+
     passes = split_backward(f, given, x, trained=[0])
     _, residuals = passes.forward(given, x)
     _, deferred = passes.backward(given, residuals, dy)
     assert count(passes.backward, given, residuals, dy) == 1
-    assert count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 1
+    assert (
+        count(passes.weight, given, [residuals[i] for i in passes.weight_residuals], deferred) == 1
+    )
 
 
 def test_a_checkpoint_is_taken_apart_unless_it_would_repeat_a_product(x64):
-    """It is one equation of the trace; whole, the weight's gradient would be computed early, and kept."""
+    """It is one equation of the trace.
+
+    Whole, the weight's gradient would be computed early, and kept.
+    """
     given, x, dy = example()
     given = [given[0], given[0].T]
 
@@ -238,12 +280,18 @@ def test_a_checkpoint_is_taken_apart_unless_it_would_repeat_a_product(x64):
         return str(jax.make_jaxpr(f)(*args)).count("dot_general[")
 
     def made(within):
-        f = lambda g, x: [x[0] + jax.checkpoint(within)(x[0] @ g[0], g[1])]  # noqa: E731
+        def f(g, x):
+            return [x[0] + jax.checkpoint(within)(x[0] @ g[0], g[1])]
+
         passes = check(f, given, x, dy, trained=[0, 1])
         _, residuals = passes.forward(given, x)
         _, deferred = passes.backward(given, residuals, dy)
         kept = [residuals[i] for i in passes.weight_residuals]
-        return products(passes.backward, given, residuals, dy), products(passes.weight, given, kept, deferred), deferred
+        return (
+            products(passes.backward, given, residuals, dy),
+            products(passes.weight, given, kept, deferred),
+            deferred,
+        )
 
     backward, weight, deferred = made(lambda h, w: jax.nn.silu(h) @ w)
     assert (backward, weight) == (2, 2)

@@ -1,4 +1,7 @@
-"""A product that is transposed becomes the product the other way round, with the same result; everything else stays."""
+"""A product that is transposed becomes the product the other way round, with the same result.
+
+Everything else stays.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -85,4 +88,6 @@ def test_where_the_result_lies_follows_its_dims():
         closed = jax.make_jaxpr(lambda a, b: jax.lax.dot(a, b, out_sharding=rows).T)(a, b)
         found = without_transposes(closed.jaxpr)
         assert found.eqns[0].params["out_sharding"].spec == jax.sharding.PartitionSpec(None, "one")
-        assert jax.eval_shape(lambda *args: jax.core.eval_jaxpr(found, closed.consts, *args), a, b)[0].shape == (6, 5)
+        assert jax.eval_shape(lambda *args: jax.core.eval_jaxpr(found, closed.consts, *args), a, b)[
+            0
+        ].shape == (6, 5)

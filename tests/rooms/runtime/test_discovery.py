@@ -24,4 +24,6 @@ def test_what_a_script_says(script, count, why):
     finally:
         discovery.close()
     # once
-    assert said == [f"launch: --discovery-script does not say how many processes can run: {one}." for one in why]
+    assert said == [
+        f"launch: --discovery-script does not say how many processes can run: {one}." for one in why
+    ]

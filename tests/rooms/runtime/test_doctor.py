@@ -1,4 +1,6 @@
-"""`so.doctor`: it warns about the silent errors that the versions have and the program meets, and about no others."""
+"""`so.doctor`: it warns about the silent errors that the versions have and the program meets, and
+about no others.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +30,10 @@ def step_of(mesh_of, sizes, **options):
 
 
 def issues(versions, kind, processes=1, jaxpr=None):
-    return {error.issue.split()[1]: error.occurs for error in known_errors(versions, kind, processes, jaxpr)}
+    return {
+        error.issue.split()[1]: error.occurs
+        for error in known_errors(versions, kind, processes, jaxpr)
+    }
 
 
 def test_each_error_belongs_to_its_versions_and_platform():
@@ -48,10 +53,16 @@ def test_each_error_belongs_to_its_versions_and_platform():
         ({"data": 4}, {"micro_batches": 2, "view": "global"}, True),
         ({"data": 4}, {"micro_batches": 1, "view": "global"}, False),
         ({"data": 4}, {"micro_batches": 2, "view": "per_device"}, False),
-        ({"data": 2, "tensor": 2}, {"micro_batches": 2, "view": "per_device", "rules": RULES}, True),
+        (
+            {"data": 2, "tensor": 2},
+            {"micro_batches": 2, "view": "per_device", "rules": RULES},
+            True,
+        ),
     ],
 )
-def test_the_scatter_in_a_loop_is_seen_where_the_partitioner_has_it(sizes, options, occurs, mesh_of):
+def test_the_scatter_in_a_loop_is_seen_where_the_partitioner_has_it(
+    sizes, options, occurs, mesh_of
+):
     opt, state, batch = step_of(mesh_of, sizes, **options)
     jaxpr = jax.make_jaxpr(opt.step)(state, batch)
     assert issues(OLD, "tpu", jaxpr=jaxpr) == {"49143": occurs, "42481": False, "39025": False}
@@ -97,10 +108,11 @@ def test_a_report_says_versions_devices_and_flags(mesh_of, monkeypatch):
 def test_the_text_of_a_warning_has_number_pattern_and_remedy(mesh_of):
     opt, state, batch = step_of(mesh_of, {"data": 4}, micro_batches=2, view="global")
     error = next(known_errors(OLD, "tpu", 1, jax.make_jaxpr(opt.step)(state, batch)))
-    assert str(error) == (
-        "openxla/xla 49143: gradients of lookups that a loop sums in the hands of the partitioner may lose parts.\n"
-        "  YOUR STEP HAS THE PATTERN. Fix: pip install 'libtpu>=0.0.50.1', or pass "
-        "compiler_options={'xla_disable_hlo_passes': 'while-loop-all-reduce-code-motion'}."
+    assert (
+        str(error) == "openxla/xla 49143: gradients of lookups that a loop sums in the hands of the"
+        " partitioner may lose parts.\n  YOUR STEP HAS THE PATTERN. Fix: pip install"
+        " 'libtpu>=0.0.50.1', or pass compiler_options={'xla_disable_hlo_passes':"
+        " 'while-loop-all-reduce-code-motion'}."
     )
 
 
@@ -108,7 +120,10 @@ def test_a_program_needs_its_state_and_batch(mesh_of):
     opt, state, _ = step_of(mesh_of, {"data": 4})
     with pytest.raises(TypeError) as raised:
         so.doctor(opt, state)
-    assert str(raised.value) == ("doctor: batch missing.\nFix: call so.doctor(opt, state, batch), or so.doctor().")
+    assert (
+        str(raised.value)
+        == "doctor: batch missing.\nFix: call so.doctor(opt, state, batch), or so.doctor()."
+    )
 
 
 def test_the_command_prints_the_report(capsys):

@@ -1,4 +1,6 @@
-"""The lock of a folder: one holder, known for certain, let go of when it dies, whatever it had forked."""
+"""The lock of a folder: one holder, known for certain, let go of when it dies, whatever it had
+forked.
+"""
 
 import errno
 import json
@@ -41,14 +43,20 @@ while True:
 
 @pytest.fixture
 def holder(tmp_path):
-    """Return a function that starts a process that takes the folder and forks; gives it and what the fork says."""
+    """Return a function that starts a process that takes the folder and forks.
+
+    Gives it and what the fork says.
+    """
     processes, forks = [], []
 
     def start(what):
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
-        command = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path), what]  # jax warns of every fork
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+        # jax warns of every fork
+        command = [sys.executable, "-W", "ignore", "-c", HOLDER, str(tmp_path), what]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
         said = processes[-1].stdout.readline().rstrip("\n")
         forks.append(int(said.split()[0]))
         return processes[-1], said
@@ -71,11 +79,14 @@ def refusal_of(folder):
 def test_a_fork_has_no_part_in_the_lock_and_does_not_outlive_its_holder(holder, tmp_path):
     process, said = holder("fork")
     fork, _, *words = said.split(" ")
-    assert " ".join(words) == (
-        f"holder: {tmp_path} is written to by process {process.pid}, and this one, {fork}, is a fork of it.|"
-        "Fix: write in the process that began to."
+    assert (
+        " ".join(words)
+        == f"holder: {tmp_path} is written to by process {process.pid}, and this one, {fork}, is a"
+        " fork of it.|Fix: write in the process that began to."
     )
-    assert refusal_of(tmp_path).startswith(f"test: {tmp_path} is already being written to by process {process.pid} on ")
+    assert refusal_of(tmp_path).startswith(
+        f"test: {tmp_path} is already being written to by process {process.pid} on "
+    )
     process.kill()
     process.wait()
     os.kill(int(fork), 0)  # it lives
@@ -89,7 +100,9 @@ def test_a_fork_may_take_a_lock_of_its_own(holder, tmp_path):
     fork, parent, pid = said.split()
     assert (int(parent), pid) == (process.pid, fork)
     refused = refusal_of(tmp_path / "other")
-    assert refused.startswith(f"test: {tmp_path}/other is already being written to by process {fork} on ")
+    assert refused.startswith(
+        f"test: {tmp_path}/other is already being written to by process {fork} on "
+    )
 
 
 def test_who_is_handed_the_descriptor_keeps_the_lock_until_it_is_let_go_of(tmp_path):
@@ -101,8 +114,9 @@ def test_who_is_handed_the_descriptor_keeps_the_lock_until_it_is_let_go_of(tmp_p
             mine.descriptor = None
             lock._held_locks.discard(mine)
             assert refusal_of(tmp_path).endswith(
-                "It cannot be seen from here: it runs in another container, or it has ended and what it started still "
-                f"runs.\nFix: stop what has {tmp_path}/.lock open (fuser names it), or use another directory."
+                "It cannot be seen from here: it runs in another container, or it has ended and"
+                f" what it started still runs.\nFix: stop what has {tmp_path}/.lock open (fuser"
+                " names it), or use another directory."
             )
         finally:
             process.kill()
@@ -118,16 +132,29 @@ def test_who_is_handed_the_descriptor_keeps_the_lock_until_it_is_let_go_of(tmp_p
 def test_this_very_process_is_told_by_what_it_holds_not_by_its_number(tmp_path):
     """In containers host name and number are often the same: pid 1."""
     mine = lock.acquire_lock("test", tmp_path)
-    assert refusal_of(tmp_path).startswith(f"test: {tmp_path} is already being written to by this very process, since ")
+    assert refusal_of(tmp_path).startswith(
+        f"test: {tmp_path} is already being written to by this very process, since "
+    )
     lock.release_lock(mine)
     host = socket.gethostname()
-    held = "import fcntl, sys; fcntl.flock(file := open(sys.argv[1], 'r+'), fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    held = (
+        "import fcntl, sys; fcntl.flock(file := open(sys.argv[1], 'r+'), fcntl.LOCK_EX);"
+        " print(flush=True); sys.stdin.read()"
+    )
     command = [sys.executable, "-c", held, str(tmp_path / ".lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        for pid, seen in ((os.getpid(), False), (process.pid, True), (2**22 + 1, False), ("unknown", True)):
+        for pid, seen in (
+            (os.getpid(), False),
+            (process.pid, True),
+            (2**22 + 1, False),
+            ("unknown", True),
+        ):
             (tmp_path / ".lock").write_text(json.dumps({"host": host, "pid": pid, "since": "noon"}))
-            first = f"test: {tmp_path} is already being written to by process {pid} on {host}, since noon."
+            first = (
+                f"test: {tmp_path} is already being written to by process {pid} on {host}, since"
+                " noon."
+            )
             said = refusal_of(tmp_path)
             assert said.startswith(first)
             assert ("It cannot be seen from here" in said) is not seen
@@ -137,7 +164,11 @@ def test_this_very_process_is_told_by_what_it_holds_not_by_its_number(tmp_path):
 def test_a_lock_whose_file_is_gone_is_not_held(number, tmp_path, monkeypatch):
     mine = lock.acquire_lock("test", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", lambda descriptor: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+        patch.setattr(
+            os,
+            "fstat",
+            lambda descriptor: (_ for _ in ()).throw(OSError(number, os.strerror(number))),
+        )
         assert not lock.holds_lock(mine)
     assert lock.holds_lock(mine)
     (tmp_path / ".lock").unlink()
@@ -148,10 +179,16 @@ def test_a_lock_whose_file_is_gone_is_not_held(number, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
-def test_an_error_that_says_nothing_of_the_file_is_not_taken_for_a_deletion(number, tmp_path, monkeypatch):
+def test_an_error_that_says_nothing_of_the_file_is_not_taken_for_a_deletion(
+    number, tmp_path, monkeypatch
+):
     mine = lock.acquire_lock("test", tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fstat", lambda descriptor: (_ for _ in ()).throw(OSError(number, os.strerror(number))))
+        patch.setattr(
+            os,
+            "fstat",
+            lambda descriptor: (_ for _ in ()).throw(OSError(number, os.strerror(number))),
+        )
         with pytest.raises(OSError, match=os.strerror(number)):
             lock.holds_lock(mine)
         with pytest.raises(OSError, match=os.strerror(number)):
@@ -165,7 +202,9 @@ def test_on_a_full_disk_a_folder_can_be_taken(tmp_path, monkeypatch):
     """Whoever takes it may be about to make room. The kernel's own error, from /dev/full."""
     write = os.pwrite
     with Path("/dev/full").open("wb") as full:
-        monkeypatch.setattr(os, "pwrite", lambda descriptor, data, at: write(full.fileno(), data, 0))
+        monkeypatch.setattr(
+            os, "pwrite", lambda descriptor, data, at: write(full.fileno(), data, 0)
+        )
         mine = lock.acquire_lock("test", tmp_path)
     assert (tmp_path / ".lock").read_bytes() == b""
     assert lock.holds_lock(mine)

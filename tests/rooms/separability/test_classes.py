@@ -1,4 +1,7 @@
-"""Every class of losses that a proof of separability can get wrong; and losses that it must accept."""
+"""Every class of losses that a proof of separability can get wrong.
+
+And losses that it must accept.
+"""
 
 import jax
 import pytest
@@ -9,14 +12,21 @@ from support.tiers import tiered
 ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
 QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::96]}
 OFTEN = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::2]}
-MEANS = [row for row in ACCEPTED if ":" not in row and row not in ("linen", "nnx", "equinox", "buffer in scan")][::12]
+MEANS = [
+    row
+    for row in ACCEPTED
+    if ":" not in row and row not in ("linen", "nnx", "equinox", "buffer in scan")
+][::12]
 """Some that take little time to initialise."""
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "row"),
-    tiered([pair for pair in ROWS if not CLASSES[pair[0]][pair[1]].separable], lambda pair: pair in OFTEN),
+    tiered(
+        [pair for pair in ROWS if not CLASSES[pair[0]][pair[1]].separable],
+        lambda pair: pair in OFTEN,
+    ),
 )
 def test_what_is_no_mean_is_not_accepted(name, row):
     case = CLASSES[name][row]
@@ -57,7 +67,10 @@ def test_the_oracle_sees_behind_zeros():
     whole, half = (jax.tree.map(lambda x, rows=rows: x[:rows], batch) for rows in (8, 4))
     other = jax.tree.map(lambda x: x[4:], batch)
     with as_users_have_it():
-        value, parts = row.loss_fn(PARAMS, whole), [row.loss_fn(PARAMS, one) for one in (half, other)]
+        value, parts = (
+            row.loss_fn(PARAMS, whole),
+            [row.loss_fn(PARAMS, one) for one in (half, other)],
+        )
     assert (
         abs(float(value) - sum(float(part) for part in parts) / 2) < 1e-12
     )  # at the given numbers it looks like a mean

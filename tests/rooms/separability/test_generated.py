@@ -1,8 +1,10 @@
-"""No random program is accepted that plain jax finds to be no mean over rows; and most of those that are means are accepted.
+"""No random program is accepted that plain jax finds to be no mean over rows.
 
-Plain jax judges every accepted program. It judges a sample of the others, from which the share of accepted means is estimated:
-compiling both sides of a program takes forty times as long as the proof.
-"""
+And most of those that are means are accepted.
+
+Plain jax judges every accepted program. It judges a sample of the others, from which the share of
+accepted means is estimated: compiling both sides of a program takes forty times as long as the
+proof."""
 
 from typing import NamedTuple
 
@@ -55,16 +57,23 @@ def tally(seeds: range, sample: int) -> Tally:
 def judge(seeds: range, sample: int, capsys: pytest.CaptureFixture) -> None:
     result = tally(seeds, sample)
     with capsys.disabled():
-        share = f"{result.accepted} of about {result.separable} separable programs are accepted, of {result.programs}"
+        share = (
+            f"{result.accepted} of about {result.separable} separable programs are accepted, of"
+            f" {result.programs}"
+        )
         print(f"\nseeds {seeds.start} to {seeds.stop - 1}: {share}; {len(result.unsound)} unsound")
-    assert not result.unsound, "\n".join([f"{len(result.unsound)} accepted that are no means:", *result.unsound])
+    assert not result.unsound, "\n".join(
+        [f"{len(result.unsound)} accepted that are no means:", *result.unsound]
+    )
     assert result.programs * 0.25 < result.accepted < result.programs * 0.75
     assert result.accepted >= LEAST_SHARE * result.separable
 
 
 @pytest.mark.parametrize(
     ("start", "count"),
-    tiered([(10, 10), *((start, 50) for start in range(0, QUICK, 50))], lambda row: row == (10, 10)),
+    tiered(
+        [(10, 10), *((start, 50) for start in range(0, QUICK, 50))], lambda row: row == (10, 10)
+    ),
 )
 def test_programs(start, count, capsys):
     judge(range(start, start + count), 5, capsys)

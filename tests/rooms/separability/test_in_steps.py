@@ -15,7 +15,10 @@ from shardopt.core._types import abstract
 
 DRAW = np.random.default_rng(0)
 PARAMS = {"w": DRAW.normal(size=(4,)).astype(np.float32)}
-BATCH = {"x": DRAW.normal(size=(8, 4)).astype(np.float32), "y": DRAW.normal(size=8).astype(np.float32)}
+BATCH = {
+    "x": DRAW.normal(size=(8, 4)).astype(np.float32),
+    "y": DRAW.normal(size=8).astype(np.float32),
+}
 
 
 def outputs(params, batch):
@@ -27,17 +30,23 @@ def own(batch):
 
 
 OF_ALL_ROWS = {
-    "as many as there are here": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[: own(b)] ** 2),
+    "as many as there are here": lambda p, b: jnp.mean(
+        so.gather_batch(outputs(p, b))[: own(b)] ** 2
+    ),
     "all but the last": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[: own(b) - 1] ** 2),
     "against the first": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[: own(b)]),
     "against the last": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[-own(b) :]),
     "by a dynamic slice": lambda p, b: jnp.mean(
         outputs(p, b) * jax.lax.dynamic_slice(so.gather_batch(b["y"]), (0,), (own(b),))
     ),
-    "by a lookup": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[jnp.arange(own(b))]),
+    "by a lookup": lambda p, b: jnp.mean(
+        outputs(p, b) * so.gather_batch(b["y"])[jnp.arange(own(b))]
+    ),
     "the last here": lambda p, b: jnp.mean(outputs(p, b)) * so.gather_batch(b["y"])[own(b) - 1],
     "by strides": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[:: 8 // own(b)] ** 2),
-    "reshaped": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b)).reshape(own(b), -1)[:, 0] * b["y"]),
+    "reshaped": lambda p, b: jnp.mean(
+        so.gather_batch(outputs(p, b)).reshape(own(b), -1)[:, 0] * b["y"]
+    ),
 }
 
 
@@ -46,7 +55,8 @@ def test_slices_of_all_rows_are_refused(row, mesh_of):
     loss_fn, mesh = OF_ALL_ROWS[row], mesh_of(data=2)
     opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device", separable=True)
     loss = opt.evaluate(opt.init(PARAMS), BATCH)["loss"]
-    assert abs(loss - jax.jit(loss_fn)(PARAMS, BATCH)) > 1e-4 * abs(loss)  # or the row shows nothing
+    # or the row shows nothing
+    assert abs(loss - jax.jit(loss_fn)(PARAMS, BATCH)) > 1e-4 * abs(loss)
     opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device")
     state = opt.init(PARAMS)
     with pytest.raises(so.errors.NotSeparableError):
@@ -63,8 +73,12 @@ WEIGHTS = {
 }
 TERMS = {
     "one term": lambda p, b, weight: so.Weighted(jnp.sum(outputs(p, b) * weight), jnp.sum(weight)),
-    "another total": lambda p, b, weight: so.Weighted(jnp.sum(outputs(p, b) - b["y"]), jnp.sum(weight)),
-    "two terms": lambda p, b, weight: so.Weighted((jnp.sum(outputs(p, b)), jnp.sum(b["y"])), (own(b), jnp.sum(weight))),
+    "another total": lambda p, b, weight: so.Weighted(
+        jnp.sum(outputs(p, b) - b["y"]), jnp.sum(weight)
+    ),
+    "two terms": lambda p, b, weight: so.Weighted(
+        (jnp.sum(outputs(p, b)), jnp.sum(b["y"])), (own(b), jnp.sum(weight))
+    ),
 }
 
 
@@ -78,25 +92,42 @@ TERMS = {
             for view in ("per_device", "global")
             for micro_batches in (1, 2)
         ],
-        lambda row: (row[3] == 1 and "one term" in row) or (row[:2] == ("a sigmoid", "two terms") and row[3] == 2),
+        lambda row: (
+            (row[3] == 1 and "one term" in row)
+            or (row[:2] == ("a sigmoid", "two terms") and row[3] == 2)
+        ),
     ),
 )
-def test_a_weight_that_is_trained_is_refused_or_differentiated(weight, terms, view, micro_batches, mesh_of):
-    loss_fn = lambda p, b: TERMS[terms](p, b, WEIGHTS[weight](p, b))  # noqa: E731
+def test_a_weight_that_is_trained_is_refused_or_differentiated(
+    weight, terms, view, micro_batches, mesh_of
+):
+    def loss_fn(p, b):
+        return TERMS[terms](p, b, WEIGHTS[weight](p, b))
 
     def quotient(params):
         loss = loss_fn(params, BATCH)
         several = type(loss.total) is tuple
-        pairs = zip(loss.total, loss.weight, strict=True) if several else [(loss.total, loss.weight)]
+        pairs = (
+            zip(loss.total, loss.weight, strict=True) if several else [(loss.total, loss.weight)]
+        )
         return sum(total / weight for total, weight in pairs)
 
     exact = jax.jit(jax.grad(quotient))(PARAMS)["w"]
     opt = so.ddp(optax.sgd(1.0), mesh_of(data=2), loss_fn, view=view, micro_batches=micro_batches)
     state = opt.init(PARAMS)
     if view == "per_device":
-        with pytest.raises(so.errors.NotSeparableError, match=r"weight( 2)? of so\.Weighted depends on the parameters"):
+        with pytest.raises(
+            so.errors.NotSeparableError,
+            match=r"weight( 2)? of so\.Weighted depends on the parameters",
+        ):
             opt.step(state, BATCH)
         return
-    with pytest.warns(UserWarning, match="micro_batches=2") if micro_batches == 2 else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match="micro_batches=2")
+        if micro_batches == 2
+        else contextlib.nullcontext()
+    ):
         state, _ = opt.step(state, BATCH)
-    np.testing.assert_allclose(PARAMS["w"] - np.asarray(state.params["w"]), exact, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        PARAMS["w"] - np.asarray(state.params["w"]), exact, rtol=1e-4, atol=1e-6
+    )

@@ -1,4 +1,6 @@
-"""A loop that runs until all rows are done: the proof sees it on the whole batch, and traces no piece."""
+"""A loop that runs until all rows are done: the proof sees it on the whole batch, and traces no
+piece.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +38,18 @@ def unused_loop(params, batch):
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("loss_fn", "view", "sizes"),
-    [(own_rows_done, "global", {8}), (whole_batch_done, "per_device", {8, 4}), (unused_loop, "per_device", {8, 4})],
+    [
+        (own_rows_done, "global", {8}),
+        (whole_batch_done, "per_device", {8, 4}),
+        (unused_loop, "per_device", {8, 4}),
+    ],
 )
 @pytest.mark.filterwarnings("ignore:ddp")
 def test_a_loop_over_rows_is_refused_before_a_piece_is_traced(loss_fn, view, sizes):
     traced_rows.clear()
-    opt = so.ddp(optax.sgd(0.1, momentum=0.9), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
+    opt = so.ddp(
+        optax.sgd(0.1, momentum=0.9), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn
+    )
     _, metrics = opt.step(opt.init(jnp.ones(())), ROWS)
     assert opt.config.report().view.startswith(f"view: {view}")
     assert set(traced_rows) == sizes

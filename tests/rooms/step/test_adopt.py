@@ -1,4 +1,7 @@
-"""States from elsewhere: adopted ones go on as they would have there; what does not fit is listed; misuses get a sentence."""
+"""States from elsewhere: adopted ones go on as they would have there.
+
+What does not fit is listed; misuses get a sentence.
+"""
 
 import re
 
@@ -16,7 +19,8 @@ import shardopt as so
 
 RNG = np.random.default_rng(0)
 BATCHES = [
-    {"x": RNG.normal(size=(8, 4)).astype(np.float32), "y": RNG.normal(size=8).astype(np.float32)} for _ in range(4)
+    {"x": RNG.normal(size=(8, 4)).astype(np.float32), "y": RNG.normal(size=8).astype(np.float32)}
+    for _ in range(4)
 ]
 PARAMS = {"w": RNG.normal(size=4).astype(np.float32), "b": np.zeros((), np.float32)}
 
@@ -44,9 +48,13 @@ def nested(tree):
     return [nested(one) for one in tree] if isinstance(tree, tuple | list) else tree
 
 
-@pytest.mark.parametrize("form", tiered(["flax", "trees", "nested", "shardopt"], lambda form: form == "flax"))
+@pytest.mark.parametrize(
+    "form", tiered(["flax", "trees", "nested", "shardopt"], lambda form: form == "flax")
+)
 def test_it_goes_on_as_it_would_have(form):
-    """Two steps of flax, adopted, two more: the parameters of four steps of flax, which keeps what was its own."""
+    """Two steps of flax, adopted, two more: the parameters of four steps of flax, which keeps what
+    was its own.
+    """
     opt = so.fsdp(TX, so.make_mesh(), loss_fn, min_shard_elements=1)
     source = flax_after(2)
     if form == "flax":
@@ -55,7 +63,9 @@ def test_it_goes_on_as_it_would_have(form):
         state = so.adopt(opt, flax.core.freeze(source.params), source.opt_state, step=2)
         assert isinstance(state.params, flax.core.FrozenDict)
     elif form == "nested":
-        state = so.adopt(opt, source.params, jax.tree.map(np.asarray, nested(source.opt_state)), step=2)
+        state = so.adopt(
+            opt, source.params, jax.tree.map(np.asarray, nested(source.opt_state)), step=2
+        )
     else:
         state = so.adopt(opt, so.adopt(so.ddp(TX, so.make_mesh(), loss_fn), source))
     if form == "trees":  # the optimizer state has dicts, as flax kept it
@@ -83,7 +93,12 @@ def test_without_an_optimizer_state_it_is_new():
 
 
 def test_beside_the_state_of_a_reducer():
-    opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, reducer=so.reducers.error_feedback(so.reducers.int8()))
+    opt = so.ddp(
+        optax.adam(0.1),
+        so.make_mesh(),
+        loss_fn,
+        reducer=so.reducers.error_feedback(so.reducers.int8()),
+    )
     given = optax.adam(0.1).update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)[1]
     state = so.adopt(opt, PARAMS, given, step=1)
     np.testing.assert_array_equal(state.opt_state.optimizer[0].mu["w"], given[0].mu["w"])
@@ -94,23 +109,21 @@ def test_what_does_not_fit_is_listed():
     opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, frozen=["b"])
     other = optax.adam(0.1).init({"w": jnp.zeros((5,)), "b": jnp.zeros(())})
     message = (
-        "adopt: the optimizer state is not that of opt.wrapped over the trained parameters: "
-        "0 leaves missing, 2 left over, 2 different.\n"
-        "  0/mu/w: float32[5], float32[4] wanted\n"
-        "  0/nu/w: float32[5], float32[4] wanted\n"
-        "  0/mu/b: float32[], left over\n"
-        "  0/nu/b: float32[], left over\n"
-        "Fix: build opt with the optax chain that made it, or leave opt_state out to start a new one."
+        "adopt: the optimizer state is not that of opt.wrapped over the trained parameters: 0"
+        " leaves missing, 2 left over, 2 different.\n  0/mu/w: float32[5], float32[4] wanted\n "
+        " 0/nu/w: float32[5], float32[4] wanted\n  0/mu/b: float32[], left over\n  0/nu/b:"
+        " float32[], left over\nFix: build opt with the optax chain that made it, or leave"
+        " opt_state out to start a new one."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         so.adopt(opt, PARAMS, other)
 
 
 NO_TRANSFORMATION = (
-    "ddp: so.ddp returns no optax transformation: its step takes a batch, not gradients.\n"
-    "Fix: put what is of optax inside, so.ddp(optax.chain(clip, tx), ...), and train with state, metrics = opt.step(state, "
-    "batch), which computes gradients itself; flax's TrainState becomes one of these by so.adopt(opt, state), made with "
-    "tx=opt.wrapped."
+    "ddp: so.ddp returns no optax transformation: its step takes a batch, not gradients.\nFix: put"
+    " what is of optax inside, so.ddp(optax.chain(clip, tx), ...), and train with state, metrics ="
+    " opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of"
+    " these by so.adopt(opt, state), made with tx=opt.wrapped."
 )
 
 
@@ -125,12 +138,14 @@ def first_nnx_update(opt):
 
 
 UNDER_A_TRACE = (
-    "ddp: init was called under a trace, where arrays have no values.\n"
-    "Fix: call init outside of jax.jit; inside of another optimizer put the optax optimizer itself, opt.wrapped."
+    "ddp: init was called under a trace, where arrays have no values.\nFix: call init outside of"
+    " jax.jit; inside of another optimizer put the optax optimizer itself, opt.wrapped."
 )
 MISUSES = {
     "flax.create": (
-        lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt).apply_gradients(grads=PARAMS),
+        lambda opt: FlaxState.create(apply_fn=None, params=PARAMS, tx=opt).apply_gradients(
+            grads=PARAMS
+        ),
         NO_TRANSFORMATION,
     ),
     "nnx.Optimizer": (first_nnx_update, NO_TRANSFORMATION),
@@ -148,27 +163,38 @@ MISUSES = {
     ),
     "update": (lambda opt: opt.update(PARAMS, opt.init(PARAMS), PARAMS), NO_TRANSFORMATION),
     "sharded inside of a chain": (
-        lambda opt: so.fsdp(optax.chain(optax.clip(1.0), opt), so.make_mesh(), loss_fn).init(PARAMS),
+        lambda opt: so.fsdp(optax.chain(optax.clip(1.0), opt), so.make_mesh(), loss_fn).init(
+            PARAMS
+        ),
         UNDER_A_TRACE,
     ),
     "sharded twice": (
         lambda opt: so.fsdp(opt, so.make_mesh(), loss_fn),
-        "fsdp: tx must be an optax.GradientTransformation, but it is sharded already, by so.ddp.\n"
-        "Fix: pass the optax optimizer itself, opt.wrapped.",
+        (
+            "fsdp: tx must be an optax.GradientTransformation, but it is sharded already, by"
+            " so.ddp.\nFix: pass the optax optimizer itself, opt.wrapped."
+        ),
     ),
     "flax's state as parameters": (
         lambda opt: opt.init(flax_after(0)),
-        "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it to so.adopt(opt, state).",
+        (
+            "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it"
+            " to so.adopt(opt, state)."
+        ),
     ),
     "flax's state in a step": (
         lambda opt: opt.step(flax_after(0), BATCHES[0]),
-        "ddp: the state must be the TrainState that init or step returned, got TrainState.\n"
-        "Fix: this one is flax's: state = so.adopt(opt, state) makes one of it.",
+        (
+            "ddp: the state must be the TrainState that init or step returned, got TrainState.\n"
+            "Fix: this one is flax's: state = so.adopt(opt, state) makes one of it."
+        ),
     ),
     "adopted by optax": (
         lambda opt: so.adopt(TX, PARAMS),
-        "adopt: opt must be a so.ShardedOptimizer, got GradientTransformationExtraArgs.\n"
-        "Fix: pass what so.ddp, so.zero, so.fsdp or so.hybrid returns.",
+        (
+            "adopt: opt must be a so.ShardedOptimizer, got GradientTransformationExtraArgs.\n"
+            "Fix: pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."
+        ),
     ),
 }
 

@@ -17,7 +17,9 @@ from shardopt.step import _compile as ahead
 
 @pytest.fixture
 def compiles():
-    """The events of this test, in order: "compiled" for a program of jax, and what the test adds itself."""
+    """The events of this test, in order: "compiled" for a program of jax, and what the test adds
+    itself.
+    """
     seen: list[str] = []
 
     def heard(name: str, _: float, **__) -> None:
@@ -29,7 +31,9 @@ def compiles():
     jax.monitoring.unregister_event_duration_listener(heard)
 
 
-def test_a_step_is_compiled_once_and_memory_given_back_before_it_runs(compiles, mesh_of, monkeypatch):
+def test_a_step_is_compiled_once_and_memory_given_back_before_it_runs(
+    compiles, mesh_of, monkeypatch
+):
     monkeypatch.setattr(ahead, "trim_malloc", lambda: compiles.append("given back"))
 
     def loss_fn(params, batch):
@@ -46,7 +50,9 @@ def test_a_step_is_compiled_once_and_memory_given_back_before_it_runs(compiles, 
 
 
 def test_a_step_within_a_jitted_function_is_not_compiled_by_itself(compiles, mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=1), lambda params, batch: jnp.mean((batch @ params) ** 2))
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=1), lambda params, batch: jnp.mean((batch @ params) ** 2)
+    )
     state, batch = opt.init(jnp.ones(3)), np.ones((2, 3), np.float32)
     both = jax.jit(lambda state, batch: opt.step(opt.step(state, batch)[0], batch)[0])
     compiles.clear()
@@ -55,7 +61,9 @@ def test_a_step_within_a_jitted_function_is_not_compiled_by_itself(compiles, mes
 
 
 @pytest.mark.slow  # the other tests of this file
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="trim_malloc does nothing without glibc")
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="trim_malloc does nothing without glibc"
+)
 def test_giving_back_lowers_what_the_process_holds():
     code = """
 import ctypes

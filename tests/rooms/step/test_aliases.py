@@ -1,4 +1,6 @@
-"""The same array in two places of a step's arguments: XLA would be given one buffer twice, and end the process."""
+"""The same array in two places of a step's arguments: XLA would be given one buffer twice, and end
+the process.
+"""
 
 import gc
 import weakref
@@ -31,7 +33,9 @@ def stepped(opt, params):
     return state
 
 
-@pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name in ("ddp", "zero2", "fsdp")))
+@pytest.mark.parametrize(
+    "strategy", tiered(STRATEGIES, lambda name: name in ("ddp", "zero2", "fsdp"))
+)
 def test_a_leaf_that_is_the_same_array_as_another_is_trained_apart(strategy, mesh_of):
     opt = STRATEGIES[strategy](optax.adam(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
     state = stepped(opt, PARAMS)
@@ -50,7 +54,10 @@ def test_arrays_that_share_a_buffer_under_two_shardings_are_trained_apart(mesh_o
     other = jax.device_put(policy, NamedSharding(mesh, P()))
     other = jax.device_put(other, NamedSharding(mesh, P(None, None)))
     twice = {"policy": policy, "ref": other}
-    assert other.addressable_data(0).unsafe_buffer_pointer() == policy.addressable_data(0).unsafe_buffer_pointer()
+    assert (
+        other.addressable_data(0).unsafe_buffer_pointer()
+        == policy.addressable_data(0).unsafe_buffer_pointer()
+    )
     values = np.array(policy)
     state, _ = opt.step(state._replace(params=twice), X)
     np.testing.assert_array_equal(state.params["ref"], values)
@@ -68,9 +75,15 @@ def test_parameters_that_are_moments_of_the_optimizer_too(mesh_of):
 def test_a_batch_may_hold_an_array_of_the_state(mesh_of):
     """The batch keeps its memory, and can be used again."""
     frozen = ["ref", "rows"]
-    opt = so.fsdp(optax.sgd(0.1), mesh := mesh_of(data=2), from_reference, frozen=frozen, min_shard_elements=8)
+    opt = so.fsdp(
+        optax.sgd(0.1), mesh := mesh_of(data=2), from_reference, frozen=frozen, min_shard_elements=8
+    )
     state = opt.init({**PARAMS, "rows": X})
-    for where in (state.params["rows"].sharding, NamedSharding(mesh, P("data")), NamedSharding(mesh, P())):
+    for where in (
+        state.params["rows"].sharding,
+        NamedSharding(mesh, P("data")),
+        NamedSharding(mesh, P()),
+    ):
         rows = jax.device_put(state.params["rows"], where)
         state, _ = opt.step(state, {"x": rows})
         np.testing.assert_array_equal(rows, X)
@@ -85,11 +98,18 @@ def test_leaves_may_be_numpy_arrays(mesh_of):
 
 
 def test_replicas_that_train_apart(mesh_of):
-    opt = so.local_sgd(so.ddp(optax.sgd(0.1), mesh_of(replica=2), from_reference, frozen=["ref"]), sync_every=2)
+    opt = so.local_sgd(
+        so.ddp(optax.sgd(0.1), mesh_of(replica=2), from_reference, frozen=["ref"]), sync_every=2
+    )
     state = stepped(opt, PARAMS)
     for _ in range(2):
         before = np.array(state.params["policy"])
-        state, _ = opt.step(state._replace(params={"policy": state.params["policy"], "ref": state.params["policy"]}), X)
+        state, _ = opt.step(
+            state._replace(
+                params={"policy": state.params["policy"], "ref": state.params["policy"]}
+            ),
+            X,
+        )
         np.testing.assert_array_equal(state.params["ref"], before)
 
 

@@ -1,4 +1,6 @@
-"""Batches as people have them: torch tensors, columns of lists, mappings, numbers that all rows share; and what is refused."""
+"""Batches as people have them: torch tensors, columns of lists, mappings, numbers that all rows
+share; and what is refused.
+"""
 
 import collections
 import dataclasses
@@ -24,7 +26,9 @@ def shared_loss(params, batch):
 BLOCKS = so.BlockModel(
     embed=lambda outer, batch: batch["x"] * batch["scale"],
     block=lambda w, x: x + w["by"] * x,
-    loss=lambda outer, x, batch: ((x @ outer["w"] - batch["y"] * batch["scale"] + batch["offset"]) ** 2).mean(),
+    loss=lambda outer, x, batch: (
+        (x @ outer["w"] - batch["y"] * batch["scale"] + batch["offset"]) ** 2
+    ).mean(),
 )
 
 RNG = np.random.default_rng(0)
@@ -42,11 +46,23 @@ def on_one_device(scale, offset):
 STRATEGIES = {
     "ddp": lambda: so.ddp(optax.sgd(0.1), so.make_mesh(), shared_loss),
     "fsdp": lambda: so.fsdp(
-        optax.sgd(0.1), so.make_mesh(replica=2, data=4), shared_loss, min_shard_elements=1, micro_batches=2
+        optax.sgd(0.1),
+        so.make_mesh(replica=2, data=4),
+        shared_loss,
+        min_shard_elements=1,
+        micro_batches=2,
     ),
-    "global": lambda: so.fsdp(optax.sgd(0.1), so.make_mesh(), shared_loss, min_shard_elements=1, view="global"),
+    "global": lambda: so.fsdp(
+        optax.sgd(0.1), so.make_mesh(), shared_loss, min_shard_elements=1, view="global"
+    ),
     "local_sgd": lambda: so.local_sgd(
-        so.zero(optax.sgd(0.1), so.make_mesh(replica=2, data=4), shared_loss, stage=2, min_shard_elements=1),
+        so.zero(
+            optax.sgd(0.1),
+            so.make_mesh(replica=2, data=4),
+            shared_loss,
+            stage=2,
+            min_shard_elements=1,
+        ),
         sync_every=1,
     ),
 }
@@ -57,7 +73,9 @@ def test_numbers_that_all_rows_share(name):
     """Python's, numpy's and jax's; another value is not another program."""
     opt = STRATEGIES[name]()
     state = opt.init({"w": W})
-    evaluate = so.training.evaluation(opt, [{"x": X[:9], "y": Y[:9], "scale": 0.5, "offset": np.int32(1)}])
+    evaluate = so.training.evaluation(
+        opt, [{"x": X[:9], "y": Y[:9], "scale": 0.5, "offset": np.int32(1)}]
+    )
     nine = float((((X[:9] @ W - Y[:9]) * 0.5 + 1) ** 2).mean())
     assert evaluate(state)["val_loss"] == pytest.approx(nine, rel=1e-5)
     loss, w = on_one_device(0.5, 1)
@@ -126,9 +144,14 @@ def test_what_can_be_read_as_arrays(convert):
 def test_torch_itself():
     """A DataLoader's lists, and bfloat16, which numpy does not know."""
     torch = pytest.importorskip("torch", reason="torch is of the extra bench")
-    opt = so.ddp(optax.sgd(0.1), so.make_mesh(), lambda params, batch: ((batch[0] @ params) ** 2 * batch[1]).mean())
+    opt = so.ddp(
+        optax.sgd(0.1),
+        so.make_mesh(),
+        lambda params, batch: ((batch[0] @ params) ** 2 * batch[1]).mean(),
+    )
     loader = torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(torch.from_numpy(X), torch.ones(16, dtype=torch.bfloat16)), batch_size=16
+        torch.utils.data.TensorDataset(torch.from_numpy(X), torch.ones(16, dtype=torch.bfloat16)),
+        batch_size=16,
     )
     result = so.fit(opt, opt.init(jnp.asarray(W)), loader, num_steps=1, log_every=1, progress=False)
     assert result.history[0]["loss"] == pytest.approx(float(((X @ W) ** 2).mean()), rel=1e-5)
@@ -143,30 +166,47 @@ class Batch:
     ("batch", "kind", "message"),
     [
         (
-            {"x": X, "text": ["a"] * 16, "raw": "abc", "when": np.zeros(16, "M8[s]"), "f": print, "label": [None, 1]},
+            {
+                "x": X,
+                "text": ["a"] * 16,
+                "raw": "abc",
+                "when": np.zeros(16, "M8[s]"),
+                "f": print,
+                "label": [None, 1],
+            },
             TypeError,
-            "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows share.\n"
-            "  f: builtin_function_or_method\n"
-            "  label: a list of NoneType and int; make numbers of it, or leave it out\n"
-            "  raw: text (str); tokenize it, or leave it out\n"
-            "  text: a list of str; make numbers of it, or leave it out\n"
-            "  when: an array of dtype datetime64[s]",
+            (
+                "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows"
+                " share.\n  f: builtin_function_or_method\n  label: a list of NoneType and int;"
+                " make numbers of it, or leave it out\n  raw: text (str); tokenize it, or leave it"
+                " out\n  text: a list of str; make numbers of it, or leave it out\n  when: an array"
+                " of dtype datetime64[s]"
+            ),
         ),
         (
             Batch(X),
             TypeError,
-            "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows share.\n"
-            "  batch: the dataclass Batch; register it with jax.tree_util.register_dataclass",
+            (
+                "ddp: batch leaves must be arrays [global batch, ...], or numbers that all rows"
+                " share.\n  batch: the dataclass Batch; register it with"
+                " jax.tree_util.register_dataclass"
+            ),
         ),
         (
             collections.UserDict(inner=collections.UserDict(ids=[[1, 2, 3], [4], [5, 6]])),
             ValueError,
-            "ddp: lists in a batch must be as long as each other.\n  inner/ids: lists of 1, 2, 3 values\nFix: pad them.",
+            (
+                "ddp: lists in a batch must be as long as each other.\n  inner/ids: lists of 1, 2,"
+                " 3 values\nFix: pad them."
+            ),
         ),
         (
             {"scale": 1.0},
             ValueError,
-            "ddp: no batch leaf has rows.\n  scale: shape (); no rows\nFix: give leaves the shape [global batch, ...].",
+            (
+                "ddp: no batch leaf has rows.\n  scale: shape (); no rows\nFix: give leaves the"
+                " shape [global batch, ...]."
+            ),
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""Where tensor is 1 nothing of a loss is left to the partitioner, so that callbacks run as on one device.
+"""Where tensor is 1 nothing of a loss is left to the partitioner, so that callbacks run as on one
+device.
 
 But for a loss that constrains arrays over tensor: it is the same at every size of tensor.
 """
@@ -81,7 +82,8 @@ def test_callbacks_run_in_a_loss(row, mesh_of):
     if row != "hybrid":  # XLA:CPU: idle stages would wait for those that raised
         with pytest.raises(Exception, match="embedded too far"):
             float(opt.step(state, 1e4 * np.ones_like(X))[1]["loss"])
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # or it is raised again when the process ends
+        # or it is raised again when the process ends
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             jax.effects_barrier()
 
 
@@ -122,7 +124,9 @@ def constrained_by(where):
 @pytest.mark.parametrize("tensor", tiered([1, 2], lambda size: size == 2))
 @pytest.mark.parametrize("row", tiered(["ddp", "fsdp", "hybrid"], quick=lambda row: row == "ddp"))
 @pytest.mark.parametrize("named", tiered([False, True], lambda named: named))
-def test_a_loss_that_constrains_over_tensor_is_the_same_at_every_size_of_it(named, row, tensor, mesh_of):
+def test_a_loss_that_constrains_over_tensor_is_the_same_at_every_size_of_it(
+    named, row, tensor, mesh_of
+):
     make, sizes, _, options = ROWS[row]
     mesh = mesh_of(**(sizes | {"data": 2, "tensor": tensor}))
     spec = P(None, "tensor")
@@ -133,7 +137,9 @@ def test_a_loss_that_constrains_over_tensor_is_the_same_at_every_size_of_it(name
     value, grads = jax.value_and_grad(mean_square_of)(PARAMS)
     np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
     new = jax.tree.map(lambda x, grad: x - 0.1 * grad, PARAMS, grads)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(state.params), new)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jax.device_get(state.params), new
+    )
 
 
 def mean_square_of(params):
@@ -148,7 +154,9 @@ def test_where_jax_is_not_told_of_the_mesh_ours_is(mesh_of):
     said = []
 
     def ask(x):
-        said.append((device_kind(), axes_of_role("data"), has_auto_tensor(), mesh_under_trace().manual_axes))
+        said.append(
+            (device_kind(), axes_of_role("data"), has_auto_tensor(), mesh_under_trace().manual_axes)
+        )
         with pytest.raises(ValueError, match="outside of a strategy's loss"):
             so.batch_mean(x)
         return so.nn.attention(x, x, x)

@@ -43,13 +43,21 @@ def line_of(function, text):
     ],
 )
 def test_forward(strategy, mesh, options, mesh_of):
-    """A row whose NaN is masked is no finding; the row with the other NaN is, with the device that holds it."""
+    """A row whose NaN is masked is no finding.
+
+    The row with the other NaN is, with the device that holds it.
+    """
     opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(**mesh), log_of_rows, **options)
     state, batch = opt.init(PARAMS), rows_with()
     assert so.find_nan(opt, state, batch) is None
     batch["x"][[3, 11]], batch["mask"][3] = -1, False
     found = so.find_nan(opt, state, batch)
-    assert (found.kind, found.direction, found.operation, found.leaf) == ("NaN", "forward", "log", "w")
+    assert (found.kind, found.direction, found.operation, found.leaf) == (
+        "NaN",
+        "forward",
+        "log",
+        "w",
+    )
     assert found.line == line_of(log_of_rows, "jnp.log")
     assert (found.rows, found.gradients, found.turns) == ((11,), (), ())
     devices = opt.mesh.devices.flatten()  # row 11 of 16 is with the device at 11/16 of them
@@ -58,7 +66,8 @@ def test_forward(strategy, mesh, options, mesh_of):
     assert found.micro_batch == (1 if "micro_batches" in options else 0)
 
 
-CONSTANTS = np.array([[1, 2, 3]], np.float32)  # a trace holds arrays of numpy as constants, those of jnp as operations
+# a trace holds arrays of numpy as constants, those of jnp as operations
+CONSTANTS = np.array([[1, 2, 3]], np.float32)
 MASK = np.tri(3, dtype=bool)
 
 
@@ -75,7 +84,11 @@ def test_backward_and_its_cause(mesh_of):
     assert (found.kind, found.direction, found.operation) == ("infinite", "backward", "div")
     assert found.line == line_of(root, "sqrt")
     assert found.became_nan.startswith("mul, ")
-    assert (found.gradients, found.rows, found.devices) == (("w",), (6,), (opt.mesh.devices.flat[3],))
+    assert (found.gradients, found.rows, found.devices) == (
+        ("w",),
+        (6,),
+        (opt.mesh.devices.flat[3],),
+    )
 
 
 def weighted(params, batch):
@@ -88,7 +101,12 @@ def test_a_loss_that_only_the_whole_batch_makes_nan_is_found(mesh_of):
     state, batch = opt.init({"w": np.ones(3, np.float32)}), np.zeros((4, 3), np.float32)
     assert np.isnan(opt.evaluate(state, batch)["loss"])
     found = so.find_nan(opt, state, batch)
-    assert (found.kind, found.direction, found.operation, found.rows) == ("NaN", "forward", "div", (0, 1, 2, 3))
+    assert (found.kind, found.direction, found.operation, found.rows) == (
+        "NaN",
+        "forward",
+        "div",
+        (0, 1, 2, 3),
+    )
     batch[3] = 1
     assert so.find_nan(opt, state, batch) is None
 
@@ -107,10 +125,18 @@ MODEL = so.BlockModel(
 
 
 def test_a_block_is_a_turn_and_a_mask_of_infinities_is_no_finding(mesh_of):
-    params = {"blocks": {"rate": np.array([0, 0, 1000, 0], np.float32)}, "in": np.ones((), np.float32)}
+    params = {
+        "blocks": {"rate": np.array([0, 0, 1000, 0], np.float32)},
+        "in": np.ones((), np.float32),
+    }
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=2, pipeline=2), MODEL, micro_batches=2)
     found = so.find_nan(opt, opt.init(params), np.ones((4, 3), np.float32))
-    assert (found.kind, found.operation, found.leaf, found.turns) == ("infinite", "exp", "blocks/rate", ((2, 4),))
+    assert (found.kind, found.operation, found.leaf, found.turns) == (
+        "infinite",
+        "exp",
+        "blocks/rate",
+        ((2, 4),),
+    )
     assert found.line == line_of(attend, "jnp.exp")
     assert found.rows == (0, 1, 2, 3)
     assert "every row (of 4)" in str(found)
@@ -141,19 +167,27 @@ def test_a_key_is_that_of_the_step(mesh_of):
 
 
 def while_loss(params, batch):
-    halved = jax.lax.while_loop(lambda x: x[1] < 3, lambda x: (jnp.log(x[0]), x[1] + 1), (params["w"], 0))[0]
+    halved = jax.lax.while_loop(
+        lambda x: x[1] < 3, lambda x: (jnp.log(x[0]), x[1] + 1), (params["w"], 0)
+    )[0]
     return jnp.mean(batch) * jax.lax.cond(halved > 9, lambda x: x, lambda x: x + 1, halved)
 
 
 def test_a_while_loop_counts_its_turns(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda p, b: while_loss(jax.lax.stop_gradient(p), b) + p["w"])
+    opt = so.ddp(
+        optax.sgd(0.1),
+        mesh_of(data=2),
+        lambda p, b: while_loss(jax.lax.stop_gradient(p), b) + p["w"],
+    )
     found = so.find_nan(opt, opt.init({"w": np.array(2.0, np.float32)}), np.ones(4, np.float32))
     assert (found.kind, found.operation, found.turns) == ("NaN", "log", ((2, 0),))
 
 
 @pytest.mark.slow
 def test_jax_debug_nans_raises_at_the_line_of_the_loss(mesh_of):
-    """What the docstring says: a result that is NaN raises, in the per-device view too, and a masked NaN does not."""
+    """What the docstring says: a result that is NaN raises, in the per-device view too, and a
+    masked NaN does not.
+    """
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), log_of_rows)
     masked = rows_with(x=(3, -1), mask=(3, False))
     with jax.debug_nans(True):
@@ -161,7 +195,9 @@ def test_jax_debug_nans_raises_at_the_line_of_the_loss(mesh_of):
         state = opt.init(PARAMS)
         with pytest.raises(FloatingPointError) as error:
             opt.step(state, rows_with(x=(3, -1)))
-        assert "log_of_rows" in [frame.name for frame in traceback.extract_tb(error.value.__traceback__)]
+        assert "log_of_rows" in [
+            frame.name for frame in traceback.extract_tb(error.value.__traceback__)
+        ]
         assert so.find_nan(opt, opt.init(PARAMS), rows_with(x=(3, -1))).operation == "log"
 
 
@@ -178,11 +214,16 @@ def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
     """Each piece of the batch may weigh nothing, and the loss is finite; all pieces may not."""
 
     def weighted(params, batch, rng=None):
-        return so.Weighted(jnp.sum(batch["x"] * params["w"] * batch["weight"]), jnp.sum(batch["weight"]))
+        return so.Weighted(
+            jnp.sum(batch["x"] * params["w"] * batch["weight"]), jnp.sum(batch["weight"])
+        )
 
     loss_fn = weighted if rng else lambda params, batch: weighted(params, batch)
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn)
-    state, batch = opt.init({"w": np.ones((), np.float32)}), {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])}
+    state, batch = (
+        opt.init({"w": np.ones((), np.float32)}),
+        {"x": np.ones(4), "weight": np.array([0, 0, 0, 1.0])},
+    )
     assert so.find_nan(opt, state, batch) is None
     found = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
     assert (found.kind, found.direction, found.operation) == ("NaN", "forward", "div")
@@ -209,19 +250,31 @@ def root_of_mean(params, batch, rng=None):
 @pytest.mark.parametrize("reads", ["batch_mean", "pmean"])
 def test_a_key_and_the_rows_of_other_devices_are_refused(reads, mesh_of):
     """The rows of the second device alone give NaN, and the step does not."""
-    loss_fn = root_of_mean if reads == "batch_mean" else lambda params, batch, rng=None: row_mean(params, batch)
+    loss_fn = (
+        root_of_mean
+        if reads == "batch_mean"
+        else lambda params, batch, rng=None: row_mean(params, batch)
+    )
     mesh, batch = mesh_of(data=2), np.array([9, 9, -1, -2], np.float32)
     opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, view="per_device")
     state = opt.init({"w": np.ones((), np.float32)})
     with pytest.raises(ValueError, match="find_nan runs the rows of each device apart"):
         so.find_nan(opt, state, batch)
     if reads == "batch_mean":
-        assert so.find_nan(so.ddp(optax.sgd(0.1), mesh, loss_fn, view="global"), state, batch) is None
+        assert (
+            so.find_nan(so.ddp(optax.sgd(0.1), mesh, loss_fn, view="global"), state, batch) is None
+        )
 
 
 def test_micro_batches_that_the_step_does_not_cut_are_not_cut(mesh_of):
-    """This loss is no mean over rows, so the step runs it at once; a half of the rows would give NaN."""
-    loss_fn = lambda params, batch, rng=None: jnp.sqrt(jnp.mean(batch) * params["w"])  # noqa: E731
+    """This loss is no mean over rows, so the step runs it at once.
+
+    A half of the rows would give NaN.
+    """
+
+    def loss_fn(params, batch, rng=None):
+        return jnp.sqrt(jnp.mean(batch) * params["w"])
+
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, view="global", micro_batches=2)
     state = opt.init({"w": np.ones((), np.float32)})
     assert so.find_nan(opt, state, np.array([9, -1, 9, -1], np.float32)) is None

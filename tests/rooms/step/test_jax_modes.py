@@ -30,9 +30,18 @@ BLOCKS = so.BlockModel(
 FORMS = {
     "ddp": lambda mesh_of: (so.ddp(SGD, mesh_of(data=2), square), PARAMS),
     "global": lambda mesh_of: (so.ddp(SGD, mesh_of(data=2), square, view="global"), PARAMS),
-    "blocks": lambda mesh_of: (so.fsdp(SGD, mesh_of(data=2), BLOCKS, min_shard_elements=8), STACKED),
-    "pipeline": lambda mesh_of: (so.hybrid(SGD, mesh_of(data=2, pipeline=2), BLOCKS, micro_batches=2), STACKED),
-    "local_sgd": lambda mesh_of: (so.local_sgd(so.ddp(SGD, mesh_of(replica=2), square), sync_every=2), PARAMS),
+    "blocks": lambda mesh_of: (
+        so.fsdp(SGD, mesh_of(data=2), BLOCKS, min_shard_elements=8),
+        STACKED,
+    ),
+    "pipeline": lambda mesh_of: (
+        so.hybrid(SGD, mesh_of(data=2, pipeline=2), BLOCKS, micro_batches=2),
+        STACKED,
+    ),
+    "local_sgd": lambda mesh_of: (
+        so.local_sgd(so.ddp(SGD, mesh_of(replica=2), square), sync_every=2),
+        PARAMS,
+    ),
 }
 MODES = {
     "leaks": lambda: jax.check_tracer_leaks(True),
@@ -41,8 +50,11 @@ MODES = {
 QUICK = [("leaks", "ddp"), ("guard", "global"), ("guard", "blocks")]
 
 
-# Where jax suspects a leak, as in a custom derivative, it walks over all objects of the process: up to a minute late in a run.
-@pytest.mark.parametrize(("mode", "form"), tiered(itertools.product(MODES, FORMS), lambda row: row in QUICK))
+# Where jax suspects a leak, as in a custom derivative, it walks over all objects of the process: up
+# to a minute late in a run.
+@pytest.mark.parametrize(
+    ("mode", "form"), tiered(itertools.product(MODES, FORMS), lambda row: row in QUICK)
+)
 def test_init_step_and_evaluate_run_under(mode, form, mesh_of):
     opt, params = FORMS[form](mesh_of)
     evaluate = so.training.evaluation(opt, [X, X[:3]])
@@ -84,9 +96,9 @@ def test_without_jit_nothing_runs_on_a_mesh(call, mesh_of):
     state = opt.init(PARAMS)
     args = (PARAMS,) if call == "init" else (state, X)
     wanted = (
-        "ddp: jax_disable_jit is set, and what runs on a mesh must be compiled.\n"
-        "Fix: call it under jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call "
-        "loss_fn(params, batch) by itself, which runs op by op."
+        "ddp: jax_disable_jit is set, and what runs on a mesh must be compiled.\nFix: call it under"
+        " jax.disable_jit(False), with jax.debug.print or jax.debug.breakpoint in the loss; or call"
+        " loss_fn(params, batch) by itself, which runs op by op."
     )
     with jax.disable_jit(), pytest.raises(ValueError, match=f"^{re.escape(wanted)}$"):
         getattr(opt, call)(*args)

@@ -22,12 +22,14 @@ def kinds(tree):
 
 @pytest.mark.slow  # test_blocks_are_streamed_and_values_are_the_same
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.fast)]
+    "strategy",
+    [pytest.param("zero1", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.fast)],
 )
 def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_path):
     tx, mesh = optax.adamw(1e-2), mesh_of(data=8)
     plain, offloaded = (
-        STRATEGIES[strategy](tx, mesh, CASE.loss_fn, offload=offload) for offload in ((), ("opt_state",))
+        STRATEGIES[strategy](tx, mesh, CASE.loss_fn, offload=offload)
+        for offload in ((), ("opt_state",))
     )
     states = plain.init(CASE.params), offloaded.init(CASE.params)
     for batch in CASE.batches:
@@ -57,12 +59,14 @@ BLOCKS = so.BlockModel(
 
 def clipped():
     return optax.chain(
-        optax.clip_by_global_norm(0.1), optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1)
+        optax.clip_by_global_norm(0.1),
+        optax.adamw(optax.linear_schedule(0.1, 0.01, 3), weight_decay=0.1),
     )
 
 
 KERNELS = so.optimizers.muon_dimension_numbers([("kernel", so.optimizers.Matrix())])
-# whether blocks are updated apart: what does that, and what takes a norm of all blocks after its moments
+# whether blocks are updated apart: what does that, and what takes a norm of all blocks after its
+# moments
 STREAMS = {
     "clipped": (clipped, True),
     "8 bits": (lambda: so.transforms.eight_bit(clipped(), block_size=16, min_elements=512), True),
@@ -73,7 +77,10 @@ STREAMS = {
 
 @pytest.mark.parametrize(
     ("strategy", "name"),
-    tiered([(one, name) for one in ("fsdp", "zero1") for name in STREAMS], lambda row: row == ("fsdp", "clipped")),
+    tiered(
+        [(one, name) for one in ("fsdp", "zero1") for name in STREAMS],
+        lambda row: row == ("fsdp", "clipped"),
+    ),
 )
 def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, monkeypatch):
     draw, (make, streams) = np.random.default_rng(0), STREAMS[name]
@@ -84,11 +91,14 @@ def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, mo
         is_leaf=lambda x: isinstance(x, tuple),
     )
     plain, offloaded = (
-        STRATEGIES[strategy](make(), mesh_of(data=8), BLOCKS, offload=offload) for offload in ((), ("opt_state",))
+        STRATEGIES[strategy](make(), mesh_of(data=8), BLOCKS, offload=offload)
+        for offload in ((), ("opt_state",))
     )
     looped = []
     loop = streamed_update._loop
-    monkeypatch.setattr(streamed_update, "_loop", lambda *args: looped.append(args[0].blocks) or loop(*args))
+    monkeypatch.setattr(
+        streamed_update, "_loop", lambda *args: looped.append(args[0].blocks) or loop(*args)
+    )
     states = plain.init(params), offloaded.init(params)
     for _ in range(3):
         batch = draw.normal(size=(16, 8)).astype(np.float32)
@@ -102,10 +112,19 @@ def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, mo
 
 def test_what_cannot_wait_there_is_refused(mesh_of):
     fix = r"\nFix: use offload=\('opt_state',\), or leave it out\.$"
-    with pytest.raises(ValueError, match=r"^fsdp: offload names what cannot wait in host memory\.\n  'params'" + fix):
+    with pytest.raises(
+        ValueError,
+        match=r"^fsdp: offload names what cannot wait in host memory\.\n  'params'" + fix,
+    ):
         so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, offload=("params",))
-    with pytest.raises(TypeError, match=r"^fsdp: offload must be a sequence of names, got 'opt_state'\." + fix):
+    with pytest.raises(
+        TypeError, match=r"^fsdp: offload must be a sequence of names, got 'opt_state'\." + fix
+    ):
         so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, offload="opt_state")
-    inner = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=4), CASE.loss_fn, offload=("opt_state",))
-    with pytest.raises(ValueError, match=r"^local_sgd: replicas that train apart keep their parameters in"):
+    inner = so.fsdp(
+        optax.sgd(0.1), mesh_of(replica=2, data=4), CASE.loss_fn, offload=("opt_state",)
+    )
+    with pytest.raises(
+        ValueError, match=r"^local_sgd: replicas that train apart keep their parameters in"
+    ):
         so.local_sgd(inner, sync_every=2)

@@ -1,4 +1,6 @@
-"""`scatter_dtype`: each device's gradient is rounded once before it is summed over data, and the bytes of the sum halve."""
+"""`scatter_dtype`: each device's gradient is rounded once before it is summed over data, and the
+bytes of the sum halve.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +36,18 @@ def params_of(dtype=np.float64):
 
 def batches_of():
     rng, scale = np.random.default_rng(1), np.linspace(0.2, 2.0, ROWS)[:, None]
-    return [{"x": scale * rng.normal(size=(ROWS, 8)), "y": rng.normal(size=(ROWS, 8))} for _ in range(STEPS)]
+    return [
+        {"x": scale * rng.normal(size=(ROWS, 8)), "y": rng.normal(size=(ROWS, 8))}
+        for _ in range(STEPS)
+    ]
 
 
 def trained(params, batches, *, data, replica, micro_batches, each_rounded, is_rounded):
     """One device that rounds what each of the devices would send."""
-    rounded = lambda g: np.asarray(jnp.asarray(g).astype(jnp.bfloat16), np.float64)  # noqa: E731
+
+    def rounded(g):
+        return np.asarray(jnp.asarray(g).astype(jnp.bfloat16), np.float64)
+
     grad = jax.jit(jax.grad(MODEL.loss_fn))
     leaves, treedef = jax.tree.flatten(params)
     moments = [np.zeros_like(leaf) for leaf in leaves]
@@ -50,9 +58,17 @@ def trained(params, batches, *, data, replica, micro_batches, each_rounded, is_r
             mine = [np.zeros_like(leaf) for leaf in leaves]
             for m in range(micro_batches):
                 start, size = (device * micro_batches + m) * (ROWS // pieces), ROWS // pieces
-                rows = jax.tree.map(lambda x, start=start, size=size: x[start : start + size], batch)
-                grads = [np.asarray(g) / pieces for g in jax.tree.leaves(grad(treedef.unflatten(leaves), rows))]
-                grads = [rounded(g) if each_rounded and one else g for g, one in zip(grads, is_rounded, strict=True)]
+                rows = jax.tree.map(
+                    lambda x, start=start, size=size: x[start : start + size], batch
+                )
+                grads = [
+                    np.asarray(g) / pieces
+                    for g in jax.tree.leaves(grad(treedef.unflatten(leaves), rows))
+                ]
+                grads = [
+                    rounded(g) if each_rounded and one else g
+                    for g, one in zip(grads, is_rounded, strict=True)
+                ]
                 mine = [a + b for a, b in zip(mine, grads, strict=True)]
             if not each_rounded:
                 mine = [rounded(g) if one else g for g, one in zip(mine, is_rounded, strict=True)]
@@ -84,7 +100,12 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
 
     def run(dtype):
         opt = STRATEGIES[strategy](
-            tx, mesh_of(**sizes), MODEL, micro_batches=micro_batches, rules=rules, scatter_dtype=dtype
+            tx,
+            mesh_of(**sizes),
+            MODEL,
+            micro_batches=micro_batches,
+            rules=rules,
+            scatter_dtype=dtype,
         )
         state = opt.init(params)
         for batch in batches:
@@ -93,9 +114,17 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
 
     found, opt = run(jnp.bfloat16)
     is_rounded = ["data" in tuple(row.opt_state) for row in opt.config.report().rows]
-    where = {"data": sizes["data"], "replica": sizes.get("replica", 1), "micro_batches": micro_batches}
-    expected = trained(params, batches, **where, each_rounded=strategy != "zero1", is_rounded=is_rounded)
-    exact = trained(params, batches, **where, each_rounded=True, is_rounded=[False] * len(is_rounded))
+    where = {
+        "data": sizes["data"],
+        "replica": sizes.get("replica", 1),
+        "micro_batches": micro_batches,
+    }
+    expected = trained(
+        params, batches, **where, each_rounded=strategy != "zero1", is_rounded=is_rounded
+    )
+    exact = trained(
+        params, batches, **where, each_rounded=True, is_rounded=[False] * len(is_rounded)
+    )
     assert relative_difference(found, expected) <= 1e-6  # sums in float32
     assert relative_difference(found, exact) > 1e-5
 
@@ -104,7 +133,10 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
 def test_by_default_nothing_is_rounded(mesh_of):
     def sent(**options):
         opt = STRATEGIES["fsdp"](optax.sgd(RATE), mesh_of(data=4), MODEL, **options)
-        batch = {"x": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32), "y": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)}
+        batch = {
+            "x": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32),
+            "y": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32),
+        }
         return opt.step.lower(opt.abstract_state(params_of(np.float32)), batch).as_text()
 
     assert sent() == sent(scatter_dtype=None)
@@ -118,13 +150,25 @@ def test_by_default_nothing_is_rounded(mesh_of):
 )
 def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
     rules = RULES if "tensor" in sizes else ()
-    batch = {"x": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32), "y": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)}
+    batch = {
+        "x": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32),
+        "y": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32),
+    }
 
     def sent(dtype):
         opt = STRATEGIES[strategy](
-            optax.sgd(RATE), mesh_of(**sizes), MODEL, micro_batches=micro_batches, rules=rules, scatter_dtype=dtype
+            optax.sgd(RATE),
+            mesh_of(**sizes),
+            MODEL,
+            micro_batches=micro_batches,
+            rules=rules,
+            scatter_dtype=dtype,
         )
-        found = audit(opt.step, opt.abstract_state(params_of(np.float32)), batch).of(axis="data").by_kind()
+        found = (
+            audit(opt.step, opt.abstract_state(params_of(np.float32)), batch)
+            .of(axis="data")
+            .by_kind()
+        )
         return {kind: one.wire_bytes for kind, one in found.items()}
 
     wide, narrow = sent(None), sent(jnp.bfloat16)
@@ -134,7 +178,9 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
 
 @pytest.mark.parametrize("placement", tiered(["fsdp", "zero2", "zero1"], lambda placement: False))
 def test_in_a_pipeline(placement, mesh_of, x64):
-    """Rounded once for each micro-batch and device, or once for the sum: the difference is that of rounding."""
+    """Rounded once for each micro-batch and device, or once for the sum: the difference is that of
+    rounding.
+    """
     params, batches, found = params_of(), batches_of(), []
     for dtype in (None, jnp.bfloat16):
         opt = so.hybrid(
@@ -156,27 +202,41 @@ def test_in_a_pipeline(placement, mesh_of, x64):
 def test_a_wider_dtype_sums_half_precision_exactly(mesh_of):
     """Of 1 + 2^-9 + 2^-9 the sum in float32 is not lost, each of the small ones alone is."""
     mesh = mesh_of(data=4)
-    parts = jnp.array([1.0, 2.0**-9, 2.0**-9, 0.0], jnp.bfloat16)[:, None] * jnp.ones((4, 4), jnp.bfloat16)
+    parts = jnp.array([1.0, 2.0**-9, 2.0**-9, 0.0], jnp.bfloat16)[:, None] * jnp.ones(
+        (4, 4), jnp.bfloat16
+    )
 
     def local(x):
         return reduce_scatter([x[0]], [LeafWire(0, P(None), "data", scatter_dtype=jnp.float32)])
 
     (total,) = jax.jit(per_device(local, mesh, in_specs=(P("data"),), out_specs=[P("data")]))(parts)
     assert total.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(total, np.float32), np.float32(jnp.bfloat16(1.0 + 2.0**-8)))
+    np.testing.assert_array_equal(
+        np.asarray(total, np.float32), np.float32(jnp.bfloat16(1.0 + 2.0**-8))
+    )
 
 
 @pytest.mark.slow
 def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes():
     """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
-    shapes = {"blocks": {"up": (4, 512, 2048), "down": (4, 2048, 512), "bias": (4, 2048)}, "in": (8, 512)}
+    shapes = {
+        "blocks": {"up": (4, 512, 2048), "down": (4, 2048, 512), "bias": (4, 2048)},
+        "in": (8, 512),
+    }
     params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
-    batch = {"x": jax.ShapeDtypeStruct((64, 8), jnp.float32), "y": jax.ShapeDtypeStruct((64, 8), jnp.float32)}
+    batch = {
+        "x": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+        "y": jax.ShapeDtypeStruct((64, 8), jnp.float32),
+    }
 
     def sent(dtype):
-        make = lambda mesh: so.fsdp(optax.sgd(RATE), mesh, MODEL, scatter_dtype=dtype)  # noqa: E731
+        def make(mesh):
+            return so.fsdp(optax.sgd(RATE), mesh, MODEL, scatter_dtype=dtype)
+
         report = so.aot(make, params, batch, topology="v5e:2x4")
         # the matrices: XLA may all-reduce a bias
         return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
@@ -185,18 +245,32 @@ def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "options"), [(so.fsdp, {}), (so.zero, {"stage": 2})], ids=["fsdp", "zero2"])
+@pytest.mark.parametrize(
+    ("make", "options"), [(so.fsdp, {}), (so.zero, {"stage": 2})], ids=["fsdp", "zero2"]
+)
 def test_on_tpu_every_micro_batch_is_scattered(make, options):
-    """XLA would sum them first, in the memory of an unsharded gradient, and fails where sums are cast back."""
-    shapes = {"blocks": {"up": (4, 512, 2048), "down": (4, 2048, 512), "bias": (4, 2048)}, "in": (512, 512)}
+    """XLA would sum them first, in the memory of an unsharded gradient, and fails where sums are
+    cast back.
+    """
+    shapes = {
+        "blocks": {"up": (4, 512, 2048), "down": (4, 2048, 512), "bias": (4, 2048)},
+        "in": (512, 512),
+    }
     params = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), shapes, is_leaf=lambda x: isinstance(x, tuple)
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
     )
-    batch = {"x": jax.ShapeDtypeStruct((64, 512), jnp.float32), "y": jax.ShapeDtypeStruct((64, 512), jnp.float32)}
+    batch = {
+        "x": jax.ShapeDtypeStruct((64, 512), jnp.float32),
+        "y": jax.ShapeDtypeStruct((64, 512), jnp.float32),
+    }
 
     def sent(dtype, micro_batches):
         of = {**options, "micro_batches": micro_batches, "scatter_dtype": dtype}
-        report = so.aot(lambda mesh: make(optax.sgd(RATE), mesh, MODEL, **of), params, batch, topology="v5e:2x4")
+        report = so.aot(
+            lambda mesh: make(optax.sgd(RATE), mesh, MODEL, **of), params, batch, topology="v5e:2x4"
+        )
         return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
 
     wide = sent(None, 2)

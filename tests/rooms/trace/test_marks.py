@@ -1,11 +1,21 @@
-"""Marks: an analysis reads the kind, the operands and the data of a function that a layer has marked."""
+"""Marks: an analysis reads the kind, the operands and the data of a function that a layer has
+marked.
+"""
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from shardopt.trace._marks import EXPERTS, GROUPED_PRODUCT, has_mark, mark_of, marked, marks_in, named_values
+from shardopt.trace._marks import (
+    EXPERTS,
+    GROUPED_PRODUCT,
+    has_mark,
+    mark_of,
+    marked,
+    marks_in,
+    named_values,
+)
 
 pytestmark = pytest.mark.fast
 WEIGHTS, X = jnp.ones((3, 4, 4)), jnp.ones((2, 4))
@@ -51,7 +61,9 @@ def test_other_functions_have_no_mark():
 
 def test_named_values_come_in_order():
     def f(x):
-        return jax.checkpoint(lambda x: checkpoint_name(jnp.sin(checkpoint_name(x, "a")), "b"))(checkpoint_name(x, "a"))
+        return jax.checkpoint(lambda x: checkpoint_name(jnp.sin(checkpoint_name(x, "a")), "b"))(
+            checkpoint_name(x, "a")
+        )
 
     named = named_values(jax.make_jaxpr(f)(X))
     assert {name: len(values) for name, values in named.items()} == {"a": 2, "b": 1}

@@ -1,4 +1,6 @@
-"""What is read of a trace does not depend on where its variables lie in memory: programs of two processes are the same."""
+"""What is read of a trace does not depend on where its variables lie in memory: programs of two
+processes are the same.
+"""
 
 import jax
 import jax.numpy as jnp

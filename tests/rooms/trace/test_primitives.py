@@ -1,4 +1,6 @@
-"""The list of elementwise primitives: each is there in this jax, and makes of some elements what it makes of them among others."""
+"""The list of elementwise primitives: each is there in this jax, and makes of some elements what it
+makes of them among others.
+"""
 
 import gc
 import itertools
@@ -74,13 +76,22 @@ def test_all_are_primitives_of_this_jax():
 def test_a_part_is_made_as_the_whole_is():
     names = sorted(ELEMENTWISE.intersection(BY_NAME))
     given = {name: operands_of(name) for name in names}
-    run = jax.jit(lambda given: {name: call_of(name)(*operands) for name, operands in given.items()})
-    whole, part = run(given), run({name: [x[SOME] for x in operands] for name, operands in given.items()})
+    run = jax.jit(
+        lambda given: {name: call_of(name)(*operands) for name, operands in given.items()}
+    )
+    whole, part = (
+        run(given),
+        run({name: [x[SOME] for x in operands] for name, operands in given.items()}),
+    )
     for name in names:
         assert whole[name].shape == FLOATS.shape, name
         np.testing.assert_allclose(part[name], whole[name][SOME], rtol=1e-5, err_msg=name)
     moves = {name: [x[::-1] for x in operands] for name, operands in given.items()}
-    blind = [name for name, moved in run(moves).items() if np.array_equal(moved, whole[name], equal_nan=True)]
+    blind = [
+        name
+        for name, moved in run(moves).items()
+        if np.array_equal(moved, whole[name], equal_nan=True)
+    ]
     assert not blind  # to where an element is
 
 

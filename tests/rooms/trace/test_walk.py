@@ -19,7 +19,9 @@ NOWHERE, DIFFERENT = frozenset(), frozenset(["different"])
 def names_reaching(walk, eqns, operands):
     """Return for each result the arguments that it follows from."""
     if eqns[0].primitive.name == "scan":
-        carry, stacked = walk.loop([eqn.params["jaxpr"] for eqn in eqns], *scan_parts(eqns[0], operands))
+        carry, stacked = walk.loop(
+            [eqn.params["jaxpr"] for eqn in eqns], *scan_parts(eqns[0], operands)
+        )
         return [*carry, *stacked]
     if eqns[0].primitive.name == "while":
         _, consts, carry = while_parts(eqns[0], operands)
@@ -43,7 +45,9 @@ def follow(*traces):
 
 
 def loop_of_while(a, b):
-    return jax.lax.while_loop(lambda carry: carry[0].sum() < 9, lambda carry: (carry[1] + b, carry[0]), (a, a))
+    return jax.lax.while_loop(
+        lambda carry: carry[0].sum() < 9, lambda carry: (carry[1] + b, carry[0]), (a, a)
+    )
 
 
 CASES = {
@@ -52,7 +56,9 @@ CASES = {
     "branches": (lambda a, b: jax.lax.cond(b.sum() > 0, lambda: a, lambda: a * b), ["ab"]),
     "scan": (lambda a, b: jax.lax.scan(lambda carry, x: (carry + x, x), b, a), ["ab", "a"]),
     "two turns": (
-        lambda a, b, c: jax.lax.scan(lambda xs, _: ((*xs[1:], xs[2]), None), (a, b, c), length=3)[0][0],
+        lambda a, b, c: jax.lax.scan(lambda xs, _: ((*xs[1:], xs[2]), None), (a, b, c), length=3)[
+            0
+        ][0],
         ["abc"],
     ),
     "while": (loop_of_while, ["ab", "ab"]),
@@ -74,21 +80,33 @@ def test_traces_that_differ():
         return jax.make_jaxpr(f)(VECTOR, VECTOR)
 
     whole = traced(lambda a, b: (a + b, a * 2.0))
-    assert WALK.follow([whole, traced(lambda a, b: (a - b, a * 2.0))], [NOWHERE, NOWHERE]) == [DIFFERENT] * 2
-    other_variable, other_number = traced(lambda a, b: (a + b, b * 2.0)), traced(lambda a, b: (a + b, a * 3.0))
+    assert (
+        WALK.follow([whole, traced(lambda a, b: (a - b, a * 2.0))], [NOWHERE, NOWHERE])
+        == [DIFFERENT] * 2
+    )
+    other_variable, other_number = (
+        traced(lambda a, b: (a + b, b * 2.0)),
+        traced(lambda a, b: (a + b, a * 3.0)),
+    )
     for other in (other_variable, other_number):
         assert WALK.follow([whole, other], [NOWHERE, NOWHERE]) == [NOWHERE, DIFFERENT]
 
 
 def test_costs_of_loops_and_branches():
-    product = lambda x: x @ x  # noqa: E731
+    def product(x):
+        return x @ x
 
     def f(x):
         x = jax.lax.fori_loop(0, 3, lambda _, x: product(x), x)
         return jax.lax.cond(x[0, 0] > 0, product, lambda x: jax.jit(product)(product(x)), x)
 
-    flops = lambda eqn: product_flops(eqn) if eqn.primitive.name == "dot_general" else None  # noqa: E731
-    assert sum(cost_of(eqn, flops) for eqn in jax.make_jaxpr(f)(jnp.ones((4, 4))).eqns) == (3 + 2) * 2 * 4**3
+    def flops(eqn):
+        return product_flops(eqn) if eqn.primitive.name == "dot_general" else None
+
+    assert (
+        sum(cost_of(eqn, flops) for eqn in jax.make_jaxpr(f)(jnp.ones((4, 4))).eqns)
+        == (3 + 2) * 2 * 4**3
+    )
 
 
 def test_variables_that_are_reached():

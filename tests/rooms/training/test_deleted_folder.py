@@ -1,4 +1,6 @@
-"""A checkpoint folder deleted at ten random moments of a run: the run goes on, and its end is saved."""
+"""A checkpoint folder deleted at ten random moments of a run: the run goes on, and its end is
+saved.
+"""
 
 import random
 import shutil
@@ -13,7 +15,8 @@ from shardopt.checkpoint._read import restore
 from shardopt.training._fit import fit
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's, of writes that it gives up
+# orbax's, of writes that it gives up
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("draw", tiered(range(10), lambda draw: draw == 1))
 def test_a_folder_deleted_under_a_run(opt, new_state, batches, same, tmp_path, caplog, draw):
     folder = tmp_path / "runs" / "a"
@@ -37,7 +40,10 @@ def test_a_folder_deleted_under_a_run(opt, new_state, batches, same, tmp_path, c
         data = slowly(threading.Thread(target=delete))
         result = fit(opt, new_state(), data, num_steps=40, checkpoints=checkpoints, progress=False)
     assert (result.step, result.stopped) == (40, "completed")
-    assert any(f"{folder} was deleted while the job ran. It is made again for step" in line for line in caplog.messages)
+    assert any(
+        f"{folder} was deleted while the job ran. It is made again for step" in line
+        for line in caplog.messages
+    )
     unbroken = fit(opt, new_state(), batches, num_steps=40, progress=False)
     assert same(result.state, unbroken.state)
     assert same(restore(folder, opt), unbroken.state)

@@ -4,7 +4,14 @@ import re
 
 import pytest
 
-from shardopt.core._early_stopping import StoppingState, best, from_json, out_of_patience, to_json, update
+from shardopt.core._early_stopping import (
+    StoppingState,
+    best,
+    from_json,
+    out_of_patience,
+    to_json,
+    update,
+)
 from shardopt.training import EarlyStopping
 from shardopt.training._fit import fit
 
@@ -29,7 +36,8 @@ def observe(rule, values):
         ({"patience": 3}, [1, 2, 2], None, 0),
         ({"patience": 1, "mode": "max"}, [1, 2, 3, 2], 3, 2),
         ({"patience": 1, "mode": "max"}, [3, 2], 1, 0),
-        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.5, 2.4], 2, 0),  # 2.5 is not below 3.0 - 0.5
+        # 2.5 is not below 3.0 - 0.5
+        ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.5, 2.4], 2, 0),
         ({"patience": 2, "min_delta": 0.5}, [3.0, 2.6, 2.4, 2.0, 2.0], 4, 2),
         ({"patience": 2, "min_delta": 0.5, "mode": "max"}, [1.0, 1.5, 1.6, 2.0, 2.1], 4, 2),
         ({"patience": 2}, [math.nan, math.nan, 1], 1, None),
@@ -41,7 +49,9 @@ def test_when_it_stops(options, values, stops_at, best_at):
     rule = EarlyStopping("loss", **options)
     stopped, state = observe(rule, values)
     assert (stopped, state.best_step) == (stops_at, best_at)
-    assert best(rule, state) == (None if best_at is None else {"step": best_at, "loss": values[best_at]})
+    assert best(rule, state) == (
+        None if best_at is None else {"step": best_at, "loss": values[best_at]}
+    )
 
 
 def test_the_state_survives_json_and_does_not_pass_to_another_metric():
@@ -81,7 +91,14 @@ def test_wrong_values(arguments, message):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"metric": 1}, {"patience": "2"}, {"patience": 2.0}, {"patience": True}, {"min_delta": "0"}, {"mode": 1}],
+    [
+        {"metric": 1},
+        {"patience": "2"},
+        {"patience": 2.0},
+        {"patience": True},
+        {"min_delta": "0"},
+        {"mode": 1},
+    ],
 )
 def test_wrong_kinds(arguments):
     with pytest.raises(TypeError):
@@ -126,7 +143,10 @@ def test_it_ends_a_run_on_an_evaluation_metric(opt, new_state, batches, memory):
 
 @pytest.mark.parametrize(("evaluate_every", "stops_after"), [(None, 2), (3, 3)])
 def test_a_metric_that_is_not_there(opt, new_state, batches, evaluate_every, stops_after):
-    """Found at the first report, or at the first evaluation where one is to come; without either at the first report."""
+    """Found at the first report, or at the first evaluation where one is to come.
+
+    Without either at the first report.
+    """
     drawn = []
     with pytest.raises(ValueError, match="watches") as caught:
         fit(

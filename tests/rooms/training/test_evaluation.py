@@ -1,4 +1,6 @@
-"""Evaluation of sets of any size equals numpy on the whole set at once, also where rows weigh unevenly."""
+"""Evaluation of sets of any size equals numpy on the whole set at once, also where rows weigh
+unevenly.
+"""
 
 import itertools
 import re
@@ -19,7 +21,9 @@ def token_loss(params, batch):
     error = (batch["x"] @ params["w"] - batch["y"]) ** 2  # [rows, 3]
     masked = so.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
     largest = error.max(axis=1)
-    of_positive = so.Weighted((largest * (batch["x"][:, 0] > 0)).sum(), (batch["x"][:, 0] > 0).sum())
+    of_positive = so.Weighted(
+        (largest * (batch["x"][:, 0] > 0)).sum(), (batch["x"][:, 0] > 0).sum()
+    )
     return masked, {"largest": largest.mean(), "of_positive": of_positive}
 
 
@@ -38,12 +42,16 @@ def rows_of(count, seed=0):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(count, 8)), rng.normal(size=(count, 3))
     mask = (rng.random(size=(count, 3)) < np.linspace(0.1, 1, count)[:, None]) | (np.arange(3) == 0)
-    return {name: value.astype(np.float32) for name, value in {"x": x, "y": y, "mask": mask}.items()}
+    return {
+        name: value.astype(np.float32) for name, value in {"x": x, "y": y, "mask": mask}.items()
+    }
 
 
 def cut_at(rows, *sizes):
     edges = np.cumsum((0, *sizes))
-    return [{name: value[a:b] for name, value in rows.items()} for a, b in itertools.pairwise(edges)]
+    return [
+        {name: value[a:b] for name, value in rows.items()} for a, b in itertools.pairwise(edges)
+    ]
 
 
 def expected(rows, w):
@@ -54,7 +62,9 @@ def expected(rows, w):
     return {
         "val_loss": (error * rows["mask"]).sum() / rows["mask"].sum(),
         "val_largest": error.max(1).mean(),
-        "val_of_positive": error.max(1)[positive].sum() / positive.sum() if positive.any() else np.nan,
+        "val_of_positive": (
+            error.max(1)[positive].sum() / positive.sum() if positive.any() else np.nan
+        ),
     }
 
 
@@ -63,7 +73,12 @@ W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 OPTIMIZERS = {
     "ddp": lambda: so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss),
     "replicas": lambda: so.zero(
-        optax.sgd(0.1), so.make_mesh(replica=2, data=4), token_loss, stage=3, micro_batches=2, min_shard_elements=1
+        optax.sgd(0.1),
+        so.make_mesh(replica=2, data=4),
+        token_loss,
+        stage=3,
+        micro_batches=2,
+        min_shard_elements=1,
     ),
     "hsdp": lambda: so.fsdp(
         optax.adam(0.1),
@@ -71,7 +86,9 @@ OPTIMIZERS = {
         token_loss,
         min_shard_elements=1,
     ),
-    "diloco": lambda: so.diloco(so.ddp(optax.sgd(0.1), so.make_mesh(replica=2, data=4), token_loss), sync_every=2),
+    "diloco": lambda: so.diloco(
+        so.ddp(optax.sgd(0.1), so.make_mesh(replica=2, data=4), token_loss), sync_every=2
+    ),
 }
 
 
@@ -98,10 +115,15 @@ def test_any_set_equals_numpy_on_the_whole(name, sizes):
     assert found == pytest.approx(expected(rows, W), rel=1e-5, nan_ok=True)
 
 
-@pytest.mark.parametrize("sizes", tiered([((8, 7),), ((4,),), ((3, 1),)], quick=lambda row: row[0] == (8, 7)))
+@pytest.mark.parametrize(
+    "sizes", tiered([((8, 7),), ((4,),), ((3, 1),)], quick=lambda row: row[0] == (8, 7))
+)
 def test_stages_of_a_pipeline(sizes):
     opt = so.hybrid(
-        optax.sgd(0.1), so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4]), BLOCKS, micro_batches=2
+        optax.sgd(0.1),
+        so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4]),
+        BLOCKS,
+        micro_batches=2,
     )
     rows = rows_of(sum(sizes))
     state = opt.init({"blocks": {"scale": np.array([0.5, 1.0], np.float32)}, "w": W})
@@ -110,16 +132,23 @@ def test_stages_of_a_pipeline(sizes):
 
 
 def test_a_loss_of_its_own():
-    """Given to the strategy it is what `opt.evaluate` runs; given to evaluation, what that one runs; training is as it was."""
+    """Given to the strategy it is what `opt.evaluate` runs.
+
+    Given to evaluation, what that one runs; training is as it was.
+    """
     mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(5)
     wanted = np.abs(rows["x"] @ W - rows["y"]).mean()
     plain = so.ddp(optax.sgd(0.1), mesh, token_loss)
     own = so.ddp(optax.sgd(0.1), mesh, token_loss, evaluate_fn=row_loss)
     state = own.init({"w": W})
     assert evaluation(own, [rows])(state) == pytest.approx({"val_loss": wanted})
-    assert evaluation(plain, [rows], evaluate_fn=row_loss, prefix="")(state) == pytest.approx({"loss": wanted})
+    assert evaluation(plain, [rows], evaluate_fn=row_loss, prefix="")(state) == pytest.approx(
+        {"loss": wanted}
+    )
     (four,) = cut_at(rows, 4)
-    assert float(own.evaluate(state, four)["loss"]) == pytest.approx(np.abs(four["x"] @ W - four["y"]).mean())
+    assert float(own.evaluate(state, four)["loss"]) == pytest.approx(
+        np.abs(four["x"] @ W - four["y"]).mean()
+    )
     _, metrics = own.step(state, four)
     assert float(metrics["loss"]) == pytest.approx(expected(four, W)["val_loss"])
 
@@ -129,13 +158,17 @@ def test_a_loss_of_its_own():
     [
         (
             "mse",
-            "ddp: evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got 'mse'.\n"
-            "Fix: pass evaluate_fn=loss, or leave it out to evaluate loss_fn.",
+            (
+                "ddp: evaluate_fn must be a function (params, batch) -> loss, or a BlockModel, got"
+                " 'mse'.\nFix: pass evaluate_fn=loss, or leave it out to evaluate loss_fn."
+            ),
         ),
         (
             BLOCKS,
-            "ddp: evaluate_fn is a BlockModel, but loss_fn is not.\n"
-            "Fix: train on the BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch).",
+            (
+                "ddp: evaluate_fn is a BlockModel, but loss_fn is not.\nFix: train on the"
+                " BlockModel too, or pass lambda params, batch: model.loss_fn(params, batch)."
+            ),
         ),
     ],
 )
@@ -143,7 +176,9 @@ def test_a_loss_that_cannot_run_is_refused(given, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss, evaluate_fn=given)
     with pytest.raises(TypeError, match=re.escape(message.replace("ddp", "evaluation", 1))):
-        evaluation(so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss), [rows_of(8)], evaluate_fn=given)
+        evaluation(
+            so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss), [rows_of(8)], evaluate_fn=given
+        )
 
 
 def test_a_loss_alone_is_no_strategy():
@@ -156,29 +191,45 @@ def test_a_loss_alone_is_no_strategy():
 
 
 def test_a_loss_that_mixes_rows_is_refused_or_evaluated_whole():
-    """A perplexity: the exponential of a mean is no mean. In the global view a batch runs at once, of one row too."""
+    """A perplexity: the exponential of a mean is no mean.
+
+    In the global view a batch runs at once, of one row too.
+    """
     mesh, rows = so.make_mesh(data=2, devices=jax.devices()[:2]), rows_of(1)
-    perplexity = lambda params, batch: jnp.exp(row_loss(params, batch))  # noqa: E731
+
+    def perplexity(params, batch):
+        return jnp.exp(row_loss(params, batch))
+
     for view in ("per_device", "global"):
         opt = so.ddp(optax.sgd(0.1), mesh, row_loss, view=view)
         evaluate, state = evaluation(opt, [rows], evaluate_fn=perplexity), opt.init({"w": W})
         if view == "per_device":
-            evaluate = evaluation(opt, [rows_of(3)], evaluate_fn=perplexity)  # one row alone is a mean of one
+            # one row alone is a mean of one
+            evaluate = evaluation(opt, [rows_of(3)], evaluate_fn=perplexity)
             with pytest.raises(
-                so.errors.NotSeparableError, match=r"^ddp: the loss is not shown to be a \(weighted\) mean over rows"
+                so.errors.NotSeparableError,
+                match=r"^ddp: the loss is not shown to be a \(weighted\) mean over rows",
             ):
                 evaluate(state)
         else:
-            assert evaluate(state)["val_loss"] == pytest.approx(np.exp(np.abs(rows["x"] @ W - rows["y"]).mean()))
+            assert evaluate(state)["val_loss"] == pytest.approx(
+                np.exp(np.abs(rows["x"] @ W - rows["y"]).mean())
+            )
 
 
 def test_stages_want_blocks_to_evaluate():
     message = (
-        "hybrid: evaluate_fn must be a BlockModel, because the stages of the pipeline hold its blocks.\n"
-        "Fix: pass model._replace(loss=...), or so.BlockModel(...)."
+        "hybrid: evaluate_fn must be a BlockModel, because the stages of the pipeline hold its"
+        " blocks.\nFix: pass model._replace(loss=...), or so.BlockModel(...)."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
-        so.hybrid(optax.sgd(0.1), so.make_mesh(data=4, pipeline=2), BLOCKS, micro_batches=2, evaluate_fn=row_loss)
+        so.hybrid(
+            optax.sgd(0.1),
+            so.make_mesh(data=4, pipeline=2),
+            BLOCKS,
+            micro_batches=2,
+            evaluate_fn=row_loss,
+        )
 
 
 def test_what_has_no_weight_is_no_number():

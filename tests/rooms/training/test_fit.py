@@ -60,7 +60,14 @@ def test_exhausted(opt, new_state, batches, memory, count):
         return logged.append(step)
 
     result = fit(
-        opt, new_state(), batches[:count], num_steps=30, checkpoints=checkpoints, log=log, log_every=20, progress=False
+        opt,
+        new_state(),
+        batches[:count],
+        num_steps=30,
+        checkpoints=checkpoints,
+        log=log,
+        log_every=20,
+        progress=False,
     )
     assert (result.step, result.stopped) == (count, "exhausted")
     assert max(checkpoints.disk) == count
@@ -85,17 +92,31 @@ def test_speed_counts_steps_and_examples(opt, new_state, batches):
         assert record["steps_per_second"] > 0
 
 
-def test_evaluation_with_each_checkpoint_and_at_the_end(opt, new_state, batches, memory, metrics_at):
+def test_evaluation_with_each_checkpoint_and_at_the_end(
+    opt, new_state, batches, memory, metrics_at
+):
     checkpoints, seen = memory(10), []
 
     def evaluate(state):
         seen.append(int(state.step))
         return {"twice": 2 * state.step, "half": np.float32(0.5)}
 
-    result = fit(opt, new_state(), batches, num_steps=25, evaluate=evaluate, checkpoints=checkpoints, progress=False)
+    result = fit(
+        opt,
+        new_state(),
+        batches,
+        num_steps=25,
+        evaluate=evaluate,
+        checkpoints=checkpoints,
+        progress=False,
+    )
     assert seen == [10, 20, 25]
     assert metrics_at(result.history, "twice") == {10: 20, 20: 40, 25: 50}
-    assert {step: metrics["twice"] for step, (_, _, metrics) in checkpoints.disk.items()} == {10: 20, 20: 40, 25: 50}
+    assert {step: metrics["twice"] for step, (_, _, metrics) in checkpoints.disk.items()} == {
+        10: 20,
+        20: 40,
+        25: 50,
+    }
 
 
 def test_evaluate_every(opt, new_state, batches, memory, metrics_at):
@@ -116,7 +137,12 @@ def test_evaluate_every(opt, new_state, batches, memory, metrics_at):
     )
     assert metrics_at(result.history, "at") == {8: 8, 16: 16, 20: 20}
     training = {"loss", "grad_norm", "error"}
-    assert logged == [(8, training | {"at"}), (10, training), (16, training | {"at"}), (20, training | {"at"})]
+    assert logged == [
+        (8, training | {"at"}),
+        (10, training),
+        (16, training | {"at"}),
+        (20, training | {"at"}),
+    ]
     assert "at" not in checkpoints.disk[10][2]
     assert checkpoints.disk[20][2]["at"] == 20
     assert [record["step"] for record in result.history] == [8, 10, 16, 20]
@@ -127,9 +153,12 @@ def test_evaluation_helper_is_the_mean_over_examples(opt, new_state, batches):
     uneven = [batches[0], jax.tree.map(lambda rows: rows[:2], batches[1])]
     found = evaluation(opt, uneven)(state)
     y = np.concatenate([batch["y"] for batch in uneven])
-    assert found == pytest.approx({"val_loss": (y**2).mean(), "val_error": np.abs(y).mean()}, rel=1e-6)
+    assert found == pytest.approx(
+        {"val_loss": (y**2).mean(), "val_error": np.abs(y).mean()}, rel=1e-6
+    )
     assert y.shape == (10,)
-    fit(opt, state, batches, num_steps=2, evaluate=evaluation(opt, uneven), progress=False)  # nothing was donated
+    # nothing was donated
+    fit(opt, state, batches, num_steps=2, evaluate=evaluation(opt, uneven), progress=False)
 
 
 def test_evaluation_helper_refuses_what_ends(opt, new_state, batches):
@@ -139,24 +168,38 @@ def test_evaluation_helper_refuses_what_ends(opt, new_state, batches):
     )
     with pytest.raises(TypeError, match=re.escape(message)):
         evaluation(opt, iter(batches))
-    with pytest.raises(ValueError, match=r"^evaluation: there are no examples in batches\.\nFix: pass at least one"):
+    with pytest.raises(
+        ValueError, match=r"^evaluation: there are no examples in batches\.\nFix: pass at least one"
+    ):
         evaluation(opt, [])(new_state())
 
 
 @pytest.mark.parametrize(
     ("returned", "kind", "message"),
     [
-        (0.5, TypeError, 'fit: evaluate must return a dict of numbers, got float.\nFix: return {"val_loss": ...}.'),
+        (
+            0.5,
+            TypeError,
+            (
+                'fit: evaluate must return a dict of numbers, got float.\nFix: return {"val_loss":'
+                " ...}."
+            ),
+        ),
         (
             {"a": 1, "b": np.ones(3), "c": "x"},
             TypeError,
-            "fit: evaluate must return a dict of numbers.\n  'b': array([1., 1., 1.])\n  'c': 'x'\n"
-            "Fix: reduce each to one number.",
+            (
+                "fit: evaluate must return a dict of numbers.\n  'b': array([1., 1., 1.])\n  'c':"
+                " 'x'\nFix: reduce each to one number."
+            ),
         ),
         (
             {"loss": 1.0},
             ValueError,
-            "fit: evaluate returned 'loss', which training reports too.\nFix: give it another name, such as 'val_loss'.",
+            (
+                "fit: evaluate returned 'loss', which training reports too.\nFix: give it another"
+                " name, such as 'val_loss'."
+            ),
         ),
     ],
 )
@@ -173,8 +216,9 @@ def test_metrics_must_be_scalars(opt, new_state, batches):
 
     with pytest.raises(ValueError, match="metrics must") as caught:
         fit(opt._replace(step=step), new_state(), batches, num_steps=9, progress=False)
-    assert str(caught.value) == (
-        "fit: metrics must be scalars.\n  metrics['rows']: shape (3,)\n  metrics['text']: str\n"
+    assert (
+        str(caught.value)
+        == "fit: metrics must be scalars.\n  metrics['rows']: shape (3,)\n  metrics['text']: str\n"
         "Fix: reduce it to one number in the aux dict of loss_fn."
     )
 
@@ -241,7 +285,9 @@ def test_the_state_is_freed_with_the_result(opt, new_state, batches, memory):
     checkpoints = memory(5)
     gc.disable()
     try:
-        result = fit(opt, new_state(), batches, num_steps=6, checkpoints=checkpoints, progress=False)
+        result = fit(
+            opt, new_state(), batches, num_steps=6, checkpoints=checkpoints, progress=False
+        )
         leaf = weakref.ref(result.state.step)
         checkpoints.pending.clear()
         del result

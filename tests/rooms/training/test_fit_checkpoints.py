@@ -30,19 +30,30 @@ def test_resumed_equals_unbroken(opt, new_state, batches, same, tmp_path, make):
     unbroken = fit(opt, new_state(), make(batches), num_steps=25, progress=False)
     for target in (7, 18, 25):
         with Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
-            resumed = fit(opt, new_state(), make(batches), num_steps=target, checkpoints=checkpoints, progress=False)
+            resumed = fit(
+                opt,
+                new_state(),
+                make(batches),
+                num_steps=target,
+                checkpoints=checkpoints,
+                progress=False,
+            )
             assert checkpoints.latest() == target
             assert len(checkpoints.steps()) == 2
     assert same(resumed.state, unbroken.state)
 
 
-def test_a_first_state_is_made_only_where_nothing_is_restored(opt, new_state, batches, same, tmp_path):
+def test_a_first_state_is_made_only_where_nothing_is_restored(
+    opt, new_state, batches, same, tmp_path
+):
     unbroken = fit(opt, new_state(), batches, num_steps=7, progress=False)
     first, made = so.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)}), []
     counted = opt._replace(init=lambda *given: made.append(given) or opt.init(*given))
     for target in (3, 7):
         with Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
-            result = fit(counted, first, batches, num_steps=target, checkpoints=checkpoints, progress=False)
+            result = fit(
+                counted, first, batches, num_steps=target, checkpoints=checkpoints, progress=False
+            )
     assert made == [first]
     assert same(result.state, unbroken.state)
     drawn = so.DeferredInit(lambda rng: {"w": jax.random.normal(rng, 4), "b": 0.0})
@@ -93,7 +104,16 @@ def test_a_write_that_fails_does_not_hide_the_first_error(opt, new_state, batche
 
     checkpoints.wait = wait
     with pytest.raises(RuntimeError, match="the log is full") as caught:
-        fit(opt, new_state(), batches, num_steps=30, checkpoints=checkpoints, log=log, log_every=7, progress=False)
+        fit(
+            opt,
+            new_state(),
+            batches,
+            num_steps=30,
+            checkpoints=checkpoints,
+            log=log,
+            log_every=7,
+            progress=False,
+        )
     assert caught.value.__notes__ == ["the disk is full"]
     with pytest.raises(CheckpointError, match="the disk is full"):
         fit(opt, new_state(), batches, num_steps=3, checkpoints=checkpoints, progress=False)
@@ -121,7 +141,10 @@ WORKER = Path(__file__).with_name("worker_killed.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
 def test_killed_again_and_again_equals_unbroken(kills, tmp_path):
-    """Kill -9 at random moments; every restart goes on from a whole checkpoint, and the end is the same bit for bit."""
+    """Kill -9 at random moments.
+
+    Every restart goes on from a whole checkpoint, and the end is the same bit for bit.
+    """
     environment = os.environ | {"PYTHONPATH": str(Path(so.__file__).parents[1])}
 
     def start(folder):
@@ -144,10 +167,14 @@ def test_killed_again_and_again_equals_unbroken(kills, tmp_path):
     assert last.wait() == 0, last.stderr.read()
     for process in (whole, last):
         process.stderr.close()
-    whole_params, broken_params = (np.load(tmp_path / name / "params.npz") for name in ("whole", "broken"))
+    whole_params, broken_params = (
+        np.load(tmp_path / name / "params.npz") for name in ("whole", "broken")
+    )
     assert whole_params.keys() == broken_params.keys() == {"up", "down"}
     assert all(np.array_equal(whole_params[name], broken_params[name]) for name in whole_params)
-    logs = [(tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "broken")]
+    logs = [
+        (tmp_path / name / "log.jsonl").read_text().splitlines() for name in ("whole", "broken")
+    ]
     losses = [[json.loads(line)["loss"] for line in log] for log in logs]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 150

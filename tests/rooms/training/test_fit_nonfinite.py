@@ -24,7 +24,10 @@ def spoiled(batches, at, value=np.nan):
 
 @pytest.mark.parametrize(
     ("log_every", "at"),
-    tiered(itertools.product([1, 5, 100], [0, 4, 5, 9, 10, 14]), lambda row: row[0] == 5 or row[1] in (4, 14)),
+    tiered(
+        itertools.product([1, 5, 100], [0, 4, 5, 9, 10, 14]),
+        lambda row: row[0] == 5 or row[1] in (4, 14),
+    ),
 )
 def test_it_stops_with_step_and_position(opt, new_state, batches, memory, at, log_every):
     checkpoints, logged, drawn = memory(5), [], []
@@ -42,11 +45,12 @@ def test_it_stops_with_step_and_position(opt, new_state, batches, memory, at, lo
         )
     saved = at // 5 * 5
     where = "last checkpoint: " + (f"step {saved}" if saved else "none yet")
-    assert str(caught.value) == (
-        f"fit: the loss became nan at step {at} (batch {at}, both counted from 0).\n"
-        f"  {where}, in /runs/a\n"
-        "Fix: lower the learning rate, clip the gradients (optax.clip_by_global_norm), or look at the batch: "
-        f"next(itertools.islice(iter(batches), {at}, None)), with batches from their beginning."
+    assert (
+        str(caught.value)
+        == f"fit: the loss became nan at step {at} (batch {at}, both counted from 0).\n  {where},"
+        " in /runs/a\nFix: lower the learning rate, clip the gradients"
+        " (optax.clip_by_global_norm), or look at the batch:"
+        f" next(itertools.islice(iter(batches), {at}, None)), with batches from their beginning."
     )
     assert (caught.value.step, caught.value.position) == (at, at)
     assert sorted(checkpoints.disk) == list(range(5, at + 1, 5))
@@ -56,7 +60,8 @@ def test_it_stops_with_step_and_position(opt, new_state, batches, memory, at, lo
 
 def test_infinite_counts_too(opt, new_state, batches):
     with pytest.raises(
-        NonFiniteLossError, match=r"^fit: the loss became inf at step 3 .*\n  checkpoints: none were asked"
+        NonFiniteLossError,
+        match=r"^fit: the loss became inf at step 3 .*\n  checkpoints: none were asked",
     ):
         fit(opt, new_state(), spoiled(batches, 3, np.inf), num_steps=15, progress=False)
 
@@ -89,19 +94,32 @@ def exploding(tx, mesh, at):
 
     batches = [{"x": np.ones(4, np.float32), "bad": np.ones(4, np.float32)} for _ in range(20)]
     batches[at]["bad"][:] = np.inf
-    opt = so.ddp(tx, mesh, loss_fn, separable=True)  # one row decides for all, so the gradient is no mean
+    # one row decides for all, so the gradient is no mean
+    opt = so.ddp(tx, mesh, loss_fn, separable=True)
     return opt, batches
 
 
 @pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.adam(0.1)], ids=["sgd", "adam"])
 def test_a_state_spoiled_behind_a_finite_loss_is_not_saved(mesh_of, memory, tx):
-    """The loss of a step knows nothing of its update: the state itself is looked at before it is saved."""
+    """The loss of a step knows nothing of its update: the state itself is looked at before it is
+    saved.
+    """
     opt, batches = exploding(tx, mesh_of(data=2), at=9)
     checkpoints = memory(5)
     with pytest.raises(NonFiniteLossError, match="the update made") as caught:
-        fit(opt, opt.init({"w": jnp.zeros(())}), batches, num_steps=20, checkpoints=checkpoints, progress=False)
+        fit(
+            opt,
+            opt.init({"w": jnp.zeros(())}),
+            batches,
+            num_steps=20,
+            checkpoints=checkpoints,
+            progress=False,
+        )
     kind = "infinite" if tx.init({}) == optax.sgd(0.1).init({}) else "NaN"
-    said = f"fit: the update made parameters or optimizer state {kind} (its gradient norm was inf) at step 9 (batch 9,"
+    said = (
+        f"fit: the update made parameters or optimizer state {kind} (its gradient norm was inf) at"
+        " step 9 (batch 9,"
+    )
     assert str(caught.value).startswith(said)
     assert sorted(checkpoints.disk) == [5]
 
@@ -133,7 +151,9 @@ def test_skipped_gradients_and_infinite_masks_may_be_meant(mesh_of, memory):
 TOLERANT = {
     "ddp": lambda tx, mesh_of: so.ddp(tx, mesh_of(data=2), plain_loss),
     "fsdp": lambda tx, mesh_of: so.fsdp(tx, mesh_of(data=2), plain_loss, min_shard_elements=1),
-    "local_sgd": lambda tx, mesh_of: so.local_sgd(so.ddp(tx, mesh_of(replica=2), plain_loss), sync_every=5),
+    "local_sgd": lambda tx, mesh_of: so.local_sgd(
+        so.ddp(tx, mesh_of(replica=2), plain_loss), sync_every=5
+    ),
 }
 
 
@@ -143,14 +163,19 @@ def plain_loss(params, batch):
 
 @pytest.mark.parametrize(
     ("strategy", "log_every"),
-    tiered(itertools.product(TOLERANT, [1, 100]), lambda row: row in (("fsdp", 100), ("local_sgd", 1))),
+    tiered(
+        itertools.product(TOLERANT, [1, 100]), lambda row: row in (("fsdp", 100), ("local_sgd", 1))
+    ),
 )
 def test_apply_if_finite_decides_how_many_losses_in_a_row_may_be_no_numbers(
     strategy, log_every, batches, memory, mesh_of
 ):
     tx = optax.chain(optax.clip(1.0), optax.apply_if_finite(optax.adam(0.05), 2))
     opt = TOLERANT[strategy](tx, mesh_of)
-    first = lambda: opt.init({"w": jnp.zeros(4), "b": jnp.zeros(())})  # noqa: E731
+
+    def first():
+        return opt.init({"w": jnp.zeros(4), "b": jnp.zeros(())})
+
     data = batches
     for at in (0, 4, 5, 8, 9):  # two in a row are skipped, also where a checkpoint is saved
         data = spoiled(data, at)
@@ -162,7 +187,9 @@ def test_apply_if_finite_decides_how_many_losses_in_a_row_may_be_no_numbers(
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(result.state.params))
     if log_every == 1:
         assert [one["step"] for one in result.history if np.isnan(one["loss"])] == [1, 5, 6, 9, 10]
-    with pytest.raises(NonFiniteLossError, match=r"^fit: the loss became nan at step 10 \(batch 10") as caught:
+    with pytest.raises(
+        NonFiniteLossError, match=r"^fit: the loss became nan at step 10 \(batch 10"
+    ) as caught:
         fit(opt, first(), spoiled(data, 10), num_steps=15, checkpoints=memory(5), **options)
     assert (caught.value.step, caught.value.position) == (10, 10)
 
@@ -181,7 +208,9 @@ def test_a_loss_that_is_no_number_with_a_gradient_that_is_ends_the_run(mesh_of):
 
 
 def test_the_device_is_never_waited_for_between_reports(opt, new_state, batches):
-    """A step's loss is looked at only once the next step is dispatched, also where metrics are logged."""
+    """A step's loss is looked at only once the next step is dispatched, also where metrics are
+    logged.
+    """
     for log_every in (1, 100):
         drawn = []
         stream = (drawn.append(True) or batch for batch in spoiled(batches, 6))
@@ -191,18 +220,29 @@ def test_the_device_is_never_waited_for_between_reports(opt, new_state, batches)
 
 
 def test_the_last_loss_is_checked(opt, new_state, batches):
-    with pytest.raises(NonFiniteLossError, match=re.escape("at step 6 (batch 6, both counted from 0)")):
+    with pytest.raises(
+        NonFiniteLossError, match=re.escape("at step 6 (batch 6, both counted from 0)")
+    ):
         fit(opt, new_state(), spoiled(batches, 6), num_steps=7, log_every=100, progress=False)
 
 
 def skipping(mesh, max_in_a_row=10):
     """Return a strategy whose optimizer skips spikes."""
-    loss_fn = lambda params, batch: ((batch["x"] * params["w"] - batch["y"]) ** 2).mean()  # noqa: E731
-    return so.ddp(so.transforms.skip_anomalies(optax.sgd(0.01), window=4, max_in_a_row=max_in_a_row), mesh, loss_fn)
+
+    def loss_fn(params, batch):
+        return ((batch["x"] * params["w"] - batch["y"]) ** 2).mean()
+
+    return so.ddp(
+        so.transforms.skip_anomalies(optax.sgd(0.01), window=4, max_in_a_row=max_in_a_row),
+        mesh,
+        loss_fn,
+    )
 
 
 def rows(factors):
-    return [{"x": np.ones(4, np.float32), "y": np.full(4, factor, np.float32)} for factor in factors]
+    return [
+        {"x": np.ones(4, np.float32), "y": np.full(4, factor, np.float32)} for factor in factors
+    ]
 
 
 def test_a_skipped_spike_is_logged_with_its_batch_and_the_run_goes_on(mesh_of, memory, capfd):
@@ -221,18 +261,34 @@ def test_a_skipped_spike_is_logged_with_its_batch_and_the_run_goes_on(mesh_of, m
     assert result.stopped == "completed"
     assert result.state.opt_state.num_skipped == 2
     assert sorted(checkpoints.disk) == [4, 8, 10]
-    skipped = {step: metrics["skipped_batch"] for step, metrics in logged.items() if "skipped_batch" in metrics}
+    skipped = {
+        step: metrics["skipped_batch"]
+        for step, metrics in logged.items()
+        if "skipped_batch" in metrics
+    }
     assert skipped == {6: 5, 8: 7}
     assert logged[6]["loss"] > 9000
     text = capfd.readouterr().err
-    assert "The optimizer skipped step 5 (batch 5, both counted from 0): loss 9981, grad_norm 199.8." in text
-    assert "The optimizer skipped step 7 (batch 7, both counted from 0): loss nan, grad_norm nan." in text
+    assert (
+        "The optimizer skipped step 5 (batch 5, both counted from 0): loss 9981, grad_norm 199.8."
+        in text
+    )
+    assert (
+        "The optimizer skipped step 7 (batch 7, both counted from 0): loss nan, grad_norm nan."
+        in text
+    )
 
 
 def test_steps_that_stay_not_finite_end_the_run_although_the_optimizer_skips_them(mesh_of):
     opt = skipping(mesh_of(data=2), max_in_a_row=3)
     with pytest.raises(NonFiniteLossError, match="the loss became nan at step 8") as caught:
-        fit(opt, opt.init({"w": jnp.zeros(())}), rows([1] * 5 + [np.nan] * 9), num_steps=14, progress=False)
+        fit(
+            opt,
+            opt.init({"w": jnp.zeros(())}),
+            rows([1] * 5 + [np.nan] * 9),
+            num_steps=14,
+            progress=False,
+        )
     assert caught.value.position == 8
 
 
@@ -253,5 +309,7 @@ def test_a_step_that_adds_up_gradients_after_a_skipped_update_is_not_skipped(mes
         log=lambda step, metrics: logged.setdefault(step, metrics),
         progress=False,
     )
-    assert [metrics["skipped_batch"] for metrics in logged.values() if "skipped_batch" in metrics] == [5]
+    assert [
+        metrics["skipped_batch"] for metrics in logged.values() if "skipped_batch" in metrics
+    ] == [5]
     assert result.state.params["count"] == 8

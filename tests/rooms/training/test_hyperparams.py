@@ -12,7 +12,14 @@ import shardopt as so
 from shardopt.training import hyperparams, with_hyperparams
 from shardopt.training._fit import fit
 
-ADAMW = {"learning_rate": 0.05, "b1": 0.9, "b2": 0.999, "eps": 1e-8, "eps_root": 0.0, "weight_decay": 1e-4}
+ADAMW = {
+    "learning_rate": 0.05,
+    "b1": 0.9,
+    "b2": 0.999,
+    "eps": 1e-8,
+    "eps_root": 0.0,
+    "weight_decay": 1e-4,
+}
 KINDS = ("ddp", "zero", "fsdp")
 
 
@@ -32,7 +39,9 @@ def plain_state(tx):
 
 @pytest.mark.parametrize("kind", tiered(KINDS, lambda kind: kind == "fsdp"))
 def test_round_trip_without_compiling_again(kind, mesh_of, loss_fn, batches):
-    opt = build(kind, optax.inject_hyperparams(optax.adamw)(learning_rate=0.05), mesh_of(data=4), loss_fn)
+    opt = build(
+        kind, optax.inject_hyperparams(optax.adamw)(learning_rate=0.05), mesh_of(data=4), loss_fn
+    )
     state = fit(opt, new_state(opt), batches, num_steps=2, progress=False).state
     assert hyperparams(state) == pytest.approx(ADAMW)
     with compilations() as compiled:
@@ -43,14 +52,20 @@ def test_round_trip_without_compiling_again(kind, mesh_of, loss_fn, batches):
 
         assert jax.tree.map(describe, changed) == jax.tree.map(describe, state)
         assert jax.tree.structure(changed) == jax.tree.structure(state)
-        assert hyperparams(changed) == pytest.approx(ADAMW | {"learning_rate": 0.01, "weight_decay": 0.5})
+        assert hyperparams(changed) == pytest.approx(
+            ADAMW | {"learning_rate": 0.01, "weight_decay": 0.5}
+        )
         result = fit(opt, changed, batches[2:], num_steps=6, progress=False)
     assert compiled == []
-    assert hyperparams(result.state) == pytest.approx(ADAMW | {"learning_rate": 0.01, "weight_decay": 0.5})
+    assert hyperparams(result.state) == pytest.approx(
+        ADAMW | {"learning_rate": 0.01, "weight_decay": 0.5}
+    )
 
 
 def test_it_changes_training_as_another_optimizer_would(mesh_of, loss_fn, batches):
-    injected = build("fsdp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), mesh_of(data=2), loss_fn)
+    injected = build(
+        "fsdp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), mesh_of(data=2), loss_fn
+    )
     direct = build("fsdp", optax.sgd(0.125), mesh_of(data=2), loss_fn)
     state = with_hyperparams(new_state(injected), learning_rate=0.125)
     found = fit(injected, state, batches, num_steps=10, progress=False).state.params
@@ -76,18 +91,26 @@ def test_shared_names_are_told_apart_by_path():
     state = plain_state(optax.chain(sgd(0.5), clip, sgd(0.25)))
     assert hyperparams(state) == {"0/learning_rate": 0.5, "max_delta": 2.0, "2/learning_rate": 0.25}
     changed = with_hyperparams(state, **{"2/learning_rate": 0.125}, max_delta=4)
-    assert hyperparams(changed) == {"0/learning_rate": 0.5, "max_delta": 4.0, "2/learning_rate": 0.125}
+    assert hyperparams(changed) == {
+        "0/learning_rate": 0.5,
+        "max_delta": 4.0,
+        "2/learning_rate": 0.125,
+    }
     fix = "Fix: choose from 0/learning_rate, 2/learning_rate, max_delta."
     with pytest.raises(
         ValueError,
-        match=f"^{re.escape(f'with_hyperparams: no hyperparameter is named {chr(39)}learning_rate{chr(39)}.')}\n{re.escape(fix)}$",
+        match=(
+            f"^{re.escape(f'with_hyperparams: no hyperparameter is named {chr(39)}learning_rate{chr(39)}.')}\n{re.escape(fix)}$"
+        ),
     ):
         with_hyperparams(state, learning_rate=0.1)
 
 
 def test_injected_within_injected():
     def outer(scale):
-        return optax.chain(optax.scale(scale), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
+        return optax.chain(
+            optax.scale(scale), optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
+        )
 
     state = plain_state(optax.inject_hyperparams(outer)(scale=3.0))
     assert hyperparams(state) == {"scale": 3.0, "learning_rate": 0.5}
@@ -96,14 +119,20 @@ def test_injected_within_injected():
 
 
 def test_dtypes_stay():
-    tx = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.bfloat16)(learning_rate=0.5, momentum=0.5)
+    tx = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.bfloat16)(
+        learning_rate=0.5, momentum=0.5
+    )
     state = with_hyperparams(plain_state(tx), learning_rate=0.3, momentum=1)
-    assert {leaf.dtype for leaf in state.opt_state.hyperparams.values()} == {jnp.dtype(jnp.bfloat16)}
+    assert {leaf.dtype for leaf in state.opt_state.hyperparams.values()} == {
+        jnp.dtype(jnp.bfloat16)
+    }
     assert hyperparams(state) == {"learning_rate": float(jnp.bfloat16(0.3)), "momentum": 1.0}
 
 
 def test_schedules_are_read_but_not_set():
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(1.0, 0.0, 10), momentum=0.5)
+    tx = optax.inject_hyperparams(optax.sgd)(
+        learning_rate=optax.linear_schedule(1.0, 0.0, 10), momentum=0.5
+    )
     state = plain_state(tx)
     assert hyperparams(state) == {"learning_rate": 1.0, "momentum": 0.5}
     message = (
@@ -118,8 +147,8 @@ def test_nothing_injected():
     state = plain_state(optax.adam(1e-3))
     for who, call in (("hyperparams", hyperparams), ("with_hyperparams", with_hyperparams)):
         message = (
-            f"{who}: the optimizer state has no injected hyperparameters.\n"
-            "Fix: wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
+            f"{who}: the optimizer state has no injected hyperparameters.\nFix: wrap the optimizer,"
+            " as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call(state)
@@ -127,10 +156,14 @@ def test_nothing_injected():
             call({})
 
 
-@pytest.mark.parametrize("value", ["0.1", None, True, [0.1], np.bool_(True), jnp.array(True), {"a": 1}])
+@pytest.mark.parametrize(
+    "value", ["0.1", None, True, [0.1], np.bool_(True), jnp.array(True), {"a": 1}]
+)
 def test_values_that_are_no_numbers(value):
     state = plain_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
-    message = f"with_hyperparams: learning_rate must be a number, got {value!r} ({type(value).__name__})."
+    message = (
+        f"with_hyperparams: learning_rate must be a number, got {value!r} ({type(value).__name__})."
+    )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         with_hyperparams(state, learning_rate=value)
 
@@ -147,12 +180,16 @@ def test_values_that_do_not_fit(value, message):
     state = plain_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
     with pytest.raises(ValueError, match=f"^{re.escape(f'with_hyperparams: {message}')}$"):
         with_hyperparams(state, learning_rate=value)
-    assert hyperparams(with_hyperparams(state, learning_rate=float("inf"))) == {"learning_rate": float("inf")}
+    assert hyperparams(with_hyperparams(state, learning_rate=float("inf"))) == {
+        "learning_rate": float("inf")
+    }
 
 
 def test_integers_are_not_rounded():
     def every(k):
-        return optax.GradientTransformation(lambda params: optax.EmptyState(), lambda u, s, p=None: (u, s))
+        return optax.GradientTransformation(
+            lambda params: optax.EmptyState(), lambda u, s, p=None: (u, s)
+        )
 
     state = plain_state(optax.inject_hyperparams(every)(k=3))
     assert hyperparams(with_hyperparams(state, k=5.0)) == {"k": 5}

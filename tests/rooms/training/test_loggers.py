@@ -24,7 +24,9 @@ def lines(path):
 
 
 def scalars(directory):
-    """Read TensorBoard's event files: [length: u64, its crc: u32, protobuf event, its crc: u32] each."""
+    """Read TensorBoard's event files: [length: u64, its crc: u32, protobuf event, its crc: u32]
+    each.
+    """
     from tensorboardX.proto.event_pb2 import Event
 
     found = {}
@@ -48,10 +50,21 @@ def test_json_lines_of_a_run(opt, new_state, batches, tmp_path):
 
 @pytest.mark.slow  # the loggers without a run above
 def test_tensorboard_of_a_run(opt, new_state, batches, tmp_path):
-    result = fit(opt, new_state(), batches, num_steps=25, log=tensorboard(tmp_path / "deep" / "tb"), progress=False)
+    result = fit(
+        opt,
+        new_state(),
+        batches,
+        num_steps=25,
+        log=tensorboard(tmp_path / "deep" / "tb"),
+        progress=False,
+    )
     found = scalars(tmp_path / "deep" / "tb")
-    expected = {(name, record["step"]): value for record in result.history for name, value in record.items()}
-    assert found == pytest.approx({key: value for key, value in expected.items() if key[0] != "step"}, rel=1e-6)
+    expected = {
+        (name, record["step"]): value for record in result.history for name, value in record.items()
+    }
+    assert found == pytest.approx(
+        {key: value for key, value in expected.items() if key[0] != "step"}, rel=1e-6
+    )
 
 
 def test_several_loggers_get_the_same(opt, new_state, batches, tmp_path):
@@ -62,7 +75,9 @@ def test_several_loggers_get_the_same(opt, new_state, batches, tmp_path):
         lambda step, metrics: seen.append((step, metrics)),
     ]
     result = fit(opt, new_state(), batches, num_steps=10, log=logs, progress=False)
-    assert seen == [(10, {name: value for name, value in result.history[0].items() if name != "step"})]
+    assert seen == [
+        (10, {name: value for name, value in result.history[0].items() if name != "step"})
+    ]
     assert lines(tmp_path / "a.jsonl") == result.history
     assert len(scalars(tmp_path / "tb")) == len(seen[0][1])
 
@@ -99,27 +114,58 @@ def test_a_resumed_run_replaces_what_the_broken_one_left(tmp_path):
     log.close()
 
 
-def test_files_of_a_resumed_run_equal_those_of_an_unbroken_one(opt, new_state, batches, memory, tmp_path):
+def test_files_of_a_resumed_run_equal_those_of_an_unbroken_one(
+    opt, new_state, batches, memory, tmp_path
+):
     def loss(name):
         return [(line["step"], line["loss"]) for line in lines(tmp_path / name)]
 
-    fit(opt, new_state(), batches, num_steps=30, log=jsonl(tmp_path / "whole"), log_every=2, progress=False)
-    fit(opt, new_state(), batches, num_steps=14, log=jsonl(tmp_path / "broken"), log_every=2, progress=False)
+    fit(
+        opt,
+        new_state(),
+        batches,
+        num_steps=30,
+        log=jsonl(tmp_path / "whole"),
+        log_every=2,
+        progress=False,
+    )
+    fit(
+        opt,
+        new_state(),
+        batches,
+        num_steps=14,
+        log=jsonl(tmp_path / "broken"),
+        log_every=2,
+        progress=False,
+    )
     checkpoints = memory(9)
     fit(opt, new_state(), batches, num_steps=9, checkpoints=checkpoints, progress=False)
     again = memory(9, disk=checkpoints.disk, resume=True)
     log = jsonl(tmp_path / "broken")
-    fit(opt, new_state(), batches, num_steps=30, checkpoints=again, log=log, log_every=2, progress=False)
+    fit(
+        opt,
+        new_state(),
+        batches,
+        num_steps=30,
+        checkpoints=again,
+        log=log,
+        log_every=2,
+        progress=False,
+    )
     assert loss("broken") == loss("whole")
 
 
 def test_paths_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    message = f"jsonl: '{tmp_path}' is a folder.\nFix: name a file in it, such as '{tmp_path}/metrics.jsonl'."
+    message = (
+        f"jsonl: '{tmp_path}' is a folder.\nFix: name a file in it, such as"
+        f" '{tmp_path}/metrics.jsonl'."
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         jsonl(tmp_path)
     with pytest.raises(
-        ValueError, match=f"^tensorboard: '{re.escape(str(tmp_path))}/file' is a file\\.\nFix: name a folder.$"
+        ValueError,
+        match=f"^tensorboard: '{re.escape(str(tmp_path))}/file' is a file\\.\nFix: name a folder.$",
     ):
         tensorboard(tmp_path / "file")
     for make in (jsonl, tensorboard):
@@ -129,8 +175,8 @@ def test_paths_that_cannot_be(tmp_path):
 
 def test_logs_that_are_no_callables():
     message = (
-        "fit: log must be callables (step, metrics) -> None, got str, int.\n"
-        "Fix: pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
+        "fit: log must be callables (step, metrics) -> None, got str, int.\nFix: pass"
+        " so.training.jsonl(path), so.training.tensorboard(directory) or a function of your own."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         as_loggers(["a", print, 3])
@@ -144,11 +190,13 @@ def test_importing_needs_neither_rich_nor_tensorboard():
     import sys
 
     program = (
-        "import sys, shardopt.training, jax\n"
-        "assert not jax._src.xla_bridge._backends, 'importing started a backend'\n"
-        "print([name for name in ('rich', 'tensorboardX', 'grain', 'orbax') if name in sys.modules])\n"
+        "import sys, shardopt.training, jax\nassert not jax._src.xla_bridge._backends, 'importing"
+        " started a backend'\nprint([name for name in ('rich', 'tensorboardX', 'grain', 'orbax') if"
+        " name in sys.modules])\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert run.stdout == "[]\n"
 
 
@@ -187,7 +235,9 @@ def test_lines_where_there_is_no_terminal(opt, new_state, batches, capsys):
     for line, record in zip(printed, history, strict=True):
         wanted = f"step {record['step']}/25  loss {record['loss']:.4g}  error {record['error']:.4g}"
         wanted += f"  grad_norm {record['grad_norm']:.4g}  {record['steps_per_second']:.4g} steps/s"
-        wanted += f"  {record['examples_per_second']:.4g} examples/s  goodput {record['goodput']:.4g}"
+        wanted += (
+            f"  {record['examples_per_second']:.4g} examples/s  goodput {record['goodput']:.4g}"
+        )
         assert line == wanted
 
 
@@ -242,7 +292,9 @@ def test_a_bar_of_the_batches_of_an_evaluation(total, opt, new_state, batches, m
     drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
     counts = re.findall(r"(\d)/(\S+) .*evaluation", drawn)
     totals = ["3"] if total else ["?", "3"]  # the second time it is known
-    assert list(dict.fromkeys(counts)) == [(str(done), total) for total in totals for done in range(3)]
+    assert list(dict.fromkeys(counts)) == [
+        (str(done), total) for total in totals for done in range(3)
+    ]
     assert "evaluation" not in drawn.splitlines()[-1]
 
 
@@ -256,6 +308,9 @@ def test_other_processes_are_silent(monkeypatch, capsys):
 
 
 def test_metrics_on_a_line():
-    assert metrics_text({"loss": 1.23456, "n": 100000, "bad": float("nan")}) == "loss 1.235  n 1e+05  bad nan"
+    assert (
+        metrics_text({"loss": 1.23456, "n": 100000, "bad": float("nan")})
+        == "loss 1.235  n 1e+05  bad nan"
+    )
     assert metrics_text({}) == ""
     assert metrics_text({"steps_per_second": 3.21987}) == "3.22 steps/s"

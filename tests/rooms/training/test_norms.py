@@ -1,4 +1,6 @@
-"""`fit(metrics_every=...)` logs norms of leaves and layers at its steps, and `plot_norms` draws what is in the log."""
+"""`fit(metrics_every=...)` logs norms of leaves and layers at its steps, and `plot_norms` draws
+what is in the log.
+"""
 
 import json
 import math
@@ -22,11 +24,19 @@ def lines_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(opt, new_state, batches, tmp_path, memory):
+def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(
+    opt, new_state, batches, tmp_path, memory
+):
     path, disk = tmp_path / "metrics.jsonl", {}
     for num_steps in (6, 9):  # the first run is cut off after its checkpoint of step 4
-        options = {"checkpoints": memory(4, disk=disk, resume=True), "log": so.training.jsonl(path), "progress": False}
-        result = fit(opt, new_state(), batches, num_steps=num_steps, log_every=2, metrics_every=3, **options)
+        options = {
+            "checkpoints": memory(4, disk=disk, resume=True),
+            "log": so.training.jsonl(path),
+            "progress": False,
+        }
+        result = fit(
+            opt, new_state(), batches, num_steps=num_steps, log_every=2, metrics_every=3, **options
+        )
         disk.pop(6, None)
     norms = [line for line in lines_of(path) if "gradient_norm/w" in line]
     assert [line["step"] for line in norms] == [3, 6, 9]
@@ -38,9 +48,13 @@ def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(opt, n
         state, metrics = opt.step(state, batch)
         if (line := {line["step"]: line for line in norms}.get(i + 1)) is not None:
             np.testing.assert_allclose(
-                math.hypot(line["gradient_norm/w"], line["gradient_norm/b"]), metrics["grad_norm"], rtol=1e-5
+                math.hypot(line["gradient_norm/w"], line["gradient_norm/b"]),
+                metrics["grad_norm"],
+                rtol=1e-5,
             )
-            np.testing.assert_allclose([line["param_norm/w"], line["param_norm/b"]], [w, b], rtol=1e-5, atol=1e-7)
+            np.testing.assert_allclose(
+                [line["param_norm/w"], line["param_norm/b"]], [w, b], rtol=1e-5, atol=1e-7
+            )
             assert line["update_norm/w"] > 0
     np.testing.assert_allclose(result.state.params["w"], state.params["w"], rtol=1e-5)
     assert not any(name.startswith(KINDS) for record in result.history for name in record)
@@ -49,7 +63,12 @@ def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(opt, n
 @pytest.mark.slow  # the other tests of this file
 def test_norms_that_are_due_in_a_verified_step_are_those_of_the_next(new_state, batches, tmp_path):
     path = tmp_path / "metrics.jsonl"
-    options = {"log": so.training.jsonl(path), "progress": False, "metrics_every": 2, "verify_every": 4}
+    options = {
+        "log": so.training.jsonl(path),
+        "progress": False,
+        "metrics_every": 2,
+        "verify_every": 4,
+    }
     fit(OPT, STATE, [BATCH] * 7, num_steps=7, **options)
     assert [line["step"] for line in lines_of(path) if "gradient_norm/w" in line] == [2, 5, 6]
 
@@ -58,7 +77,11 @@ def test_the_norms_of_a_step_that_ends_the_run_are_logged(opt, new_state, batche
     """They show where the NaN is."""
     logged = []
     bad = [*batches[:3], {"x": batches[3]["x"], "y": np.full(8, np.nan, np.float32)}, *batches[4:]]
-    options = {"num_steps": 8, "log": lambda step, metrics: logged.append((step, metrics)), "progress": False}
+    options = {
+        "num_steps": 8,
+        "log": lambda step, metrics: logged.append((step, metrics)),
+        "progress": False,
+    }
     with pytest.raises(so.errors.NonFiniteLossError):
         fit(opt, new_state(), bad, metrics_every=2, **options)
     step, metrics = logged[-1]
@@ -68,7 +91,9 @@ def test_the_norms_of_a_step_that_ends_the_run_are_logged(opt, new_state, batche
 
 
 def test_a_run_that_goes_back_logs_each_step_once(opt, new_state, batches, tmp_path, monkeypatch):
-    """Batch 7 is a spike, seen while step 9 runs: the norms of step 9 are dropped, and are logged when it is taken again."""
+    """Batch 7 is a spike, seen while step 9 runs: the norms of step 9 are dropped, and are logged
+    when it is taken again.
+    """
     monkeypatch.setattr(spikes, "WINDOW", 4)
     monkeypatch.setattr(spikes, "DEVIATIONS", 500.0)
     bad = [*batches[:7], {"x": batches[7]["x"], "y": batches[7]["y"] * 1e4}, *batches[8:]]
@@ -98,14 +123,25 @@ def test_layers_have_numbers_of_their_own():
 LINES = [
     {"step": 10, "loss": 1.0},
     {"step": 10, "gradient_norm/out/0": 1.0}
-    | {f"gradient_norm/blocks/{leaf}/layer_{i}": x for leaf, x in (("up", 3.0), ("down", 4.0)) for i in range(11)},
+    | {
+        f"gradient_norm/blocks/{leaf}/layer_{i}": x
+        for leaf, x in (("up", 3.0), ("down", 4.0))
+        for i in range(11)
+    },
     {"step": 20, "gradient_norm/out/0": 0.0, "gradient_norm/blocks/up/layer_10": None},
-    {"step": 20, "gradient_norm/out/0": 2.0, "gradient_norm/blocks/up/layer_10": None, "update_norm/out/0": 0.0},
+    {
+        "step": 20,
+        "gradient_norm/out/0": 2.0,
+        "gradient_norm/blocks/up/layer_10": None,
+        "update_norm/out/0": 0.0,
+    },
 ]
 
 
 def test_a_layer_is_the_norm_of_its_leaves():
-    """Layers are in the order of their numbers, a step that was taken again counts once, null is NaN."""
+    """Layers are in the order of their numbers, a step that was taken again counts once, null is
+    NaN.
+    """
     rows, num_leaves, steps, values = read_norms(LINES, "gradient_norm")
     assert rows == ("out/0", *(f"layer_{i}" for i in range(11)))
     assert (num_leaves, steps.tolist()) == (1, [10, 20])
@@ -117,7 +153,11 @@ def test_a_layer_is_the_norm_of_its_leaves():
 
 
 def test_norms_whose_squares_overflow():
-    line = {"step": 10, "gradient_norm/blocks/up/layer_0": 3e200, "gradient_norm/blocks/down/layer_0": 4e200}
+    line = {
+        "step": 10,
+        "gradient_norm/blocks/up/layer_0": 3e200,
+        "gradient_norm/blocks/down/layer_0": 4e200,
+    }
     assert read_norms([line], "gradient_norm").values.tolist() == [[pytest.approx(5e200)]]
 
 
@@ -130,8 +170,15 @@ def test_the_picture_shows_every_kind_of_cell(tmp_path):
     drawn, not_finite = (mesh.get_array() for mesh in gradient.collections)
     assert drawn.count() == 13  # of 24 cells: ten are not logged, one is NaN
     assert [*zip(*np.nonzero(~not_finite.mask), strict=True)] == [(11, 1)]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["NaN or infinite", "zero", "not logged"]
-    assert [label.get_text() for label in gradient.get_yticklabels()] == ["out/0", *(f"layer {i}" for i in range(11))]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "NaN or infinite",
+        "zero",
+        "not logged",
+    ]
+    assert [label.get_text() for label in gradient.get_yticklabels()] == [
+        "out/0",
+        *(f"layer {i}" for i in range(11)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -139,22 +186,31 @@ def test_the_picture_shows_every_kind_of_cell(tmp_path):
     [
         (
             lambda: so.training.plot_norms([{"step": 1, "loss": 2.0}]),
-            "plot_norms: the log has no norms.\n"
-            "Fix: train with so.fit(..., metrics_every=10, log=so.training.jsonl(path)).",
+            (
+                "plot_norms: the log has no norms.\n"
+                "Fix: train with so.fit(..., metrics_every=10, log=so.training.jsonl(path))."
+            ),
         ),
         (
             lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=0),
             "fit: metrics_every must be at least 1, got 0.",
         ),
         (
-            lambda: fit(so.local_sgd(OPT, sync_every=1), STATE, [BATCH], num_steps=1, metrics_every=5),
-            "fit: metrics_every takes norms of one gradient, and the replicas of local_sgd train apart.\n"
-            "Fix: leave metrics_every out.",
+            lambda: fit(
+                so.local_sgd(OPT, sync_every=1), STATE, [BATCH], num_steps=1, metrics_every=5
+            ),
+            (
+                "fit: metrics_every takes norms of one gradient, and the replicas of local_sgd"
+                " train apart.\nFix: leave metrics_every out."
+            ),
         ),
         (
             lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=5, verify_every=1),
-            "fit: metrics_every takes norms in steps that are not verified, and verify_every=1 verifies each step.\n"
-            "Fix: take verify_every=2 or more, or leave metrics_every out.",
+            (
+                "fit: metrics_every takes norms in steps that are not verified, and verify_every=1"
+                " verifies each step.\nFix: take verify_every=2 or more, or leave metrics_every"
+                " out."
+            ),
         ),
     ],
 )
@@ -164,5 +220,9 @@ def test_a_wrong_argument_is_refused(call, message):
     assert str(error.value) == message
 
 
-OPT = so.ddp(optax.sgd(0.1), so.make_mesh(replica=2, data=4), lambda params, batch: jnp.mean(batch * params["w"]))
+OPT = so.ddp(
+    optax.sgd(0.1),
+    so.make_mesh(replica=2, data=4),
+    lambda params, batch: jnp.mean(batch * params["w"]),
+)
 STATE, BATCH = so.DeferredInit({"w": np.ones((), np.float32)}), np.ones(8, np.float32)

@@ -18,14 +18,19 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 TEACHER = {"layers": [{"w": np.eye(8, dtype=np.float32)}, {"w": 2 * np.eye(8, dtype=np.float32)}]}
 PARAMS = {"w": np.full((8, 8), 0.5, np.float32), "kl": np.float32(0.5), "teacher": TEACHER}
 FROZEN = ["^kl$", "^teacher/"]
-NEW = {"kl": 0.125, "teacher": {"layers": [{"w": np.full((8, 8), 3.0)}, {"w": np.full((8, 8), 0.25, np.float64)}]}}
+NEW = {
+    "kl": 0.125,
+    "teacher": {"layers": [{"w": np.full((8, 8), 3.0)}, {"w": np.full((8, 8), 0.25, np.float64)}]},
+}
 
 
 def distilled(params, batch):
     taught = batch
     for layer in params["teacher"]["layers"]:
         taught = taught @ layer["w"]
-    return jnp.mean((batch @ params["w"]) ** 2) + params["kl"] * jnp.mean((batch @ params["w"] - taught) ** 2)
+    return jnp.mean((batch @ params["w"]) ** 2) + params["kl"] * jnp.mean(
+        (batch @ params["w"] - taught) ** 2
+    )
 
 
 def as_float32(tree):
@@ -62,7 +67,10 @@ def test_values_are_found_by_key_paths_in_whatever_containers(mesh_of):
 def test_what_was_passed_outlives_the_step(mesh_of):
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), distilled, frozen=FROZEN, min_shard_elements=8)
     state = opt.init(PARAMS)
-    held, numpy_held = jax.device_put(jnp.full((8, 8), 7.0), state.params["w"].sharding), np.full((8, 8), 5, np.float32)
+    held, numpy_held = (
+        jax.device_put(jnp.full((8, 8), 7.0), state.params["w"].sharding),
+        np.full((8, 8), 5, np.float32),
+    )
     state = so.with_params(state, {"teacher": {"layers": [{"w": held}, {"w": numpy_held}]}})
     numpy_held[:] = 0
     state, _ = opt.step(state, X)
@@ -75,7 +83,9 @@ def test_the_policy_becomes_its_own_reference(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), distilled, frozen=FROZEN)
     state, _ = opt.step(opt.init(PARAMS), X)
     before = np.array(state.params["w"])
-    state, _ = opt.step(so.with_params(state, {"teacher": {"layers": [{"w": state.params["w"]}, {}]}}), X)
+    state, _ = opt.step(
+        so.with_params(state, {"teacher": {"layers": [{"w": state.params["w"]}, {}]}}), X
+    )
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], before)
     assert np.abs(state.params["w"] - before).max() > 1e-3
 
@@ -83,7 +93,11 @@ def test_the_policy_becomes_its_own_reference(mesh_of):
 @pytest.mark.parametrize("combine", tiered(["local_sgd", "diloco"], lambda name: name == "diloco"))
 def test_every_replica_gets_the_value(combine, mesh_of):
     inner = so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), distilled, frozen=FROZEN)
-    opt = so.local_sgd(inner, sync_every=2) if combine == "local_sgd" else so.diloco(inner, sync_every=2)
+    opt = (
+        so.local_sgd(inner, sync_every=2)
+        if combine == "local_sgd"
+        else so.diloco(inner, sync_every=2)
+    )
     state, _ = opt.step(opt.init(PARAMS), X)
     own = np.array(state.opt_state.params.value["w"])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -96,7 +110,9 @@ def test_every_replica_gets_the_value(combine, mesh_of):
     np.testing.assert_allclose(metrics["loss"], np.mean(losses), rtol=1e-5)
     state = opt.synchronize(state)
     np.testing.assert_array_equal(state.params["teacher"]["layers"][1]["w"], 0.25)
-    np.testing.assert_array_equal(state.opt_state.params.value["teacher"]["layers"][1]["w"], np.full((2, 8, 8), 0.25))
+    np.testing.assert_array_equal(
+        state.opt_state.params.value["teacher"]["layers"][1]["w"], np.full((2, 8, 8), 0.25)
+    )
 
 
 def test_blocks_of_a_pipeline(mesh_of):
@@ -108,20 +124,30 @@ def test_blocks_of_a_pipeline(mesh_of):
     eye = np.stack([np.eye(8, dtype=np.float32)] * 2)
     params = {"blocks": {"w": eye, "old": 0 * eye}, "scale": np.float32(1)}
     opt = so.hybrid(
-        optax.sgd(0.1), mesh_of(data=2, pipeline=2), model, micro_batches=2, frozen=["^scale$", "^blocks/old$"]
+        optax.sgd(0.1),
+        mesh_of(data=2, pipeline=2),
+        model,
+        micro_batches=2,
+        frozen=["^scale$", "^blocks/old$"],
     )
     state = so.with_params(opt.init(params), {"blocks": {"old": eye}, "scale": 0.5})
     state, metrics = opt.step(state, X)
-    np.testing.assert_allclose(metrics["loss"], 0.5 * np.mean((X @ (2 * np.eye(8)) @ (2 * np.eye(8))) ** 2), rtol=1e-5)
+    np.testing.assert_allclose(
+        metrics["loss"], 0.5 * np.mean((X @ (2 * np.eye(8)) @ (2 * np.eye(8))) ** 2), rtol=1e-5
+    )
 
 
 def test_a_mesh_with_explicit_axes(mesh_of):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    mesh = jax.make_mesh(
+        (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
+    )
     opt = so.fsdp(optax.sgd(0.1), mesh, distilled, frozen=FROZEN, min_shard_elements=8)
     with jax.set_mesh(mesh):
         state = opt.init(PARAMS)
         sharding = state.params["w"].sharding
-        state = so.with_params(state, {**NEW, "teacher": {"layers": [{"w": state.params["w"]}, {}]}})
+        state = so.with_params(
+            state, {**NEW, "teacher": {"layers": [{"w": state.params["w"]}, {}]}}
+        )
         assert state.params["teacher"]["layers"][0]["w"].sharding == sharding
         state, _ = opt.step(state, X)
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], 0.5)
@@ -130,7 +156,10 @@ def test_a_mesh_with_explicit_axes(mesh_of):
 def test_keys_integers_and_half_precision(mesh_of):
     def loss_fn(params, batch):
         drawn = jax.random.normal(params["key"], (8,))
-        return jnp.mean((batch @ params["w"] + drawn[None, :]) ** 2) * params["count"] + 0 * params["half"].sum()
+        return (
+            jnp.mean((batch @ params["w"] + drawn[None, :]) ** 2) * params["count"]
+            + 0 * params["half"].sum()
+        )
 
     params = {
         "w": np.eye(8, dtype=np.float32),
@@ -151,40 +180,48 @@ REFUSED = [
     (
         {"kll": 0.1, "teacher": {"w": 1.0}},
         ValueError,
-        "with_params: 2 values named no parameter.\n"
-        "  kll\n"
-        "  teacher/w\n"
-        "Fix: name parameters by their key paths, such as kl, step, teacher/layers/0/w, teacher/layers/1/w, w.",
+        (
+            "with_params: 2 values named no parameter.\n  kll\n  teacher/w\nFix: name parameters by"
+            " their key paths, such as kl, step, teacher/layers/0/w, teacher/layers/1/w, w."
+        ),
     ),
     (
         {"kl": 0.1, "teacher": {"layers": [{"w": 1.0}]}, "teacher/layers/0/w": 2.0},
         ValueError,
-        "with_params: 1 key path stands for several leaves.\n"
-        "  teacher/layers/0/w\n"
-        "Fix: give each value one leaf, with a key path of its own.",
+        (
+            "with_params: 1 key path stands for several leaves.\n"
+            "  teacher/layers/0/w\n"
+            "Fix: give each value one leaf, with a key path of its own."
+        ),
     ),
     (
         {"kl": "much", "step": 1.5},
         TypeError,
-        "with_params: values must be arrays or numbers of the kind that they replace.\n"
-        "  kl: floating, got 'much' (str)\n"
-        "  step: integer, got 1.5 (float)\n"
-        "Fix: convert them, as by value.astype(dtype).",
+        (
+            "with_params: values must be arrays or numbers of the kind that they replace.\n"
+            "  kl: floating, got 'much' (str)\n"
+            "  step: integer, got 1.5 (float)\n"
+            "Fix: convert them, as by value.astype(dtype)."
+        ),
     ),
     (
         {"kl": np.ones(2), "w": np.ones((2, 8, 8))},
         ValueError,
-        "with_params: 2 values of another shape.\n"
-        "  kl: shape (), got (2,)\n"
-        "  w: shape (8, 8), got (2, 8, 8)\n"
-        "Fix: give each value the shape of the parameter.",
+        (
+            "with_params: 2 values of another shape.\n"
+            "  kl: shape (), got (2,)\n"
+            "  w: shape (8, 8), got (2, 8, 8)\n"
+            "Fix: give each value the shape of the parameter."
+        ),
     ),
     (
         {"step": 2**40},
         ValueError,
-        "with_params: 1 parameter cannot hold the integers given.\n"
-        "  step: int32\n"
-        "Fix: give values within the range of the dtype.",
+        (
+            "with_params: 1 parameter cannot hold the integers given.\n"
+            "  step: int32\n"
+            "Fix: give values within the range of the dtype."
+        ),
     ),
 ]
 
@@ -201,7 +238,8 @@ def test_what_is_no_live_state_is_refused(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=FROZEN)
     state = opt.init(PARAMS)
     message = (
-        "with_params: state must be a TrainState, got dict.\nFix: pass the state that opt.init or opt.step returned."
+        "with_params: state must be a TrainState, got dict.\nFix: pass the state that opt.init or"
+        " opt.step returned."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         so.with_params(state.params, {"kl": 1.0})

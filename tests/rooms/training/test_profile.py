@@ -1,4 +1,6 @@
-"""`fit` records profiles of the steps that are asked for, each step annotated, by argument or by signal."""
+"""`fit` records profiles of the steps that are asked for, each step annotated, by argument or by
+signal.
+"""
 
 import gzip
 import json
@@ -17,13 +19,19 @@ def annotated_steps(folder):
     found = []
     for path in sorted(folder.glob("plugins/profile/*/*.trace.json.gz")):
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-        steps = {int(e["args"]["step_num"]) for e in events if e.get("name") == profile.STEP and "args" in e}
+        steps = {
+            int(e["args"]["step_num"])
+            for e in events
+            if e.get("name") == profile.STEP and "args" in e
+        }
         found.append(sorted(steps))
     return found
 
 
 @pytest.mark.slow
-def test_the_steps_are_annotated_and_the_run_is_the_same(opt, new_state, batches, same, tmp_path, capfd):
+def test_the_steps_are_annotated_and_the_run_is_the_same(
+    opt, new_state, batches, same, tmp_path, capfd
+):
     with so.Checkpoints(tmp_path, every=4, keep=1) as checkpoints:
         options = {"checkpoints": checkpoints, "progress": False, "profile": (2, 3)}
         result = fit(opt, new_state(), batches, num_steps=8, **options)
@@ -33,7 +41,10 @@ def test_the_steps_are_annotated_and_the_run_is_the_same(opt, new_state, batches
 
 
 def test_a_signal_records_the_next_steps(opt, new_state, batches, tmp_path, monkeypatch):
-    """A run that ends before the profile does writes what there is; afterwards the old handler is back."""
+    """A run that ends before the profile does writes what there is.
+
+    Afterwards the old handler is back.
+    """
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGUSR1)
 
@@ -51,7 +62,13 @@ def test_a_signal_records_the_next_steps(opt, new_state, batches, tmp_path, monk
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (5, "fit: profile must be (first step, number of steps), got 5.\nFix: pass profile=(10, 5)."),
+        (
+            5,
+            (
+                "fit: profile must be (first step, number of steps), got 5.\nFix: pass"
+                " profile=(10, 5)."
+            ),
+        ),
         ((-1, 2), "fit: profile[0] must be at least 0, got -1."),
         ((0, 0), "fit: profile[1] must be at least 1, got 0."),
     ],

@@ -1,4 +1,7 @@
-"""Positions in the data survive JSON; a run that is broken off and resumed equals one that never was, bit for bit."""
+"""Positions in the data survive JSON.
+
+A run that is broken off and resumed equals one that never was, bit for bit.
+"""
 
 import itertools
 import json
@@ -33,10 +36,14 @@ POSITIONS = {
     "iterator": lambda: iter(range(20)),
     "map_dataset": lambda: grain.MapDataset.source(range(20)).shuffle(seed=1),
     "prefetched": lambda: grain.MapDataset.source(range(20)).shuffle(seed=1).to_iter_dataset(),
-    "batched": lambda: grain.MapDataset.source(range(40)).shuffle(seed=1).to_iter_dataset().map(lambda x: x + 1),
+    "batched": lambda: (
+        grain.MapDataset.source(range(40)).shuffle(seed=1).to_iter_dataset().map(lambda x: x + 1)
+    ),
     "loader": lambda: grain.DataLoader(
         data_source=range(20),
-        sampler=grain.samplers.IndexSampler(20, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=1),
+        sampler=grain.samplers.IndexSampler(
+            20, grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=1
+        ),
         worker_count=0,
     ),
 }
@@ -98,18 +105,22 @@ class OfProcess:
         raise AssertionError("another number of processes says nothing to this one")
 
 
-def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batch_is_checked(monkeypatch):
+def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batch_is_checked(
+    monkeypatch,
+):
     stream = Stream(OfProcess(lambda rows: rows))
     draw(stream, 3)
     assert stream.position() == {"drawn": 3, "state": {"json": 3}}  # all on this process
     monkeypatch.setattr(resume, "_is_split_over_processes", lambda batch: True)
     position = stream.position() | {"processes": 4}
-    restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)  # in another order
+    # in another order
+    restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)
     assert (restored.drawn, how) == (3, "the data by drawing 3 batches")
     message = (
-        "fit: 4 processes drew other rows in batch 2 than 1 process: rows would be seen twice, or never.\n"
-        "Fix: let the rows of a global batch not depend on the number of processes: shuffle first, then let process p of n "
-        "take rows p, p + n, ... of each global batch; or let every process draw the whole global batch."
+        "fit: 4 processes drew other rows in batch 2 than 1 process: rows would be seen twice, or"
+        " never.\nFix: let the rows of a global batch not depend on the number of processes:"
+        " shuffle first, then let process p of n take rows p, p + n, ... of each global batch; or"
+        " let every process draw the whole global batch."
     )
     for wrong in (lambda rows: rows[:6], lambda rows: rows + 1, lambda rows: np.tile(rows, 2)):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -136,15 +147,19 @@ class Stateful:
 
 @pytest.mark.parametrize("state", [{"a": [1, {"b": None}], "c": 1.5}, b"\x00\xff", "text", 3])
 def test_states_that_survive(state):
-    assert put_back(Stateful(state), Stream(Stateful(state)).position())[1] == "the data from its saved state"
+    assert (
+        put_back(Stateful(state), Stream(Stateful(state)).position())[1]
+        == "the data from its saved state"
+    )
 
 
 @pytest.mark.parametrize("state", [{1: 2}, {"a": (1, 2)}, object(), {"a": b"x"}])
 def test_states_that_do_not(state):
     with pytest.raises(TypeError) as caught:
         Stream(Stateful(state)).position()
-    assert str(caught.value) == (
-        f"fit: the state of the batch iterator does not survive JSON: {state!r}\n"
+    assert (
+        str(caught.value)
+        == f"fit: the state of the batch iterator does not survive JSON: {state!r}\n"
         "Fix: let get_state return bytes, or dicts, lists, strings and numbers."
     )
 
@@ -178,7 +193,9 @@ def of_map_dataset(batches):
 
 def of_loader(batches):
     """A loader of bytes state."""
-    sampler = grain.samplers.IndexSampler(len(batches), grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3)
+    sampler = grain.samplers.IndexSampler(
+        len(batches), grain.sharding.NoSharding(), shuffle=True, num_epochs=1, seed=3
+    )
     return grain.DataLoader(data_source=batches, sampler=sampler, worker_count=0)
 
 
@@ -195,7 +212,14 @@ def test_resumed_equals_unbroken(opt, new_state, batches, memory, same, source):
     fit(opt, new_state(), source(batches), num_steps=13, checkpoints=checkpoints, progress=False)
     for target in (20, 30):
         checkpoints = memory(10, disk=checkpoints.disk, resume=True)
-        resumed = fit(opt, new_state(), source(batches), num_steps=target, checkpoints=checkpoints, progress=False)
+        resumed = fit(
+            opt,
+            new_state(),
+            source(batches),
+            num_steps=target,
+            checkpoints=checkpoints,
+            progress=False,
+        )
     assert sorted(checkpoints.disk) == [10, 13, 20, 30]
     assert same(resumed.state, unbroken.state)
 
@@ -206,7 +230,9 @@ KILLED = list(itertools.product([of_list, of_grain], [5, 9, 10, 11, 19, 26]))
 @pytest.mark.parametrize(
     ("source", "kill_at"), tiered(KILLED, lambda row: KILLED.index(row) % 4 == (row[0] is of_grain))
 )
-def test_killed_between_checkpoints(opt, new_state, batches, memory, same, metrics_at, source, kill_at):
+def test_killed_between_checkpoints(
+    opt, new_state, batches, memory, same, metrics_at, source, kill_at
+):
     """Steps since the last checkpoint are taken again, with the same batches and the same losses."""
 
     class Killed:
@@ -230,7 +256,15 @@ def test_killed_between_checkpoints(opt, new_state, batches, memory, same, metri
     with pytest.raises(SystemExit):
         fit(opt, new_state(), Killed(), num_steps=30, checkpoints=checkpoints, progress=False)
     again = memory(5, disk=checkpoints.disk, resume=True)
-    resumed = fit(opt, new_state(), source(batches), num_steps=30, log_every=1, checkpoints=again, progress=False)
+    resumed = fit(
+        opt,
+        new_state(),
+        source(batches),
+        num_steps=30,
+        log_every=1,
+        checkpoints=again,
+        progress=False,
+    )
     assert same(resumed.state, unbroken.state)
     losses = metrics_at(resumed.history, "loss")
     assert min(losses) == (kill_at // 5 * 5 if kill_at % 5 else kill_at) + 1
@@ -240,7 +274,9 @@ def test_killed_between_checkpoints(opt, new_state, batches, memory, same, metri
 BROKEN = list(itertools.product(["val", "error"], [1, 6, 9, 12, 13, 15, 18]))
 
 
-@pytest.mark.parametrize(("metric", "broken_at"), tiered(BROKEN, lambda row: BROKEN.index(row) % 7 == 3))
+@pytest.mark.parametrize(
+    ("metric", "broken_at"), tiered(BROKEN, lambda row: BROKEN.index(row) % 7 == 3)
+)
 def test_early_stopping_resumes(opt, new_state, batches, memory, metrics_at, broken_at, metric):
     """The validation metric is lowest at step 9; the training metric stops wherever it stops."""
     options = {
@@ -281,7 +317,9 @@ def test_resuming_what_was_stopped_early_takes_no_step(opt, new_state, batches, 
     second = run(memory(4, disk=checkpoints.disk, resume=True), rule)
     assert (second.step, second.stopped) == (12, "early")
     assert same(second.state, checkpoints.disk[12][0])
-    patient = run(memory(4, disk=checkpoints.disk, resume=True), EarlyStopping("constant", patience=4))
+    patient = run(
+        memory(4, disk=checkpoints.disk, resume=True), EarlyStopping("constant", patience=4)
+    )
     assert (patient.step, patient.stopped) == (20, "early")
 
 
@@ -310,19 +348,32 @@ def test_other_metric_starts_again(opt, new_state, batches, memory, capsys):
 
 def test_what_is_said(opt, new_state, batches, memory, capsys):
     checkpoints = memory(5)
-    first = fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False)
+    first = fit(
+        opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False
+    )
     assert capsys.readouterr().err == ""
     again = memory(5, disk=checkpoints.disk, resume=True)
     fit(opt, new_state(), of_list(batches), num_steps=10, checkpoints=again, progress=False)
-    assert capsys.readouterr().err == "Resuming from step 5 in /runs/a, the data by drawing 5 batches.\n"
+    assert (
+        capsys.readouterr().err
+        == "Resuming from step 5 in /runs/a, the data by drawing 5 batches.\n"
+    )
     with pytest.warns(UserWarning, match="batch 9 is another"):  # grain's are shuffled
         fit(opt, new_state(), of_grain(batches), num_steps=15, checkpoints=again, progress=False)
-    assert capsys.readouterr().err == "Resuming from step 10 in /runs/a, the data by drawing 10 batches.\n"
+    assert (
+        capsys.readouterr().err
+        == "Resuming from step 10 in /runs/a, the data by drawing 10 batches.\n"
+    )
     fit(opt, new_state(), of_grain(batches), num_steps=20, checkpoints=again, progress=False)
-    assert capsys.readouterr().err == "Resuming from step 15 in /runs/a, the data from its saved state.\n"
+    assert (
+        capsys.readouterr().err
+        == "Resuming from step 15 in /runs/a, the data from its saved state.\n"
+    )
     later = fit(opt, first.state, of_list(batches), num_steps=25, progress=False)
     fit(opt, later.state, of_list(batches), num_steps=26, checkpoints=again, progress=False)
-    said = "Going on from the state given (step 25); the last checkpoint, of step 20, is not newer.\n"
+    said = (
+        "Going on from the state given (step 25); the last checkpoint, of step 20, is not newer.\n"
+    )
     assert capsys.readouterr().err == said
 
 
@@ -336,22 +387,33 @@ def test_no_position_is_said(opt, new_state, batches, memory, capsys):
         "Fix: save with so.fit, or put the batches into their place before it is called."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$") as warned:
-        fit(opt, new_state(), of_list(batches), num_steps=6, checkpoints=checkpoints, progress=False)
+        fit(
+            opt, new_state(), of_list(batches), num_steps=6, checkpoints=checkpoints, progress=False
+        )
     assert warned[0].filename == __file__
-    said = "Resuming from step 5 in /runs/a, the data from its beginning: the checkpoint holds no position.\n"
+    said = (
+        "Resuming from step 5 in /runs/a, the data from its beginning: the checkpoint holds no"
+        " position.\n"
+    )
     assert capsys.readouterr().err == said
 
 
-@pytest.mark.parametrize("make", [list, iter, lambda batches: ({"b": [b], "n": 1} for b in batches)])
+@pytest.mark.parametrize(
+    "make", [list, iter, lambda batches: ({"b": [b], "n": 1} for b in batches)]
+)
 def test_data_in_another_order_warns(make):
-    """Drawn from its beginning it would be other data; the same data is not warned of (and warnings are errors here)."""
+    """Drawn from its beginning it would be other data.
+
+    The same data is not warned of (and warnings are errors here).
+    """
     stream, rows = Stream(make(range(9))), np.random.default_rng(0).permutation(9).tolist()
     draw(stream, 5)
     put_back(make(range(9)), stream.position())
     message = (
-        "fit: the batches do not come as in the run that saved the checkpoint: batch 4 is another.\n"
-        "Fix: shuffle by a fixed seed, the same each time the iterator is made, or give it get_state and set_state, as "
-        "grain's have; or some rows are seen twice, and others not at all."
+        "fit: the batches do not come as in the run that saved the checkpoint: batch 4 is"
+        " another.\nFix: shuffle by a fixed seed, the same each time the iterator is made, or give"
+        " it get_state and set_state, as grain's have; or some rows are seen twice, and others not"
+        " at all."
     )
     with pytest.warns(UserWarning, match=f"^{re.escape(message)}$"):
         put_back(make(rows), stream.position())
@@ -374,13 +436,22 @@ def test_the_state_passed_is_freed_before_restoring(opt, new_state, batches, mem
 
 def test_a_used_folder_is_refused(opt, new_state, batches, memory):
     checkpoints = memory(5)
-    state = fit(opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False).state
+    state = fit(
+        opt, new_state(), of_list(batches), num_steps=5, checkpoints=checkpoints, progress=False
+    ).state
     message = (
         "fit: /runs/a already has checkpoints, the last of step 5.\n"
         "Fix: pass resume=True to so.Checkpoints to go on from there, or choose another folder."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fit(opt, state, of_list(batches), num_steps=10, checkpoints=memory(5, disk=checkpoints.disk), progress=False)
+        fit(
+            opt,
+            state,
+            of_list(batches),
+            num_steps=10,
+            checkpoints=memory(5, disk=checkpoints.disk),
+            progress=False,
+        )
     assert not state.step.is_deleted()
 
 

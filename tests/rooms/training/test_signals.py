@@ -1,4 +1,7 @@
-"""SIGTERM and Ctrl-C finish the step and save; of several processes the weightiest verdict counts."""
+"""SIGTERM and Ctrl-C finish the step and save.
+
+Of several processes the weightiest verdict counts.
+"""
 
 import os
 import random
@@ -20,7 +23,8 @@ from shardopt.training._resume import VERDICTS, catch_signals, common_verdict
 def handlers():
     """Stand-ins for what the program had before, which must be back afterwards and never be called."""
     mine = {
-        number: lambda *_: pytest.fail("a handler of before was called") for number in (signal.SIGTERM, signal.SIGINT)
+        number: lambda *_: pytest.fail("a handler of before was called")
+        for number in (signal.SIGTERM, signal.SIGINT)
     }
     before = {number: signal.signal(number, handler) for number, handler in mine.items()}
     try:
@@ -40,9 +44,13 @@ def sending(batches, *signals):
         yield batch
 
 
-@pytest.mark.parametrize(("number", "stopped"), [(signal.SIGTERM, "sigterm"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize(
+    ("number", "stopped"), [(signal.SIGTERM, "sigterm"), (signal.SIGINT, "interrupted")]
+)
 @pytest.mark.parametrize("when", [1, 7, 10])
-def test_a_signal_finishes_the_step_and_saves(opt, new_state, batches, memory, capsys, number, stopped, when):
+def test_a_signal_finishes_the_step_and_saves(
+    opt, new_state, batches, memory, capsys, number, stopped, when
+):
     checkpoints = memory(10)
     result = fit(
         opt,
@@ -56,7 +64,8 @@ def test_a_signal_finishes_the_step_and_saves(opt, new_state, batches, memory, c
     assert (result.step, result.stopped) == (when, stopped)
     assert sorted(checkpoints.disk) == [when]
     assert checkpoints.pending == {}
-    assert ("at" in result.history[-1]) == (when == 10)  # no evaluation in a hurry, other than a scheduled one
+    # no evaluation in a hurry, other than a scheduled one
+    assert ("at" in result.history[-1]) == (when == 10)
     reason = {"sigterm": "SIGTERM", "interrupted": "interrupted from the keyboard"}[stopped]
     assert capsys.readouterr().err == f"Stopped at step {when} of 30: {reason}.\n"
 
@@ -144,8 +153,13 @@ def test_other_threads_train_without_signals(opt, new_state, batches):
 
 
 @pytest.mark.parametrize("draw", tiered(range(10), lambda draw: False))
-def test_sigterm_at_any_moment_costs_nothing_but_time(opt, new_state, batches, same, tmp_path, draw):
-    """Told to end three times, wherever it is: in a step, an evaluation or a save. Each time it goes on from there."""
+def test_sigterm_at_any_moment_costs_nothing_but_time(
+    opt, new_state, batches, same, tmp_path, draw
+):
+    """Told to end three times, wherever it is: in a step, an evaluation or a save.
+
+    Each time it goes on from there.
+    """
     rng = random.Random(draw)
 
     def slowly(*, until):
@@ -162,7 +176,9 @@ def test_sigterm_at_any_moment_costs_nothing_but_time(opt, new_state, batches, s
     for attempt in range(4):
         data = batches if attempt == 3 else slowly(until=rng.uniform(0, 0.15))
         with Checkpoints(tmp_path, every=4, keep=2) as checkpoints:
-            result = fit(opt, new_state(), iter(data), num_steps=40, checkpoints=checkpoints, progress=False)
+            result = fit(
+                opt, new_state(), iter(data), num_steps=40, checkpoints=checkpoints, progress=False
+            )
             assert checkpoints.latest() == result.step
         ends.append(result.stopped)
     assert ends[-1] == "completed"

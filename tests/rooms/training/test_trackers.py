@@ -1,4 +1,7 @@
-"""Trackers get every metric under its step, and a resumed run continues the tracker's run; fakes have the trackers' API."""
+"""Trackers get every metric under its step, and a resumed run continues the tracker's run.
+
+Fakes have the trackers' API.
+"""
 
 import sys
 import types
@@ -63,7 +66,11 @@ class FakeMlflow:
 
     def search_runs(self, experiment_ids, filter_string="", max_results=1000):
         assert (experiment_ids, max_results) == (["7"], 1)
-        return [run for run in self.runs.values() if filter_string == f"attributes.run_name = '{run.name}'"]
+        return [
+            run
+            for run in self.runs.values()
+            if filter_string == f"attributes.run_name = '{run.name}'"
+        ]
 
     def create_run(self, experiment_id, run_name=None):
         assert experiment_id == "7"
@@ -88,7 +95,9 @@ def install(monkeypatch, name, fake):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
-def test_a_resumed_run_continues_its_tracker_run(name, monkeypatch, opt, new_state, batches, memory):
+def test_a_resumed_run_continues_its_tracker_run(
+    name, monkeypatch, opt, new_state, batches, memory
+):
     fake = FakeMlflow() if name == "mlflow" else FakeRuns("id" if name == "wandb" else "name")
     install(monkeypatch, name, fake)
     options = {} if name == "mlflow" else {"group": "g"}
@@ -98,7 +107,16 @@ def test_a_resumed_run_continues_its_tracker_run(name, monkeypatch, opt, new_sta
         assert len(fake.runs) == (num_steps == 6)  # nothing starts before the first metric
         checkpoints = memory(2, disk=disk, resume=True)
         state = new_state()
-        fit(opt, state, batches, num_steps=num_steps, checkpoints=checkpoints, log=log, log_every=1, progress=False)
+        fit(
+            opt,
+            state,
+            batches,
+            num_steps=num_steps,
+            checkpoints=checkpoints,
+            log=log,
+            log_every=1,
+            progress=False,
+        )
     (run,) = fake.runs.values()
     assert run.name == "r"
     assert not run.is_open
@@ -116,6 +134,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_extra(name, monkeypat
     monkeypatch.setattr("shardopt.core._extras.is_installed", lambda module: False)
     with pytest.raises(ModuleNotFoundError) as error:
         getattr(so.training, name)("p", "r")
-    assert str(error.value) == (
-        f"{name}: {name} is needed, which is not installed.\nFix: pip install 'shardopt[{name}]'"
+    assert (
+        str(error.value)
+        == f"{name}: {name} is needed, which is not installed.\nFix: pip install 'shardopt[{name}]'"
     )

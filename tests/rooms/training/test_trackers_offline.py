@@ -1,4 +1,6 @@
-"""The real wandb, mlflow and trackio, offline: a killed run that is resumed continues its tracker run. Needs their extras."""
+"""The real wandb, mlflow and trackio, offline: a killed run that is resumed continues its tracker
+run. Needs their extras.
+"""
 
 import itertools
 import json
@@ -31,26 +33,39 @@ def environment(folder):
 def run(name, folder, *arguments):
     """Run the worker, and return its exit code and what it printed."""
     words = [sys.executable, str(WORKER), name, str(folder), *arguments]
-    done = subprocess.run(words, env=environment(folder), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(
+        words, env=environment(folder), capture_output=True, text=True, timeout=600
+    )
     return done.returncode, done.stdout + done.stderr
 
 
 def wandb_runs(folder):
-    """Return the rows of each start: run id -> rows; `wandb sync` joins the starts of an id in order."""
+    """Return the rows of each start: run id -> rows.
+
+    `wandb sync` joins the starts of an id in order.
+    """
     from wandb.proto import wandb_internal_pb2
 
     runs = {}
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         data, position, run_id = path.read_bytes(), 7, None
         while position + 7 <= len(data):
-            # The file is a log of records with a head of seven bytes: 4 of a checksum, 2 of the length, 1 of the kind.
+            # The file is a log of records with a head of seven bytes: 4 of a checksum, 2 of the
+            # length, 1 of the kind.
             length = int.from_bytes(data[position + 4 : position + 6], "little")
-            record = wandb_internal_pb2.Record.FromString(data[position + 7 : position + 7 + length])
+            record = wandb_internal_pb2.Record.FromString(
+                data[position + 7 : position + 7 + length]
+            )
             position += 7 + length
             run_id = record.run.run_id or run_id
             if record.history.item:
-                values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-                runs.setdefault(run_id, []).append({key: json.loads(value) for key, value in values.items()})
+                values = {
+                    item.key or "/".join(item.nested_key): item.value_json
+                    for item in record.history.item
+                }
+                runs.setdefault(run_id, []).append(
+                    {key: json.loads(value) for key, value in values.items()}
+                )
     return runs
 
 
@@ -58,7 +73,11 @@ def mlflow_runs(folder):
     """Return run id -> rows."""
     with sqlite3.connect(folder / "mlflow.db") as database:
         names = dict(database.execute("select run_uuid, name from runs"))
-        metrics = list(database.execute("select run_uuid, step, key, value from metrics order by timestamp, step"))
+        metrics = list(
+            database.execute(
+                "select run_uuid, step, key, value from metrics order by timestamp, step"
+            )
+        )
     runs = {run_id: {} for run_id in names}
     for run_id, step, key, value in metrics:
         runs[run_id].setdefault(step, {"step": step})[key] = value
@@ -73,7 +92,10 @@ def trackio_runs(folder):
         columns = [row[1] for row in database.execute("pragma table_info(metrics)")]
         stored = list(database.execute(f"select {', '.join(columns)} from metrics order by id"))
     rows = [dict(zip(columns, values, strict=True)) for values in stored]
-    run_of = lambda row: row.get("run_id") or row["run_name"]  # noqa: E731
+
+    def run_of(row):
+        return row.get("run_id") or row["run_name"]
+
     return {
         run_id: [{"step": row["step"], **json.loads(row["metrics"])} for row in group]
         for run_id, group in itertools.groupby(sorted(rows, key=run_of), run_of)

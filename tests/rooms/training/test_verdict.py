@@ -3,7 +3,16 @@
 import numpy as np
 import pytest
 
-from shardopt.step._verified import GRADIENT, METRICS, REDUCTION, STATE, UPDATE, WRITTEN, Column, Evidence
+from shardopt.step._verified import (
+    GRADIENT,
+    METRICS,
+    REDUCTION,
+    STATE,
+    UPDATE,
+    WRITTEN,
+    Column,
+    Evidence,
+)
 from shardopt.training._verdict import (
     NAMED,
     NOT_DETERMINISTIC,
@@ -46,10 +55,17 @@ def run(count, shift=0, changed=()):
 
 
 def runs(count, by_device=(), first=()):
-    """Return five runs: a wrong device is wrong at whatever position it takes; `first` is wrong in the first run alone."""
+    """Return five runs: a wrong device is wrong at whatever position it takes.
+
+    `first` is wrong in the first run alone.
+    """
     shifts = [0, 1, 0, 1, 2]
     return [
-        run(count, shift % count, [((device + shift) % count, c) for device, c in by_device] + list(first) * (i == 0))
+        run(
+            count,
+            shift % count,
+            [((device + shift) % count, c) for device, c in by_device] + list(first) * (i == 0),
+        )
         for i, shift in enumerate(shifts)
     ]
 
@@ -60,7 +76,9 @@ def test_equal_sums_have_no_verdict():
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-@pytest.mark.parametrize(("column", "phase"), [(2, GRADIENT), (3, REDUCTION), (5, UPDATE), (7, WRITTEN)])
+@pytest.mark.parametrize(
+    ("column", "phase"), [(2, GRADIENT), (3, REDUCTION), (5, UPDATE), (7, WRITTEN)]
+)
 def test_one_wrong_result_of_one_device(count, column, phase):
     """Whatever it spreads to later: here all devices write another state."""
     spread = [(position, 7) for position in range(count)] if phase != WRITTEN else []
@@ -76,11 +94,15 @@ def test_a_device_that_is_always_wrong(count):
 def test_two_devices_alone_cannot_tell_which_is_always_wrong():
     """Its copies of the metrics are no third opinion either."""
     for column, phase in ((2, GRADIENT), (6, WRITTEN)):
-        assert judge(runs(2, by_device=[(1, column)]), {"data": 2}) == Verdict(phase, ONE_OF, (0, 1))
+        assert judge(runs(2, by_device=[(1, column)]), {"data": 2}) == Verdict(
+            phase, ONE_OF, (0, 1)
+        )
 
 
 def test_two_wrong_devices_are_both_named():
-    assert judge(runs(8, by_device=[(1, 2), (6, 2)]), {"data": 8}) == Verdict(GRADIENT, NAMED, (1, 6))
+    assert judge(runs(8, by_device=[(1, 2), (6, 2)]), {"data": 8}) == Verdict(
+        GRADIENT, NAMED, (1, 6)
+    )
 
 
 def test_a_stored_copy_is_outvoted_and_a_stored_shard_is_compared_with_its_record():
@@ -109,11 +131,16 @@ def test_copies_along_the_axes_of_their_column_alone():
 
 
 def test_a_difference_everywhere_names_no_device():
-    """One run of five: something hit it, and the reduction spread it. Other sums each time: nothing is deterministic."""
+    """One run of five: something hit it, and the reduction spread it.
+
+    Other sums each time: nothing is deterministic.
+    """
     everywhere = [(position, 3) for position in range(4)]
     assert judge(runs(4, first=everywhere), {"data": 4}) == Verdict(REDUCTION, UNKNOWN, ())
     shifts = [0, 1, 0, 1, 2]
-    always = [run(4, shift, [(p, 3, 100 * i + p) for p in range(4)]) for i, shift in enumerate(shifts)]
+    always = [
+        run(4, shift, [(p, 3, 100 * i + p) for p in range(4)]) for i, shift in enumerate(shifts)
+    ]
     assert judge(always, {"data": 4}) == Verdict(REDUCTION, NOT_DETERMINISTIC, ())
     hidden = [run(4, shift, [(p, 3, 100 * shift + p) for p in range(4)]) for shift in shifts]
     assert judge(hidden, {"data": 4}) == Verdict(REDUCTION, UNKNOWN, ())
@@ -124,7 +151,10 @@ PAIRS = (Column(GRADIENT, together=("tensor",)),)
 
 @pytest.mark.parametrize("device", range(4))
 def test_devices_that_exchange_values_are_named_without_their_partners(device):
-    """Two pairs of devices: a wrong result has two suspects. Another shift gives the wrong device another partner."""
+    """Two pairs of devices: a wrong result has two suspects.
+
+    Another shift gives the wrong device another partner.
+    """
 
     def pair_runs(is_wrong):
         evidence = []
@@ -145,10 +175,13 @@ def test_devices_that_exchange_values_are_named_without_their_partners(device):
 
 def test_all_devices_that_exchange_values_are_suspects():
     column, sizes = Column(REDUCTION, together=("data",)), {"data": 4}
-    results = lambda *values: [  # noqa: E731
-        Evidence(shift, (column,), np.full((4, 1), value, np.uint64))
-        for shift, value in zip([0, 1, 0, 1, 2], values, strict=True)
-    ]
+
+    def results(*values):
+        return [
+            Evidence(shift, (column,), np.full((4, 1), value, np.uint64))
+            for shift, value in zip([0, 1, 0, 1, 2], values, strict=True)
+        ]
+
     assert judge(results(7, 1, 1, 1, 1), sizes) == Verdict(REDUCTION, UNKNOWN, ())
     assert judge(results(7, 8, 7, 8, 9), sizes) == Verdict(REDUCTION, UNKNOWN, ())
     assert judge(results(3, 4, 5, 6, 7), sizes) == Verdict(REDUCTION, NOT_DETERMINISTIC, ())

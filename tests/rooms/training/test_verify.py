@@ -1,4 +1,6 @@
-"""`fit(verify_every=k)`: a device that computes wrong is named before its step counts, and without one nothing changes."""
+"""`fit(verify_every=k)`: a device that computes wrong is named before its step counts, and without
+one nothing changes.
+"""
 
 import collections
 import itertools
@@ -57,20 +59,31 @@ def first_state(opt):
 
 
 @pytest.mark.parametrize("stuck", [False, True], ids=["transient", "stuck"])
-def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(opt, now, tmp_path, stuck):
+def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
+    opt, now, tmp_path, stuck
+):
     fault, logged = faults.Fault(1, "gradient", "flip", index=9, bit=20, leaf=0), []
     state, data = first_state(opt), with_fault(now, fault, 3, stuck=stuck)
     options = {"log": lambda step, metrics: logged.append(step), "log_every": 1, "progress": False}
-    with so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints, pytest.raises(SilentCorruptionError) as error:
+    with (
+        so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints,
+        pytest.raises(SilentCorruptionError) as error,
+    ):
         fit(opt, state, data, num_steps=8, verify_every=3, checkpoints=checkpoints, **options)
-    assert str(error.value) == (
-        "fit: 1 device has wrong bits in the gradient of its own rows, at step 3 (batch 3, both counted from 0). "
-        "The step is not used, and nothing was saved.\n"
-        "  device 1 (cpu, process 0)\n"
-        "Fix: take the host out of the job, and start again; shardopt launch --min-processes does both."
+    assert (
+        str(error.value)
+        == "fit: 1 device has wrong bits in the gradient of its own rows, at step 3 (batch 3, both"
+        " counted from 0). The step is not used, and nothing was saved.\n  device 1 (cpu,"
+        " process 0)\nFix: take the host out of the job, and start again; shardopt launch"
+        " --min-processes does both."
     )
     found = error.value
-    assert (found.step, found.devices, found.processes, found.exit_code) == (3, (1,), (0,), CORRUPTED)
+    assert (found.step, found.devices, found.processes, found.exit_code) == (
+        3,
+        (1,),
+        (0,),
+        CORRUPTED,
+    )
     assert now["runs"] == 5  # the step, a device apart, and three replays
     assert max(logged) <= 3
     with so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints:
@@ -82,7 +95,10 @@ def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(opt, n
 
 
 def test_a_clean_run_is_the_run_without_verification(opt, now, tmp_path):
-    """Verified are each third step, the step before each save and the last one; each of them twice."""
+    """Verified are each third step, the step before each save and the last one.
+
+    Each of them twice.
+    """
     plain = fit(opt, first_state(opt), batches(), num_steps=8, log_every=1, progress=False)
     assert now["runs"] == 0
     with so.Checkpoints(tmp_path, every=5, keep=None) as checkpoints:
@@ -104,8 +120,10 @@ def test_a_state_that_changes_between_steps_is_not_saved(opt, now, tmp_path):
         assert verification.sums_to_save(state, 2) == so.training._verify.leaf_sums(state)
         with pytest.raises(SilentCorruptionError) as error:
             verification.sums_to_save(faults.with_faulty_shard(state, fault, opt.mesh), 2)
-    assert str(error.value).partition("\n")[0] == (
-        "fit: 1 device has wrong bits in the state to save, after 2 steps. The step is not used, and nothing was saved."
+    assert (
+        str(error.value).partition("\n")[0]
+        == "fit: 1 device has wrong bits in the state to save, after 2 steps. The step is not used,"
+        " and nothing was saved."
     )
     assert error.value.devices == (2,)
 
@@ -116,7 +134,9 @@ REFUSED = {
         "the mesh has one device, and no other one can compute the same",
     ),
     "local_sgd": (
-        lambda: so.local_sgd(so.ddp(optax.sgd(0.1), so.make_mesh(replica=8), loss_fn), sync_every=1),
+        lambda: so.local_sgd(
+            so.ddp(optax.sgd(0.1), so.make_mesh(replica=8), loss_fn), sync_every=1
+        ),
         "the replicas of local_sgd train apart",
     ),
     "offload": (
@@ -124,7 +144,9 @@ REFUSED = {
         "the state is offloaded to the host",
     ),
     "another step": (
-        lambda: so.ddp(optax.sgd(0.1), so.make_mesh(data=8), loss_fn)._replace(step=lambda state, batch: (state, {})),
+        lambda: so.ddp(optax.sgd(0.1), so.make_mesh(data=8), loss_fn)._replace(
+            step=lambda state, batch: (state, {})
+        ),
         "opt.step was replaced",
     ),
 }
@@ -137,10 +159,11 @@ def test_what_cannot_be_computed_twice_is_refused(name):
     state = so.DeferredInit({"w": np.eye(faults.WIDTH, dtype=np.float32)})
     with pytest.raises(ValueError, match="verify_every") as error:
         fit(make(), state, batches(), num_steps=8, verify_every=2)
-    assert str(error.value) == (
-        "fit: verify_every computes a step on two devices, which cannot be done.\n"
-        f"  {reason}\n"
-        "Fix: leave verify_every out, or use a synchronous strategy on several devices, without offload."
+    assert (
+        str(error.value)
+        == "fit: verify_every computes a step on two devices, which cannot be done.\n "
+        f" {reason}\nFix: leave verify_every out, or use a synchronous strategy on several"
+        " devices, without offload."
     )
 
 
@@ -154,7 +177,13 @@ def test_what_cannot_be_computed_twice_is_refused(name):
 )
 def test_steps_are_counted_in_integers(opt, value, error, message):
     with pytest.raises(error) as caught:
-        fit(opt, so.DeferredInit({"w": np.eye(faults.WIDTH)}), batches(), num_steps=8, verify_every=value)
+        fit(
+            opt,
+            so.DeferredInit({"w": np.eye(faults.WIDTH)}),
+            batches(),
+            num_steps=8,
+            verify_every=value,
+        )
     assert str(caught.value).partition("\n")[0] == message
 
 
@@ -173,10 +202,20 @@ def loss_of_last(outer, x, batch):
 LAYERED = so.BlockModel(embed, block, loss_of_last)
 SPLIT = {
     "pipeline": lambda mesh: so.hybrid(
-        optax.sgd(0.1), mesh, LAYERED, schedule=so.schedules.one_f_one_b, micro_batches=2, separable=True
+        optax.sgd(0.1),
+        mesh,
+        LAYERED,
+        schedule=so.schedules.one_f_one_b,
+        micro_batches=2,
+        separable=True,
     ),
     "tensor": lambda mesh: so.fsdp(
-        optax.sgd(0.1), mesh, LAYERED, rules=[("w$", P(None, "tensor"))], min_shard_elements=1, separable=True
+        optax.sgd(0.1),
+        mesh,
+        LAYERED,
+        rules=[("w$", P(None, "tensor"))],
+        min_shard_elements=1,
+        separable=True,
     ),
 }
 
@@ -189,7 +228,14 @@ def split_run(request):
 
     def run(**options):
         state = opt.init({"blocks": {"w": np.stack([eye, eye])}, "embed": eye})
-        return fit(opt, state, itertools.islice(faults.batches(4), 2), num_steps=2, progress=False, **options).state
+        return fit(
+            opt,
+            state,
+            itertools.islice(faults.batches(4), 2),
+            num_steps=2,
+            progress=False,
+            **options,
+        ).state
 
     return mesh, run
 
@@ -209,28 +255,40 @@ def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run
     now.update(fault=faults.Fault(2, "gradient", "flip", index=9, bit=20, leaf=0))
     with pytest.raises(SilentCorruptionError) as error:
         run(verify_every=1)
-    suspects = [device.id for device in mesh.devices.reshape(2, 2)[1]]  # they have the rows of the fault
+    # they have the rows of the fault
+    suspects = [device.id for device in mesh.devices.reshape(2, 2)[1]]
     assert str(error.value) == (
-        "fit: one of 2 devices has wrong bits in the gradient of its own rows, at step 0 (batch 0, both counted from 0); "
-        "the others cannot tell which. The step is not used, and nothing was saved.\n"
+        "fit: one of 2 devices has wrong bits in the gradient of its own rows, at step 0 (batch 0,"
+        " both counted from 0); the others cannot tell which. The step is not used, and nothing was"
+        " saved.\n"
         + "".join(f"  device {number} (cpu, process 0)\n" for number in suspects)
-        + "Fix: take the host out of the job, and start again; shardopt launch --min-processes does both."
+        + "Fix: take the host out of the job, and start again; shardopt launch --min-processes does"
+        " both."
     )
 
 
 @pytest.mark.parametrize(
-    ("options", "together"), [({"view": "global"}, ("data",)), ({"separable": True}, ())], ids=["global", "per_device"]
+    ("options", "together"),
+    [({"view": "global"}, ("data",)), ({"separable": True}, ())],
+    ids=["global", "per_device"],
 )
 def test_in_the_global_view_all_devices_contribute_to_a_gradient(mesh_of, options, together):
-    """There a device has no gradient of its own rows, so a wrong sum says nothing of the devices that hold it."""
+    """There a device has no gradient of its own rows, so a wrong sum says nothing of the devices
+    that hold it.
+    """
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, min_shard_elements=1, **options)
     verified, _ = opt.step.verified(first_state(opt), next(faults.batches(4)))
-    assert {column.together for column in verified.columns if column.phase == REDUCTION} == {together}
+    assert {column.together for column in verified.columns if column.phase == REDUCTION} == {
+        together
+    }
 
 
 @pytest.mark.slow
 def test_a_thousand_random_faults_are_found_and_named(monkeypatch):
-    """Flipped bits, stuck bits and wrong tiles, at each site of a step of each strategy. The benchmark draws 10,000."""
+    """Flipped bits, stuck bits and wrong tiles, at each site of a step of each strategy.
+
+    The benchmark draws 10,000.
+    """
     now, rng = faults.install(monkeypatch, break_function), np.random.default_rng(2026)
     counts = collections.Counter()
     for name in faults.strategies(jax.devices()):
@@ -248,7 +306,10 @@ def test_a_thousand_random_faults_are_found_and_named(monkeypatch):
 
 @pytest.mark.slow
 def test_faults_in_whole_matrices_and_experts_are_found(monkeypatch):
-    """Their devices exchange matrices and tokens within a step. The device is named, or one of two suspects."""
+    """Their devices exchange matrices and tokens within a step.
+
+    The device is named, or one of two suspects.
+    """
     now, rng = faults.install(monkeypatch, break_function), np.random.default_rng(2027)
     for name in faults.further_strategies(jax.devices()):
         rig, changed = faults.Rig(name, now, jax.devices()), 0
@@ -259,19 +320,30 @@ def test_faults_in_whole_matrices_and_experts_are_found(monkeypatch):
             if window.changed:
                 changed += 1
                 assert window.suspects(device), (name, fault, window.error)
-                assert window.names(device) or (name.startswith("experts") and len(window.error.devices) == 2)
+                assert window.names(device) or (
+                    name.startswith("experts") and len(window.error.devices) == 2
+                )
         assert changed > 12
 
 
 @pytest.mark.slow  # test_a_clean_run_is_the_run_without_verification
 def test_weights_that_travel_in_8_bits_have_no_false_alarm():
     mesh = so.make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES])
-    config = gpt.GPTConfig(dim=12, num_layers=2, num_heads=2, max_length=8, vocab_size=32, precision="int8")
+    config = gpt.GPTConfig(
+        dim=12, num_layers=2, num_heads=2, max_length=8, vocab_size=32, precision="int8"
+    )
     opt = so.fsdp(optax.sgd(0.1, momentum=0.9), mesh, gpt.model(config), min_shard_elements=1)
     tokens = np.random.default_rng(0).integers(0, 32, (3, 2 * DEVICES, 9)).astype(np.int32)
 
     def run(**options):
         state = opt.init(gpt.init(config, jax.random.key(0)))
-        return fit(opt, state, [{"tokens": rows} for rows in tokens], num_steps=3, progress=False, **options).state
+        return fit(
+            opt,
+            state,
+            [{"tokens": rows} for rows in tokens],
+            num_steps=3,
+            progress=False,
+            **options,
+        ).state
 
     assert faults.same_bits(run(verify_every=1), run())

@@ -1,4 +1,7 @@
-"""A run of 150 steps that somebody kills: `python worker_killed.py FOLDER`. See test_fit_checkpoints.py."""
+"""A run of 150 steps that somebody kills: `python worker_killed.py FOLDER`.
+
+See test_fit_checkpoints.py.
+"""
 
 import os
 import sys
@@ -40,5 +43,17 @@ def slowly(step, metrics):
 
 with Checkpoints(folder / "checkpoints", every=3, keep=2) as checkpoints:
     log = [jsonl(folder / "log.jsonl"), slowly]
-    result = fit(opt, state, data, num_steps=150, checkpoints=checkpoints, log=log, log_every=1, progress=False)
-np.savez(folder / "params.npz", **{name: np.asarray(value) for name, value in result.state.params.items()})
+    result = fit(
+        opt,
+        state,
+        data,
+        num_steps=150,
+        checkpoints=checkpoints,
+        log=log,
+        log_every=1,
+        progress=False,
+    )
+np.savez(
+    folder / "params.npz",
+    **{name: np.asarray(value) for name, value in result.state.params.items()},
+)

@@ -1,4 +1,7 @@
-"""A run of six steps with a real tracker: `python worker_tracked.py TRACKER FOLDER [STEP]`; it kills itself at step STEP."""
+"""A run of six steps with a real tracker: `python worker_tracked.py TRACKER FOLDER [STEP]`.
+
+It kills itself at step STEP.
+"""
 
 import os
 import signal
@@ -25,9 +28,13 @@ def kill(step, metrics):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2), lambda params, batch: ((batch @ params["w"]) ** 2).mean())
+opt = so.ddp(
+    optax.sgd(0.1), so.make_mesh(data=2), lambda params, batch: ((batch @ params["w"]) ** 2).mean()
+)
 state, batch = opt.init({"w": np.ones(4, np.float32)}), np.eye(4, dtype=np.float32)
-with so.Checkpoints(folder / "checkpoints", every=2, keep=2, resume=last_step is None) as checkpoints:
+with so.Checkpoints(
+    folder / "checkpoints", every=2, keep=2, resume=last_step is None
+) as checkpoints:
     so.fit(
         opt,
         state,

@@ -1,4 +1,6 @@
-"""`average_params` keeps the average that a loop on one device would keep, in every strategy, and `evaluate` reads it."""
+"""`average_params` keeps the average that a loop on one device would keep, in every strategy, and
+`evaluate` reads it.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +42,9 @@ def reference_params(case, tx):
     for batch in case.batches:
         grads = dict(zip(names, grad(params, batch), strict=True))
         updates, opt_state = tx.update(grads, opt_state, dict(zip(names, params, strict=True)))
-        params = [np.asarray(p) + np.asarray(updates[name]) for name, p in zip(names, params, strict=True)]
+        params = [
+            np.asarray(p) + np.asarray(updates[name]) for name, p in zip(names, params, strict=True)
+        ]
         history.append(params)
     return history, merge
 
@@ -64,11 +68,16 @@ def check(opt, case, inner):
     before = jax.device_get(state)
     average = so.with_average(state)
     assert relative_difference(average.params, expected) <= 1e-10
-    assert [x.sharding for x in jax.tree.leaves(average.params)] == [x.sharding for x in jax.tree.leaves(state.params)]
+    assert [x.sharding for x in jax.tree.leaves(average.params)] == [
+        x.sharding for x in jax.tree.leaves(state.params)
+    ]
     loss_of = jax.jit(case.reference)
     loss = float(loss_of(expected, case.batches[0]))
-    assert abs(loss - loss_of(merge(history[-1]), case.batches[0])) > 1e-4 * abs(loss)  # they differ
-    np.testing.assert_allclose(opt.evaluate(state, case.batches[0], params="average")["loss"], loss, rtol=1e-10)
+    # they differ
+    assert abs(loss - loss_of(merge(history[-1]), case.batches[0])) > 1e-4 * abs(loss)
+    np.testing.assert_allclose(
+        opt.evaluate(state, case.batches[0], params="average")["loss"], loss, rtol=1e-10
+    )
     evaluate = so.training.evaluation(opt, case.batches[:1], params="average")
     np.testing.assert_allclose(evaluate(state)["val_loss"], loss, rtol=1e-10)
     same_bits(state, before)
@@ -78,9 +87,13 @@ def check(opt, case, inner):
 ROWS = [
     pytest.param("fsdp", {"data": 8}, "adamw", {}, marks=pytest.mark.fast),
     pytest.param("ddp", {"data": 8}, "adamw", {"view": "global"}, marks=pytest.mark.slow),
-    pytest.param("zero1", {"data": 4, "tensor": 2}, "adamw", {"micro_batches": 4}, marks=pytest.mark.slow),
+    pytest.param(
+        "zero1", {"data": 4, "tensor": 2}, "adamw", {"micro_batches": 4}, marks=pytest.mark.slow
+    ),
     pytest.param("zero2", {"replica": 2, "data": 4}, "muon", {}, marks=pytest.mark.slow),
-    pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
+    pytest.param(
+        "fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow
+    ),
     pytest.param("fsdp", {"data": 8}, "adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow),
 ]
 
@@ -90,7 +103,9 @@ def test_the_average_is_that_of_one_device(strategy, mesh, inner, options, mesh_
     with jax.enable_x64(True):
         case = problem("odd", weighted=True, steps=STEPS, dtype=jnp.float64)
         rules = case.rules if "tensor" in mesh else []
-        opt = STRATEGIES[strategy](averaging(INNER[inner]()), mesh_of(**mesh), case.loss_fn, rules=rules, **options)
+        opt = STRATEGIES[strategy](
+            averaging(INNER[inner]()), mesh_of(**mesh), case.loss_fn, rules=rules, **options
+        )
         check(opt, case, INNER[inner]())
 
 
@@ -99,8 +114,18 @@ def test_the_average_is_that_of_one_device(strategy, mesh, inner, options, mesh_
 def test_a_pipeline_averages_as_one_device(layout, mesh_of):
     with jax.enable_x64(True):
         case = block_problem("pytree", weighted=False, num_blocks=2, rows=8, steps=STEPS)
-        mesh, options = mesh_of(data=2, pipeline=2), {"min_shard_elements": 8, "opt_state_layout": layout}
-        opt = so.hybrid(averaging(INNER["adamw"]()), mesh, case.loss_fn, micro_batches=2, placement="zero1", **options)
+        mesh, options = (
+            mesh_of(data=2, pipeline=2),
+            {"min_shard_elements": 8, "opt_state_layout": layout},
+        )
+        opt = so.hybrid(
+            averaging(INNER["adamw"]()),
+            mesh,
+            case.loss_fn,
+            micro_batches=2,
+            placement="zero1",
+            **options,
+        )
         check(opt, case, INNER["adamw"]())
 
 
@@ -111,22 +136,32 @@ BLOCKS = so.BlockModel(
     loss=lambda outer, x, batch: jnp.mean((x @ outer["in"].T - batch) ** 2),
 )
 BLOCK_PARAMS = {
-    "blocks": {"up": np.ones((8, WIDTH, 32), np.float32), "down": np.ones((8, 32, WIDTH), np.float32)},
+    "blocks": {
+        "up": np.ones((8, WIDTH, 32), np.float32),
+        "down": np.ones((8, 32, WIDTH), np.float32),
+    },
     "in": np.ones((8, WIDTH), np.float32),
 }
 
 
 def stacked_muon():
-    dimensions = lambda params: jax.tree.map(  # noqa: E731
-        lambda x: optax.contrib.MuonDimensionNumbers((1,), (2,)) if x.ndim == 3 else None, params
-    )
+    def dimensions(params):
+        return jax.tree.map(
+            lambda x: optax.contrib.MuonDimensionNumbers((1,), (2,)) if x.ndim == 3 else None,
+            params,
+        )
+
     return optax.contrib.muon(1e-2, weight_decay=1e-2, muon_weight_dimension_numbers=dimensions)
 
 
 @pytest.mark.fast
 def test_the_average_lies_as_its_parameters(mesh_of):
-    """Without its own place, the average of a stacked matrix would be at the owner, which has no parameters."""
-    opt = STRATEGIES["fsdp"](averaging(stacked_muon()), mesh_of(data=8), BLOCKS, opt_state_layout="matrices")
+    """Without its own place, the average of a stacked matrix would be at the owner, which has no
+    parameters.
+    """
+    opt = STRATEGIES["fsdp"](
+        averaging(stacked_muon()), mesh_of(data=8), BLOCKS, opt_state_layout="matrices"
+    )
     state = opt.abstract_state(BLOCK_PARAMS)
     average = state.opt_state[1].average
     assert [leaf.sharding for leaf in jax.tree.leaves(average)] == [
@@ -138,15 +173,24 @@ def test_the_average_lies_as_its_parameters(mesh_of):
 @pytest.mark.slow  # the test above is of where the average lies, which decides it
 @pytest.mark.parametrize(("strategy", "layout"), [("zero1", "within"), ("fsdp", "matrices")])
 def test_a_step_sends_nothing_more(strategy, layout, mesh_of):
-    """Without its own place, the average of a stacked matrix would be at the owner, which has no parameters."""
+    """Without its own place, the average of a stacked matrix would be at the owner, which has no
+    parameters.
+    """
     sent = []
     for tx in (stacked_muon(), averaging(stacked_muon())):
         opt = STRATEGIES[strategy](tx, mesh_of(data=8), BLOCKS, opt_state_layout=layout)
         opt_state = opt.init(BLOCK_PARAMS)
-        sent.append([(c.kind, c.bytes) for c in so.audit(opt.step, opt_state, np.ones((8, 8), np.float32)).collectives])
+        sent.append(
+            [
+                (c.kind, c.bytes)
+                for c in so.audit(opt.step, opt_state, np.ones((8, 8), np.float32)).collectives
+            ]
+        )
     assert sent[0] == sent[1]
     average = opt_state.opt_state[1].average
-    assert average["blocks"]["up"].addressable_shards[0].data.size * 8 == average["blocks"]["up"].size
+    assert (
+        average["blocks"]["up"].addressable_shards[0].data.size * 8 == average["blocks"]["up"].size
+    )
 
 
 def test_schedule_free_is_read_as_optax_reads_it(mesh_of):
@@ -166,9 +210,14 @@ def test_schedule_free_is_read_as_optax_reads_it(mesh_of):
 
 
 def test_replicas_give_the_mean_of_their_averages(mesh_of):
-    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2)  # noqa: E731
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] - 1) ** 2)
+
     inner = so.ddp(averaging(optax.sgd(0.1)), mesh_of(replica=2, data=2), loss_fn)
-    opt, rows = so.local_sgd(inner, sync_every=3), np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32)
+    opt, rows = (
+        so.local_sgd(inner, sync_every=3),
+        np.random.default_rng(0).normal(size=(2, 8, 3)).astype(np.float32),
+    )
     state, history = opt.init({"w": jnp.ones(3)}), []
     for batch in rows:
         state, _ = opt.step(state, batch)
@@ -194,7 +243,12 @@ def test_without_a_decay_all_count_alike_from_start_on():
 
 
 def test_a_half_life_counts_steps():
-    assert follow(so.transforms.average_params(half_life=2, every=2), [5, 8, 5, 2]) == [5, 8, 8, pytest.approx(4)]
+    assert follow(so.transforms.average_params(half_life=2, every=2), [5, 8, 5, 2]) == [
+        5,
+        8,
+        8,
+        pytest.approx(4),
+    ]
 
 
 def test_bfloat16_is_averaged_in_float32():
@@ -212,7 +266,9 @@ def test_masked_leaves_and_batch_statistics_come_from_the_state(mesh_of):
         new_count = so.Updated({"count": params["count"] + 1})
         return jnp.mean(batch) * (params["a"] + params["b"]), {"statistics": new_count}
 
-    average = optax.masked(so.transforms.average_params(decay=0.5), {"a": True, "b": False, "count": None})
+    average = optax.masked(
+        so.transforms.average_params(decay=0.5), {"a": True, "b": False, "count": None}
+    )
     opt = so.ddp(optax.chain(optax.sgd(0.1), average), mesh_of(data=2), loss_fn, frozen=["count"])
     state = opt.init({"a": jnp.ones(()), "b": jnp.ones(()), "count": jnp.zeros(())})
     for _ in range(3):
@@ -223,16 +279,27 @@ def test_masked_leaves_and_batch_statistics_come_from_the_state(mesh_of):
 
 
 def test_a_checkpoint_holds_the_average_and_another_strategy_reads_it(mesh_of, tmp_path):
-    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2)  # noqa: E731
-    opt = so.zero(averaging(optax.sgd(0.1)), mesh_of(data=8), loss_fn, stage=1, min_shard_elements=1)
-    state, rows = opt.init({"w": jnp.ones((8, 8))}), np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"] - 1) ** 2)
+
+    opt = so.zero(
+        averaging(optax.sgd(0.1)), mesh_of(data=8), loss_fn, stage=1, min_shard_elements=1
+    )
+    state, rows = (
+        opt.init({"w": jnp.ones((8, 8))}),
+        np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32),
+    )
     run = [rows] * 4
     evaluate = so.training.evaluation(opt, [rows], params="average")
     with so.Checkpoints(tmp_path, every=2, keep=1, best="val_loss") as checkpoints:
-        result = so.fit(opt, state, run, num_steps=4, checkpoints=checkpoints, evaluate=evaluate, progress=False)
+        result = so.fit(
+            opt, state, run, num_steps=4, checkpoints=checkpoints, evaluate=evaluate, progress=False
+        )
         state = result.state
         assert checkpoints.best_step() == 4
-    assert result.history[-1]["val_loss"] == pytest.approx(float(opt.evaluate(so.with_average(state), rows)["loss"]))
+    assert result.history[-1]["val_loss"] == pytest.approx(
+        float(opt.evaluate(so.with_average(state), rows)["loss"])
+    )
     assert result.history[-1]["val_loss"] > 1.01 * opt.evaluate(state, rows)["loss"]
     other = so.fsdp(averaging(optax.sgd(0.1)), mesh_of(data=4), loss_fn, min_shard_elements=1)
     restored = so.restore(tmp_path, other)
@@ -244,7 +311,10 @@ def test_a_checkpoint_holds_the_average_and_another_strategy_reads_it(mesh_of, t
     [
         ({"decay": 1.0}, "average_params: decay must be finite, above 0 and below 1; got 1.0."),
         ({"half_life": 0}, "average_params: half_life must be finite, above 0; got 0."),
-        ({"decay": 0.9, "half_life": 2}, "average_params: got decay=0.9 and half_life=2.\nFix: pass one of them."),
+        (
+            {"decay": 0.9, "half_life": 2},
+            "average_params: got decay=0.9 and half_life=2.\nFix: pass one of them.",
+        ),
         ({"every": 0}, "average_params: every must be at least 1, got 0."),
         ({"start": -1}, "average_params: start must be at least 0, got -1."),
     ],
@@ -258,7 +328,9 @@ def test_a_wrong_argument_is_refused(options, message):
 def test_a_state_without_an_average_is_refused(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: jnp.mean(batch) * params)
     state, batch = opt.init(jnp.ones(())), np.ones(4, np.float32)
-    with pytest.raises(ValueError, match="the optimizer state has no average of the parameters") as error:
+    with pytest.raises(
+        ValueError, match="the optimizer state has no average of the parameters"
+    ) as error:
         opt.evaluate(state, batch, params="average")
     assert "average_params(decay=0.999)" in str(error.value)
     with pytest.raises(ValueError, match="params must be None or 'average', got 'ema'"):

@@ -13,7 +13,9 @@ T = so.transforms
 
 
 def close(found, expected):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected
+    )
 
 
 SPLIT = {"rows": P("data"), "whole": P(), "deep": [P(None, "data"), P()]}
@@ -21,7 +23,10 @@ SPLIT = {"rows": P("data"), "whole": P(), "deep": [P(None, "data"), P()]}
 
 def split_and_whole():
     draw = np.random.default_rng(0)
-    normal = lambda *shape: np.asarray(draw.normal(size=shape))  # noqa: E731
+
+    def normal(*shape):
+        return np.asarray(draw.normal(size=shape))
+
     return {"rows": normal(8, 3), "whole": normal(5), "deep": [normal(2, 4), normal()]}
 
 
@@ -30,8 +35,13 @@ def split_and_whole():
 def test_the_norm_counts_split_and_whole_leaves_once(split, check_vma, max_norm, mesh_of, x64):
     grads = split_and_whole()
     tx = T.clip_by_global_norm(max_norm, "data", split=split)
-    run = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
-    placed = jax.shard_map(run, mesh=mesh_of(data=4), in_specs=(SPLIT,), out_specs=SPLIT, check_vma=check_vma)
+
+    def run(g):
+        return tx.update(g, tx.init(g))[0]
+
+    placed = jax.shard_map(
+        run, mesh=mesh_of(data=4), in_specs=(SPLIT,), out_specs=SPLIT, check_vma=check_vma
+    )
     reference = optax.clip_by_global_norm(max_norm)
     close(jax.jit(placed)(grads), jax.jit(reference.update)(grads, reference.init(grads))[0])
 
@@ -40,7 +50,10 @@ def test_the_norm_over_two_axes(mesh_of, x64):
     grads = {"both": np.arange(8.0).reshape(4, 2), "one": np.arange(6.0), "none": np.arange(3.0)}
     split = {"both": P("replica", "data"), "one": P("data"), "none": P()}
     tx = T.clip_by_global_norm(1.0, ("replica", "data"), split=split)
-    run = lambda g: tx.update(g, tx.init(g))[0]  # noqa: E731
+
+    def run(g):
+        return tx.update(g, tx.init(g))[0]
+
     mesh = mesh_of(replica=2, data=2)
     placed = jax.shard_map(run, mesh=mesh, in_specs=(split,), out_specs=split, check_vma=False)
     reference = optax.clip_by_global_norm(1.0)
@@ -63,7 +76,9 @@ def test_the_norm_under_vmap_and_pmap(split, ways, x64):
     tx, reference = T.clip_by_global_norm(2.0, "data", split=split), optax.clip_by_global_norm(2.0)
     expected = reference.update(whole, reference.init(whole))[0]
     for name in ("vmap", "pmap"):
-        found = ways[name](lambda g: tx.update(g, tx.init(g))[0], 4)(jax.tree.map(jnp.asarray, local))
+        found = ways[name](lambda g: tx.update(g, tx.init(g))[0], 4)(
+            jax.tree.map(jnp.asarray, local)
+        )
         close({n: x if is_split[n] else x[0] for n, x in found.items()}, expected)
 
 

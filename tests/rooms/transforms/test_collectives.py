@@ -14,7 +14,10 @@ ELEMENTS = 64 * 8 + 8
 
 
 def program(tx, mesh, size=4):
-    """Return (a jitted step over the stored form of the state, the state); all devices have one set of parameters."""
+    """Return (a jitted step over the stored form of the state, the state).
+
+    All devices have one set of parameters.
+    """
     state = R.init_state(tx, PARAMS, "data", size)
     specs = R.state_specs(state, "data")
 
@@ -23,7 +26,9 @@ def program(tx, mesh, size=4):
         updates, new = tx.update(own, R.own_state(state), PARAMS)
         return jax.tree.map(lambda u: u[None], updates), R.stored_state(new)
 
-    run = jax.shard_map(step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P("data"), specs), check_vma=False)
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P("data"), specs), check_vma=False
+    )
     return jax.jit(run), state
 
 
@@ -50,8 +55,18 @@ def test_accumulate_talks_once_a_real_step(mesh_of):
         updates, state = jax.block_until_ready(step(state, grads))
         jax.effects_barrier()
         seen.append((len(calls), float(updates["b"][0, 0])))
-    assert [count for count, _ in seen] == [0, 0, 4, 4, 4, 8, 8], "each of four devices, on every third step"
-    np.testing.assert_allclose([value for _, value in seen], [0, 0, -0.25, 0, 0, -0.25, 0], rtol=1e-6)
+    assert [count for count, _ in seen] == [
+        0,
+        0,
+        4,
+        4,
+        4,
+        8,
+        8,
+    ], "each of four devices, on every third step"
+    np.testing.assert_allclose(
+        [value for _, value in seen], [0, 0, -0.25, 0, 0, -0.25, 0], rtol=1e-6
+    )
     found = so.audit(step, state, grads, mesh=mesh_of(data=4))
     assert found.total_wire_bytes == R.exact().wire_bytes(PARAMS, 4)
     assert found.collectives
@@ -90,7 +105,10 @@ def test_averaging_sends_what_its_reducer_states(mesh_of):
 
 
 def test_a_second_step_does_not_compile(mesh_of):
-    tx = optax.chain(T.accumulate(T.average_gradients("data", R.error_feedback(R.int8())), 2), T.delay_gradients(1))
+    tx = optax.chain(
+        T.accumulate(T.average_gradients("data", R.error_feedback(R.int8())), 2),
+        T.delay_gradients(1),
+    )
     step, state = program(tx, mesh_of(data=4))
     grads = local_gradients()
     for _ in range(3):

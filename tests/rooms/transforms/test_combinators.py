@@ -15,14 +15,18 @@ import shardopt as so
 
 T, N, STEPS, RATE = so.transforms, 3, 5, 0.1
 DRAW = np.random.default_rng(0)
-PARAMS = {name: DRAW.normal(size=shape) for name, shape in {"w": (4, 3), "b": (5,), "s": ()}.items()}
+PARAMS = {
+    name: DRAW.normal(size=shape) for name, shape in {"w": (4, 3), "b": (5,), "s": ()}.items()
+}
 GRADS = {name: DRAW.normal(size=(N, STEPS, *x.shape)) for name, x in PARAMS.items()}
 LABELS = {"w": "one", "b": "two", "s": "two"}
 ONLY_W = {"w": True, "b": False, "s": False}
 
 
 def averaged(params, grads):
-    """One leaf, [N, ...], and its gradients [N, steps, ...]: the leaf after each step, SGD on the mean."""
+    """One leaf, [N, ...], and its gradients [N, steps, ...]: the leaf after each step, SGD on the
+    mean.
+    """
     for t in range(STEPS):
         params = params - RATE * grads[:, t].mean(0)
         yield params
@@ -91,7 +95,9 @@ COMBINED = {
 
 
 def injected(make):
-    """Hyperparameters that come out of the state: what shapes the state is named, the others are arrays."""
+    """Hyperparameters that come out of the state: what shapes the state is named, the others are
+    arrays.
+    """
     given = {delaying: {"staleness": 2}, syncing: {"sync_every": 2}}.get(make, {})
     static = ("staleness",) if make is delaying else ()
     return optax.inject_hyperparams(make, static_args=static)(rate=lambda count: RATE, **given)
@@ -106,7 +112,14 @@ def expected_of(rules):
     ("kind", "combined"),
     tiered(
         itertools.product(KINDS, COMBINED),
-        lambda row: row in [("local", "multi_transform"), ("delay", "inject_hyperparams"), ("average", "masked")],
+        lambda row: (
+            row
+            in [
+                ("local", "multi_transform"),
+                ("delay", "inject_hyperparams"),
+                ("average", "masked"),
+            ]
+        ),
     ),
 )
 def test_inside_of_optax(kind, combined, ways, x64):
@@ -116,13 +129,17 @@ def test_inside_of_optax(kind, combined, ways, x64):
         found = ways[way](trajectory(combine(make), jax.tree.map(jnp.asarray, PARAMS)), N)(
             jax.tree.map(jnp.asarray, GRADS)
         )
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9)  # injected rates are fp32
+        # injected rates are fp32
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-9)
         jax.tree.map(close, found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")  # jax says that it truncates
+# jax says that it truncates
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_a_state_of_double_precision_goes_on_in_single():
-    """A branch that only hands it on would else return what no branch can compute where jax_enable_x64 is off."""
+    """A branch that only hands it on would else return what no branch can compute where
+    jax_enable_x64 is off.
+    """
     tx = T.accumulate(optax.adam(RATE), 2)
     grads = {name: x[0] for name, x in GRADS.items()}
 
@@ -131,7 +148,9 @@ def test_a_state_of_double_precision_goes_on_in_single():
         for t, double in enumerate(precisions):
             with jax.enable_x64(double):
                 state = tx.init(jax.tree.map(jnp.asarray, PARAMS)) if state is None else state
-                updates, state = tx.update({name: jnp.asarray(x[t]) for name, x in grads.items()}, state)
+                updates, state = tx.update(
+                    {name: jnp.asarray(x[t]) for name, x in grads.items()}, state
+                )
         return updates
 
     found, expected = run([True, True, True, False]), run([False] * 4)

@@ -1,4 +1,6 @@
-"""Each transformation on whatever trees, axis sizes and settings hypothesis finds, against numpy or one device."""
+"""Each transformation on whatever trees, axis sizes and settings hypothesis finds, against numpy or
+one device.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,10 @@ import shardopt as so
 T = so.transforms
 STEPS = 4
 quick = settings(
-    max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 SHAPES = st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), max_size=4)
 SIZES = st.sampled_from([1, 2, 3, 5])
@@ -26,7 +31,10 @@ def draw(shapes, size):
     """Parameters, and local gradients [size, STEPS, ...], of scales far apart."""
     normal = np.random.default_rng(len(shapes) + size).normal
     params = {f"leaf{i}": normal(size=shape) for i, shape in enumerate(shapes)}
-    grads = {f"leaf{i}": 10.0 ** (i - 1) * normal(size=(size, STEPS, *shape)) for i, shape in enumerate(shapes)}
+    grads = {
+        f"leaf{i}": 10.0 ** (i - 1) * normal(size=(size, STEPS, *shape))
+        for i, shape in enumerate(shapes)
+    }
     return jax.tree.map(np.asarray, params), jax.tree.map(np.asarray, grads)
 
 
@@ -69,7 +77,9 @@ def test_accumulated_means(shapes, size, data, x64, on_devices):
     for t in range(STEPS):
         if (t + 1) % every == 0:
             window = [at(grads, t - i) for i in range(every)]
-            updates, kept = inner.update({name: sum(w[name] for w in window) / every for name in params}, kept, state)
+            updates, kept = inner.update(
+                {name: sum(w[name] for w in window) / every for name in params}, kept, state
+            )
             state = optax.apply_updates(state, updates)
         expected.append(state)
     everywhere(run(on_devices, tx, params, grads, size), expected, size)
@@ -79,7 +89,9 @@ def test_accumulated_means(shapes, size, data, x64, on_devices):
 @quick
 @drawn
 def test_sharded_updates(shapes, size, data, x64, on_devices):
-    tx = data.draw(st.sampled_from([optax.adamw(0.1, weight_decay=0.2), optax.lion(0.1), optax.rmsprop(0.1)]))
+    tx = data.draw(
+        st.sampled_from([optax.adamw(0.1, weight_decay=0.2), optax.lion(0.1), optax.rmsprop(0.1)])
+    )
     params, grads = draw(shapes, size)
     found = run(on_devices, T.shard_updates(tx, "data"), params, grads, size)
     everywhere(found, alone(tx, params, [at(grads, t) for t in range(STEPS)]), size)
@@ -91,7 +103,11 @@ def test_sharded_updates(shapes, size, data, x64, on_devices):
 def test_clipped_means(shapes, size, data, x64, on_devices):
     bound = data.draw(st.sampled_from([1e-3, 1.0, 1e3]))
     params, grads = draw(shapes, size)
-    tx = optax.chain(T.average_gradients("data"), T.clip_by_global_norm(bound, "data", split=False), optax.sgd(0.1))
+    tx = optax.chain(
+        T.average_gradients("data"),
+        T.clip_by_global_norm(bound, "data", split=False),
+        optax.sgd(0.1),
+    )
     plain = optax.chain(optax.clip_by_global_norm(bound), optax.sgd(0.1))
     expected = alone(plain, params, [at(grads, t) for t in range(STEPS)])
     everywhere(run(on_devices, tx, params, grads, size), expected, size)
@@ -106,14 +122,18 @@ def test_the_norm_of_leaves_that_are_split(shapes, size, data, x64, on_devices):
     _, grads = draw(shapes, size)
     if not grads:
         return
-    here = {name: g[:, 0] if split[name] else jnp.stack([g[0, 0]] * size) for name, g in grads.items()}
+    here = {
+        name: g[:, 0] if split[name] else jnp.stack([g[0, 0]] * size) for name, g in grads.items()
+    }
     tx = T.clip_by_global_norm(0.5, "data", split=split)
     found = on_devices(lambda g: tx.update(g, tx.init(g))[0], size, here)
     plain = optax.clip_by_global_norm(0.5)
     whole = {name: g if split[name] else g[0] for name, g in here.items()}
     expected, _ = plain.update(whole, plain.init(whole))
     for name, g in expected.items():
-        np.testing.assert_allclose(found[name], g if split[name] else np.stack([g] * size), rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(
+            found[name], g if split[name] else np.stack([g] * size), rtol=1e-10, atol=1e-12
+        )
 
 
 @pytest.mark.slow  # test_combinators.py has rows of it
@@ -142,4 +162,6 @@ def test_local_updates(shapes, size, data, x64, on_devices):
         seen.append(now)
     found = run(on_devices, T.local_updates(optax.sgd(0.1), "data", every), params, grads, size)
     for mine, expected in zip(found, seen, strict=False):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11), mine, expected)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11), mine, expected
+        )

@@ -1,4 +1,7 @@
-"""`eight_bit`: moments in codes of 8 bits; the map is the paper's, blocks lie within shards, and what is refused."""
+"""`eight_bit`: moments in codes of 8 bits.
+
+The map is the paper's, blocks lie within shards, and what is refused.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,9 @@ from shardopt.transforms._eight_bit import tile_of
 
 
 def dynamic_map(*, signed):
-    """The 256 numbers, from the words of the paper: centres of equal cells in each decade, and 0 and 1."""
+    """The 256 numbers, from the words of the paper: centres of equal cells in each decade, and 0
+    and 1.
+    """
     numbers = [0.0, 1.0]
     for i in range(7):
         edges = np.linspace(0.1, 1, 2 ** (i + (not signed)) + 1)
@@ -31,9 +36,13 @@ def dynamic_map(*, signed):
 def test_codes_are_the_nearest_of_the_map(signed, x64):
     table, draw = dynamic_map(signed=signed), np.random.default_rng(0)
     assert len(table) == 256
-    decoded = jax.jit(lambda codes: decode(codes, jnp.dtype(float), signed=signed))(np.arange(256, dtype=np.uint8))
+    decoded = jax.jit(lambda codes: decode(codes, jnp.dtype(float), signed=signed))(
+        np.arange(256, dtype=np.uint8)
+    )
     np.testing.assert_allclose(decoded, table)
-    x = np.concatenate([draw.uniform(-1, 1, 5000), draw.choice([-1, 1], 5000) * 10 ** draw.uniform(-9, 0, 5000)])
+    x = np.concatenate(
+        [draw.uniform(-1, 1, 5000), draw.choice([-1, 1], 5000) * 10 ** draw.uniform(-9, 0, 5000)]
+    )
     x = x if signed else np.abs(x)
     encoded = jax.jit(lambda x: encode(x, signed=signed))
     found = table[np.asarray(encoded(x))]
@@ -70,7 +79,10 @@ def test_blocks_avoid_the_dims_that_are_sharded(shape, tile):
 def test_a_moment_is_within_half_a_cell_of_what_it_was(x64):
     draw = np.random.default_rng(1)
     grads = {"w": jnp.asarray(draw.normal(size=(64, 96)) * 10 ** draw.uniform(-4, 4, (64, 1)))}
-    tx, plain = jitted(so.transforms.eight_bit(optax.adam(0.1), min_elements=1024)), jitted(optax.adam(0.1))
+    tx, plain = (
+        jitted(so.transforms.eight_bit(optax.adam(0.1), min_elements=1024)),
+        jitted(optax.adam(0.1)),
+    )
     params = jax.tree.map(jnp.zeros_like, grads)
     updates, state = tx.update(grads, tx.init(params), params)
     expected, exact = plain.update(grads, plain.init(params), params)
@@ -78,7 +90,9 @@ def test_a_moment_is_within_half_a_cell_of_what_it_was(x64):
     for name, signed in (("mu", True), ("nu", False)):
         codes, scales = (getattr(part[0], name)["w"] for part in state)
         assert (codes.dtype, codes.shape, scales.shape) == (jnp.uint8, (64, 96), (64, 3))
-        decoded = jax.jit(lambda codes, signed=signed: decode(codes, jnp.dtype(float), signed=signed))(codes)
+        decoded = jax.jit(
+            lambda codes, signed=signed: decode(codes, jnp.dtype(float), signed=signed)
+        )(codes)
         scales = np.asarray(scales)
         found = np.asarray(decoded).reshape(64, 3, 32) * scales[:, :, None]
         moment = np.asarray(getattr(exact[0], name)["w"]).reshape(64, 3, 32)
@@ -91,7 +105,10 @@ def test_only_moments_of_large_leaves_are_rounded():
     params = {"w": jnp.ones((64, 64)), "nu": jnp.ones((8, 8)), "odd": jnp.ones((67, 67))}
     tx = optax.chain(optax.trace(0.9), optax.contrib.schedule_free_adamw(0.1))
     state = jax.eval_shape(so.transforms.eight_bit(tx, min_elements=4096).init, params)
-    flat = {jax.tree_util.keystr(path): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(state.state)}
+    flat = {
+        jax.tree_util.keystr(path): x.dtype
+        for path, x in jax.tree_util.tree_leaves_with_path(state.state)
+    }
     rounded = {path for path, dtype in flat.items() if dtype == jnp.uint8}
     assert rounded == {"[0].trace['w']", "[1].base_optimizer_state[0].nu['w']"}
     assert all(x.shape in ((64, 1), (1, 64)) for x in jax.tree.leaves(state.scales))
@@ -120,8 +137,12 @@ PLACES = [("zero1", {"data": 8}), ("fsdp", {"data": 4, "tensor": 2})]
 PLACES += [("fsdp", {"data": 8}), ("zero1", {"data": 4, "tensor": 2})]
 
 
-@pytest.mark.parametrize(("strategy", "sizes"), tiered(PLACES, lambda row: row == PLACES[0], ids=str))
-def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(strategy, sizes, mesh_of):
+@pytest.mark.parametrize(
+    ("strategy", "sizes"), tiered(PLACES, lambda row: row == PLACES[0], ids=str)
+)
+def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(
+    strategy, sizes, mesh_of
+):
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))] if "tensor" in sizes else ()
     batch, found = np.ones((32, 256), np.float32), []
     for tx in (optax.adam(1e-3), so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024)):
@@ -137,7 +158,9 @@ ROWS = [("fsdp", 4, 2, "nnx"), ("zero1", 8, 1, "nnx"), ("ddp", 2, 4, "gpt"), ("z
 
 
 @pytest.mark.slow  # test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula
-@pytest.mark.parametrize(("strategy", "data", "tensor", "model"), tiered(ROWS, lambda row: row == ROWS[0]))
+@pytest.mark.parametrize(
+    ("strategy", "data", "tensor", "model"), tiered(ROWS, lambda row: row == ROWS[0])
+)
 def test_equals_one_device_with_the_same_codes(strategy, data, tensor, model, mesh_of, x64):
     case = problem(model, weighted=True, steps=4)
     tx = so.transforms.eight_bit(optax.adamw(1e-2, eps=1e-4), block_size=16, min_elements=32)
@@ -155,11 +178,16 @@ def test_equals_one_device_with_the_same_codes(strategy, data, tensor, model, me
 @pytest.mark.slow  # rooms/checkpoint restores any state; test_blocks_within_shards is of its places
 def test_codes_are_saved_and_restored_onto_another_mesh(mesh_of, tmp_path):
     params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
-    tx, batch = so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024), np.ones((32, 256), np.float32)
+    tx, batch = (
+        so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024),
+        np.ones((32, 256), np.float32),
+    )
     opt = so.fsdp(tx, mesh_of(data=8), loss_fn)
     state, _ = opt.step(opt.init(params), batch)
     so.save(tmp_path / "one", state)
-    again = so.restore(tmp_path / "one", so.zero(tx, mesh_of(data=2), loss_fn, stage=1), abstract_params=params)
+    again = so.restore(
+        tmp_path / "one", so.zero(tx, mesh_of(data=2), loss_fn, stage=1), abstract_params=params
+    )
     same_bits(again.opt_state, state.opt_state)
 
 
@@ -182,8 +210,9 @@ def test_options_that_cannot_be_used(options, message):
 def test_nothing_to_round_is_refused():
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         so.transforms.eight_bit(optax.adam(0.1)).init({"w": jnp.ones((8, 8))})
-    assert str(caught.value) == (
-        "eight_bit: nothing in the state of inner= is rounded to 8 bits: no leaf of 65536 numbers or more.\n"
-        "Fix: lower min_elements, or name what to round in signed= or unsigned= "
-        "(now 'mu', 'trace', 'nu', 'nu_max', 'sum_of_squares')."
+    assert (
+        str(caught.value)
+        == "eight_bit: nothing in the state of inner= is rounded to 8 bits: no leaf of 65536"
+        " numbers or more.\nFix: lower min_elements, or name what to round in signed= or"
+        " unsigned= (now 'mu', 'trace', 'nu', 'nu_max', 'sum_of_squares')."
     )

@@ -1,4 +1,6 @@
-"""Each transformation against one device, in every place where an axis can be bound, inside optax's combinators."""
+"""Each transformation against one device, in every place where an axis can be bound, inside optax's
+combinators.
+"""
 
 import functools
 
@@ -20,7 +22,10 @@ MATRIX = {"w": (4, 3), "b": (5,), "s": ()}
 def gradients(steps=STEPS, size=N, dtype=np.float64):
     """Local gradients [size, steps, ...]."""
     draw = np.random.default_rng(0)
-    return {name: np.asarray(draw.normal(size=(size, steps, *shape)), dtype) for name, shape in MATRIX.items()}
+    return {
+        name: np.asarray(draw.normal(size=(size, steps, *shape)), dtype)
+        for name, shape in MATRIX.items()
+    }
 
 
 def parameters(dtype=np.float64):
@@ -29,7 +34,9 @@ def parameters(dtype=np.float64):
 
 
 def close(found, expected, rtol=1e-10):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-12), found, expected
+    )
 
 
 def on_the_mean(tx):
@@ -55,46 +62,73 @@ labels = {"w": "one", "b": "two", "s": "two"}
 EQUAL = {
     "average": (optax.chain(average(), optax.adamw(0.1)), optax.adamw(0.1)),
     "average in multi_transform": (
-        optax.multi_transform({"one": optax.chain(average(), optax.sgd(0.1)), "two": average()}, labels),
+        optax.multi_transform(
+            {"one": optax.chain(average(), optax.sgd(0.1)), "two": average()}, labels
+        ),
         optax.multi_transform({"one": optax.sgd(0.1), "two": optax.identity()}, labels),
     ),
     "average of some": (
-        optax.chain(optax.masked(average(), {"w": True, "b": False, "s": False}), average(), optax.sgd(0.1)),
+        optax.chain(
+            optax.masked(average(), {"w": True, "b": False, "s": False}), average(), optax.sgd(0.1)
+        ),
         optax.sgd(0.1),
     ),
     "injected": (
-        optax.chain(average(), optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0, 9))),
+        optax.chain(
+            average(),
+            optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0, 9)),
+        ),
         optax.adam(optax.linear_schedule(0.1, 0, 9)),
     ),
-    "shard": (T.shard_updates(optax.adamw(0.1, weight_decay=0.1), "data"), optax.adamw(0.1, weight_decay=0.1)),
+    "shard": (
+        T.shard_updates(optax.adamw(0.1, weight_decay=0.1), "data"),
+        optax.adamw(0.1, weight_decay=0.1),
+    ),
     "shard with a mask by dims": (
         T.shard_updates(
-            optax.adamw(0.1, weight_decay=0.3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)), "data"
+            optax.adamw(
+                0.1, weight_decay=0.3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+            ),
+            "data",
         ),
         optax.adamw(0.1, weight_decay=0.3, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)),
     ),
-    "average, then shard": (optax.chain(average(), T.shard_updates(optax.adam(0.1), "data")), optax.adam(0.1)),
+    "average, then shard": (
+        optax.chain(average(), T.shard_updates(optax.adam(0.1), "data")),
+        optax.adam(0.1),
+    ),
     "shard in multi_transform": (
-        optax.multi_transform({"one": T.shard_updates(optax.lion(0.1), "data"), "two": average()}, labels),
+        optax.multi_transform(
+            {"one": T.shard_updates(optax.lion(0.1), "data"), "two": average()}, labels
+        ),
         optax.multi_transform({"one": optax.lion(0.1), "two": optax.identity()}, labels),
     ),
     "accumulate": (
-        T.accumulate(optax.chain(average(), optax.inject_hyperparams(optax.adam)(learning_rate=0.1)), 2),
+        T.accumulate(
+            optax.chain(average(), optax.inject_hyperparams(optax.adam)(learning_rate=0.1)), 2
+        ),
         every_second(optax.adam(0.1)),
     ),
     "accumulate injected": (
-        optax.inject_hyperparams(lambda every: T.accumulate(optax.chain(average(), optax.sgd(0.1)), every))(every=2),
+        optax.inject_hyperparams(
+            lambda every: T.accumulate(optax.chain(average(), optax.sgd(0.1)), every)
+        )(every=2),
         every_second(optax.sgd(0.1)),
     ),
     "clip injected": (
         optax.chain(
             average(),
-            optax.inject_hyperparams(T.clip_by_global_norm)(max_norm=0.5, axis_names="data", split=False),
+            optax.inject_hyperparams(T.clip_by_global_norm)(
+                max_norm=0.5, axis_names="data", split=False
+            ),
             optax.sgd(0.1),
         ),
         optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
     ),
-    "local, always averaged": (T.local_updates(optax.sgd(0.1), "data", sync_every=1), optax.sgd(0.1)),
+    "local, always averaged": (
+        T.local_updates(optax.sgd(0.1), "data", sync_every=1),
+        optax.sgd(0.1),
+    ),
 }
 
 
@@ -118,13 +152,18 @@ def test_local_updates_are_local_sgd(sync_every, ways, x64):
     expected = []
     for t in range(STEPS):
         for d in range(N):
-            updates, states[d] = tx.update(jax.tree.map(lambda g, d=d, t=t: g[d, t], grads), states[d])
+            updates, states[d] = tx.update(
+                jax.tree.map(lambda g, d=d, t=t: g[d, t], grads), states[d]
+            )
             devices[d] = optax.apply_updates(devices[d], updates)
         if (t + 1) % sync_every == 0:
             devices = [jax.tree.map(lambda *x: sum(x) / N, *devices)] * N
         expected.append(jax.tree.map(lambda *x: jnp.stack(x), *devices))
     for way in ways.values():
-        close(way(trajectory(T.local_updates(tx, "data", sync_every), parameters()), N)(grads), expected)
+        close(
+            way(trajectory(T.local_updates(tx, "data", sync_every), parameters()), N)(grads),
+            expected,
+        )
 
 
 def test_local_updates_bring_half_precision_together(on_devices):
@@ -143,7 +182,10 @@ def test_local_updates_bring_half_precision_together(on_devices):
 RULES = {
     "none": (None, lambda g, now, then, tau: g),
     "learning rate": (T.staleness_learning_rate(), lambda g, now, then, tau: g / max(1, tau)),
-    "compensation": (T.delay_compensation(0.3), lambda g, now, then, tau: g + 0.3 * g * g * (now - then)),
+    "compensation": (
+        T.delay_compensation(0.3),
+        lambda g, now, then, tau: g + 0.3 * g * g * (now - then),
+    ),
 }
 
 
@@ -151,7 +193,9 @@ RULES = {
 @pytest.mark.parametrize("name", tiered(RULES, lambda name: False))
 def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, name, ways, x64):
     rule, corrected = RULES[name]
-    tx = optax.chain(T.average_gradients("data"), T.delay_gradients(staleness, rule, inner=optax.sgd(0.1)))
+    tx = optax.chain(
+        T.average_gradients("data"), T.delay_gradients(staleness, rule, inner=optax.sgd(0.1))
+    )
     params, means = parameters(), jax.tree.map(lambda g: g.mean(0), gradients())
     history, expected = [], []
     for t in range(STEPS):
@@ -163,11 +207,17 @@ def test_delayed_gradients_are_those_of_an_asynchronous_run(staleness, name, way
             params = jax.tree.map(lambda p, g: p - 0.1 * g, params, late)
         expected.append(params)
     for way in ways.values() if staleness == 3 else (ways["vmap"],):
-        close(way(trajectory(tx, parameters()), N)(gradients()), jax.tree.map(lambda x: np.stack([x] * N), expected))
+        close(
+            way(trajectory(tx, parameters()), N)(gradients()),
+            jax.tree.map(lambda x: np.stack([x] * N), expected),
+        )
 
 
 def test_staleness_divides_the_update_also_of_adam_as_the_parameter_server_does(x64):
-    """Three workers take turns, so that each push is two versions late; the first two find nothing."""
+    """Three workers take turns, so that each push is two versions late.
+
+    The first two find nothing.
+    """
     staleness, steps = 2, 8
     start, noise = jnp.arange(1.0, 4.0), np.random.default_rng(3).normal(size=(steps, 3))
     rules = so.parameter_server.rules
@@ -206,8 +256,11 @@ def test_staleness_divides_the_update_also_of_adam_as_the_parameter_server_does(
     divided, plain = delayed(T.staleness_learning_rate()), delayed(None)
     np.testing.assert_allclose(divided, served(rules.staleness_learning_rate()), rtol=1e-12)
     np.testing.assert_allclose(plain, served(rules.plain()), rtol=1e-12)
-    first = staleness  # the first step that moves: Adam's is as long as its learning rate, whatever the gradient
-    np.testing.assert_allclose(start - divided[first], (start - plain[first]) / staleness, rtol=1e-6)
+    # the first step that moves: Adam's is as long as its learning rate, whatever the gradient
+    first = staleness
+    np.testing.assert_allclose(
+        start - divided[first], (start - plain[first]) / staleness, rtol=1e-6
+    )
     assert np.abs(divided[-1] - plain[-1]).max() > 0.1
 
 
@@ -222,7 +275,10 @@ def test_delayed_before_averaging_is_the_same(ways, x64):
 def test_each_device_keeps_a_part_of_the_state(on_devices):
     tx = T.shard_updates(optax.adam(0.1), "data")
     shapes = {"w": (5, 4), "h": 3, "s": (), "e": (0, 2)}
-    params = {name: np.ones(shape, jnp.bfloat16 if name == "h" else np.float32) for name, shape in shapes.items()}
+    params = {
+        name: np.ones(shape, jnp.bfloat16 if name == "h" else np.float32)
+        for name, shape in shapes.items()
+    }
     state = so.reducers.init_state(tx, params, "data", axis_size=4)
     assert {name: mu.shape for name, mu in state.inner.value[0].mu.items()} == {
         "w": (4, 5, 1),

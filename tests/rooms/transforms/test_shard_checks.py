@@ -1,4 +1,6 @@
-"""What may stand inside of `shard_updates`: only what a shard computes as the whole would, or a collective completes."""
+"""What may stand inside of `shard_updates`: only what a shard computes as the whole would, or a
+collective completes.
+"""
 
 import importlib
 
@@ -12,8 +14,15 @@ from support.tiers import tiered
 import shardopt as so
 
 T, N = so.transforms, 4
-PARAMS = {"w": np.linspace(-1.0, 2.0, 10).reshape(5, 2), "b": np.ones(3), "s": np.array(10.0), "t": np.array(-2.0)}
-GRADS = {name: np.random.default_rng(0).normal(size=(N, *np.shape(x))) + 1 for name, x in PARAMS.items()}
+PARAMS = {
+    "w": np.linspace(-1.0, 2.0, 10).reshape(5, 2),
+    "b": np.ones(3),
+    "s": np.array(10.0),
+    "t": np.array(-2.0),
+}
+GRADS = {
+    name: np.random.default_rng(0).normal(size=(N, *np.shape(x))) + 1 for name, x in PARAMS.items()
+}
 WAYS = ["vmap", "shard_map", "checked shard_map"]
 CLIP = T.clip_by_global_norm(0.5, "data", split=True)
 FIX = (
@@ -23,7 +32,9 @@ FIX = (
 
 
 def stateless(f):
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), lambda u, state, params=None: (f(u), state))
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(), lambda u, state, params=None: (f(u), state)
+    )
 
 
 def norm_of(updates, complete):
@@ -37,7 +48,9 @@ def own_clip(updates):
 
 
 def largest(updates):
-    top = jax.lax.pmax(jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(updates)]).max(), "data")
+    top = jax.lax.pmax(
+        jnp.stack([jnp.max(jnp.abs(x)) for x in jax.tree.leaves(updates)]).max(), "data"
+    )
     return jax.tree.map(lambda x: x / top, updates)
 
 
@@ -65,7 +78,9 @@ def check_equal(tx, reference, way):
     means = jax.tree.map(lambda g: g.mean(0), GRADS)
     expected = jax.tree.map(lambda x: np.stack([x] * N), jax.jit(steps(reference))(means))
     found = way(steps(tx), N)(jax.tree.map(jnp.asarray, GRADS))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, expected
+    )
 
 
 OPTAX_CLIP = optax.clip_by_global_norm(0.5)
@@ -107,7 +122,9 @@ QUICK = ("the largest element", "rows by a loop")
 
 @pytest.mark.parametrize("name", tiered(ALLOWED, lambda name: name in QUICK))
 def test_what_collectives_complete_is_as_on_one_device(name, ways, x64):
-    """With two leaves without dims, the larger part of the norm, so counting them N times would show."""
+    """With two leaves without dims, the larger part of the norm, so counting them N times would
+    show.
+    """
     inner, reference = ALLOWED[name]
     for way in WAYS if name == "clip, then momentum" else WAYS[:2]:
         check_equal(T.shard_updates(inner, "data"), reference, ways[way])
@@ -139,7 +156,9 @@ def halved_while_large(updates):
 
 
 def negated_if_large(updates):
-    return jax.tree.map(lambda x: jax.lax.cond(jnp.sum(x) > 1.0, lambda y: -y, lambda y: y, x), updates)
+    return jax.tree.map(
+        lambda x: jax.lax.cond(jnp.sum(x) > 1.0, lambda y: -y, lambda y: y, x), updates
+    )
 
 
 def by_sum_of_norms(updates):
@@ -165,7 +184,10 @@ def matrix(f):
 
 
 def decayed_by_fan_in(updates, state, params):
-    return jax.tree.map(lambda g, p: g + 0.1 * p / (p.shape[0] if p.ndim else 1), updates, params), state
+    return (
+        jax.tree.map(lambda g, p: g + 0.1 * p / (p.shape[0] if p.ndim else 1), updates, params),
+        state,
+    )
 
 
 def permuted(x):
@@ -197,9 +219,15 @@ REFUSED = {
     ),
 }
 PLACES = {
-    "masked by size": (optax.masked(optax.scale(0.1), lambda t: jax.tree.map(lambda x: x.size > 2, t)), None),
+    "masked by size": (
+        optax.masked(optax.scale(0.1), lambda t: jax.tree.map(lambda x: x.size > 2, t)),
+        None,
+    ),
     "scaled by fan-in": (leaves(lambda x: x / np.sqrt(x.shape[0])), None),
-    "decayed by fan-in": (optax.GradientTransformation(lambda p: optax.EmptyState(), decayed_by_fan_in), None),
+    "decayed by fan-in": (
+        optax.GradientTransformation(lambda p: optax.EmptyState(), decayed_by_fan_in),
+        None,
+    ),
     "scaled by size": (leaves(lambda x: x / x.size), None),
     "rolled": (leaves(lambda x: jnp.roll(x, 1)), "slice"),
     "reversed": (leaves(jnp.flip), "rev"),
@@ -207,33 +235,50 @@ PLACES = {
     "transposed": (matrix(lambda x: x.T.reshape(x.shape)), "transpose"),
     "triangle": (matrix(jnp.tril), "iota"),
     "first row frozen": (leaves(lambda x: x.at[0].set(0.0)), "scatter"),
-    "by position": (leaves(lambda x: x * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)), "iota"),
+    "by position": (
+        leaves(lambda x: x * jnp.arange(x.size, dtype=x.dtype).reshape(x.shape)),
+        "iota",
+    ),
     "by an array": (leaves(lambda x: x * np.arange(x.size).reshape(x.shape)), None),
     "differences": (leaves(lambda x: jnp.concatenate([x[:1], x[1:] - x[:-1]])), None),
-    "counted rows": (leaves(lambda x: jax.lax.scan(lambda n, row: (n + 1, row * n), 1.0, x)[1]), "scan"),
+    "counted rows": (
+        leaves(lambda x: jax.lax.scan(lambda n, row: (n + 1, row * n), 1.0, x)[1]),
+        "scan",
+    ),
     "by the first row": (matrix(lambda x: jax.lax.map(lambda row: row * x[0], x)), "scan"),
-    "sums of rows": (matrix(lambda x: x * jax.lax.psum(x.sum(1, keepdims=True), "data")), "reduce_sum"),
+    "sums of rows": (
+        matrix(lambda x: x * jax.lax.psum(x.sum(1, keepdims=True), "data")),
+        "reduce_sum",
+    ),
     "the least element": (leaves(lambda x: x * jax.lax.pmin(jnp.min(x), "data")), "reduce_min"),
-    "the largest, below 0": (leaves(lambda x: x * jax.lax.pmax(jnp.max(-x * x), "data")), "reduce_max"),
+    "the largest, below 0": (
+        leaves(lambda x: x * jax.lax.pmax(jnp.max(-x * x), "data")),
+        "reduce_max",
+    ),
     "counts with padding": (summed(jnp.ones_like), "reduce_sum"),
     "exponentials with padding": (summed(jnp.exp), "reduce_sum"),
     "a sum and 1": (leaves(lambda x: x * jax.lax.psum(jnp.sum(x) + 1.0, "data")), "reduce_sum"),
-    "a sum of integers": (leaves(lambda x: x * jax.lax.psum(jnp.sum(x).astype(int), "data")), "reduce_sum"),
+    "a sum of integers": (
+        leaves(lambda x: x * jax.lax.psum(jnp.sum(x).astype(int), "data")),
+        "reduce_sum",
+    ),
     "by device": (leaves(lambda x: x * (1 + jax.lax.axis_index("data"))), "axis_index"),
     "by number of devices": (leaves(lambda x: x / jax.lax.axis_size("data")), None),
 }
-"""By where an element is, how many there are, or what stands at padding. None: seen in the shapes of the traces."""
+"""By where an element is, how many there are, or what stands at padding. None: seen in the shapes
+of the traces.
+"""
 
 
 def said(primitives):
     if primitives is None:
         return (
-            "shard_updates: inner computes something else for shards: it depends on shapes, or on the number of "
-            "devices." + FIX
+            "shard_updates: inner computes something else for shards: it depends on shapes, or on"
+            " the number of devices." + FIX
         )
     return (
-        f"shard_updates: inner mixes elements of a leaf ({primitives}), which means something else on a shard of it."
-        + FIX
+        f"shard_updates: inner mixes elements of a leaf ({primitives}), which means something else"
+        " on a shard of it." + FIX
     )
 
 
@@ -247,16 +292,21 @@ def test_an_array_that_fits_shards_by_accident(ways):
     """A column [4, 1] scales the rows of a leaf [4, 4], and of each shard [4, 1] the elements."""
     inner = leaves(lambda x: x * np.arange(4.0, dtype=np.float32)[:, None])
     with pytest.raises(ValueError, match="element by element") as caught:
-        ways["vmap"](lambda g: T.shard_updates(inner, "data").update(g, T.shard_updates(inner, "data").init(g))[0], 4)(
-            jnp.ones((4, 4, 4))
-        )
+        ways["vmap"](
+            lambda g: T.shard_updates(inner, "data").update(
+                g, T.shard_updates(inner, "data").init(g)
+            )[0],
+            4,
+        )(jnp.ones((4, 4, 4)))
     assert str(caught.value) == said("mul")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLACES)
 def test_refused_for_a_reason(name, ways, x64, monkeypatch):
-    """Let through, it would compute something else than on one device, where an axis of size 1 is bound."""
+    """Let through, it would compute something else than on one device, where an axis of size 1 is
+    bound.
+    """
     module = importlib.import_module("shardopt.transforms._shard_updates")
     monkeypatch.setattr(module, "check_elementwise", lambda *args: None)
     inner = PLACES[name][0]
@@ -282,7 +332,9 @@ def test_a_collective_excuses_nothing_else(name, ways):
 
 
 def from_old_key(updates):
-    return jax.tree.map(lambda x: x * jax.random.bernoulli(jax.random.PRNGKey(0), 0.5, x.shape), updates)
+    return jax.tree.map(
+        lambda x: x * jax.random.bernoulli(jax.random.PRNGKey(0), 0.5, x.shape), updates
+    )
 
 
 def generated(updates):
@@ -310,10 +362,12 @@ DRAWS = {
 def test_random_draws_are_refused(name, ways):
     inner, primitives = DRAWS[name]
     for way in WAYS[:2]:
-        assert refusal(T.shard_updates(inner, "data"), ways[way]) == (
-            f"shard_updates: inner draws random numbers ({primitives}), which would be the same on each shard.\n"
-            "Fix: draw them before it: optax.chain(so.transforms.average_gradients(...), what draws, "
-            "so.transforms.shard_updates(...))."
+        assert (
+            refusal(T.shard_updates(inner, "data"), ways[way])
+            == f"shard_updates: inner draws random numbers ({primitives}), which would be the same"
+            " on each shard.\nFix: draw them before it:"
+            " optax.chain(so.transforms.average_gradients(...), what draws,"
+            " so.transforms.shard_updates(...))."
         )
 
 

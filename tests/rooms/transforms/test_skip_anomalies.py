@@ -24,19 +24,27 @@ SPIKES = {4: 30.0, 5: 60.0, 8: np.nan, 10: np.inf}
 def case_with_spikes():
     """Return the odd problem in float64: its batches 4, 5, 8 and 10 are anomalies."""
     case = problem("odd", weighted=True, steps=12, dtype=jnp.float64)
-    batches = [{**batch, "y": batch["y"] * SPIKES.get(i, 1.0)} for i, batch in enumerate(case.batches)]
+    batches = [
+        {**batch, "y": batch["y"] * SPIKES.get(i, 1.0)} for i, batch in enumerate(case.batches)
+    ]
     return case._replace(batches=batches)
 
 
 def train_without(case, tx, window=WINDOW, norm_z=Z):
     """Return the steps that a plain loop leaves out, and the parameters at its end."""
-    is_trained = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+
+    def is_trained(x):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+
     params, tx = case.params, jitted(tx)
     trained = jax.tree.map(lambda x: x if is_trained(x) else None, params)
     opt_state = tx.init(trained)
-    merge = lambda trained: jax.tree.map(  # noqa: E731
-        lambda a, b: b if a is None else a, trained, params, is_leaf=lambda x: x is None
-    )
+
+    def merge(trained):
+        return jax.tree.map(
+            lambda a, b: b if a is None else a, trained, params, is_leaf=lambda x: x is None
+        )
+
     grad = jax.jit(jax.value_and_grad(lambda trained, batch: case.reference(merge(trained), batch)))
     losses, norms, skipped = [], [], []
     for step, batch in enumerate(case.batches):
@@ -44,7 +52,10 @@ def train_without(case, tx, window=WINDOW, norm_z=Z):
         norm = optax.tree.norm(grads)
         enough = 2 * len(losses) >= window
         spikes = [
-            enough and x > np.mean(past[-window:]) + z * max(np.std(past[-window:]), np.mean(past[-window:]) / 100)
+            enough
+            and x
+            > np.mean(past[-window:])
+            + z * max(np.std(past[-window:]), np.mean(past[-window:]) / 100)
             for x, past, z in ((loss, losses, Z), (norm, norms, norm_z))
         ]
         if any(spikes) or not np.isfinite(loss) or not np.isfinite(norm):
@@ -58,7 +69,10 @@ def train_without(case, tx, window=WINDOW, norm_z=Z):
 
 
 def run(opt, case):
-    """Return the steps that a strategy skips, and its last state; what a skipped step must leave is compared by bits."""
+    """Return the steps that a strategy skips, and its last state.
+
+    What a skipped step must leave is compared by bits.
+    """
     state, skipped = opt.init(case.params), []
     for step, batch in enumerate(case.batches):
         before = jax.device_get((state.params, state.opt_state.inner))
@@ -76,15 +90,23 @@ ROWS = [
     pytest.param("ddp", {"data": 8}, "momentum", {"view": "global"}, marks=pytest.mark.slow),
     pytest.param("zero1", {"data": 8}, "momentum", {"micro_batches": 4}, marks=pytest.mark.slow),
     pytest.param("zero2", {"replica": 2, "data": 4}, "clip_adamw", {}, marks=pytest.mark.slow),
-    pytest.param("fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow),
-    pytest.param("fsdp", {"data": 8}, "clip_adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow),
+    pytest.param(
+        "fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        "fsdp", {"data": 8}, "clip_adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow
+    ),
 ]
 
 
 @pytest.mark.parametrize(("outside", "final"), [(True, -2.0), (False, 0.0)])
 def test_around_accumulation_a_bad_gradient_does_not_enter_the_sum(outside, final):
-    skip = lambda tx: so.transforms.skip_anomalies(tx, loss_z=None)  # noqa: E731
-    accumulate = lambda tx: optax.MultiSteps(tx, 2)  # noqa: E731
+    def skip(tx):
+        return so.transforms.skip_anomalies(tx, loss_z=None)
+
+    def accumulate(tx):
+        return optax.MultiSteps(tx, 2)
+
     tx = skip(accumulate(optax.sgd(1.0))) if outside else accumulate(skip(optax.sgd(1.0)))
     params = jnp.zeros(())
     state, update = tx.init(params), jax.jit(tx.update)
@@ -102,7 +124,9 @@ def test_steps_are_skipped_as_in_a_loop_on_one_device(strategy, mesh, inner, opt
         assert set(SPIKES) <= set(expected)
         assert len(expected) < 8
         tx = so.transforms.skip_anomalies(INNER[inner](), Z, Z, WINDOW)
-        skipped, state = run(STRATEGIES[strategy](tx, mesh_of(**mesh), case.loss_fn, **options), case)
+        skipped, state = run(
+            STRATEGIES[strategy](tx, mesh_of(**mesh), case.loss_fn, **options), case
+        )
         assert skipped == expected
         assert relative_difference(state.params, final) <= 1e-10
 
@@ -115,14 +139,22 @@ def test_a_pipeline_skips_as_one_device(mesh_of):
         expected, final = train_without(case, inner, window=4, norm_z=1.5)
         assert expected == [3, 5, 7]
         tx = so.transforms.skip_anomalies(inner, Z, 1.5, 4)
-        skipped, state = run(so.hybrid(tx, mesh_of(data=2, pipeline=2), case.loss_fn, micro_batches=2), case)
+        skipped, state = run(
+            so.hybrid(tx, mesh_of(data=2, pipeline=2), case.loss_fn, micro_batches=2), case
+        )
         assert skipped == expected
         assert relative_difference(state.params, final) <= 1e-10
 
 
 def test_each_replica_of_local_sgd_decides_by_itself(mesh_of):
-    """A spike in the rows of one replica stops that replica alone; one of all replicas stops them all."""
-    params, rows = {"w": jnp.ones(3)}, np.random.default_rng(0).normal(size=(7, 8, 3)).astype(np.float32)
+    """A spike in the rows of one replica stops that replica alone.
+
+    One of all replicas stops them all.
+    """
+    params, rows = (
+        {"w": jnp.ones(3)},
+        np.random.default_rng(0).normal(size=(7, 8, 3)).astype(np.float32),
+    )
     rows[4, :4] *= 100
     rows[5] *= 100
     inner = so.ddp(
@@ -134,7 +166,11 @@ def test_each_replica_of_local_sgd_decides_by_itself(mesh_of):
     state, skipped = opt.init(params), []
     for batch in rows:
         state, _ = opt.step(state, batch)
-        skips = [x for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state) if "skipped" in str(path[-1])]
+        skips = [
+            x
+            for path, x in jax.tree_util.tree_leaves_with_path(state.opt_state)
+            if "skipped" in str(path[-1])
+        ]
         skipped.append(next(x for x in skips if x.dtype == bool).tolist())
     assert skipped == [[False, False]] * 4 + [[True, False], [True, True], [False, False]]
 
@@ -146,7 +182,10 @@ def counting_loss(params, batch):
 
 @pytest.mark.parametrize(
     "combine",
-    [lambda opt: opt, pytest.param(lambda opt: so.local_sgd(opt, sync_every=2), marks=pytest.mark.slow)],
+    [
+        lambda opt: opt,
+        pytest.param(lambda opt: so.local_sgd(opt, sync_every=2), marks=pytest.mark.slow),
+    ],
     ids=["ddp", "local"],
 )
 def test_statistics_of_a_skipped_step_stay(combine, mesh_of):
@@ -171,7 +210,9 @@ def test_a_loss_at_another_level_is_taken_after_ten_skipped_steps():
 
 
 def test_a_value_that_is_not_finite_is_never_taken():
-    tx = jitted(so.transforms.skip_anomalies(optax.sgd(1.0, momentum=0.9), None, None, max_in_a_row=1))
+    tx = jitted(
+        so.transforms.skip_anomalies(optax.sgd(1.0, momentum=0.9), None, None, max_in_a_row=1)
+    )
     params = {"a": jnp.array([-0.0, 1.0]), "b": jnp.array(0.0, jnp.bfloat16)}
     state = tx.init(params)
     for bad in (np.nan, np.inf, -np.inf):
@@ -201,6 +242,8 @@ def test_an_update_without_the_loss_is_refused():
     tx = so.transforms.skip_anomalies(optax.sgd(1.0))
     with pytest.raises(TypeError) as error:
         tx.update(jnp.ones(()), tx.init(jnp.ones(())))
-    assert str(error.value) == (
-        "skip_anomalies: update needs the loss.\nFix: call update(grads, state, params, value=loss), or use loss_z=None."
+    assert (
+        str(error.value)
+        == "skip_anomalies: update needs the loss.\nFix: call update(grads, state, params,"
+        " value=loss), or use loss_z=None."
     )

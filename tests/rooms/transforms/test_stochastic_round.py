@@ -1,4 +1,6 @@
-"""`stochastic_round`: bfloat16 parameters drift as fp32 ones would, and exactly alike on any number of devices."""
+"""`stochastic_round`: bfloat16 parameters drift as fp32 ones would, and exactly alike on any number
+of devices.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,9 @@ def test_what_nearest_rounding_loses_is_kept_on_average():
             updates, state = tx.update(step, state, params)
             return (optax.apply_updates(params, updates), state), None
 
-        (last, state), _ = jax.jit(lambda: jax.lax.scan(one, (params, tx.init(params)), None, 200))()
+        (last, state), _ = jax.jit(
+            lambda: jax.lax.scan(one, (params, tx.init(params)), None, 200)
+        )()
         return jax.tree.map(lambda x: x.astype(jnp.float32), last), state
 
     nearest, _ = train(optax.sgd(1.0))
@@ -70,8 +74,9 @@ def test_it_needs_the_parameters_and_a_seed():
     tx = so.transforms.stochastic_round(optax.sgd(1.0))
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
-    assert str(caught.value) == (
-        "stochastic_round: update needs the parameters.\nFix: call update(grads, state, params)."
+    assert (
+        str(caught.value)
+        == "stochastic_round: update needs the parameters.\nFix: call update(grads, state, params)."
     )
     with pytest.raises(ValueError, match=r"^stochastic_round: seed must be at least 0, got -1\.$"):
         so.transforms.stochastic_round(optax.sgd(1.0), seed=-1)

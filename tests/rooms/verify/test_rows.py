@@ -1,4 +1,6 @@
-"""`shardopt verify` turns red: each comparison notices a fault that is put in, and names the device that has it."""
+"""`shardopt verify` turns red: each comparison notices a fault that is put in, and names the device
+that has it.
+"""
 
 import json
 import types
@@ -12,7 +14,13 @@ from shardopt.planning import Transformer
 from shardopt.step import _gradients as gradients
 from shardopt.verify import Measurement, NotRun, Row, _devices, all_rows, run_rows
 from shardopt.verify import _predictions as predictions
-from shardopt.verify._devices import COLLECTIVES, SCATTERED, measure_collective, measure_same_bits, same_bits_rows
+from shardopt.verify._devices import (
+    COLLECTIVES,
+    SCATTERED,
+    measure_collective,
+    measure_same_bits,
+    same_bits_rows,
+)
 from shardopt.verify._kernels import Kernel, measure_kernel
 from shardopt.verify._rows import mesh_sizes
 from shardopt.verify._training import (
@@ -52,8 +60,12 @@ def test_a_lost_sum_fails_the_row_of_its_strategy(monkeypatch):
         pytest.param(Training("diloco", {"replica": 2}, model="odd sizes"), marks=pytest.mark.slow),
         Training("async_sgd", {}, model="odd sizes"),
         pytest.param(Training("fsdp", {"expert": 2}, "adamw", "moe"), marks=pytest.mark.slow),
-        pytest.param(Training("fsdp", {"context": 2}, model="ring attention"), marks=pytest.mark.slow),
-        pytest.param(Training("zero1", {}, "lamb", "odd sizes", dtype="float64"), marks=pytest.mark.slow),
+        pytest.param(
+            Training("fsdp", {"context": 2}, model="ring attention"), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            Training("zero1", {}, "lamb", "odd sizes", dtype="float64"), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
@@ -66,15 +78,21 @@ def test_a_row_passes_and_has_room_for_other_compilers(training):
 @pytest.mark.fast
 def test_a_device_with_another_number_or_nan_is_found():
     initial, expected = {"w": np.zeros(4)}, {"w": np.array([1.0, 2.0, 3.0, 4.0])}
-    sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(PAIR), "d"), jax.sharding.PartitionSpec("d"))
+    sharding = jax.sharding.NamedSharding(
+        jax.sharding.Mesh(np.array(PAIR), "d"), jax.sharding.PartitionSpec("d")
+    )
     for number, difference in ((4.5, 0.125), (np.nan, np.nan)):
         params = {"w": jax.device_put(np.array([1.0, 2.0, 3.0, number], np.float32), sharding)}
-        np.testing.assert_array_equal(device_differences(params, expected, initial, PAIR), [0.0, difference])
+        np.testing.assert_array_equal(
+            device_differences(params, expected, initial, PAIR), [0.0, difference]
+        )
 
 
 @pytest.mark.fast
 def test_a_device_with_other_bits_is_named():
-    odd_one = lambda x: x + 1e-6 * (jax.lax.axis_index("devices") == 2)  # noqa: E731
+    def odd_one(x):
+        return x + 1e-6 * (jax.lax.axis_index("devices") == 2)
+
     result, code = result_of(lambda devices: measure_same_bits(odd_one, devices), jax.devices()[:4])
     assert (code, result.status) == (1, "failed")
     assert result.detail == "3 of 4 devices agree; different: device 2 (cpu, process 0)"
@@ -87,7 +105,9 @@ def test_gpus_that_add_in_any_order_do_not_compare_scattered_sums(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     assert row.measure(PAIR).passed
     gpus = [types.SimpleNamespace(platform="gpu")]
-    with pytest.raises(NotRun, match="any order without XLA_FLAGS=--xla_gpu_deterministic_ops=true"):
+    with pytest.raises(
+        NotRun, match="any order without XLA_FLAGS=--xla_gpu_deterministic_ops=true"
+    ):
         row.measure(gpus)
     monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
     monkeypatch.setattr(_devices, "measure_same_bits", lambda computation, devices: "measured")
@@ -97,8 +117,12 @@ def test_gpus_that_add_in_any_order_do_not_compare_scattered_sums(monkeypatch):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_a_collective_that_sends_a_wrong_number_names_the_device(name):
     collective = COLLECTIVES[name]
-    wrong = collective._replace(run=lambda x: collective.run(x) + (jax.lax.axis_index("devices") == 1))
-    result, code = result_of(lambda devices: measure_collective(wrong, 4096, devices), jax.devices()[:3])
+    wrong = collective._replace(
+        run=lambda x: collective.run(x) + (jax.lax.axis_index("devices") == 1)
+    )
+    result, code = result_of(
+        lambda devices: measure_collective(wrong, 4096, devices), jax.devices()[:3]
+    )
     assert (code, result.status) == (1, "failed")
     assert result.detail.endswith("; wrong on device 1 (cpu, process 0)")
     assert measure_collective(collective, 4096, jax.devices()[:3]).passed
@@ -117,14 +141,23 @@ def test_a_kernel_with_a_wrong_gradient_fails():
     assert result.detail.startswith("1.0e-02 of ")
     assert result.detail.endswith(", in gradient 0")
     assert measure_kernel(kernel._replace(run=jnp.sin), PAIR).passed
-    elsewhere, code = result_of(lambda devices: measure_kernel(kernel._replace(platforms=("tpu",)), devices))
+    elsewhere, code = result_of(
+        lambda devices: measure_kernel(kernel._replace(platforms=("tpu",)), devices)
+    )
     assert (code, elsewhere.status) == (0, "not on this platform")
 
 
 @pytest.fixture
 def measure(monkeypatch):
     """Measure the prediction of a tiny model."""
-    sizes = {"dim": 32, "num_layers": 2, "num_heads": 4, "hidden": 64, "vocab_size": 64, "length": 16}
+    sizes = {
+        "dim": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden": 64,
+        "vocab_size": 64,
+        "length": 16,
+    }
     shape = Transformer("tiny", **sizes, dtype=jnp.float32, fused_attention=False)
     monkeypatch.setattr(predictions, "model_shape", lambda platform: shape)
     return lambda: predictions.measure_prediction({"placement": "zero1"}, PAIR)
@@ -135,13 +168,18 @@ def test_a_prediction_is_compared_with_what_is_measured(measure):
     measurement = measure()
     assert measurement.detail.startswith("measured/predicted: held 1.00, peak ")
     held, sent = measurement.numbers["held"], measurement.numbers["sent"]
-    assert (held["predicted"], sent["predicted"]) == (held["measured"], pytest.approx(sent["measured"], rel=0.15))
+    assert (held["predicted"], sent["predicted"]) == (
+        held["measured"],
+        pytest.approx(sent["measured"], rel=0.15),
+    )
 
 
 @pytest.mark.slow  # test_a_lost_sum_fails_the_row_of_its_strategy
 def test_a_wrong_prediction_fails(measure, monkeypatch):
     traffic = predictions.traffic
-    monkeypatch.setattr(predictions, "traffic", lambda *args, **kwargs: traffic(*args, **kwargs)[:1])
+    monkeypatch.setattr(
+        predictions, "traffic", lambda *args, **kwargs: traffic(*args, **kwargs)[:1]
+    )
     measurement = measure()
     assert not measurement.passed
     assert measurement.detail.startswith("measured/predicted: held 1.00, peak ")  # which is right
@@ -156,8 +194,14 @@ def raise_error(error):
 OUTCOMES = {
     "passed": (lambda devices: Measurement(True, "fine", {}), 0),
     "failed": (lambda devices: raise_error(ValueError("no such thing\nFix: none")), 1),
-    "did not fit": (lambda devices: raise_error(RuntimeError("RESOURCE_EXHAUSTED: out of memory")), 0),
-    "not on this platform": (lambda devices: raise_error(NotRun("not on this platform", "it needs tpu")), 0),
+    "did not fit": (
+        lambda devices: raise_error(RuntimeError("RESOURCE_EXHAUSTED: out of memory")),
+        0,
+    ),
+    "not on this platform": (
+        lambda devices: raise_error(NotRun("not on this platform", "it needs tpu")),
+        0,
+    ),
 }
 
 
@@ -176,7 +220,9 @@ def test_a_row_that_raises_ends_no_other_row(status):
 @pytest.mark.fast
 def test_rows_without_time_are_listed_and_have_their_own_exit_code(monkeypatch):
     clock = iter(range(100))
-    monkeypatch.setattr("shardopt.verify._run.time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(
+        "shardopt.verify._run.time", types.SimpleNamespace(monotonic=lambda: next(clock))
+    )
     rows = [Row("group", name, OUTCOMES["passed"][0]) for name in ("first", "second", "third")]
     report = run_rows(rows, PAIR, seconds=3)
     assert [result.status for result in report.results] == ["passed", "out of time", "out of time"]
@@ -193,13 +239,25 @@ def test_rows_without_time_are_listed_and_have_their_own_exit_code(monkeypatch):
 @pytest.mark.fast
 def test_axes_that_do_not_divide_the_devices_do_not_fit():
     assert mesh_sizes({"tensor": 2}, range(8)) == {"data": 4, "tensor": 2}
-    with pytest.raises(NotRun, match=r"^replica=2 x tensor=2 needs a multiple of 4 devices, and there are 6$"):
+    with pytest.raises(
+        NotRun, match=r"^replica=2 x tensor=2 needs a multiple of 4 devices, and there are 6$"
+    ):
         mesh_sizes({"replica": 2, "tensor": 2}, range(6))
 
 
 @pytest.mark.fast
 def test_the_first_rows_have_every_strategy_and_axis_and_no_row_comes_twice():
-    strategies = {"ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "local_sgd", "diloco", "async_sgd"}
+    strategies = {
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "fsdp",
+        "hybrid",
+        "local_sgd",
+        "diloco",
+        "async_sgd",
+    }
     assert {training.strategy for training in FIRST} == strategies
     axes = {axis for training in FIRST for axis in training.axes}
     assert axes == {"tensor", "replica", "context", "expert", "pipeline"}

@@ -1,4 +1,5 @@
-"""Write the `.hlo` files beside this script: small programs compiled for accelerators that this machine has not.
+"""Write the `.hlo` files beside this script: small programs compiled for accelerators that this
+machine has not.
 
 python make.py tpu v5e:2x4       needs `pip install libtpu`
 python make.py slices v5e:2x4    likewise
@@ -69,7 +70,9 @@ def collectives(devices):
         return lax.pmax(x, ("data", "pipeline", "tensor"))
 
     mapped = jax.shard_map(program, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(mapped).lower(jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=NamedSharding(mesh, P())))
+    return jax.jit(mapped).lower(
+        jax.ShapeDtypeStruct((512, 256), jnp.float32, sharding=NamedSharding(mesh, P()))
+    )
 
 
 def fsdp(devices):
@@ -83,8 +86,12 @@ def fsdp(devices):
     rules = [("up", P(None, "tensor")), ("down", P("tensor"))]
     opt = so.fsdp(optax.adam(1e-3), mesh, model, rules=rules, micro_batches=2)
     blocks = {"up": (4, 1024, 4096), "down": (4, 4096, 1024)}
-    params = {"blocks": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in blocks.items()}}
-    batch = jax.ShapeDtypeStruct((8 * len(devices), 1024), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    params = {
+        "blocks": {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in blocks.items()}
+    }
+    batch = jax.ShapeDtypeStruct(
+        (8 * len(devices), 1024), jnp.float32, sharding=NamedSharding(mesh, P("data"))
+    )
     return opt.step.lower(opt.abstract_state(params), batch)
 
 
@@ -93,14 +100,19 @@ def two_slices(topology):
     from shardopt.planning import topology_devices
 
     mesh = so.make_mesh(replica=2, data=8, devices=topology_devices(topology, num_slices=2))
-    loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)  # noqa: E731
+
+    def loss_fn(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
     opt = so.fsdp(optax.sgd(0.1), mesh, loss_fn, min_shard_elements=1)
     state = opt.abstract_state({"w": jax.ShapeDtypeStruct((512, 128), jnp.float32)})
     return opt.step.lower(state, jax.ShapeDtypeStruct((64, 512), jnp.float32))
 
 
 def sparse_core(topology):
-    """A weight of 4096 x 1024, gathered and its gradient scattered in each of 3 turns, on the SparseCore; and a sum."""
+    """A weight of 4096 x 1024, gathered and its gradient scattered in each of 3 turns, on the
+    SparseCore; and a sum.
+    """
     from shardopt.planning import topology_devices
 
     mesh = so.make_mesh(data=16, devices=topology_devices(topology))
@@ -114,7 +126,9 @@ def sparse_core(topology):
         return w, lax.psum(jnp.sum(w), "data")
 
     sharded = P("data")
-    mapped = jax.shard_map(program, mesh=mesh, in_specs=(sharded, sharded), out_specs=(sharded, P()), check_vma=False)
+    mapped = jax.shard_map(
+        program, mesh=mesh, in_specs=(sharded, sharded), out_specs=(sharded, P()), check_vma=False
+    )
     shapes = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, sharded))
         for shape in ((4096, 1024), (4096, 4096))
@@ -129,7 +143,9 @@ _READ = (
 
 
 def trimmed(text):
-    """Leave out what no audit reads: source positions, names of other instructions' origin, tuning results."""
+    """Leave out what no audit reads: source positions, names of other instructions' origin, tuning
+    results.
+    """
     text = re.sub(r"\n\nFileNames.*?\n\n\n", "\n\n", text, flags=re.DOTALL)
     lines = []
     for line in text.splitlines():
@@ -147,7 +163,9 @@ def trimmed(text):
 
 if __name__ == "__main__" and sys.argv[1] == "slices":
     text = two_slices(sys.argv[2]).compile().as_text()
-    Path(__file__).with_name(f"{sys.argv[2].split(':')[0]}_two_slices.hlo").write_text(trimmed(text))
+    Path(__file__).with_name(f"{sys.argv[2].split(':')[0]}_two_slices.hlo").write_text(
+        trimmed(text)
+    )
 elif __name__ == "__main__" and sys.argv[1] == "sparse":
     text = sparse_core(sys.argv[2]).compile().as_text()
     name = f"{sys.argv[2].split(':')[0]}_sparse_core_{version('libtpu')}.hlo"
