@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike, DTypeLike
 
 from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
+from shardopt.collectives._column_table import ColumnTable
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import (
@@ -31,7 +32,6 @@ from shardopt.losses._explain import explained
 from shardopt.losses._parts import LossParts, loss_parts
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._sums import leaf_wire
-from shardopt.nn._embedding import ColumnTable
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import gathered_block
 from shardopt.remat._kept_values import save_all_but_gathers

@@ -7,7 +7,6 @@ the columns. Each device then has the complete gradient of its columns: no sum o
 remains.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, Literal
@@ -16,19 +15,17 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.collectives import (
     LeafWire,
-    MeshAxes,
     all_gather,
     all_to_all,
     constrain_tensor,
     shard_by_shard,
 )
+from shardopt.collectives._column_table import ColumnTable
 from shardopt.core._errors import format_error
-from shardopt.core._stand_in import StandIn
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
 from shardopt.nn._kernel_tiles import is_local
@@ -38,40 +35,6 @@ Mode = Literal["fill", "clip"]
 
 _TILE = 128
 """Rows of a gradient that a product adds at once."""
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ColumnTable(StandIn):
-    """A table [V, D] sharded by columns over a mesh axis.
-
-    `embed` gets it for a leaf that `BlockModel.tables` names.
-
-    Attributes:
-      shard: [V, D/n], the columns of this device.
-      axis: the mesh axis, or several, of size n.
-      tensor: how the table is sharded over tensor: `PartitionSpec("tensor", None)`, or an empty
-        spec.
-      sums: the dtype of the reduce-scatter of its gradient, if the table were gathered; None for a
-        frozen table.
-    """
-
-    caller = "embedding"
-    problem = (
-        "a table that BlockModel.tables names was used as an array, and it is sharded by columns."
-    )
-    fix = "read it by so.nn.embedding alone, in embed; or take its name out of BlockModel.tables."
-
-    shard: jax.Array
-    axis: MeshAxes = dataclasses.field(metadata={"static": True})
-    tensor: PartitionSpec = dataclasses.field(metadata={"static": True})
-    sums: DTypeLike | None = dataclasses.field(metadata={"static": True})
-
-    def astype(self, dtype: DTypeLike) -> "ColumnTable":
-        """Return the table in another dtype, which is also the dtype of its rows when they are
-        sent.
-        """
-        return dataclasses.replace(self, shard=self.shard.astype(dtype))
 
 
 def embedding(
