@@ -4,8 +4,9 @@ Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`
 with `Checkpoints`. For slow links, `local_sgd` and `diloco` combine replicas of these strategies.
 `async_sgd` and `async_local_sgd` train without barriers.
 
-`import shardopt` loads the core. Adapters, asynchronous training, planning and the models of other
-libraries are wings: each loads when one of its names is used for the first time.
+`import shardopt` loads the core. Adapters, asynchronous training, planning, the reader of compiled
+programs and the models of other libraries are wings: each loads when one of its names is used for
+the first time.
 """
 
 import importlib
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from shardopt import (
     checkpoint,
     errors,
-    hlo,
     nn,
     optimizers,
     reducers,
@@ -28,7 +28,6 @@ from shardopt.checkpoint._write import save
 from shardopt.config._compiler_options import compiler_options
 from shardopt.config._user_mesh import Axes
 from shardopt.core import BlockModel, Max, Min, Sum, TrainState, Updated, Weighted
-from shardopt.hlo._program import audit
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.losses._rows import batch_mean, batch_sum, gather_batch
 from shardopt.mesh import make_mesh
@@ -46,7 +45,8 @@ from shardopt.training._params import with_params
 from shardopt.training._resume import DeferredInit
 
 if TYPE_CHECKING:
-    from shardopt import adapters, interop, parameter_server, planning
+    from shardopt import adapters, hlo, interop, parameter_server, planning
+    from shardopt.hlo._program import audit
     from shardopt.parameter_server._async_local_sgd import async_local_sgd
     from shardopt.parameter_server._async_sgd import async_sgd
     from shardopt.planning._aot import aot
@@ -109,6 +109,8 @@ __all__ = [
 
 _WINGS = {
     "adapters": "shardopt.adapters",
+    "hlo": "shardopt.hlo",
+    "audit": "shardopt.hlo._program",
     "interop": "shardopt.interop",
     "parameter_server": "shardopt.parameter_server",
     "async_sgd": "shardopt.parameter_server._async_sgd",

@@ -8,6 +8,7 @@ from shardopt.core._errors import (
     NotSeparableError,
     SilentCorruptionError,
     StepNotFoundError,
+    WrongProgramError,
 )
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "NotSeparableError",
     "SilentCorruptionError",
     "StepNotFoundError",
+    "WrongProgramError",
 ]
 
 # Tracebacks then name a class as users catch it.

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from shardopt.config._axes import AxisTable, axes_of
 from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, SequenceDims, View
+from shardopt.config._program_check import ProgramCheck
 from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
 from shardopt.core._block_model import LossFn
@@ -181,7 +182,7 @@ class StrategyConfig(NamedTuple):
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
     compiler_options: CompilerOptions | None = None
-    verify: bool = False
+    check: ProgramCheck | None = None
     axis_names: Axes | None = None
     user_mesh: UserMesh | None = None
     sums: bool = False

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.config._compiler_options import CompilerOptions
+from shardopt.config._program_check import ProgramCheck
 from shardopt.config._user_mesh import Axes
-from shardopt.core._arguments import check_choice, check_count, check_flag, is_integer
+from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
 from shardopt.core._types import Rules
@@ -174,9 +175,11 @@ def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOpt
     return options
 
 
-def _flag(name: str, flag: bool) -> bool:
-    check_flag(name, flag)
-    return flag
+def _program_check(name: str, check: ProgramCheck | None) -> ProgramCheck | None:
+    if check is not None and not callable(check):
+        problem = f"{name} must be a function (compiled, lowered) -> None, got {check!r}."
+        raise TypeError(error_text(problem, fix="pass so.hlo.check_proved, or leave it out."))
+    return check
 
 
 def _separable(name: str, separable: bool | None) -> bool | None:
@@ -294,15 +297,14 @@ class SharedOptions(TypedDict, total=False):
             check=_compiler_options,
         ),
     ]
-    verify: Annotated[
-        bool,
+    check: Annotated[
+        ProgramCheck | None,
         Option(
-            "whether each program is proved when it is compiled: every sum over devices is complete"
-            " once, and a small program computes the numbers that were written (`so.hlo.prove`). A"
-            " wrong program raises an error before it runs. A program with instructions that no"
-            " rule covers gives a warning, if its numbers were not compared.",
-            default=False,
-            check=_flag,
+            "a function that is called with each program when it is compiled, as `check(compiled,"
+            " lowered)`, before the program runs. It returns nothing or raises an error."
+            " `so.hlo.check_proved` proves that every sum over devices is complete once, and that a"
+            " small program computes the numbers that were written.",
+            check=_program_check,
         ),
     ]
     view: Annotated[

@@ -118,6 +118,10 @@ class NotSeparableError(ValueError):
         self.operation = operation
 
 
+class WrongProgramError(RuntimeError):
+    """A compiled program is proved to be wrong."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be used (damaged, incomplete, of another model), or could not be written."""
 

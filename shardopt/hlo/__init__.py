@@ -4,6 +4,7 @@
 `from shardopt.hlo import Expected`.
 """
 
+from shardopt.hlo._check_proved import check_proved
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, audit, donated, inner_product_flops, memory
 from shardopt.hlo._report import Audit, Expected, Traffic
@@ -19,6 +20,7 @@ __all__ = [
     "Traffic",
     "Unknown",
     "audit",
+    "check_proved",
     "donated",
     "inner_product_flops",
     "memory",

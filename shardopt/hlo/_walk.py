@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from shardopt.core._errors import error_text
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
+from shardopt.trace._marks import ONE_TURN
 
 KINDS = (
     "all-gather",
@@ -334,10 +335,6 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
     return len(range(start.plus, end, step.plus)) if upwards == (step.plus > 0) else None
 
 
-ONE_TURN = "one_turn"
-"""The `jax.named_scope` of a loop of one iteration. XLA must not know this, because it would remove
-the loop.
-"""
 _NAMED = re.compile(rf'op_name="[^"]*/{ONE_TURN}/while"')
 _KNOWN = re.compile(r'known_trip_count\\?":\{\\?"n\\?":\\?"(\d+)')
 _TRANSPARENT = ("bitcast", "convert", "copy")

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._types import PyTree, wide_dtype, wide_zeros
-from shardopt.hlo._walk import ONE_TURN
 from shardopt.pipeline._cut import Counts, first_blocks, is_even
 from shardopt.pipeline._messages import (
     PIPELINE,
@@ -25,6 +24,7 @@ from shardopt.pipeline._messages import (
 )
 from shardopt.pipeline._schedule import Schedule
 from shardopt.remat._split_backward import Arrays, Passes, floating, rematerialised, split_backward
+from shardopt.trace._marks import ONE_TURN
 
 C = TypeVar("C")
 

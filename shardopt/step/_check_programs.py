@@ -1,18 +1,13 @@
-"""Checks of programs: calls that jax cannot run on a mesh, and compiled programs that would
-deadlock.
-"""
+"""Checks of calls that jax cannot run on a mesh."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
-from shardopt.hlo._collective import read_collective
-from shardopt.hlo._hlo_text import parse
-from shardopt.hlo._walk import collectives_of
 
 
 def check_jit(caller: str) -> None:
@@ -49,37 +44,3 @@ def check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
             f" {our_axes}."
         )
         raise TypeError(format_error(config.strategy, problem, fix=fix))
-
-
-def check_permutes(caller: str, mesh: Mesh, text: str) -> None:
-    conditional = [
-        collective for collective in collectives_of(parse(text)) if collective.conditional
-    ]
-    permutes = [
-        read_collective(collective, mesh.shape, replicas=1, partitions=mesh.size)
-        for collective in conditional
-        if collective.kind == "collective-permute"
-    ]
-    # Permutes over pipeline are ours, in branches that all stages take together (a line search has
-    # them).
-    places = {
-        _source_of(permute.op_name)
-        for permute in permutes
-        if permute is not None and (permute.axes is None or "tensor" in permute.axes)
-    }
-    if not places:
-        return
-    problem = (
-        "the partitioner moves data over tensor by permutes inside of stages, which other stages"
-        " never come to."
-    )
-    fix = (
-        "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or"
-        " halves, a dim or a weight of their own (as shardopt/models/_layers.py does), or change"
-        " the rule."
-    )
-    raise ValueError(format_error(caller, problem, sorted(places), fix))
-
-
-def _source_of(op_name: str) -> str:
-    return op_name.rpartition("closed_call/")[2] or "a collective-permute without a name"

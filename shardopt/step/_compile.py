@@ -1,6 +1,4 @@
-"""Compile before the first call: free host memory before the program runs, and refuse programs that
-would deadlock.
-"""
+"""Compile before the first call: free host memory before the program runs, and check the program."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -13,12 +11,12 @@ from jax.core import Tracer
 from shardopt.config._compiler_options import compiler_options
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.mesh import under_mesh
 from shardopt.runtime._processes import trim_malloc
 from shardopt.step._aliases import DonatedState
-from shardopt.step._check_programs import check_jit, check_permutes, check_traced
-from shardopt.step._check_proof import check_proof
+from shardopt.step._check_programs import check_jit, check_traced
 
 
 class AotCompiled:
@@ -33,7 +31,6 @@ class AotCompiled:
       config: of the strategy.
       jitted: the function, whose `in_shardings` are on the mesh of our names. Its first argument
         always has the same shapes.
-      check: refuses a compiled program by its text; called once for each kind of arguments.
       donated: keeps the buffers of the first argument distinct, if that is a donated state.
     """
 
@@ -41,10 +38,9 @@ class AotCompiled:
         self,
         config: StrategyConfig,
         jitted: jax.stages.Wrapped,
-        check: Callable[[str], None] | None = None,
         donated: DonatedState | None = None,
     ):
-        self.config, self.jitted, self.check, self.donated = config, jitted, check, donated
+        self.config, self.jitted, self.donated = config, jitted, donated
         self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     def __call__(self, *args: PyTree) -> PyTree:
@@ -60,10 +56,9 @@ class AotCompiled:
         if signature not in self._compiled:
             lowered = self.lower(*args)
             compiled = self._compile(lowered)
-            if self.check is not None:
-                self.check(compiled.as_text() or "")
-            if self.config.verify:
-                check_proof(self.config, compiled, lowered)
+            if self.config.check is not None:
+                with calling(self.config.strategy):
+                    self.config.check(compiled, lowered)
             self._compiled[signature] = compiled
         if self.donated is not None:
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
@@ -126,12 +121,6 @@ def make_program(
     """Return a function as a program of a strategy: on its mesh, with its compiler options,
     compiled before its first call.
 
-    Programs that would deadlock are refused. In the branch of a stage, collectives over tensor have
-    groups, so that no other stage is waited for. A permute has no groups: on CPU every device must
-    reach it, and an idle stage, or a stage with another kind of work, does not. The partitioner
-    puts a permute into a block that shifts or cuts a dim sharded over tensor; only the compiled
-    program shows it. On other platforms a permute involves its pairs alone.
-
     Args:
       config: of the strategy.
       run: the function, traced on `config.mesh`.
@@ -160,9 +149,4 @@ def make_program(
         keep_unused=keep_unused,
         compiler_options=dict(options),
     )
-    on_cpu = config.mesh.devices.flat[0].platform == "cpu"
-    if config.schedule is None or config.mesh.shape["tensor"] == 1 or not on_cpu:
-        return AotCompiled(config, jitted, donated=donated)
-    return AotCompiled(
-        config, jitted, functools.partial(check_permutes, config.strategy, config.mesh), donated
-    )
+    return AotCompiled(config, jitted, donated)

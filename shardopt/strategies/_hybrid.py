@@ -2,20 +2,23 @@
 follow a schedule.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack
 
 import optax
 from jax.sharding import Mesh
+from jax.stages import Compiled, Lowered
 
 from shardopt.config._config import PLACEMENTS, configure
-from shardopt.config._options import HybridOptions
+from shardopt.config._options import OPTIONS, HybridOptions
+from shardopt.config._program_check import ProgramCheck
 from shardopt.config._user_mesh import read_mesh
 from shardopt.core._arguments import check_choice, check_count, check_flag
 from shardopt.core._block_model import BlockModel, as_block_model
 from shardopt.core._errors import error_text, plural
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
+from shardopt.pipeline._permutes import check_permutes
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
@@ -169,7 +172,8 @@ def hybrid(
     check_count("micro_batches", micro_batches, minimum=1)
     config = configure("hybrid", tx, mesh, blocks, PLACEMENTS[placement], options)
     check_count("min_shard_elements", config.layout.min_shard_elements, minimum=1)
-    num_stages = read_mesh(mesh, config.axis_names, pipelined=True)[0].shape["pipeline"]
+    sizes = read_mesh(mesh, config.axis_names, pipelined=True)[0].shape
+    num_stages = sizes["pipeline"]
     built_schedule = _build_schedule(schedule, num_stages, micro_batches)
     if not regather and num_stages == 1:
         problem = "regather=False is for pipelines, and there is one stage."
@@ -187,6 +191,10 @@ def hybrid(
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
+    check = OPTIONS["check"].check("check", config.check)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and num_stages > 1 and sizes["tensor"] > 1:
+        check = _with_permutes_checked(check, sizes)
     return build(
         config.replace(
             loss_fn=blocks,
@@ -198,8 +206,20 @@ def hybrid(
             blocks_per_stage=check_counts(blocks_per_stage),
             remat=remat is True,
             regather=regather,
+            check=check,
         )
     )
+
+
+def _with_permutes_checked(check: ProgramCheck | None, sizes: Mapping[str, int]) -> ProgramCheck:
+    """Return a check that also refuses a program whose stages would wait for each other."""
+
+    def check_program(compiled: Compiled, lowered: Lowered) -> None:
+        check_permutes(compiled.as_text() or "", sizes)
+        if check is not None:
+            check(compiled, lowered)
+
+    return check_program
 
 
 def _build_schedule(

@@ -13,12 +13,14 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from shardopt.config._program_check import ProgramCheck
+from shardopt.core._errors import WrongProgramError
 from shardopt.core._types import PyTree
+from shardopt.hlo import check_proved
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._async_sgd import async_sgd
 from shardopt.pipeline import schedules
-from shardopt.step._check_proof import WrongProgramError
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.verify._problems import (
@@ -266,17 +268,17 @@ def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, li
     Local methods report the losses of this process, which are left out.
     """
     try:
-        return (*_train_verified(training, problem, mesh, verify=True), "")
+        return (*_train_synchronously(training, problem, mesh, check_proved), "")
     except WrongProgramError as error:
-        return (*_train_verified(training, problem, mesh, verify=False), str(error))
+        return (*_train_synchronously(training, problem, mesh, None), str(error))
 
 
-def _train_verified(
-    training: Training, problem: Problem, mesh: Mesh, *, verify: bool
+def _train_synchronously(
+    training: Training, problem: Problem, mesh: Mesh, check: ProgramCheck | None
 ) -> tuple[PyTree, list[float]]:
     tx, options = (
         OPTIMIZERS[training.optimizer](),
-        {**problem.options, **training.options, "verify": verify},
+        {**problem.options, **training.options, "check": check},
     )
     combinator = {"diloco": diloco, "local_sgd": local_sgd}.get(training.strategy)
     opt = _STRATEGIES["fsdp" if combinator else training.strategy](
@@ -285,7 +287,7 @@ def _train_verified(
     opt = combinator(opt, sync_every=2) if combinator else opt
     with warnings.catch_warnings():
         # the comparison with one device covers what the proof of a program leaves open
-        warnings.filterwarnings("ignore", message="(?s).*verify proves all but")
+        warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
         state, losses = opt.init(problem.params), []
         for batch in problem.batches:
             state, metrics = opt.step(state, batch)

@@ -25,6 +25,7 @@ from shardopt.config._options import (
     View,
     ZeroOptions,
 )
+from shardopt.config._program_check import ProgramCheck
 from shardopt.core._block_model import LossFn
 from shardopt.core._types import Rules
 from shardopt.reducers import Reducer
@@ -147,7 +148,16 @@ WRONG = {
             ),
         )
     ],
-    bool: [("yes", TypeError, "{name} must be True or False, got 'yes'.")],
+    ProgramCheck | None: [
+        (
+            True,
+            TypeError,
+            (
+                "{name} must be a function (compiled, lowered) -> None, got True.\nFix: pass"
+                " so.hlo.check_proved, or leave it out."
+            ),
+        )
+    ],
     bool | None: [
         (
             False,

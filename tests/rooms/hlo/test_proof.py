@@ -21,7 +21,6 @@ import shardopt as so
 from shardopt.hlo import Problem, Proof, prove
 from shardopt.hlo.proof._interpret import interpret
 from shardopt.hlo.proof._text import text_of
-from shardopt.step import _check_proof
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
 
@@ -791,27 +790,31 @@ WRONG = Proof(
 
 
 @pytest.fixture
-def verified():
-    """A function jitted as a program of a strategy that verifies."""
+def run_proved():
+    """A function that runs a step of a strategy whose programs are proved."""
     mesh = so.make_mesh(data=8)
-    opt = so.ddp(optax.sgd(0.1), mesh, lambda w, batch: jnp.mean((batch * w) ** 2), verify=True)
+
+    def loss(w, batch):
+        return jnp.mean((batch * w) ** 2)
+
+    opt = so.ddp(optax.sgd(0.1), mesh, loss, check=so.hlo.check_proved)
     batch = jax.device_put(jnp.ones(16), NamedSharding(mesh, P("data")))
     return lambda: opt.step(opt.init(jnp.ones(())), batch)
 
 
-def test_verify_refuses_a_wrong_program(verified, monkeypatch):
-    monkeypatch.setattr(_check_proof, "prove", lambda *_, **__: WRONG)
-    with pytest.raises(RuntimeError) as error:
-        verified()
+def test_check_proved_refuses_a_wrong_program(run_proved, monkeypatch):
+    monkeypatch.setattr("shardopt.hlo._check_proved.prove", lambda *_, **__: WRONG)
+    with pytest.raises(so.errors.WrongProgramError) as error:
+        run_proved()
     assert (
         str(error.value)
         == "ddp: XLA compiled a wrong program.\n  g (dot) over data, devices (0, 1): a sum is"
         " missing.\nFix: report the instructions to XLA, and disable the pass that made them"
-        " (compiler_options=); or leave out verify.\n  from model.py:7\nmain:\n> g"
+        " (compiler_options=); or leave out check.\n  from model.py:7\nmain:\n> g"
     )
 
 
-def test_verify_is_silent_about_a_proved_program(verified):
+def test_check_proved_is_silent_about_a_proved_program(run_proved):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verified()
+        run_proved()
