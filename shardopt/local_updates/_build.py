@@ -4,8 +4,8 @@ from shardopt.config._check import check_optimizer
 from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count, check_is_number
 from shardopt.core._errors import calling, error_text
+from shardopt.core._reducer import check_reducer
 from shardopt.local_updates._step import compile_local_step
-from shardopt.reducers._reducer import check_reducer
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 

@@ -20,6 +20,7 @@ from shardopt.config._check import check_config
 from shardopt.config._config import DDP, StrategyConfig, configure
 from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks, takes_rng
 from shardopt.core._errors import NotSeparableError, calling, error_text, format_error
+from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._loss import step_key
@@ -41,7 +42,6 @@ from shardopt.parameter_server._updates import (
 )
 from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
-from shardopt.reducers._reducer import check_reducer
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_keys, place_batch
 

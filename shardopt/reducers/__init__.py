@@ -2,9 +2,7 @@
 error feedback.
 """
 
-from shardopt.reducers._blockwise import int8, sign
-from shardopt.reducers._compressor import Compressor, CompressorState, compressor
-from shardopt.reducers._device_state import (
+from shardopt.core._device_state import (
     ErrorFeedback,
     PerDevice,
     init_state,
@@ -14,10 +12,12 @@ from shardopt.reducers._device_state import (
     state_specs,
     stored_state,
 )
+from shardopt.core._reducer import Reducer
+from shardopt.reducers._blockwise import int8, sign
+from shardopt.reducers._compressor import Compressor, CompressorState, compressor
 from shardopt.reducers._error_feedback import error_feedback, warm_up
 from shardopt.reducers._mean import exact
 from shardopt.reducers._power_sgd import power_sgd
-from shardopt.reducers._reducer import Reducer
 from shardopt.reducers._top_k import top_k
 
 __all__ = [

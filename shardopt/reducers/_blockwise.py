@@ -10,9 +10,10 @@ import jax.numpy as jnp
 
 from shardopt.collectives._buckets import Bucket
 from shardopt.core._arguments import check_count
+from shardopt.core._axis import AxisName
 from shardopt.core._errors import calling, format_error
+from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
-from shardopt.reducers._axis import AxisName
 from shardopt.reducers._mean import (
     Codec,
     buckets_of,
@@ -22,15 +23,7 @@ from shardopt.reducers._mean import (
     two_phase_bytes,
     two_phase_mean,
 )
-from shardopt.reducers._reducer import (
-    Dtypes,
-    MessageCodec,
-    Reducer,
-    Values,
-    make_reducer,
-    real_dtype,
-    real_shape,
-)
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
 
 @calling("sign")

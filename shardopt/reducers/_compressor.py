@@ -6,12 +6,10 @@ from typing import NamedTuple
 import jax
 
 from shardopt.core._errors import calling, format_error
+from shardopt.core._reducer import MessageCodec, Reducer, check_reducer
 from shardopt.core._types import PyTree, abstract, wide_dtype, wide_zeros
 from shardopt.reducers._reducer import (
-    MessageCodec,
-    Reducer,
     check_leaves,
-    check_reducer,
     keep_if_finite,
     narrow,
     real_dtype,

@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._arguments import check_count
+from shardopt.core._axis import AxisName
+from shardopt.core._device_state import ErrorFeedback
 from shardopt.core._errors import calling, format_error
+from shardopt.core._reducer import Reducer, check_reducer
 from shardopt.core._types import PyTree, abstract, wide_zeros
-from shardopt.reducers._axis import AxisName, agreeing_cond
-from shardopt.reducers._device_state import ErrorFeedback
+from shardopt.reducers._axis import agreeing_cond
 from shardopt.reducers._mean import exact
-from shardopt.reducers._reducer import Reducer, check_leaves, check_reducer, keep_if_finite
+from shardopt.reducers._reducer import check_leaves, keep_if_finite
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -69,7 +71,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
     means.
 
     **Placement**: the memory is local to each device, as large as its gradients in fp32. The file
-    `shardopt.reducers._device_state` stores it, splits it over the axis, and carries it to another
+    `shardopt.core._device_state` stores it, splits it over the axis, and carries it to another
     axis size.
 
     **Communication**: the communication of the wrapped reducer.

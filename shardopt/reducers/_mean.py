@@ -27,24 +27,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import Bucket, plan_buckets
+from shardopt.core._axis import AxisName
+from shardopt.core._axis import axis_size as size_of
 from shardopt.core._errors import calling, format_error
+from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
-from shardopt.reducers._axis import (
-    AxisName,
-    all_gather_packed,
-    all_reduce_padded,
-    all_to_all_packed,
-)
-from shardopt.reducers._axis import axis_size as size_of
-from shardopt.reducers._reducer import (
-    Dtypes,
-    MessageCodec,
-    Reducer,
-    Values,
-    make_reducer,
-    real_dtype,
-    real_shape,
-)
+from shardopt.reducers._axis import all_gather_packed, all_reduce_padded, all_to_all_packed
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
 BUCKET_ELEMENTS = 2**23
 """The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not

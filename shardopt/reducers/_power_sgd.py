@@ -11,20 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._arguments import check_count, check_is_number
+from shardopt.core._axis import AxisName
 from shardopt.core._errors import calling, format_error
+from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
-from shardopt.reducers._axis import AxisName
 from shardopt.reducers._error_feedback import warm_up
 from shardopt.reducers._mean import mean_bytes, mean_of
-from shardopt.reducers._reducer import (
-    Dtypes,
-    MessageCodec,
-    Reducer,
-    Values,
-    make_reducer,
-    real_dtype,
-    real_shape,
-)
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
 STACKED = r"^blocks/(?!\d+(/|$))"
 """Matches the stacked leaves of a `BlockModel`, whose dim 0 counts blocks; not the leaves of a list

@@ -9,22 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.core._arguments import check_is_number, check_number
+from shardopt.core._axis import AxisName
+from shardopt.core._axis import axis_size as size_of
+from shardopt.core._device_state import ErrorFeedback
 from shardopt.core._errors import calling, format_error
+from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_zeros
-from shardopt.reducers._axis import AxisName, all_gather_packed
-from shardopt.reducers._axis import axis_size as size_of
-from shardopt.reducers._device_state import ErrorFeedback
-from shardopt.reducers._reducer import (
-    Dtypes,
-    MessageCodec,
-    Reducer,
-    Values,
-    make_reducer,
-    narrow,
-    real_dtype,
-    real_shape,
-    widen,
-)
+from shardopt.reducers._axis import all_gather_packed
+from shardopt.reducers._reducer import make_reducer, narrow, real_dtype, real_shape, widen
 
 
 class TopKState(NamedTuple):

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 import optax
 
+from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._errors import calling
+from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree
 from shardopt.reducers import Reducer, exact
-from shardopt.reducers._axis import AxisName, axis_names, axis_size
-from shardopt.reducers._reducer import check_reducer
 
 
 class AverageGradientsState(NamedTuple):

@@ -9,17 +9,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core._arguments import check_is_number
+from shardopt.core._axis import AxisName, axis_names, axis_size, is_bound
 from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.mesh import spec_axes
-from shardopt.reducers._axis import (
-    AxisName,
-    axis_names,
-    axis_size,
-    is_bound,
-    tracks_varying,
-    varying,
-)
+from shardopt.reducers._axis import tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves, real_dtype
 
 CALLER = "clip_by_global_norm"

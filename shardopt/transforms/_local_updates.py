@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_params, check_transformation
+from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers import PerDevice, exact
-from shardopt.reducers._axis import AxisName, agreeing_cond, axis_names, axis_size
+from shardopt.reducers._axis import agreeing_cond
 
 
 class LocalUpdatesState(NamedTuple):

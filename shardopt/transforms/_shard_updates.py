@@ -9,17 +9,11 @@ import optax
 
 from shardopt.collectives._shards import psum_scatter
 from shardopt.core._arguments import check_transformation
+from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice
-from shardopt.reducers._axis import (
-    AxisName,
-    all_gather_packed,
-    all_to_all_packed,
-    axis_names,
-    axis_size,
-    check_not_summed,
-)
+from shardopt.reducers._axis import all_gather_packed, all_to_all_packed, check_not_summed
 from shardopt.reducers._mean import buckets_of
 from shardopt.reducers._reducer import check_alike, check_leaves
 from shardopt.transforms._shard_checks import check_elementwise

@@ -56,7 +56,7 @@ LONG = [
     "shardopt.reducers._compressor",
     "shardopt.reducers._error_feedback",
     "shardopt.reducers._power_sgd",
-    "shardopt.reducers._reducer",
+    "shardopt.core._reducer",
     "shardopt.runtime._probe",
     "shardopt.step._average",
     "shardopt.step._check",

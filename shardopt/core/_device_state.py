@@ -20,9 +20,9 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core._arguments import check_count
+from shardopt.core._axis import AxisName, axis_names
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, merge_replicas, path_text
-from shardopt.reducers._axis import AxisName, axis_names
 
 
 class PerDevice(NamedTuple):

@@ -1,0 +1,50 @@
+"""The axis that a reduction runs over: its names, its size, and whether it is bound."""
+
+import math
+
+import jax
+
+from shardopt.core._errors import error_text
+
+AxisName = str | tuple[str, ...]
+"""The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest.
+"""
+
+
+def axis_names(axis_name: AxisName) -> tuple[str, ...]:
+    """Return the axis name, or the several axis names, as a tuple of strings."""
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if (
+        not isinstance(names, tuple | list)
+        or not names
+        or not all(isinstance(name, str) for name in names)
+    ):
+        problem = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
+        raise TypeError(error_text(problem, fix='pass the name of a mesh axis, such as "data".'))
+    if len(set(names)) < len(names):
+        raise ValueError(error_text(f"axis names must differ, got {tuple(names)!r}."))
+    return tuple(names)
+
+
+def axis_size(axis_name: AxisName) -> int:
+    """Return the number of devices along the axis."""
+    names = axis_names(axis_name)
+    if unbound := [name for name in names if not is_bound(name)]:
+        quoted = ", ".join(repr(name) for name in unbound)
+        problem = f"axis {quoted} {'is' if len(unbound) == 1 else 'are'} not bound here."
+        fix = (
+            f"call it inside jax.shard_map over a mesh with axis {quoted} (manual, not left to the"
+            " partitioner), or inside jax.pmap or jax.vmap with"
+            f" axis_name={quoted if len(unbound) == 1 else names}."
+        )
+        raise ValueError(error_text(problem, fix=fix))
+    return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def is_bound(name: str) -> bool:
+    """Return whether the axis is bound, so that collectives over it can be called."""
+    try:
+        jax.lax.axis_size(name)
+    except NameError:
+        return False
+    return True
