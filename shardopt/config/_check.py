@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.config._config import StrategyConfig
-from shardopt.config._options import OPTIONS
 from shardopt.config._user_mesh import read_mesh
 from shardopt.core._block_model import as_block_model
 from shardopt.core._block_remat import Named, Remat, read_remat
@@ -38,9 +37,6 @@ def _check_config(config: StrategyConfig) -> StrategyConfig:
         problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"
         raise TypeError(error_text(f"{problem}, got {type(config.loss.loss_fn).__name__}."))
     check_evaluate_fn(config)
-    for name, option in OPTIONS.items():
-        field = option.field or name
-        config = config.replace(**{field: option.check(name, config.option(field))})
     config = config.replace(
         mesh=mesh, user_mesh=user_mesh, rules=user_mesh.rules(config.layout.rules)
     )

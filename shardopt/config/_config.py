@@ -14,6 +14,7 @@ from shardopt.config._program_check import ProgramCheck
 from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
 from shardopt.core._block_model import LossFn
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import Report
 from shardopt.pipeline import Schedule
@@ -87,6 +88,7 @@ class LossOptions(NamedTuple):
 
     Attributes:
       loss_fn: the loss, or a `BlockModel`.
+      separable: whether the user states that the loss is a mean over rows, so nothing is proved.
       remat: whether a pipeline keeps only the input of each chunk.
     """
 
@@ -94,7 +96,7 @@ class LossOptions(NamedTuple):
     evaluate_fn: LossFn | None = None
     micro_batches: int = 1
     view: View = "auto"
-    separable: bool | None = None
+    separable: bool = False
     remat: bool = False
 
 
@@ -201,10 +203,6 @@ class StrategyConfig(NamedTuple):
             config = config._replace(**changed)
         return config
 
-    def option(self, field: str) -> Any:
-        """Return the value of a field, from the record that has it."""
-        return getattr(getattr(self, RECORD_OF[field]) if field in RECORD_OF else self, field)
-
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Mesh axis name -> size."""
@@ -295,8 +293,16 @@ def configure(
     placement: Placement,
     options: Mapping[str, Any],
 ) -> StrategyConfig:
-    """Return the config of a strategy from the options that its user passed."""
-    fields = {OPTIONS[name].field or name: value for name, value in options.items()}
+    """Return the config of a strategy from the options that its user passed.
+
+    Raises:
+      TypeError: if an option is of the wrong kind.
+      ValueError: if an option has a wrong value.
+    """
+    fields: dict[str, Any] = {}
+    with calling(strategy):
+        for name, value in options.items():
+            fields |= OPTIONS[name].read(name, value)
     if "min_shard_elements" in fields and fields["min_shard_elements"] is None:
         # no Mesh is refused below
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""

@@ -21,9 +21,9 @@ from shardopt.core._types import Rules
 from shardopt.reducers import Reducer
 from shardopt.reducers._reducer import check_reducer
 
-View = Literal["auto", "per_device", "global"]
-"""Where a loss runs: on each device's rows, on the whole batch, or where it is exact at the least
-cost.
+View = Literal["auto", "per_device", "global", "unproved"]
+"""Where a loss runs: on each device's rows, with or without a proof, on the whole batch, or where it
+is exact at the least cost.
 """
 
 OptStateLayout = Literal["within", "matrices"]
@@ -51,13 +51,19 @@ class Option(NamedTuple):
       default: its value if the user does not pass it.
       check: `check(name, value)` returns the value in the form that the step uses, or refuses it. A
         check that needs the mesh, the placement or another option is in `check_config`.
-      field: its field in `StrategyConfig`, if the field has another name.
+      fields: `fields(value)` returns the fields of `StrategyConfig` that a checked value sets, name
+        -> value; by default the field with the name of the option.
     """
 
     meaning: str
     default: Any = None
     check: Callable[[str, Any], Any] = _unchanged
-    field: str | None = None
+    fields: Callable[[Any], dict[str, Any]] | None = None
+
+    def read(self, name: str, value: Any) -> dict[str, Any]:
+        """Return the fields of `StrategyConfig` that a value sets, or refuse the value."""
+        checked = self.check(name, value)
+        return {name: checked} if self.fields is None else self.fields(checked)
 
 
 ARGUMENTS = {
@@ -182,14 +188,10 @@ def _program_check(name: str, check: ProgramCheck | None) -> ProgramCheck | None
     return check
 
 
-def _separable(name: str, separable: bool | None) -> bool | None:
-    if separable is not None and separable is not True:
-        problem = (
-            f"{name} must be True (the loss is a mean over rows, do not check) or None (check), got"
-            f" {separable!r}."
-        )
-        raise TypeError(error_text(problem, fix="leave it out."))
-    return separable
+def _view_fields(view: View) -> dict[str, Any]:
+    if view == "unproved":
+        return {"view": "per_device", "separable": True}
+    return {"view": view, "separable": False}
 
 
 def _offload(name: str, offload: Any) -> tuple[str, ...]:
@@ -251,7 +253,7 @@ class SharedOptions(TypedDict, total=False):
             " mesh, with Auto or Explicit axes, whatever `jax.set_mesh` says. Rules, and a loss in"
             " the global view, use your names. A loss in the per-device view uses the names data,"
             " tensor, replica, pipeline, context and expert.",
-            field="axis_names",
+            fields=lambda axes: {"axis_names": axes},
         ),
     ]
     batch_dims: Annotated[
@@ -313,23 +315,19 @@ class SharedOptions(TypedDict, total=False):
             'where the loss runs. By default, "auto", it runs on each device\'s own rows, if that'
             " is proved to be exact. Otherwise it runs once on the whole batch, and a warning says"
             ' why. "per_device" runs it on each device\'s own rows, or raises an error if that is'
-            ' not proved. "global" runs it once on the whole batch, without a proof or a warning.'
+            ' not proved. "unproved" states that the loss is a (weighted) mean over rows, and skips'
+            ' the proof; `so.check` compares such a loss with one device. "global" runs it once on'
+            " the whole batch, without a proof or a warning."
             " `opt.config.report()` shows the choice and the reason. A pipeline has no global view,"
             " and refuses a loss that is not proved.",
             default="auto",
             check=_choice(
                 View,
                 "use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on"
-                " its rows) or 'global' (one loss of the whole batch).",
+                " its rows), 'unproved' (the same without a proof) or 'global' (one loss of the"
+                " whole batch).",
             ),
-        ),
-    ]
-    separable: Annotated[
-        bool | None,
-        Option(
-            "True states that the loss is a (weighted) mean over rows, and skips the proof."
-            " `so.check` compares such a loss with one device.",
-            check=_separable,
+            fields=_view_fields,
         ),
     ]
 

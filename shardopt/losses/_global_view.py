@@ -14,7 +14,6 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import takes_rng
 from shardopt.core._errors import format_error
-from shardopt.core._trace_context import RowContext
 from shardopt.core._types import Metric, PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
 from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
@@ -22,7 +21,6 @@ from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
 from shardopt.losses._obstacle import as_gathered
 from shardopt.losses._parts import Gradients, LossParts
-from shardopt.losses._rows import with_rows
 from shardopt.losses._separable import Cut, LossCall, find_mixing
 from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
 from shardopt.mesh import on_mesh
@@ -95,7 +93,7 @@ class _GlobalBatch:
 
     def objective(self, trained, rows, key, weights):
         params = self.layout.merge(self.params, trained)
-        parts = _loss_of_rows(self.config, self.layout, self.count, params, rows, key)
+        parts = _loss_of_rows(self.config, self.layout, params, rows, key)
         if self.count == 1:  # with the gradient of the weight, if it has one
             return value_of(parts.loss), parts
         return objective(parts.loss, self.count, weights), parts
@@ -165,28 +163,18 @@ def _parts(
     """Return the parts of the loss of each micro-batch, [micro-batches, ...]."""
 
     def run_micro_batch(rows, index):
-        return _loss_of_rows(config, layout, count, params, rows, key_of(index))
+        return _loss_of_rows(config, layout, params, rows, key_of(index))
 
     return parts_of_micro_batches(
         run_micro_batch, batch, count, functools.partial(cut_rows, config)
     )
 
 
-def _loss_of_rows(config: StrategyConfig, layout: Layout, count: int, *args: PyTree) -> LossParts:
-    """Return the parts of the loss of one of `count` micro-batches.
+def _loss_of_rows(config: StrategyConfig, layout: Layout, *args: PyTree) -> LossParts:
+    """Return the parts of the loss of a micro-batch.
 
     The loss may constrain shardings on the user's mesh.
-
-    If `separable=True` replaces the proof, the loss may not ask for the rows of the batch.
     """
-    if count > 1 and config.loss.separable:
-        problem = (
-            f"with separable=True and micro_batches={count} the loss sees one micro-batch at a time"
-        )
-        context = RowContext(
-            (), 1, refused=(problem, "use micro_batches=1, or leave out separable=True")
-        )
-        config = config.replace(loss_fn=with_rows(context, config.loss.loss_fn))
     run = functools.partial(loss_of_rows, config, layout)
     return (
         run(*args)
@@ -221,8 +209,6 @@ def num_micro_batches(
         return 1
     if count == 1 or rows % config.num_row_pieces:
         return 1
-    if config.loss.separable:
-        return count
     key = (
         jax.eval_shape(lambda: jax.random.key(0))
         if training and takes_rng(config.loss.loss_fn)
@@ -242,7 +228,7 @@ def num_micro_batches(
         f" be a (weighted) mean over rows: {mixing.reason}"
     )
     fix = (
-        "use micro_batches=1, which is the same; or separable=True if you know that it is such a"
+        "use micro_batches=1, which is the same; or view='unproved' if you know that it is such a"
         " mean."
     )
     warnings.warn(format_error(config.strategy, problem, mixing.lines, fix), stacklevel=2)

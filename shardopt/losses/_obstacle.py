@@ -62,12 +62,12 @@ class Obstacle(NamedTuple):
 GLOBAL = 'view="global", which is exact for every loss; or '
 FIX = (
     "so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of the whole batch, and"
-    " so.Weighted for a normaliser that depends on the rows; or separable=True if you know better."
+    " so.Weighted for a normaliser that depends on the rows; or view='unproved' if you know better."
 )
 FIX_POSITIONS = (
     "so.nn.attention for what a position needs of the others, and so.nn.positions for its index;"
     " inputs and targets as leaves of their own rather than shifted in the loss; a mesh with"
-    " context=1; or separable=True if you know better."
+    " context=1; or view='unproved' if you know better."
 )
 
 
@@ -76,7 +76,7 @@ def find_obstacle(
 ) -> Obstacle | None:
     """Return why devices cannot run the loss of a strategy on their own rows.
 
-    None if it is proved or `separable=True`.
+    None if it is proved, or with `view="unproved"`.
 
     Args:
       config: the config of the step; for evaluation, its `of_evaluation`.
@@ -212,7 +212,7 @@ def _find_stray_expert_use(
         " has its own experts."
     )
     fix = (
-        "decay or clip weights in the optax chain; a mesh with expert=1; or separable=True if the"
+        "decay or clip weights in the optax chain; a mesh with expert=1; or view='unproved' if the"
         " loss sends tokens over expert itself."
     )
     operation = next(

@@ -92,7 +92,7 @@ class Views:
         if obstacle is None:
             if config.loss.separable:
                 reason = (
-                    "separable=True says that the loss is a mean over rows; this was not checked."
+                    "view='unproved' says that the loss is a mean over rows; this was not checked."
                 )
             elif config.num_pieces == 1:
                 reason = "one device runs the whole batch."

@@ -171,7 +171,6 @@ def hybrid(
         )
     check_count("micro_batches", micro_batches, minimum=1)
     config = configure("hybrid", tx, mesh, blocks, PLACEMENTS[placement], options)
-    check_count("min_shard_elements", config.layout.min_shard_elements, minimum=1)
     sizes = read_mesh(mesh, config.axis_names, pipelined=True)[0].shape
     num_stages = sizes["pipeline"]
     built_schedule = _build_schedule(schedule, num_stages, micro_batches)

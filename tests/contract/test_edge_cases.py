@@ -203,7 +203,7 @@ def test_a_kernel_that_wants_every_axis_manual_has_a_way(mesh_of):
         return square(params, jax.lax.stop_gradient(double(batch)))
 
     # no proof looks into a callback
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, separable=True)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, view="unproved")
     _, metrics = opt.step(opt.init(PARAMS), X)
     np.testing.assert_allclose(metrics["loss"], square(PARAMS, 2 * X), rtol=1e-6)
 

@@ -145,7 +145,7 @@ def strategy(name, mesh, loss, **options):
     ("name", "mesh", "loss", "options"), tiered(TABLE, lambda row: row in QUICK, ids=row_id)
 )
 def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of, x64):
-    opt = strategy(name, mesh_of(**mesh), loss, separable=True, **options)
+    opt = strategy(name, mesh_of(**mesh), loss, view="unproved", **options)
     expected, final = train(TX, on_one_device(loss), params(loss), batches())
     state, found = opt.init(params(loss)), []
     for batch in batches():
@@ -165,7 +165,7 @@ def test_equals_one_device_on_the_union_batch(name, mesh, loss, options, mesh_of
 def test_gradients_of_experts_summed_over_expert_are_seen(mesh_of, x64, monkeypatch):
     table = axes.TABLE | {"expert": axes.TABLE["expert"]._replace(sums="all")}
     monkeypatch.setattr(axes, "TABLE", table)
-    opt = strategy("ddp", mesh_of(expert=2), weighted, separable=True)
+    opt = strategy("ddp", mesh_of(expert=2), weighted, view="unproved")
     state, _ = opt.step(opt.init(params(weighted)), batches()[0])
     _, final = train(TX, on_one_device(weighted), params(weighted), batches(1))
     assert relative_difference(state.params, final) > 1e-3
@@ -208,8 +208,8 @@ def test_restores_on_another_number_of_expert_devices(counts, mesh_of, tmp_path)
     batch = jax.tree.map(jnp.float32, batches(1)[0])
     start = jax.tree.map(jnp.float32, params(MODEL))
     made = {
-        4: lambda: strategy("fsdp", mesh_of(expert=4, data=2), MODEL, separable=True),
-        2: lambda: strategy("fsdp", mesh_of(expert=2), MODEL, separable=True),
+        4: lambda: strategy("fsdp", mesh_of(expert=4, data=2), MODEL, view="unproved"),
+        2: lambda: strategy("fsdp", mesh_of(expert=2), MODEL, view="unproved"),
         1: lambda: strategy("zero1", mesh_of(data=4), MODEL),
     }
     opts = [made[count]() for count in counts]

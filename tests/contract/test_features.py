@@ -37,7 +37,7 @@ def test_aux_metrics_are_those_of_the_union_batch(mesh_of, micro_batches):
 
     sizes = {"micro_batches": micro_batches, "min_shard_elements": 1}
     # but for "count"
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, separable=True, **sizes)
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, view="unproved", **sizes)
     _, metrics = opt.step(opt.init(PARAMS), X)
     assert set(metrics) == {"loss", "grad_norm", "mean", "ratio", "count", "vector"}
     np.testing.assert_allclose(metrics["mean"], X.mean(), rtol=1e-5)
@@ -71,7 +71,7 @@ def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
 
     params = {**PARAMS, "seen": jnp.zeros((16,))}
     opt = so.ddp(
-        optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"], separable=True
+        optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"], view="unproved"
     )
     rows = np.concatenate([np.arange(1, 17, dtype=np.float32)[:, None], X], axis=1)
     state = opt.init(params, jax.random.key(5))
@@ -175,7 +175,7 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
 
     params = {"weights": weights, "rest": rest}
     opt = so.fsdp(
-        optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=["^rest"], separable=True
+        optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=["^rest"], view="unproved"
     )  # halves normalise apart
     state = opt.init(params)
     state, _ = opt.step(state, X)

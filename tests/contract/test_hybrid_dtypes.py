@@ -141,7 +141,7 @@ def test_sums_over_micro_batches_are_taken_in_fp32(schedule, mesh_of):
         schedule=SCHEDULES[schedule],
         micro_batches=32,
         placement="ddp",
-        separable=True,  # each of 32 micro-batches gives its sum
+        view="unproved",  # each of 32 micro-batches gives its sum
     )
     state, _ = opt.step(opt.init(params), {"x": values})
     expected = 1 - (4 + 31 / 128)

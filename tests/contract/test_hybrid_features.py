@@ -134,7 +134,7 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
         ["^blocks/frozen", "^blocks/key", "^fixed", "^stats/mean"],
     )
     # weights and counts of a piece are no sums over rows
-    trusted = {"frozen": frozen, "separable": True}
+    trusted = {"frozen": frozen, "view": "unproved"}
     one = hybrid(mesh_of(data=2, pipeline=4), model, schedule, placement="zero2", **trusted)
     state, metrics = run(one, params, {"x": X})
     other = plain(mesh_of(data=2), model, **trusted)

@@ -194,7 +194,7 @@ def test_a_stage_runs_its_own_blocks_and_no_others(mesh_of):
         model,
         blocks_per_stage=counts,
         schedule=so.schedules.zero_bubble,
-        separable=True,
+        view="unproved",
     )
     state, _ = opt.step(opt.init(params()), np.ones((8, 4), np.float32))
     jax.block_until_ready(state)

@@ -36,7 +36,7 @@ def library(example):
         example.block,
         lambda outer, x, batch: so.Weighted(*example.loss(outer, x, batch)),
     )
-    return so.fsdp(optax.adamw(3e-3), so.make_mesh(data=8), model, separable=True)
+    return so.fsdp(optax.adamw(3e-3), so.make_mesh(data=8), model, view="unproved")
 
 
 def audits(example, mesh, config):

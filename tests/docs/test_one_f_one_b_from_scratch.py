@@ -40,7 +40,7 @@ def library(example):
         ),
         schedule=so.schedules.eager_one_f_one_b(STAGES, MICRO_BATCHES),
         micro_batches=MICRO_BATCHES,
-        separable=True,
+        view="unproved",
     )
 
 

@@ -3,6 +3,7 @@ changed.
 """
 
 import importlib.util
+import re
 
 import pytest
 from support.paths import ROOT
@@ -19,6 +20,10 @@ TEXT = (ROOT / ".ci" / "stable_names.txt").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 
 
+RENAMES = "Old name, new name"
+"""The section of a release with a table of the names that changed."""
+
+
 def test_the_changelog_names_every_changed_signature():
     assert stable_names.untold(TEXT, CHANGELOG) == []
 
@@ -30,17 +35,16 @@ def test_the_changelog_has_a_part_for_the_next_release():
 
 
 def test_a_release_takes_at_most_three_screens():
-    parts = CHANGELOG.split("\n## ")[1:]
+    # the table of names is to look things up in, not to read
+    text = re.sub(rf"\n### {RENAMES}\n.*?(?=\n##)", "", CHANGELOG, flags=re.DOTALL)
+    parts = text.split("\n## ")[1:]
     assert max(len(part.splitlines()) for part in parts) <= 150, (
         "after a merge: take main's, add your line again"
     )
     titles = {line for line in CHANGELOG.splitlines() if line.startswith("### ")}
     assert titles <= {
         f"### {title}"
-        for title in (
-            "Old name, new name",
-            *("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"),
-        )
+        for title in (RENAMES, "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
     }
 
 

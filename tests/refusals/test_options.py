@@ -158,13 +158,6 @@ WRONG = {
             ),
         )
     ],
-    bool | None: [
-        (
-            False,
-            TypeError,
-            "{name} must be True (...) or None (check), got False.\nFix: leave it out.",
-        )
-    ],
     Reducer | None: [
         (
             "int8",

@@ -140,11 +140,11 @@ def strategies(devices):
     """
     mesh, options = (
         so.make_mesh(data=4, devices=devices[:4]),
-        {"min_shard_elements": 1, "separable": True},
+        {"min_shard_elements": 1, "view": "unproved"},
     )
     tx = optax.adam(0.01)
     return {
-        "ddp": lambda: so.ddp(tx, mesh, loss, separable=True),
+        "ddp": lambda: so.ddp(tx, mesh, loss, view="unproved"),
         "zero1": lambda: so.zero(tx, mesh, loss, stage=1, **options),
         "zero2": lambda: so.zero(tx, mesh, loss, stage=2, **options),
         "fsdp": lambda: so.fsdp(tx, mesh, loss, **options),
@@ -162,8 +162,8 @@ def further_strategies(devices):
         so.make_mesh(**sizes, devices=devices[:4])
         for sizes in ({"data": 4}, {"data": 2, "expert": 2})
     )
-    options, muon = {"min_shard_elements": 1, "separable": True}, optax.contrib.muon(0.01)
-    experts = {"expert_leaves": ["^experts/"], "separable": True}
+    options, muon = {"min_shard_elements": 1, "view": "unproved"}, optax.contrib.muon(0.01)
+    experts = {"expert_leaves": ["^experts/"], "view": "unproved"}
     return {
         "Muon, zero1": lambda: so.zero(
             muon, mesh, loss, stage=1, opt_state_layout="matrices", **options

@@ -72,7 +72,7 @@ def test_the_launcher_goes_on_without_the_process_of_the_wrong_device(shardopt, 
         optax.adam(0.01),
         so.make_mesh(data=2, devices=jax.devices()[:2]),
         faults.loss,
-        separable=True,
+        view="unproved",
     )
     data = itertools.islice(faults.batches(3), 8)
     expected = fit(

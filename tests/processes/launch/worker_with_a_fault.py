@@ -35,7 +35,7 @@ if __name__ == "__main__":
             now.update(fault=fault if is_wrong else None, stuck=True, runs=0)
             yield batch
 
-    opt = so.ddp(optax.adam(0.01), so.make_mesh(), faults.loss, separable=True)
+    opt = so.ddp(optax.adam(0.01), so.make_mesh(), faults.loss, view="unproved")
     with so.Checkpoints(Path(sys.argv[1]) / "checkpoints", every=2, keep=None) as checkpoints:
         result = so.fit(
             opt,

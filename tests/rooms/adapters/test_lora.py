@@ -217,7 +217,7 @@ def test_the_order_of_devices_does_not_matter():
             rules=adapted.rules,
             frozen=adapted.frozen,
             min_shard_elements=1,
-            separable=True,
+            view="unproved",
         )
         state = opt.init(gpt_params(adapted))
         state, _ = opt.step(state, BATCH)
@@ -235,7 +235,7 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
         adapted.model,
         frozen=adapted.frozen,
         min_shard_elements=1,
-        separable=True,
+        view="unproved",
     )
     program = so.audit(opt.step, opt.init(params), {"tokens": TOKENS})
     nodes = [
@@ -302,7 +302,7 @@ def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
         adapted = adapted_gpt(low_rank_products=products)
         models[products] = adapted.model, {"frozen": adapted.frozen}, gpt_params(adapted)
     for name, (model, options, model_params) in models.items():
-        opt = so.ddp(TX, mesh_of(data=1), model, separable=True, **options)
+        opt = so.ddp(TX, mesh_of(data=1), model, view="unproved", **options)
         lowered = opt.step.lower(opt.init(model_params), {"tokens": TOKENS})
         flops[name] = so.hlo.inner_product_flops(lowered.compile())
     assert flops[True] < 0.9 * flops["full"] < flops[False]

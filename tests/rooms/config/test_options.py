@@ -66,6 +66,23 @@ MESSAGES = {
 }
 
 
+def record_of_field(field):
+    """Return the class of the record that has a field of the config."""
+    if field not in RECORD_OF:
+        return StrategyConfig
+    return get_type_hints(StrategyConfig)[RECORD_OF[field]]
+
+
+def type_of_field(field):
+    """Return the type of a field of the config."""
+    return get_type_hints(record_of_field(field))[field]
+
+
+def default_of_field(field):
+    """Return the default of a field of the config."""
+    return record_of_field(field)._field_defaults[field]
+
+
 def shared(mesh, **options: Unpack[SharedOptions]):
     """Return the options."""
     return options
@@ -77,11 +94,13 @@ def test_an_option_has_a_meaning_a_type_a_default_and_a_field(name):
     for group in GROUPS.values():
         types |= get_type_hints(group)
     assert re.fullmatch(r"\S.{30,}\.", option.meaning)
-    field = option.field or name
-    record_types = get_type_hints(StrategyConfig)
-    record = record_types[RECORD_OF[field]] if field in RECORD_OF else StrategyConfig
-    expected = get_type_hints(record)[field]
-    assert types[name] == (expected | None if name in OF_PLATFORM else expected)
+    fields = option.read(name, option.default)
+    if name in fields:
+        expected = type_of_field(name)
+        assert types[name] == (expected | None if name in OF_PLATFORM else expected)
+    assert {field: default_of_field(field) for field in fields if name not in OF_PLATFORM} == {
+        field: value for field, value in fields.items() if name not in OF_PLATFORM
+    }
     taking = [strategy for strategy, group in GROUPS.items() if name in records(group)]
     assert taking
     for strategy in taking:

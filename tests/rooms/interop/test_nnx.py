@@ -99,7 +99,7 @@ def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
     told = {float(loss_fn(made, BATCH, rng=one)[0]) for one in keys}
     assert len(told) == 4
     assert float(loss_fn(made, BATCH)[0]) == 1.0
-    opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), loss_fn, separable=True)
+    opt = so.ddp(optax.sgd(0.0), mesh_of(data=2), loss_fn, view="unproved")
     state, seen = opt.init(params, key), []
     for _ in range(3):
         state, metrics = opt.step(state, BATCH)

@@ -168,7 +168,7 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
         "ddp",
         optax.sgd(0.01),
         model=with_statistics,
-        options={"frozen": ["^mean$"], "separable": True},
+        options={"frozen": ["^mean$"], "view": "unproved"},
     )
     opt = so.diloco(inner, sync_every=3, delay=delay)
     batches = new_batches(5)

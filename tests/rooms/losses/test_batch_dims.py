@@ -155,7 +155,7 @@ BLOCKS = so.BlockModel(
 @pytest.mark.parametrize(
     ("mesh", "view"),
     tiered(
-        [({"data": 2, "pipeline": 2}, "per_device"), ({"data": 4}, "global")],
+        [({"data": 2, "pipeline": 2}, "unproved"), ({"data": 4}, "global")],
         lambda row: "pipeline" in row[0],
     ),
 )
@@ -165,13 +165,13 @@ def test_blocks(mesh, view, mesh_of, x64):
         return found.total / found.weight
 
     start = params() | {"blocks": {"a": np.random.default_rng(3).normal(size=(2, 16, 16)) * 0.3}}
-    options = {"micro_batches": 2, "batch_dims": DIMS, "separable": True, "view": view}
+    options = {"micro_batches": 2, "batch_dims": DIMS, "view": view}
     opt = so.hybrid(TX, mesh_of(**mesh), BLOCKS, min_shard_elements=8, **options)
     trains_as_one_device(opt, loss, start, batches(2))
 
 
 @pytest.mark.slow  # test_equals_one_device
-@pytest.mark.parametrize("view", tiered(["per_device", "global"], lambda view: view == "global"))
+@pytest.mark.parametrize("view", tiered(["unproved", "global"], lambda view: view == "global"))
 def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
     """DiLoCo with H=1, inner SGD lr a, outer SGD lr 1: ddp with SGD lr a.
 
@@ -183,7 +183,6 @@ def test_replicas_that_train_apart_share_the_table(view, mesh_of, x64):
     )
     options = {
         "batch_dims": DIMS,
-        "separable": True,
         "min_shard_elements": 8,
         "view": view,
         "micro_batches": 2,
@@ -457,7 +456,7 @@ def local_sgd(*args, **options):
     ids=["disagree", "replicas", "no rows", "missing", "positions", "uneven"],
 )
 def test_batches_are_refused_before_anything_compiles(strategy, mesh, options, message, mesh_of):
-    opt = strategy(TX, mesh_of(**mesh), weighted, separable=True, **options)
+    opt = strategy(TX, mesh_of(**mesh), weighted, **{"view": "unproved"} | options)
     state = opt.init(params())
     with compilations() as compiled, pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         opt.step(state, batches()[0])

@@ -149,9 +149,7 @@ def test_evaluation_weighs_batches_that_are_cut_as_those_that_run_whole(mesh_of,
     def loss(params, batch):
         return so.Weighted(of_rows(params, batch).sum(), jnp.sum(jnp.ones_like(batch["x"][:, 0])))
 
-    opt = so.ddp(
-        optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2, separable=True
-    )
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2)
     batches = [*case.batches(1), *case.batches(1, rows=5)]
     found = so.training.evaluation(opt, batches)(opt.init(case.params))["val_loss"]
     np.testing.assert_allclose(
@@ -427,7 +425,7 @@ def test_refusals(mesh_of):
     loss_fn, tx = LOSSES["clip"].loss_fn, optax.sgd(0.1)
     fix = (
         "Fix: use view='auto' (chosen by a proof), 'per_device' (each device runs the loss on its"
-        " rows) or 'global' (one loss of the whole batch)."
+        " rows), 'unproved' (the same without a proof) or 'global' (one loss of the whole batch)."
     )
     assert (
         refused(lambda: so.ddp(tx, mesh_of(data=8), loss_fn, view="whole"))

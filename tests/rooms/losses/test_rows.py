@@ -347,18 +347,6 @@ def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
     )
     with pytest.raises(ValueError, match=exactly(message)):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
-    opt = so.ddp(
-        optax.sgd(0.1), mesh_of(data=2), loss_fn, micro_batches=2, view="global", separable=True
-    )
-    message = (
-        f"{name}: with separable=True and micro_batches=2 the loss sees one micro-batch at a time,"
-        " never the rows of the whole batch.\nFix: use micro_batches=1, or leave out"
-        " separable=True."
-    )
-    state = opt.init(np.float32(1))
-    for run in (opt.step, opt.evaluate):
-        with pytest.raises(ValueError, match=exactly(message)):
-            run(state, np.ones(4, np.float32))
     blocks = so.BlockModel(
         lambda outer, x: x[:, None],
         lambda one, x: x * one[None],
@@ -403,7 +391,7 @@ def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
         optax.sgd(0.1),
         mesh_of(data=2),
         lambda params, x: params * so.batch_mean(x) ** 2,
-        separable=True,
+        view="unproved",
     )
     with pytest.raises(
         ValueError,

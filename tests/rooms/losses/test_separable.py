@@ -62,10 +62,10 @@ def test_loss_that_mixes_rows_is_refused(name, cut, no_compile):
     ) as caught:
         opt.step.lower(state, abstract(batch))
     assert re.search(r"tests/support/losses.py:\d+ \(", caught.value.operation)
-    assert "separable=True" in str(caught.value)
+    assert "view='unproved'" in str(caught.value)
     with pytest.raises(so.errors.NotSeparableError):
         opt.evaluate.lower(state, abstract(batch))
-    trusted = so.ddp(optax.sgd(0.1), mesh, loss.loss_fn, separable=True, **sizes)
+    trusted = so.ddp(optax.sgd(0.1), mesh, loss.loss_fn, view="unproved", **sizes)
     trusted.evaluate.lower(state, abstract(batch))
 
 
@@ -246,7 +246,7 @@ def test_derivative_rules_of_what_all_rows_share():
 FIX = (
     'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or'
     " so.batch_sum for what a row needs of the whole batch, and so.Weighted for a normaliser that"
-    " depends on the rows; or separable=True if you know better."
+    " depends on the rows; or view='unproved' if you know better."
 )
 
 
@@ -412,7 +412,7 @@ def trusting(**options):
 
 
 def test_check_prints_what_differs_and_raises(capsys):
-    opt, state, batch = trusting(separable=True)
+    opt, state, batch = trusting(view="unproved")
     with pytest.raises(
         so.errors.NotSeparableError, match="fsdp: the step is not that of one device on this batch"
     ) as caught:

@@ -189,7 +189,7 @@ def refused(kind, message):
 )
 def test_other_uses_of_a_table_are_refused(take, mesh_of):
     model = MODEL._replace(embed=lambda o, b: take(o["table"], b["ids"]))
-    opt = fsdp(mesh_of(data=2), model, separable=True)
+    opt = fsdp(mesh_of(data=2), model, view="unproved")
     message = (
         "embedding: a table that BlockModel.tables names was used as an array, and it is sharded by"
         " columns.\nFix: read it by so.nn.embedding alone, in embed; or take its name out of"

@@ -120,7 +120,7 @@ def test_every_pass_runs_as_often_as_the_table_lists_it(name, remat, mesh_of):
         micro_batches=micro_batches,
         placement="ddp",
         remat=remat,
-        separable=True,  # it counts passes, by a number that no trace can tell
+        view="unproved",  # it counts passes, by a number that no trace can tell
     )
     state, _ = opt.step(opt.init(params), np.ones((8, 3), np.float32))
     jax.block_until_ready(state)
@@ -159,7 +159,7 @@ def test_evaluation_runs_forwards_alone(mesh_of):
         model,
         micro_batches=6,
         placement="ddp",
-        separable=True,
+        view="unproved",
     )
     opt.evaluate(opt.init(params), np.ones((6, 3), np.float32))["loss"].block_until_ready()
     assert dict(seen) == {("forward", s): 6 * 2 for s in range(4)}

@@ -169,4 +169,4 @@ def test_a_gradient_inside_of_a_block_is_refused():
         TypeError,
         match=r"^quantized_einsum: the gradient of a product in 8 bits was differentiated",
     ):
-        trained(force, {"w": Rounding("int8")}, separable=True)
+        trained(force, {"w": Rounding("int8")}, view="unproved")

@@ -53,7 +53,7 @@ OF_ALL_ROWS = {
 @pytest.mark.parametrize("row", tiered(OF_ALL_ROWS, lambda row: row in list(OF_ALL_ROWS)[::3]))
 def test_slices_of_all_rows_are_refused(row, mesh_of):
     loss_fn, mesh = OF_ALL_ROWS[row], mesh_of(data=2)
-    opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="per_device", separable=True)
+    opt = so.ddp(optax.sgd(1.0), mesh, loss_fn, view="unproved")
     loss = opt.evaluate(opt.init(PARAMS), BATCH)["loss"]
     # or the row shows nothing
     assert abs(loss - jax.jit(loss_fn)(PARAMS, BATCH)) > 1e-4 * abs(loss)

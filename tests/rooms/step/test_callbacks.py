@@ -66,7 +66,7 @@ ROWS = {
 def test_callbacks_run_in_a_loss(row, mesh_of):
     make, sizes, loss_fn, options = ROWS[row]
     opt = make(
-        optax.sgd(0.1), mesh_of(**sizes), loss_fn, separable=True, **options
+        optax.sgd(0.1), mesh_of(**sizes), loss_fn, view="unproved", **options
     )  # or they run to find that out, too
     state = opt.init(PARAMS)
     SEEN.clear()

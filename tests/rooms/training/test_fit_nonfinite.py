@@ -95,7 +95,7 @@ def exploding(tx, mesh, at):
     batches = [{"x": np.ones(4, np.float32), "bad": np.ones(4, np.float32)} for _ in range(20)]
     batches[at]["bad"][:] = np.inf
     # one row decides for all, so the gradient is no mean
-    opt = so.ddp(tx, mesh, loss_fn, separable=True)
+    opt = so.ddp(tx, mesh, loss_fn, view="unproved")
     return opt, batches
 
 

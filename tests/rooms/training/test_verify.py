@@ -33,7 +33,7 @@ def loss_fn(params, batch):
 @pytest.fixture(scope="module")
 def opt():
     mesh = so.make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES])
-    return so.ddp(optax.sgd(0.01), mesh, loss_fn, separable=True)
+    return so.ddp(optax.sgd(0.01), mesh, loss_fn, view="unproved")
 
 
 @pytest.fixture
@@ -207,7 +207,7 @@ SPLIT = {
         LAYERED,
         schedule=so.schedules.one_f_one_b,
         micro_batches=2,
-        separable=True,
+        view="unproved",
     ),
     "tensor": lambda mesh: so.fsdp(
         optax.sgd(0.1),
@@ -215,7 +215,7 @@ SPLIT = {
         LAYERED,
         rules=[("w$", P(None, "tensor"))],
         min_shard_elements=1,
-        separable=True,
+        view="unproved",
     ),
 }
 
@@ -269,7 +269,7 @@ def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run
 
 @pytest.mark.parametrize(
     ("options", "together"),
-    [({"view": "global"}, ("data",)), ({"separable": True}, ())],
+    [({"view": "global"}, ("data",)), ({"view": "unproved"}, ())],
     ids=["global", "per_device"],
 )
 def test_in_the_global_view_all_devices_contribute_to_a_gradient(mesh_of, options, together):
