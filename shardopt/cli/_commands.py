@@ -5,24 +5,17 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Union, cast
 
 import tyro
 
 from shardopt.checkpoint._run_folder import committed
-from shardopt.cli._communication import with_meaning
-from shardopt.cli._options import (
-    Options,
-    Pipeline,
-    RunOptions,
-    TrainOptions,
-    TuneOptions,
-    errors_named,
-)
+from shardopt.cli._conditions import saved_defaults
+from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions, brief
 from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once
@@ -41,9 +34,9 @@ class LaunchOptions:
 
     processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
     """How many processes; train divides its simulated devices among them. 1:4 starts with four, and
-    continues with \
-all that are left when some are killed. 1,2,4 continues with the largest of these numbers that is
-possible."""
+    continues with all that are left when some are killed. 1,2,4 continues with the largest of these
+    numbers that is possible.
+    """
 
     max_restarts: int = 0
     """How often the job is started again after a failure; train continues from its last checkpoint.
@@ -51,27 +44,27 @@ possible."""
 
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Smallest number of processes for a restart: killed processes are left out. train leaves out
-    more if the \
-others could not share its devices evenly. By default every restart has all processes. --processes
-1:4 is \\ --processes 4 --min-processes 1."""
+    more if the others could not share its devices evenly. By default every restart has all
+    processes. --processes 1:4 is --processes 4 --min-processes 1.
+    """
 
     discovery_script: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
     """A shell command that prints how many processes can run now. While fewer train than at the
-    start, it is called \
-every few seconds. When more can run, all get SIGTERM, write a checkpoint and start again with
-more."""
+    start, it is called every few seconds. When more can run, all get SIGTERM, write a checkpoint
+    and start again with more.
+    """
 
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """Seconds without progress of a live process that count as a hang. Then the stacks of all are
-    saved, the \
-process that delays the others is named, and the job ends or starts again. An action that happens
-for the first time \\ may compile, so it may take ten times as long. By default hangs are not
-detected."""
+    saved, the process that delays the others is named, and the job ends or starts again. An action
+    that happens for the first time may compile, so it may take ten times as long. By default hangs
+    are not detected.
+    """
 
     spares: int = 0
     """How many spare processes wait for the next start, with jax imported, so that a restart does
-    not wait for \
-imports. Each needs the memory of an interpreter with jax."""
+    not wait for imports. Each needs the memory of an interpreter with jax.
+    """
 
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Folder for the log of each process. By default logs in the run's folder for train, else
@@ -111,8 +104,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
+    name, run_command = _COMMANDS[type(options)]
     try:
-        return _COMMANDS[type(options)][1](options, words, command) or 0
+        with calling(name):
+            return run_command(options, words, command) or 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
@@ -133,43 +128,36 @@ def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
     """Return the options of the command in the words.
 
-    `defaults` replaces the default options of their command.
+    `defaults` replaces the default options of their command. `--help` leaves out what is `More`.
     """
-    app = tyro.extras.SubcommandApp()
+    wants_help, wants_all = not {"-h", "--help"}.isdisjoint(words), "--help-all" in words
+    if wants_help or wants_all:
+        words = [*words[:1], "--help"]
+    commands = []
     for options_type, (name, _) in _COMMANDS.items():
-        default = defaults if options_type is type(defaults) else options_type()
-        app.command(name=name)(_returns_options(options_type, default))
-    style = (tyro.conf.HelptextFromCommentsOff,)
-    return app.cli(
-        prog="shardopt", description="Train models sharded over devices.", args=words, config=style
+        command_type = brief(options_type) if wants_help and not wants_all else options_type
+        default = defaults if options_type is type(defaults) else command_type()
+        command = tyro.conf.subcommand(name, default=default, prefix_name=False)
+        commands.append(Annotated[command_type, command])
+    return tyro.cli(
+        cast(Any, Union[tuple(commands)]),  # noqa: UP007
+        prog="shardopt",
+        description="Train models sharded over devices.",
+        args=words,
+        config=(tyro.conf.HelptextFromCommentsOff, tyro.conf.OmitArgPrefixes),
     )
 
 
-def _returns_options(options_type: type, default: object) -> Callable[..., Any]:
-    """Return a function with the options of one command as its parameter.
-
-    Tyro reads its signature.
-    """
-
-    def command(options=default):
-        return options
-
-    command.__annotations__ = {"options": Annotated[options_type, tyro.conf.arg(name="")]}
-    command.__doc__ = options_type.__doc__
-    return command
-
-
-def _train(words: Sequence[str], options: TrainOptions) -> None:
+def _train(options: TrainOptions, words: Sequence[str], _: object) -> None:
     from shardopt.cli._train import train  # imported late, so that --help is fast
 
     train(_resumed(words, options))
 
 
-def _tune(words: Sequence[str], options: TuneOptions) -> None:
+def _tune(options: TuneOptions, words: Sequence[str], _: object) -> None:
     from shardopt.cli._tune import tune  # imported late, so that --help is fast
 
-    with errors_named("tune"):
-        tune(_resumed(words, options))
+    tune(_resumed(words, options))
 
 
 def _resumed(words: Sequence[str], options: Options) -> Options:
@@ -187,27 +175,12 @@ def _resumed(words: Sequence[str], options: Options) -> Options:
     return parse(words, saved_defaults(saved_options, current=parse(words, saved_options)))
 
 
-def saved_defaults(saved: Options, current: Options) -> Options:
-    """Return the saved options, without options that have no meaning under the current strategy or
-    schedule.
-    """
-    if isinstance(saved, TrainOptions) and isinstance(current, TrainOptions):
-        saved = dataclasses.replace(saved, communication=with_meaning(saved.communication, current))
-    if not current.is_hybrid:
-        return dataclasses.replace(saved, pipeline=Pipeline())
-    if current.pipeline.schedule != saved.pipeline.schedule:
-        return dataclasses.replace(saved, pipeline=dataclasses.replace(saved.pipeline, chunks=None))
-    return saved
-
-
 def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     """Run the command after -- as several processes, and return its exit code."""
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
         raise ValueError(
-            format_error(
-                "launch", "there is no command to launch.", fix=f"say it after --: {example}"
-            )
+            error_text("there is no command to launch.", fix=f"say it after --: {example}")
         )
     run_options: RunOptions | None = parse(command) if command[0] in ("train", "tune") else None
     folder = run_options.run.run_dir if run_options else None
@@ -234,13 +207,13 @@ def keep(options: VaultOptions) -> None:
             f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
         )
         fix = f"export {TOKEN}=$(openssl rand -hex 16), here and for the job."
-        raise ValueError(format_error("vault", problem, fix=fix))
+        raise ValueError(error_text(problem, fix=fix))
     keep_snapshots(options.port, os.environ[TOKEN])
 
 
 _COMMANDS: dict[type, tuple[str, Callable[[Any, Sequence[str], Sequence[str]], int | None]]] = {
-    TrainOptions: ("train", lambda options, words, _: _train(words, options)),
-    TuneOptions: ("tune", lambda options, words, _: _tune(words, options)),
+    TrainOptions: ("train", _train),
+    TuneOptions: ("tune", _tune),
     LaunchOptions: ("launch", lambda options, _, command: launch(options, command)),
     VaultOptions: ("vault", lambda options, *_: keep(options)),
     PlanOptions: ("plan", lambda options, *_: plan(options)),
@@ -267,12 +240,12 @@ def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int
         counts = []
     if not counts or (":" in text and (len(counts) > 2 or counts[0] > counts[-1])):
         fix = "write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these."
-        raise ValueError(format_error("launch", f"--processes {text} cannot be read.", fix=fix))
+        raise ValueError(error_text(f"--processes {text} cannot be read.", fix=fix))
     if min_processes is not None and len(counts) > 1:
         problem = (
             f"--processes {text} and --min-processes {min_processes} both say how few are enough."
         )
-        raise ValueError(format_error("launch", problem, fix="leave --min-processes out."))
+        raise ValueError(error_text(problem, fix="leave --min-processes out."))
     if ":" in text or min_processes is not None:
         return range(min(counts[0], min_processes or counts[0]), counts[-1] + 1)
     return counts

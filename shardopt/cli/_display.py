@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shardopt as so
-from shardopt.cli._communication import Traffic, describe, size, traffic_text
+from shardopt.cli._communication import SentBytes, describe, size, traffic_text
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS, SCHEDULE
 from shardopt.core._errors import plural
@@ -220,7 +220,7 @@ def show_result(
     result: so.training.FitResult,
     prompt: str,
     text: str,
-    traffic: Traffic | None,
+    traffic: SentBytes | None,
 ) -> None:
     """Show the validation loss, the bytes sent, a sample of text, and the files of the run."""
     show_loss(screen, result, "byte")

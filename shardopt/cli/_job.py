@@ -25,7 +25,7 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.pipeline import Schedule
 
 
-class Job(NamedTuple):
+class RunInFolder(NamedTuple):
     """A run before its first step.
 
     Attributes:

@@ -11,15 +11,17 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.cli._failures import parse_failures
-from shardopt.cli._options import ScheduleName, choices, errors_named, find_optimizer
-from shardopt.cli._strategy import check_chunks, named_strategy, parse_mesh, schedule_builder
+from shardopt.cli._optimizer import find_optimizer
+from shardopt.cli._options import OptionalCount, OptionalPath, ScheduleName
+from shardopt.cli._strategy import check_chunks, named_strategy, parse_mesh
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.hlo import Audit, inner_product_flops
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning import Plans, find_model, parse_topology
-from shardopt.planning._layout import Layout
+from shardopt.planning._compiled_time import StepSeconds
+from shardopt.planning._layout import Layout, named_builder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +45,10 @@ class PlanOptions:
     slices: int = 1
     """Pods that the chips are spread over, joined by the data-centre network."""
 
-    batch_size: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    batch_size: OptionalCount = None
     """Sequences in a step, over all chips. By default two per chip."""
 
-    length: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    length: OptionalCount = None
     """Tokens of a sequence. By default the length that the model was trained with."""
 
     optimizer: str = "adamw"
@@ -62,7 +64,7 @@ class PlanOptions:
     json: bool = False
     """Print JSON instead of a table."""
 
-    png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    png: OptionalPath = None
     """File for a drawing of the memory and traffic of the listed layouts."""
 
 
@@ -75,16 +77,14 @@ def plan(options: PlanOptions) -> None:
         check_count("--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
     failures = None if options.failures is None else parse_failures(options.failures)
-    with errors_named("plan"):
-        factory, arguments = find_optimizer(options.optimizer)
-        tx = factory(1e-3, **arguments)
+    factory, arguments = find_optimizer(options.optimizer)
     plans = so.plan(
         shape,
         hardware=options.hardware,
         chips=options.chips,
         slices=options.slices,
         batch_size=2 * options.chips if options.batch_size is None else options.batch_size,
-        tx=tx,
+        tx=factory(1e-3, **arguments),
         failures=failures,
     )
     if options.png is not None:
@@ -103,33 +103,33 @@ def as_text(plans: Plans, top: int) -> str:
     layout = best.layout
     arguments = [f'placement="{layout.placement}"', f"micro_batches={layout.micro_batches}"]
     if layout.schedule is not None:
-        arguments.append(f"schedule={_builder_text(layout)}")
-    arguments += [f"remat={layout.remat!r}".replace("'", '"')] if layout.remat else []
-    arguments += [] if layout.regather else ["regather=False"]
-    arguments += ["rules=rules"] if layout.tensor > 1 else []
-    arguments += ["gather_dtype=jnp.bfloat16"] if layout.placement == "fsdp" else []
-    lines = [plans.table(top), "", "the first of them:", f"  mesh = so.make_mesh({sizes})"]
-    return "\n".join([*lines, f"  opt = so.hybrid(tx, mesh, model, {', '.join(arguments)})"])
+        arguments.append(f"schedule={_builder_text(layout, layout.schedule)}")
+    if layout.remat:
+        arguments.append(f"remat={layout.remat!r}".replace("'", '"'))
+    if not layout.regather:
+        arguments.append("regather=False")
+    if layout.tensor > 1:
+        arguments.append("rules=rules")
+    if layout.placement == "fsdp":
+        arguments.append("gather_dtype=jnp.bfloat16")
+    return (
+        f"{plans.table(top)}\n\nthe first of them:\n  mesh = so.make_mesh({sizes})\n"
+        f"  opt = so.hybrid(tx, mesh, model, {', '.join(arguments)})"
+    )
 
 
-def _builder_text(layout: Layout) -> str:
+def _builder_text(layout: Layout, name: str) -> str:
     """Return the code that makes `layout.builder()`."""
-    text = f"so.schedules.{layout.schedule}"
+    text, kind = f"so.schedules.{name}", KINDS[name]
     arguments: dict[str, object] = {}
     if layout.searched is not None:
         arguments = layout.searched._asdict()
-    elif layout.schedule and layout.chunks > 1 and KINDS[layout.schedule].takes_chunks:
+    elif layout.chunks > 1 and kind.takes_chunks:
         arguments = {"num_chunks": layout.chunks}
     if arguments:
-        text = (
-            f"functools.partial({text},"
-            f" {', '.join(f'{name}={value}' for name, value in arguments.items())})"
-        )
-    return (
-        text
-        if layout.schedule and KINDS[layout.schedule].in_lockstep
-        else f"so.schedules.send_ahead({text})"
-    )
+        arguments_text = ", ".join(f"{key}={value}" for key, value in arguments.items())
+        text = f"functools.partial({text}, {arguments_text})"
+    return text if kind.in_lockstep else f"so.schedules.send_ahead({text})"
 
 
 def as_json(plans: Plans, top: int) -> str:
@@ -210,10 +210,11 @@ class AuditOptions:
     json: bool = False
     """Print JSON instead of a table."""
 
-    png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    png: OptionalPath = None
     """File for a drawing of the timeline of a step."""
 
 
+@calling("audit")
 def audit(options: AuditOptions) -> None:
     """Print the audit.
 
@@ -224,45 +225,52 @@ def audit(options: AuditOptions) -> None:
       ModuleNotFoundError: if libtpu is needed and not installed.
     """
     if (options.program is None) == (options.topology is None):
-        problem = (
-            "there is nothing to audit."
-            if options.program is None
-            else "a file and --topology exclude each other."
-        )
+        problem = "a file and --topology exclude each other."
+        if options.program is None:
+            problem = "there is nothing to audit."
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
-        raise ValueError(format_error("audit", problem, fix=fix))
-    if options.program is not None:
-        if options.prove:
-            problem = "--prove needs to know where results live, which a file does not tell."
-            fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
-            raise ValueError(format_error("audit", problem, fix=fix))
-        text, mesh_shape = options.program.read_text(), mesh_sizes(options.mesh) or None
-        file_audit = so.audit(text, mesh=mesh_shape)
-        if options.png is not None and options.hardware is None:
-            fix = "give --hardware, such as v5p."
-            raise ValueError(format_error("audit", "--png needs to know the chip.", fix=fix))
-        step = (
-            so.planning.step_seconds(text, mesh=mesh_shape, hardware=options.hardware)
-            if options.hardware
-            else None
-        )
-        json_report = to_json(file_audit) | {"flops": inner_product_flops(text)}
-        json_report |= {} if step is None else {"step_seconds": step.to_json()}
-        lines = [str(file_audit), *([] if step is None else ["", str(step)])]
+        raise ValueError(error_text(problem, fix=fix))
+    if options.program is None:
+        report, step, lines = _audit_model(options)
     else:
-        report = compile_model(options)
-        step = report.step_seconds
-        json_report = report.to_json() | {"audit": to_json(report.audit)}
-        lines = [str(report), "", str(report.audit)]
-        if options.prove:
-            proof = report.proof
-            problem = proof.problem and proof.problem._asdict()
-            unknown = [instruction._asdict() for instruction in proof.unknown]
-            json_report |= {"proof": proof._asdict() | {"problem": problem, "unknown": unknown}}
-            lines += ["", str(proof)]
+        report, step, lines = _audit_file(options, options.program)
     if options.png is not None and step is not None:
         so.planning.plot_timeline(step, path=options.png)
-    print(json.dumps(json_report, indent=2) if options.json else "\n".join(lines))
+    print(json.dumps(report, indent=2) if options.json else "\n".join(lines))
+
+
+_Audited = tuple[dict[str, object], StepSeconds | None, list[str]]
+"""A report as JSON values, the time of a step if it is known, and the report as text."""
+
+
+def _audit_file(options: AuditOptions, program: Path) -> _Audited:
+    if options.prove:
+        problem = "--prove needs to know where results live, which a file does not tell."
+        fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
+        raise ValueError(error_text(problem, fix=fix))
+    text, mesh = program.read_text(), mesh_sizes(options.mesh) or None
+    file_audit = so.audit(text, mesh=mesh)
+    report = to_json(file_audit) | {"flops": inner_product_flops(text)}
+    if options.hardware is None:
+        if options.png is not None:
+            fix = "give --hardware, such as v5p."
+            raise ValueError(error_text("--png needs to know the chip.", fix=fix))
+        return report, None, [str(file_audit)]
+    step = so.planning.step_seconds(text, mesh=mesh, hardware=options.hardware)
+    return report | {"step_seconds": step.to_json()}, step, [str(file_audit), "", str(step)]
+
+
+def _audit_model(options: AuditOptions) -> _Audited:
+    compiled = compile_model(options)
+    report = compiled.to_json() | {"audit": to_json(compiled.audit)}
+    lines = [str(compiled), "", str(compiled.audit)]
+    if options.prove:
+        proof = compiled.proof
+        problem = proof.problem and proof.problem._asdict()
+        unknown = [instruction._asdict() for instruction in proof.unknown]
+        report["proof"] = proof._asdict() | {"problem": problem, "unknown": unknown}
+        lines += ["", str(proof)]
+    return report, compiled.step_seconds, lines
 
 
 def to_json(program_audit: Audit) -> dict[str, object]:
@@ -301,9 +309,8 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     def make(mesh: Mesh) -> so.ShardedOptimizer:
         block_model, tx = model(shape, remat="full"), optax.adamw(1e-3)
         rules = RULES if mesh.shape["tensor"] > 1 else ()
-        return named_strategy(
-            options.strategy, tx, mesh, block_model, rules=rules, gather_dtype=jnp.bfloat16
-        )
+        arguments = {"rules": rules, "gather_dtype": jnp.bfloat16}
+        return named_strategy(options.strategy, tx, mesh, block_model, arguments)
 
     context = sizes.get("context", 1)
     rows = options.rows * chips // (sizes["tensor"] * context)
@@ -320,17 +327,14 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
 
 def mesh_sizes(text: str | None) -> dict[str, int]:
     """Return the axis sizes in a text such as "data=4,tensor=2"; {} for None."""
-    with errors_named("audit"):
-        return {} if text is None else parse_mesh(text)
+    return {} if text is None else parse_mesh(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleOptions:
     """Show the work of each pipeline stage over time: ticks, idle time, activations in memory."""
 
-    kind: Annotated[ScheduleName, tyro.conf.arg(metavar=choices(ScheduleName))] = (
-        "eager_one_f_one_b"
-    )
+    kind: ScheduleName = "eager_one_f_one_b"
     """Name of the schedule in so.schedules."""
 
     stages: int = 4
@@ -339,14 +343,14 @@ class ScheduleOptions:
     micro_batches: int = 8
     """Parts of a batch that pass through the stages one after another."""
 
-    chunks: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    chunks: OptionalCount = None
     """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2),
     zero_bubble and zero_bubble_lockstep (1)."""
 
     json: bool = False
     """Print JSON instead of text."""
 
-    png: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    png: OptionalPath = None
     """File for a drawing of the schedule."""
 
 
@@ -354,7 +358,7 @@ class ScheduleOptions:
 def schedule(options: ScheduleOptions) -> None:
     """Print the schedule."""
     check_chunks("--kind", options.kind, options.chunks)
-    table = schedule_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
+    table = named_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
     if options.png is not None:
         table.plot(options.png)
     print(json.dumps(numbers(table), indent=2) if options.json else str(table))

@@ -18,8 +18,8 @@ from shardopt.checkpoint._run_folder import committed, step_folder
 from shardopt.checkpoint._store import Leaf, describe, dtype_of
 from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli._options import (
+    FolderOptions,
     Options,
-    Run,
     RunOptions,
     TrainOptions,
     TuneOptions,
@@ -27,7 +27,7 @@ from shardopt.cli._options import (
     to_json,
 )
 from shardopt.config._compression import CompressedOptState
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, TrainState, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
@@ -46,7 +46,7 @@ def check_run_folder(options: RunOptions) -> None:
         if steps := committed(folder / CHECKPOINTS):
             problem = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
-            raise ValueError(format_error("train", problem, fix=fix))
+            raise ValueError(error_text(problem, fix=fix))
         return
     saved_model, current_model = read_options(folder, type(options)).model, options.model
     changes = [
@@ -58,11 +58,11 @@ def check_run_folder(options: RunOptions) -> None:
     if changes:
         problem = f"the run in {str(folder)!r} trains another model."
         raise ValueError(
-            format_error("train", problem, changes, "leave these out, or choose another --run-dir.")
+            error_text(problem, changes, "leave these out, or choose another --run-dir.")
         )
 
 
-def checkpoint_settings(run: Run) -> dict[str, Any]:
+def checkpoint_settings(run: FolderOptions) -> dict[str, Any]:
     """Return the arguments of `so.Checkpoints` for a run: the last two and the best are kept."""
     settings = {
         "directory": run.run_dir / CHECKPOINTS,
@@ -129,22 +129,18 @@ def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
-        raise ValueError(
-            format_error("train", f"there is no run in {str(folder)!r} to go on with.", fix=fix)
-        )
+        raise ValueError(error_text(f"there is no run in {str(folder)!r} to go on with.", fix=fix))
     try:
         config = json.loads(path.read_text())
         from_json(config, options_type)
     except (ValueError, AttributeError, TypeError) as error:
         problem = f"{str(path)!r} is damaged: {error}."
         fix = "bring it back, or start again in another --run-dir."
-        raise ValueError(format_error("train", problem, fix=fix)) from error
+        raise ValueError(error_text(problem, fix=fix)) from error
     if ("epochs" in config.get("training", {})) != (options_type is TuneOptions):
         problem = f"the run in {str(folder)!r} is one of another command."
         raise ValueError(
-            format_error(
-                "train", problem, fix="go on with that command, or choose another --run-dir."
-            )
+            error_text(problem, fix="go on with that command, or choose another --run-dir.")
         )
     return config
 

@@ -12,12 +12,13 @@ from rich.console import Console
 import shardopt as so
 from shardopt import data
 from shardopt.cli import _display as display
-from shardopt.cli._communication import Traffic, as_sent, measure
-from shardopt.cli._job import Job
+from shardopt.cli._communication import SentBytes, as_sent, measure
+from shardopt.cli._job import RunInFolder
 from shardopt.cli._models import TrainedModel, model_of
-from shardopt.cli._options import TrainOptions, make_optimizer
+from shardopt.cli._optimizer import make_optimizer
+from shardopt.cli._options import TrainOptions
 from shardopt.cli._run_folder import ConvertingCheckpoints, check_run_folder, checkpoint_settings
-from shardopt.cli._strategy import check_strategy, fitted, make_base, make_strategy, mesh_of
+from shardopt.cli._strategy import check_options, fitted, make_base, make_strategy, mesh_of
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
@@ -72,7 +73,7 @@ class _Setup(NamedTuple):
 
     def traffic(
         self, opt: so.ShardedOptimizer, result: so.training.FitResult, batch: PyTree
-    ) -> Traffic | None:
+    ) -> SentBytes | None:
         """Return the bytes that a step at the end of the run sends; None if no step was made."""
         if not result.history:
             return None
@@ -98,7 +99,7 @@ def train(options: TrainOptions) -> None:
     display.show_run(screen, options, opt, model.size, setup.windows, setup.held_out)
     display.show_placement(screen, options, opt)
     batches, held_out_batches = setup.batches()
-    job = Job(options, opt, screen, setup.num_bytes, training.steps)
+    job = RunInFolder(options, opt, screen, setup.num_bytes, training.steps)
     result = job.run(lambda: initial_state, batches, held_out_batches, setup.checkpoints())
     if result is None:
         return
@@ -117,7 +118,7 @@ def _set_up(options: TrainOptions) -> _Setup:
     for module in ("grain", "matplotlib"):
         require(module, extra="cli")
     check_run_folder(options)
-    check_strategy(options)
+    check_options(options)
     devices, replicas = start_devices(options.where.devices), options.communication.replicas
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid, replicas=replicas)
     options = fitted(options, mesh)

@@ -15,11 +15,11 @@ from shardopt import data
 from shardopt.adapters import Lora, lora
 from shardopt.adapters._peft import linear_weights, modules_of
 from shardopt.cli import _display as display
-from shardopt.cli._job import Job
-from shardopt.cli._options import TuneOptions, changed_flags, make_optimizer
+from shardopt.cli._job import RunInFolder
+from shardopt.cli._optimizer import make_optimizer
+from shardopt.cli._options import TuneOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
-from shardopt.cli._strategy import check_layout, make_base, mesh_of
-from shardopt.core._arguments import check_number
+from shardopt.cli._strategy import check_options, make_base, mesh_of
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
@@ -148,7 +148,7 @@ def tune(options: TuneOptions) -> None:
     _show(screen, options, opt, tuned, rows, learning_rate, steps)
     hash_only = tuned.adapters.frozen if tuned.adapters else ()
     checkpoints = so.Checkpoints(**checkpoint_settings(run), hash_only=hash_only)
-    job = Job(options, opt, screen, num_bytes, steps)
+    job = RunInFolder(options, opt, screen, num_bytes, steps)
     batches = rows.batches(options.model.length, training.batch_size, training.seed)
 
     def start():
@@ -174,38 +174,16 @@ def _check(options: TuneOptions) -> None:
         require(module, extra="cli")
     for module in ("safetensors", "tokenizers", "jinja2"):
         require(module, extra="huggingface")
-    model, training = options.model, options.training
-    missing = [
-        f"--{name}"
-        for name, path in (("model", model.model), ("data", training.data))
-        if path is None
-    ]
+    paths = {"--model": options.model.model, "--data": options.training.data}
+    missing = [flag for flag, path in paths.items() if path is None]
     if missing:
         fix = "shardopt tune --model FOLDER --data chat.jsonl"
         raise ValueError(error_text(f"{' and '.join(missing)} must be given.", fix=fix))
-    if not Path(str(model.model)).is_dir():
-        raise FileNotFoundError(
-            error_text(f"--model {model.model} is no folder.", fix="download the model first.")
-        )
-    if model.lora_rank is None:
-        flags = changed_flags(model, ("lora_alpha", "lora_dropout", "lora_targets", "base"))
-        if flags := [text.partition(" ")[0] for text in flags]:
-            problem = f"{plural(len(flags), 'option')} for adapters, and --lora-rank is not given."
-            raise ValueError(
-                error_text(problem, flags, "add --lora-rank 16, or leave out what is listed.")
-            )
+    if not Path(str(options.model.model)).is_dir():
+        problem = f"--model {options.model.model} is no folder."
+        raise FileNotFoundError(error_text(problem, fix="download the model first."))
     check_run_folder(options)
-    check_layout(
-        options,
-        {"--length": model.length, "--lora-rank": model.lora_rank, "--steps": training.steps},
-    )
-    check_number("--epochs", training.epochs, positive=True)
-    if training.learning_rate is not None:
-        check_number("--learning-rate", training.learning_rate, positive=True)
-    if not 0 < training.validation < 1:
-        raise ValueError(
-            error_text(f"--validation must be between 0 and 1, got {training.validation}.")
-        )
+    check_options(options)
 
 
 def _open_model(options: TuneOptions) -> _Tuned:

@@ -16,7 +16,7 @@ from support.paths import ROOT
 from shardopt.cli._commands import LaunchOptions, parse, split_words
 from shardopt.cli._models import model_of
 from shardopt.cli._options import TrainOptions
-from shardopt.cli._strategy import check_strategy, fitted, make_strategy, mesh_of
+from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
 
 pytestmark = pytest.mark.fast
 
@@ -58,7 +58,7 @@ def test_a_command_is_one(line):
         options = parse(command, TrainOptions()) if command[0] == "train" else None
     # what a resumed one leaves out is in its folder
     if options is not None and not options.run.resume:
-        check_strategy(options)
+        check_options(options)
         replicas = options.communication.replicas
         pipelined = options.where.strategy == "hybrid"
         mesh = mesh_of(options.where.mesh, jax.devices(), pipelined=pipelined, replicas=replicas)

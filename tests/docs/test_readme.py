@@ -13,7 +13,7 @@ import pytest
 from support.paths import ROOT
 
 import shardopt as so
-from shardopt.cli._options import optimizers
+from shardopt.cli._optimizer import optimizers
 from shardopt.cli._strategy import parse_mesh
 
 README = (ROOT / "README.md").read_text()

@@ -18,6 +18,7 @@ import pytest
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
 from shardopt.cli._commands import child_command, parse_processes, split_words
+from shardopt.core._errors import calling
 from shardopt.runtime import _devices
 
 
@@ -275,7 +276,7 @@ def test_how_many_processes_there_may_be(words, message):
         assert list(parse_processes(*words)) == message
         return
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        parse_processes(*words)
+        calling("launch")(parse_processes)(*words)
 
 
 def test_the_words_of_train_are_read_before_anything_is_started(capsys, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import re
 import shutil
 
@@ -18,7 +19,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli._communication import (
-    Traffic,
+    SentBytes,
     as_sent,
     combined,
     describe,
@@ -26,11 +27,12 @@ from shardopt.cli._communication import (
     measure,
     outer_optimizer,
     traffic_text,
-    with_meaning,
 )
-from shardopt.cli._options import Communication, Devices, Pipeline, TrainOptions, make_optimizer
+from shardopt.cli._conditions import saved_defaults
+from shardopt.cli._optimizer import make_optimizer
+from shardopt.cli._options import CommunicationOptions, DeviceOptions, PipelineOptions, TrainOptions
 from shardopt.cli._run_folder import read_options
-from shardopt.cli._strategy import check_strategy, make_strategy, mesh_of
+from shardopt.cli._strategy import check_options, make_strategy, mesh_of
 from shardopt.models import gpt
 
 
@@ -154,15 +156,15 @@ def test_replicas_go_on_as_one_from_their_mean(finished, tmp_path, quiet):
 def test_a_reducer_is_the_one_asked_for_and_where_it_was_asked_for(asked, feedback, name, where):
     hybrid = where == "hybrid"
     options = TrainOptions(
-        where=Devices(
+        where=DeviceOptions(
             strategy="hybrid" if hybrid else "ddp", mesh="replica=2,data=4", micro_batches=1
         ),
-        pipeline=Pipeline(placement="zero1" if hybrid else None),
-        communication=Communication(
+        pipeline=PipelineOptions(placement="zero1" if hybrid else None),
+        communication=CommunicationOptions(
             sync_every=4 if where == "replicas" else None, reducer=asked, error_feedback=feedback
         ),
     )
-    check_strategy(options)
+    check_options(options)
     mesh = mesh_of(options.where.mesh, jax.devices())
     config = make_strategy(options, optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig())).config
     sent, other = config.wire.reducer, config.local_updates and config.local_updates.reducer
@@ -174,16 +176,16 @@ def test_a_reducer_is_the_one_asked_for_and_where_it_was_asked_for(asked, feedba
 
 
 def test_a_reducer_can_warm_up_inside_its_error_feedback():
-    asked = Communication(reducer="sign", reducer_warmup_steps=7)
+    asked = CommunicationOptions(reducer="sign", reducer_warmup_steps=7)
     reducer = make_reducer(asked)
     assert reducer is not None
     assert reducer.name == "error_feedback(warm_up(sign(block_size=1024), steps=7))"
     for sync_every, taken_over in ((None, 7), (4, 28)):
         options = TrainOptions(communication=dataclasses.replace(asked, sync_every=sync_every))
-        assert as_sent(options, taken_over).communication == Communication(
+        assert as_sent(options, taken_over).communication == CommunicationOptions(
             sync_every=sync_every, reducer="sign"
         )
-        assert as_sent(options, taken_over - 1).communication == Communication(
+        assert as_sent(options, taken_over - 1).communication == CommunicationOptions(
             sync_every=sync_every
         )
 
@@ -192,19 +194,19 @@ def test_a_reducer_can_warm_up_inside_its_error_feedback():
     ("asked", "strategy", "how", "line"),
     [
         (
-            Communication(sync_every=6, outer="average", warmup_sync_steps=2),
+            CommunicationOptions(sync_every=6, outer="average", warmup_sync_steps=2),
             "local_sgd",
             (6, 2, 1, 0, 0.0),
             "synchronized every 6 steps, by their average",
         ),
         (
-            Communication(sync_every=6, fragments=2, delay=1, mix=0.5),
+            CommunicationOptions(sync_every=6, fragments=2, delay=1, mix=0.5),
             "diloco",
             (6, 0, 2, 1, 0.5),
             "synchronized every 6 steps, by nesterov, rate 0.7, momentum 0.9",
         ),
         (
-            Communication(sync_every=1, outer="sgd", outer_momentum=0.5),
+            CommunicationOptions(sync_every=1, outer="sgd", outer_momentum=0.5),
             "diloco",
             (1, 0, 1, 0, 0.0),
             "synchronized every 1 step, by sgd, rate 1, momentum 0.5",
@@ -223,10 +225,18 @@ def test_replicas_synchronize_as_asked(asked, strategy, how, line):
 @pytest.mark.parametrize(
     ("asked", "rate", "momentum"),
     [
-        (Communication(sync_every=1), 0.7, 0.9),
-        (Communication(sync_every=1, outer="nesterov", outer_lr=0.5, outer_momentum=0.0), 0.5, 0.0),
-        (Communication(sync_every=1, outer="sgd"), 1.0, 0.0),
-        (Communication(sync_every=1, outer="sgd", outer_lr=0.1, outer_momentum=0.8), 0.1, 0.8),
+        (CommunicationOptions(sync_every=1), 0.7, 0.9),
+        (
+            CommunicationOptions(sync_every=1, outer="nesterov", outer_lr=0.5, outer_momentum=0.0),
+            0.5,
+            0.0,
+        ),
+        (CommunicationOptions(sync_every=1, outer="sgd"), 1.0, 0.0),
+        (
+            CommunicationOptions(sync_every=1, outer="sgd", outer_lr=0.1, outer_momentum=0.8),
+            0.1,
+            0.8,
+        ),
     ],
 )
 def test_the_outer_optimizer_is_the_one_asked_for(asked, rate, momentum):
@@ -255,15 +265,15 @@ def test_replicas_are_an_axis_of_the_mesh(sizes, replicas, found):
     assert tuple(shape.get(axis, 1) for axis in ("replica", "data", "tensor")) == found
 
 
-SAVED = Communication(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, None, "int8", False, 3)
+SAVED = CommunicationOptions(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, 0, "int8", False, 3)
 
 
 @pytest.mark.parametrize(
     ("strategy", "now", "kept"),
     [
         ("ddp", {}, SAVED),
-        ("ddp", {"sync_every": None}, Communication(2, 8)),
-        ("ddp", {"outer": "average"}, Communication(2, 8, "sgd")),
+        ("ddp", {"sync_every": None}, CommunicationOptions(2, 8)),
+        ("ddp", {"outer": "average"}, CommunicationOptions(2, 8, "sgd")),
         (
             "ddp",
             {"outer": "nesterov"},
@@ -272,15 +282,16 @@ SAVED = Communication(2, 8, "sgd", 0.5, 0.5, 2, 1, 0.5, None, "int8", False, 3)
         (
             "ddp",
             {"reducer": "sign"},
-            dataclasses.replace(SAVED, error_feedback=True, reducer_warmup_steps=None),
+            dataclasses.replace(SAVED, error_feedback=True, reducer_warmup_steps=0),
         ),
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_beside_what_is_asked_for(strategy, now, kept):
     options = TrainOptions(
-        where=Devices(strategy=strategy), communication=dataclasses.replace(SAVED, **now)
+        where=DeviceOptions(strategy=strategy), communication=dataclasses.replace(SAVED, **now)
     )
-    assert with_meaning(SAVED, options) == kept
+    saved = dataclasses.replace(options, communication=SAVED)
+    assert saved_defaults(saved, options).communication == kept
 
 
 @pytest.mark.parametrize(
@@ -296,17 +307,18 @@ def test_a_resumed_run_keeps_what_has_a_meaning_beside_what_is_asked_for(strateg
 def test_a_resumed_run_keeps_its_reducer_of_gradients_where_there_are_whole_ones(
     strategy, placement, keeps
 ):
-    saved = Communication(reducer="sign", error_feedback=False, reducer_warmup_steps=9)
+    saved = CommunicationOptions(reducer="sign", error_feedback=False, reducer_warmup_steps=9)
     options = TrainOptions(
-        where=Devices(strategy=strategy),
-        pipeline=Pipeline(placement=placement),
+        where=DeviceOptions(strategy=strategy),
+        pipeline=PipelineOptions(placement=placement),
         communication=saved,
     )
-    assert with_meaning(saved, options) == (saved if keeps else Communication())
+    expected = saved if keeps else CommunicationOptions()
+    assert saved_defaults(options, options).communication == expected
 
 
 def test_traffic_that_cannot_be_told_is_called_unknown():
-    text = traffic_text(Traffic(None, 2e6, ("data",), 1))
+    text = traffic_text(SentBytes(math.nan, 2e6, ("data",), 1))
     assert text.startswith(
         "sent by each device over data: unknown, as a loop of the program does not tell"
     )
@@ -374,7 +386,7 @@ def test_a_pipeline_sends_what_its_schedule_runs(placement, local, times):
 
 
 GRADIENTS = (
-    "Fix: choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer"
+    "Fix: leave out what is listed, or choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer"
     " gradients instead: --sync-every."
 )
 
@@ -401,8 +413,8 @@ GRADIENTS = (
         (
             "--replicas 2 --sync-every 4 --warmup-sync-steps 3",
             (
-                "train: --warmup-sync-steps is for --outer average.\nFix: leave it out, or choose"
-                " --outer average."
+                "train: 1 option for --outer average.\n  --warmup-sync-steps 3\n"
+                "Fix: leave out what is listed, or choose --outer average."
             ),
         ),
         (
@@ -415,16 +427,20 @@ GRADIENTS = (
         (
             "--replicas 2 --sync-every 4 --metrics-every 5",
             (
-                "train: --metrics-every takes norms of one gradient, and with --sync-every the"
-                " replicas train apart.\nFix: leave --metrics-every out."
+                "train: 1 option for norms of one gradient; with --sync-every the replicas train"
+                " apart.\n  --metrics-every 5\nFix: leave out what is listed, or train without"
+                " --sync-every."
             ),
         ),
         ("--replicas 2 --sync-every 0", "train: --sync-every must be at least 1, got 0."),
         ("--replicas 2 --sync-every 4 --delay -1", "train: --delay must be at least 0, got -1."),
-        ("--replicas 2 --sync-every 4 --outer-lr 0", "train: --outer-lr must be above 0, got 0.0."),
+        (
+            "--replicas 2 --sync-every 4 --outer-lr 0",
+            "train: --outer-lr must be finite, above 0; got 0.0.",
+        ),
         (
             "--replicas 2 --sync-every 4 --outer-momentum 1",
-            "train: --outer-momentum must be at least 0 and below 1, got 1.0.",
+            "train: --outer-momentum must be finite, at least 0 and below 1; got 1.0.",
         ),
         (
             "--replicas 2 --sync-every 4 --fragments 3",
@@ -458,22 +474,22 @@ GRADIENTS = (
         (
             "--reducer sign",
             (
-                "train: --reducer takes the mean of replicated gradients, and fsdp shards them or"
-                f" what they update.\n{GRADIENTS}"
+                "train: 1 option for the mean of replicated gradients; fsdp shards them or what"
+                f" they update.\n  --reducer sign\n{GRADIENTS}"
             ),
         ),
         (
             "--reducer sign --strategy hybrid --placement zero2",
             (
-                "train: --reducer takes the mean of replicated gradients, and hybrid with"
-                f" --placement zero2 shards them or what they update.\n{GRADIENTS}"
+                "train: 1 option for the mean of replicated gradients; hybrid with --placement"
+                f" zero2 shards them or what they update.\n  --reducer sign\n{GRADIENTS}"
             ),
         ),
         (
             "--strategy ddp --no-error-feedback",
             (
-                "train: --no-error-feedback is for a reducer, and there is none.\n"
-                "Fix: leave it out, or choose one with --reducer."
+                "train: 1 option for a reducer, and there is none.\n  --no-error-feedback\n"
+                "Fix: leave out what is listed, or choose one with --reducer."
             ),
         ),
         (
@@ -486,8 +502,8 @@ GRADIENTS = (
         (
             "--strategy ddp --reducer-warmup-steps 3",
             (
-                "train: --reducer-warmup-steps is for a reducer, and there is none.\n"
-                "Fix: leave it out, or choose one with --reducer."
+                "train: 1 option for a reducer, and there is none.\n  --reducer-warmup-steps 3\n"
+                "Fix: leave out what is listed, or choose one with --reducer."
             ),
         ),
         (

@@ -17,14 +17,21 @@ import pytest
 
 import shardopt as so
 from shardopt.cli import main
-from shardopt.cli._commands import saved_defaults
+from shardopt.cli._conditions import saved_defaults
 from shardopt.cli._job import write_schedule
-from shardopt.cli._options import Devices, Model, Pipeline, ScheduleName, Training, TrainOptions
-from shardopt.cli._strategy import check_strategy, fitted, make_strategy, mesh_of
+from shardopt.cli._options import (
+    DeviceOptions,
+    ModelOptions,
+    PipelineOptions,
+    ScheduleName,
+    TrainingOptions,
+    TrainOptions,
+)
+from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
 from shardopt.config._config import PLACEMENTS
 from shardopt.models import gpt
 
-HYBRID = Devices(strategy="hybrid")
+HYBRID = DeviceOptions(strategy="hybrid")
 
 
 def run(*words):
@@ -174,8 +181,9 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         (
             "--strategy hybrid --placement zero1 --no-regather",
             (
-                "train: --no-regather is for placements that gather weights; --placement zero1 does"
-                " not.\nFix: leave it out, or choose --placement fsdp."
+                "train: 1 option for placements that gather weights; hybrid with --placement zero1"
+                " does not.\n  --no-regather\nFix: leave out what is listed, or choose --strategy"
+                " fsdp, or hybrid with --placement fsdp."
             ),
         ),
         (
@@ -195,8 +203,9 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
         (
             "--strategy hybrid --placement zero1 --gather-dtype bfloat16",
             (
-                "train: --gather-dtype is for placements that gather weights; --placement zero1"
-                " does not.\nFix: leave it out, or choose --placement fsdp."
+                "train: 1 option for placements that gather weights; hybrid with --placement zero1"
+                " does not.\n  --gather-dtype bfloat16\nFix: leave out what is listed, or choose"
+                " --strategy fsdp, or hybrid with --placement fsdp."
             ),
         ),
     ],
@@ -216,11 +225,11 @@ def test_what_makes_no_sense_is_refused_before_anything_compiles(
 def make(where=HYBRID, batch_size=16, layers=None, **pipeline):
     options = TrainOptions(
         where=where,
-        pipeline=Pipeline(**pipeline),
-        model=Model(layers=layers),
-        training=Training(batch_size=batch_size),
+        pipeline=PipelineOptions(**pipeline),
+        model=ModelOptions(layers=layers),
+        training=TrainingOptions(batch_size=batch_size),
     )
-    check_strategy(options)
+    check_options(options)
     mesh = mesh_of(where.mesh, jax.devices(), pipelined=where.strategy == "hybrid")
     options = fitted(options, mesh)
     config = gpt.GPTConfig(num_layers=options.model.layers)
@@ -292,8 +301,8 @@ def test_chunks_are_those_asked_for_and_decide_the_layers(chunks, layers):
 def test_layers_that_are_given_are_kept():
     assert make(layers=6)[0] == 6
     assert make(layers=7)[0] == 7  # stages of 3 and 4
-    assert make(Devices(), layers=3)[0] == 3
-    assert make(Devices())[0] == 2
+    assert make(DeviceOptions(), layers=3)[0] == 3
+    assert make(DeviceOptions())[0] == 2
 
 
 def test_a_pipeline_of_one_stage_has_no_schedule_and_no_picture(tmp_path):
@@ -308,17 +317,19 @@ def test_a_pipeline_of_one_stage_has_no_schedule_and_no_picture(tmp_path):
 @pytest.mark.parametrize(
     ("strategy", "schedule", "kept"),
     [
-        ("fsdp", "interleaved", Pipeline()),
-        ("hybrid", "gpipe", Pipeline(placement="zero1", schedule="interleaved", remat=True)),
+        ("fsdp", "interleaved", PipelineOptions()),
+        ("hybrid", "gpipe", PipelineOptions(placement="zero1", schedule="interleaved", remat=True)),
         (
             "hybrid",
             "interleaved",
-            Pipeline(placement="zero1", schedule="interleaved", chunks=4, remat=True),
+            PipelineOptions(placement="zero1", schedule="interleaved", chunks=4, remat=True),
         ),
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy, schedule, kept):
-    before = TrainOptions(where=HYBRID, pipeline=Pipeline("zero1", "interleaved", 4, remat=True))
+    before = TrainOptions(
+        where=HYBRID, pipeline=PipelineOptions("zero1", "interleaved", 4, remat=True)
+    )
     now = dataclasses.replace(
         before,
         where=dataclasses.replace(HYBRID, strategy=strategy),

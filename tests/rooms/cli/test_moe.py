@@ -10,7 +10,7 @@ import pytest
 
 from shardopt.cli import main
 from shardopt.cli._models import model_of
-from shardopt.cli._options import Model
+from shardopt.cli._options import ModelOptions
 from shardopt.models import gpt
 
 
@@ -49,7 +49,10 @@ def test_a_run_shards_experts_and_goes_on_with_others(tiny, tmp_path, capsys):
 
 def test_tokens_go_through_as_many_hidden_units_as_in_a_gpt():
     shape = {"dim": 64, "layers": 2}
-    moe, plain = model_of(Model(model="moe", experts=8, top_k=2, **shape)), model_of(Model(**shape))
+    moe, plain = (
+        model_of(ModelOptions(model="moe", experts=8, top_k=2, **shape)),
+        model_of(ModelOptions(**shape)),
+    )
 
     def count(model):
         return sum(x.size for x in jax.tree.leaves(jax.eval_shape(model.init, jax.random.key(0))))
@@ -72,8 +75,8 @@ def test_tokens_go_through_as_many_hidden_units_as_in_a_gpt():
         (
             ["--model", "moe", "--precision", "fp8"],
             (
-                "error: train: --precision fp8 is for --model gpt; moe was asked for.\n"
-                "Fix: leave it out, or choose --model gpt."
+                "error: train: 1 option for --model gpt; moe was asked for.\n"
+                "  --precision fp8\nFix: leave out what is listed, or choose --model gpt."
             ),
         ),
         (["--model", "moe", "--top-k", "0"], "error: train: --top-k must be at least 1, got 0."),

@@ -15,13 +15,13 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli._commands import parse
+from shardopt.cli._optimizer import find_optimizer, make_optimizer, make_schedule, optimizers
 from shardopt.cli._options import (
+    TrainingOptions,
     TrainOptions,
-    find_optimizer,
+    TuneOptions,
+    check_numbers,
     from_json,
-    make_optimizer,
-    make_schedule,
-    optimizers,
     to_json,
 )
 from shardopt.cli._strategy import mesh_of, parse_mesh
@@ -46,8 +46,8 @@ def test_help_lists_the_commands_that_exist_and_no_others(capsys):
     )
 
 
-def test_help_of_train_names_every_option_with_its_default(capsys):
-    code, text = exit_of(capsys, "train", "--help")
+def test_all_help_of_train_names_every_option_with_its_default(capsys):
+    code, text = exit_of(capsys, "train", "--help-all")
     assert code == 0
     words = " ".join(text.split())
     for option, default in {
@@ -80,6 +80,40 @@ def test_help_of_train_names_every_option_with_its_default(capsys):
         )
     for option in ("--learning-rate", "--steps", "--batch-size", "--dim", "--heads", "--length"):
         assert option in words
+
+
+def shown_options(capsys, *words):
+    code, text = exit_of(capsys, *words)
+    assert code == 0
+    return set(re.findall(r"^(?:| |  )(--[a-z][a-z-]+)", text, re.MULTILINE)), text
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "total"),
+    [(TrainOptions(), "train", 47), (TuneOptions(), "tune", 38)],
+)
+def test_help_shows_at_most_30_options_and_says_where_the_others_are(
+    capsys, options, command, total
+):
+    shown, text = shown_options(capsys, command, "--help")
+    everything, _ = shown_options(capsys, command, "--help-all")
+    names = {name for group in to_json(options).values() for name in group}
+    assert everything == {f"--{name.replace('_', '-')}" for name in names}
+    assert len(everything) == total
+    assert len(shown) <= 30
+    counts = re.findall(r"(\d+) more options?: --help-all", text)
+    assert sum(map(int, counts)) == len(everything - shown)
+    assert {"--data", "--mesh", "--model", "--resume", "--run-dir", "--steps"} <= shown
+
+
+def test_help_beside_an_option_that_it_leaves_out_is_help(capsys):
+    shown, _ = shown_options(capsys, "train", "--strategy", "hybrid", "--chunks", "2", "--help")
+    assert "--strategy" in shown
+    assert "--chunks" not in shown
+
+
+def test_an_option_that_help_leaves_out_works():
+    assert parse(["train", "--chunks", "2", "--no-regather"]).pipeline.chunks == 2
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -236,14 +270,14 @@ def test_unknown_optimizers_and_arguments_are_refused_with_what_is_near(text, wh
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"learning_rate": 0.0}, "train: --learning-rate must be above 0, got 0.0."),
+        ({"learning_rate": 0.0}, "train: --learning-rate must be finite, above 0; got 0.0."),
         ({"steps": 0}, "train: --steps must be at least 1, got 0."),
-        ({"clip": -1.0}, "train: --clip must be at least 0, got -1.0."),
+        ({"clip": -1.0}, "train: --clip must be finite, at least 0; got -1.0."),
     ],
 )
 def test_numbers_out_of_range_are_refused(numbers, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        make_optimizer("adamw", **({"learning_rate": 0.1, "steps": 10, "clip": 1.0} | numbers))
+        check_numbers(TrainOptions(training=TrainingOptions(**numbers)))
 
 
 def test_the_learning_rate_rises_in_a_line_and_falls_to_a_tenth():

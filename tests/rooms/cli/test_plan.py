@@ -63,7 +63,7 @@ def test_what_to_type_is_python(capsys):
     ids=lambda layout: layout.schedule,
 )
 def test_the_schedule_to_type_is_that_of_the_layout(layout):
-    found = eval(_builder_text(layout), {"so": so, "functools": functools})(
+    found = eval(_builder_text(layout, layout.schedule), {"so": so, "functools": functools})(
         layout.pipeline, layout.micro_batches
     )
     assert (found.name, found.ticks) == (layout.table().name, layout.table().ticks)

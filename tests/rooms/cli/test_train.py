@@ -15,7 +15,7 @@ import pytest
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
-from shardopt.cli._options import Devices, TrainOptions
+from shardopt.cli._options import DeviceOptions, TrainOptions
 from shardopt.cli._strategy import make_strategy, mesh_of
 from shardopt.config._config import DDP, ZERO_1, ZERO_2, ZERO_3
 from shardopt.models import gpt
@@ -193,8 +193,9 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         (
             ("--strategy", "ddp", "--gather-dtype", "bfloat16"),
             (
-                "train: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.\n"
-                "Fix: leave it out, or choose --strategy fsdp."
+                "train: 1 option for placements that gather weights; ddp does not.\n"
+                "  --gather-dtype bfloat16\nFix: leave out what is listed, or choose --strategy"
+                " fsdp, or hybrid with --placement fsdp."
             ),
         ),
         (
@@ -257,7 +258,7 @@ def test_a_damaged_config_is_named(train, tmp_path):
     ],
 )
 def test_every_strategy_is_the_one_asked_for(name, placement):
-    where = Devices(
+    where = DeviceOptions(
         strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None
     )
     mesh = mesh_of("auto", jax.devices())

@@ -197,12 +197,12 @@ def test_every_strategy_tunes(tune, tmp_path):
     ("words", "message"),
     [
         ("--length 0", "tune: --length must be at least 1, got 0."),
-        ("--validation 1", "tune: --validation must be between 0 and 1, got 1.0."),
+        ("--validation 1", "tune: --validation must be finite, above 0 and below 1; got 1.0."),
         (
             "--base nf4",
             (
-                "tune: 1 option for adapters, and --lora-rank is not given.\n  --base\nFix: add"
-                " --lora-rank 16, or leave out what is listed."
+                "tune: 1 option for adapters, and --lora-rank is not given.\n  --base nf4\nFix: leave"
+                " out what is listed, or add --lora-rank 16."
             ),
         ),
         ("--epochs 0", "tune: --epochs must be finite, above 0; got 0.0."),
@@ -212,7 +212,7 @@ def test_every_strategy_tunes(tune, tmp_path):
         ),
         (
             "--strategy ddp --gather-dtype bfloat16",
-            "tune: --gather-dtype is for fsdp, which gathers weights; ddp was asked for.",
+            "tune: 1 option for placements that gather weights; ddp does not.\n  --gather-dtype",
         ),
         (
             "--batch-size 6 --mesh data=8",

@@ -27,10 +27,10 @@ def test_a_second_run_leaves_the_options_of_the_first_alone(tiny, tmp_path, caps
 
 
 def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
-    from shardopt.cli._options import Run, TrainOptions
+    from shardopt.cli._options import FolderOptions, TrainOptions
     from shardopt.cli._run_folder import keep_options, read_options
 
-    options = TrainOptions(run=Run(run_dir=tmp_path / "run"))
+    options = TrainOptions(run=FolderOptions(run_dir=tmp_path / "run"))
     keep_options(options, 7)
     assert read_options(tmp_path / "run").model == options.model
     (tmp_path / "run" / "config.json").write_text("kept as it is")
@@ -39,10 +39,10 @@ def test_options_that_were_deleted_under_the_run_are_written_again(tmp_path):
 
 
 def test_a_full_disk_leaves_the_options_as_they_were(tmp_path, monkeypatch):
-    from shardopt.cli._options import Run, TrainOptions
+    from shardopt.cli._options import FolderOptions, TrainOptions
     from shardopt.cli._run_folder import read_options, write_options
 
-    options = TrainOptions(run=Run(run_dir=tmp_path))
+    options = TrainOptions(run=FolderOptions(run_dir=tmp_path))
     write_options(options, 7)
 
     def half(path, text):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from support.fuzz import COUNTS, fuzz, outcome
 
 from shardopt.cli._strategy import mesh_of, parse_mesh
+from shardopt.core._errors import calling
 
 pytestmark = pytest.mark.fast
 
@@ -51,7 +52,9 @@ def test_mesh_takes_anything(count):
 
     def prop(text, pipelined, replicas):
         mesh, message = outcome(
-            lambda: mesh_of(text, devices, pipelined=pipelined, replicas=replicas),
+            lambda: calling("train")(mesh_of)(
+                text, devices, pipelined=pipelined, replicas=replicas
+            ),
             "train",
             "make_mesh",
         )
@@ -65,5 +68,5 @@ def test_mesh_takes_anything(count):
 
 
 def test_a_number_that_python_refuses_to_read_is_named_as_the_others_are():
-    _, message = outcome(lambda: parse_mesh(f"data={'9' * 5000}"), "train")
+    _, message = outcome(lambda: calling("train")(parse_mesh)(f"data={'9' * 5000}"), "train")
     assert "the size must be an integer" in message

@@ -1,0 +1,166 @@
+"""Options that mean something under a condition only: elsewhere they are refused, and a resumed run
+drops the saved ones.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from shardopt.cli._options import (
+    Options,
+    PipelineOptions,
+    RunOptions,
+    TrainOptions,
+    changed_flags,
+)
+from shardopt.core._errors import error_text, plural
+
+
+class Condition(NamedTuple):
+    """A condition on the options of a run.
+
+    Attributes:
+      names: the options that need it.
+      holds: whether it holds.
+      purpose: what they are for, and what was asked for instead; with fields of `options`.
+      choice: how to make it hold.
+    """
+
+    names: Iterable[str]
+    holds: Callable[[RunOptions], bool]
+    purpose: str
+    choice: str
+
+
+_OUTER_RATES = ("outer_lr", "outer_momentum")
+_OUTER_OPTIONS = (*_OUTER_RATES, "fragments", "delay", "mix")
+_REDUCER_WARMUP = ("error_feedback", "reducer_warmup_steps")
+_REDUCER_OPTIONS = ("reducer", *_REDUCER_WARMUP)
+
+
+def _gathers(options: RunOptions) -> bool:
+    return options.where.strategy in ("fsdp", "hybrid") and options.placement in ("fsdp", "zero3")
+
+
+def _averages_whole_gradients(options: RunOptions) -> bool:
+    return options.placement == "ddp" or (options.is_hybrid and options.placement == "zero1")
+
+
+def _is_local(options: RunOptions) -> bool:
+    return options.communication.sync_every is not None
+
+
+def _is_average(options: RunOptions) -> bool:
+    return options.communication.outer == "average"
+
+
+CONDITIONS = (
+    Condition(
+        tuple(vars(PipelineOptions())),
+        lambda options: options.is_hybrid,
+        "for --strategy hybrid; {options.where.strategy} was asked for",
+        "choose --strategy hybrid",
+    ),
+    Condition(
+        ("gather_dtype", "regather"),
+        _gathers,
+        "for placements that gather weights; {options.strategy_text} does not",
+        "choose --strategy fsdp, or hybrid with --placement fsdp",
+    ),
+    Condition(
+        ("experts", "top_k", "balance"),
+        lambda options: options.model.model == "moe",
+        "for --model moe; {options.model.model} was asked for",
+        "choose --model moe",
+    ),
+    Condition(
+        ("precision",),
+        lambda options: options.model.model == "gpt",
+        "for --model gpt; {options.model.model} was asked for",
+        "choose --model gpt",
+    ),
+    Condition(
+        ("lora_alpha", "lora_dropout", "lora_targets", "base"),
+        lambda options: getattr(options.model, "lora_rank", None) is not None,
+        "for adapters, and --lora-rank is not given",
+        "add --lora-rank 16",
+    ),
+    Condition(
+        ("outer", "warmup_sync_steps", *_OUTER_OPTIONS),
+        _is_local,
+        "for local updates, and no --sync-every",
+        "give the steps between synchronizations: --sync-every 50",
+    ),
+    Condition(
+        (*_OUTER_OPTIONS, *_REDUCER_OPTIONS),
+        lambda options: not (_is_local(options) and _is_average(options)),
+        "for an outer optimizer; --outer average has none",
+        "choose --outer sgd, which averages by default too",
+    ),
+    Condition(
+        ("warmup_sync_steps",),
+        _is_average,
+        "for --outer average",
+        "choose --outer average",
+    ),
+    Condition(
+        _REDUCER_WARMUP,
+        lambda options: options.communication.reducer is not None,
+        "for a reducer, and there is none",
+        "choose one with --reducer",
+    ),
+    Condition(
+        _REDUCER_OPTIONS,
+        lambda options: _is_local(options) or _averages_whole_gradients(options),
+        "for the mean of replicated gradients; {options.strategy_text} shards them or what they"
+        " update",
+        "choose --strategy ddp, or hybrid with --placement ddp or zero1; or compress outer"
+        " gradients instead: --sync-every",
+    ),
+    Condition(
+        ("metrics_every",),
+        lambda options: not _is_local(options),
+        "for norms of one gradient; with --sync-every the replicas train apart",
+        "train without --sync-every",
+    ),
+)
+
+
+def check_conditions(options: RunOptions) -> None:
+    """Refuse options whose condition does not hold."""
+    for condition in CONDITIONS:
+        flags = changed_flags(options, condition.names)
+        if flags and not condition.holds(options):
+            purpose = condition.purpose.format(options=options)
+            problem = f"{plural(len(flags), 'option')} {purpose}."
+            fix = f"leave out what is listed, or {condition.choice}."
+            raise ValueError(error_text(problem, flags, fix))
+
+
+def saved_defaults(saved: Options, current: Options) -> Options:
+    """Return the saved options of a run, without options of pipeline and communication that mean
+    nothing under the current options.
+    """
+    dropped = {
+        name for condition in CONDITIONS if not condition.holds(current) for name in condition.names
+    }
+    pipeline, communication = current.pipeline, current.communication
+    if pipeline.schedule != saved.pipeline.schedule:
+        dropped.add("chunks")
+    if communication.outer != saved.communication.outer:
+        dropped.update(_OUTER_RATES)
+    if _is_local(current) != _is_local(saved):
+        dropped.update(_REDUCER_OPTIONS)  # the reducer would compress other gradients
+    if communication.reducer != saved.communication.reducer:
+        dropped.update(_REDUCER_WARMUP)
+
+    def without(group):
+        defaults = vars(type(group)())
+        return dataclasses.replace(
+            group, **{name: defaults[name] for name in dropped & defaults.keys()}
+        )
+
+    saved = dataclasses.replace(saved, pipeline=without(saved.pipeline))
+    if isinstance(saved, TrainOptions):
+        saved = dataclasses.replace(saved, communication=without(saved.communication))
+    return saved

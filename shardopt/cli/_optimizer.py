@@ -1,0 +1,140 @@
+"""Optimizers of optax by name, and texts such as "adamw(b2=0.99)"."""
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optax
+
+from shardopt.core._errors import error_text
+
+_NEEDS_MORE = frozenset({"contrib.sophia"})
+"""Optimizers whose constructor also needs the loss function of each batch."""
+
+
+def make_optimizer(
+    text: str, *, learning_rate: float, steps: int, clip: float
+) -> optax.GradientTransformation:
+    """Return an optimizer whose learning rate rises for a tenth of the steps and then falls as a
+    cosine to a tenth.
+
+    Args:
+      text: a name in optax, such as "adamw" or "contrib.muon", or a call of it with keyword
+        arguments, such as "adamw(b2=0.99)".
+      learning_rate: the peak.
+      steps: total steps of the run.
+      clip: the largest global norm of the gradient; 0 for none.
+    """
+    factory, arguments = find_optimizer(text)
+    # inject_hyperparams makes optimizers without schedules follow one too, and puts the rate into
+    # the state.
+    static_args = [
+        parameter
+        for parameter in inspect.signature(factory).parameters
+        if parameter != "learning_rate"
+    ]
+    tx = optax.inject_hyperparams(factory, static_args=static_args)(
+        make_schedule(learning_rate, steps), **arguments
+    )
+    return optax.chain(optax.clip_by_global_norm(clip), tx) if clip else tx
+
+
+def make_schedule(peak: float, steps: int) -> optax.Schedule:
+    """Return the learning rate as a function of the step: a linear rise, then a cosine."""
+    warmup = max(1, steps // 10)
+    # It starts at peak / warmup rather than 0, so that the first step has an effect.
+    return optax.warmup_cosine_decay_schedule(
+        peak / warmup, peak, warmup, max(steps, warmup + 1), peak / 10
+    )
+
+
+def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
+    """Return the optax function and the arguments in a text such as "adamw" or
+    "contrib.muon(beta=0.9)".
+    """
+    name, arguments = read_call("--optimizer", text, example="adamw(b2=0.99)")
+    functions, name = optimizers(), name.removeprefix("optax.")
+    if name not in functions:
+        same_name = [
+            candidate for candidate in functions if candidate.split(".")[-1] == name.split(".")[-1]
+        ]
+        suggestions = same_name or difflib.get_close_matches(name, functions, n=4)
+        fix = (
+            f"did you mean {' or '.join(suggestions)}?"
+            if suggestions
+            else f"choose one of {', '.join(functions)}."
+        )
+        problem = f"optax has no optimizer {name!r} that a learning rate is enough for."
+        raise ValueError(error_text(problem, fix=fix))
+    keywords = [
+        parameter
+        for parameter in inspect.signature(functions[name]).parameters
+        if parameter != "learning_rate"
+    ]
+    check_keywords(f"--optimizer {name}", arguments, keywords)
+    return functions[name], arguments
+
+
+def optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
+    """Return, by name, the optimizers of optax that need no argument except a learning rate.
+
+    Example:
+      >>> {"adamw", "lion", "contrib.muon"} <= set(optimizers())
+      True
+    """
+    functions = {}
+    for prefix, module in (("", optax), ("contrib.", optax.contrib)):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if prefix + name in _NEEDS_MORE or name.startswith(("_", "scale_by_")):
+                continue
+            if _needs_only_a_learning_rate(function):
+                functions[prefix + name] = function
+    return functions
+
+
+def _needs_only_a_learning_rate(function: Callable[..., object]) -> bool:
+    parameters = inspect.signature(function).parameters
+    other_parameters = [
+        parameter for name, parameter in parameters.items() if name != "learning_rate"
+    ]
+    variadic_kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return "learning_rate" in parameters and all(
+        parameter.default is not parameter.empty or parameter.kind in variadic_kinds
+        for parameter in other_parameters
+    )
+
+
+def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a text such as "adamw" or "adamw(b2=0.99,
+    nesterov=True)".
+
+    Example:
+      >>> read_call("--reducer", "top_k(density=0.05)", example="")
+      ('top_k', {'density': 0.05})
+    """
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        if call.args or not all(keyword.arg for keyword in call.keywords):
+            raise ValueError
+        arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError):
+        fix = (
+            f"write a name such as {example.partition('(')[0]}, or a call with keywords, such as"
+            f" {example!r}."
+        )
+        raise ValueError(error_text(f"{option} {text} cannot be read.", fix=fix)) from None
+    return ast.unparse(call.func), arguments
+
+
+def check_keywords(
+    function_text: str, arguments: dict[str, object], keywords: Sequence[str], note: str = ""
+) -> None:
+    """Refuse arguments that are not among the allowed keywords."""
+    if unknown_names := sorted(set(arguments) - set(keywords)):
+        problem = f"{function_text} has no argument {' or '.join(map(repr, unknown_names))}."
+        raise ValueError(
+            error_text(problem, fix=f"it takes {', '.join(keywords) or 'none'}{note}.")
+        )
