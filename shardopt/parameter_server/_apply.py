@@ -15,7 +15,6 @@ from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
 from shardopt.parameter_server._sparse import restrict_to_rows
-from shardopt.parameter_server._sums import split_at_sums
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server.rules import Rule
 from shardopt.reducers import Compressor
@@ -60,8 +59,7 @@ RunUpdate = Callable[[PyTree, tuple[PyTree, PyTree], Pushes], UpdateResult]
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs that a server runs on its trained leaves: all leaves, a fragment of them, or a
-    range of each.
+    """The programs that a server runs on its trained leaves, or on a fragment of them.
 
     `args` are `run_arguments` of these leaves, of their states, and of updates with their
     gradients.
@@ -71,30 +69,22 @@ class Programs:
       rule: the staleness rule.
       donate: let each update take over the memory of the optimizer's and the rule's state. The
         parameters are never donated: workers may still hold them.
-      servers: the number of servers, each with a range of every leaf.
       codec: the decoder of pushes; None if they are not encoded.
     """
 
     tx: optax.GradientTransformation
     rule: Rule
     donate: bool
-    servers: int = 1
     codec: Compressor | None = None
 
     @cached_property
     def _jitted(self) -> tuple[Callable[..., Any], ...]:
-        """The update of all rows, the update of some rows, and the phases of an update before and
-        after sums over servers.
-        """
+        """The update of all rows, and the update of some rows."""
         run, donated = update_program(self.tx, self.rule, self.codec), (1,) if self.donate else ()
-        sums, finish = split_at_sums(run, self.servers)
-        after_one = [1 + i for i in donated]
-        run_on_rows = jax.jit(restrict_to_rows(self.tx, run), donate_argnums=after_one)
+        run_on_rows = restrict_to_rows(self.tx, run)
         return (
             jax.jit(run, donate_argnums=donated),
-            run_on_rows,
-            jax.jit(sums),
-            jax.jit(finish, donate_argnums=after_one),
+            jax.jit(run_on_rows, donate_argnums=[1 + i for i in donated]),
         )
 
     def begin(self, trained_params: PyTree) -> tuple[PyTree, PyTree]:
@@ -106,28 +96,8 @@ class Programs:
 
     def update(self, args: tuple[Any, ...], row_indices: PyTree = None) -> UpdateResult:
         """Return the updated leaves and states; with `row_indices` only these rows change."""
-        run, run_on_rows, *_ = self._jitted
+        run, run_on_rows = self._jitted
         return run(*args) if row_indices is None else run_on_rows(row_indices, *args)
-
-    def has_sums(self, shard: PyTree) -> bool:
-        """Return whether the optimizer needs sums over all servers, in a first phase."""
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        states = jax.eval_shape(lambda shard: (self.tx.init(shard), self.rule.init(shard)), shard)
-        update = Update(shard, Weighted(scalar, scalar), {}, 1)
-        _, _, sums, _ = self._jitted
-        return bool(jax.eval_shape(sums, *run_arguments((shard, *states), [update], None, 0)))
-
-    def sums(self, args: tuple[Any, ...]) -> list[jax.Array]:
-        """Return the terms that this server adds to the sums."""
-        _, _, sums, _ = self._jitted
-        return sums(*args)
-
-    def finish(
-        self, server_sums: Sequence[Sequence[jax.Array]], args: tuple[Any, ...]
-    ) -> UpdateResult:
-        """Return the updated leaves and states, with the terms of all servers."""
-        *_, finish = self._jitted
-        return finish(server_sums, *args) if server_sums and server_sums[0] else self.update(args)
 
 
 def update_program(
@@ -168,19 +138,6 @@ def run_arguments(
     rows = np.asarray([update.rows for update in updates], np.float32)
     params, *states = arrays
     return params, tuple(states), Pushes(pushed, rows, pulled, np.int32(delay))
-
-
-def metrics_of(updates: Sequence[Update]) -> dict[str, jax.Array]:
-    """Return the loss and aux metrics of the rows that these updates were computed from."""
-    rows = np.asarray([update.rows for update in updates], np.float32)
-    return _metrics([({}, update.loss, dict(update.metrics)) for update in updates], rows)
-
-
-@jax.jit
-def _metrics(
-    pushed: Sequence[tuple[PyTree, Weighted, dict[str, Metric]]], rows: jax.Array
-) -> dict[str, jax.Array]:
-    return _average(pushed, rows)[1]
 
 
 def _average(

@@ -14,7 +14,7 @@ from shardopt.core._arguments import check_count, is_integer
 from shardopt.core._block_model import as_block_model
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import Devices, PyTree, TrainState
-from shardopt.parameter_server._async_sgd import check_not_shared, check_servers
+from shardopt.parameter_server._async_sgd import check_not_shared
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._fragments import FragmentPlan, check_fragments
 from shardopt.parameter_server._islands import (
@@ -22,7 +22,6 @@ from shardopt.parameter_server._islands import (
     Islands,
     Streaming,
     check_streaming,
-    first_local_device,
 )
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
@@ -60,7 +59,6 @@ def async_local_sgd(
     nonfinite: str = "raise",
     devices: int = 1,
     hosts_per_island: int = 1,
-    servers: int = 1,
     address: str | None = None,
     max_restarts: int = 0,
     hang_timeout: float | None = None,
@@ -99,8 +97,6 @@ def async_local_sgd(
         `jax.distributed`. The island's function gets the devices of all of them. Only the first
         process talks to the server. An island that loses a process is restarted with all its
         processes.
-      servers: n, the number of servers that parameters and the outer optimizer's state are sharded
-        over, as for `async_sgd`; not with a reducer or fragments.
       address: the address of the Ray cluster, as for `async_sgd`.
       max_restarts: on Ray, how often each island is restarted.
       hang_timeout: on Ray, as for `async_sgd`. If one process of an island hangs, all its processes
@@ -144,9 +140,7 @@ def async_local_sgd(
     draws from a key that depends on the island and on the clock at which it joined.
 
     **Placement**: each island places its parameters by its strategy. The server keeps parameters
-    and the outer optimizer's state, replicated, on the first device of the first island. With n
-    servers each has 1/n of them. Server i is on the first device of island i modulo the number of
-    islands.
+    and the outer optimizer's state, replicated, on the first device of the first island.
 
     **Communication** for each push, every H / P steps: a fragment of the parameters to the island,
     and its change to the server, both during the next `delay` steps.
@@ -191,18 +185,7 @@ def async_local_sgd(
         )
         streaming = Streaming(plan, int(delay), float(mix))
     plan = streaming.fragments if streaming.is_streaming else None
-    check_servers(
-        servers, {"reducer": reducer is not None, "fragments, delay or mix": plan is not None}
-    )
-    server_devices = (
-        []
-        if backend == "ray" or servers == 1
-        else [first_local_device(island) for island in islands]
-    )
-    settings = ServerSettings(
-        max_staleness, rule, nonfinite, reducer, servers, server_devices, plan
-    )
-    check_params = partial(check_sgd_params, outer, rule, servers)
+    settings = ServerSettings(max_staleness, rule, nonfinite, reducer, plan)
     spec = RunSpec(
         CALLER,
         len(islands),
@@ -214,8 +197,7 @@ def async_local_sgd(
         address=address,
         max_restarts=int(max_restarts),
         hang_timeout=hang_timeout,
-        check_params=check_params if plan is None else partial(check_fragments, plan),
-        servers=int(servers),
+        check_params=check_sgd_params if plan is None else partial(check_fragments, plan),
         hosts=int(hosts_per_island),
     )
     meshes = tuple(island.mesh for island in islands)

@@ -34,7 +34,6 @@ def async_sgd(
     loss_fn: LossFn,
     *,
     workers: Workers,
-    servers: int = 1,
     max_staleness: int | None = 0,
     rule: Rule | None = None,
     reducer: Reducer | None = None,
@@ -59,7 +58,6 @@ def async_sgd(
       workers: the number of workers, which share this process's devices in turn. Or for each worker
         a device, a sequence of devices or a mesh, over which its batch is split. On Ray the number
         of workers, or for each worker its number of devices (GPUs if the cluster has any).
-      servers: n, the number of servers that parameters and optimizer state are sharded over.
       max_staleness: the bound in steps; None for no bound.
       rule: the treatment of late gradients, from `parameter_server.rules`.
       reducer: the encoding of gradients on their way to the server; see `so.reducers.compressor`.
@@ -85,8 +83,7 @@ def async_sgd(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if a number is out of range, there are no workers, the backend or `nonfinite` is
-        unknown, or one sender cannot encode the reducer. Also if two of a reducer, `sparse` and
-        several servers are combined. From `run`, if several servers cannot share the optimizer.
+        unknown, one sender cannot encode the reducer, or a reducer and `sparse` are combined.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -108,16 +105,7 @@ def async_sgd(
     **Placement**: the server keeps parameters and optimizer state, replicated, on the first device
     of worker 0 (on Ray in host memory). Each worker has parameters and gradient, replicated, on
     each of its devices. Rules that correct for delay keep the parameters that each worker has
-    pulled. With n servers each has an equal range of every leaf, 1/n of the bytes. Server i is on
-    the first device of worker i modulo the number of workers; on Ray each server is a process.
-
-    **Several servers**: one clock orders the pushes for all servers. So a push is applied by all
-    servers or by none, and a pull has the same version of all ranges. An elementwise optimizer
-    gives the same bits as with one server. Other optimizers are refused, with one exception:
-    clipping by the global norm, `so.transforms.clip_by_global_norm(c, "servers", split=True)`. Each
-    server sums the squares of its range, and every server adds these sums in the order of the
-    servers. The result is equal to one server up to summation order, and to the replay of its own
-    log bit for bit.
+    pulled.
 
     **Sparse leaves**: SGD without momentum gives the same result as with dense gradients, up to
     summation order. Other optimizers become lazy: in rows without a gradient, moments and weights
@@ -135,12 +123,10 @@ def async_sgd(
     """
     check_max_staleness(max_staleness)
     check_backend(backend, address, max_restarts, hang_timeout)
-    check_servers(servers, {"reducer": reducer is not None, "sparse": bool(sparse)})
     on_ray = backend == "ray"
     worker_devices = process_sizes(workers) if on_ray else worker_meshes(workers)
     meshes = tuple(local_meshes(worker_devices))
-    devices = [] if on_ray or servers == 1 else [mesh.devices.flat[0] for mesh in meshes]
-    settings = ServerSettings(max_staleness, rule, nonfinite, reducer, servers, devices)
+    settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     spec = sgd_spec(CALLER, tx, loss_fn, worker_devices, settings, sparse=check_sparse(sparse))
     ray_options = {
         "address": address,
@@ -149,21 +135,6 @@ def async_sgd(
     }
     spec = spec._replace(backend=backend, devices=worker_devices if on_ray else (), **ray_options)
     return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, tx, max_staleness, rule)
-
-
-def check_servers(servers: int, is_used: dict[str, bool]) -> None:
-    """Refuse several servers together with an argument that they cannot be combined with.
-
-    `is_used` has the names of these arguments, and whether the caller uses them.
-    """
-    check_count("servers", servers, minimum=1)
-    if servers > 1 and (used_names := [name for name, used in is_used.items() if used]):
-        name = used_names[0]
-        problem = (
-            f"servers={servers} and {name} cannot be combined: each server gets a range of every"
-            " leaf of each push."
-        )
-        raise ValueError(error_text(problem, fix=f"leave out servers or {name}."))
 
 
 def worker_meshes(workers: Workers) -> list[Mesh]:

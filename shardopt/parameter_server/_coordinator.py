@@ -137,13 +137,6 @@ class Coordinator:
             return self.run.positions[worker]
 
     def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
-        """Begin a step like `begin_step`, and return the parameters as users know them."""
-        task = self.begin_step(worker, incarnation, ready)
-        if task is None or self.run.server.servers == 1:
-            return task
-        return task._replace(params=self.run.server.whole(task.params))
-
-    def begin_step(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """Wait until the worker may start its next step; return None if it must not.
 
         A worker without data leaves.
@@ -300,7 +293,7 @@ class Coordinator:
         if version > previous_version and (saves or self.policy.evaluates(version)):
             history, self.milestone_version = self.run.history(self.milestone_version), version
             snapshot = take_snapshot(self.run) if saves else None
-            self.milestones.append(Milestone(version, self.run.params, history, snapshot))
+            self.milestones.append(Milestone(version, self.run.state.params, history, snapshot))
         self.changed.notify_all()
 
     def _is_due(self, worker: int) -> bool:

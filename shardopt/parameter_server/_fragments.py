@@ -1,5 +1,5 @@
 """Fragments of the parameters, which are pushed, updated and pulled one at a time (Streaming
-DiLoCo), on one server.
+DiLoCo).
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
-"""The mathematics of a server: where parameters and states live, and how a push changes them."""
+"""The mathematics of a server: how a push changes parameters and states."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,47 +19,6 @@ ServerArrays = tuple[PyTree, PyTree, PyTree]
 """`(params, opt_state, rule_state)`, as a `ServerState` has them."""
 
 
-class Mathematics(Protocol):
-    """The placement of parameters and optimizer state, and the functions that update them: on one
-    server, or on several.
-    """
-
-    def begin(self, params: PyTree, /) -> ServerArrays:
-        """Return the parameters and the initial states."""
-        ...
-
-    def adopt(self, arrays: ServerArrays, /) -> ServerArrays:
-        """Place the parameters and states from a checkpoint."""
-        ...
-
-    def full_params(self, params: PyTree, /) -> PyTree:
-        """Return the parameters as users know them."""
-        ...
-
-    def changed_by(self, update: Update, params: PyTree, /) -> PyTree:
-        """Return the trained parameters that an update changes, or their shapes and dtypes.
-
-        None for all others.
-        """
-        ...
-
-    def check(self, update: Update | None, params: PyTree, worker: int, /) -> Update:
-        """Return the update, or refuse it if it does not fit."""
-        ...
-
-    def apply(
-        self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int, /
-    ) -> UpdateResult:
-        """Apply the mean of the updates, summed in list order, so that the same updates give the
-        same bits.
-        """
-        ...
-
-    def copy(self, arrays: ServerArrays, /) -> ServerArrays:
-        """Return copies for a checkpoint, which the next update does not overwrite."""
-        ...
-
-
 def copy_states(arrays: ServerArrays) -> ServerArrays:
     """Return the same parameters and copies of the states, because the next update takes over the
     states' memory.
@@ -68,8 +27,8 @@ def copy_states(arrays: ServerArrays) -> ServerArrays:
 
 
 @dataclass(frozen=True)
-class OneServer:
-    """The mathematics of one server, which has all parameters.
+class Mathematics:
+    """The parameters and states of a server, and the programs that update them.
 
     Attributes:
       programs: the programs of an update.
@@ -83,8 +42,6 @@ class OneServer:
     messages: dict[Hashable, PyTree] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    adopt = full_params = staticmethod(lambda value: value)
-    copy = staticmethod(copy_states)
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Return copies of the parameters, and the initial states.
@@ -107,8 +64,8 @@ class OneServer:
             else take_fragment(self.plan, params, update.grads.number)
         )
 
-    def check(self, update: Any, params: PyTree, worker: int) -> Update:
-        """Return the update, or refuse it if it does not match the parameters, or their message."""
+    def check(self, update: Any, params: PyTree, worker: int) -> None:
+        """Refuse an update that does not match the parameters, or their message."""
         if self.plan is not None and not (
             isinstance(update, Update) and isinstance(update.grads, Fragment)
         ):
@@ -120,10 +77,9 @@ class OneServer:
         check_update(
             _without_fragment(update), changed_params, worker, self._message(changed_params)
         )
-        return update
 
     def apply(
-        self, arrays: ServerArrays, updates: Sequence[Update], pulled: PyTree, delay: int
+        self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int
     ) -> UpdateResult:
         """Apply the mean of the updates to the parameters and states that they change."""
         (params, *states), number = arrays, None if self.plan is None else updates[0].grads.number

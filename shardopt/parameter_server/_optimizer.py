@@ -122,8 +122,6 @@ class AsyncOptimizer:
           them that the run itself killed, after `hang_timeout` seconds without progress.
         - A killed server restarts from the newest of `checkpoints`, and the workers continue with
           it. `metrics["lost_updates"]` is the number of lost updates.
-        - If one of several servers is killed, it restarts with its range, and no update is lost.
-          `metrics["killed_servers"]` names it.
 
         Loss, data and optimizer are pickled: a function that is defined in a module must be
         importable on the workers.

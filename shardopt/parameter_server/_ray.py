@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import hmac
 import logging
 import secrets
 import socket
@@ -13,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +24,6 @@ from ray.cloudpickle import cloudpickle
 from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from shardopt.core._errors import format_error
-from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._callbacks import Callbacks
 from shardopt.parameter_server._coordinator import (
     Coordinator,
@@ -42,7 +41,6 @@ from shardopt.parameter_server._ray_groups import (
     free_address,
     leader_client,
 )
-from shardopt.parameter_server._ray_servers import RayServers, RemoteParams, check_token
 from shardopt.parameter_server._run import (
     AsyncResult,
     Compute,
@@ -55,9 +53,7 @@ from shardopt.parameter_server._run import (
     restore_run,
     take_snapshot,
 )
-from shardopt.parameter_server._server import MakeServer
 from shardopt.parameter_server._settings import begin_process, settings_values
-from shardopt.parameter_server._sharded import shard
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status, show_workers
 from shardopt.parameter_server._worker import Streams, no_compute, run_worker
@@ -152,13 +148,9 @@ def check_capacity(spec: RunSpec) -> None:
     """Refuse a cluster with too few CPUs, on which some processes would never start."""
     available_cpus = ray.cluster_resources().get("CPU", 0)
     if available_cpus < spec.num_processes:
-        server_text = (
-            "a server" if spec.servers == 1 else f"{spec.servers} servers and their coordinator"
-        )
         hosts_text = "" if spec.hosts == 1 else f" of {spec.hosts} processes each"
         needs = (
-            f"{spec.num_workers} workers{hosts_text} and {server_text} need {spec.num_processes}"
-            " CPUs"
+            f"{spec.num_workers} workers{hosts_text} and a server need {spec.num_processes} CPUs"
         )
         problem = f"{needs}, and the Ray cluster has {available_cpus:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
@@ -251,20 +243,14 @@ class RayDriver:
                 availability={worker: job.availability[worker] for worker in self.alive}
             )
         # The loss and the data are not sent to the server.
-        programs = cloudpickle.dumps(partial(programs_of, self.spec.make_server))
-        start = (
-            self.spec._replace(make_compute=no_compute),
-            job,
-            self.callbacks.policy,
-            snapshot,
-            programs,
-        )
+        spec = self.spec._replace(make_compute=no_compute)
+        start = cloudpickle.dumps((spec, job, self.callbacks.policy, snapshot))
         # Every worker may block in its own call, and the call of a killed worker ends only when its
         # death is noticed.
         process = ray.remote(ServerProcess).options(
             num_cpus=1, max_concurrency=4 * self.spec.num_workers + 8
         )
-        self.server = process.remote(self.settings, self.token, cloudpickle.dumps(start))
+        self.server = process.remote(self.settings, self.token, start)
         self.incarnations = dict.fromkeys(self.job.availability, 0)
 
     def start_worker(self, worker: int) -> None:
@@ -275,8 +261,9 @@ class RayDriver:
         if hosts > 1:
             options |= {"max_concurrency": 2, "scheduling_strategy": "SPREAD"}
         process = ray.remote(WorkerProcess).options(**options)
-        arguments = self.settings, self.token, devices, self.spec.servers
-        self.alive[worker] = tuple(process.remote(*arguments) for _ in range(hosts))
+        self.alive[worker] = tuple(
+            process.remote(self.settings, self.token, devices) for _ in range(hosts)
+        )
 
     def start_work(self) -> None:
         """Call `WorkerProcess.work` on the processes of every worker that is alive and idle."""
@@ -469,9 +456,17 @@ class RayDriver:
         return False
 
 
-def programs_of(make_server: MakeServer) -> Programs | None:
-    """Return the programs of one of several servers; None if there is one server."""
-    return make_server(donate=True).programs
+def check_token(run_token: str, call_token: str) -> None:
+    """Refuse a call without the token of the run.
+
+    Raises:
+      PermissionError: if the call has another token.
+    """
+    if not hmac.compare_digest(run_token.encode(), str(call_token).encode()):
+        problem = "a call without the token of this run was refused."
+        raise PermissionError(
+            format_error("parameter_server", problem, fix="start workers through opt.run only.")
+        )
 
 
 class ServerLostReport(NamedTuple):
@@ -490,19 +485,15 @@ class ServerProcess:
 
     def __init__(self, settings: dict[str, object], token: str, start: bytes):
         begin_process(settings, devices=1, platform="cpu")
-        spec, job, policy, snapshot, programs = cloudpickle.loads(start)
+        spec, job, policy, snapshot = cloudpickle.loads(start)
         began = time.perf_counter()
-        header = spec.settings(job.key)
-        server, self.servers = spec.make_server(donate=True), None
-        if server.programs is not None:
-            self.servers = RayServers(
-                settings, token, programs, spec.servers, server.programs.has_sums
-            )
-            server = spec.make_server(donate=True, mathematics=self.servers)
         self.token = token
-        # worker -> the parameters of its step in flight
-        self.pulled_params: dict[int, RemoteParams] = {}
-        run = Run(server, job.params, header, lambda: time.perf_counter() - began)
+        run = Run(
+            spec.make_server(donate=True),
+            job.params,
+            spec.settings(job.key),
+            lambda: time.perf_counter() - began,
+        )
         if snapshot is not None:
             restore_run(spec.caller, run, snapshot)
         self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
@@ -522,23 +513,11 @@ class ServerProcess:
     def pull(self, token: str, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
         """See `Coordinator.pull`.
 
-        The parameters are references into the object store, one for each version and server.
+        The parameters are a reference into the object store, one for each version.
         """
         check_token(self.token, token)
-        task = self.coordinator.begin_step(worker, incarnation, ready)
-        if task is None or self.servers is None:
-            return None if task is None else task._replace(params=self._share_params(task, worker))
-        self.pulled_params[worker] = task.params
-        return task
-
-    def pull_again(self, token: str, worker: int) -> list[ObjectRef]:
-        """Restart the servers that have died, and return references to the parameters that the
-        worker has pulled.
-        """
-        check_token(self.token, token)
-        assert self.servers is not None
-        self.servers.restart_lost_servers()
-        return self.pulled_params[worker].stored.refs
+        task = self.coordinator.pull(worker, incarnation, ready)
+        return None if task is None else task._replace(params=self._share_params(task, worker))
 
     def push(
         self, token: str, worker: int, incarnation: int, update: Update, version: int
@@ -549,8 +528,6 @@ class ServerProcess:
         """
         check_token(self.token, token)
         try:
-            if self.servers is not None:
-                update = update._replace(grads=self.servers.hold(update.grads))
             goes_on = self.coordinator.push(worker, incarnation, update, version)
             return goes_on, self.coordinator.run.state.version
         except Exception as error:
@@ -581,8 +558,6 @@ class ServerProcess:
     ) -> tuple[AsyncResult, RunSnapshot | None]:
         """Return the result, and a snapshot if asked for, as numpy arrays."""
         run = self.coordinator.run
-        if self.servers is not None:
-            metrics = {**metrics, "killed_servers": self.servers.killed}
         result = run.finish(self.coordinator.end_reason(), **metrics)
         snapshot = jax.device_get(take_snapshot(run)) if with_snapshot else None
         return result._replace(params=jax.device_get(result.params)), snapshot
@@ -626,9 +601,9 @@ class GroupPlace(NamedTuple):
 class WorkerProcess:
     """A process of a worker; its programs stay compiled when the server restarts."""
 
-    def __init__(self, settings: dict[str, object], token: str, devices: int, servers: int):
+    def __init__(self, settings: dict[str, object], token: str, devices: int):
         begin_process(settings, devices=devices)
-        self.token, self.servers = token, servers
+        self.token = token
         self.compute: Compute | None = None
         self.shared_answers = SharedAnswers()
 
@@ -649,7 +624,7 @@ class WorkerProcess:
 
         `address` joins the processes of a group.
         """
-        coordinator = RemoteCoordinator(server, self.token, self.servers)
+        coordinator = RemoteCoordinator(server, self.token)
         try:
             compute = self.compute
             if compute is None:
@@ -675,8 +650,8 @@ class WorkerProcess:
 class RemoteCoordinator:
     """The client by which a worker's process calls the coordinator in the server's process."""
 
-    def __init__(self, server: ActorHandle, token: str, servers: int):
-        self.server, self.token, self.servers, self.version = server, token, servers, 0
+    def __init__(self, server: ActorHandle, token: str):
+        self.server, self.token, self.version = server, token, 0
 
     def enter(self, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
@@ -690,14 +665,7 @@ class RemoteCoordinator:
         if task is None:
             return None
         self.version = max(self.version, task.version)
-        params = task.params
-        if not isinstance(params, RemoteParams):
-            return task._replace(params=self._get(params[0]))
-
-        def restart_servers() -> None:
-            params.stored.refs = self._get(self.server.pull_again.remote(self.token, worker))
-
-        return task._replace(params=params.fetch(restart_servers))
+        return task._replace(params=self._get(task.params[0]))
 
     def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool:
         """See `Coordinator.push`.
@@ -706,9 +674,6 @@ class RemoteCoordinator:
         """
         assert update is not None
         message = jax.device_get(update._replace(rows=None))._replace(rows=update.rows)
-        if self.servers > 1:
-            shards = shard(message.grads, self.servers)
-            message = message._replace(grads=[ray.put(grad_shard) for grad_shard in shards])
         answer = self._get(
             self.server.push.remote(self.token, worker, incarnation, message, version)
         )

@@ -87,10 +87,8 @@ def replay(
     meshes = [
         make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]
     ]
-    recorded_rule, servers = _rule(header["rule"], rule), header.get("servers", 1)
-    settings = ServerSettings(
-        header["max_staleness"], recorded_rule, header["nonfinite"], reducer, servers
-    )
+    recorded_rule = _rule(header["rule"], rule)
+    settings = ServerSettings(header["max_staleness"], recorded_rule, header["nonfinite"], reducer)
     spec = sgd_spec(CALLER, tx, loss_fn, meshes, settings, sparse=header.get("sparse", ()))
     compute = spec.make_compute(batches_of, np.asarray(header["rng"], np.uint32))
     return replay_events(log, spec.make_server(donate=False), compute, params)
@@ -119,7 +117,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     """
     header = log.header
     state = server.init(compute.on_server(params))
-    if digest(server.whole(state.params)) != header["initial"]:
+    if digest(state.params) != header["initial"]:
         fix = "pass the same values in the same dtypes, or make them the same way."
         raise ValueError(
             format_error(CALLER, "the parameters are not those that the run began with.", fix=fix)
@@ -137,7 +135,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
                 state, worker
             )
         elif recorded.kind == "pull":
-            steps[worker] = (server.whole(state.params), _next(compute, worker, recorded.clock))
+            steps[worker] = (state.params, _next(compute, worker, recorded.clock))
             state, event = server.pull(state, worker)
         elif recorded.kind == "leave":
             state, event = server.leave(state, worker)
@@ -151,7 +149,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             )
             fix = "the log is damaged, or its data or loss is not that of the run."
             raise ValueError(format_error(CALLER, problem, fix=fix))
-    if header["final"] is not None and digest(server.whole(state.params)) != header["final"]:
+    if header["final"] is not None and digest(state.params) != header["final"]:
         problem = (
             "the parameters at the end are not those of the run, although they were the same at the"
             " start."
@@ -161,7 +159,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
             " differently."
         )
         raise ValueError(format_error(CALLER, problem, fix=fix))
-    return server.whole(state.params)
+    return state.params
 
 
 def _next(compute: Compute, worker: int, clock: int) -> PyTree:

@@ -19,7 +19,8 @@ from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._clock import PersistentMap, make_clock
 from shardopt.parameter_server._log import Event, Header, Log
-from shardopt.parameter_server._server import MakeServer, Server, ServerState
+from shardopt.parameter_server._mathematics import copy_states
+from shardopt.parameter_server._server import Server, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats, summarize
 
@@ -78,7 +79,6 @@ class RunSpec(NamedTuple):
       address: the address of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is restarted.
       check_params: `check_params(params)` refuses parameters that this run cannot train.
-      servers: the number of servers that the parameters are sharded over.
       hosts: on Ray, the number of processes of each worker, each with its `devices`.
       hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for
         never.
@@ -86,7 +86,7 @@ class RunSpec(NamedTuple):
 
     caller: str
     num_workers: int
-    make_server: MakeServer
+    make_server: Callable[..., Server]
     make_compute: MakeCompute
     header: Mapping[str, Any] = {}
     backend: str = "threads"
@@ -94,17 +94,13 @@ class RunSpec(NamedTuple):
     address: str | None = None
     max_restarts: int = 0
     check_params: Callable[[PyTree], None] = check_params
-    servers: int = 1
     hosts: int = 1
     hang_timeout: float | None = None
 
     @property
     def num_processes(self) -> int:
-        """The number of processes on Ray, one CPU each.
-
-        A single server is in the coordinator's process.
-        """
-        return self.num_workers * self.hosts + 1 + (self.servers if self.servers > 1 else 0)
+        """The number of processes on Ray, one CPU each: of the workers, and of the server."""
+        return self.num_workers * self.hosts + 1
 
     def settings(self, key: np.ndarray) -> Header:
         """Return the settings of the workers that the log records, with this random key data."""
@@ -187,8 +183,7 @@ class Run:
             "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
             "nonfinite": server.nonfinite,
         }
-        settings |= {"servers": server.servers} if server.servers > 1 else {}
-        initial = None if params is None else digest(self.params)
+        initial = None if params is None else digest(self.state.params)
         self.log = Log({**settings, **header, "initial": initial, "final": None})
         # worker -> rounds of its data that it has finished
         self.positions: Counter[int] = Counter()
@@ -201,11 +196,6 @@ class Run:
         self.old_history: list[Mapping[str, np.ndarray]] = []
         # metrics of later updates, which may be in flight
         self.recent_history: list[Mapping[str, jax.Array]] = []
-
-    @property
-    def params(self) -> PyTree:
-        """The parameters as users know them, even if several servers share them."""
-        return self.server.whole(self.state.params)
 
     def join(self, worker: int) -> Event:
         """Let a worker join."""
@@ -262,7 +252,7 @@ class Run:
 
     def finish(self, stopped: str, **more_metrics: object) -> AsyncResult:
         """Return the result of a run whose workers have all ended."""
-        params = self.params
+        params = self.state.params
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
@@ -325,7 +315,7 @@ def take_snapshot(run: Run) -> RunSnapshot:
     state, clock = run.state, run.state.clock
     if state.waiting:
         raise AssertionError("a snapshot is taken right after an update, when no push waits")
-    params, optimizer, rule = run.server.copy(state)
+    params, optimizer, rule = copy_states(state[:3])
     states = {"optimizer": optimizer, "rule": rule}
     train_state = TrainState(np.int32(state.version), params, states, np.zeros(2, np.uint32))
     record = {
@@ -357,7 +347,7 @@ def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
     )
     log, history = _unpack(record["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]
-    run.state = run.server.adopt(ServerState(state.params, optimizer, rule, int(state.step), clock))
+    run.state = ServerState(state.params, optimizer, rule, int(state.step), clock)
     run.log, run.stats, run.unsent, run.lost_memory = (
         log,
         WorkerStats(log),

@@ -1,25 +1,23 @@
 """The parameter server as a pure state machine: join, pull, push, leave."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from shardopt.config._check import check_optimizer
-from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
-from shardopt.core._types import Devices, PyTree
+from shardopt.core._types import PyTree
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._clock import Clock, PersistentMap
 from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
-from shardopt.parameter_server._mathematics import Mathematics, OneServer, copy_states
-from shardopt.parameter_server._sharded import LocalServers
+from shardopt.parameter_server._mathematics import Mathematics
 from shardopt.parameter_server._updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
@@ -40,11 +38,9 @@ class ServerSettings(NamedTuple):
     rule: Rule | None = None
     nonfinite: str = "raise"
     reducer: Reducer | None = None
-    servers: int = 1
-    devices: Devices = ()
     fragments: FragmentPlan | None = None
 
-    def maker(self, tx: optax.GradientTransformation | None) -> "MakeServer":
+    def maker(self, tx: optax.GradientTransformation | None) -> "Callable[..., Server]":
         """Return the function that makes the server with these settings."""
         return partial(make_server, tx, **self._asdict())
 
@@ -71,7 +67,7 @@ class ServerState(NamedTuple):
     """The complete state of the server. It is immutable: every transition returns a new state.
 
     Attributes:
-      params: the parameters, trained or not; with several servers `sharded.ServerShards`.
+      params: the parameters, trained or not.
       opt_state: the state of the optax transformation (over the trained leaves).
       rule_state: the state of the staleness rule.
       version: updates applied so far.
@@ -101,7 +97,6 @@ class Server:
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
       reducer: the name of the reducer that encodes pushes; None without a reducer.
-      servers: the number of servers that the parameters are sharded over.
       fragments: the assignment of parameters to fragments, if they are pushed and pulled in
         fragments.
     """
@@ -111,13 +106,7 @@ class Server:
     rule: Rule
     nonfinite: str
     reducer: str | None = None
-    servers: int = 1
     fragments: FragmentPlan | None = None
-
-    @property
-    def programs(self) -> Programs | None:
-        """The programs of one of several servers in this process; None if there are none."""
-        return self.mathematics.programs if isinstance(self.mathematics, LocalServers) else None
 
     @calling(CALLER)
     def init(self, params: PyTree) -> ServerState:
@@ -206,28 +195,11 @@ class Server:
         state = state._replace(working=state.working.drop(worker))
         return state, Event("resume", worker, step, state.version, state.version)
 
-    def whole(self, params: PyTree) -> PyTree:
-        """Return `state.params` as users know them, even if several servers share them."""
-        return params if self.mathematics is None else self.mathematics.full_params(params)
-
-    def adopt(self, state: ServerState) -> ServerState:
-        """Place a state from a checkpoint on the devices or processes of the servers."""
-        if self.mathematics is None:
-            return state
-        return ServerState(*self.mathematics.adopt(state[:3]), *state[3:])
-
-    def copy(self, state: ServerState) -> tuple[PyTree, PyTree, PyTree]:
-        """Return copies of parameters and states for a checkpoint, which the next update does not
-        overwrite.
-        """
-        copy_arrays = copy_states if self.mathematics is None else self.mathematics.copy
-        return copy_arrays(state[:3])
-
     def _is_refused(
         self, state: ServerState, worker: int, step: int, update: Update | None
     ) -> bool:
         if self.mathematics is not None:
-            update = self.mathematics.check(update, state.params, worker)
+            self.mathematics.check(update, state.params, worker)
         reasons = self._faults(state, update)
         # a push of weight 0 adds nothing to the mean of the clock, and is no error
         if self.max_staleness == 0:
@@ -276,14 +248,6 @@ class Server:
         return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
 
 
-class MakeServer(Protocol):
-    """Makes the server of a run."""
-
-    def __call__(self, *, donate: bool, mathematics: Mathematics | None = None) -> Server:
-        """Return a new server; see `make_server`."""
-        ...
-
-
 @calling(CALLER)
 def make_server(
     tx: optax.GradientTransformation | None,
@@ -293,9 +257,6 @@ def make_server(
     nonfinite: str = "raise",
     donate: bool = False,
     reducer: Reducer | None = None,
-    servers: int = 1,
-    devices: Devices = (),
-    mathematics: Mathematics | None = None,
     fragments: FragmentPlan | None = None,
 ) -> Server:
     """Return a parameter server: a state machine without threads, wall-clock time or randomness.
@@ -317,21 +278,16 @@ def make_server(
         `so.reducers.compressor`.
       donate: let each update take over the memory of the previous optimizer state, which must not
         be used afterwards.
-      servers: n, the number of servers that leaves are sharded over; see `so.async_sgd`.
-      devices: the devices of the servers, in turn; by default the device on which `init` finds the
-        parameters.
-      mathematics: the functions of servers in other processes, for internal use.
-      fragments: the assignment of parameters to fragments, with one server: a push then updates one
-        fragment. By default a push updates all parameters.
+      fragments: the assignment of parameters to fragments: a push then updates one fragment. By
+        default a push updates all parameters.
 
     Returns:
       A `Server`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `max_staleness` is negative, `nonfinite` is unknown, or a reducer is combined
-        with several servers. With several servers `init` raises it if the optimizer or the rule is
-        not proved to act element by element.
+      ValueError: if `max_staleness` is negative, `nonfinite` is unknown, or one sender cannot
+        encode the reducer.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -356,9 +312,7 @@ def make_server(
       See `Event.delay` for its bound.
 
     **Placement**: one copy of parameters and optimizer state, on the device on which `init` finds
-    the parameters. With several servers each has an equal range of every leaf, and the optimizer
-    state of this range. Server i of n has the elements i ceil(size / n) to (i + 1) ceil(size / n),
-    padded with zeros.
+    the parameters.
 
     References:
       Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
@@ -383,19 +337,8 @@ def make_server(
         ) from None
     if nonfinite not in ("raise", "skip"):
         raise ValueError(f"{CALLER}: nonfinite must be 'raise' or 'skip', got {nonfinite!r}.")
-    check_count("servers", servers, minimum=1)
     codec = None if reducer is None else compressor(reducer)
-    if codec is not None and servers > 1:
-        problem = (
-            f"reducer={codec.name} writes all leaves as one message, which {servers} servers cannot"
-            " share."
-        )
-        raise ValueError(format_error(CALLER, problem, fix="leave out servers or reducer."))
-    if mathematics is None and tx is not None:
-        programs = Programs(tx, rule, donate, int(servers), codec)
-        mathematics = (
-            OneServer(programs, fragments) if servers == 1 else LocalServers(programs, devices)
-        )
-    return Server(
-        mathematics, max_staleness, rule, nonfinite, codec and codec.name, int(servers), fragments
-    )
+    mathematics = None
+    if tx is not None:
+        mathematics = Mathematics(Programs(tx, rule, donate, codec), fragments)
+    return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, fragments)

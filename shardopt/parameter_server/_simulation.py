@@ -336,7 +336,7 @@ class EventLoop:
             self.remove_worker(worker)
             return
         event = self.run.pull(worker, self.asked_at.pop(worker))
-        self.steps[worker] = Step(event.version, event.clock, self.run.params, batch)
+        self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
         step_seconds = seconds_of(self.workers[worker].step_seconds, self.generators[worker])
         pull_seconds, push_seconds = self.transfers[worker]
         arrival = self.now + pull_seconds + step_seconds + push_seconds

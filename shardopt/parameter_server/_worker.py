@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -31,7 +30,6 @@ from shardopt.parameter_server._coordinator import CoordinatorClient, WorkerTask
 from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._settings import capture_settings
-from shardopt.parameter_server._sharded import check_shardable
 from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
 from shardopt.parameter_server._updates import (
     Update,
@@ -40,7 +38,6 @@ from shardopt.parameter_server._updates import (
     replace_trained,
     trained,
 )
-from shardopt.parameter_server.rules import Rule, plain
 from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_keys, place_batch
@@ -137,26 +134,20 @@ def sgd_spec(
         settings.maker(tx),
         replace(problem, codec=codec).make_compute,
         header | codec_header(codec),
-        check_params=partial(check_sgd_params, tx, settings.rule, settings.servers),
-        servers=int(settings.servers),
+        check_params=check_sgd_params,
     )
 
 
-def check_sgd_params(
-    tx: optax.GradientTransformation, rule: Rule | None, servers: int, params: PyTree
-) -> None:
+def check_sgd_params(params: PyTree) -> None:
     """Refuse parameters that cannot be trained, or that have random keys, which no update would
     change.
 
     Raises:
       TypeError: if a leaf is not an array or a number.
-      ValueError: if no leaf is floating, a leaf is a random key, or several servers cannot share
-        the parameters.
+      ValueError: if no leaf is floating, or a leaf is a random key.
     """
     check_params(params)
     check_keys(abstract(params))
-    if servers > 1:
-        check_shardable(tx, plain() if rule is None else rule, params, servers)
 
 
 def local_meshes(workers: WorkerDevices) -> list[Mesh]:
