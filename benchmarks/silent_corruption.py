@@ -32,7 +32,7 @@ from support import faults
 from support.seams import break_function
 
 import shardopt as so
-from shardopt.step._verified import move_program
+from shardopt.diagnose._verified import move_program, verified_step
 from shardopt.training._verify import Verification
 
 OUTPUT = Path(__file__).parent / "results" / "silent_corruption.json"
@@ -189,7 +189,7 @@ def cost_part(output):
     ):
         opt = make(optax.adam(1e-3), mesh, so.BlockModel(embed, block, loss))
         state = opt.init(params)
-        verified, placed = opt.step.verified(state, batch)
+        verified, placed = verified_step(opt, state, batch)
         plain, sums = opt.step.lower(state, batch), verified.program(0).lower(state, placed)
         leaves = jax.tree.leaves((state, placed))
         specs = tuple(leaf.sharding.spec for leaf in leaves)

@@ -28,6 +28,9 @@ from shardopt.checkpoint._write import save
 from shardopt.config._compiler_options import compiler_options
 from shardopt.config._user_mesh import Axes
 from shardopt.core import BlockModel, Max, Min, Sum, TrainState, Updated, Weighted
+from shardopt.diagnose._check import check
+from shardopt.diagnose._find_nan import find_nan
+from shardopt.diagnose._finding import NonFinite
 from shardopt.local_updates import diloco, local_sgd
 from shardopt.losses._rows import batch_mean, batch_sum, gather_batch
 from shardopt.mesh import make_mesh
@@ -36,8 +39,6 @@ from shardopt.runtime._doctor import doctor
 from shardopt.runtime._processes import initialize
 from shardopt.step._adopt import adopt
 from shardopt.step._average import with_average
-from shardopt.step._check import check
-from shardopt.step._find_nan import NonFinite, find_nan
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import ddp, fsdp, hybrid, zero
 from shardopt.training._fit import fit

@@ -167,7 +167,7 @@ class StrategyConfig(NamedTuple):
       axis_names: the option `axes`.
       user_mesh: where state, batch and metrics live; None until checked.
       sums: whether the gradients of a step come with the sums of each device's own gradient, see
-        `step._verified`.
+        `diagnose._verified`.
       report: `report(abstract_params=None)`, the placement of every leaf, by default for the last
         parameters.
     """

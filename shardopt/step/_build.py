@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -35,7 +36,6 @@ from shardopt.step._optimizer import Metrics, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
 from shardopt.step._report import report_of
 from shardopt.step._step import compile_step
-from shardopt.step._verified import VerifiedStep
 
 StepCache = LayoutCache[CompiledStep]
 
@@ -83,12 +83,11 @@ class TrainFn(BatchFn):
     """`opt.step`.
 
     Attributes:
-      verified: checks a state and a batch, and returns the step with sums for them, and the placed
-        batch.
+      place: checks a state and a batch, and returns the view of the loss and the placed batch.
       with_norms: the same step, which also returns norms of each leaf.
     """
 
-    verified: Callable[[TrainState, PyTree], tuple[VerifiedStep, PyTree]]
+    place: Callable[[TrainState, PyTree], tuple[str, PyTree]]
     with_norms: NormsFn
 
     @api_boundary
@@ -114,7 +113,6 @@ class StrategyFunctions:
       views: chooses the view of each batch shape, for steps.
       evaluation_views: chooses the view of each batch shape, for evaluations.
       checked_steps: the ids of the compiled steps that have checked the placement of a state.
-      verified_steps: the steps with sums, by the id of the compiled step.
     """
 
     config: StrategyConfig
@@ -122,7 +120,6 @@ class StrategyFunctions:
     views: Views
     evaluation_views: Views
     checked_steps: set[int] = dataclasses.field(default_factory=set)
-    verified_steps: dict[int, VerifiedStep] = dataclasses.field(default_factory=dict)
 
     @property
     def cache(self) -> StepCache:
@@ -164,13 +161,6 @@ class StrategyFunctions:
             self.checked_steps.add(id(compiled))
         placed = place_batch(self.config, batch)
         return views.of(compiled.layout, placed), placed
-
-    def prepare_verified(self, state: TrainState, batch: PyTree) -> tuple[VerifiedStep, PyTree]:
-        """Return the step with sums, and the placed batch."""
-        view, placed = self.prepare_batch(state, batch, self.views)
-        compiled = self.caches[view].of(state.params)
-        new_step = VerifiedStep(self.config.replace(view=view), compiled.layout, {})
-        return self.verified_steps.setdefault(id(compiled), new_step), placed
 
     def prepare_step(
         self, state: TrainState, batch: PyTree
@@ -264,7 +254,7 @@ def build(
         step=TrainFn(
             functions.prepare_step,
             limit,
-            functions.prepare_verified,
+            functools.partial(functions.prepare_batch, views=functions.views),
             NormsFn(functions.prepare_step_with_norms, limit),
         ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),

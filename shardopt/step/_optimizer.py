@@ -1,5 +1,6 @@
 """The contract of every strategy: pure functions over a mesh, and the config they were built from."""
 
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn, Protocol
 
 import jax
@@ -38,6 +39,11 @@ class StepFn(Protocol):
 
         A program of its own.
         """
+        ...
+
+    @property
+    def place(self) -> Callable[[TrainState, PyTree], tuple[str, PyTree]]:
+        """The checks of a state and a batch: the view of the loss, and the placed batch."""
         ...
 
     def with_kinds(

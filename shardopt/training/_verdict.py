@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.step._verified import STATE, WRITTEN, Column, Evidence
+from shardopt.diagnose._verified import STATE, WRITTEN, Column, Evidence
 
 NAMED, ONE_OF, UNKNOWN, NOT_DETERMINISTIC = "named", "one of", "unknown", "not deterministic"
 
@@ -18,7 +18,7 @@ class Verdict(NamedTuple):
     """A difference between sums that must be equal.
 
     Attributes:
-      phase: the first phase with a difference, see `step._verified`.
+      phase: the first phase with a difference, see `diagnose._verified`.
       kind: `NAMED` if the devices are wrong; `ONE_OF` if one of them is; `UNKNOWN` if any device
         may be; or `NOT_DETERMINISTIC` if most devices do not get the same result again.
       positions: the positions of the devices in the mesh.

@@ -16,9 +16,9 @@ from shardopt.checkpoint._sums import LeafSums, leaf_sums, total_of
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError, format_error, plural
 from shardopt.core._types import PyTree, TrainState
+from shardopt.diagnose._verified import STATE, Evidence, VerifiedStep, state_sums, verified_step
 from shardopt.runtime._processes import use_exit_codes
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
-from shardopt.step._verified import STATE, Evidence, VerifiedStep, state_sums
 from shardopt.training._verdict import (
     NAMED,
     NOT_DETERMINISTIC,
@@ -31,7 +31,7 @@ from shardopt.training._verdict import (
 )
 
 SAVED = "the state to save"
-"""What a checkpoint or snapshot is copied from, next to the phases of `step._verified`."""
+"""What a checkpoint or snapshot is copied from, next to the phases of `diagnose._verified`."""
 
 REPLAYS = (0, 1, 2)
 """The shifts of the three replays after a difference: the two runs again, and a third device for
@@ -62,7 +62,7 @@ def verification_of(
         "the mesh has one device, and no other one can compute the same": config.mesh.size == 1,
         f"the replicas of {config.strategy} train apart": config.local_updates is not None,
         "the state is offloaded to the host": bool(config.update.offload),
-        "opt.step was replaced": not hasattr(opt.step, "verified"),
+        "opt.step was replaced": not hasattr(opt.step, "place"),
     }
     if any(problems.values()):
         reasons = [reason for reason, holds in problems.items() if holds]
@@ -113,8 +113,7 @@ class Verification:
         self, state: TrainState, batch: PyTree, step: int, position: int
     ) -> tuple[TrainState, Metrics]:
         """Take a step on two devices each; raise `SilentCorruptionError` if they differ."""
-        step_fn: Any = self.opt.step
-        verified, placed = step_fn.verified(state, batch)
+        verified, placed = verified_step(self.opt, state, batch)
         self.verified, sizes = verified, dict(verified.config.mesh.shape)
         new_state, metrics, first = verified.run(state, placed)
         runs = [first, verified.run(state, placed, 1)[2]]

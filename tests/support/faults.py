@@ -14,8 +14,8 @@ import numpy as np
 import optax
 
 import shardopt as so
+from shardopt.diagnose._verified import VerifiedStep
 from shardopt.step import _gradients, _step
-from shardopt.step._verified import VerifiedStep
 from shardopt.training._verify import Verification
 
 SITES = ("none", "shard", "weight", "activation", "gradient", "reduced", "update")

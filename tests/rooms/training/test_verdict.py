@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardopt.step._verified import (
+from shardopt.diagnose._verified import (
     GRADIENT,
     METRICS,
     REDUCTION,

@@ -17,8 +17,8 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError
+from shardopt.diagnose._verified import REDUCTION, verified_step
 from shardopt.models import gpt
-from shardopt.step._verified import REDUCTION
 from shardopt.training._fit import fit
 
 DEVICES = 3  # so that the others outvote one that is always wrong
@@ -277,7 +277,7 @@ def test_in_the_global_view_all_devices_contribute_to_a_gradient(mesh_of, option
     that hold it.
     """
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, min_shard_elements=1, **options)
-    verified, _ = opt.step.verified(first_state(opt), next(faults.batches(4)))
+    verified, _ = verified_step(opt, first_state(opt), next(faults.batches(4)))
     assert {column.together for column in verified.columns if column.phase == REDUCTION} == {
         together
     }

@@ -6,7 +6,9 @@ device the work of another one, bit for bit. So the sums of both runs are equal,
 position, unless a device computes wrong.
 """
 
+import dataclasses
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,9 +24,10 @@ from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes
+from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program, put_on_auto_axes
 from shardopt.step._gradients import grad_specs
-from shardopt.step._optimizer import Metrics
+from shardopt.step._optimizer import Metrics, ShardedOptimizer, StepFn
 from shardopt.step._step import make_step
 
 STATE, GRADIENT, REDUCTION, METRICS, UPDATE, WRITTEN = (
@@ -67,7 +70,8 @@ class Evidence(NamedTuple):
     sums: np.ndarray
 
 
-class VerifiedStep(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class VerifiedStep:
     """The step of one parameter structure and one view, with sums.
 
     Attributes:
@@ -78,7 +82,7 @@ class VerifiedStep(NamedTuple):
 
     config: StrategyConfig
     layout: Layout
-    programs: dict[int | None, AotCompiled]
+    programs: dict[int | None, AotCompiled] = dataclasses.field(default_factory=dict)
 
     def run(
         self, state: TrainState, batch: PyTree, shift: int = 0
@@ -119,6 +123,24 @@ class VerifiedStep(NamedTuple):
             *(Column(UPDATE, copies) for copies in _copies(config, _updated_specs(config, layout))),
             *(Column(WRITTEN, copies) for copies in state),
         )
+
+
+_Views = dict[str, LayoutCache[VerifiedStep]]
+_STEPS: weakref.WeakKeyDictionary[StepFn, _Views] = weakref.WeakKeyDictionary()
+"""`opt.step` -> its steps with sums by view, so that a second run compiles nothing again."""
+
+
+def verified_step(
+    opt: ShardedOptimizer, state: TrainState, batch: PyTree
+) -> tuple[VerifiedStep, PyTree]:
+    """Check a state and a batch; return their step with sums, and the placed batch."""
+    if opt.step not in _STEPS:
+        _STEPS[opt.step] = {
+            view: LayoutCache(opt.config.replace(view=view), VerifiedStep)
+            for view in ("per_device", "global")
+        }
+    view, placed = opt.step.place(state, batch)
+    return _STEPS[opt.step][view].of(state.params), placed
 
 
 def state_sums(verified: VerifiedStep, state: TrainState) -> np.ndarray:

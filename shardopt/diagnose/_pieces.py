@@ -1,0 +1,97 @@
+"""How a step cuts its batch: the rows and the random key of each evaluation of the loss."""
+
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.core._block_model import takes_rng
+from shardopt.core._types import PyTree, TrainState
+from shardopt.losses._batch_dims import num_rows, row_counts
+from shardopt.losses._global_view import num_micro_batches
+from shardopt.losses._loss import step_key
+from shardopt.losses._view import Views
+from shardopt.runtime._processes import gather_to_host
+from shardopt.step._inputs import place_batch
+
+
+class Piece(NamedTuple):
+    """Rows that the loss gets at once, all as None, and its random key."""
+
+    rows: np.ndarray | None
+    key: jax.Array | None
+
+
+WHOLE = Piece(None, None)
+
+
+class Cuts(NamedTuple):
+    """How a step cuts a batch.
+
+    Attributes:
+      per_device: whether each device runs its rows apart.
+      rows: int[devices, micro-batches, rows of a piece], the rows of each piece; None if the batch
+        is not cut.
+    """
+
+    per_device: bool
+    rows: np.ndarray | None
+
+    @property
+    def hide_rows(self) -> bool:
+        """Whether a piece has the rows of one device of several."""
+        return self.per_device and self.rows is not None and len(self.rows) > 1
+
+
+def cuts_of(config: StrategyConfig, layout: Layout, batch: PyTree) -> Cuts:
+    shares, count = config.axes.num_row_shares, config.loss.micro_batches
+    with warnings.catch_warnings():
+        # the step warns of the global view, and of micro-batches that are not cut
+        warnings.simplefilter("ignore")
+        placed = place_batch(config, batch)
+        per_device = Views(config, training=True).of(layout, placed) == "per_device"
+        if not per_device:
+            count = num_micro_batches(config, layout, placed, training=True)
+    cannot_cut = len(row_counts(config, batch)) != 1 or num_rows(config, batch) % (shares * count)
+    return Cuts(
+        per_device,
+        None if cannot_cut else np.arange(num_rows(config, batch)).reshape(shares, count, -1),
+    )
+
+
+def pieces_of(config: StrategyConfig, state: TrainState, cuts: Cuts) -> Iterator[Piece]:
+    """Yield the pieces of a step: the rows of each device and micro-batch.
+
+    All rows if the loss sees all at once.
+    """
+    takes_key, rows, per_device = takes_rng(config.loss.loss_fn), cuts.rows, cuts.per_device
+    if not takes_key and (rows is None or not per_device):
+        yield WHOLE
+        return
+    step, rng = values_on_host(state.step), values_on_host(state.rng)
+    for d in range(config.axes.num_row_shares if per_device else 1):
+        for m in range(1 if rows is None else rows.shape[1]):
+            key = (
+                step_key(config, step, rng, m, device=d * config.axes.num_position_shares)
+                if takes_key
+                else None
+            )
+            yield Piece(
+                None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key
+            )
+
+
+def values_on_host(leaf: PyTree) -> PyTree:
+    """Return all values of a leaf on the host; a random key stays an array of keys."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(
+            values_on_host(jax.random.key_data(leaf)), impl=str(jax.random.key_impl(leaf))
+        )
+    return gather_to_host(leaf)
