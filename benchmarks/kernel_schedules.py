@@ -180,9 +180,9 @@ def compile_program(program: str, topology: str) -> float:
     from jax.sharding import NamedSharding, PartitionSpec
 
     import shardopt as so
-    from shardopt.nn._flash import Keys, Marks, Queries, Rule
-    from shardopt.nn._splash_backward import gradients
-    from shardopt.nn._splash_forward import attend
+    from shardopt.kernels._flash import Keys, Marks, MaskRule, Queries
+    from shardopt.kernels._splash_backward import gradients
+    from shardopt.kernels._splash_forward import attend
     from shardopt.planning import topology_devices
 
     devices = topology_devices(topology)
@@ -191,7 +191,7 @@ def compile_program(program: str, topology: str) -> float:
     def ours(query, key, value, d_out, logsumexp):
         # not known to the compiler
         ids = logsumexp[:, 0].astype(jnp.int32) if program.endswith(SEGMENTED) else None
-        marks, rule = Marks(None, ids), Rule(True, None)
+        marks, rule = Marks(None, ids), MaskRule(True, None)
         queries = Queries(query, d_out, logsumexp, logsumexp, marks)
         mixed = attend(query, key, value, ids, ids, rule)
         return *mixed, *gradients(queries, Keys(key, value, marks), rule, dtype=query.dtype)

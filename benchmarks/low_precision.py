@@ -34,8 +34,8 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
 
     import shardopt as so
     from shardopt import data
+    from shardopt.core._rounding import Precision
     from shardopt.models import gpt
-    from shardopt.nn._low_precision import Precision
 
     windows, held_out = data.split(data.open_corpus(None), LENGTH)
     eight: Precision | None = None if precision == "float32" else precision
@@ -103,7 +103,7 @@ def compile_product(topology: str, precision: str | None, vmem_kib: int) -> dict
     import jax.numpy as jnp
 
     import shardopt as so
-    from shardopt.nn._low_precision import quantized_einsum
+    from shardopt.nn._quantized_einsum import quantized_einsum
     from shardopt.planning import step_seconds, topology_devices
 
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])

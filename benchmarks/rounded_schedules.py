@@ -323,11 +323,11 @@ def programs(
     """Return a function for each kernel and weight, and the shapes and dtypes of its arguments."""
     import numpy as np
 
-    from shardopt.core._rounded_weight import eight_bits
-    from shardopt.nn import _rounded_experts as experts
-    from shardopt.nn import _rounded_product as kernels
-    from shardopt.nn._norm import gradient_of_norm, inverse_rms
-    from shardopt.nn._rotary import rotate_halves
+    from shardopt.kernels._norm import gradient_of_norm, inverse_rms
+    from shardopt.kernels._rotary import rotate_halves
+    from shardopt.low_precision import _expert_kernels as experts
+    from shardopt.low_precision import _product_kernels as kernels
+    from shardopt.low_precision._numbers import eight_bits
 
     T, wide, (narrow, narrow_grad) = TOKENS, "bfloat16", eight_bits(precision)
     found = {}
@@ -417,11 +417,12 @@ def compile_programs(chip: str, folder: Path) -> None:
     import numpy as np
 
     import shardopt as so
-    from shardopt.nn import _norm, _rotary, _rounded_experts, _rounded_product
-    from shardopt.nn._kernel_tiles import ROWS, by_strips, call_kernel
+    from shardopt.kernels import _norm, _rotary
+    from shardopt.kernels._pallas import ROWS, by_strips, call_kernel
+    from shardopt.low_precision import _expert_kernels, _product_kernels
     from shardopt.planning import topology_devices
 
-    calls, strips, visits_of = [], [], _rounded_experts.Visits.of
+    calls, strips, visits_of = [], [], _expert_kernels.Visits.of
 
     def recorded_call(
         kernel,
@@ -463,9 +464,9 @@ def compile_programs(chip: str, folder: Path) -> None:
         with ThreadPoolExecutor() as pool:  # a thread of its own has no trace and no mesh of TPUs
             return pool.submit(visits_of, *args, **options).result()
 
-    for module in (_rounded_product, _rounded_experts, _norm, _rotary):
+    for module in (_product_kernels, _expert_kernels, _norm, _rotary):
         module.call_kernel, module.by_strips = recorded_call, recorded_strips
-    _rounded_experts.Visits.of = staticmethod(known_visits)  # pyright: ignore[reportAttributeAccessIssue]
+    _expert_kernels.Visits.of = staticmethod(known_visits)  # pyright: ignore[reportAttributeAccessIssue]
     mesh = so.make_mesh(data=1, devices=topology_devices(TOPOLOGIES[chip])[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     for program, (function, arguments) in programs(PRECISIONS[chip]).items():

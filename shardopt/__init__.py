@@ -4,9 +4,9 @@ Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`
 with `Checkpoints`. For slow links, `local_sgd` and `diloco` combine replicas of these strategies.
 `async_sgd` and `async_local_sgd` train without barriers.
 
-`import shardopt` loads the core. Adapters, asynchronous training, planning, the reader of compiled
-programs and the models of other libraries are wings: each loads when one of its names is used for
-the first time.
+`import shardopt` loads the core. Layers, adapters, asynchronous training, planning, the reader of
+compiled programs and the models of other libraries load when one of their names is used for the
+first time.
 """
 
 import importlib
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from shardopt import (
     checkpoint,
     errors,
-    nn,
     optimizers,
     reducers,
     runtime,
@@ -46,7 +45,7 @@ from shardopt.training._params import with_params
 from shardopt.training._resume import DeferredInit
 
 if TYPE_CHECKING:
-    from shardopt import adapters, hlo, interop, parameter_server, planning
+    from shardopt import adapters, hlo, interop, nn, parameter_server, planning
     from shardopt.hlo._program import audit
     from shardopt.parameter_server._async_local_sgd import async_local_sgd
     from shardopt.parameter_server._async_sgd import async_sgd
@@ -113,6 +112,7 @@ _WINGS = {
     "hlo": "shardopt.hlo",
     "audit": "shardopt.hlo._program",
     "interop": "shardopt.interop",
+    "nn": "shardopt.nn",
     "parameter_server": "shardopt.parameter_server",
     "async_sgd": "shardopt.parameter_server._async_sgd",
     "async_local_sgd": "shardopt.parameter_server._async_local_sgd",

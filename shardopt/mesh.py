@@ -128,6 +128,13 @@ def not_manual_axes() -> frozenset[str]:
     return frozenset(mesh.axis_names) - frozenset(mesh.manual_axes)
 
 
+def manual_context_axes() -> dict[str, int]:
+    """Return axis -> size of the context axes whose shards the function under trace sees."""
+    mesh = mesh_under_trace()
+    axes = (axis for axis in axes_of_role("context") if axis in mesh.manual_axes)
+    return {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
+
+
 def trace_without_mesh(f: Callable[..., Any]) -> Callable[..., Any]:
     """Return `f`, traced without a mesh in jax's types. Every mesh axis must be manual.
 

@@ -19,7 +19,6 @@ from shardopt.collectives._buckets import (
     shards_of,
 )
 from shardopt.collectives._per_device import shard_by_shard
-from shardopt.collectives._rounded_gather import gather_rounded
 from shardopt.collectives._tiles import (
     gather_joined,
     in_gathered_layout,
@@ -29,8 +28,9 @@ from shardopt.collectives._tiles import (
 )
 from shardopt.collectives._wire import LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._rounded_weight import joined
 from shardopt.core._types import replaced
+from shardopt.low_precision._gather import gather_rounded
+from shardopt.low_precision._weight import joined
 from shardopt.mesh import device_kind, device_kind_or_default
 
 

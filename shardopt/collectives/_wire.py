@@ -7,7 +7,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import MeshAxes
-from shardopt.core._rounded_weight import Form
+from shardopt.low_precision._weight import Form
 from shardopt.mesh import device_kind
 
 

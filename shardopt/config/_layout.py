@@ -21,7 +21,7 @@ from shardopt.config._update_trace import trace_of_update
 from shardopt.core._arguments import is_integer
 from shardopt.core._block_model import BLOCKS, as_block_model
 from shardopt.core._errors import calling, format_error, plural
-from shardopt.core._rounded_weight import Precision, Rounding
+from shardopt.core._rounding import Precision, Rounding
 from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.partition import (
     COLUMNS,

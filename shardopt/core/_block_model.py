@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shardopt.core._block_remat import Remat, checkpointed
-from shardopt.core._rounded_weight import Rounding
+from shardopt.core._rounding import Rounding
 from shardopt.core._types import Loss, PyTree
 
 BLOCKS = "blocks"

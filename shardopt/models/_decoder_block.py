@@ -18,8 +18,13 @@ from jaxtyping import Array, Float
 
 from shardopt import nn
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core._rounded_weight import Rounding
+from shardopt.core._rounding import Rounding
 from shardopt.core._types import PyTree
+from shardopt.kernels._devices import num_shards
+from shardopt.kernels._flash import factor_of_scores
+from shardopt.kernels._norm import rsqrt_of_mean_square
+from shardopt.kernels._rotary import takes_rotation
+from shardopt.low_precision._einsum import Normed, gated_mlp, plain
 from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
@@ -28,13 +33,9 @@ from shardopt.models._latent_attention import latent_qkv
 from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
-from shardopt.nn._flash import factor_of_scores
-from shardopt.nn._kernel_tiles import num_shards
-from shardopt.nn._low_precision import Normed, gated_mlp, plain
-from shardopt.nn._low_rank import Weight
-from shardopt.nn._norm import norm_of_stream, rms_norm, rms_norm_plus_one, rsqrt_of_mean_square
+from shardopt.nn._low_rank import LowRank, Weight
+from shardopt.nn._norm import norm_of_stream, rms_norm, rms_norm_plus_one
 from shardopt.nn._order import row_length
-from shardopt.nn._rotary import takes_rotation
 from shardopt.partition import shard_axes
 from shardopt.partition._plan import largest_divisible_dim
 
@@ -579,13 +580,17 @@ def _mlp(
         )
         return shard(_add_bias(hidden, weights.get(f"{name}_bias")))
 
-    if config.gated and config.fused and not config.mlp_bias:
+    up, down_weight = weights["up"], weights["down"]
+    is_fused = (
+        config.gated and config.fused and not config.mlp_bias and config.precision is not None
+    )
+    if is_fused and not isinstance(up, LowRank) and not isinstance(down_weight, LowRank):
         by_kernels = gated_mlp(
             x,
-            weights["up"],
-            weights["down"],
+            up,
+            down_weight,
             activation=ACTIVATIONS[config.activation],
-            precision=config.precision,
+            precision=config.precision,  # pyright: ignore[reportArgumentType]
             added=added,
         )
         if by_kernels is not None:

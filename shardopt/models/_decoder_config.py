@@ -10,10 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from shardopt.core._errors import format_error, plural
-from shardopt.core._rounded_weight import Precision
+from shardopt.core._rounding import Precision
+from shardopt.low_precision._numbers import check_precision
 from shardopt.models._latent_attention import Latent
 from shardopt.models._rope import Rope
-from shardopt.nn._low_precision import check_precision
 from shardopt.nn._router import Score
 
 Norm = Literal["rms", "rms_plus_one", "layer", "layer_plus_one", "layer_scale", "layer_fixed"]

@@ -18,10 +18,10 @@ from shardopt import nn
 from shardopt.collectives import constrain_tensor
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import RoundedWeight
+from shardopt.kernels._devices import on_tensor_shards
+from shardopt.kernels._rotary import rotate_halves, takes_rotation
+from shardopt.low_precision._weight import RoundedWeight
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
-from shardopt.nn._kernel_tiles import on_tensor_shards
-from shardopt.nn._rotary import rotate_halves, takes_rotation
 
 Tree = TypeVar("Tree")
 

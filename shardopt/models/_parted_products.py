@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shardopt.low_precision._einsum import parse_subscripts
 from shardopt.models import _layers as layers
-from shardopt.nn._low_precision import parse_subscripts
 
 
 class Parts(NamedTuple):

@@ -10,13 +10,13 @@ from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._rounded_weight import Precision
+from shardopt.core._rounding import Precision
+from shardopt.low_precision._numbers import check_precision
 from shardopt.models import decoder
 from shardopt.models._decoder_block import Stream, apply_block
 from shardopt.models._decoder_config import BlockKind, DecoderConfig
 from shardopt.models._inputs import Params
 from shardopt.models._rope import Rope
-from shardopt.nn._low_precision import check_precision
 from shardopt.planning import Transformer
 
 

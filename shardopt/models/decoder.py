@@ -17,6 +17,7 @@ from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._types import Loss, PyTree, leaves_with_paths
+from shardopt.kernels._flash import capped
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import (
     Stream,
@@ -30,7 +31,6 @@ from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
 from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
 from shardopt.models._routers import balanced_loss, first_routers
-from shardopt.nn._flash import capped
 from shardopt.optimizers import Matrix
 
 __all__ = [

@@ -12,12 +12,12 @@ from jaxtyping import Array, Float
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import format_error, plural
-from shardopt.core._rounded_weight import Precision
+from shardopt.core._rounding import Precision
+from shardopt.low_precision._numbers import check_precision
 from shardopt.models import decoder
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, not_positive
 from shardopt.models._inputs import Params, Tokens
 from shardopt.models._rope import Rope
-from shardopt.nn._low_precision import check_precision
 
 
 @dataclasses.dataclass(frozen=True)

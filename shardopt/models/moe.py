@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import format_error, plural
-from shardopt.core._rounded_weight import Precision
+from shardopt.core._rounding import Precision
 from shardopt.models import decoder
 from shardopt.models._decoder_config import Balance, BlockKind, DecoderConfig, Experts, not_positive
 from shardopt.models._inputs import Params, Tokens

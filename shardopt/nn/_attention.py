@@ -21,6 +21,10 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
+from shardopt.kernels._devices import is_local
+from shardopt.kernels._flash import NAME, Marks, MaskRule, capped, factor_of_scores, sees
+from shardopt.kernels._pallas import LANES
+from shardopt.kernels._splash import splash_attention
 from shardopt.mesh import (
     axes_of_role,
     device_kind_or_default,
@@ -29,11 +33,8 @@ from shardopt.mesh import (
     not_manual_axes,
 )
 from shardopt.nn._exchange import Attention, exchanged_attention, gathered_attention
-from shardopt.nn._flash import NAME, Marks, Rule, capped, factor_of_scores, sees
-from shardopt.nn._kernel_tiles import LANES, is_local
 from shardopt.nn._order import CONTEXT
 from shardopt.nn._ring import Ring, ring_attention, ring_of
-from shardopt.nn._splash import splash_attention
 from shardopt.trace._marks import ATTENTION, marked
 
 Implementation = Literal["splash", "cudnn", "xla"]
@@ -180,7 +181,7 @@ def attention(
         )
     scale = None if scale is None else float(scale)  # one of numpy would widen the queries
     rule, marks = (
-        Rule(causal, window, softcap, scale),
+        MaskRule(causal, window, softcap, scale),
         Marks(_as_rows(positions, query), segment_ids),
     )
     if is_analysed():
@@ -220,7 +221,7 @@ class _AttentionOverContext:
     """
 
     axes: tuple[str, ...]
-    rule: Rule
+    rule: MaskRule
     implementation: Implementation | None
     method: Method | None
 
@@ -385,7 +386,13 @@ def _as_rows(positions: Array | None, query: Array) -> Array | None:
 
 
 def _plain_attention(
-    query: Array, key: Array, value: Array, marks: Marks, sinks: Array | None = None, *, rule: Rule
+    query: Array,
+    key: Array,
+    value: Array,
+    marks: Marks,
+    sinks: Array | None = None,
+    *,
+    rule: MaskRule,
 ) -> Array:
     mask = _mask(marks, rule, query.shape[1])
     return masked_attention(
@@ -393,7 +400,7 @@ def _plain_attention(
     )
 
 
-def _mask(marks: Marks, rule: Rule, length: int) -> Bool[Array, "#B T T"]:
+def _mask(marks: Marks, rule: MaskRule, length: int) -> Bool[Array, "#B T T"]:
     if marks.positions is not None:
         return sees(marks, marks, rule)
     mask = visible(length, causal=rule.causal, window=rule.window)[None]
@@ -589,7 +596,7 @@ def _on_each_device(
     return region(query, key, value, marks, sinks)
 
 
-def _kernel(implementation: Implementation, rule: Rule) -> Attention:
+def _kernel(implementation: Implementation, rule: MaskRule) -> Attention:
     """Return the kernel as a function, for rows in natural order."""
     kernel = splash_attention if implementation == "splash" else _cudnn
     return lambda query, key, value, marks, sinks: kernel(
@@ -603,7 +610,7 @@ def _cudnn(
     value: Array,
     segments: Array | None,
     sinks: Array | None,
-    rule: Rule,
+    rule: MaskRule,
 ) -> Array:
     assert sinks is None
     assert rule.softcap is None

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling
+from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
-from shardopt.nn._flash import capped
 
 
 def cross_entropy(

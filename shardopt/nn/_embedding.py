@@ -27,8 +27,8 @@ from shardopt.collectives import (
 from shardopt.collectives._column_table import ColumnTable
 from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
+from shardopt.kernels._devices import is_local
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
-from shardopt.nn._kernel_tiles import is_local
 from shardopt.trace._marks import LOOKED_UP
 
 Mode = Literal["fill", "clip"]

@@ -11,11 +11,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardopt.collectives._shards import psum_scatter
-from shardopt.nn._flash import (
+from shardopt.kernels._flash import (
     Keys,
     Marks,
+    MaskRule,
     Queries,
-    Rule,
     absorb,
     delta_of,
     empty_state,
@@ -82,7 +82,7 @@ def exchanged_attention(
 
 def gathered_attention(
     axes: Axes,
-    rule: Rule,
+    rule: MaskRule,
     query: Float[Array, "B T H K"],
     key: Float[Array, "B T G K"],
     value: Float[Array, "B T G K"],
@@ -99,7 +99,7 @@ def gathered_attention(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(
     axes: Axes,
-    rule: Rule,
+    rule: MaskRule,
     query: Array,
     key: Array,
     value: Array,
@@ -111,7 +111,7 @@ def _attend(
 
 def _forward(
     axes: Axes,
-    rule: Rule,
+    rule: MaskRule,
     query: Array,
     key: Array,
     value: Array,
@@ -124,7 +124,7 @@ def _forward(
 
 
 def _backward(
-    axes: Axes, rule: Rule, residuals: tuple, d_out: Array
+    axes: Axes, rule: MaskRule, residuals: tuple, d_out: Array
 ) -> tuple[Array, Array, Array, None, Array | None]:
     query, key, value, marks, sinks, out, logsumexp = residuals
     # otherwise XLA stores the keys and values that the forward pass gathered

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shardopt.core._rounded_weight import RoundedWeight
+from shardopt.low_precision._weight import RoundedWeight
 from shardopt.optimizers import Matrix
 
 FACTORS = ("lora_a", "lora_b")

@@ -20,15 +20,17 @@ from jaxtyping import Array, Float
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._rounded_weight import Precision, RoundedWeight
+from shardopt.core._rounding import Precision
 from shardopt.core._types import wide_dtype
+from shardopt.kernels._grouped_product import grouped_product
+from shardopt.low_precision._expert_product import Sharded, expert_products
+from shardopt.low_precision._numbers import check_precision
+from shardopt.low_precision._weight import RoundedWeight
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
-from shardopt.nn._expert_product import Sharded, expert_products
-from shardopt.nn._grouped_product import grouped_product
-from shardopt.nn._low_precision import check_precision, quantized_einsum
 from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
+from shardopt.nn._quantized_einsum import quantized_einsum
 from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
 from shardopt.trace._marks import EXPERTS, marked

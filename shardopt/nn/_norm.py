@@ -5,7 +5,6 @@ other layers read too.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,18 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import (
-    LANES,
-    ROWS,
-    by_strips,
-    call_kernel,
-    kernels_run_on,
-    largest_block,
-    num_shards,
-    on_tensor_shards,
-    vmem,
-)
+from shardopt.kernels._devices import on_tensor_shards
+from shardopt.kernels._norm import gradient_of_norm, inverse_rms, rsqrt_of_mean_square, takes_norm
 
 
 @jax.checkpoint
@@ -53,13 +42,6 @@ def rms_norm_plus_one(
     """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return _scaled_plus_one(wide, rsqrt_of_mean_square(wide, epsilon), weight, x.dtype)
-
-
-def rsqrt_of_mean_square(
-    x: Float[Array, "*batch D"], epsilon: float | Float[Array, ""]
-) -> Float[Array, "*batch 1"]:
-    """Return 1 / sqrt(mean of squares + epsilon) of every vector. Kernels call it, too."""
-    return lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
 
 
 def _scaled(wide: Array, inverse: Array, scale: Array, dtype: DTypeLike) -> Array:
@@ -93,7 +75,7 @@ def norm_of_stream(
     again if remat saves `name`. With `has_sharded_positions`, x is sharded over tensor, and T is
     the number of all positions.
     """
-    if not _takes(x, uses, has_sharded_positions):
+    if not takes_norm(x, uses, has_sharded_positions):
         return x, [(rms_norm_plus_one if plus_one else rms_norm)(x, scale, epsilon)] * uses
 
     def norms(x, scale):
@@ -135,107 +117,3 @@ def _gradients(
 
 
 _norm_of_stream.defvjp(_with_residuals, _gradients)
-
-
-def inverse_rms(x: Float[Array, "B T D"], epsilon: float) -> Float[Array, "B T"]:
-    """Return 1 / sqrt(mean of squares + epsilon) of every vector, in one pass."""
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
-    B, T, D = x.shape
-    block = _block(x, 1)
-    (inverse,) = call_kernel(
-        functools.partial(_inverse_rms, epsilon),
-        (B, T // block),
-        [x],
-        [pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0))],
-        [pl.BlockSpec((None, block, 1), lambda b, i: (b, i, 0))],
-        [jax.ShapeDtypeStruct((B, T, 1), jnp.float32)],
-        name="inverse_rms",
-    )
-    return inverse[..., 0]
-
-
-def _inverse_rms(epsilon: float, x: Any, out: Any) -> None:
-    def compute(rows: Any) -> None:
-        out[rows] = rsqrt_of_mean_square(x[rows].astype(jnp.float32), epsilon)
-
-    by_strips(x.shape[0], ROWS, compute)
-
-
-def gradient_of_norm(
-    x: Float[Array, "B T D"],
-    scale: Float[Array, " D"],
-    epsilon: float,
-    grad: Float[Array, "B T D"],
-    norm_grads: Sequence[Float[Array, "B T D"]],
-) -> tuple[Float[Array, "B T D"], Float[Array, " D"]]:
-    """Return the gradients of x and scale, in one pass.
-
-    Args:
-      x: the input of `rms_norm`.
-      scale: its learned factor.
-      epsilon: its third argument.
-      grad: the gradient of x by all other terms.
-      norm_grads: gradients of the norm; the kernel adds them up.
-    """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
-    B, T, D = x.shape
-    block = _block(x, len(norm_grads))
-    arrays = [x, *norm_grads, grad]
-    tokens = pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0))
-    dx, scale_grads = call_kernel(
-        functools.partial(_gradient_of_norm, epsilon),
-        (B, T // block),
-        [scale[None], *arrays],
-        [pl.BlockSpec((1, D), lambda b, i: (0, 0))] + [tokens] * len(arrays),
-        [tokens, pl.BlockSpec((None, None, 1, D), lambda b, i: (b, i, 0, 0))],
-        [
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            jax.ShapeDtypeStruct((B, T // block, 1, D), jnp.float32),
-        ],
-        name="gradient_of_norm",
-    )
-    return dx, jnp.sum(scale_grads, axis=(0, 1, 2)).astype(scale.dtype)
-
-
-def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
-    *norm_grads, grad, dx, scale_grad = refs
-    scale_grad[...] = jnp.zeros_like(scale_grad)
-
-    def compute(rows: Any) -> None:
-        wide = x[rows].astype(jnp.float32)
-        inverse = rsqrt_of_mean_square(wide, epsilon)
-        unit = wide * inverse
-        norm_grad = functools.reduce(jnp.add, [ref[rows].astype(jnp.float32) for ref in norm_grads])
-        scale_grad[...] += jnp.sum(norm_grad * unit, axis=0, keepdims=True)
-        norm_grad = norm_grad * scale[...].astype(jnp.float32)
-        radial = unit * jnp.mean(norm_grad * unit, axis=1, keepdims=True)
-        dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (norm_grad - radial)).astype(
-            dx.dtype
-        )
-
-    by_strips(x.shape[0], ROWS, compute)
-
-
-def _takes(x: Array, uses: int, has_sharded_positions: bool) -> bool:
-    """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128,
-    that fit into VMEM.
-    """
-    if x.ndim != 3 or not kernels_run_on(
-        device_kind_or_default(), x.shape[1] if has_sharded_positions else 1
-    ):
-        return False
-    is_whole = not (x.shape[1] // num_shards() % LANES or x.shape[2] % LANES)
-    return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x, uses) * ROWS <= vmem()
-
-
-def _block(x: Array, uses: int) -> int:
-    return largest_block(x.shape[1], 512, ROWS, _bytes_per_row(x, uses))
-
-
-def _bytes_per_row(x: Array, uses: int) -> int:
-    """Return the bytes of VMEM for a token: two buffers of each array, and some in float32 while it
-    is computed.
-    """
-    return x.shape[2] * (2 * x.dtype.itemsize * (uses + 3) + 8)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree, leaves_with_paths
-from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace
+from shardopt.mesh import is_analysed, manual_context_axes
 from shardopt.trace._marks import POSITIONS, marked
 
 CONTEXT = "context"
@@ -65,13 +65,6 @@ def positions(length: int) -> Int[Array, " T"]:
 def row_length(length: int) -> int:
     """Return the positions of a whole row, of which this device holds `length`."""
     return length if is_analysed() else length * math.prod(manual_context_axes().values())
-
-
-def manual_context_axes() -> dict[str, int]:
-    """Return axis -> size of the context axes whose shards the function under trace sees."""
-    mesh = mesh_under_trace()
-    axes = (axis for axis in axes_of_role(CONTEXT) if axis in mesh.manual_axes)
-    return {axis: mesh.shape[axis] for axis in axes if mesh.shape[axis] > 1}
 
 
 def zigzag(

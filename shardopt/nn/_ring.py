@@ -10,13 +10,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardopt.core._types import PyTree
-from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
-from shardopt.nn import _splash as splash
-from shardopt.nn._flash import (
+from shardopt.kernels import _splash as splash
+from shardopt.kernels._flash import (
     Keys,
     Marks,
+    MaskRule,
     Queries,
-    Rule,
     State,
     absorb,
     delta_of,
@@ -27,6 +26,7 @@ from shardopt.nn._flash import (
     heads_last,
     sink_gradient,
 )
+from shardopt.mesh import axes_of_role, device_kind_or_default, mesh_under_trace
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Ring(NamedTuple):
     size: int
     stride: int
     hops: int
-    rule: Rule
+    rule: MaskRule
     splash: bool = False
 
 
@@ -55,7 +55,7 @@ def ring_of(
     axes: tuple[str, ...],
     size: int,
     length: int,
-    rule: Rule,
+    rule: MaskRule,
     *,
     natural: bool,
     stride: int = 1,
@@ -195,7 +195,7 @@ def _backward(
 _attend.defvjp(_forward, _backward)
 
 
-def _rule_of_block(ring: Ring, hop: Array | int) -> Rule:
+def _rule_of_block(ring: Ring, hop: Array | int) -> MaskRule:
     """Return the rule of a block without its position: this device's own block (a hop that is an
     int) alone is causal.
     """

@@ -7,15 +7,15 @@ import re
 from typing import NamedTuple
 
 from shardopt.hlo._hlo_text import Instruction, arrays, elements
-from shardopt.nn import _splash_backward, _splash_forward
-from shardopt.nn._flash import TILE
-from shardopt.nn._kernel_tiles import vmem
+from shardopt.kernels import _splash_backward, _splash_forward
+from shardopt.kernels._devices import vmem
+from shardopt.kernels._flash import TILE
 
 KERNELS = {"fwd": (1, 1), "dq": (2, 1), "fused": (3, 2), "dkv": (2, 2)}
 """Kernel to the number of products per tile: (with the width of keys, with the width of values)."""
 FORWARD = KERNELS["fwd"]
 BACKWARD = KERNELS["fused"]
-"""The products of `shardopt.nn._splash_backward`; each of jax's two kernels computes scores and
+"""The products of `shardopt.kernels._splash_backward`; each of jax's two kernels computes scores and
 their gradients again.
 """
 

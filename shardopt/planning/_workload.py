@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import Named, read_remat
 from shardopt.core._errors import calling, format_error, plural
-from shardopt.core._rounded_weight import Rounding
+from shardopt.core._rounding import Rounding
 from shardopt.core._types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.mesh import analysis
 from shardopt.partition._rules import match_rules

@@ -15,7 +15,7 @@ from shardopt.core._block_model import BlockModel, call
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, abstract, replaced
-from shardopt.remat._rounded_reads import reading_in_products
+from shardopt.low_precision._reads import reading_in_products
 from shardopt.remat._split_backward import Arrays, Passes, Shapes, floating, split_backward
 
 

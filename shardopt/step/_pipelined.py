@@ -22,6 +22,7 @@ from shardopt.losses._loss import all_gather_leaves, step_key
 from shardopt.losses._parts import LossParts, loss_parts
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._sums import cut, reduce_scatter_grads
+from shardopt.low_precision._reads import reading_in_products
 from shardopt.partition import LeafPlan
 from shardopt.pipeline import Schedule
 from shardopt.pipeline import _messages as messages
@@ -30,7 +31,6 @@ from shardopt.pipeline._cut import is_even
 from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
-from shardopt.remat._rounded_reads import reading_in_products
 from shardopt.remat._split_backward import floating
 from shardopt.trace._parts import Arrays
 

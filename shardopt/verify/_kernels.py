@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt import nn
-from shardopt.core._rounded_weight import Precision
-from shardopt.nn._expert_product import LOCAL, expert_products
-from shardopt.nn._grouped_product import _run as grouped_product
+from shardopt.core._rounding import Precision
+from shardopt.kernels._grouped_product import _run as grouped_product
+from shardopt.low_precision._expert_product import LOCAL, expert_products
 from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, tolerance
 
 _POSITIONS, _HEADS, _WIDTH = 256, 4, 64

@@ -41,7 +41,7 @@ LONG = [
     "shardopt.nn._attention",
     "shardopt.nn._balance",
     "shardopt.nn._cross_entropy",
-    "shardopt.nn._low_precision",
+    "shardopt.nn._quantized_einsum",
     "shardopt.nn._mixture_of_experts",
     "shardopt.optimizers._inverse_root",
     "shardopt.optimizers._shampoo",

@@ -15,10 +15,10 @@ from support.pairwise import all_pairs, few
 from support.tiers import tiered
 
 import shardopt as so
+from shardopt.kernels import _flash as flash
+from shardopt.kernels._flash import MaskRule
 from shardopt.mesh import analysis
-from shardopt.nn import _flash as flash
 from shardopt.nn import _ring as ring
-from shardopt.nn._flash import Rule
 from shardopt.trace._jaxprs import equations
 
 attention = importlib.import_module("shardopt.nn._attention")
@@ -388,7 +388,7 @@ def test_the_method_by_default(length, heads, groups, context, how, chosen):
     how = dict(how)
     window = how.pop("window", None)
     hops = ring.ring_of(
-        ("context",), context, length // context, Rule(True, window), natural=True
+        ("context",), context, length // context, MaskRule(True, window), natural=True
     ).hops
     counts = {"heads": heads, "kv_heads": groups, "itemsize": 2}
     assert (

@@ -10,8 +10,8 @@ import pytest
 from support.experts import difference, drawn, mesh_of, on_one_device, program
 from support.seams import break_function
 
+from shardopt.kernels import _grouped_product as grouped_product
 from shardopt.nn import _dispatch as dispatch
-from shardopt.nn import _grouped_product as grouped_product
 from shardopt.nn import _router as router
 
 pytestmark = pytest.mark.slow

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardopt as so
+from shardopt.kernels._grouped_product import _tiles
 from shardopt.models import moe
-from shardopt.nn._grouped_product import _tiles
 from shardopt.planning import topology_devices
 
 pytestmark = pytest.mark.slow

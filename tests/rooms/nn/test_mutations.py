@@ -6,8 +6,8 @@ import pytest
 from support.contexts import difference, drawn, mesh_of
 from support.seams import break_function
 
+from shardopt.kernels import _flash as flash
 from shardopt.nn import _exchange as exchange
-from shardopt.nn import _flash as flash
 from shardopt.nn import _ring as ring
 
 pytestmark = pytest.mark.slow

@@ -12,6 +12,7 @@ from support.host import host_params
 from support.reference import relative_difference, train
 
 import shardopt as so
+from shardopt.kernels import _norm as kernels
 from shardopt.mesh import under_mesh
 from shardopt.models import _transformer as transformer
 from shardopt.models import moe
@@ -24,7 +25,7 @@ ON_TPU = "gradient_of_norm"
 @pytest.fixture
 def on_tpu(monkeypatch):
     """Let norms use their kernel; it runs interpreted, since jax's devices are not TPUs."""
-    monkeypatch.setattr(_norm, "device_kind_or_default", lambda: "TPU v6 lite")
+    monkeypatch.setattr(kernels, "device_kind_or_default", lambda: "TPU v6 lite")
 
 
 def draw(dtype, *shapes):
@@ -43,14 +44,14 @@ def test_the_kernel_adds_the_gradients_of_all_uses(dtype, tolerance, uses, monke
     """Rows of several blocks, and a vector of zeros."""
     x, scale, *grads = draw(dtype, (2, 256, 128), (128,), *[(2, 256, 128)] * (1 + uses))
     x = x.at[1, 3].set(0)
-    monkeypatch.setattr(_norm, "_block", lambda x, uses: 64)
+    monkeypatch.setattr(kernels, "_block", lambda x, uses: 64)
 
     def gradients(x, scale, grad, *norm_grads):
         _, pull = jax.vjp(lambda x, scale: (x, [_norm.rms_norm(x, scale, 1e-2)] * uses), x, scale)
         return pull((grad, list(norm_grads)))
 
     wide = jax.jit(gradients)(*(array.astype(jnp.float32) for array in (x, scale, *grads)))
-    found = _norm.gradient_of_norm(x, scale, 1e-2, grads[0], grads[1:])
+    found = kernels.gradient_of_norm(x, scale, 1e-2, grads[0], grads[1:])
     assert found[0].dtype == found[1].dtype == dtype
     for a, b in zip(found, wide, strict=True):
         assert relative_difference(a.astype(jnp.float32), b) < tolerance
@@ -203,7 +204,7 @@ def test_steps_with_the_kernel_are_those_of_one_device_without_it(monkeypatch, m
     params, tx = host_params(transformer.init, shape), optax.sgd(0.5, momentum=0.9)
     model = transformer.model(shape, remat="full")
     expected = train(tx, model.loss_fn, params, batches)[1]
-    monkeypatch.setattr(_norm, "device_kind_or_default", lambda: "TPU v6 lite")
+    monkeypatch.setattr(kernels, "device_kind_or_default", lambda: "TPU v6 lite")
     opt = so.fsdp(tx, mesh_of(data=4), model)
     state = opt.init(params)
     for batch in batches:

@@ -17,7 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.core._rounded_weight import (
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block
+from shardopt.low_precision._first_order import first_order
+from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,
     from_bits,
@@ -25,9 +27,7 @@ from shardopt.core._rounded_weight import (
     largest_number,
     narrow,
 )
-from shardopt.nn._first_order import first_order
-from shardopt.nn._kernel_tiles import LANES, ROWS, by_strips, call_kernel, largest_block
-from shardopt.nn._rounded_product import (
+from shardopt.low_precision._product_kernels import (
     NO_GRADIENT,
     EightBits,
     MatrixWeight,

@@ -13,33 +13,26 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import (
-    Form,
-    Precision,
-    RoundedWeight,
-    Rounding,
-    as_bits,
-    eight_bits,
-    from_bits,
-)
+from shardopt.core._rounding import Precision, Rounding
 from shardopt.core._types import wide_dtype
-from shardopt.mesh import device_kind_or_default
-from shardopt.nn._first_order import first_order
-from shardopt.nn._grouped_product import (
+from shardopt.kernels._grouped_product import (
     grouped_product,
     implementation_here,
     outer_of_groups,
     product_of_groups,
 )
-from shardopt.nn._low_precision import (
-    Rounded,
-    check_intact,
-    kernels_multiply,
-    largest_over,
-    round_array,
+from shardopt.low_precision._einsum import Rounded, kernels_multiply, round_array
+from shardopt.low_precision._expert_kernels import (
+    ExpertForm,
+    round_by_expert,
+    rounded_expert_product,
+    takes,
 )
-from shardopt.nn._rounded_experts import Layout, round_by_expert, rounded_expert_product, takes
-from shardopt.nn._rounded_product import MatrixWeight
+from shardopt.low_precision._first_order import first_order
+from shardopt.low_precision._numbers import as_bits, eight_bits, from_bits, largest_over
+from shardopt.low_precision._product_kernels import MatrixWeight
+from shardopt.low_precision._weight import Form, RoundedWeight, check_intact
+from shardopt.mesh import device_kind_or_default
 
 
 class Sharded(NamedTuple):
@@ -134,15 +127,15 @@ def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]
 
 def _matrix_weight(
     weight: Array | RoundedWeight, precision: Precision
-) -> tuple[Layout, MatrixWeight]:
+) -> tuple[ExpertForm, MatrixWeight]:
     """Return a weight as kernels read it."""
     if isinstance(weight, RoundedWeight):
         operand = MatrixWeight(weight.zeros, weight.matrix, weight.channel_scale)
-        return Layout(weight.form.by_channel, precision), operand
+        return ExpertForm(weight.form.by_channel, precision), operand
     form = Form(weight.shape, Rounding(precision, experts=True), by_channel=False)
     matrix = form.matrix(weight)
     rounded = form.round_rows(jax.lax.stop_gradient(matrix), lambda largest: largest)
-    return Layout(by_channel=False, precision=precision), MatrixWeight((matrix,), *rounded)
+    return ExpertForm(by_channel=False, precision=precision), MatrixWeight((matrix,), *rounded)
 
 
 def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, Array, Array]:

@@ -18,11 +18,12 @@ from support.reference import relative_difference
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.core._rounded_weight import RoundedWeight, Rounding, form_of
+from shardopt.core._rounding import Rounding
+from shardopt.low_precision import _einsum
+from shardopt.low_precision._expert_kernels import Visits
+from shardopt.low_precision._expert_product import LOCAL, expert_products
+from shardopt.low_precision._weight import RoundedWeight, form_of
 from shardopt.models import moe
-from shardopt.nn import _low_precision
-from shardopt.nn._expert_product import LOCAL, expert_products
-from shardopt.nn._rounded_experts import Visits
 
 SIZES = np.array([5, 0, 7, 2])  # one of the experts has no rows
 M, K, N = 16, 12, 6  # the last two rows are of no expert
@@ -131,7 +132,7 @@ def test_kernels_compute_the_same_numbers(precision, sizes, dim, monkeypatch):
         given = RoundedWeight.of(numbers, scale, w.dtype, form)
     expected = traced(w).lower().compile()(x, w, g)
     kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
-    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: kind)
+    monkeypatch.setattr(_einsum, "device_kind_or_default", lambda: kind)
     by_kernels = traced(given)
     for kernel in ("round_by_expert", f"{precision}_expert_product", "gradient_of_experts"):
         assert kernel in str(by_kernels.jaxpr)

@@ -11,11 +11,11 @@ from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interprete
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from shardopt.nn import _splash as splash
-from shardopt.nn import _splash_backward as splash_backward
-from shardopt.nn._flash import Keys, Marks, Queries, Rule
+from shardopt.kernels import _splash as splash
+from shardopt.kernels import _splash_backward as splash_backward
+from shardopt.kernels._flash import Keys, Marks, MaskRule, Queries
 
-CAUSAL = Rule(True, None)
+CAUSAL = MaskRule(True, None)
 
 
 def operands(length, width, dtype=jnp.bfloat16, heads=2):

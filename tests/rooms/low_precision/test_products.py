@@ -17,15 +17,18 @@ from support.reference import relative_difference, train
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.core._rounded_weight import Precision, RoundedWeight, Rounding, form_of, joined
+from shardopt.core._rounding import Precision, Rounding
+from shardopt.kernels import _norm
+from shardopt.low_precision import _einsum
+from shardopt.low_precision import _product_kernels as kernels
+from shardopt.low_precision._einsum import Normed, gated_mlp
+from shardopt.low_precision._numbers import check_precision
+from shardopt.low_precision._weight import RoundedWeight, form_of, joined
 from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
 from shardopt.models._decoder_block import Stream
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.nn import _low_precision, _norm
-from shardopt.nn import _rounded_product as kernels
-from shardopt.nn._low_precision import Normed, check_precision, gated_mlp
 from shardopt.nn._norm import rms_norm
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
@@ -115,7 +118,7 @@ def kernels_of(monkeypatch, precision="int8"):
     They run interpreted, since jax's devices are not TPUs.
     """
     kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
-    monkeypatch.setattr(_low_precision, "device_kind_or_default", lambda: kind)
+    monkeypatch.setattr(_einsum, "device_kind_or_default", lambda: kind)
 
 
 def rounded_weight(w, dim, rounding):

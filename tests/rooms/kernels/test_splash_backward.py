@@ -12,9 +12,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.nn import _splash_backward as splash_backward
+from shardopt.kernels import _splash_backward as splash_backward
+from shardopt.kernels._flash import Keys, Marks, MaskRule, Queries, capped
 from shardopt.nn._attention import masked_attention, visible
-from shardopt.nn._flash import Keys, Marks, Queries, Rule, capped
 from shardopt.planning import topology_devices
 
 
@@ -90,7 +90,7 @@ def gradients_of(case, monkeypatch):
         )
     marks = Marks(None, segments)
     rows = Queries(query, d_out, logsumexp, d_sums, marks)
-    rule = Rule(case.causal, case.window, case.softcap)
+    rule = MaskRule(case.causal, case.window, case.softcap)
     by_kernel = jax.jit(
         lambda rows, keys: splash_backward.gradients(rows, keys, rule, dtype=jnp.float32)
     )
@@ -105,15 +105,17 @@ def test_gradients_are_those_of_plain_attention(case, monkeypatch):
 
 def test_tiles_that_no_query_sees_are_left_out():
     tiles = splash_backward._tiles
-    assert tiles(512, 0, 128, Rule(True, None)) == [(i, j) for j in range(4) for i in range(j, 4)]
-    assert tiles(512, 0, 128, Rule(True, 129)) == [
+    assert tiles(512, 0, 128, MaskRule(True, None)) == [
+        (i, j) for j in range(4) for i in range(j, 4)
+    ]
+    assert tiles(512, 0, 128, MaskRule(True, 129)) == [
         (i, j) for j in range(4) for i in range(j, min(j + 2, 4))
     ]
-    assert tiles(512, 0, 128, Rule(True, 130))[:4] == [(0, 0), (1, 0), (2, 0), (1, 1)]
-    assert tiles(256, -256, 128, Rule(True, None)) == []
+    assert tiles(512, 0, 128, MaskRule(True, 130))[:4] == [(0, 0), (1, 0), (2, 0), (1, 1)]
+    assert tiles(256, -256, 128, MaskRule(True, None)) == []
     assert (
-        len(tiles(256, 256, 128, Rule(True, None)))
-        == len(tiles(256, 0, 128, Rule(False, None)))
+        len(tiles(256, 256, 128, MaskRule(True, None)))
+        == len(tiles(256, 0, 128, MaskRule(False, None)))
         == 4
     )
 

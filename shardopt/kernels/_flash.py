@@ -40,7 +40,7 @@ def factor_of_scores(scale: float | None, width: int) -> float:
     return width**-0.5 if scale is None else scale
 
 
-class Rule(NamedTuple):
+class MaskRule(NamedTuple):
     """Which keys a query sees by position, and the cap and the factor of scores.
 
     See `so.nn.attention`.
@@ -147,7 +147,7 @@ def empty_state(query: Float[Array, "B G R T K"]) -> State:
 
 
 def absorb(
-    state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule
+    state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: MaskRule
 ) -> State:
     """Return the state after a block of keys: m' = max(m, m_i), l' = l e^(m-m') + l_i e^(m_i-m'),
     o' likewise.
@@ -230,7 +230,7 @@ def delta_of(
 
 
 def gradients(
-    queries: Queries, keys: Keys, rule: Rule
+    queries: Queries, keys: Keys, rule: MaskRule
 ) -> tuple[Float[Array, "B G R T K"], Float[Array, "B G S K"], Float[Array, "B G S K"]]:
     """Return what one block of keys adds to dQ, and its dK and dV from these queries, in float32 at
     least.
@@ -268,7 +268,9 @@ def gradients(
     )
 
 
-def _absorb_tile(state: State, query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> State:
+def _absorb_tile(
+    state: State, query: Array, query_marks: Marks, keys: Keys, rule: MaskRule
+) -> State:
     scores, value = _scores(query, query_marks, keys, rule), keys.value
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     # If all keys are hidden, the weights are 1. The first visible key multiplies them by exp(-1e30)
@@ -288,7 +290,7 @@ def _absorb_tile(state: State, query: Array, query_marks: Marks, keys: Keys, rul
     )
 
 
-def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Array, Array]:
+def _tile_gradients(queries: Queries, keys: Keys, rule: MaskRule) -> tuple[Array, Array, Array]:
     query, d_out, logsumexp, delta, query_marks = queries
     key, value, _ = keys
     product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
@@ -304,7 +306,9 @@ def _tile_gradients(queries: Queries, keys: Keys, rule: Rule) -> tuple[Array, Ar
     return product("bgrts,bgsk->bgrtk", ds, key), product("bgrts,bgrtk->bgsk", ds, query), dv
 
 
-def _scores(query: Array, query_marks: Marks, keys: Keys, rule: Rule) -> Float[Array, "B G R T S"]:
+def _scores(
+    query: Array, query_marks: Marks, keys: Keys, rule: MaskRule
+) -> Float[Array, "B G R T S"]:
     scores = jnp.einsum(
         "bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query)
     )
@@ -320,7 +324,7 @@ def capped(scores: Array, softcap: float | None) -> Array:
     return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
-def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T S"]:
+def sees(query_marks: Marks, key_marks: Marks, rule: MaskRule) -> Bool[Array, "#B T S"]:
     """Return [1 or B, T, S], whether each query sees each key."""
     assert query_marks.positions is not None
     assert key_marks.positions is not None
@@ -338,7 +342,11 @@ def sees(query_marks: Marks, key_marks: Marks, rule: Rule) -> Bool[Array, "#B T 
 
 
 def _unless_hidden(
-    update: Callable[[Carry], Carry], carry: Carry, query_marks: Marks, key_marks: Marks, rule: Rule
+    update: Callable[[Carry], Carry],
+    carry: Carry,
+    query_marks: Marks,
+    key_marks: Marks,
+    rule: MaskRule,
 ) -> Carry:
     """Skip a tile if no query sees a key, judged by the least and greatest position and segment of
     the tile.

@@ -13,22 +13,23 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import (
+from shardopt.kernels._devices import vmem
+from shardopt.kernels._flash import (
     NAME,
     TILE,
     Keys,
     Marks,
+    MaskRule,
     Queries,
-    Rule,
     State,
     delta_of,
     finish,
     sink_gradient,
 )
-from shardopt.nn._kernel_tiles import LANES, vmem
-from shardopt.nn._splash_backward import gradients as backward
-from shardopt.nn._splash_forward import attend, heads_of_step
+from shardopt.kernels._pallas import LANES
+from shardopt.kernels._splash_backward import gradients as backward
+from shardopt.kernels._splash_forward import attend, heads_of_step
+from shardopt.mesh import device_kind_or_default
 
 
 def splash_attention(
@@ -37,7 +38,7 @@ def splash_attention(
     value: Float[Array, "B T G V"],
     segments: Array | None,
     sinks: Float[Array, " H"] | None,
-    rule: Rule,
+    rule: MaskRule,
 ) -> Float[Array, "B T H V"]:
     """Return attention of whole rows in natural order."""
     T = query.shape[1]
@@ -57,13 +58,23 @@ def splash_attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _whole_rows(
-    query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None, rule: Rule
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    sinks: Array | None,
+    rule: MaskRule,
 ) -> Array:
     return _whole_rows_forward(query, key, value, segments, sinks, rule)[0]
 
 
 def _whole_rows_forward(
-    query: Array, key: Array, value: Array, segments: Array | None, sinks: Array | None, rule: Rule
+    query: Array,
+    key: Array,
+    value: Array,
+    segments: Array | None,
+    sinks: Array | None,
+    rule: MaskRule,
 ) -> tuple[Array, tuple]:
     mixed, logsumexp = _run_kernel(query, key, value, segments, segments, rule)
     if sinks is None:
@@ -76,7 +87,7 @@ def _whole_rows_forward(
 
 
 def _whole_rows_backward(
-    rule: Rule, residuals: tuple, d_mixed: Array
+    rule: MaskRule, residuals: tuple, d_mixed: Array
 ) -> tuple[Array, Array, Array, None, Array | None]:
     query, key, value, segments, sinks, mixed, logsumexp = residuals
     marks = Marks(None, segments)
@@ -89,7 +100,7 @@ _whole_rows.defvjp(_whole_rows_forward, _whole_rows_backward)
 
 
 def absorb(
-    state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: Rule
+    state: State, query: Float[Array, "B G R T K"], query_marks: Marks, keys: Keys, rule: MaskRule
 ) -> State:
     """Absorb a block of keys as `flash.absorb` does, for a block with as many keys as queries.
 
@@ -111,7 +122,7 @@ def absorb(
     )
 
 
-def gradients(queries: Queries, keys: Keys, rule: Rule) -> list[Array]:
+def gradients(queries: Queries, keys: Keys, rule: MaskRule) -> list[Array]:
     """Return the gradients of `flash.gradients`, for a block as in `absorb`."""
     query, d_out, logsumexp, delta, marks = queries
     B, G, R, _, K = query.shape
@@ -131,7 +142,7 @@ def _run_kernel(
     value: Float[Array, "B G T V"],
     query_segments: Int[Array, "B T"] | None,
     key_segments: Int[Array, "B T"] | None,
-    rule: Rule,
+    rule: MaskRule,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
     """Return the mixed values for scores query key^T, and the logarithm of the sum of their
     exponentials.

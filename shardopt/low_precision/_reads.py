@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from shardopt.core._errors import format_error
-from shardopt.core._rounded_weight import RoundedWeight
 from shardopt.core._types import PyTree
+from shardopt.low_precision._weight import RoundedWeight
 from shardopt.trace._marks import OPENED, value_name
 from shardopt.trace._primitives import IDENTITIES
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts

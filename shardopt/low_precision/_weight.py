@@ -5,7 +5,7 @@ a pytree.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,103 +14,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
 from shardopt.core._errors import format_error
+from shardopt.core._rounding import Rounding
 from shardopt.core._stand_in import StandIn
 from shardopt.core._types import wide_dtype
+from shardopt.low_precision._numbers import (
+    as_bits,
+    eight_bits,
+    from_bits,
+    inverse,
+    largest_magnitude,
+    largest_number,
+    narrow,
+)
 from shardopt.trace._marks import OPENED
-
-Precision = Literal["int8", "fp8"]
-
-
-class Rounding(NamedTuple):
-    """How `so.nn.quantized_einsum` rounds a weight.
-
-    Attributes:
-      precision: "int8" or "fp8".
-      summed: how many of the first dims of the weight the product sums over. The others are
-        channels.
-      parts: the size of the first dim of channels if the result of the product begins with this
-        dim, such as gate and up; else 1.
-      dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype
-        that it has.
-      experts: whether the first dim counts experts, whose weights `so.nn.mixture_of_experts` reads;
-        `summed` counts the dims after it, and `parts` is 1.
-
-    Example:
-      >>> Rounding("int8", summed=2)  # of the weight [H, K, D] in the product "bthk,hkd->btd"
-      Rounding(precision='int8', summed=2, parts=1, dtype=None, experts=False)
-    """
-
-    precision: Precision
-    summed: int = 1
-    parts: int = 1
-    dtype: DTypeLike | None = None
-    experts: bool = False
-
-
-class Dtypes(NamedTuple):
-    """The dtypes of 8 bits of a precision.
-
-    Attributes:
-      numbers: of rounded activations and weights.
-      gradients: of rounded gradients.
-    """
-
-    numbers: DTypeLike
-    gradients: DTypeLike
-
-
-def eight_bits(precision: Precision) -> Dtypes:
-    """Return the dtypes of a precision."""
-    return (
-        Dtypes(jnp.int8, jnp.int8)
-        if precision == "int8"
-        else Dtypes(jnp.float8_e4m3fn, jnp.float8_e5m2)
-    )
-
-
-def largest_number(dtype: DTypeLike) -> float:
-    """Return the largest number of 8 bits that is used; -128 is not."""
-    return 127.0 if dtype == jnp.int8 else float(jnp.finfo(dtype).max)
-
-
-def largest_magnitude(x: Array, dims: int | tuple[int, ...]) -> Array:
-    """Return the largest absolute number over dims, which stay with size 1.
-
-    NaN if one is NaN or infinite.
-
-    XLA:CPU drops NaN in the maximum of a large array, and int8 has none: NaN would become a number.
-    """
-    nan_or_zero = jnp.sum(x * 0, axis=dims, keepdims=True)
-    return jnp.max(jnp.abs(x), axis=dims, keepdims=True) + nan_or_zero
-
-
-def narrow(x: Array, dtype: DTypeLike) -> Array:
-    """Return numbers up to the largest one, rounded to 8 bits."""
-    return (jnp.round(x) if dtype == jnp.int8 else x).astype(dtype)
-
-
-def as_bits(numbers: Array) -> Int8[Array, "..."]:
-    """Return numbers in 8 bits as int8.
-
-    A backward pass keeps numbers in this form. `jax.checkpoint` rounds the floats that it keeps,
-    and makes NaN of numbers of float8_e4m3fn above 240. Functions that cast all floats of a pytree
-    leave int8 alone, too.
-    """
-    return numbers if numbers.dtype == jnp.int8 else jax.lax.bitcast_convert_type(numbers, jnp.int8)
-
-
-def from_bits(bits: Int8[Array, "..."], precision: Precision) -> Array:
-    """Return the rounded activations or weights that `as_bits` made."""
-    return (
-        bits
-        if precision == "int8"
-        else jax.lax.bitcast_convert_type(bits, eight_bits(precision).numbers)
-    )
-
-
-def inverse(scale: Array) -> Array:
-    """Return 1 / scale, or 0 for a scale of 0: one division for many numbers."""
-    return jnp.where(scale == 0, 0, 1 / scale)
 
 
 class Form(NamedTuple):
@@ -318,3 +234,34 @@ class RoundedWeight(StandIn):
 def joined(parts: Sequence[Array]) -> Array:
     """Return the matrix of its parts."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def check_intact(caller: str, weight: RoundedWeight) -> None:
+    """Refuse a rounded weight whose arrays were cast, or that the block did not cast as its
+    rounding says.
+
+    Raises:
+      TypeError: if numbers or scales have another dtype than that of their rounding, or the block
+        has not cast the weight to it.
+    """
+    if not weight.is_cast:
+        dtype = weight.form.rounding.dtype
+        problem = (
+            f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not"
+            " cast it to that."
+        )
+        raise TypeError(
+            format_error(
+                caller, problem, fix="leave out the dtype of its Rounding, or cast the weight."
+            )
+        )
+    if not weight.is_intact:
+        problem = (
+            "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded"
+            " to 8 bits."
+        )
+        fix = (
+            "cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf,"
+            ' "astype").'
+        )
+        raise TypeError(format_error(caller, problem, fix=fix))

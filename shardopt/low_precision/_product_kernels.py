@@ -22,8 +22,12 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from shardopt.core._rounded_weight import (
-    Precision,
+from shardopt.core._rounding import Precision
+from shardopt.kernels._devices import vmem
+from shardopt.kernels._norm import rsqrt_of_mean_square
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, product
+from shardopt.low_precision._first_order import first_order
+from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,
     from_bits,
@@ -31,17 +35,6 @@ from shardopt.core._rounded_weight import (
     largest_number,
     narrow,
 )
-from shardopt.nn._first_order import first_order
-from shardopt.nn._kernel_tiles import (
-    LANES,
-    ROWS,
-    by_strips,
-    call_kernel,
-    largest_block,
-    product,
-    vmem,
-)
-from shardopt.nn._norm import rsqrt_of_mean_square
 
 EightBits = Shaped
 """The annotation of arrays in int8, float8_e4m3fn or float8_e5m2."""
@@ -317,7 +310,7 @@ def _round_columns(x_ref: Any, *refs: Any) -> None:
     by_strips(x_ref.shape[1], LANES, round_strip)
 
 
-class _Result(NamedTuple):
+class _ResultBlocks(NamedTuple):
     """The result of a product, "B H T W": its array and its blocks.
 
     Attributes:
@@ -332,7 +325,7 @@ class _Result(NamedTuple):
     columns: int
 
     @classmethod
-    def of(cls, batch: int, heads: int, length: int, columns: int, tile: Tile) -> "_Result":
+    def of(cls, batch: int, heads: int, length: int, columns: int, tile: Tile) -> "_ResultBlocks":
         """Return the result with blocks of about a tile, and of whole heads."""
         width = columns // heads
         if heads == 1:
@@ -380,7 +373,7 @@ def forward(
 
     (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts
     tile = tile_of(T, N, K)
-    result = _Result.of(B, sizes.heads, T, N, tile)
+    result = _ResultBlocks.of(B, sizes.heads, T, N, tile)
     columns, blocks = result.columns, N // result.columns
     if sizes.by_channel:
         weight_spec = pl.BlockSpec((columns, K), lambda b, i, j: (j, part))
@@ -440,7 +433,7 @@ def gradient_of_tokens(
     (B, T, S), C = grad.shape, sizes.parts
     N, K = S // C, weight.size // S
     tile = tile_of(T, K, N)
-    result = _Result.of(B, heads, T, K, tile)
+    result = _ResultBlocks.of(B, heads, T, K, tile)
     columns, blocks = result.columns, K // result.columns
     if sizes.by_channel:
         weight_spec = pl.BlockSpec((N, columns), lambda b, i, j, c: (0, c * blocks + j))

@@ -7,34 +7,31 @@ one does.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard, cast, get_args
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.collectives._rounded_gather import maximum_over
 from shardopt.core._errors import format_error, plural
-from shardopt.core._rounded_weight import (
-    Precision,
-    RoundedWeight,
+from shardopt.core._rounding import Precision
+from shardopt.core._types import wide_dtype
+from shardopt.kernels._devices import kernels_run_on
+from shardopt.kernels._pallas import LANES
+from shardopt.low_precision._first_order import first_order
+from shardopt.low_precision._mlp_kernels import Mlp, rounded_mlp
+from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,
     from_bits,
     inverse,
     largest_magnitude,
     largest_number,
+    largest_over,
     narrow,
 )
-from shardopt.core._types import wide_dtype
-from shardopt.mesh import device_kind_or_default, is_analysed
-from shardopt.nn._first_order import first_order
-from shardopt.nn._kernel_tiles import LANES, kernels_run_on
-from shardopt.nn._low_rank import LowRank, Weight
-from shardopt.nn._order import manual_context_axes
-from shardopt.nn._rounded_mlp import Mlp, rounded_mlp
-from shardopt.nn._rounded_product import (
+from shardopt.low_precision._product_kernels import (
     MatrixWeight,
     RoundedTokens,
     Sizes,
@@ -44,6 +41,8 @@ from shardopt.nn._rounded_product import (
     rounded_product,
     takes,
 )
+from shardopt.low_precision._weight import RoundedWeight, check_intact
+from shardopt.mesh import device_kind_or_default, is_analysed, manual_context_axes
 from shardopt.trace._marks import ROW_MAXIMUM, marked
 
 
@@ -85,97 +84,14 @@ def plain(x: Float[Array, "..."] | Normed) -> Float[Array, "..."]:
     return x.normed if isinstance(x, Normed) else x
 
 
-def quantized_einsum(
+def product_in_8_bits(
     subscripts: str,
-    x: Float[Array, "..."] | Normed,
-    weight: Float[Array, "..."] | LowRank | RoundedWeight,
-    *,
-    precision: Precision | None,
-    added: Float[Array, "..."] | None = None,
-) -> Float[Array, "..."]:
-    """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits,
-    with gradients.
-
-    Args:
-      subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all
-        others are in the result.
-      x: activations, or a `Normed` with them.
-      weight: in the dtype of the product without quantisation. A weight with an adapter
-        (`shardopt.adapters`) adds the product of x and the adapter, which is not quantised. A
-        weight that `BlockModel.rounded` names is rounded already.
-      precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the
-        rounded numbers are multiplied in float32. None: `jnp.einsum`.
-      added: an array of the product's shape that is added to it. In the dtype of the product,
-        kernels add it in the same pass.
-
-    Returns:
-      The product, in the dtype of x and weight, plus `added`.
-
-    Raises:
-      ValueError: if `precision` is unknown, subscripts do not have this form, operands do not fit
-        them or are not floating, or `added` has another shape; if `BlockModel.rounded` describes
-        another product of the weight.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> x, weight = jnp.linspace(-1, 1, 12).reshape(3, 4), jnp.linspace(0, 1, 8).reshape(4, 2)
-      >>> error = quantized_einsum("td,df->tf", x, weight, precision="int8") - x @ weight
-      >>> bool(0 < abs(error).max() < 0.01)
-      True
-
-    With q(a) = round(a / s) and s = max |a| / m, where m is the largest number of the 8 bits:
-
-        y  = s_x s_w (q(x) q(w))      s_x of each token, s_w of each channel: each index of the weight that the result has
-        dx = s_g (q(g s_w) q(w))      s_g of each token
-        dw = s_h (q(x)^T q(g s_x))    s_h of each row and channel
-
-    g is the gradient of y. One copy of a weight and one of x serve both passes, because their
-    scales are multiplied into g before it is rounded. "int8" rounds to the nearest of -127 to 127.
-    "fp8" is e4m3fn, with 3 bits of fraction, up to 448; g uses e5m2, with 2 bits, up to 57344.
-    Gradients ignore the rounding (straight through).
-
-    **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With
-    a single dim of tokens, dw is x^T g without rounding, since devices may share this dim.
-
-    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, of "fp8" on TPU 7x
-    alone. They need whole rows and weights on a device (neither tensor nor context axes, no
-    `view="global"`), at least one dim of rows, x as "rows, positions, summed dims", sizes in
-    multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its
-    tokens. Otherwise, and on GPU, XLA multiplies y and dx in 8 bits. It multiplies the same rounded
-    numbers of dw in the dtype of the gradients. `docs/notes/low_precision.md` compares a step of
-    Llama 3 8B with its step in bfloat16.
-
-    **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over
-    context, where devices take the maximum of all. So strategies, mesh sizes and micro-batches
-    equal one device with the same `precision`, up to summation order. If a different order moves a
-    number across a rounding boundary, the number changes by one step of the 8 bits (in float64:
-    practically never).
-
-    **Placement**: weights are not cast, so master weights stay in float32.
-
-    **Communication**: none over data, where fsdp gathers weights. It gathers them in 8 bits if
-    `BlockModel.rounded` names them; then each device rounds its own shards, and a channel of
-    several devices takes the maximum of all. Over context, the maxima of g s_x are sent, 4 bytes a
-    row and channel. If summed dims are sharded over tensor, maxima of tokens and channels and
-    partial sums in 32 bits are sent. If channels are, maxima of tokens' gradients.
-
-    References:
-      Wortsman et al., "Stable and low-precision training for large-scale vision-language models",
-      2023, algorithm 1 (SwitchBack, which has one scale for w; there the product over tokens keeps
-      its precision). Micikevicius et al., "FP8 Formats for Deep Learning", 2022 (e4m3 forwards,
-      e5m2 backwards).
-    """
-    if isinstance(weight, LowRank):
-        product = quantized_einsum(subscripts, x, weight.base, precision=precision, added=added)
-        return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
-    if isinstance(weight, RoundedWeight):
-        weight = _opened(subscripts, weight, precision)
-    _check_operands(subscripts, x, weight, any_dtype=precision is None)
-    if added is not None:
-        _check_added(subscripts, added, x.shape, weight.shape)
-    if precision is None:
-        return _plus(jnp.einsum(subscripts, plain(x), weight), added)
-    check_precision("quantized_einsum", precision)
+    x: Array | Normed,
+    weight: Array | RoundedWeight,
+    precision: Precision,
+    added: Array | None,
+) -> Array:
+    """Return the product of `so.nn.quantized_einsum` by the kernels for TPU, or else by XLA."""
     product = Product(*parse_subscripts(subscripts), precision)
     y = _by_kernels(product, x, weight, added)
     if y is not None:
@@ -186,43 +102,14 @@ def quantized_einsum(
         if isinstance(weight, RoundedWeight)
         else _by_xla(product, x, weight)
     )
-    return _plus(cast(Array, y), added)
+    return plus(cast(Array, y), added)
 
 
-def _plus(y: Array, added: Array | None) -> Array:
+def plus(y: Array, added: Array | None) -> Array:
     return y if added is None else added + y
 
 
-def _check_operands(
-    subscripts: str, x: Array | Normed, weight: Array | RoundedWeight, *, any_dtype: bool
-) -> None:
-    """Refuse operands with more or fewer dims than the subscripts, and without `any_dtype` those
-    that are not floating.
-    """
-    for operand, letters in zip((x, weight), parse_subscripts(subscripts)[:2], strict=True):
-        if len(operand.shape) != len(letters) or not (
-            any_dtype or jnp.issubdtype(operand.dtype, jnp.floating)
-        ):
-            problem = f"an operand of {subscripts!r} is {operand.dtype}{list(operand.shape)}."
-            fix = f"give it a floating dtype, and the {plural(len(letters), 'dim')} of {letters!r}."
-            raise ValueError(format_error("quantized_einsum", problem, fix=fix))
-
-
-def _check_added(
-    subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]
-) -> None:
-    """Refuse an array that has another shape than the product."""
-    *operands, out = parse_subscripts(subscripts)
-    sizes = dict(zip("".join(operands), x + weight, strict=True))
-    shape = tuple(sizes[letter] for letter in out)
-    if jnp.shape(added) != shape:
-        problem = f"`added` has shape {jnp.shape(added)}, and the product {shape}."
-        raise ValueError(
-            format_error("quantized_einsum", problem, fix="give an array of the product's shape.")
-        )
-
-
-def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> RoundedWeight:
+def opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> RoundedWeight:
     """Return a rounded weight for its product to read.
 
     Raises:
@@ -244,50 +131,6 @@ def _opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> Ro
         fix = "describe this product in BlockModel.rounded, or take the weight out of it."
         raise ValueError(format_error("quantized_einsum", problem, fix=fix))
     return weight.opened()
-
-
-def check_intact(caller: str, weight: RoundedWeight) -> None:
-    """Refuse a rounded weight whose arrays were cast, or that the block did not cast as its
-    rounding says.
-
-    Raises:
-      TypeError: if numbers or scales have another dtype than that of their rounding, or the block
-        has not cast the weight to it.
-    """
-    if not weight.is_cast:
-        dtype = weight.form.rounding.dtype
-        problem = (
-            f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not"
-            " cast it to that."
-        )
-        raise TypeError(
-            format_error(
-                caller, problem, fix="leave out the dtype of its Rounding, or cast the weight."
-            )
-        )
-    if not weight.is_intact:
-        problem = (
-            "the arrays within a weight that BlockModel.rounded names were cast, and it is rounded"
-            " to 8 bits."
-        )
-        fix = (
-            "cast the weight itself: give jax.tree.map is_leaf=lambda leaf: hasattr(leaf,"
-            ' "astype").'
-        )
-        raise TypeError(format_error(caller, problem, fix=fix))
-
-
-def check_precision(caller: str, precision: str | None) -> None:
-    """Refuse an unknown precision.
-
-    Raises:
-      ValueError: if it is not None, "int8" or "fp8".
-    """
-    if precision is not None and precision not in get_args(Precision):
-        problem = f"unknown precision {precision!r}."
-        raise ValueError(
-            format_error(caller, problem, fix="use 'int8', 'fp8', or None for that of the dtype.")
-        )
 
 
 def parse_subscripts(subscripts: str) -> tuple[str, str, str]:
@@ -469,14 +312,6 @@ def _row_maximum(a: Array, dims: tuple[int, ...]) -> Array:
     return largest_over(a, dims, tuple(manual_context_axes()))
 
 
-def largest_over(a: Array, dims: tuple[int, ...], axes: tuple[str, ...]) -> Array:
-    """Return the largest absolute number over dims, which stay with size 1, and over the devices
-    along axes, if any.
-    """
-    largest = largest_magnitude(a, dims)
-    return maximum_over(largest, axes) if axes else largest
-
-
 def round_array(
     a: Array,
     letters: str,
@@ -507,11 +342,11 @@ def _scaled(a: Array, letters: str, rounded: Rounded) -> Array:
 
 def gated_mlp(
     x: Float[Array, "B T D"] | Normed,
-    up: Weight,
-    down: Weight,
+    up: Array | RoundedWeight,
+    down: Array | RoundedWeight,
     *,
     activation: Callable[[Array], Array],
-    precision: Precision | None,
+    precision: Precision,
     added: Float[Array, "B T D"] | None = None,
 ) -> Float[Array, "B T D"] | None:
     """Return `added + down(activation(gate) * up)` by the kernels for TPU, with gate and up in `up`
@@ -519,10 +354,8 @@ def gated_mlp(
 
     It equals the two products by `quantized_einsum`, but the activation is computed in float32.
     """
-    if precision is None or isinstance(up, LowRank) or isinstance(down, LowRank):
-        return None
-    up = _opened("btd,dcf->cbtf", up, precision) if isinstance(up, RoundedWeight) else up
-    down = _opened("btf,fd->btd", down, precision) if isinstance(down, RoundedWeight) else down
+    up = opened("btd,dcf->cbtf", up, precision) if isinstance(up, RoundedWeight) else up
+    down = opened("btf,fd->btd", down, precision) if isinstance(down, RoundedWeight) else down
     up_operand = _kernel_weight(Product("btd", "dcf", "cbtf", precision), x.shape, up)
     down_operand = _kernel_weight(
         Product("btf", "fd", "btd", precision), (*x.shape[:2], up.shape[2]), down
@@ -535,7 +368,7 @@ def gated_mlp(
     in_kernel = added[:, None] if _has_dtype_of_product(added, x, up) else None
     tokens = _rounded_tokens(precision, x, by_heads)
     y = cast(Array, rounded_mlp(mlp, by_heads, tokens, up_weight, down_weight, in_kernel))[:, 0]
-    return y if in_kernel is not None else _plus(y, added)
+    return y if in_kernel is not None else plus(y, added)
 
 
 def _has_dtype_of_product(
@@ -577,7 +410,7 @@ def _by_kernels(
         for part in y
     ]
     y = jnp.stack(y).reshape([sizes[letter] for letter in product.out]) if parts else y[0]
-    return y if in_kernel is not None else _plus(y, added)
+    return y if in_kernel is not None else plus(y, added)
 
 
 def _kernel_weight(

@@ -21,15 +21,17 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from shardopt.kernels._devices import vmem
+from shardopt.kernels._flash import TILE, Keys, Marks, MaskRule, Queries, capped
+from shardopt.kernels._pallas import LANES, product
+from shardopt.kernels._splash_tiles import divisors, hide, padded
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import TILE, Keys, Marks, Queries, Rule, capped
-from shardopt.nn._kernel_tiles import LANES, divisors, hide, padded, product, vmem
 
 Sums = tuple[Array, Array, Array]
 
 
 def gradients(
-    queries: Queries, keys: Keys, rule: Rule, *, dtype: DTypeLike
+    queries: Queries, keys: Keys, rule: MaskRule, *, dtype: DTypeLike
 ) -> tuple[Float[Array, "B H T K"], Float[Array, "B G T K"], Float[Array, "B G T V"]]:
     """Return what these keys add to dQ, and what these queries add to dK and dV, summed in float32,
     as `dtype`.
@@ -54,7 +56,7 @@ def gradients(
     )
     heads = max(most_heads(piece_size, jnp.float32, vmem()), 1)
     # pairs of pieces that have the same mask
-    pairs_by_mask: dict[tuple[Rule, int], list[tuple[int, int]]] = {}
+    pairs_by_mask: dict[tuple[MaskRule, int], list[tuple[int, int]]] = {}
     for query_lead in range(piece_size - T, T, piece_size):
         if _tiles(piece_size, query_lead, block, rule):
             sees_all = _sees_all(piece_size, query_lead, rule)
@@ -72,7 +74,7 @@ def gradients(
     for (mask, query_lead), pairs in pairs_by_mask.items():
 
         def add_piece(
-            sums: Sums, pair: Array, mask: Rule = mask, query_lead: int = query_lead
+            sums: Sums, pair: Array, mask: MaskRule = mask, query_lead: int = query_lead
         ) -> tuple[Sums, None]:
             i, j = pair
             query_piece = jax.tree.map(lambda x: _slice_positions(x, i, piece_size), queries)
@@ -132,7 +134,7 @@ def _add_at(x: Array, start: Array, y: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(x, _slice_positions(x, start, y.shape[2]) + y, start, 2)
 
 
-def _sees_all(piece: int, query_lead: int, rule: Rule) -> bool:
+def _sees_all(piece: int, query_lead: int, rule: MaskRule) -> bool:
     """Return whether every query of a piece sees every key of another piece that begins
     `query_lead` positions earlier.
     """
@@ -141,7 +143,7 @@ def _sees_all(piece: int, query_lead: int, rule: Rule) -> bool:
     )
 
 
-def _tiles(T: int, query_lead: int, block: int, rule: Rule) -> list[tuple[int, int]]:
+def _tiles(T: int, query_lead: int, block: int, rule: MaskRule) -> list[tuple[int, int]]:
     """Return the tiles, as (number of the query block, number of the key block), in which some
     query sees some key.
     """
@@ -161,7 +163,7 @@ def _tiles(T: int, query_lead: int, block: int, rule: Rule) -> list[tuple[int, i
 def _piece_gradients(
     queries: Queries,
     keys: Keys,
-    rule: Rule,
+    rule: MaskRule,
     query_lead: int,
     block: int,
     heads: int,
@@ -245,7 +247,7 @@ def _piece_gradients(
 
 
 def _add_tile(
-    query_blocks: Any, key_blocks: Any, *refs: Any, rule: Rule, block: int, query_lead: int
+    query_blocks: Any, key_blocks: Any, *refs: Any, rule: MaskRule, block: int, query_lead: int
 ) -> None:
     """Add the gradients of one tile.
 

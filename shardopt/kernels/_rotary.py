@@ -6,16 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shardopt.kernels._devices import kernels_run_on, vmem
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._kernel_tiles import (
-    LANES,
-    ROWS,
-    by_strips,
-    call_kernel,
-    kernels_run_on,
-    largest_block,
-    vmem,
-)
 
 
 @jax.custom_vjp

@@ -22,9 +22,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from shardopt.kernels._devices import vmem
+from shardopt.kernels._flash import TILE, MaskRule, capped
+from shardopt.kernels._pallas import LANES, product
+from shardopt.kernels._splash_tiles import divisors, hide, padded
 from shardopt.mesh import device_kind_or_default
-from shardopt.nn._flash import TILE, Rule, capped
-from shardopt.nn._kernel_tiles import LANES, divisors, hide, padded, product, vmem
 
 
 def heads_of_step(
@@ -62,7 +64,7 @@ def attend(
     value: Float[Array, "B G T V"],
     query_segments: Int[Array, "B T"] | None,
     key_segments: Int[Array, "B T"] | None,
-    rule: Rule,
+    rule: MaskRule,
 ) -> tuple[Float[Array, "B H T V"], Float[Array, "B H T"]]:
     """Return the mixed values for scores query key^T, and the logarithm of the sum of their
     exponentials.
@@ -126,17 +128,19 @@ def attend(
     return mixed, logsumexp[:, :, 0]
 
 
-def _first(i: Any, block: int, rule: Rule, maximum: Any) -> Any:
+def _first(i: Any, block: int, rule: MaskRule, maximum: Any) -> Any:
     """Return the number of the first block of keys that some query of block i sees."""
     return 0 if rule.window is None else maximum(i * block - rule.window + 1, 0) // block
 
 
-def _last(i: Any, blocks: int, rule: Rule) -> Any:
+def _last(i: Any, blocks: int, rule: MaskRule) -> Any:
     """Return the end of these blocks."""
     return i + 1 if rule.causal else blocks
 
 
-def _mix(query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any, rule: Rule, block: int) -> None:
+def _mix(
+    query_ref: Any, key_ref: Any, value_ref: Any, *refs: Any, rule: MaskRule, block: int
+) -> None:
     """Write what the queries of a block mix, with a softmax over blocks of keys.
 
     Rows are the queries of all heads.

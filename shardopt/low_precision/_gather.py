@@ -4,12 +4,12 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 
 from shardopt.collectives._buckets import MeshAxes
 from shardopt.collectives._tiles import Gather, gather_matrices
-from shardopt.core._rounded_weight import Form, RoundedWeight
 from shardopt.core._types import replaced
+from shardopt.low_precision._numbers import maximum_over
+from shardopt.low_precision._weight import Form, RoundedWeight
 
 
 def gather_rounded(
@@ -55,11 +55,3 @@ def gather_rounded(
             weights, matrices, scales, dtypes, forms, strict=True
         )
     ]
-
-
-def maximum_over(largest: jax.Array, axes: MeshAxes) -> jax.Array:
-    """Return the maximum over devices for a scale; NaN becomes infinity.
-
-    XLA:CPU drops NaN in a maximum over devices. A scale of infinity makes all numbers NaN as well.
-    """
-    return jax.lax.pmax(jnp.where(jnp.isnan(largest), jnp.inf, largest), axes)

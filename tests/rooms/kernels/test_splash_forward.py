@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from support.tiers import tiered
 
-from shardopt.nn import _splash as splash
-from shardopt.nn import _splash_forward as splash_forward
+from shardopt.kernels import _splash as splash
+from shardopt.kernels import _splash_forward as splash_forward
+from shardopt.kernels._flash import HIDDEN, Keys, Marks, MaskRule, State, capped
 from shardopt.nn._attention import visible
-from shardopt.nn._flash import HIDDEN, Keys, Marks, Rule, State, capped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def test_results_are_those_of_plain_attention(case, monkeypatch):
     monkeypatch.setattr(splash_forward, "TILE", 128)
     case = CASES[case]
     query, key, value, segments, mask = operands(case)
-    rule = Rule(case.causal, case.window, case.softcap)
+    rule = MaskRule(case.causal, case.window, case.softcap)
     results = splash_forward.attend(query, key, value, segments, segments, rule)
     assert results[0].dtype == query.dtype
     tolerance = 2e-5 if case.dtype == "float32" else 2e-2
@@ -103,14 +103,16 @@ def test_a_query_that_sees_no_key_has_no_weight():
     query, key, value, *_ = operands(Case(heads=(1, 1), width=8, values=8))
     segments = jnp.asarray([[7] * 100 + [1] * 156] * 2, jnp.int32)
     ones = jnp.ones((2, 256), jnp.int32)
-    mixed, logsumexp = splash_forward.attend(query, key, value, segments, ones, Rule(True, None))
+    mixed, logsumexp = splash_forward.attend(
+        query, key, value, segments, ones, MaskRule(True, None)
+    )
     assert np.isfinite(mixed).all()
     assert (np.asarray(logsumexp)[:, :, :100] < HIDDEN / 2).all()
     assert (np.abs(logsumexp)[:, :, 100:] < 100).all()
     grouped = query[:, :, None]
     state = State(jnp.zeros(grouped.shape[:-1]), jnp.ones(grouped.shape[:-1]), grouped)
     keys = Keys(key, value, Marks(None, ones))
-    after = splash.absorb(state, grouped, Marks(None, segments), keys, Rule(True, None))
+    after = splash.absorb(state, grouped, Marks(None, segments), keys, MaskRule(True, None))
     for first, second in zip(state, after, strict=True):
         np.testing.assert_array_equal(first[:, :, :, :100], second[:, :, :, :100])
         assert (np.asarray(first)[:, :, :, 100:] != np.asarray(second)[:, :, :, 100:]).any()
@@ -129,7 +131,7 @@ def test_rows_whose_keys_do_not_fit_into_memory_are_mixed_by_the_kernel_of_jax(m
     assert [heads_of(limit + more) for limit in limits for more in (-2, 2)] == [0, 1, 1, 2]
     monkeypatch.setattr(splash, "vmem", lambda: 2**20)
     monkeypatch.setattr(splash, "attend", None)
-    results = splash._run_kernel(query, key, value, None, None, Rule(True, None))
+    results = splash._run_kernel(query, key, value, None, None, MaskRule(True, None))
     for values, expected in zip(results, plain(query, key, value, mask, None), strict=True):
         np.testing.assert_allclose(values, expected, atol=2e-5)
 
@@ -147,7 +149,7 @@ def test_cores_do_not_race(monkeypatch):
     )
     monkeypatch.setattr(splash_forward, "TILE", 128)
     query, key, value, _, mask = operands(Case(heads=(2, 1), width=128, values=128))
-    results = splash_forward.attend(query[:1], key[:1], value[:1], None, None, Rule(True, None))
+    results = splash_forward.attend(query[:1], key[:1], value[:1], None, None, MaskRule(True, None))
     assert not interpreter.races.races_found
     pltpu.reset_tpu_interpret_mode_state()
     for values, expected in zip(
@@ -171,6 +173,8 @@ def test_two_cores_have_two_steps_of_heads_if_there_are_two_heads(heads, steps, 
         jax.ShapeDtypeStruct((1, count, 1024, 128), jnp.bfloat16)
         for count in (heads[0], heads[1], heads[1])
     ]
-    jax.eval_shape(lambda *qkv: splash_forward.attend(*qkv, None, None, Rule(True, None)), *shapes)
+    jax.eval_shape(
+        lambda *qkv: splash_forward.attend(*qkv, None, None, MaskRule(True, None)), *shapes
+    )
     assert grids[0]["grid"] == (1, steps, 2)
     assert grids[0]["cost_estimate"].flops == 2 * 512**2 * 3 * heads[0] * 256

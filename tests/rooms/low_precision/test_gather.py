@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import shardopt as so
 from shardopt.collectives import all_gather
 from shardopt.collectives._wire import LeafWire
-from shardopt.core._rounded_weight import form_of
+from shardopt.low_precision._weight import form_of
 from shardopt.nn import Rounding
 from shardopt.trace._jaxprs import equations
 

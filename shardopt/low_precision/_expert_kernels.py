@@ -17,8 +17,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from shardopt.core._rounded_weight import (
-    Precision,
+from shardopt.core._rounding import Precision
+from shardopt.kernels._devices import vmem
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, product
+from shardopt.low_precision._first_order import first_order
+from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,
     from_bits,
@@ -26,17 +29,7 @@ from shardopt.core._rounded_weight import (
     largest_number,
     narrow,
 )
-from shardopt.nn._first_order import first_order
-from shardopt.nn._kernel_tiles import (
-    LANES,
-    ROWS,
-    by_strips,
-    call_kernel,
-    largest_block,
-    product,
-    vmem,
-)
-from shardopt.nn._rounded_product import (
+from shardopt.low_precision._product_kernels import (
     NO_GRADIENT,
     STRIP,
     EightBits,
@@ -107,7 +100,7 @@ class Visits(NamedTuple):
         return cls(*(x.astype(jnp.int32) for x in (tile, expert, begin, end)))
 
 
-class Layout(NamedTuple):
+class ExpertForm(NamedTuple):
     """The static part of a product.
 
     Attributes:
@@ -121,7 +114,7 @@ class Layout(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rounded_expert_product(
-    layout: Layout,
+    layout: ExpertForm,
     x: Float[Array, "M K"],
     rows: RoundedTokens,
     weight: MatrixWeight,
@@ -147,7 +140,7 @@ def rounded_expert_product(
 
 @first_order
 def _with_residuals(
-    layout: Layout, x: Array, rows: RoundedTokens, weight: MatrixWeight, sizes: Array
+    layout: ExpertForm, x: Array, rows: RoundedTokens, weight: MatrixWeight, sizes: Array
 ) -> Any:
     (zeros,), numbers, scale = weight
     dtype = jnp.result_type(x, zeros)
@@ -164,7 +157,7 @@ def _with_residuals(
 
 
 @first_order
-def _gradients(layout: Layout, residuals: Any, grad: Array) -> Any:
+def _gradients(layout: ExpertForm, residuals: Any, grad: Array) -> Any:
     x, like_weight, bits, scale, sizes = residuals
     numbers = from_bits(bits, layout.precision)
     rows = round_by_expert(grad, sizes, eight_bits(layout.precision).gradients, scale)

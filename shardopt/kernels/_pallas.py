@@ -1,0 +1,96 @@
+"""Shared parts of Pallas kernels: where they run, their calls, products and masks of a tile, and
+the memory that they may use.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from shardopt.kernels._devices import vmem
+from shardopt.mesh import device_kind_or_default
+
+LANES = 128
+"""The kernels need tiles of a multiple of so many positions, and pad heads to a multiple of it."""
+ROWS = 32
+"""Rows of a register of int8; a whole number of registers in wider dtypes."""
+
+
+def product(a: Array, b: Array, dim_a: int, dim_b: int, dtype: DTypeLike = jnp.float32) -> Array:
+    """Return the product of two matrices over a dim of each, summed in a dtype."""
+    return lax.dot_general(a, b, (((dim_a,), (dim_b,)), ((), ())), preferred_element_type=dtype)
+
+
+def by_strips(size: int, strip: int, run: Any) -> None:
+    """Run a function on each strip of a block: a loop has less code, which compiles faster."""
+    from jax.experimental import pallas as pl
+
+    lax.fori_loop(
+        0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None
+    )
+
+
+def largest_block(size: int, largest: int, smallest: int, bytes_per_index: int) -> int:
+    """Return the largest block of a dim between `smallest` and `largest`, which are powers of 2,
+    that fits into VMEM.
+    """
+    block = math.gcd(size, largest)
+    while block > smallest and block * bytes_per_index > vmem():
+        block //= 2
+    return block
+
+
+def call_kernel(
+    kernel: Any,
+    grid: tuple[int, ...],
+    inputs: list[Array],
+    in_specs: list[Any],
+    out_specs: list[Any],
+    out_shape: list[Any],
+    *,
+    name: str,
+    flops: int = 0,
+    scratch_shapes: Any = (),
+    sequential: int = 0,
+    scalars: Sequence[Array] = (),
+) -> Any:
+    """Run a kernel.
+
+    The last `sequential` dims of its grid run in order, and the others on any core.
+
+    `scalars` are arrays of integers that it gets before the inputs, and index maps after the
+    indices of the grid.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
+    bytes_accessed = sum(
+        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape)
+    )
+    call = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            scratch_shapes=scratch_shapes,
+        ),
+        out_shape=out_shape,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=semantics, vmem_limit_bytes=vmem()
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=0, bytes_accessed=bytes_accessed
+        ),
+        name=name,
+        interpret=not device_kind_or_default().startswith("TPU"),
+    )
+    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function
+    return jax.jit(call)(*scalars, *inputs)

@@ -1,0 +1,1 @@
+"""Weights and products in 8 bits: how they are rounded, gathered and multiplied."""
