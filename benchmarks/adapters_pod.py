@@ -3,11 +3,11 @@ here.
 
     python benchmarks/adapters_pod.py [--only WORDS] [--libtpu FOLDER] [--no-cudnn]
 
-Each row is one `so.aot`: a step of fsdp with AdamW over all weights of the blocks (rank 16), or
-over all parameters. A row that does not fit into the memory of a chip says so. It needs libtpu (pip
-install 'shardopt[tpu]') for TPUs, and jax's CUDA plugin for GPUs; it needs no device. For GPUs
-cuDNN must be installed, or `--no-cudnn` compiles attention by plain XLA. Each result is kept in
-results/adapters_pod.json as soon as it is there.
+Each row is one `so.planning.aot`: a step of fsdp with AdamW over all weights of the blocks (rank
+16), or over all parameters. A row that does not fit into the memory of a chip says so. It needs
+libtpu (pip install 'shardopt[tpu]') for TPUs, and jax's CUDA plugin for GPUs; it needs no device.
+For GPUs cuDNN must be installed, or `--no-cudnn` compiles attention by plain XLA. Each result is
+kept in results/adapters_pod.json as soon as it is there.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def compiled(model_name, topology, length, rows, base):
         model, options = adapted.model, {"frozen": adapted.frozen}
     devices = 8
     try:
-        report = so.aot(
+        report = so.planning.aot(
             lambda mesh: so.fsdp(
                 optax.adamw(1e-4),
                 mesh,

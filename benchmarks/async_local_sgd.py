@@ -5,9 +5,9 @@ Run: python benchmarks/async_local_sgd.py [--steps 240] [--seeds 3] [--step-ms 4
 
 Four islands train one small GPT on the bundled corpus (Python's standard library); two are fast,
 one takes twice and one four times as long for a step. Steps sleep besides their work, which is fair
-on two cores. Control: DiLoCo, that is `so.async_local_sgd` with max_staleness=0 (tests compare it
-with `so.diloco`), H steps each, outer Nesterov momentum: every round waits for the slowest. Test:
-no bound, H_w steps by speed (`rules.dynamic_local_steps`), `optax.sgd` with
+on two cores. Control: DiLoCo, that is `so.parameter_server.async_local_sgd` with max_staleness=0
+(tests compare it with `so.diloco`), H steps each, outer Nesterov momentum: every round waits for
+the slowest. Test: no bound, H_w steps by speed (`rules.dynamic_local_steps`), `optax.sgd` with
 `rules.delayed_nesterov`, as Liu et al. found to train well; and the same with int8 changes (error
 feedback). Same first parameters, same number of inner steps of all islands together, so the same
 tokens; same inner AdamW.
@@ -77,7 +77,7 @@ def contenders(step_seconds):
     made = islands(step_seconds)
 
     def make(**options):
-        return so.async_local_sgd(made, **options)
+        return so.parameter_server.async_local_sgd(made, **options)
 
     return {
         CONTROL: (make(outer=tuned, local_steps=H, max_staleness=0), [H] * len(SLOWNESS)),

@@ -185,8 +185,8 @@ def search(who: str, row: Row, run: Callable[[Choice], dict[str, Any]]) -> None:
     """Run the defaults, then the other values of one field after the other, each with the best so
     far.
     """
-    # the limit of VMEM is that of so.compiler_options for both, and shardopt begins with its other
-    # options too
+    # the limit of VMEM is that of so.runtime.compiler_options for both, and shardopt begins with
+    # its other options too
     best = Choice(
         fused=who == "shardopt",
         vmem=96 if row.chip == "v6e" else 48,
@@ -234,7 +234,7 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
     model, params = model_of(row, choice)
     tokens = row.rows * row.chips * row.micro_batches, row.length + 1
     try:
-        report = so.aot(
+        report = so.planning.aot(
             lambda mesh: so.fsdp(
                 tx,
                 mesh,
@@ -245,7 +245,7 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
                 micro_batches=row.micro_batches,
                 compiler_options={
                     name: value
-                    for name, value in so.compiler_options(mesh).items()
+                    for name, value in so.runtime.compiler_options(mesh).items()
                     if name != COLLECTIVE_MATMUL
                 }
                 | choice.xla_options,
@@ -457,7 +457,7 @@ def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
     step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip, kernels="stated")
     scheduled = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)
-    audit = so.audit(text, mesh=sizes)
+    audit = so.hlo.audit(text, mesh=sizes)
     return {
         "seconds": step.total,
         "scheduled": scheduled.total,
@@ -477,7 +477,7 @@ def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
 
 
 def peak(facts: dict[str, Any]) -> float:
-    """Return the bytes of a chip, as `so.aot` counts them."""
+    """Return the bytes of a chip, as `so.planning.aot` counts them."""
     memory = facts["memory"]
     return memory["arguments"] + memory["temporary"] + memory["outputs"] - memory["aliased"]
 

@@ -115,7 +115,7 @@ def bytes_per_step(opt: so.ShardedOptimizer, batch: Any) -> float:
 
     def sent(step):
         now = state._replace(step=jax.device_put(jnp.int32(step), state.step.sharding))
-        return so.audit(opt.step.lower(now, batch), mesh=opt.mesh).total_wire_bytes
+        return so.hlo.audit(opt.step.lower(now, batch), mesh=opt.mesh).total_wire_bytes
 
     if (fragments := getattr(opt.config, "fragments", None)) is None:
         return sent(0)

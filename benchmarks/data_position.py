@@ -84,7 +84,7 @@ def job(folder: str, steps: int) -> None:
             self.stream.set_state(state)
 
     opt = so.fsdp(optax.sgd(0.1), so.make_mesh(), loss_fn)
-    start = so.DeferredInit(
+    start = so.training.DeferredInit(
         lambda rng: {"w": jax.random.normal(rng, (DOCUMENTS,))}, jax.random.key(0)
     )
     with so.Checkpoints(f"{folder}/checkpoints", every=5, keep=2) as checkpoints:

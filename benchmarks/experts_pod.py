@@ -129,7 +129,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
     batch = {"tokens": jax.ShapeDtypeStruct((row.beside.chips, LENGTH + 1), jnp.int32)}
     half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.fsdp(
             optimizer(),
             mesh,

@@ -164,9 +164,9 @@ def main():
         texts = []
         for extra in ({}, PASS):
             make = lambda mesh, extra=extra, build=build: build(
-                mesh, {**so.compiler_options(mesh), **extra}
+                mesh, {**so.runtime.compiler_options(mesh), **extra}
             )
-            texts.append(so.aot(make, params, batch, topology=TOPOLOGY, **sizes).text)
+            texts.append(so.planning.aot(make, params, batch, topology=TOPOLOGY, **sizes).text)
         moved, wrong = affected(*texts)
         shape = ",".join(f"{axis}={size}" for axis, size in sizes.items())
         rows.append({"step": name, "mesh": shape, "moved": moved, "affected": wrong})

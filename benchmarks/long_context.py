@@ -48,7 +48,9 @@ def compiled(topology: str, length: int, context: int, rows: int) -> dict:
 
     batch = abstract_batch(shape, rows, form="targets")
     start = time.perf_counter()
-    report = so.aot(make, shape.abstract_params(), batch, topology=topology, context=context)
+    report = so.planning.aot(
+        make, shape.abstract_params(), batch, topology=topology, context=context
+    )
     of_attention = [one for one in report.audit.collectives if one.axes == ("context",)]
     return {
         "topology": topology,

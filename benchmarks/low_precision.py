@@ -72,7 +72,7 @@ def compile_llama(topology: str, length: int, rows: int, precision: str | None) 
         "min_shard_elements": 2**14,
     }
     model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, **wire),
         shape.abstract_params(),
         transformer.abstract_batch(shape, rows * devices),

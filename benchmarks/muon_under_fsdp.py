@@ -91,7 +91,7 @@ def bytes_of_their_update(tx, data: int) -> int:
         return optax.apply_updates(params, updates), state
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, (params, state))
-    return so.audit(
+    return so.hlo.audit(
         jax.jit(update, out_shardings=shardings), params, state, params, mesh=mesh
     ).total_wire_bytes
 
@@ -101,7 +101,7 @@ def bytes_of_a_step(tx, layout: str, params, loss, **options) -> int:
     mesh = options.pop("mesh", None) or so.make_mesh(data=8)
     opt = so.fsdp(tx, mesh, loss, opt_state_layout=layout, min_shard_elements=8, **options)
     batch = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
-    return so.audit(opt.step, opt.abstract_state(params), batch).total_wire_bytes
+    return so.hlo.audit(opt.step, opt.abstract_state(params), batch).total_wire_bytes
 
 
 def dense():

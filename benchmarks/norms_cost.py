@@ -42,7 +42,7 @@ def counts(step, state, batch, mesh):
     """Return flops, bytes and collectives of a compiled step."""
     lowered = step.lower(state, batch)
     compiled = lowered.compile()
-    cost, report = compiled.cost_analysis(), so.audit(lowered, mesh=mesh)
+    cost, report = compiled.cost_analysis(), so.hlo.audit(lowered, mesh=mesh)
     return {
         "flops of products": int(inner_product_flops(compiled) or 0),
         "flops, loops once": int(cost["flops"]),

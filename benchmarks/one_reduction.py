@@ -70,7 +70,7 @@ def of_jit(step, batch, *trees) -> dict:
     )
     batch = jax.ShapeDtypeStruct(batch, jnp.float32, sharding=rows)
     return of_gradients(
-        so.audit(jax.jit(step, out_shardings=copied), *map(place, trees), batch, mesh=mesh)
+        so.hlo.audit(jax.jit(step, out_shardings=copied), *map(place, trees), batch, mesh=mesh)
     )
 
 
@@ -106,7 +106,7 @@ def strategy(make, **options) -> dict:
     """Return the collectives of a strategy's step."""
     opt = make(TX, so.make_mesh(data=8), MODEL, micro_batches=MICRO_BATCHES, **options)
     return of_gradients(
-        so.audit(
+        so.hlo.audit(
             opt.step, opt.abstract_state(PARAMS), jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
         )
     )

@@ -5,10 +5,10 @@ compiled.
     FOLDER]
 
 A GPT of four blocks, 64 rows of 1024 tokens over 16 chips: predicted seconds
-(`so.planning.predict`) beside those of the compiled schedule (`so.aot(...).step_seconds`). It needs
-libtpu (pip install 'shardopt[tpu]') and no TPU; half a minute a layout. `again` predicts again what
-has been compiled before. Each result is kept in results/plan_beside_compile.json as soon as it is
-there.
+(`so.planning.predict`) beside those of the compiled schedule (`so.planning.aot(...).step_seconds`).
+It needs libtpu (pip install 'shardopt[tpu]') and no TPU; half a minute a layout. `again` predicts
+again what has been compiled before. Each result is kept in results/plan_beside_compile.json as soon
+as it is there.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def compiled(layout, topology):
     from shardopt.models import _transformer as transformer
     from shardopt.planning._models import RULES
 
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.hybrid(
             optax.adamw(1e-3), mesh, transformer.model(shape()), **layout.strategy(RULES)
         ),

@@ -76,7 +76,7 @@ def one(label, case):
         )
 
     start = time.process_time()
-    report = so.aot(
+    report = so.planning.aot(
         make,
         shape.abstract_params(),
         transformer.abstract_batch(shape, batch_size),

@@ -75,7 +75,7 @@ def shapes(tree):
 
 def weighted_loss(outer, x, batch):
     error = jnp.mean((x @ outer["out"] * outer["scale"] - batch["y"]) ** 2, axis=-1)
-    loss = so.Weighted((error * batch["weights"]).sum(), batch["weights"].sum())
+    loss = so.losses.Weighted((error * batch["weights"]).sum(), batch["weights"].sum())
     return loss, {"size": jnp.sqrt(error).mean()}
 
 
@@ -91,7 +91,7 @@ def noisy_loss(params, batch, rng=None):
     x = batch["x"] - params["stats"]["mean"][None, :]
     if rng is not None:
         x = x * jax.random.bernoulli(rng, 0.9, x.shape)
-    stats = so.Updated(
+    stats = so.losses.Updated(
         {"stats": {"mean": 0.9 * params["stats"]["mean"] + 0.1 * batch["x"].mean(0)}}
     )
     return jnp.mean((jnp.tanh(x @ params["up"]) @ params["out"] - batch["y"]) ** 2), {
@@ -389,7 +389,7 @@ def facts(compiled, mesh) -> dict[str, Any]:
     memory = compiled.memory_analysis()
     found = Counter(
         (one.kind, one.axes, one.bytes, one.calls, one.in_loop, one.conditional)
-        for one in so.audit(compiled, mesh=mesh).collectives
+        for one in so.hlo.audit(compiled, mesh=mesh).collectives
     )
     collectives = [
         {

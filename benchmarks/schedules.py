@@ -72,7 +72,9 @@ def compiled(make, blocks=2):
         return so.hybrid(optax.sgd(1e-3), mesh, transformer.model(shape), **how)
 
     batch = transformer.abstract_batch(shape, MICRO_BATCHES)
-    return so.aot(strategy, shape.abstract_params(), batch, topology=TOPOLOGY, pipeline=STAGES)
+    return so.planning.aot(
+        strategy, shape.abstract_params(), batch, topology=TOPOLOGY, pipeline=STAGES
+    )
 
 
 def passes(text, schedule):

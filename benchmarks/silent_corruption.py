@@ -200,7 +200,7 @@ def cost_part(output):
             compiled = lowered.compile()
             rows_of[kind] = {
                 "flops": int(compiled.cost_analysis().get("flops", 0)),
-                "bytes sent": int(so.audit(lowered, mesh=mesh).total_wire_bytes),
+                "bytes sent": int(so.hlo.audit(lowered, mesh=mesh).total_wire_bytes),
                 "temporary bytes": int(compiled.memory_analysis().temp_size_in_bytes),
             }
         state_bytes = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))

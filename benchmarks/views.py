@@ -4,8 +4,8 @@
 
 Four losses, in float32 on eight devices, at two sizes, under ddp, zero1 and fsdp: a mean over rows,
 whose views compute the same; and three that mix rows, written as for one device for the global
-view, and with so.gather_batch or so.batch_mean for the per-device view. Nothing runs. Claim: the
-per-device view never sends more.
+view, and with so.losses.gather_batch or so.losses.batch_mean for the per-device view. Nothing runs.
+Claim: the per-device view never sends more.
 """
 
 import sys
@@ -49,7 +49,9 @@ def contrastive(params, batch):
 
 def contrastive_of_rows(params, batch):
     x, y = embed(params, batch["x"]), batch["y"]
-    return jnp.mean(jax.nn.logsumexp(x @ so.gather_batch(y).T, axis=1) - jnp.sum(x * y, axis=1))
+    return jnp.mean(
+        jax.nn.logsumexp(x @ so.losses.gather_batch(y).T, axis=1) - jnp.sum(x * y, axis=1)
+    )
 
 
 def normalised(params, batch):
@@ -61,8 +63,8 @@ def normalised(params, batch):
 
 def normalised_of_rows(params, batch):
     x = embed(params, batch["x"])
-    centred = x - so.batch_mean(x)
-    x = centred / jnp.sqrt(so.batch_mean(centred**2) + 1e-5)
+    centred = x - so.losses.batch_mean(x)
+    x = centred / jnp.sqrt(so.losses.batch_mean(centred**2) + 1e-5)
     return jnp.mean((x - batch["y"]) ** 2)
 
 
@@ -74,7 +76,7 @@ def worst_half(params, batch):
 
 def worst_half_of_rows(params, batch):
     errors = jnp.sort(
-        so.gather_batch(jnp.mean((embed(params, batch["x"]) - batch["y"]) ** 2, axis=1))
+        so.losses.gather_batch(jnp.mean((embed(params, batch["x"]) - batch["y"]) ** 2, axis=1))
     )
     return jnp.mean(errors[ROWS // 2 :])
 
@@ -93,7 +95,7 @@ def wire_bytes(strategy, loss_fn, view, width, layers):
     params = {"hidden": [jax.ShapeDtypeStruct((width, width), np.float32)] * layers}
     opt.specs(params)
     rows = {name: jax.ShapeDtypeStruct((ROWS, width), np.float32) for name in "xy"}
-    audit = so.audit(opt.step.lower(opt.abstract_state(), rows).compile())
+    audit = so.hlo.audit(opt.step.lower(opt.abstract_state(), rows).compile())
     return audit.total_wire_bytes, sum(one.calls or 1 for one in audit.collectives)
 
 

@@ -1,4 +1,5 @@
-"""Lets the reference write `::: so.ddp`: says where the definition is, and gives the entry the name that users type.
+"""Lets the reference write `::: so.ddp`: says where the definition is, and gives the entry the name
+that users type.
 
 By its public path a function would be taken for the module of the same name that it lives in.
 """
@@ -20,11 +21,16 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 
 def _entry(name: str) -> str:
-    return f"::: {definition(name)}\n    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}"
+    # a type in a private module is only received: users read its attributes, and do not type its
+    # name
+    heading = name.rpartition(".")[2] if "._" in name else name
+    return f"::: {definition(name)}\n    options:\n      heading: {heading}\n      toc_label: {name.rpartition('.')[2]}"
 
 
 def definition(name: str) -> str:
-    """Return the path of what `so.a.b` names: module and name of a function or class, else the path as it is."""
+    """Return the path of what `so.a.b` names: module and name of a function or class, else the path
+    as it is.
+    """
     room, _, last = name.replace("so.", "shardopt.", 1).rpartition(".")
     thing = getattr(_room(room), last)
     if hasattr(thing, "__qualname__"):
@@ -35,7 +41,7 @@ def definition(name: str) -> str:
 def _room(path: str) -> Any:
     room, *parts = path.split(".")
     thing = importlib.import_module(room)
-    for part in parts:  # `so.audit` is a function, `shardopt.hlo` the room it is in
+    for part in parts:  # a room may have the name of a function
         found = getattr(thing, part, None)
         thing = (
             found

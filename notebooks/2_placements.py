@@ -11,10 +11,11 @@
 # %% [markdown]
 # # 2. Placements
 #
-# Training stores parameters, gradients and optimizer state. Each of the three may be replicated on every device, or
-# sharded.
+# Training stores parameters, gradients and optimizer state. Each of the three may be replicated on
+# every device, or sharded.
 #
-# **The idea: the placement of values decides which bytes a step sends.** You can look at both before you train.
+# **The idea: the placement of values decides which bytes a step sends.** You can look at both
+# before you train.
 
 # %%
 # %matplotlib inline
@@ -75,8 +76,8 @@ strategies = {
 # %% [markdown]
 # ## The placement of each leaf
 #
-# Each row is a leaf. A grey row is replicated on every device. A row of boxes is sharded, and each box is a shard. First
-# `ddp`, then `fsdp`:
+# Each row is a leaf. A grey row is replicated on every device. A row of boxes is sharded, and each
+# box is a shard. First `ddp`, then `fsdp`:
 
 # %%
 so.planning.plot_placement(strategies["ddp"], shapes)
@@ -119,13 +120,14 @@ for name in ("ddp", "fsdp"):
 # %% [markdown]
 # ## Traffic
 #
-# `so.audit` compiles the training step and lists every collective of the compiled program. It runs nothing, so shapes
-# are enough again. For `ddp` the list has one all-reduce of the gradients. A few other bytes travel with it, such as the
-# loss.
+# `so.hlo.audit` compiles the training step and lists every collective of the compiled program. It
+# runs nothing, so shapes are enough again. For `ddp` the list has one all-reduce of the gradients.
+# A few other bytes travel with it, such as the loss.
 
 # %%
 audits = {
-    name: so.audit(opt.step, opt.abstract_state(shapes), batch) for name, opt in strategies.items()
+    name: so.hlo.audit(opt.step, opt.abstract_state(shapes), batch)
+    for name, opt in strategies.items()
 }
 print(audits["ddp"])
 
@@ -183,9 +185,9 @@ plt.show()
 # is 1.5 times as much for the blocks. With $N$ devices and $\Psi$ bytes of parameters, ring collectives send
 # $2\frac{N-1}{N}\Psi$ for the first three strategies, and $3\frac{N-1}{N}\Psi$ for the blocks of `fsdp`.
 #
-# `fsdp` never gathers one leaf: the embedding. A device needs few of its rows. So the tokens are sent to all devices, and
-# an all-to-all returns the rows. Another one sends the gradients of the rows back. The compiled programs agree with these
-# formulas to one percent:
+# `fsdp` never gathers one leaf: the embedding. A device needs few of its rows. So the tokens are
+# sent to all devices, and an all-to-all returns the rows. Another one sends the gradients of the
+# rows back. The compiled programs agree with these formulas to one percent:
 
 # %%
 block_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes["blocks"]))
@@ -207,8 +209,9 @@ for name, predicted_bytes in formulas.items():
 # %% [markdown]
 # ## A second axis
 #
-# A mesh can have several axes. With `tensor=2` each block is sharded over two devices; rules say on which dim of each
-# leaf. The four pairs of devices then shard the leaves over `data` as before. Two strips in a row are two sharded dims.
+# A mesh can have several axes. With `tensor=2` each block is sharded over two devices; rules say on
+# which dim of each leaf. The four pairs of devices then shard the leaves over `data` as before. Two
+# strips in a row are two sharded dims.
 
 # %%
 print(*gpt.rules, sep="\n")
@@ -219,7 +222,7 @@ so.planning.plot_placement(tensor_opt, shapes)
 # Now a step also sends activations: they are summed over `tensor` inside every block.
 
 # %%
-tensor_audit = so.audit(tensor_opt.step, tensor_opt.abstract_state(shapes), batch)
+tensor_audit = so.hlo.audit(tensor_opt.step, tensor_opt.abstract_state(shapes), batch)
 for axes, traffic in tensor_audit.by_axis().items():
     print(f"over {' and '.join(axes):16} {traffic.wire_bytes:8,} bytes in {traffic.calls} calls")
 assert {("data",), ("tensor",)} <= set(tensor_audit.by_axis())
@@ -227,4 +230,5 @@ assert {("data",), ("tensor",)} <= set(tensor_audit.by_axis())
 # %% [markdown]
 # Less memory costs more traffic. Start with `so.ddp`. If the model does not fit, go down the table.
 #
-# **Next**: [3. Pipelines](3_pipelines.ipynb) cuts the model into stages, and sends activations instead of weights.
+# **Next**: [3. Pipelines](3_pipelines.ipynb) cuts the model into stages, and sends activations
+# instead of weights.

@@ -13,8 +13,8 @@
 #
 # Links between machines are slow. Sending gradients then takes longer than computing them.
 #
-# **The idea: training can send far fewer bytes and still learn well, if it keeps the unsent part for later.** There are
-# two ways: send fewer bits in each step, or send less often.
+# **The idea: training can send far fewer bytes and still learn well, if it keeps the unsent part
+# for later.** There are two ways: send fewer bits in each step, or send less often.
 
 # %%
 # %matplotlib inline
@@ -33,7 +33,8 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # %% [markdown]
 # ## A problem
 #
-# A network learns to imitate another network, from examples that never repeat. We measure the loss on held-out examples.
+# A network learns to imitate another network, from examples that never repeat. We measure the loss
+# on held-out examples.
 
 # %%
 sizes = [(16, 128), (128, 128), (128, 4)]
@@ -78,7 +79,7 @@ mesh = so.make_mesh(data=4)
 
 # %% [markdown]
 # We train six times on four devices. Each time we keep the curve of the loss, and the bytes sent per device and step. The
-# bytes do not come from a formula: `so.audit` reads them from the compiled program.
+# bytes do not come from a formula: `so.hlo.audit` reads them from the compiled program.
 
 # %%
 curves, bytes_per_step = {}, {}
@@ -86,12 +87,14 @@ curves, bytes_per_step = {}, {}
 
 def wire_bytes(opt, state):
     """Return the bytes that a device sends in the next step."""
-    collectives = so.audit(opt.step, state, batches[0]).collectives
+    collectives = so.hlo.audit(opt.step, state, batches[0]).collectives
     return sum(collective.wire_bytes * collective.calls for collective in collectives)
 
 
 def train(name, opt, sync_every=1):
-    """Train, and store the curve and the bytes per step (the mean of `sync_every` steps) under a name."""
+    """Train, and store the curve and the bytes per step (the mean of `sync_every` steps) under a
+    name.
+    """
     state, curve, total = opt.init(init_fn, jax.random.key(0)), [], 0
     for step, batch in enumerate(batches):
         if step in (0, sync_every - 1):  # steps with and without synchronisation are two programs
@@ -108,11 +111,12 @@ train("exact", so.ddp(tx, mesh, loss_fn))
 # %% [markdown]
 # ## Fewer bits
 #
-# A reducer compresses gradients for the mean over devices. `int8` sends one byte per number instead of four. `power_sgd`
-# sends two thin matrices whose product is near the gradient. `top_k` sends the two percent of numbers that are largest.
+# A reducer compresses gradients for the mean over devices. `int8` sends one byte per number instead
+# of four. `power_sgd` sends two thin matrices whose product is near the gradient. `top_k` sends the
+# two percent of numbers that are largest.
 #
-# Each of them loses a part of the gradient in every step. `error_feedback` keeps this error and adds it to the next
-# gradient. So nothing is lost, only delayed.
+# Each of them loses a part of the gradient in every step. `error_feedback` keeps this error and
+# adds it to the next gradient. So nothing is lost, only delayed.
 
 # %%
 feedback = so.reducers.error_feedback
@@ -134,9 +138,10 @@ train("power_sgd, forgetful", so.ddp(tx, mesh, loss_fn, reducer=so.reducers.powe
 # %% [markdown]
 # ## Less often
 #
-# Now each of the four devices is a replica that trains alone for twenty steps. Then the replicas synchronise. With DiLoCo
-# they send the change of their parameters, and an outer optimizer uses the mean change as a gradient. The shared
-# parameters do not change until the next synchronisation, so their curve has steps.
+# Now each of the four devices is a replica that trains alone for twenty steps. Then the replicas
+# synchronise. With DiLoCo they send the change of their parameters, and an outer optimizer uses the
+# mean change as a gradient. The shared parameters do not change until the next synchronisation, so
+# their curve has steps.
 
 # %%
 steps_per_round = 20

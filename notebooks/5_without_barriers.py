@@ -11,11 +11,11 @@
 # %% [markdown]
 # # 5. Training without barriers
 #
-# In one program all devices wait for the slowest one, in every step. Sometimes a worker stalls: a full disk, a busy
-# network, other jobs on the same machine. Then all devices wait.
+# In one program all devices wait for the slowest one, in every step. Sometimes a worker stalls: a
+# full disk, a busy network, other jobs on the same machine. Then all devices wait.
 #
-# **The idea: workers may run ahead of each other, up to a bound, and a log records all events.** The bound limits the age
-# of a gradient. With the log you can repeat the run, bit for bit.
+# **The idea: workers may run ahead of each other, up to a bound, and a log records all events.**
+# The bound limits the age of a gradient. With the log you can repeat the run, bit for bit.
 
 # %%
 # %matplotlib inline
@@ -39,8 +39,8 @@ server = so.parameter_server
 # %% [markdown]
 # ## A problem, and workers that stall
 #
-# Each worker has its own batches: `batches_of(worker)` yields them. Our batches come from a slow disk. Most take 20 ms,
-# and one in ten takes 120 ms.
+# Each worker has its own batches: `batches_of(worker)` yields them. Our batches come from a slow
+# disk. Most take 20 ms, and one in ten takes 120 ms.
 
 # %%
 sizes = [(8, 32), (32, 1)]
@@ -86,14 +86,18 @@ def slow_batches_of(worker):
 # %% [markdown]
 # ## All workers wait
 #
-# With `max_staleness=0` the gradients of all four workers are averaged and applied once, as `so.ddp` does. If one worker
-# stalls, all stop. Blue is computing, grey is fetching data, amber is waiting for other workers. (Blue is so short here
-# that you hardly see it. We leave out the beginning, when everything is compiled.)
+# With `max_staleness=0` the gradients of all four workers are averaged and applied once, as
+# `so.ddp` does. If one worker stalls, all stop. Blue is computing, grey is fetching data, amber is
+# waiting for other workers. (Blue is so short here that you hardly see it. We leave out the
+# beginning, when everything is compiled.)
 
 
 # %%
 def from_steady_state(log, skip=5):
-    """Return the log from the time when every worker has taken `skip` steps; times count from there."""
+    """Return the log from the time when every worker has taken `skip` steps.
+
+    Times count from there.
+    """
     start = max(event.time for event in log if event.kind == "push" and event.clock < skip)
     before = max(event.version for event in log if event.time <= start)
     return [
@@ -114,8 +118,9 @@ server.plot_timeline(from_steady_state(waiting.log), until=1.5)
 # %% [markdown]
 # ## Few workers wait
 #
-# Now a worker may be up to eight steps ahead of the slowest worker. Each gradient is applied when it arrives. A stall
-# stops only the worker that stalls. Amber appears only when other workers have reached the bound.
+# Now a worker may be up to eight steps ahead of the slowest worker. Each gradient is applied when
+# it arrives. A stall stops only the worker that stalls. Amber appears only when other workers have
+# reached the bound.
 
 # %%
 ahead = run(max_staleness=8, num_updates=200)
@@ -136,8 +141,8 @@ assert max(ahead.metrics["staleness"]) <= 8
 # %% [markdown]
 # ## Replay
 #
-# Threads run in a different order each time, so no two such runs are equal. To investigate a run, use its log. The log
-# has every pull and every push, in order:
+# Threads run in a different order each time, so no two such runs are equal. To investigate a run,
+# use its log. The log has every pull and every push, in order:
 
 # %%
 for event in list(ahead.log)[4:10]:
@@ -173,12 +178,13 @@ else:
 # %% [markdown]
 # ## What do late gradients cost?
 #
-# A late gradient was computed with parameters that have changed since then. To measure the cost of late gradients, and
-# the cost of waiting, we use the simulator. It runs the same server in virtual time. There are eight workers, steps take
-# a second, and one step in ten stalls for ten seconds. The gradients are real.
+# A late gradient was computed with parameters that have changed since then. To measure the cost of
+# late gradients, and the cost of waiting, we use the simulator. It runs the same server in virtual
+# time. There are eight workers, steps take a second, and one step in ten stalls for ten seconds.
+# The gradients are real.
 #
-# For a fair comparison the averaged run has eight times the learning rate. Then one update with eight gradients counts as
-# much as eight updates with one gradient.
+# For a fair comparison the averaged run has eight times the learning rate. Then one update with
+# eight gradients counts as much as eight updates with one gradient.
 
 # %%
 step_seconds = server.durations.with_stalls(
@@ -236,8 +242,8 @@ assert seconds[0] > 1.5 * seconds[1] > 1.5 * seconds[2]
 #
 # ## When a bound does not help
 #
-# One worker is always four times slower. The others run ahead until they reach the bound, here four steps. After that
-# they are as slow as the slowest worker.
+# One worker is always four times slower. The others run ahead until they reach the bound, here four
+# steps. After that they are as slow as the slowest worker.
 
 # %%
 uneven = [server.SimulatedWorker()] * 3 + [server.SimulatedWorker(step_seconds=4.0)]
@@ -245,7 +251,7 @@ server.plot_timeline(server.simulate(uneven, max_staleness=4, until=40.0).log)
 
 # %% [markdown]
 # So a bound helps against stalls that pass. It does not help against a worker that is always slow. Then remove the bound
-# (`max_staleness=None`), or give the worker less work (`so.async_local_sgd`).
+# (`max_staleness=None`), or give the worker less work (`so.parameter_server.async_local_sgd`).
 
 # %%
 bounds = [0, 1, 2, 4, 8, 16, 32]

@@ -11,10 +11,11 @@
 # %% [markdown]
 # # 6. Planning a pod
 #
-# You have a model, and could rent 64 chips. Does the model fit? Which layout is best? How long does a step take?
+# You have a model, and could rent 64 chips. Does the model fit? Which layout is best? How long does
+# a step take?
 #
-# **The idea: you can compute memory and traffic from the layout, so you can compare all layouts on a laptop.** This
-# notebook needs no accelerator.
+# **The idea: you can compute memory and traffic from the layout, so you can compare all layouts on
+# a laptop.** This notebook needs no accelerator.
 
 # %%
 # %matplotlib inline
@@ -37,8 +38,9 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # %% [markdown]
 # ## All layouts, ranked
 #
-# A layout combines sizes of the mesh axes with a placement, a schedule, micro-batches and recomputation (`remat`).
-# `so.plan` drops the layouts that do not fit, and ranks the others by predicted step time.
+# A layout combines sizes of the mesh axes with a placement, a schedule, micro-batches and
+# recomputation (`remat`). `so.plan` drops the layouts that do not fit, and ranks the others by
+# predicted step time.
 
 # %%
 plans = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
@@ -47,8 +49,8 @@ print(plans)
 # %% [markdown]
 # ## What fills the memory
 #
-# We show the fastest layout of each kind: with and without a pipeline, with and without tensor sharding, and for each
-# placement. The dashed line is the usable memory of a chip.
+# We show the fastest layout of each kind: with and without a pipeline, with and without tensor
+# sharding, and for each placement. The dashed line is the usable memory of a chip.
 
 
 # %%
@@ -66,8 +68,8 @@ so.planning.plot_memory(shown, limit=plans.limit)
 # %% [markdown]
 # ## Traffic
 #
-# The plot shows the same layouts. Every block must wait for the bytes over `tensor`. The bytes of `fsdp` over `data` can
-# be sent while other blocks compute.
+# The plot shows the same layouts. Every block must wait for the bytes over `tensor`. The bytes of
+# `fsdp` over `data` can be sent while other blocks compute.
 
 # %%
 so.planning.plot_traffic(shown)
@@ -95,8 +97,8 @@ else:
 # %% [markdown]
 # ## How many chips?
 #
-# The batch stays the same, 128 rows of 8192 tokens. With more chips, each chip computes less and sends as much. To save
-# time we only try `fsdp`, with one schedule.
+# The batch stays the same, 128 rows of 8192 tokens. With more chips, each chip computes less and
+# sends as much. To save time we only try `fsdp`, with one schedule.
 
 # %%
 counts = [32, 64, 128, 256, 512]
@@ -133,12 +135,14 @@ assert all(
 # %% [markdown]
 # ## How far can you trust it?
 #
-# Memory and bytes come from formulas for the strategies. Times come from a roofline of published peak rates; no factor
-# was fitted to a run. So real runs are slower. We compare with three runs that were published with their MFU:
+# Memory and bytes come from formulas for the strategies. Times come from a roofline of published
+# peak rates; no factor was fitted to a run. So real runs are slower. We compare with three runs
+# that were published with their MFU:
 
 # %%
 published = [
-    # model, chip, number of chips, rows per chip, length, MFU, source; the first source states no rows, we assume 4
+    # model, chip, number of chips, rows per chip, length, MFU, source; the first source states no
+    # rows, we assume 4
     ("llama2-70b", "v5p", 512, 4, 4096, 0.654, "MaxText, docs/reference/models/tiering.md"),
     ("llama3-70b", "v6e", 256, 5, 8192, 0.5033, "MaxText, the same, recipe with 5 rows"),
     ("llama3-405b", "v6e", 256, 1, 8192, 0.3855, "MaxText, the same"),
@@ -181,8 +185,8 @@ for row, prediction in zip(published, predictions, strict=True):
 #
 # ## Your own model
 #
-# `so.planning.trace` reads the costs from the trace of any `so.BlockModel`. Then you plan as before. `.mesh` and
-# `.strategy` of a plan are the arguments that build its mesh and its strategy.
+# `so.planning.trace` reads the costs from the trace of any `so.BlockModel`. Then you plan as
+# before. `.mesh` and `.strategy` of a plan are the arguments that build its mesh and its strategy.
 
 # %%
 config = gpt.GPTConfig(dim=64, num_layers=4, num_heads=4)
@@ -201,7 +205,7 @@ print(my_plans.table(3))
 # %%
 tx = optax.adamw(1e-3)
 opt = so.hybrid(tx, so.make_mesh(**my_plans.best.mesh), gpt.model(config), **my_plans.best.strategy)
-audit = so.audit(opt.step, opt.abstract_state(shapes), batch)
+audit = so.hlo.audit(opt.step, opt.abstract_state(shapes), batch)
 compiled_bytes = sum(traffic.wire_bytes for traffic in audit.by_axis().values())
 predicted_bytes = sum(my_plans.best.wire_bytes.values())
 print(
@@ -212,11 +216,12 @@ assert abs(compiled_bytes / predicted_bytes - 1) < 0.05
 # %% [markdown]
 # ## Ask the real compiler
 #
-# `so.aot` compiles the step for a TPU with the real XLA:TPU compiler, on a machine without a TPU. It needs `libtpu`:
-# `pip install 'shardopt[tpu]'`. If `libtpu` is missing, this cell shows how to call `so.aot`.
+# `so.planning.aot` compiles the step for a TPU with the real XLA:TPU compiler, on a machine without
+# a TPU. It needs `libtpu`: `pip install 'shardopt[tpu]'`. If `libtpu` is missing, this cell shows
+# how to call `so.planning.aot`.
 
 # %%
-call = """so.aot(
+call = """so.planning.aot(
     lambda mesh: so.fsdp(tx, mesh, gpt.model(config)),
     shapes,
     jax.eval_shape(lambda: batch),
@@ -234,4 +239,5 @@ else:
 # Three pages in `docs/` say more. `docs/choose.md` helps you to choose a strategy. `docs/planning.md` says how close the
 # predictions are. `docs/clusters.md` shows how to start a run on several machines.
 #
-# **Next**: [7. A million tokens](7_a_million_tokens.ipynb), with rows that no single device could hold.
+# **Next**: [7. A million tokens](7_a_million_tokens.ipynb), with rows that no single device could
+# hold.

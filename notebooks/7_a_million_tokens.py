@@ -11,12 +11,12 @@
 # %% [markdown]
 # # 7. A million tokens
 #
-# A long text does not fit into the memory of one device. A transformer keeps activations for the backward pass, and they
-# grow with every token.
+# A long text does not fit into the memory of one device. A transformer keeps activations for the
+# backward pass, and they grow with every token.
 #
-# **The idea: split the tokens of a row over devices, on the mesh axis `context`.** Most layers of a transformer look at one
-# token at a time, so nothing changes for them. Attention is the exception: a token looks at all tokens before it. So
-# devices send keys and values to each other.
+# **The idea: split the tokens of a row over devices, on the mesh axis `context`.** Most layers of a
+# transformer look at one token at a time, so nothing changes for them. Attention is the exception:
+# a token looks at all tokens before it. So devices send keys and values to each other.
 
 # %%
 # %matplotlib inline
@@ -41,9 +41,9 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # %% [markdown]
 # ## One more axis
 #
-# A GPT needs no change. A batch needs separate leaves for inputs and targets, because the next token may be on the next
-# device: `data.next_token` makes them. We train the same model on one device, and on eight devices, where four devices
-# share every row.
+# A GPT needs no change. A batch needs separate leaves for inputs and targets, because the next
+# token may be on the next device: `data.next_token` makes them. We train the same model on one
+# device, and on eight devices, where four devices share every row.
 
 # %%
 config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
@@ -71,10 +71,12 @@ assert np.allclose(losses_on_one, losses_on_eight, rtol=1e-4)
 # %% [markdown]
 # ## Which device holds which tokens
 #
-# A token looks only at the tokens before it. If the row is cut in order, the first device has little work, the last device
-# has much, and all wait for it. `so.nn.zigzag` distributes the tokens so that every device has an early and a late piece.
+# A token looks only at the tokens before it. If the row is cut in order, the first device has
+# little work, the last device has much, and all wait for it. `so.nn.zigzag` distributes the tokens
+# so that every device has an early and a late piece.
 #
-# In each picture a line is a token. A dot is a token that it looks at. The colour is the device that does the work.
+# In each picture a line is a token. A dot is a token that it looks at. The colour is the device
+# that does the work.
 
 # %%
 mesh, length = so.make_mesh(data=2, context=4), 32
@@ -107,8 +109,8 @@ plt.tight_layout()
 # - **All-to-all**: devices exchange tokens for heads. Each device gets some heads of all tokens.
 # - **All-gather**: each device fetches all keys and values at once.
 #
-# We read the bytes that they send from compiled programs: the forward pass of one layer with 16 heads, a row of 1024
-# tokens, and 16 or 4 heads of keys.
+# We read the bytes that they send from compiled programs: the forward pass of one layer with 16
+# heads, a row of 1024 tokens, and 16 or 4 heads of keys.
 
 
 # %%
@@ -124,7 +126,7 @@ def bytes_sent(method, context, kv_heads):
         check_vma=False,
     )
     shape = lambda heads: jax.ShapeDtypeStruct((1, 1024, heads, 8), jnp.float32)
-    collectives = so.audit(
+    collectives = so.hlo.audit(
         jax.jit(attend), shape(16), shape(kv_heads), shape(kv_heads), mesh=mesh
     ).collectives
     return sum(collective.wire_bytes * collective.calls for collective in collectives)
@@ -158,8 +160,9 @@ plt.tight_layout()
 #
 # ## Memory
 #
-# Attention works tile by tile, so the scores of all pairs of tokens are never in memory at once. The memory of a device
-# grows only with its own tokens. These numbers are from compiled programs for attention and its gradient.
+# Attention works tile by tile, so the scores of all pairs of tokens are never in memory at once.
+# The memory of a device grows only with its own tokens. These numbers are from compiled programs
+# for attention and its gradient.
 
 
 # %%
@@ -202,8 +205,9 @@ plt.show()
 # %% [markdown]
 # ## A million
 #
-# What about a real model? The XLA:TPU compiler can tell, without a TPU. `benchmarks/long_context.py` compiled Llama 3 8B
-# with long rows. Compilation takes minutes for each row, so we show its saved results. The memory is for one chip.
+# What about a real model? The XLA:TPU compiler can tell, without a TPU.
+# `benchmarks/long_context.py` compiled Llama 3 8B with long rows. Compilation takes minutes for
+# each row, so we show its saved results. The memory is for one chip.
 
 # %%
 results = json.loads(Path("../benchmarks/results/long_context.json").read_text())["results"]

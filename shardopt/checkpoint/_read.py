@@ -155,7 +155,7 @@ def load(
         fix = (
             "read its arrays with so.restore(directory, abstract tree), whose leaves are"
             " jax.ShapeDtypeStruct with shardings and whose containers are those saved; then"
-            " so.adopt(opt, params, opt_state, step=...)."
+            " so.replace(opt.init(params), opt_state=..., step=...)."
         )
         raise CheckpointError(error_text(problem, fix=fix))
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
@@ -338,7 +338,7 @@ def _choose_step(directory: Path, step: int | None) -> int:
         problem = f"{file} was written by flax (msgpack), not by shardopt."
         fix = (
             "read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()),"
-            " then so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
+            " then so.replace(opt.init(tree['params']), opt_state=tree['opt_state'], step=int(tree['step']))."
         )
     elif directory.is_file():
         problem = f"{directory} is a file, and checkpoints are folders."

@@ -92,7 +92,7 @@ class DoctorOptions:
     """Print versions, devices, topology and flags, and the silent errors of jax and XLA that these
     versions have.
 
-    so.doctor(opt, state, batch) also says which of them concern your step.
+    so.runtime.doctor(opt, state, batch) also says which of them concern your step.
     """
 
 

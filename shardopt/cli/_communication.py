@@ -82,7 +82,7 @@ def _bytes_sent(
     """Return the bytes that a step sends over the axes; NaN if they are unknown."""
     array = jax.device_put(jnp.asarray(step, state.step.dtype), state.step.sharding)
     program = opt.step.lower(state._replace(step=array), batch)
-    audit = so.audit(program, mesh=opt.mesh, schedule=opt.config.schedule)
+    audit = so.hlo.audit(program, mesh=opt.mesh, schedule=opt.config.schedule)
     return sum(
         op.wire_bytes * (math.nan if op.calls is None else op.calls)
         for op in audit.collectives

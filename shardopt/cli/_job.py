@@ -44,7 +44,7 @@ class RunInFolder(NamedTuple):
 
     def run(
         self,
-        start: Callable[[], TrainState | so.DeferredInit],
+        start: Callable[[], TrainState | so.training.DeferredInit],
         batches: Iterable[PyTree],
         held_out: list[PyTree],
         checkpoints: so.Checkpoints,

@@ -249,7 +249,7 @@ def _audit_file(options: AuditOptions, program: Path) -> _Audited:
         fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
         raise ValueError(error_text(problem, fix=fix))
     text, mesh = program.read_text(), mesh_sizes(options.mesh) or None
-    file_audit = so.audit(text, mesh=mesh)
+    file_audit = so.hlo.audit(text, mesh=mesh)
     report = to_json(file_audit) | {"flops": inner_product_flops(text)}
     if options.hardware is None:
         if options.png is not None:
@@ -315,7 +315,7 @@ def compile_model(options: AuditOptions) -> so.planning.AotReport:
     context = sizes.get("context", 1)
     rows = options.rows * chips // (sizes["tensor"] * context)
     batch = abstract_batch(shape, rows, form="targets" if context > 1 else "tokens")
-    return so.aot(
+    return so.planning.aot(
         make,
         shape.abstract_params(),
         batch,

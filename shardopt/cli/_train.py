@@ -94,7 +94,7 @@ def train(options: TrainOptions) -> None:
     options, model, screen = setup.options, setup.model, setup.screen
     training = options.training
     opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)
-    initial_state = so.DeferredInit(model.init, jax.random.key(training.seed))
+    initial_state = so.training.DeferredInit(model.init, jax.random.key(training.seed))
     opt.specs(initial_state.shapes())  # the display below needs the parameters' shapes
     display.show_run(screen, options, opt, model.size, setup.windows, setup.held_out)
     display.show_placement(screen, options, opt)

@@ -8,7 +8,6 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.config._axes import AxisTable, axes_of
-from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, SequenceDims, View
 from shardopt.config._program_check import ProgramCheck
 from shardopt.config._sync import SyncConfig
@@ -19,6 +18,7 @@ from shardopt.core._types import PyTree, Rules
 from shardopt.partition import Report
 from shardopt.pipeline import Schedule
 from shardopt.reducers import Reducer
+from shardopt.runtime._compiler_options import CompilerOptions
 
 
 class Placement(NamedTuple):

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, NamedTuple, TypedDict, get_args, get
 import jax
 import jax.numpy as jnp
 
-from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._program_check import ProgramCheck
 from shardopt.config._user_mesh import Axes
 from shardopt.core._arguments import check_choice, check_count, is_integer
@@ -20,6 +19,7 @@ from shardopt.core._errors import error_text
 from shardopt.core._types import Rules
 from shardopt.reducers import Reducer
 from shardopt.reducers._reducer import check_reducer
+from shardopt.runtime._compiler_options import CompilerOptions
 
 View = Literal["auto", "per_device", "global", "unproved"]
 """Where a loss runs: on each device's rows, with or without a proof, on the whole batch, or where it
@@ -177,7 +177,7 @@ def _choice(choices: Any, fix: str) -> Callable[[str, Any], str]:
 def _compiler_options(name: str, options: CompilerOptions | None) -> CompilerOptions | None:
     if options is not None and not isinstance(options, Mapping):
         problem = f"{name} must be a dict of option name to value, got {type(options).__name__}."
-        raise TypeError(error_text(problem, fix="start from so.compiler_options(mesh)."))
+        raise TypeError(error_text(problem, fix="start from so.runtime.compiler_options(mesh)."))
     return options
 
 
@@ -295,7 +295,7 @@ class SharedOptions(TypedDict, total=False):
         CompilerOptions | None,
         Option(
             "the options that XLA compiles a step with, name -> value; by default"
-            " `so.compiler_options(mesh)`.",
+            " `so.runtime.compiler_options(mesh)`.",
             check=_compiler_options,
         ),
     ]

@@ -50,7 +50,7 @@ class Reducer(NamedTuple):
         State that differs between devices is marked as `PerDevice` or `ErrorFeedback`; see
         `shardopt.core._device_state`.
       wire_bytes: `wire_bytes(abstract_params, axis_size) -> int`: the bytes that each device sends
-        in a call, counted as `so.audit` does (ring collectives). The calls of a warm-up are not
+        in a call, counted as `so.hlo.audit` does (ring collectives). The calls of a warm-up are not
         counted.
       transmit: `transmit(grads, memory, state, axis_name) -> (mean, residual, state)`. The mean is
         the mean of `reduce`, but this device's `memory` (a tree like the gradients, or None) is

@@ -1,7 +1,7 @@
 """Short tracebacks: the user's frames without shardopt's, as jax leaves out its own.
 
 jax has no public way to hide further files. Its private list of hidden files also decides which
-line of the source a compiled operation names, and `so.audit` reports these lines. So shardopt
+line of the source a compiled operation names, and `so.hlo.audit` reports these lines. So shardopt
 filters tracebacks itself.
 """
 

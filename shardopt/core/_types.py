@@ -75,7 +75,8 @@ class Weighted(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """A metric that is summed over the rows of the batch: `aux = {"tokens": so.Sum(mask.sum())}`.
+    """A metric that is summed over the rows of the batch: `aux = {"tokens":
+    so.losses.Sum(mask.sum())}`.
 
     With v_i the value of device and micro-batch i, `metrics` holds sum_i v_i; `evaluation` also
     sums over batches.
@@ -94,7 +95,7 @@ class Sum(NamedTuple):
 
 
 class Max(NamedTuple):
-    """A metric that reports its largest value: `aux = {"longest": so.Max(lengths.max())}`.
+    """A metric that reports its largest value: `aux = {"longest": so.losses.Max(lengths.max())}`.
 
     With v_i the value of device and micro-batch i, `metrics` holds max_i v_i; `evaluation` takes
     the largest of all batches.
@@ -109,7 +110,7 @@ class Max(NamedTuple):
 
 
 class Min(NamedTuple):
-    """A metric that reports its smallest value: `aux = {"margin": so.Min(margins.min())}`.
+    """A metric that reports its smallest value: `aux = {"margin": so.losses.Min(margins.min())}`.
 
     With v_i the value of device and micro-batch i, `metrics` holds min_i v_i; `evaluation` takes
     the smallest of all batches.
@@ -139,8 +140,8 @@ class Updated(NamedTuple):
     dict.
 
     `values` is a nested dict with the structure of the parameters, but only with the leaves that
-    change: `aux = {"accuracy": acc, "stats": so.Updated({"batch_stats": new_stats})}`. A floating
-    leaf becomes the mean over devices and micro-batches, an integer leaf the maximum.
+    change: `aux = {"accuracy": acc, "stats": so.losses.Updated({"batch_stats": new_stats})}`. A
+    floating leaf becomes the mean over devices and micro-batches, an integer leaf the maximum.
     """
 
     values: PyTree

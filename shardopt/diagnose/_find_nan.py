@@ -29,7 +29,7 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
       batch: the global batch of this step.
 
     Returns:
-      The finding; None if the loss, the values of `so.Updated` and all gradients are finite. Then
+      The finding; None if the loss, the values of `so.losses.Updated` and all gradients are finite. Then
       the optimizer made the value.
 
     Raises:
@@ -58,7 +58,7 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     Aux metrics are not searched: to find the cause of one, search with a loss that returns it.
 
     On a context axis all positions get the key of the first device. A loss that reads the rows of
-    other devices, by `so.batch_mean` or `jax.lax.pmean`, runs for the whole batch. With a random
+    other devices, by `so.losses.batch_mean` or `jax.lax.pmean`, runs for the whole batch. With a random
     key it is refused: search in the global view.
 
     **Memory**: parameters, gradients and the activations of a piece, on the first device of each

@@ -16,7 +16,7 @@ from shardopt.losses._metrics import value_of
 MOST_ROWS = 8
 """The search for rows ends after this many."""
 
-QUOTIENT = "so.Weighted: the total of all rows / their weight"
+QUOTIENT = "so.losses.Weighted: the total of all rows / their weight"
 """The line of an operation that stands in no file of the user."""
 
 

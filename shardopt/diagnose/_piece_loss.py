@@ -125,7 +125,7 @@ class PieceLoss:
                 problem, fix = _CANNOT_SEE
                 text = error_text(
                     f"the loss names a mesh axis, and {problem}.",
-                    fix=f"use so.batch_mean; and {fix}.",
+                    fix=f"use so.losses.batch_mean; and {fix}.",
                 )
                 raise RowsNotSeenError(text) from error
         for axis in self.config.mesh.axis_names:

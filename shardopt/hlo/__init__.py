@@ -1,7 +1,6 @@
 """Read compiled XLA programs from their HLO text: collectives, memory, donated inputs and flops.
 
-`so.audit` is the function `audit` of this package. Import the other names from here, such as
-`from shardopt.hlo import Expected`.
+Begin with `so.hlo.audit`.
 """
 
 from shardopt.hlo._check_proved import check_proved

@@ -44,5 +44,5 @@ def check_proved(compiled: Compiled, lowered: Lowered) -> None:
             f"check_proved proves all but {len(proof.unknown)} of {proof.num_instructions:,}"
             " instructions of a program."
         )
-        fix = "read what so.audit(opt.step, state, batch).prove() lists, or leave out check."
+        fix = "read what so.hlo.audit(opt.step, state, batch).prove() lists, or leave out check."
         warnings.warn(error_text(problem, [str(proof.unknown[0])], fix), stacklevel=2)

@@ -200,7 +200,7 @@ def _compiled_text(
         try:
             inspect.signature(program.lower).bind(*args)
         except TypeError as error:
-            fix = "pass the arguments of the function too: so.audit(opt.step, state, batch)."
+            fix = "pass the arguments of the function too: so.hlo.audit(opt.step, state, batch)."
             raise TypeError(error_text(f"{error}.", fix=fix)) from None
         program = program.lower(*args)
         _check_placed(program, args)

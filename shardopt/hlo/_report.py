@@ -100,7 +100,7 @@ class Audit(NamedTuple):
           >>> import shardopt as so
           >>> mesh = so.make_mesh(data=8)
           >>> x = jax.device_put(jnp.ones((16, 4)), NamedSharding(mesh, P("data")))
-          >>> so.audit(jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P())), x).prove().verdict
+          >>> so.hlo.audit(jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P())), x).prove().verdict
           'proved'
         """
         return prove(self.source, inputs=inputs, outputs=outputs, mesh=self.mesh_shape)

@@ -69,16 +69,17 @@ def diloco(
     Sending is part of the program of step t + 1, so it can overlap with training.
 
     **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum,
-    maximum or minimum for `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes.
-    Each process reports its own metrics, and `jax.experimental.multihost_utils.process_allgather`
-    collects them. `evaluate` uses the shared parameters.
+    maximum or minimum for `so.losses.Sum`, `so.losses.Max` and `so.losses.Min`. It does not wait
+    for other processes. Each process reports its own metrics, and
+    `jax.experimental.multihost_utils.process_allgather` collects them. `evaluate` uses the shared
+    parameters.
 
     `synchronize` sets the shared parameters and all replicas to the mean of the replicas, without
     an outer step. Pending outer gradients are dropped, because the mean contains them. The reducer
     returns to its state before they were sent.
 
-    Frozen leaves that the loss updates (`so.Updated`) are averaged whenever a fragment is sent.
-    Integer leaves take the maximum.
+    Frozen leaves that the loss updates (`so.losses.Updated`) are averaged whenever a fragment is
+    sent. Integer leaves take the maximum.
 
     **Equivalence**: equal to the published algorithm. With inner SGD, H = 1, and outer SGD of rate
     1 without momentum, it equals the strategy alone. With any H and that outer optimizer, it equals

@@ -43,13 +43,13 @@ def local_sgd(
       0.375
 
     **Methods**: `step` returns the metrics of this process's replicas: their mean, or the sum,
-    maximum or minimum for `so.Sum`, `so.Max` and `so.Min`. It does not wait for other processes.
-    Each process reports its own metrics, and `jax.experimental.multihost_utils.process_allgather`
-    collects them.
+    maximum or minimum for `so.losses.Sum`, `so.losses.Max` and `so.losses.Min`. It does not wait
+    for other processes. Each process reports its own metrics, and
+    `jax.experimental.multihost_utils.process_allgather` collects them.
 
     `evaluate` uses the shared parameters, which are the last average. `synchronize` averages at
-    once. Frozen leaves that the loss updates (`so.Updated`) are averaged with the parameters.
-    Integer leaves take the maximum.
+    once. Frozen leaves that the loss updates (`so.losses.Updated`) are averaged with the
+    parameters. Integer leaves take the maximum.
 
     **Equivalence**: equal to Local SGD. With `warmup_steps` it equals post-local SGD: the first
     steps average gradients, as the strategy alone does. With H = 1 and plain SGD it equals the

@@ -174,7 +174,7 @@ def average_updated(
     replica_leaves: Leaves,
     paths: Collection[str],
 ) -> tuple[Leaves, Leaves]:
-    """Average the frozen leaves that the loss itself updates (`so.Updated`) over replicas.
+    """Average the frozen leaves that the loss itself updates (`so.losses.Updated`) over replicas.
 
     Return all leaves.
     """

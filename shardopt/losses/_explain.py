@@ -68,7 +68,7 @@ def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ..
             (),
             (
                 "take the collective out (a mean is jnp.mean; flax's BatchNorm has axis_name=None),"
-                " use so.batch_mean, right in both views, or view='per_device'."
+                " use so.losses.batch_mean, right in both views, or view='per_device'."
             ),
         )
     names = " and ".join(repr(name) for name in config.axes.summed)
@@ -81,7 +81,7 @@ def _no_such_axis(config: StrategyConfig, axis: str) -> tuple[str, tuple[str, ..
         (),
         (
             f"call it over {names} (flax's BatchNorm: axis_name={config.axes.summed!r}), or use"
-            " so.batch_mean; or take it out and use view='global', in which a mean over rows is"
+            " so.losses.batch_mean; or take it out and use view='global', in which a mean over rows is"
             " jnp.mean (flax's BatchNorm: axis_name=None)."
         ),
     )

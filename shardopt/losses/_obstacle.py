@@ -61,8 +61,8 @@ class Obstacle(NamedTuple):
 
 GLOBAL = 'view="global", which is exact for every loss; or '
 FIX = (
-    "so.gather_batch, so.batch_mean or so.batch_sum for what a row needs of the whole batch, and"
-    " so.Weighted for a normaliser that depends on the rows; or view='unproved' if you know better."
+    "so.losses.gather_batch, so.losses.batch_mean or so.losses.batch_sum for what a row needs of the whole batch, and"
+    " so.losses.Weighted for a normaliser that depends on the rows; or view='unproved' if you know better."
 )
 FIX_POSITIONS = (
     "so.nn.attention for what a position needs of the others, and so.nn.positions for its index;"

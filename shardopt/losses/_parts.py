@@ -105,7 +105,7 @@ def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
     if not isinstance(aux, dict):
         problem = f"the aux value of loss_fn must be a dict of metrics, got {type(aux).__name__}."
         fix = (
-            "return (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total /"
+            "return (loss, {'name': value}); or so.losses.Weighted(total, weight) for a mean of total /"
             " weight."
         )
         raise TypeError(format_error(caller, problem, fix=fix))
@@ -127,7 +127,9 @@ def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:
     if isinstance(loss_value, Sum | Max | Min) or not _is_metric(loss_value):
         problem = f"loss_fn must return a number, got {type(loss_value).__name__}."
         raise TypeError(
-            format_error(caller, problem, fix="return a scalar, so.Weighted, or (that, aux dict).")
+            format_error(
+                caller, problem, fix="return a scalar, so.losses.Weighted, or (that, aux dict)."
+            )
         )
     return LossParts(
         loss=_loss(caller, loss_value, rows),
@@ -143,8 +145,8 @@ def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
         if not _is_metric(value)
     ]:
         problem = (
-            "aux values of loss_fn must be numbers, arrays, so.Weighted, so.Sum, so.Max, so.Min or"
-            " so.Updated."
+            "aux values of loss_fn must be numbers, arrays, so.losses.Weighted, so.losses.Sum, so.losses.Max, so.losses.Min or"
+            " so.losses.Updated."
         )
         raise TypeError(
             format_error(caller, problem, wrong_metrics, "give each number a name of its own.")
@@ -161,7 +163,7 @@ def _check_metrics(caller: str, metrics: dict[str, PyTree]) -> None:
     if discrete := [descriptions[name] for name in plain_metrics if is_discrete[name]]:
         problem = f"{plural(len(discrete), 'metric')} of integers or booleans: a count, or a mean?"
         fix = (
-            "say which: so.Sum(x), so.Max(x), so.Min(x), so.Weighted(total, weight), or"
+            "say which: so.losses.Sum(x), so.losses.Max(x), so.losses.Min(x), so.losses.Weighted(total, weight), or"
             " x.astype(float) for the mean."
         )
         raise TypeError(format_error(caller, problem, discrete, fix))
@@ -174,10 +176,10 @@ def _check_terms(caller: str, name: str, value: PyTree) -> None:
         totals, weights = (len(x) if isinstance(x, tuple) else 1 for x in value)
         if totals != weights:
             problem = (
-                f"{name} is so.Weighted of {plural(totals, 'total')} and"
+                f"{name} is so.losses.Weighted of {plural(totals, 'total')} and"
                 f" {plural(weights, 'weight')}."
             )
-            fix = "give each total a weight: so.Weighted((a, b), (wa, wb))."
+            fix = "give each total a weight: so.losses.Weighted((a, b), (wa, wb))."
             raise ValueError(format_error(caller, problem, fix=fix))
 
 
@@ -239,15 +241,14 @@ def _loss(caller: str, loss_value: ArrayLike | Weighted, rows: int) -> Weighted:
         for value in jax.tree.leaves(values):
             if value.shape != ():
                 problem = f"loss_fn must return a scalar, but its {name} has shape {value.shape}."
-                fix = (
-                    "reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
-                )
+                fix = "reduce it with .mean() over the examples, or return so.losses.Weighted(sum, weight)."
                 raise ValueError(format_error(caller, problem, fix=fix))
     return loss
 
 
 def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, jax.Array]) -> None:
-    """Refuse, by a ValueError, updates of a loss (`so.Updated`) that are not for a frozen leaf, or
+    """Refuse, by a ValueError, updates of a loss (`so.losses.Updated`) that are not for a frozen
+    leaf, or
     have another shape.
     """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
@@ -261,9 +262,11 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     ]
     if wrong_updates:
         fix = (
-            "return so.Updated with the parameters' own nesting, for leaves named by frozen= or of"
+            "return so.losses.Updated with the parameters' own nesting, for leaves named by frozen= or of"
             " integer type."
         )
         raise ValueError(
-            format_error(caller, "so.Updated does not fit the parameters.", wrong_updates, fix)
+            format_error(
+                caller, "so.losses.Updated does not fit the parameters.", wrong_updates, fix
+            )
         )

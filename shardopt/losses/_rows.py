@@ -42,7 +42,7 @@ def gather_batch(x: PyTree) -> PyTree:
       >>> import jax, jax.numpy as jnp, shardopt as so
       >>> def contrastive(params, batch):  # CLIP: every other row of the whole batch is a negative
       ...     images, texts = batch["image"] @ params["image"], batch["text"] @ params["text"]
-      ...     logits = images @ so.gather_batch(texts).T
+      ...     logits = images @ so.losses.gather_batch(texts).T
       ...     positives = jax.lax.dot_general(images, texts, (((1,), (1,)), ((0,), (0,))))
       ...     return jnp.mean(jax.nn.logsumexp(logits, axis=1) - positives)
       >>> params = {"image": jnp.eye(2), "text": jnp.eye(2)}
@@ -91,8 +91,8 @@ def batch_mean(x: PyTree) -> PyTree:
     Example:
       >>> import jax.numpy as jnp, shardopt as so
       >>> def policy_gradient(params, batch):  # advantages normalised over the whole batch
-      ...     mean = so.batch_mean(batch["advantage"])
-      ...     std = jnp.sqrt(so.batch_mean((batch["advantage"] - mean) ** 2))
+      ...     mean = so.losses.batch_mean(batch["advantage"])
+      ...     std = jnp.sqrt(so.losses.batch_mean((batch["advantage"] - mean) ** 2))
       ...     return -jnp.mean((batch["advantage"] - mean) / std * (batch["x"] @ params))
       >>> batch = {"advantage": jnp.array([1.0, 3.0]), "x": jnp.eye(2)}
       >>> float(policy_gradient(jnp.array([0.0, 2.0]), batch))
@@ -138,7 +138,7 @@ def batch_sum(x: PyTree) -> PyTree:
     Example:
       >>> import jax.numpy as jnp, shardopt as so
       >>> def summed(params, batch):  # a sum over the examples, not their mean
-      ...     return so.batch_sum((batch - params) ** 2)
+      ...     return so.losses.batch_sum((batch - params) ** 2)
       >>> float(summed(jnp.array(1.0), jnp.array([0.0, 3.0])))
       5.0
 

@@ -214,7 +214,7 @@ def find_mixing(
     ):
         return Mixing(
             "the loss",
-            f"{name} of so.Weighted depends on the parameters, so the mean has a gradient of the"
+            f"{name} of so.losses.Weighted depends on the parameters, so the mean has a gradient of the"
             " weight.",
         )
     return mixing

@@ -266,8 +266,8 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
     the targets. Or it has "tokens" and "targets", integers [B, T] each; a context axis can split
     this form (`so.data.next_token` converts to it). It may also have, [B, T] each:
 
-    - "weights", one per target (0 leaves it out): the loss is then a `so.Weighted`, the weighted
-      mean over the whole global batch;
+    - "weights", one per target (0 leaves it out): the loss is then a `so.losses.Weighted`, the
+      weighted mean over the whole global batch;
     - "segment_ids", integers, the document of each token in a packed row (`so.data.pack`): tokens
       attend to their own document only, and no gradient crosses from one document to another;
     - "positions", integers, the position of each token in its document, for position embeddings

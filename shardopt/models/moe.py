@@ -277,8 +277,9 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
       (True, (2, 4))
 
     A batch is the same as for `decoder.model`. Give strategies `expert_leaves=moe.expert_leaves`,
-    `frozen=moe.frozen` and, over tensor, `rules=moe.rules`. The loss returns `so.Updated` with
-    "router_load", each expert's share of the choices in this step, and with "router_bias". Metrics:
+    `frozen=moe.frozen` and, over tensor, `rules=moe.rules`. The loss returns `so.losses.Updated`
+    with "router_load", each expert's share of the choices in this step, and with "router_bias".
+    Metrics:
 
     - "cross_entropy", without the balance terms;
     - "load_imbalance" of the previous step: the load of the busiest expert over the mean, averaged

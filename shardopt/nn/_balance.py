@@ -33,7 +33,7 @@ def load_balancing_loss(
     The loss is a product of two means. For the published loss, take both means over the global
     batch first. This needs a loss without micro-batches and pipeline:
 
-        load, probability = so.batch_mean((statistics.load, statistics.probability))
+        load, probability = so.losses.batch_mean((statistics.load, statistics.probability))
         loss += 0.01 * so.nn.load_balancing_loss(load, probability).mean()
 
     The loss of each row (DeepSeek-V3's sequence-wise loss) needs no other rows, and works
@@ -41,8 +41,8 @@ def load_balancing_loss(
 
         loss += 1e-4 * so.nn.load_balancing_loss(statistics.load, statistics.probability).mean()
 
-    **Equivalence**: both are exact on any mesh. **Communication**: none by itself; `so.batch_mean`
-    sums 2 E numbers.
+    **Equivalence**: both are exact on any mesh. **Communication**: none by itself;
+    `so.losses.batch_mean` sums 2 E numbers.
 
     References:
       Fedus, Zoph, Shazeer, "Switch Transformers", 2021, equation 4; DeepSeek-AI, "DeepSeek-V3",
@@ -81,11 +81,11 @@ def update_router_bias(
 
         bias = so.nn.update_router_bias(params["bias"], params["load"], 1e-3)
         y, statistics = so.nn.mixture_of_experts(..., bias=bias)
-        aux["router"] = so.Updated({"bias": bias, "load": statistics.load.mean(axis=0)})
+        aux["router"] = so.losses.Updated({"bias": bias, "load": statistics.load.mean(axis=0)})
 
     **Equivalence**: exact with micro-batches, in pipelines and on any number of devices. New loads
     are means over rows. All devices compute the same bias, since they compute it from stored
-    numbers. **Communication**: 2 E numbers, by `so.Updated`.
+    numbers. **Communication**: 2 E numbers, by `so.losses.Updated`.
 
     References:
       Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", 2024,

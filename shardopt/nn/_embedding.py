@@ -102,7 +102,7 @@ def exchange_bytes(
     """Return the buffer bytes of a look-up by exchange on each device: of the all-gather of ids,
     and of all all-to-alls.
 
-    Buffers are counted as in `so.audit`; (n - 1) / n of their bytes travel.
+    Buffers are counted as in `so.hlo.audit`; (n - 1) / n of their bytes travel.
 
     Args:
       ids: R, the number of ids on a device.

@@ -3,6 +3,7 @@ simulation.
 """
 
 from shardopt.parameter_server import durations, rules
+from shardopt.parameter_server._async_local_sgd import async_local_sgd
 from shardopt.parameter_server._clock import should_sync
 from shardopt.parameter_server._log import Event, Log
 from shardopt.parameter_server._optimizer import AsyncOptimizer
@@ -28,6 +29,7 @@ __all__ = [
     "SparseRows",
     "Update",
     "WorkersLostError",
+    "async_local_sgd",
     "durations",
     "make_server",
     "make_update",

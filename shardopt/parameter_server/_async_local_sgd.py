@@ -105,8 +105,8 @@ def async_local_sgd(
     Returns:
       An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H / P of the
       global batches of `batches_of(worker)`. `metrics["history"]` has the means over these steps of
-      all metrics of the strategies. `so.Sum` is added up over the steps; `so.Max` and `so.Min` are
-      the largest and the smallest.
+      all metrics of the strategies. `so.losses.Sum` is added up over the steps; `so.losses.Max` and
+      `so.losses.Min` are the largest and the smallest.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
@@ -119,7 +119,7 @@ def async_local_sgd(
       >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] * params["w"] - batch["y"]) ** 2)
       >>> make = lambda devices: so.fsdp(optax.adam(0.02), so.make_mesh(devices=devices), loss_fn)
       >>> islands = [make(jax.devices()[:2]), make(jax.devices()[2:4])]
-      >>> opt = so.async_local_sgd(islands, outer=optax.sgd(0.7), local_steps=5)
+      >>> opt = so.parameter_server.async_local_sgd(islands, outer=optax.sgd(0.7), local_steps=5)
       >>> batch = {"x": np.ones(4, np.float32), "y": np.ones(4, np.float32)}
       >>> result = opt.run({"w": jnp.zeros(())}, lambda worker: iter([batch] * 400), num_updates=60)
       >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1

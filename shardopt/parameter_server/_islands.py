@@ -153,7 +153,7 @@ class Island:
             for path, leaf in frozen(self.base).items()
             if not jnp.array_equal(leaf, end_frozen[path])
         ]:
-            problem = "loss_fn returns so.Updated, for which islands have no common value."
+            problem = "loss_fn returns so.losses.Updated, for which islands have no common value."
             fix = "train such leaves with ddp, zero, fsdp or diloco."
             raise ValueError(format_error("async_local_sgd", problem, changed, fix))
         self.step_metrics = []

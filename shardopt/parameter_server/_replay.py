@@ -77,7 +77,7 @@ def replay(
     header = log.header
     if "local_steps" in header:
         fix = (
-            "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.async_local_sgd"
+            "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.parameter_server.async_local_sgd"
             " returns."
         )
         raise ValueError(

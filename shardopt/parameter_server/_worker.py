@@ -298,7 +298,7 @@ class SgdWorkers:
             loss_fn, shapes[0], shapes[1], LossCall(config.strategy, rng)
         ):
             problem = (
-                f"{weight} of so.Weighted depends on the parameters, and a push has the gradient of"
+                f"{weight} of so.losses.Weighted depends on the parameters, and a push has the gradient of"
                 " the total only."
             )
             fix = (
@@ -358,16 +358,16 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
                 )
                 raise ValueError(
                     format_error(
-                        caller, problem, fix="return so.Weighted with one total and one weight."
+                        caller,
+                        problem,
+                        fix="return so.losses.Weighted with one total and one weight.",
                     )
                 )
             return parts.loss.total, parts
 
         grads, parts = jax.grad(loss_total, has_aux=True)(trained(params))
         if parts.updates:
-            problem = (
-                "loss_fn returns so.Updated, for which asynchronous workers have no common value."
-            )
+            problem = "loss_fn returns so.losses.Updated, for which asynchronous workers have no common value."
             fix = "train such leaves with ddp, zero or fsdp."
             raise ValueError(format_error(caller, problem, [*parts.updates], fix))
         if config.mesh.size > 1:

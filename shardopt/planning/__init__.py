@@ -2,7 +2,7 @@
 without a device.
 """
 
-from shardopt.planning._aot import AotReport
+from shardopt.planning._aot import AotReport, aot
 from shardopt.planning._compare import ComparedCollective, ComparedOperation, Comparison, compare
 from shardopt.planning._compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning._costs import Footprint, StepTime, Transfer
@@ -59,6 +59,7 @@ __all__ = [
     "Transformer",
     "Utilisation",
     "Workload",
+    "aot",
     "bandwidth_for",
     "compare",
     "count_flops",

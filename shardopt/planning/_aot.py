@@ -88,7 +88,7 @@ class AotReport(NamedTuple):
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
-        """The collectives, as `so.audit` returns them."""
+        """The collectives, as `so.hlo.audit` returns them."""
         return self.audit.collectives
 
     @property
@@ -196,7 +196,7 @@ def aot(
 
     Example:
       >>> import shardopt as so
-      >>> so.aot(lambda mesh: None, {}, {}, topology="v5p:4x4")
+      >>> so.planning.aot(lambda mesh: None, {}, {}, topology="v5p:4x4")
       Traceback (most recent call last):
       ...
       ValueError: aot: topology 'v5p:4x4' has 2 axes, v5p has 3.

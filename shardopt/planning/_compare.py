@@ -30,7 +30,7 @@ class ComparedCollective(NamedTuple):
     """All collectives of one kind over the same mesh axes, in one step of a device.
 
     Attributes:
-      kind: the kind, as in `so.audit`.
+      kind: the kind, as in `so.hlo.audit`.
       axes: the mesh axes; None if they are not whole axes.
       predicted: seconds; None without a prediction.
       measured: seconds, waits for other devices included; None if the profile has none.
@@ -132,25 +132,25 @@ def compare(
     Args:
       profile: the folder of a jax profile, such as "profile" of `so.fit(profile=...)`; of several
         recordings the newest is read. Or an `.xplane.pb` file.
-      plan: `so.aot(...)`, which predicts each operation on TPU, or `so.plan(...)` or one of its
-        predictions, which predict collectives. Of `so.plan(...)` the fastest layout with the mesh
-        of the program is taken.
-      program: the program that ran, as in `so.audit`: `opt.step`. It says which collective an
-        operation is. By default the program of `so.aot`.
-      *args: arguments of the program, as in `so.audit`: `state, batch`.
-      mesh: the mesh, as in `so.audit`.
+      plan: `so.planning.aot(...)`, which predicts each operation on TPU, or `so.plan(...)` or one
+        of its predictions, which predict collectives. Of `so.plan(...)` the fastest layout with the
+        mesh of the program is taken.
+      program: the program that ran, as in `so.hlo.audit`: `opt.step`. It says which collective an
+        operation is. By default the program of `so.planning.aot`.
+      *args: arguments of the program, as in `so.hlo.audit`: `state, batch`.
+      mesh: the mesh, as in `so.hlo.audit`.
 
     Returns:
       A `Comparison`: `.collectives`, `.operations`, `.unmatched`; `print` shows it.
 
     Raises:
-      TypeError: if `plan` is of another type, or in the same cases as `so.audit`.
+      TypeError: if `plan` is of another type, or in the same cases as `so.hlo.audit`.
       ValueError: if one of these is true:
 
         - the folder has no profile, or the profile has no run of the program;
-        - `program` is missing, and `plan` is not of `so.aot`;
+        - `program` is missing, and `plan` is not of `so.planning.aot`;
         - no layout of `so.plan(...)` has the mesh of the program;
-        - in the same cases as `so.audit`.
+        - in the same cases as `so.hlo.audit`.
 
     Note:
       - The time of a collective is measured on the device: the wait for the slowest device counts.
@@ -213,7 +213,7 @@ def _program_of(
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
 ) -> tuple[CanLower | Lowered | Compiled | str, Mesh | AbstractMesh | Mapping[str, int] | None]:
     if not isinstance(plan, AotReport | Plans | Prediction):
-        fix = "pass what so.aot or so.plan returns, or one of its predictions, so.plan(...).best."
+        fix = "pass what so.planning.aot or so.plan returns, or one of its predictions, so.plan(...).best."
         raise TypeError(error_text(f"plan must be a plan, got {type(plan).__name__}.", fix=fix))
     if program is not None:
         return program, mesh

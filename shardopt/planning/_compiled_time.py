@@ -144,9 +144,9 @@ def step_seconds(
     The estimate is for comparing two programs.
 
     Args:
-      program: the program, as in `so.audit`.
-      *args: arguments of the program, as in `so.audit`.
-      mesh: the mesh, as in `so.audit`.
+      program: the program, as in `so.hlo.audit`.
+      *args: arguments of the program, as in `so.hlo.audit`.
+      mesh: the mesh, as in `so.hlo.audit`.
       hardware: the name of a chip, or a `Hardware` that describes one device; by default the chip
         of the mesh's devices.
       schedule: the schedule of a pipeline, such as `opt.config.schedule`. A pass is a branch, and
@@ -160,8 +160,8 @@ def step_seconds(
       `print` shows it. On other platforms `.total` is None and `.reason` says why.
 
     Raises:
-      TypeError: in the same cases as `so.audit`.
-      ValueError: in the same cases as `so.audit`.
+      TypeError: in the same cases as `so.hlo.audit`.
+      ValueError: in the same cases as `so.hlo.audit`.
       ValueError: if the chip of a TPU program is neither passed nor known.
       ValueError: if no loop of the program runs as often as `schedule` has ticks.
       ValueError: if `kernels` is neither "scheduled" nor "stated".

@@ -21,7 +21,7 @@ class Transfer(NamedTuple):
     """Collectives of one kind and purpose.
 
     Attributes:
-      kind: the kind of collective, as in `so.audit`.
+      kind: the kind of collective, as in `so.hlo.audit`.
       axis: mesh axis; the first one if a collective runs over several axes at once.
       what: content of the buffers: "weights", "gradients", "activations", "blocks", "outer
         gradients".

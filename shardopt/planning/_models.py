@@ -511,7 +511,7 @@ def find_model(name: Any) -> Transformer:
         elif callable(name):
             fix = (
                 "make a so.BlockModel of the loss, and pass so.planning.trace(model,"
-                " abstract_params, abstract_batch); of a loss without blocks so.aot compiles one"
+                " abstract_params, abstract_batch); of a loss without blocks so.planning.aot compiles one"
                 " layout."
             )
         raise TypeError(

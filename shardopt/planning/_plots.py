@@ -170,7 +170,7 @@ def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
       ValueError: if the program holds no estimates.
     """
     if step.total is None:
-        fix = "compile for a TPU, such as with so.aot."
+        fix = "compile for a TPU, such as with so.planning.aot."
         raise ValueError(
             format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix)
         )

@@ -102,7 +102,7 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
 
     Example:
       >>> import shardopt as so
-      >>> so.doctor().versions["shardopt"] is not None
+      >>> so.runtime.doctor().versions["shardopt"] is not None
       True
 
     Note:
@@ -116,7 +116,7 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
             for name, value in zip(("opt", "state", "batch"), arguments, strict=True)
             if value is None
         ]
-        fix = "call so.doctor(opt, state, batch), or so.doctor()."
+        fix = "call so.runtime.doctor(opt, state, batch), or so.runtime.doctor()."
         raise TypeError(format_error("doctor", f"{' and '.join(missing)} missing.", fix=fix))
     jaxpr = None if opt is None else jax.make_jaxpr(opt.step)(state, batch)
     versions = {"python": platform.python_version()} | {

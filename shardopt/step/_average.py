@@ -1,4 +1,4 @@
-"""`with_average`: a state with the average of the parameters in place of the parameters, to
+"""A state with the average of the parameters in place of the parameters, to
 evaluate or to export it.
 """
 
@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Sharding
 
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import error_text, format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
 from shardopt.step._optimizer import Metrics
@@ -22,51 +22,16 @@ Source = tuple[jax.Array, ...]
 """The arrays that give one leaf: its average, or y, z and b1 of schedule-free."""
 
 
-@calling("with_average")
-def with_average(state: TrainState) -> TrainState:
+def average_of(state: TrainState) -> TrainState:
     """Return the state with the average of the parameters in place of the parameters.
 
-    The average is that of `so.transforms.average_params`, or the parameters x that optax's
-    schedule-free optimizers evaluate. It may be anywhere in the optimizer state. Leaves without an
-    average come from the state: frozen leaves, batch statistics, and leaves that `optax.masked`
-    leaves out.
-
-    Use the result to evaluate, sample or export, and train on with the old state. Both stay valid
-    until the next step.
-
     Args:
-      state: a train state. With `local_sgd` and `diloco` the average is the mean of the averages of
-        all replicas.
-
-    Returns:
-      A train state whose parameters are the average, with their dtypes.
+      state: a train state.
 
     Raises:
-      TypeError: if `state` is no `TrainState`.
       ValueError: if the optimizer state has no average, several of one leaf, or schedule-free in
         separate replicas.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, shardopt as so
-      >>> tx = optax.chain(optax.sgd(0.1), so.transforms.average_params(decay=0.9))
-      >>> opt = so.fsdp(tx, so.make_mesh(), lambda params, batch: jnp.mean((batch @ params["w"] - 1) ** 2))
-      >>> state = opt.init({"w": jnp.zeros((8, 8))})
-      >>> for _ in range(3):
-      ...     state, _ = opt.step(state, jnp.eye(8))
-      >>> average = so.with_average(state)
-      >>> bool((average.params["w"] < state.params["w"]).any()), bool((average.params["w"] > state.params["w"]).any())
-      (True, False)
-
-    **Placement**: as the parameters.
-
-    **Communication**: an all-gather of the leaves whose optimizer state is sharded and that are not
-    (ddp: none, zero 1 and 2: all), and a mean over replicas that train separately.
     """
-    if not isinstance(state, TrainState):
-        fix = "pass the state that opt.init or opt.step returned."
-        raise TypeError(
-            error_text(f"state must be a TrainState, got {type(state).__name__}.", fix=fix)
-        )
     sources = _sources(state)
     leaves = [leaf for _, leaf in leaves_with_paths(state.params)]
     indices = [i for i, (path, _) in enumerate(leaves_with_paths(state.params)) if path in sources]
@@ -93,9 +58,9 @@ def check_selection(caller: str, params: str | None) -> None:
 
 
 def select_params(caller: str, state: TrainState, params: str | None) -> TrainState:
-    """Return the state to evaluate: `state`, or with `params="average"` the state `with_average`."""
+    """Return the state to evaluate: `state`, or with `params="average"` its `average_of`."""
     check_selection(caller, params)
-    return state if params is None else with_average(state)
+    return state if params is None else average_of(state)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from shardopt.config._compiler_options import compiler_options
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.mesh import under_mesh
+from shardopt.runtime._compiler_options import compiler_options
 from shardopt.runtime._processes import trim_malloc
 from shardopt.step._aliases import DonatedState
 from shardopt.step._check_programs import check_jit, check_traced

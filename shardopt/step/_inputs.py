@@ -34,7 +34,7 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
     """
     # flax's has the same name
     if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):
-        fix = "pass its .params, or all of it to so.adopt(opt, state)."
+        fix = "pass its .params; so.replace(state, opt_state=..., step=...) sets what else it has."
         raise TypeError(
             format_error(config.strategy, "parameters were expected, got a TrainState.", fix=fix)
         )
@@ -117,7 +117,10 @@ def check_state(config: StrategyConfig, state: TrainState) -> None:
         )
         fix = "call step(state, batch) with state = opt.init(params)."
         if hasattr(state, "apply_gradients"):
-            fix = "this one is flax's: state = so.adopt(opt, state) makes one of it."
+            fix = (
+                "this one is flax's: so.replace(opt.init(state.params), opt_state=state.opt_state,"
+                " step=int(state.step)) makes one of it."
+            )
         raise TypeError(format_error(config.strategy, problem, fix=fix))
     is_array = isinstance(state.step, jax.Array) and not isinstance(state.step, Tracer)
     if is_array and state.step.is_deleted():

@@ -124,7 +124,7 @@ class ShardedOptimizer(NamedTuple):
         norms)` also returns `so.training.Norms`.
       evaluate: `evaluate(state, batch, params=None) -> metrics`, the loss and aux metrics of a
         batch: no gradient, no rng, nothing donated. `params="average"` evaluates the average of
-        `so.with_average`.
+        `so.replace`.
       synchronize: `synchronize(state) -> state`, once all copies of the state are complete and
         equal. In a synchronous strategy they are equal after every step, so this waits for the
         devices.
@@ -162,8 +162,8 @@ class ShardedOptimizer(NamedTuple):
         fix = (
             f"put what is of optax inside, so.{strategy}(optax.chain(clip, tx), ...), and train"
             " with state, metrics = opt.step(state, batch), which computes gradients itself;"
-            " flax's TrainState becomes one of these by so.adopt(opt, state), made with"
-            " tx=opt.wrapped."
+            " flax's TrainState, made with tx=opt.wrapped, becomes one of these by"
+            " so.replace(opt.init(state.params), opt_state=state.opt_state, step=int(state.step))."
         )
         raise TypeError(format_error(strategy, problem, fix=fix))
 

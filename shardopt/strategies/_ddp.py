@@ -92,7 +92,7 @@ def ddp(
     take a few bytes more. `so.nn.attention` says what attention sends over context, and
     `so.nn.mixture_of_experts` what tokens send over expert.
 
-    In the global view, compiled programs sent this (measured with `so.audit`): the bytes of the
+    In the global view, compiled programs sent this (measured with `so.hlo.audit`): the bytes of the
     per-device view, and the bytes of other rows that the loss needs. The gradient of each block is
     sent in the loop over blocks, and again in each micro-batch. XLA:TPU reduce-scatters the
     gradients of `zero` and `fsdp`, as in the per-device view. XLA:CPU all-reduces them and cuts the

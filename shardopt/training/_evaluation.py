@@ -44,7 +44,7 @@ def evaluation(
       evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of
         `so.ddp`. It gets no random key.
       prefix: put before the name of each metric, since training reports "loss" too.
-      params: "average" to evaluate the average of `so.with_average` in place of `state.params`.
+      params: "average" to evaluate the average of `so.replace` in place of `state.params`.
 
     Raises:
       TypeError: if `opt` is no `ShardedOptimizer`, if `batches` is an iterator, which is empty the
@@ -65,9 +65,10 @@ def evaluation(
     **Definition**: devices, micro-batches and batches cut the set into pieces p of n_p rows.
 
     - A plain value v_p is a mean over rows; the metric is sum_p n_p v_p / sum_p n_p.
-    - For `so.Weighted`, totals and weights are summed over all batches and divided once at the end,
-      in double precision. So every token counts the same, however the tokens are batched.
-    - `so.Sum` adds up; `so.Max` and `so.Min` take the largest and the smallest value.
+    - For `so.losses.Weighted`, totals and weights are summed over all batches and divided once at
+      the end, in double precision. So every token counts the same, however the tokens are batched.
+    - `so.losses.Sum` adds up; `so.losses.Max` and `so.losses.Min` take the largest and the smallest
+      value.
 
     **Equivalence**: equal to one device on the complete set at once, up to summation order, if the
     loss is a (weighted) mean over rows. A batch whose rows the devices do not divide, even with

@@ -112,8 +112,8 @@ def fit(
     Args:
       opt: a strategy such as `so.ddp` or `so.fsdp`, or `so.local_sgd` or `so.diloco` of a strategy.
       state: the state to start from; its memory is reused for the next state. Or
-        `so.DeferredInit(params)`, or `so.DeferredInit(init_fn, key)`: it is initialized only if no
-        checkpoint is restored, so a restart saves that time.
+        `so.training.DeferredInit(params)`, or `so.training.DeferredInit(init_fn, key)`: it is
+        initialized only if no checkpoint is restored, so a restart saves that time.
       batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time,
         never ahead.
       num_steps: the total step count, as in `state.step`, to train to: from step 40 to 100 there

@@ -1,7 +1,7 @@
 """Read and set the hyperparameters of `optax.inject_hyperparams` in the optimizer state."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import jax
@@ -13,6 +13,8 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
 from shardopt.runtime._processes import gather_to_host
 from shardopt.step._inputs import put
+
+Hyperparam = float | np.ndarray | jax.Array
 
 _REMEDY = "wrap the optimizer, as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
 
@@ -47,35 +49,8 @@ def hyperparams(state: TrainState) -> dict[str, float | np.ndarray]:
     return {name: value.item() if np.ndim(value) == 0 else value for name, value in values.items()}
 
 
-@calling("with_hyperparams")
-def with_hyperparams(state: TrainState, **values: float | np.ndarray | jax.Array) -> TrainState:
-    """Return the state with new hyperparameters; call it between steps.
-
-    Shapes, dtypes and placement do not change, so the next step runs the compiled program. Use only
-    the returned state afterwards: its other leaves are shared with the old state. With several
-    processes all must set the same values.
-
-    Args:
-      state: a train state. With `local_sgd` and `diloco`, a value is set on all replicas; a value
-        [replicas, ...] sets one on each.
-      **values: new values by the names that `hyperparams` returns; pass a name with a path as
-        `**{"0/learning_rate": 1e-3}`.
-
-    Raises:
-      TypeError: if a value is not a number or an array of numbers.
-      ValueError: if the state has no injected hyperparameters, if a name is unknown, or if it
-        follows a schedule, which would overwrite the value at the next step. Also if a shape
-        differs, or a value is NaN or does not fit its dtype.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from shardopt import TrainState
-      >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
-      >>> params = {"w": jnp.zeros(2)}
-      >>> state = TrainState(jnp.int32(0), params, tx.init(params), jax.random.key_data(jax.random.key(0)))
-      >>> hyperparams(with_hyperparams(state, learning_rate=0.25))
-      {'learning_rate': 0.25}
-    """
+def set_hyperparams(state: TrainState, values: Mapping[str, Hyperparam]) -> TrainState:
+    """Return the state with new hyperparameters, as `so.replace` does."""
     injected_by_name = _injected_by_name(state)
     if unknown := sorted(set(values) - set(injected_by_name)):
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
@@ -168,9 +143,7 @@ def _on_host(injected: _Injected) -> np.ndarray:
     return value[0] if injected.per_replica and (value == value[:1]).all() else value
 
 
-def _placed_like(
-    name: str, injected: _Injected, value: float | np.ndarray | jax.Array
-) -> jax.Array | np.ndarray:
+def _placed_like(name: str, injected: _Injected, value: Hyperparam) -> jax.Array | np.ndarray:
     """Return the value as an array with the shape, dtype and placement of the old value."""
     old = injected.value
     numeric = isinstance(

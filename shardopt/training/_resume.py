@@ -56,7 +56,7 @@ class DeferredInit(NamedTuple):
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
       >>> loss_fn = lambda params, batch: ((batch * params["w"] - 3) ** 2).mean()
       >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), loss_fn)
-      >>> initial = so.DeferredInit(lambda rng: {"w": jax.random.normal(rng)}, jax.random.key(0))
+      >>> initial = so.training.DeferredInit(lambda rng: {"w": jax.random.normal(rng)}, jax.random.key(0))
       >>> so.fit(opt, initial, [np.ones(4, np.float32)] * 5, num_steps=5, progress=False).step
       5
     """

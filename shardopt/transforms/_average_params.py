@@ -58,7 +58,7 @@ def average_params(
     unchanged.
 
     `opt.evaluate(state, batch, params="average")`, `so.training.evaluation(..., params="average")`
-    and `so.with_average(state)` use the average.
+    and `so.replace(state, params="average")` use the average.
 
     **Equivalence**: in every strategy the average equals the average of one device. With local
     updates each replica averages its own parameters, and the average that is read is the mean over

@@ -60,10 +60,10 @@ def plain(params, batch):
 
 def weighted(params, batch):
     each = errors(params, batch)
-    loss = so.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
+    loss = so.losses.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
     return loss, {
-        "masked": so.Sum((batch["mask"] == 0).sum()),
-        "largest": so.Max(each.max()),
+        "masked": so.losses.Sum((batch["mask"] == 0).sum()),
+        "largest": so.losses.Max(each.max()),
         "mean": each.mean(),
     }
 
@@ -72,9 +72,11 @@ def on_one_device(loss):
     def reference(params, batch):
         found = loss(params, batch)
         found = (
-            found[0] if isinstance(found, tuple) and not isinstance(found, so.Weighted) else found
+            found[0]
+            if isinstance(found, tuple) and not isinstance(found, so.losses.Weighted)
+            else found
         )
-        return found.total / found.weight if isinstance(found, so.Weighted) else found
+        return found.total / found.weight if isinstance(found, so.losses.Weighted) else found
 
     return reference
 
@@ -153,7 +155,7 @@ def test_gradients_cross_the_wire_once(mesh_of):
     sent = []
     for mesh in (mesh_of(data=2, context=2), mesh_of(data=4)):
         opt = so.fsdp(TX, mesh, plain, min_shard_elements=8)
-        report = so.audit(opt.step, opt.abstract_state(abstract), shapes)
+        report = so.hlo.audit(opt.step, opt.abstract_state(abstract), shapes)
         sent.append({(one.kind, one.bytes) for one in report.collectives if one.bytes > 64})
     assert sent[0] == sent[1]
     assert any(kind == "reduce-scatter" for kind, _ in sent[0])
@@ -215,7 +217,7 @@ def test_stages_have_context_within(mesh_of, x64):
 
     def loss(outer, x, batch):
         each = (x @ outer["v"] - batch["y"]) ** 2
-        return so.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
+        return so.losses.Weighted((each * batch["mask"]).sum(), batch["mask"].sum())
 
     def block(weights, x):
         return x + jnp.tanh(x @ weights["w"])
@@ -263,7 +265,7 @@ def recurrent(params, batch):
 
 
 def counts_rows(params, batch):
-    return errors(params, batch).mean(), {"rows": so.Sum(batch["scale"].sum())}
+    return errors(params, batch).mean(), {"rows": so.losses.Sum(batch["scale"].sum())}
 
 
 @pytest.mark.parametrize(
@@ -293,7 +295,7 @@ def test_a_loss_that_mixes_positions_is_refused_before_anything_compiles(loss, o
 
 def test_rows_of_the_whole_batch_are_not_to_be_had(mesh_of):
     def loss(p, batch):
-        return (so.batch_mean(errors(p, batch)) ** 2).mean()
+        return (so.losses.batch_mean(errors(p, batch)) ** 2).mean()
 
     opt = so.ddp(TX, mesh_of(data=2, context=2), loss, view="per_device")
     with pytest.raises(ValueError, match="on a context axis the loss sees a part of each sequence"):
@@ -397,7 +399,7 @@ def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):
     for batch in ids:
         state, _ = opt.step(state, batch)
     assert relative_difference(state.params, final) <= 1e-10
-    kinds = so.audit(opt.step, state, ids[0]).by_kind()
+    kinds = so.hlo.audit(opt.step, state, ids[0]).by_kind()
     assert "all-to-all" in kinds
 
 

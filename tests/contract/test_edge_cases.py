@@ -56,7 +56,7 @@ def test_large_weights_do_not_spoil_half_precision_gradients(
 
     def loss_fn(params, batch):
         per_row = ((batch @ params["w"].astype(jnp.float32)) ** 2).mean(-1)
-        return so.Weighted((per_row * 5000.0).sum(), jnp.float32(5000.0 * per_row.size))
+        return so.losses.Weighted((per_row * 5000.0).sum(), jnp.float32(5000.0 * per_row.size))
 
     params = {"w": jnp.eye(8, dtype=dtype)}
     opt = STRATEGIES[strategy](
@@ -70,7 +70,7 @@ def test_large_weights_do_not_spoil_half_precision_gradients(
 def test_running_statistics_move_although_gathers_are_narrow(mesh_of):
     def loss_fn(params, batch):
         moved = 0.9995 * params["mean"] + 0.0005 * 10.0
-        return square(params, batch.astype(jnp.bfloat16)), {"m": so.Updated({"mean": moved})}
+        return square(params, batch.astype(jnp.bfloat16)), {"m": so.losses.Updated({"mean": moved})}
 
     opt = so.fsdp(
         optax.sgd(0.0), mesh_of(data=2), loss_fn, frozen=["mean"], gather_dtype=jnp.bfloat16
@@ -264,8 +264,8 @@ REFUSED = [
         lambda opt: opt.specs(opt.init(PARAMS)),
         TypeError,
         (
-            "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it"
-            " to so.adopt(opt, state)."
+            "ddp: parameters were expected, got a TrainState.\nFix: pass its .params;"
+            " so.replace(state, opt_state=..., step=...) sets what else it has."
         ),
     ),
     (

@@ -48,7 +48,7 @@ def weighted(params, batch):
     for one in (params["first"], params["second"]):
         x = layer(one["experts"], x, one["router"])
     each = ((x - batch["y"]) ** 2).sum(-1)
-    return so.Weighted((each * batch["weight"]).sum(), batch["weight"].sum())
+    return so.losses.Weighted((each * batch["weight"]).sum(), batch["weight"].sum())
 
 
 MODEL = so.BlockModel(

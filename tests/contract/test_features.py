@@ -29,8 +29,8 @@ def test_aux_metrics_are_those_of_the_union_batch(mesh_of, micro_batches):
     def loss_fn(params, batch):
         aux = {
             "mean": batch.mean(),
-            "ratio": so.Weighted(batch[:, 0].sum(), (batch[:, 1] ** 2).sum()),
-            "count": so.Sum(jnp.int32(batch.shape[0])),
+            "ratio": so.losses.Weighted(batch[:, 0].sum(), (batch[:, 1] ** 2).sum()),
+            "count": so.losses.Sum(jnp.int32(batch.shape[0])),
             "vector": batch.mean(0),
         }
         return square(params, batch), aux
@@ -64,7 +64,7 @@ def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
         # which rows are this device's
         draws = jnp.where(batch[:, 0] > 0, jax.random.uniform(rng), 0.0)
         return square(params, batch[:, 1:]), {
-            "draws": so.Updated(
+            "draws": so.losses.Updated(
                 {"seen": jnp.zeros((16,)).at[batch[:, 0].astype(int) - 1].set(draws) * 8}
             )
         }
@@ -113,7 +113,7 @@ def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strat
                 "steps": params["stats"]["steps"] + 1,
             }
         }
-        return square(params, normal) + params["base"].sum(), {"stats": so.Updated(stats)}
+        return square(params, normal) + params["base"].sum(), {"stats": so.losses.Updated(stats)}
 
     params = {
         **PARAMS,
@@ -146,7 +146,7 @@ def test_gradients_of_frozen_leaves_are_not_sent(mesh_of):
     }
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model, frozen=["base$"], min_shard_elements=1)
     state = opt.init(params)
-    program = so.audit(opt.step, state, np.ones((8, 8), np.float32))
+    program = so.hlo.audit(opt.step, state, np.ones((8, 8), np.float32))
     sent = [
         (c.kind, c.bytes)
         for c in program.collectives
@@ -171,7 +171,7 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
         net = nnx.merge(graph, params["weights"], params["rest"])
         loss = jnp.mean(jnp.square(net(batch) - batch))
         _, _, rest = nnx.split(net, nnx.Param, ...)
-        return loss, {"rest": so.Updated({"rest": rest})}
+        return loss, {"rest": so.losses.Updated({"rest": rest})}
 
     params = {"weights": weights, "rest": rest}
     opt = so.fsdp(
@@ -195,7 +195,7 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
 def test_updates_must_fit(mesh_of):
     def loss_fn(params, batch):
         return square(params, batch), {
-            "u": so.Updated({"w": params["w"], "n": jnp.zeros((2,)), "z": params["b"]})
+            "u": so.losses.Updated({"w": params["w"], "n": jnp.zeros((2,)), "z": params["b"]})
         }
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), loss_fn)
@@ -204,9 +204,9 @@ def test_updates_must_fit(mesh_of):
         opt.step(state, X)
     assert (
         str(caught.value)
-        == "ddp: so.Updated does not fit the parameters.\n  w: not a frozen parameter leaf\n  z:"
+        == "ddp: so.losses.Updated does not fit the parameters.\n  w: not a frozen parameter leaf\n  z:"
         " not a frozen parameter leaf\n  n: shape (2,), the parameter has ()\nFix: return"
-        " so.Updated with the parameters' own nesting, for leaves named by frozen= or of integer"
+        " so.losses.Updated with the parameters' own nesting, for leaves named by frozen= or of integer"
         " type."
     )
 

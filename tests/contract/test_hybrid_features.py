@@ -100,10 +100,10 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
         positive = (batch["x"][:, 0] > 0).sum().astype(jnp.int32)
         aux = {
             "mean": batch["x"].mean(),
-            "ratio": so.Weighted(batch["x"][:, 0].sum(), (batch["x"][:, 1] ** 2).sum()),
+            "ratio": so.losses.Weighted(batch["x"][:, 0].sum(), (batch["x"][:, 1] ** 2).sum()),
             "vector": x.mean(0),
-            "count": so.Sum(jnp.int32(3)),
-            "stats": so.Updated(
+            "count": so.losses.Sum(jnp.int32(3)),
+            "stats": so.losses.Updated(
                 {
                     "stats": {
                         "mean": batch["x"].mean(0),
@@ -114,7 +114,9 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
                 }
             ),
         }
-        return so.Weighted(MODEL.loss(outer, x, batch) * positive, positive.astype(float)), aux
+        return so.losses.Weighted(
+            MODEL.loss(outer, x, batch) * positive, positive.astype(float)
+        ), aux
 
     rest = {
         "frozen": np.linspace(0.5, 1.5, 8),

@@ -22,7 +22,7 @@ RULES = [("up", P(None, "tensor")), ("down", P("tensor"))]
 
 def weighted(outer, x, batch):
     error = jnp.mean((x @ outer["out"] * outer["scale"] - batch["y"]) ** 2, -1)
-    return so.Weighted((error * batch["weights"]).sum(), batch["weights"].sum())
+    return so.losses.Weighted((error * batch["weights"]).sum(), batch["weights"].sum())
 
 
 MODEL = so.BlockModel(
@@ -114,7 +114,7 @@ def expected_norms(tx, model, frozen):
             if isinstance(model, so.BlockModel)
             else model(params, batch)
         )
-        return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
+        return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
 
     def norms(tree):
         def is_stacked(path):
@@ -200,7 +200,7 @@ def test_norms_travel_in_one_all_reduce(case, mesh_of, x64):
         """Return the arrays of all collectives, and of the all-reduces over the whole mesh how many
         there are.
         """
-        found = so.audit(step, state, batch).collectives
+        found = so.hlo.audit(step, state, batch).collectives
         shapes = Counter((one.kind, one.axes or (), shape) for one in found for shape in one.shapes)
         return shapes, sum(
             one.kind == "all-reduce" and one.group_size == opt.mesh.size for one in found

@@ -261,7 +261,7 @@ def test_the_compiled_step_sends_what_the_reducer_states(row, reducer, mesh_of):
         leaf for leaf in jax.tree.leaves(state.params) if jnp.issubdtype(leaf.dtype, jnp.floating)
     ]
     stated = stated_bytes(reducer, trained, axes)
-    found = so.audit(opt.step, state, batch)
+    found = so.hlo.audit(opt.step, state, batch)
     sent = [
         one for one in found.of(axis="data").collectives if one.axes == axes and not is_scalar(one)
     ]

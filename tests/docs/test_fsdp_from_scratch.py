@@ -34,7 +34,7 @@ def library(example):
     model = so.BlockModel(
         example.embed,
         example.block,
-        lambda outer, x, batch: so.Weighted(*example.loss(outer, x, batch)),
+        lambda outer, x, batch: so.losses.Weighted(*example.loss(outer, x, batch)),
     )
     return so.fsdp(optax.adamw(3e-3), so.make_mesh(data=8), model, view="unproved")
 
@@ -44,9 +44,9 @@ def audits(example, mesh, config):
     shapes = jax.eval_shape(lambda key: example.init_state(config, key), jax.random.key(0))
     batch = next(example.batches(config))
     opt = library(example)
-    by_library = so.audit(opt.step, opt.abstract_state(shapes.params), batch)
+    by_library = so.hlo.audit(opt.step, opt.abstract_state(shapes.params), batch)
     return (
-        so.audit(
+        so.hlo.audit(
             example.make_step(mesh),
             example.make_init(config, mesh).eval_shape(jax.random.key(0)),
             batch,

@@ -35,7 +35,7 @@ def library(example):
         so.BlockModel(
             example.embed,
             example.block,
-            lambda outer, x, batch: so.Weighted(*example.loss(outer, x, batch)),
+            lambda outer, x, batch: so.losses.Weighted(*example.loss(outer, x, batch)),
             remat="full",
         ),
         schedule=so.schedules.eager_one_f_one_b(STAGES, MICRO_BATCHES),
@@ -74,8 +74,8 @@ def test_its_program_has_the_collectives_of_the_library_and_the_page_their_bytes
         example.make_init(config, mesh).eval_shape(jax.random.key(0)),
         next(example.batches(config)),
     )
-    audit = so.audit(example.make_step(mesh, MICRO_BATCHES), shapes, batch, mesh=mesh)
-    by_library = so.audit(opt.step, opt.abstract_state(shapes.params), batch)
+    audit = so.hlo.audit(example.make_step(mesh, MICRO_BATCHES), shapes, batch, mesh=mesh)
+    by_library = so.hlo.audit(opt.step, opt.abstract_state(shapes.params), batch)
     counts = [
         collections.Counter(
             (each.kind, each.axes, each.bytes, each.loops) for each in program.collectives

@@ -3,6 +3,7 @@
 And the pages build.
 """
 
+import importlib
 import inspect
 import os
 import re
@@ -20,6 +21,7 @@ from shardopt import (
     errors,
     hlo,
     interop,
+    losses,
     models,
     nn,
     optimizers,
@@ -40,6 +42,7 @@ ROOMS = {
     "errors.": (errors, errors.__all__),
     "hlo.": (hlo, hlo.__all__),
     "interop.": (interop, interop.__all__),
+    "losses.": (losses, losses.__all__),
     "models.": (models, models.__all__),
     "models.decoder.": (decoder, decoder.__all__),
     "models.gpt.": (
@@ -94,12 +97,34 @@ def public():
 PUBLIC = public()
 
 
-def test_the_reference_has_every_public_name_once_and_no_other():
+def listed_names():
     pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    listed = re.findall(r"^::: (?:so|shardopt)\.(\S+)$", pages, re.MULTILINE)
+    return re.findall(r"^::: (?:so|shardopt)\.(\S+)$", pages, re.MULTILINE)
+
+
+def test_the_reference_has_every_public_name_once_and_no_other():
+    listed = listed_names()
     assert len(listed) == len(set(listed))
-    assert set(PUBLIC) - set(listed) == set(), "add `::: so.<name>` to a page in docs/reference"
-    assert set(listed) - set(PUBLIC) == set(), "these are not public"
+    typed = {name for name in listed if "._" not in name}
+    assert set(PUBLIC) - typed == set(), "add `::: so.<name>` to a page in docs/reference"
+    assert typed - set(PUBLIC) == set(), "these are not public"
+
+
+def told_by(kind):
+    """Whether a class has a docstring of its own, whose first paragraph is a sentence."""
+    return re.match(r"[A-Z].*?\.(\n|$)", kind.__doc__ or "", re.DOTALL)
+
+
+RECEIVED = sorted(name for name in listed_names() if "._" in name)
+
+
+@pytest.mark.parametrize("name", RECEIVED)
+def test_what_a_user_only_receives_is_a_documented_class_without_a_public_name(name):
+    module, _, last = name.rpartition(".")
+    kind = getattr(importlib.import_module(f"shardopt.{module}"), last)
+    assert inspect.isclass(kind)
+    assert told_by(kind)
+    assert all(kind is not thing for thing in PUBLIC.values())
 
 
 @pytest.mark.parametrize(
@@ -123,7 +148,7 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
 
 def test_a_class_has_a_docstring_of_its_own():
     classes = [thing for thing in PUBLIC.values() if inspect.isclass(thing)]
-    bare = [kind.__name__ for kind in classes if not re.match(r"[A-Z].*\.", kind.__doc__ or "")]
+    bare = [kind.__name__ for kind in classes if not told_by(kind)]
     assert bare == []
 
 

@@ -63,7 +63,7 @@ def test_a_release_takes_at_most_three_screens():
             "so.errors.CheckpointError: OSError",
             "errors.CheckpointError",
         ),
-        ("so.with_params(", "so.set_params(state, values)\nso.with_params(", "set_params"),
+        ("so.replace(", "so.set_params(state, values)\nso.replace(", "set_params"),
     ],
 )
 def test_a_change_needs_a_line_of_the_changelog(old, new, name):

@@ -20,7 +20,7 @@ import shardopt as so
 MODEL = so.BlockModel(
     embed=lambda outer, batch: batch["x"] @ outer["in"],
     block=lambda w, x: x + jnp.tanh(x @ w["kernel"]),
-    loss=lambda outer, x, batch: so.Weighted(
+    loss=lambda outer, x, batch: so.losses.Weighted(
         (((x @ outer["in"].T - batch["x"]) ** 2).mean(-1) * batch["weight"]).sum(),
         batch["weight"].sum(),
     ),

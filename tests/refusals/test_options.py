@@ -15,7 +15,6 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.config._compiler_options import CompilerOptions
 from shardopt.config._options import (
     BatchDims,
     DdpOptions,
@@ -29,6 +28,7 @@ from shardopt.config._program_check import ProgramCheck
 from shardopt.core._block_model import LossFn
 from shardopt.core._types import Rules
 from shardopt.reducers import Reducer
+from shardopt.runtime._compiler_options import CompilerOptions
 
 pytestmark = pytest.mark.fast
 
@@ -144,7 +144,7 @@ WRONG = {
             TypeError,
             (
                 "{name} must be a dict of option name to value, got str.\nFix: start from"
-                " so.compiler_options(mesh)."
+                " so.runtime.compiler_options(mesh)."
             ),
         )
     ],

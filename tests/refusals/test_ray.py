@@ -96,12 +96,16 @@ def test_strategies_cannot_cross(message_of):
         " four islands."
     )
     assert (
-        message_of(TypeError, so.async_local_sgd, [made], local_steps=1, backend="ray")
+        message_of(
+            TypeError, so.parameter_server.async_local_sgd, [made], local_steps=1, backend="ray"
+        )
         == "async_local_sgd: on Ray strategies must be functions, got ShardedOptimizer: devices"
         f" cannot cross.\n{fix}"
     )
     assert (
-        message_of(TypeError, so.async_local_sgd, made, local_steps=1, backend="ray")
+        message_of(
+            TypeError, so.parameter_server.async_local_sgd, made, local_steps=1, backend="ray"
+        )
         == "async_local_sgd: on Ray strategies must be a sequence of functions, got"
         f" ShardedOptimizer.\n{fix}"
     )

@@ -243,17 +243,17 @@ FIRST_BATCH = [
         ValueError,
         (
             "ddp: loss_fn must return a scalar, but its total has shape (16,).\n"
-            "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+            "Fix: reduce it with .mean() over the examples, or return so.losses.Weighted(sum, weight)."
         ),
     ),
     (
-        lambda params, batch: so.Weighted(square(params, batch), batch[:, 0]),
+        lambda params, batch: so.losses.Weighted(square(params, batch), batch[:, 0]),
         {},
         X,
         ValueError,
         (
             "ddp: loss_fn must return a scalar, but its weight has shape (16,).\n"
-            "Fix: reduce it with .mean() over the examples, or return so.Weighted(sum, weight)."
+            "Fix: reduce it with .mean() over the examples, or return so.losses.Weighted(sum, weight)."
         ),
     ),
     (
@@ -280,7 +280,7 @@ FIRST_BATCH = [
         TypeError,
         (
             "ddp: the aux value of loss_fn must be a dict of metrics, got float.\nFix: return"
-            " (loss, {'name': value}); or so.Weighted(total, weight) for a mean of total / weight."
+            " (loss, {'name': value}); or so.losses.Weighted(total, weight) for a mean of total / weight."
         ),
     ),
     (

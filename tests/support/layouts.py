@@ -182,7 +182,7 @@ def disagreements(layout, batch_size, shape=SHAPE):
         wrong.append("memory")
 
     sizes = {axis: size for axis, size in layout.sizes.items() if axis != "replica" or size > 1}
-    collectives = so.audit(program, mesh=sizes, schedule=table).collectives
+    collectives = so.hlo.audit(program, mesh=sizes, schedule=table).collectives
     # XLA:CPU of jax 0.10 makes one of the gather of a forward that runs again and that of the
     # backward after it
     merged = layout.remat and layout.pipeline == 1 and jax.__version_info__ < (0, 11)

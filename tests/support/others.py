@@ -103,7 +103,7 @@ def linen_resnet():
         train = rng is not None
         logits, new = model.apply(variables, batch["image"], train, mutable=["batch_stats"])
         accuracy = jnp.mean(logits.argmax(-1) == batch["label"])
-        aux = {"accuracy": accuracy} | ({"stats": so.Updated(new)} if train else {})
+        aux = {"accuracy": accuracy} | ({"stats": so.losses.Updated(new)} if train else {})
         return cross_entropy(logits, batch["label"]), aux
 
     variables = jax.jit(lambda key: model.init(key, jnp.zeros((1, 8, 8, 3)), False))(
@@ -239,7 +239,7 @@ def equinox_batch_norm():
         model = eqx.combine(variables["params"], static)
         run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         logits, new = run(batch["x"], variables["state"])
-        return cross_entropy(logits, batch["label"]), {"stats": so.Updated({"state": new})}
+        return cross_entropy(logits, batch["label"]), {"stats": so.losses.Updated({"state": new})}
 
     return Case(
         {"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True
@@ -295,7 +295,7 @@ def haiku_batch_norm():
         logits, new = model.apply(
             variables["params"], variables["state"], rng, batch["x"], training
         )
-        aux = {"stats": so.Updated({"state": new})} if training else {}
+        aux = {"stats": so.losses.Updated({"state": new})} if training else {}
         return cross_entropy(logits, batch["label"]), aux
 
     return Case(
@@ -325,7 +325,7 @@ def keras_stateless():
         logits, other = model.stateless_call(
             variables["trainable"], variables["other"], batch["x"], training=True
         )
-        return entropy(batch["label"], logits), {"stats": so.Updated({"other": other})}
+        return entropy(batch["label"], logits), {"stats": so.losses.Updated({"other": other})}
 
     def values(variables):
         return [variable.value for variable in variables]
@@ -376,7 +376,7 @@ def jraph_graphs():
             return jnp.sum(mask * (told.sum(-1) - graph.globals[:, 0]) ** 2), jnp.sum(mask)
 
         totals, counts = jax.vmap(of_row)(batch)
-        return so.Weighted(totals.sum(), counts.sum())
+        return so.losses.Weighted(totals.sum(), counts.sum())
 
     draw = np.random.default_rng(0)
     sizes = {"edge": (2 + 5 + 5 + 1, 8), "node": (5 + 8 + 8 + 1, 8), "global": (8 + 8 + 1, 8)}

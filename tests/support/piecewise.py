@@ -31,7 +31,7 @@ POINTS = 8
 """The number of points at which results are compared: the given numbers, and numbers with noise."""
 SMALL = 1e-3
 """The smallest scale of a relative difference: a gradient of zero holds only rounding errors."""
-KINDS = {so.Sum: "sum", so.Max: "max", so.Min: "min"}
+KINDS = {so.losses.Sum: "sum", so.losses.Max: "max", so.losses.Min: "min"}
 
 
 class Comparison(NamedTuple):
@@ -189,7 +189,7 @@ def _parts(loss_fn: Callable, params: Any, batch: Any, scale: float = 1.0) -> di
 
 
 def _terms(loss: Any) -> list[tuple[Any, Any]]:
-    if not isinstance(loss, so.Weighted):
+    if not isinstance(loss, so.losses.Weighted):
         return [(jnp.asarray(loss, float), jnp.ones(()))]
     has_several_terms = type(loss.total) is tuple
     pairs = (
@@ -201,7 +201,7 @@ def _terms(loss: Any) -> list[tuple[Any, Any]]:
 
 
 def _metric(value: Any) -> dict[str, Any]:
-    if isinstance(value, so.Weighted):
+    if isinstance(value, so.losses.Weighted):
         return {"ratio": _terms(value)}
     kind = KINDS.get(type(value))
     return {"mean": jnp.asarray(value)} if kind is None else {kind: jnp.asarray(value.value)}

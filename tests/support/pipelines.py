@@ -87,7 +87,7 @@ def block_problem(
 
     def reference(params, batch):
         loss = model.loss_fn(params, batch)
-        return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
+        return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
 
     return Problem(jax.tree.map(wide, jax.device_get(params)), model, reference, rules, batches)
 

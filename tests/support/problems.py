@@ -43,7 +43,7 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
 
     def reference(params, batch):
         loss = as_function(params, batch)
-        return loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
+        return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
 
     return Problem(params, loss_fn, reference, rules, batches)
 
@@ -51,7 +51,7 @@ def problem(name: str, *, weighted: bool, steps: int = 10, dtype=jnp.float64) ->
 def reduce(per_row, batch, weighted: bool):
     """Mean, or `Weighted` by the batch's weights."""
     if weighted:
-        return so.Weighted((per_row * batch["weights"]).sum(), batch["weights"].sum())
+        return so.losses.Weighted((per_row * batch["weights"]).sum(), batch["weights"].sum())
     return per_row.mean()
 
 

@@ -52,7 +52,7 @@ def by_hand(params, batch):
 
 
 def weighted(params, batch):
-    return so.Weighted((errors(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
+    return so.losses.Weighted((errors(params, batch) * batch["mask"]).sum(), batch["mask"].sum())
 
 
 def decayed(params, batch):
@@ -73,7 +73,7 @@ def classified(params, batch):
     return loss, {
         "accuracy": jnp.mean(right),
         "share": jnp.mean(right.astype(jnp.float32)),
-        "of_masked": so.Weighted((right * batch["mask"]).sum(), batch["mask"].sum()),
+        "of_masked": so.losses.Weighted((right * batch["mask"]).sum(), batch["mask"].sum()),
         "by_class": jnp.mean(jax.nn.softmax(forward(params, batch["x"])), 0),
         "rate": 0.1,
     }
@@ -252,7 +252,7 @@ def recurrent(params, batch):
     start = jnp.zeros((batch["series"].shape[0], 16))
     _, outs = jax.lax.scan(step, start, batch["series"].swapaxes(0, 1))
     counts = (jnp.arange(7)[:, None] < batch["length"][None, :]).astype(jnp.float32)
-    return so.Weighted(jnp.sum((outs**2).mean(-1) * counts), jnp.sum(counts))
+    return so.losses.Weighted(jnp.sum((outs**2).mean(-1) * counts), jnp.sum(counts))
 
 
 def embedded(params, batch):
@@ -365,7 +365,7 @@ def of_nnx():
         logits = nnx.merge(graph, params)(batch["tokens"][:, :-1])
         per_token = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
         mask = batch["tokens"][:, 1:] > 2
-        return so.Weighted((per_token * mask).sum(), mask.sum())
+        return so.losses.Weighted((per_token * mask).sum(), mask.sum())
 
     return params, loss
 

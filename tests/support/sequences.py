@@ -60,7 +60,7 @@ def sequences(
 
     def loss(outer, given, batch):
         nats = so.nn.cross_entropy(given["x"], outer["head"], batch["targets"], chunk=4)
-        return so.Weighted((nats * batch["weights"]).sum(), batch["weights"].sum())
+        return so.losses.Weighted((nats * batch["weights"]).sum(), batch["weights"].sum())
 
     draw = np.random.default_rng(3)
 

@@ -66,7 +66,7 @@ def test_resumed_equals_unbroken_and_one_process(told):
 
 def test_parameters_that_all_set_live_where_they_did(told):
     for found in told[0]:
-        assert found["with_params"] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 4, 6], [True] * 3]
+        assert found["replace"] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 4, 6], [True] * 3]
 
 
 def test_only_the_first_process_logs_and_shows(told):

@@ -18,7 +18,7 @@ import optax
 import shardopt as so
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core import NonFiniteLossError
-from shardopt.training import EarlyStopping, evaluation, hyperparams, with_hyperparams
+from shardopt.training import EarlyStopping, evaluation, hyperparams
 from shardopt.training._fit import fit
 
 rank, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
@@ -88,17 +88,17 @@ try:
     run("nan", new_state(), batches(40, bad=8))
 except NonFiniteLossError as error:
     found["nan"] = [error.step, error.position]
-state = with_hyperparams(new_state(), learning_rate=0.25)
+state = so.replace(new_state(), hyperparams={"learning_rate": 0.25})
 found["hyperparams"] = hyperparams(run("changed", state, batches(40), num_steps=3).state)
 
 state = resumed.state
 numbers = np.arange(4, dtype=np.float64)
 of_one, of_all = (
-    so.with_params(state, {"w": w}).params["w"] for w in (numbers, jnp.asarray(numbers))
+    so.replace(state, params={"w": w}).params["w"] for w in (numbers, jnp.asarray(numbers))
 )
-twice = so.with_params(state, {"w": jax.jit(lambda w: 2 * w)(of_one)}).params["w"]
-found["with_params"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twice)]
-found["with_params"].append(
+twice = so.replace(state, params={"w": jax.jit(lambda w: 2 * w)(of_one)}).params["w"]
+found["replace"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twice)]
+found["replace"].append(
     [str(w.sharding) == str(state.params["w"].sharding) for w in (of_one, of_all, twice)]
 )
 print(json.dumps(found), flush=True)

@@ -20,7 +20,7 @@ folder, steps, memory_every, every = (
 )
 small_job.begin()
 opt, params = small_job.strategy_and_params()
-state = so.DeferredInit(params) if memory_every else opt.init(params)
+state = so.training.DeferredInit(params) if memory_every else opt.init(params)
 
 
 def note(step, metrics):

@@ -33,7 +33,7 @@ def make_island(loss_fn, rate=0.01):
 def islands(regression, count=2, rate=0.01, **options):
     makers = [make_island(regression.loss_fn, rate)] * count
     options = {"local_steps": 2, "backend": "ray", "hosts_per_island": 2} | options
-    return so.async_local_sgd(makers, outer=optax.sgd(0.5), **options)
+    return so.parameter_server.async_local_sgd(makers, outer=optax.sgd(0.5), **options)
 
 
 def test_islands_of_two_processes_are_those_of_one_with_two_devices(regression):
@@ -66,7 +66,9 @@ def test_fragments_of_islands_of_two_processes_are_those_of_threads(regression):
         so.fsdp(optax.adamw(0.01), mesh, regression.loss_fn, min_shard_elements=1)
         for mesh in meshes
     ]
-    threads = so.async_local_sgd(made, outer=optax.sgd(0.5), max_staleness=0, **STREAMING)
+    threads = so.parameter_server.async_local_sgd(
+        made, outer=optax.sgd(0.5), max_staleness=0, **STREAMING
+    )
     same_bits(
         threads.run(regression.params, regression.batches_of(2), num_updates=6).params,
         result.params,
@@ -245,4 +247,6 @@ def test_processes_need_ray(regression):
     with pytest.raises(
         ValueError, match="hosts_per_island=2 needs processes, and backend='threads' has one"
     ):
-        so.async_local_sgd([make_island(regression.loss_fn)], local_steps=1, hosts_per_island=2)
+        so.parameter_server.async_local_sgd(
+            [make_island(regression.loss_fn)], local_steps=1, hosts_per_island=2
+        )

@@ -183,12 +183,14 @@ def test_islands_of_two_devices_each(regression, capsys):
     def make(devices):
         return so.fsdp(optax.adamw(0.01), so.make_mesh(devices=devices), loss_fn)
 
-    opt = so.async_local_sgd([make, make], local_steps=2, max_staleness=0, backend="ray", devices=2)
+    opt = so.parameter_server.async_local_sgd(
+        [make, make], local_steps=2, max_staleness=0, backend="ray", devices=2
+    )
     result = opt.run(regression.params, regression.batches_of(2), num_updates=4, progress=True)
     assert "async_local_sgd: update 4/4  " in capsys.readouterr().err
     devices = jax.devices()
     here = [make(devices[0:2]), make(devices[2:4])]
-    threads = so.async_local_sgd(here, local_steps=2, max_staleness=0)
+    threads = so.parameter_server.async_local_sgd(here, local_steps=2, max_staleness=0)
     same_bits(
         threads.run(regression.params, regression.batches_of(2), num_updates=4).params,
         result.params,

@@ -237,7 +237,7 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
         min_shard_elements=1,
         view="unproved",
     )
-    program = so.audit(opt.step, opt.init(params), {"tokens": TOKENS})
+    program = so.hlo.audit(opt.step, opt.init(params), {"tokens": TOKENS})
     nodes = [
         params["blocks"][part][name] for part, name in (("attention", "qkv"), ("attention", "out"))
     ]
@@ -278,7 +278,7 @@ def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_pro
         options = {"frozen": adapted.frozen, "min_shard_elements": 8}
         opt = so.fsdp(TX, mesh_of(data=devices), adapted.model, **options)
         state = opt.init(params)
-        program = so.audit(opt.step, state, BATCH)
+        program = so.hlo.audit(opt.step, state, BATCH)
         for _ in range(2):
             state, _ = opt.step(state, BATCH)
         trained.append(jax.device_get(state.params))

@@ -372,10 +372,13 @@ def test_what_flax_wrote_is_named_and_its_remedy_works(how, tmp_path, complaint_
         )
         == f"restore: {file} was written by flax (msgpack), not by shardopt.\nFix: read it by tree"
         " = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then"
-        " so.adopt(opt, tree['params'], tree['opt_state'], step=int(tree['step']))."
+        " so.replace(opt.init(tree['params']), opt_state=tree['opt_state'],"
+        " step=int(tree['step']))."
     )
     tree = serialization.msgpack_restore(file.read_bytes())
-    adopted = so.adopt(opt, tree["params"], tree["opt_state"], step=int(tree["step"]))
+    adopted = so.replace(
+        opt.init(tree["params"]), opt_state=tree["opt_state"], step=int(tree["step"])
+    )
     assert same(adopted, state)
 
 

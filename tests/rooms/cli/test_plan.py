@@ -115,14 +115,14 @@ PROGRAM = PROGRAMS / "v5e_fsdp.hlo"
 
 def test_audit_prints_what_the_library_does(capsys):
     assert main(["audit", str(PROGRAM), "--mesh", "data=4,tensor=2"]) == 0
-    expected = so.audit(PROGRAM.read_text(), mesh={"data": 4, "tensor": 2})
+    expected = so.hlo.audit(PROGRAM.read_text(), mesh={"data": 4, "tensor": 2})
     assert capsys.readouterr().out == f"{expected}\n"
 
 
 def test_audit_as_json(capsys):
     assert main(["audit", str(PROGRAM), "--mesh", "data=4,tensor=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    expected = so.audit(PROGRAM.read_text(), mesh={"data": 4, "tensor": 2})
+    expected = so.hlo.audit(PROGRAM.read_text(), mesh={"data": 4, "tensor": 2})
     assert found["by_axis"]["data"]["wire_bytes"] == expected.by_axis()[("data",)].wire_bytes
     assert len(found["collectives"]) == len(expected.collectives)
     assert found["flops"] == inner_product_flops(PROGRAM.read_text())
@@ -143,7 +143,7 @@ def test_audit_estimates_a_step_for_a_chip(capsys, tmp_path):
     assert main(["audit", str(file), "--hardware", "v5p", "--png", str(picture)]) == 0
     step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
     assert step.total == pytest.approx(1e-3)
-    assert capsys.readouterr().out == f"{so.audit(ESTIMATED)}\n\n{step}\n"
+    assert capsys.readouterr().out == f"{so.hlo.audit(ESTIMATED)}\n\n{step}\n"
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert main(["audit", str(file), "--hardware", "v5p", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_seconds"]["total"] == pytest.approx(1e-3)
@@ -179,7 +179,7 @@ ENTRY %main (p: f32[16]) -> f32[8] {
 )
 def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
     source = Source(COUNTED, outputs=("{replicated}",), lowered=written)
-    audit = so.audit(COUNTED, mesh={"data": 2})._replace(source=source)
+    audit = so.hlo.audit(COUNTED, mesh={"data": 2})._replace(source=source)
     step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
     report = AotReport(
         "v5p:2x1x1", 1, {"data": 2}, Memory(8, 8, 8, 8), audit, 1.0, 1.0, 100, COUNTED, step

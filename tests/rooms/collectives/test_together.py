@@ -43,7 +43,7 @@ def compiled(f, mesh, *, out_specs):
     """
     split = per_device(f, mesh, in_specs=([spec(dim) for _, dim in SHAPES],), out_specs=out_specs)
     lowered = jax.jit(so.mesh.on_mesh(mesh, split)).lower(leaves())
-    found = so.audit(lowered, mesh=mesh).collectives
+    found = so.hlo.audit(lowered, mesh=mesh).collectives
     return lowered.compile(), [one.kind for one in found]
 
 

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.fast
 def test_collectives_over_a_whole_torus():
     """Fails, rather than skips, where libtpu is not installed: pip install 'shardopt[tpu]'."""
     shape = Transformer("t", 1024, 2, 8, 4096, 8192, 128, num_kv_heads=8)
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.fsdp(
             optax.adamw(1e-3),
             mesh,
@@ -39,7 +39,7 @@ def test_collectives_over_a_whole_torus():
     assert found.of("all-gather").total.wire_bytes == pytest.approx(
         2 * gathered * 63 / 64, rel=0.05
     )
-    if jax.__version_info__ >= (0, 11):  # compiled with so.compiler_options
+    if jax.__version_info__ >= (0, 11):  # compiled with so.runtime.compiler_options
         scattered = found.of("reduce-scatter").total.wire_bytes
         assert scattered == pytest.approx(
             4 * (shape.num_parameters - 8192 * 1024) * 63 / 64, rel=0.05
@@ -71,7 +71,7 @@ def test_hidden_units_that_are_kept_are_not_copied(hidden):
     shape = Transformer("t", 1024, 3, 8, hidden, 6400, 2048, num_kv_heads=8)
     remat = "save:qkv,attention,attention_out,mlp_hidden"
     options = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.fsdp(
             optax.sgd(0.1), mesh, transformer.model(shape, remat=remat), **options
         ),

@@ -31,7 +31,7 @@ def test_options_are_a_dict(mesh_of):
     assert (
         str(caught.value)
         == "fsdp: compiler_options must be a dict of option name to value, got list.\n"
-        "Fix: start from so.compiler_options(mesh)."
+        "Fix: start from so.runtime.compiler_options(mesh)."
     )
 
 
@@ -47,7 +47,7 @@ def test_options_are_a_dict(mesh_of):
 )
 def test_what_chips_are_told(kind, offloads, vmem_mib):
     devices = np.array([types.SimpleNamespace(device_kind=kind)])
-    found = so.compiler_options(
+    found = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": devices.size})
     )
     has_options = jax.__version_info__ >= (0, 11)
@@ -63,7 +63,7 @@ def test_what_chips_are_told(kind, offloads, vmem_mib):
 )
 def test_what_tensor_sends_stays_whole_on_tpu(kind, tensor, is_told):
     devices = np.array([types.SimpleNamespace(device_kind=kind)] * 4)
-    found = so.compiler_options(
+    found = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": 4 // tensor, "tensor": tensor})
     )
     assert any("windowed_einsum" in name for name in found) is (
@@ -73,9 +73,9 @@ def test_what_tensor_sends_stays_whole_on_tpu(kind, tensor, is_told):
 
 @pytest.mark.parametrize(("chips", "scattered"), [(2048, True), (4096, False)])
 def test_what_the_compiler_dies_of_is_left_out(chips, scattered):
-    """so.aot of a pod of v5p:16x16x16 ended in SIGFPE."""
+    """so.planning.aot of a pod of v5p:16x16x16 ended in SIGFPE."""
     devices = np.array([types.SimpleNamespace(device_kind="TPU v5")] * chips)
-    found = so.compiler_options(
+    found = so.runtime.compiler_options(
         types.SimpleNamespace(devices=devices, shape={"data": devices.size})
     )
     has_options = jax.__version_info__ >= (0, 11)

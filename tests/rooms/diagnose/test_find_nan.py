@@ -92,7 +92,7 @@ def test_backward_and_its_cause(mesh_of):
 
 
 def weighted(params, batch):
-    return so.Weighted(jnp.sum(batch * params["w"][None]), jnp.sum(batch))
+    return so.losses.Weighted(jnp.sum(batch * params["w"][None]), jnp.sum(batch))
 
 
 def test_a_loss_that_only_the_whole_batch_makes_nan_is_found(mesh_of):
@@ -214,7 +214,7 @@ def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
     """Each piece of the batch may weigh nothing, and the loss is finite; all pieces may not."""
 
     def weighted(params, batch, rng=None):
-        return so.Weighted(
+        return so.losses.Weighted(
             jnp.sum(batch["x"] * params["w"] * batch["weight"]), jnp.sum(batch["weight"])
         )
 
@@ -227,7 +227,9 @@ def test_rows_that_weigh_nothing_are_a_finding(rng, mesh_of):
     assert so.find_nan(opt, state, batch) is None
     found = so.find_nan(opt, state, batch | {"weight": np.zeros(4)})
     assert (found.kind, found.direction, found.operation) == ("NaN", "forward", "div")
-    assert "  operation: div, so.Weighted: the total of all rows / their weight\n" in str(found)
+    assert "  operation: div, so.losses.Weighted: the total of all rows / their weight\n" in str(
+        found
+    )
 
 
 def row_mean(params, batch):
@@ -244,7 +246,7 @@ def test_a_loss_may_name_an_axis(mesh_of):
 
 
 def root_of_mean(params, batch, rng=None):
-    return jnp.mean(batch * params["w"]) * jnp.sqrt(so.batch_mean(batch))
+    return jnp.mean(batch * params["w"]) * jnp.sqrt(so.losses.batch_mean(batch))
 
 
 @pytest.mark.parametrize("reads", ["batch_mean", "pmean"])

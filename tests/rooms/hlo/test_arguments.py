@@ -108,7 +108,7 @@ def test_strange_programs_are_refused(program):
         audit(lambda x: x)
     with refused(TypeError, f"audit: cannot audit a tuple.\n{fix}"):
         audit((program,), X)
-    fix = "Fix: pass the arguments of the function too: so.audit(opt.step, state, batch)."
+    fix = "Fix: pass the arguments of the function too: so.hlo.audit(opt.step, state, batch)."
     opt = so.ddp(
         optax.sgd(0.1), so.make_mesh(data=8), lambda params, batch: jnp.mean(batch @ params)
     )

@@ -773,7 +773,7 @@ def test_every_row_of_the_strategy_table_is_proved_or_agrees(start, corpus):
 )
 def test_the_step_of_every_strategy_is_proved(name):
     step, state = step_of(name)
-    proof = so.audit(step, state, BATCH).prove()
+    proof = so.hlo.audit(step, state, BATCH).prove()
     assert (proof.verdict, proof.unknown, proof.assumption) == ("proved", (), "")
     assert str(proof).startswith(
         f"proved: all results of {proof.num_instructions:,} instructions have their declared"

@@ -24,8 +24,8 @@ def moments(x):
     there are any.
     """
     x = x.reshape(len(x), -1, x.shape[-1])
-    mean = so.batch_mean(x.mean(1))
-    return mean, so.batch_mean(((x - mean[None, None]) ** 2).mean(1))
+    mean = so.losses.batch_mean(x.mean(1))
+    return mean, so.losses.batch_mean(((x - mean[None, None]) ** 2).mean(1))
 
 
 def normalised(x, mean, var, scale, bias, epsilon):
@@ -187,7 +187,7 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
     def loss_of(forward):
         def loss_fn(held, x):
             y, stats = forward(held["params"], held["stats"], x)
-            return jnp.mean((y - x[:, :2]) ** 2), {"stats": so.Updated({"stats": stats})}
+            return jnp.mean((y - x[:, :2]) ** 2), {"stats": so.losses.Updated({"stats": stats})}
 
         return loss_fn
 

@@ -56,10 +56,12 @@ def one_device(case, tx):
         def loss_of(part):
             rng = {"rng": key} if takes_rng(case.loss_fn) else {}
             returned = case.loss_fn(treedef.unflatten(merge(part, leaves)), batch, **rng)
-            is_pair = isinstance(returned, tuple) and not isinstance(returned, so.Weighted)
+            is_pair = isinstance(returned, tuple) and not isinstance(returned, so.losses.Weighted)
             loss, aux = returned if is_pair else (returned, {})
-            loss = loss.total / loss.weight if isinstance(loss, so.Weighted) else loss
-            updated = [value.values for value in aux.values() if isinstance(value, so.Updated)]
+            loss = loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+            updated = [
+                value.values for value in aux.values() if isinstance(value, so.losses.Updated)
+            ]
             return loss, {path: leaf for tree in updated for path, leaf in leaves_with_paths(tree)}
 
         part = part_of(leaves)

@@ -109,7 +109,7 @@ def test_a_reducer_of_the_strategy_keeps_to_its_replica(
     batches = new_batches(2)
     state = opt.init(new_params())
     step = opt.step.lower(state, batches[0]).compile()
-    assert not so.audit(step).of(axis="replica").collectives
+    assert not so.hlo.audit(step).of(axis="replica").collectives
     found, _ = step(step(state, batches[0])[0], batches[1])
     wanted, _ = steps_on(plain, plain.init(new_params()), batches)
     assert apart(rows_of(found), rows_of(wanted)) < 1e-10

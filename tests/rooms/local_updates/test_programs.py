@@ -31,7 +31,7 @@ def rows(*shape):
 
 def sent_over_replica(opt, params, step, min_bytes=0):
     abstract = opt.abstract_state(jax.eval_shape(lambda: params))
-    return so.audit(at_step(opt, abstract, step)).of(axis="replica", min_bytes=min_bytes)
+    return so.hlo.audit(at_step(opt, abstract, step)).of(axis="replica", min_bytes=min_bytes)
 
 
 def shard_bytes(params, *, data=1, whole=("scale",)):
@@ -86,7 +86,7 @@ def test_in_fifty_steps_diloco_sends_what_ddp_sends_in_one(
     assert quiet == [0, 0]
     agreed = sent_over_replica(opt, new_params(), 49).total_wire_bytes
     ddp = so.ddp(optax.sgd(0.1), mesh_of(data=2), model_of())
-    gradients = so.audit(at_step(ddp, ddp.abstract_state(jax.eval_shape(new_params)), 0)).of(
+    gradients = so.hlo.audit(at_step(ddp, ddp.abstract_state(jax.eval_shape(new_params)), 0)).of(
         axis="data", min_bytes=8
     )
     # loss and weight go with them
@@ -125,7 +125,9 @@ def test_an_abstract_state_lowers_the_first_step_that_replicas_take_by_themselve
     ):
         opt = so.local_sgd(strategy_of("ddp"), **how)
         state = opt.abstract_state(jax.eval_shape(new_params))
-        assert bool(so.audit(opt.step.lower(state, batch)).of(axis="replica").collectives) == sends
+        assert (
+            bool(so.hlo.audit(opt.step.lower(state, batch)).of(axis="replica").collectives) == sends
+        )
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_synchronize_leaves_nothing_on_its_way_that_would_count_twice(
     batches = new_batches(6)
     # sent with step 5, due after step 6
     state, _ = steps_on(opt, opt.init(new_params()), batches[:5])
-    state = so.training.with_hyperparams(opt.synchronize(state), learning_rate=0.0)
+    state = so.replace(opt.synchronize(state), hyperparams={"learning_rate": 0.0})
     mean = jax.device_get(state.params)
     for _ in range(4):
         state, _ = steps_on(opt, state, batches)
@@ -88,7 +88,7 @@ def test_synchronize_takes_back_no_more_than_what_is_on_its_way(
     assert equal(found.now, left if in_flight else now)
     assert equal(found.before, found.now)
     mean = jax.device_get(state.params)
-    state = so.training.with_hyperparams(state, learning_rate=0.0)
+    state = so.replace(state, hyperparams={"learning_rate": 0.0})
     for _ in range(10):
         state, _ = steps_on(opt, state, batches[:8])
     assert apart(rows_of(state), [jax.device_get(state.params)] * 2) < 1e-12
@@ -129,7 +129,9 @@ def test_evaluate_takes_the_shared_parameters(
     np.testing.assert_allclose(value, expected, rtol=1e-12)
     assert int(state.step) == 5  # nothing was donated
     lowered = opt.evaluate.lower(state, batches[0])
-    assert not [one for one in so.audit(lowered).of(axis="replica").collectives if one.bytes > 64]
+    assert not [
+        one for one in so.hlo.audit(lowered).of(axis="replica").collectives if one.bytes > 64
+    ]
 
 
 @pytest.mark.slow  # the next test has a frozen leaf, which no outer step may move
@@ -149,7 +151,7 @@ def with_statistics(params, batch):
     mean = 0.5 * params["mean"] + 0.5 * batch["x"].mean(0)
     loss = jnp.mean(((batch["x"] - params["mean"][None]) @ params["w"] - batch["y"]) ** 2)
     return loss, {
-        "stats": so.Updated(
+        "stats": so.losses.Updated(
             {"mean": mean, "seen": params["seen"] + 1 + jnp.int32(batch["x"][0, 0] > 0)}
         )
     }
@@ -202,16 +204,16 @@ def test_hyperparameters_are_one_number_for_all_replicas(
     state = opt.init(new_params())
     inside, outside = "optimizer/value/learning_rate", "outer/0/learning_rate"
     assert so.training.hyperparams(state) == {inside: 0.5, outside: 1.0, "momentum": 0.25}
-    state = so.training.with_hyperparams(state, **{inside: 0.0, outside: 0.5})
+    state = so.replace(state, hyperparams={inside: 0.0, outside: 0.5})
     assert so.training.hyperparams(state) == {inside: 0.0, outside: 0.5, "momentum": 0.25}
     state, _ = steps_on(opt, state, new_batches(3))
     # a rate of 0 reaches every replica
     assert all(equal(one, new_params()) for one in rows_of(state))
-    state = so.training.with_hyperparams(state, **{inside: np.array([0.0, 0.25])})
+    state = so.replace(state, hyperparams={inside: np.array([0.0, 0.25])})
     assert so.training.hyperparams(state)[inside].tolist() == [0.0, 0.25]
     # the agreement follows, so look at what was shared: half a step
     state, _ = steps_on(opt, state, new_batches(1))
     assert not equal(jax.device_get(state.params), new_params())
-    message = r"^with_hyperparams: optimizer/value/learning_rate has shape \(2,\), got \(3,\)\.$"
+    message = r"^replace: optimizer/value/learning_rate has shape \(2,\), got \(3,\)\.$"
     with pytest.raises(ValueError, match=message):
-        so.training.with_hyperparams(state, **{inside: np.ones(3)})
+        so.replace(state, hyperparams={inside: np.ones(3)})

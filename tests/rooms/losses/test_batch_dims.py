@@ -64,7 +64,9 @@ def total_and_weight(params, batch):
 
 def weighted(params, batch):
     total, weight = total_and_weight(params, batch)
-    return so.Weighted(total, weight), {"rows": so.Sum(jnp.ones_like(batch["target"], int).sum())}
+    return so.losses.Weighted(total, weight), {
+        "rows": so.losses.Sum(jnp.ones_like(batch["target"], int).sum())
+    }
 
 
 def on_one_device(params, batch):
@@ -146,7 +148,7 @@ BLOCKS = so.BlockModel(
         + batch["table"].mean(0, keepdims=True) @ outer["w"]
     ),
     block=lambda weights, x: x + jnp.tanh(x @ weights["a"]),
-    loss=lambda outer, x, batch: so.Weighted(
+    loss=lambda outer, x, batch: so.losses.Weighted(
         (batch["weight"] * (x @ outer["v"] - batch["target"]) ** 2).sum(), batch["weight"].sum()
     ),
 )

@@ -147,7 +147,9 @@ def test_evaluation_weighs_batches_that_are_cut_as_those_that_run_whole(mesh_of,
         return ((batch["x"] @ params["up"]) ** 2).mean(1)
 
     def loss(params, batch):
-        return so.Weighted(of_rows(params, batch).sum(), jnp.sum(jnp.ones_like(batch["x"][:, 0])))
+        return so.losses.Weighted(
+            of_rows(params, batch).sum(), jnp.sum(jnp.ones_like(batch["x"][:, 0]))
+        )
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss, view="global", micro_batches=2)
     batches = [*case.batches(1), *case.batches(1, rows=5)]
@@ -194,13 +196,13 @@ def mean_square(params, batch):
 def noisy(params, batch, rng):
     kept = jax.random.bernoulli(rng, 0.7, batch["x"].shape)
     error = jnp.where(kept, batch["x"], 0.0) @ params["up"] * params["scale"][None, :]
-    total = so.Weighted((error.mean(-1) ** 2 * batch["mask"]).sum(), batch["mask"].sum())
+    total = so.losses.Weighted((error.mean(-1) ** 2 * batch["mask"]).sum(), batch["mask"].sum())
     mean = jax.lax.stop_gradient(error).mean(0) + params["mean"]
     metrics = {
         "largest": jnp.abs(error).max(),
-        "masked": so.Weighted(error.sum(), batch["mask"].sum()),
+        "masked": so.losses.Weighted(error.sum(), batch["mask"].sum()),
     }
-    return total, {**metrics, "stats": so.Updated({"mean": mean})}
+    return total, {**metrics, "stats": so.losses.Updated({"mean": mean})}
 
 
 def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
@@ -244,7 +246,7 @@ def masked(params, batch):
     error = (
         jnp.tanh(batch["x"] @ params["up"] * params["scale"][None, :]) @ params["down"] - batch["y"]
     ) ** 2
-    return so.Weighted((error.mean(-1) * batch["weight"]).sum(), batch["weight"].sum()), {
+    return so.losses.Weighted((error.mean(-1) * batch["weight"]).sum(), batch["weight"].sum()), {
         "mean": error.mean()
     }
 
@@ -378,7 +380,7 @@ def test_a_loss_written_for_the_other_view_is_refused(mesh_of):
         refused(lambda: other.step(other.init(case.params), batch))
         == "ddp: the loss calls a collective over 'data', but with view='global' it runs once, on"
         " the whole batch.\nFix: take the collective out (a mean is jnp.mean; flax's BatchNorm"
-        " has axis_name=None), use so.batch_mean, right in both views, or view='per_device'."
+        " has axis_name=None), use so.losses.batch_mean, right in both views, or view='per_device'."
     )
 
 
@@ -405,7 +407,7 @@ def test_what_the_partitioner_is_seen_to_send(way, mesh_of):
         "y": jax.ShapeDtypeStruct((32, 16), jnp.float32),
     }
     opt = STRATEGIES[strategy](optax.adamw(1e-3), mesh_of(**sizes), model, view="global")
-    found = so.audit(opt.step, opt.abstract_state(params), batch)
+    found = so.hlo.audit(opt.step, opt.abstract_state(params), batch)
     psi = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
     sent = {kind: traffic.bytes / psi for kind, traffic in found.by_kind().items()}
     assert sent == pytest.approx(SENT[way], rel=0.02)

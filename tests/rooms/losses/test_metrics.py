@@ -21,15 +21,17 @@ def told(x, mask):
     values = x[:, 0] + x[:, 2]
     found = {
         "mean": values.mean(),
-        "of_masked": so.Weighted((values * mask).sum(), mask.sum()),
-        "two_terms": so.Weighted(((values * mask).sum(), values.sum()), (mask.sum(), 4.0 * len(x))),
-        "tokens": so.Sum(mask.sum()),
-        "any": so.Max(mask.any()),
-        "total": so.Sum(values.sum()),
-        "largest": so.Max(values.max()),
-        "smallest": so.Min(values.min()),
-        "longest": so.Max((100 * values).astype(np.int32).max()),
-        "columns": so.Min(x.min(0)),
+        "of_masked": so.losses.Weighted((values * mask).sum(), mask.sum()),
+        "two_terms": so.losses.Weighted(
+            ((values * mask).sum(), values.sum()), (mask.sum(), 4.0 * len(x))
+        ),
+        "tokens": so.losses.Sum(mask.sum()),
+        "any": so.losses.Max(mask.any()),
+        "total": so.losses.Sum(values.sum()),
+        "largest": so.losses.Max(values.max()),
+        "smallest": so.losses.Min(values.min()),
+        "longest": so.losses.Max((100 * values).astype(np.int32).max()),
+        "columns": so.losses.Min(x.min(0)),
     }
     return (
         {name: wanted(one) for name, one in found.items()} if isinstance(x, np.ndarray) else found
@@ -37,7 +39,7 @@ def told(x, mask):
 
 
 def wanted(metric):
-    if isinstance(metric, so.Weighted):
+    if isinstance(metric, so.losses.Weighted):
         terms = metric if isinstance(metric.total, tuple) else ([metric.total], [metric.weight])
         return sum(total / weight for total, weight in zip(*terms, strict=True))
     return metric.value if isinstance(metric, tuple) else metric
@@ -68,8 +70,8 @@ def check(metrics):
 def test_nan_of_one_device_is_the_extreme_of_all(mesh_of):
     def loss_fn(params, batch):
         return params * batch.mean(), {
-            "largest": so.Max(batch.max()),
-            "smallest": so.Min(batch.min()),
+            "largest": so.losses.Max(batch.max()),
+            "smallest": so.losses.Min(batch.min()),
         }
 
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), loss_fn)
@@ -137,7 +139,7 @@ def test_of_islands_over_the_steps_of_a_round(x64):
         so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[i : i + 2]), loss_fn)
         for i in (0, 2)
     ]
-    opt = so.async_local_sgd(islands, local_steps=2, max_staleness=0)
+    opt = so.parameter_server.async_local_sgd(islands, local_steps=2, max_staleness=0)
     found = opt.run(np.ones(()), lambda worker: shares[worker], num_updates=1).metrics["history"]
     found = {name: values[0] for name, values in found.items()}
     whole, *parts = (told(one["x"], one["mask"]) for one in (X, *shares[0], *shares[1]))
@@ -165,25 +167,25 @@ def test_what_does_not_say_how_its_parts_become_one_is_refused(mesh_of):
         "padded": jnp.ones(2, bool),
         "rows": 4,
         "mean": 1.0,
-        "sum": so.Sum(jnp.int32(3)),
+        "sum": so.losses.Sum(jnp.int32(3)),
     }
     opt = so.ddp(
         optax.sgd(0.1), mesh_of(data=2), lambda params, batch: (params * batch.mean(), aux)
     )
     message = (
         "ddp: 3 metrics of integers or booleans: a count, or a mean?\n  tokens: int32[]\n  padded:"
-        " bool[2]\n  rows: int32[]\nFix: say which: so.Sum(x), so.Max(x), so.Min(x),"
-        " so.Weighted(total, weight), or x.astype(float) for the mean."
+        " bool[2]\n  rows: int32[]\nFix: say which: so.losses.Sum(x), so.losses.Max(x), so.losses.Min(x),"
+        " so.losses.Weighted(total, weight), or x.astype(float) for the mean."
     )
     with pytest.raises(TypeError) as caught:
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
     assert str(caught.value) == message
-    uneven = so.Weighted((jnp.float32(1), jnp.float32(2)), jnp.float32(1))
+    uneven = so.losses.Weighted((jnp.float32(1), jnp.float32(2)), jnp.float32(1))
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: uneven)
     with pytest.raises(
-        ValueError, match=re.escape("ddp: the loss is so.Weighted of 2 totals and 1 weight.")
+        ValueError, match=re.escape("ddp: the loss is so.losses.Weighted of 2 totals and 1 weight.")
     ):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: so.Sum(params))
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, batch: so.losses.Sum(params))
     with pytest.raises(TypeError, match=re.escape("ddp: loss_fn must return a number, got Sum.")):
         opt.step(opt.init(np.float32(1)), np.ones(4, np.float32))

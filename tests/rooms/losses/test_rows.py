@@ -155,11 +155,11 @@ def test_equals_one_device(place, loss, mesh_of, x64):
 def two_normalisers(rows, params, batch):
     """A masked mean plus a mean over all rows.
 
-    On one device their quotients, else so.Weighted of both terms.
+    On one device their quotients, else so.losses.Weighted of both terms.
     """
     mask = batch["weights"] > 0.3
     totals = (errors(params, batch) * mask).sum(), jnp.tanh(hidden(params, batch)).sum()
-    loss = so.Weighted(totals, (mask.sum(), 3 * len(mask)))
+    loss = so.losses.Weighted(totals, (mask.sum(), 3 * len(mask)))
     return (
         sum(total / weight for total, weight in zip(*loss, strict=True))
         if rows is ONE_DEVICE
@@ -194,7 +194,7 @@ def test_several_terms_are_refused_where_weights_come_too_late(mesh_of):
     blocks = so.BlockModel(
         lambda outer, x: x[:, None],
         lambda one, x: x * one[None],
-        lambda _, x, batch: so.Weighted((x.sum(), x.sum()), (len(x), 2 * len(x))),
+        lambda _, x, batch: so.losses.Weighted((x.sum(), x.sum()), (len(x), 2 * len(x))),
     )
     opt = so.hybrid(optax.sgd(0.1), mesh_of(data=1, pipeline=2), blocks, micro_batches=2)
     message = (
@@ -306,7 +306,7 @@ def test_half_precision_beside_a_tensor_axis(mesh_of):
 
 
 def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_elsewhere(mesh_of):
-    mean = jax.jit(so.batch_mean)
+    mean = jax.jit(so.losses.batch_mean)
 
     def loss_fn(params, batch):
         return params * mean(batch) ** 2
@@ -377,7 +377,9 @@ def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
 
 
 def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), lambda params, x: params * so.batch_mean(x) ** 2)
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=2), lambda params, x: params * so.losses.batch_mean(x) ** 2
+    )
     rows, state = np.arange(5, dtype=np.float32), opt.init(np.float32(1))
     assert so.training.evaluation(opt, [rows[:4], rows[1:3]])(state)["val_loss"] == 1.5**2
     with pytest.warns(UserWarning, match="runs in the global view"):
@@ -390,7 +392,7 @@ def test_a_batch_that_devices_do_not_divide_is_not_evaluated_in_parts(mesh_of):
     opt = so.ddp(
         optax.sgd(0.1),
         mesh_of(data=2),
-        lambda params, x: params * so.batch_mean(x) ** 2,
+        lambda params, x: params * so.losses.batch_mean(x) ** 2,
         view="unproved",
     )
     with pytest.raises(
@@ -404,7 +406,7 @@ def test_alone_they_are_plain_and_keep_dtypes():
     rows = {"half": jnp.ones((4, 2), jnp.bfloat16), "whole": jnp.arange(4)}
     same = jax.tree.map(
         lambda x: (x.shape, x.dtype),
-        (so.gather_batch(rows), so.batch_mean(rows), so.batch_sum(rows)),
+        (so.losses.gather_batch(rows), so.losses.batch_mean(rows), so.losses.batch_sum(rows)),
     )
     plain = (
         rows,

@@ -244,8 +244,8 @@ def test_derivative_rules_of_what_all_rows_share():
 
 
 FIX = (
-    'view="global", which is exact for every loss; or so.gather_batch, so.batch_mean or'
-    " so.batch_sum for what a row needs of the whole batch, and so.Weighted for a normaliser that"
+    'view="global", which is exact for every loss; or so.losses.gather_batch, so.losses.batch_mean or'
+    " so.losses.batch_sum for what a row needs of the whole batch, and so.losses.Weighted for a normaliser that"
     " depends on the rows; or view='unproved' if you know better."
 )
 
@@ -368,7 +368,7 @@ def test_a_step_within_a_trace_gets_the_same_verdict(how, mesh_of):
 
 def trained_weight(params, batch):
     gate = jax.nn.sigmoid(batch["x"] @ params["gate"])
-    return so.Weighted(jnp.sum(gate * (batch["x"] @ params["up"]) ** 2), jnp.sum(gate))
+    return so.losses.Weighted(jnp.sum(gate * (batch["x"] @ params["up"]) ** 2), jnp.sum(gate))
 
 
 def on_one_device(params, batch):

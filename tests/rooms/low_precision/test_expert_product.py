@@ -254,7 +254,7 @@ def test_on_tpu_experts_multiply_in_eight_bits(topology):
     def strategy(mesh):
         return so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), frozen=moe.frozen)
 
-    text = so.aot(strategy, params, batch, topology=topology).text
+    text = so.planning.aot(strategy, params, batch, topology=topology).text
     kernels = re.findall(
         r"%(\w+8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text
     )

@@ -578,7 +578,7 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
 def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
     """With their gradients. Fails where libtpu is not installed."""
     shape = Transformer("t", 256, 2, 4, 512, 1024, 128, num_kv_heads=2)
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, precision=precision)),
         shape.abstract_params(),
         transformer.abstract_batch(shape, 16),

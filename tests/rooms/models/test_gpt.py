@@ -80,7 +80,7 @@ def test_weights_leave_targets_out_and_make_the_loss_a_weighted_mean():
     batch, weights = tokens(2, 9), np.ones((2, 8), np.float32)
     weights[:, 5:] = 0
     masked = loss_of(SMALL, params, {"tokens": batch, "weights": weights})
-    assert isinstance(masked, so.Weighted)
+    assert isinstance(masked, so.losses.Weighted)
     assert masked.weight == 10
     shorter = loss_of(SMALL, params, {"tokens": batch[:, :6]})
     np.testing.assert_allclose(masked.total / masked.weight, shorter, rtol=1e-6)

@@ -69,7 +69,7 @@ def test_hops_run_beside_products(topology, implementation):
     # does not; nor for the kernel.
     tiles_wait = implementation == "xla" and jax.__version_info__ >= (0, 11)
     assert all(heavy for backward, heavy in permutes if not (backward and tiles_wait))
-    audit = so.audit(text, mesh={"data": 8 if "v5p" in topology else 2, "context": 8})
+    audit = so.hlo.audit(text, mesh={"data": 8 if "v5p" in topology else 2, "context": 8})
     assert all(one.asynchronous for one in audit.collectives)
     keys = 2 * 4096 * 8 * 128 * 2
     assert audit.total_wire_bytes == 7 * keys * (1 + 1 + 2)

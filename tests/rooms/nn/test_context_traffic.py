@@ -52,7 +52,7 @@ def formula(method, C, G, hops=None, dtype=4):
 def test_bytes_on_the_wire(method, C, G, how):
     how = dict(how)
     wanted = 2 * formula(method, C, G, how.pop("hops", None))
-    found = so.audit(two_layers(method, C, G, **how), mesh=mesh_of(context=C))
+    found = so.hlo.audit(two_layers(method, C, G, **how), mesh=mesh_of(context=C))
     assert found.total_wire_bytes == wanted
     kinds = {
         "ring": {"collective-permute"},

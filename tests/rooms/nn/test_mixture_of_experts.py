@@ -109,7 +109,7 @@ def loss_of_rows(params, batch):
         groups=(4, 2),
         capacity_factor=2.0,
     )
-    updates = so.Updated({"load": jnp.mean(statistics.load, axis=0)})
+    updates = so.losses.Updated({"load": jnp.mean(statistics.load, axis=0)})
     balance = so.nn.load_balancing_loss(statistics.load, statistics.probability)
     return jnp.mean((y - batch["x"]) ** 2) + jnp.mean(balance + statistics.z_loss), {
         "updates": updates

@@ -66,7 +66,7 @@ def test_four_ragged_exchanges_of_rows_and_two_of_weights(topology):
     program, mesh = compiled(topology, 4)
     found = [
         one
-        for one in so.audit(program.as_text(), mesh=mesh).collectives
+        for one in so.hlo.audit(program.as_text(), mesh=mesh).collectives
         if one.kind == "ragged-all-to-all"
     ]
     assert all(one.axes == ("expert",) for one in found)
@@ -109,7 +109,7 @@ def test_what_a_step_does_not_hold():
         return opt
 
     batch = {"tokens": jax.ShapeDtypeStruct((8, 513), jnp.int32)}
-    report = so.aot(make, params, batch, topology="v5p:2x2x2", expert=4)
+    report = so.planning.aot(make, params, batch, topology="v5p:2x2x2", expert=4)
     entry = report.text[report.text.index("\nENTRY") :]
     assert not re.search(r"= bf16\[3,\S+ convert\(", entry)
     # the gradient of what blocks give waits for that of the head, scattered

@@ -68,7 +68,7 @@ def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_o
     state = opt.init(params)
     adam = STRATEGIES[strategy](optax.adam(1e-2), mesh_of(data=8), model)
     sent, least = (
-        so.audit(one.step, one.init(params), batches[0]).total_wire_bytes for one in (opt, adam)
+        so.hlo.audit(one.step, one.init(params), batches[0]).total_wire_bytes for one in (opt, adam)
     )
     assert sent <= 1.15 * least
     for batch in batches:
@@ -91,7 +91,7 @@ def collectives_of_update(name, devices, shape, matrix):
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place(x)), args)
     out = jax.tree.map(place, jax.eval_shape(tx.update, *args))
     compiled = jax.jit(tx.update, out_shardings=out).lower(*placed).compile()
-    return so.audit(compiled, mesh=mesh).collectives
+    return so.hlo.audit(compiled, mesh=mesh).collectives
 
 
 FUSED = ((8, 16, 3, 2, 8), so.optimizers.Matrix(rows=1, columns=(3, 4)))

@@ -39,7 +39,7 @@ def test_without_staleness_it_is_diloco(outer, odd, x64):
     state = opt.init(case.params)
     for batch in case.batches:
         state, _ = opt.step(state, batch)
-    ours = so.async_local_sgd(
+    ours = so.parameter_server.async_local_sgd(
         islands(case.loss_fn, inner, make=so.ddp), outer=outer, local_steps=STEPS, max_staleness=0
     )
     result = ours.run(case.params, batches_of(WORKERS), num_updates=len(case.batches) // STEPS)
@@ -61,7 +61,7 @@ def test_replay_with_deaths_and_late_joiners(
     first = steps[0] if isinstance(steps, list) else steps
     data = waiting_for_joins(regression.batches_of(2), {1: [first, 6 * first]})
     made = islands(regression.loss_fn)
-    opt = so.async_local_sgd(
+    opt = so.parameter_server.async_local_sgd(
         made, outer=optax.sgd(0.5), local_steps=steps, max_staleness=max_staleness, rule=rule
     )
     path, availability = tmp_path / "log.jsonl", {1: [(1, 4), (6, float("inf"))]}
@@ -85,7 +85,7 @@ def test_a_loss_with_rng_is_replayed_too(regression):
         noise = jax.random.normal(rng, batch["x"].shape)
         return jnp.mean(((batch["x"] + noise) @ params["w"] + params["b"] - batch["y"]) ** 2)
 
-    opt = so.async_local_sgd(islands(loss_fn), local_steps=2, max_staleness=1)
+    opt = so.parameter_server.async_local_sgd(islands(loss_fn), local_steps=2, max_staleness=1)
 
     def run(seed):
         return opt.run(
@@ -105,7 +105,7 @@ def test_a_loss_with_rng_is_replayed_too(regression):
 def test_islands_learn_and_keep_their_optimizer_state(regression):
     """The second round of adam goes on with its moments: its first step is not that of a fresh one."""
     made = islands(regression.loss_fn, optax.adam(0.05), count=1)
-    opt = so.async_local_sgd(made, outer=optax.sgd(1.0), local_steps=4)
+    opt = so.parameter_server.async_local_sgd(made, outer=optax.sgd(1.0), local_steps=4)
     result = opt.run(regression.params, regression.batches_of(1), num_updates=5)
     alone = islands(regression.loss_fn, optax.adam(0.05), count=1)[0]
     state = alone.init(regression.params)
@@ -115,7 +115,9 @@ def test_islands_learn_and_keep_their_optimizer_state(regression):
 
 
 def test_left_over_batches_are_not_used(regression):
-    opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=3, max_staleness=None)
+    opt = so.parameter_server.async_local_sgd(
+        islands(regression.loss_fn), local_steps=3, max_staleness=None
+    )
     # eight batches: two pushes of three, and two left over
     few = regression.batches_of(2, rounds=1)
     result = opt.run(regression.params, few, num_updates=100)
@@ -130,7 +132,9 @@ def test_what_is_not_finite_is_named(regression, message_of):
                 "y": batch["y"] * np.float32("nan" if (worker, index) == (1, 5) else 1.0),
             }
 
-    opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=3, max_staleness=1)
+    opt = so.parameter_server.async_local_sgd(
+        islands(regression.loss_fn), local_steps=3, max_staleness=1
+    )
     found = message_of(
         so.parameter_server.NonFiniteUpdateError,
         opt.run,
@@ -144,7 +148,7 @@ def test_what_is_not_finite_is_named(regression, message_of):
 
 
 def test_the_log_is_not_for_replay(regression, message_of):
-    opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=1)
+    opt = so.parameter_server.async_local_sgd(islands(regression.loss_fn), local_steps=1)
     result = opt.run(regression.params, regression.batches_of(2), num_updates=1)
     arguments = (
         result.log,
@@ -156,7 +160,7 @@ def test_the_log_is_not_for_replay(regression, message_of):
     assert (
         message_of(ValueError, so.parameter_server.replay, *arguments)
         == "replay: this is the log of a run of async_local_sgd.\nFix: call opt.replay(log, params,"
-        " batches_of) of the AsyncOptimizer that so.async_local_sgd returns."
+        " batches_of) of the AsyncOptimizer that so.parameter_server.async_local_sgd returns."
     )
     assert (
         message_of(TypeError, opt.replay, [], *arguments[3:])
@@ -167,16 +171,20 @@ def test_the_log_is_not_for_replay(regression, message_of):
 
 def test_new_values_of_frozen_leaves_are_refused(message_of):
     def loss_fn(params, batch):
-        return jnp.mean(batch * params["w"]), {"n": so.Updated({"count": params["count"] + 1})}
+        return jnp.mean(batch * params["w"]), {
+            "n": so.losses.Updated({"count": params["count"] + 1})
+        }
 
-    opt = so.async_local_sgd(islands(loss_fn, frozen=["count"], make=so.ddp), local_steps=1)
+    opt = so.parameter_server.async_local_sgd(
+        islands(loss_fn, frozen=["count"], make=so.ddp), local_steps=1
+    )
     params = {"w": jnp.ones(()), "count": jnp.zeros(())}
     found = message_of(
         ValueError, opt.run, params, lambda worker: [np.ones(4, np.float32)] * 9, num_updates=2
     )
     assert (
         found
-        == "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
+        == "async_local_sgd: loss_fn returns so.losses.Updated, for which islands have no common value.\n"
         "  count\nFix: train such leaves with ddp, zero, fsdp or diloco."
     )
 
@@ -250,4 +258,4 @@ def test_refusals(name, regression, message_of):
     made = islands(regression.loss_fn)
     options = {"strategies": made, "local_steps": 2} | change(made)
     strategies = options.pop("strategies")
-    assert message_of(error, so.async_local_sgd, strategies, **options) == message
+    assert message_of(error, so.parameter_server.async_local_sgd, strategies, **options) == message

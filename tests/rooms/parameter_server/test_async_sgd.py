@@ -118,7 +118,7 @@ def test_a_block_model_trains_too(x64):
     model = so.BlockModel(
         embed=lambda outer, batch: batch * outer["scale"],
         block=lambda w, x: jnp.tanh(x @ w),
-        loss=lambda outer, x, batch: so.Weighted(((x - 1.0) ** 2).sum(), 3.0 * x.shape[0]),
+        loss=lambda outer, x, batch: so.losses.Weighted(((x - 1.0) ** 2).sum(), 3.0 * x.shape[0]),
     )
     draw = np.random.default_rng(0)
     params = {"blocks": draw.normal(size=(2, 3, 3)), "scale": np.ones(())}

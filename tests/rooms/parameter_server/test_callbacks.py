@@ -142,7 +142,7 @@ def test_islands_go_on_and_the_log_explains_it(regression, tmp_path):
         )
         for i in (0, 1)
     ]
-    opt = so.async_local_sgd(islands, local_steps=2, max_staleness=1)
+    opt = so.parameter_server.async_local_sgd(islands, local_steps=2, max_staleness=1)
     batches_of = regression.batches_of(2)
     with so.Checkpoints(tmp_path, every=3, keep=2) as checkpoints, pytest.raises(BrokenOffError):
         opt.run(

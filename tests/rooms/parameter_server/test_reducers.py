@@ -186,7 +186,7 @@ def test_islands():
         return so.ddp(optax.adam(0.01), so.make_mesh(devices=devices), loss_fn)
 
     islands = [make(jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
-    opt = so.async_local_sgd(
+    opt = so.parameter_server.async_local_sgd(
         islands, outer=optax.sgd(0.5), local_steps=2, max_staleness=1, reducer=INT8
     )
     # island 0 does not come further than version 8 before island 1 has left
@@ -209,7 +209,7 @@ def test_refusals(message_of):
     late = R.power_sgd(start_step=1)
     for do in (
         lambda: so.async_sgd(optax.sgd(1), loss_fn, workers=1, reducer=late),
-        lambda: so.async_local_sgd(
+        lambda: so.parameter_server.async_local_sgd(
             [so.ddp(optax.sgd(1), so.make_mesh(), loss_fn)], local_steps=1, reducer=late
         ),
         lambda: make_server(optax.sgd(1), reducer=late),

@@ -49,7 +49,7 @@ def test_without_staleness_it_is_streaming_diloco(reducer, odd, x64):
     state = opt.init(case.params)
     for batch in case.batches:
         state, _ = opt.step(state, batch)
-    ours = so.async_local_sgd(
+    ours = so.parameter_server.async_local_sgd(
         islands(case.loss_fn, size=1),
         local_steps=H,
         max_staleness=0,
@@ -82,7 +82,9 @@ def test_replay_with_deaths_and_late_joiners(options, regression, tmp_path, wait
         return regression.loss_fn({"w": p["w"] * p["v"], "b": p["b"] + p["c"]}, batch)
 
     made = islands(loss_fn, make=options.pop("make", so.ddp))
-    opt = so.async_local_sgd(made, outer=optax.sgd(0.5), local_steps=H, **STREAMING | options)
+    opt = so.parameter_server.async_local_sgd(
+        made, outer=optax.sgd(0.5), local_steps=H, **STREAMING | options
+    )
     availability, each = {1: [(1, 6), (9, float("inf"))]}, H // (STREAMING | options)["fragments"]
     data = waiting_for_joins(regression.batches_of(2), {1: [each, 9 * each]})
     with so.Checkpoints(tmp_path, every=5, keep=1) as checkpoints:
@@ -232,7 +234,7 @@ def test_the_rounds_of_an_island(ahead, message_of):
     batches = [floats(a=1, b=1, ice=1)] * 2
     assert (
         message_of(ValueError, pushed, fragment, 6)
-        == "async_local_sgd: loss_fn returns so.Updated, for which islands have no common value.\n"
+        == "async_local_sgd: loss_fn returns so.losses.Updated, for which islands have no common value.\n"
         "  ice\nFix: train such leaves with ddp, zero, fsdp or diloco."
     )
 
@@ -312,7 +314,9 @@ def test_a_rule_compares_a_fragment_with_what_was_pulled_of_it():
 @pytest.mark.fast
 def test_a_run_with_other_fragments_does_not_go_on(regression):
     """What the log and a checkpoint keep is compared when a run goes on."""
-    header = so.async_local_sgd(islands(regression.loss_fn), local_steps=H, **STREAMING).spec.header
+    header = so.parameter_server.async_local_sgd(
+        islands(regression.loss_fn), local_steps=H, **STREAMING
+    ).spec.header
     assert {name: header[name] for name in STREAMING} == STREAMING
 
 
@@ -337,14 +341,20 @@ def test_a_run_with_other_fragments_does_not_go_on(regression):
 )
 def test_refusals(options, message, regression, message_of):
     found = message_of(
-        ValueError, so.async_local_sgd, islands(regression.loss_fn), local_steps=H, **options
+        ValueError,
+        so.parameter_server.async_local_sgd,
+        islands(regression.loss_fn),
+        local_steps=H,
+        **options,
     )
     assert found == f"async_local_sgd: {message}"
 
 
 @pytest.mark.fast
 def test_a_fragment_of_nothing_is_refused(regression, message_of):
-    opt = so.async_local_sgd(islands(regression.loss_fn), local_steps=H, fragments=4)
+    opt = so.parameter_server.async_local_sgd(
+        islands(regression.loss_fn), local_steps=H, fragments=4
+    )
     found = message_of(
         ValueError, opt.run, regression.params, regression.batches_of(2), num_updates=1
     )

@@ -466,10 +466,13 @@ REFUSED = {
         "async_sgd: availability must be a dict {worker: [(from, to), ...]}, got list.",
     ),
     "updated leaves": (
-        {"loss_fn": lambda p, b: (mean(p, b), {"x": so.Updated({"w": p["w"]})}), "workers": 1},
+        {
+            "loss_fn": lambda p, b: (mean(p, b), {"x": so.losses.Updated({"w": p["w"]})}),
+            "workers": 1,
+        },
         ValueError,
         (
-            "async_sgd: loss_fn returns so.Updated, for which asynchronous workers have no common"
+            "async_sgd: loss_fn returns so.losses.Updated, for which asynchronous workers have no common"
             " value.\n  w\nFix: train such leaves with ddp, zero or fsdp."
         ),
     ),

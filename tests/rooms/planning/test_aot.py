@@ -1,4 +1,5 @@
-"""`so.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU compiler
+"""`so.planning.aot`: what it refuses before a compiler is needed, and (slow) what the real TPU
+compiler
 says.
 """
 
@@ -50,7 +51,7 @@ def compiled(make=None, batch=None, **sizes):
             optax.adamw(1e-3), mesh, transformer.model(SHAPE), rules=rules_of(mesh)
         )
     )
-    return so.aot(
+    return so.planning.aot(
         make, SHAPE.abstract_params(), batch or transformer.abstract_batch(SHAPE, 32), **sizes
     )
 
@@ -222,7 +223,7 @@ def test_tpu7x_needs_a_jaxlib_that_reads_its_programs(jax_version, libtpu, refus
         (RuntimeError, problem) if refused else (TypeError, "make must return a ShardedOptimizer")
     )
     with pytest.raises(expected[0], match=expected[1]):
-        so.aot(lambda mesh: None, {}, {}, topology="tpu7x:2x2x2")
+        so.planning.aot(lambda mesh: None, {}, {}, topology="tpu7x:2x2x2")
 
 
 def test_a_report_reads_as_a_few_lines():
@@ -280,7 +281,7 @@ def test_a_step_for_a_tpu_is_proved(sizes):
             micro_batches=2,
         )
 
-    report = so.aot(
+    report = so.planning.aot(
         make,
         SMALL.abstract_params(),
         transformer.abstract_batch(SMALL, 16),
@@ -344,7 +345,7 @@ def test_a_gather_stays_one_on_a_torus_whole_or_half():
             ),
         ]
         text = jax.jit(gather).lower(*shapes).compile().as_text()
-        assert set(so.audit(text, mesh=dict(mesh.shape)).by_kind()) == {"all-gather"}
+        assert set(so.hlo.audit(text, mesh=dict(mesh.shape)).by_kind()) == {"all-gather"}
 
 
 @pytest.mark.slow

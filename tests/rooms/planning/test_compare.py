@@ -61,7 +61,7 @@ def test_a_recorded_profile_beside_a_plan(recorded):
         workload, Layout(data=4, tensor=2), hardware=HARDWARE["h100"], batch_size=8
     )
     compared = compare(folder, prediction, opt.step, state, batch)
-    audited = so.audit(opt.step, state, batch).collectives
+    audited = so.hlo.audit(opt.step, state, batch).collectives
     calls = {
         (x.kind, x.axes): sum(y.calls for y in audited if (y.kind, y.axes) == (x.kind, x.axes))
         for x in audited
@@ -168,7 +168,7 @@ def aot_report():
     collectives = {("all-gather", ("data",)): 5e-6, ("collective-permute", ("data",)): 1e-6}
     step = StepSeconds(1e-5, 5e-6, 5e-6, 0.0, all_operations=operations, collectives=collectives)
     mesh = {"data": 4, "pipeline": 1, "tensor": 1}
-    audited = so.audit(HLO, mesh=mesh)
+    audited = so.hlo.audit(HLO, mesh=mesh)
     return AotReport("v5e:2x2", 1, mesh, Memory(0, 0, 0, 0), audited, 0.0, 1.0, 1, HLO, step)
 
 

@@ -69,7 +69,7 @@ def as_shapes(shapes):
 def compiled(topology, make, problem):
     loss_fn, params = problem
     batch = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
-    return so.aot(lambda mesh: make(mesh, loss_fn), params, batch, topology=topology)
+    return so.planning.aot(lambda mesh: make(mesh, loss_fn), params, batch, topology=topology)
 
 
 STRATEGIES = {

@@ -79,7 +79,7 @@ def test_the_planned_mesh_compiles(name):
     shape = dataclasses.replace(SHAPE, num_layers=2)
     work = {"batch_size": 8, "placements": ["fsdp"], "schedules": [], "gather_dtype": None}
     plans = so.plan(shape, hardware=name, chips=4, **work)
-    report = so.aot(
+    report = so.planning.aot(
         lambda mesh: so.hybrid(
             optax.adamw(1e-3), mesh, transformer.model(shape), **plans.best.strategy
         ),

@@ -264,7 +264,7 @@ def test_unknown_models_and_kinds_are_refused():
     message = (
         "plan: model must be a name, a Transformer or a Workload, got function.\nFix: make a"
         " so.BlockModel of the loss, and pass so.planning.trace(model, abstract_params,"
-        " abstract_batch); of a loss without blocks so.aot compiles one layout."
+        " abstract_batch); of a loss without blocks so.planning.aot compiles one layout."
     )
     with refused(TypeError, message):
         so.plan(lambda params, batch: 0.0, hardware="v5p", chips=8, batch_size=64)

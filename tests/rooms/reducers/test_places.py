@@ -160,5 +160,5 @@ def test_an_empty_tree_is_reduced_without_a_word(reducer, mesh_of):
         jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P()), check_vma=False)
     )
     assert program(jnp.ones(4))[1] == {}
-    assert so.audit(program, jnp.ones(4), mesh=mesh).collectives == ()
+    assert so.hlo.audit(program, jnp.ones(4), mesh=mesh).collectives == ()
     assert reducer.wire_bytes({}, 4) == 0

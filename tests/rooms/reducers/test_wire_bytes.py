@@ -43,7 +43,7 @@ def program_of(reducer, mesh, axis="data"):
 
 def audited(reducer, mesh, grads, axis="data"):
     state = jax.eval_shape(reducer.init, grads)
-    return so.audit(program_of(reducer, mesh, axis), grads, state, mesh=mesh)
+    return so.hlo.audit(program_of(reducer, mesh, axis), grads, state, mesh=mesh)
 
 
 AGAIN = ("exact()", "int8(block_size=7)", "sign(block_size=1024)", "power_sgd(rank=2)")

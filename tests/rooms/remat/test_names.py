@@ -207,7 +207,7 @@ def test_kernels_and_host_memory_on_tpu(tensor):
             return so.fsdp(TX, mesh, transformer.model(shape, remat=remat), rules=rules)
 
         shapes = shape.abstract_params(), transformer.abstract_batch(shape, 8)
-        return so.aot(make, *shapes, topology="v5e:2x4", tensor=tensor)
+        return so.planning.aot(make, *shapes, topology="v5e:2x4", tensor=tensor)
 
     save, offload, full = (
         report("save:qkv,attention"),

@@ -1,4 +1,5 @@
-"""`so.doctor`: it warns about the silent errors that the versions have and the program meets, and
+"""`so.runtime.doctor`: it warns about the silent errors that the versions have and the program
+meets, and
 about no others.
 """
 
@@ -87,14 +88,16 @@ def test_stored_programs_are_warned_of_unless_their_order_is_sequential(monkeypa
     monkeypatch.setattr(_doctor, "version_of", lambda name: OLD.get(name))
     monkeypatch.setenv("XLA_FLAGS", "")
     stored = jax.config.values["jax_compilation_cache_dir"] is not None
-    assert [error.issue for error in so.doctor().errors] == ["XLA:CPU stored-programs"] * stored
+    assert [error.issue for error in so.runtime.doctor().errors] == [
+        "XLA:CPU stored-programs"
+    ] * stored
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_concurrency_optimized_scheduler=false")
-    assert so.doctor().errors == ()
+    assert so.runtime.doctor().errors == ()
 
 
 def test_a_report_says_versions_devices_and_flags(mesh_of, monkeypatch):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_example=true")
-    report = so.doctor(*step_of(mesh_of, {"data": 4}))
+    report = so.runtime.doctor(*step_of(mesh_of, {"data": 4}))
     assert report.versions["jax"] == jax.__version__
     assert report.devices == {"platform": "cpu", "kind": "cpu", "count": 8, "processes": 1}
     assert report.topology is None
@@ -119,10 +122,10 @@ def test_the_text_of_a_warning_has_number_pattern_and_remedy(mesh_of):
 def test_a_program_needs_its_state_and_batch(mesh_of):
     opt, state, _ = step_of(mesh_of, {"data": 4})
     with pytest.raises(TypeError) as raised:
-        so.doctor(opt, state)
+        so.runtime.doctor(opt, state)
     assert (
         str(raised.value)
-        == "doctor: batch missing.\nFix: call so.doctor(opt, state, batch), or so.doctor()."
+        == "doctor: batch missing.\nFix: call so.runtime.doctor(opt, state, batch), or so.runtime.doctor()."
     )
 
 

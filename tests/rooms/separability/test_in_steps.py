@@ -31,21 +31,29 @@ def own(batch):
 
 OF_ALL_ROWS = {
     "as many as there are here": lambda p, b: jnp.mean(
-        so.gather_batch(outputs(p, b))[: own(b)] ** 2
+        so.losses.gather_batch(outputs(p, b))[: own(b)] ** 2
     ),
-    "all but the last": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[: own(b) - 1] ** 2),
-    "against the first": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[: own(b)]),
-    "against the last": lambda p, b: jnp.mean(outputs(p, b) * so.gather_batch(b["y"])[-own(b) :]),
+    "all but the last": lambda p, b: jnp.mean(
+        so.losses.gather_batch(outputs(p, b))[: own(b) - 1] ** 2
+    ),
+    "against the first": lambda p, b: jnp.mean(
+        outputs(p, b) * so.losses.gather_batch(b["y"])[: own(b)]
+    ),
+    "against the last": lambda p, b: jnp.mean(
+        outputs(p, b) * so.losses.gather_batch(b["y"])[-own(b) :]
+    ),
     "by a dynamic slice": lambda p, b: jnp.mean(
-        outputs(p, b) * jax.lax.dynamic_slice(so.gather_batch(b["y"]), (0,), (own(b),))
+        outputs(p, b) * jax.lax.dynamic_slice(so.losses.gather_batch(b["y"]), (0,), (own(b),))
     ),
     "by a lookup": lambda p, b: jnp.mean(
-        outputs(p, b) * so.gather_batch(b["y"])[jnp.arange(own(b))]
+        outputs(p, b) * so.losses.gather_batch(b["y"])[jnp.arange(own(b))]
     ),
-    "the last here": lambda p, b: jnp.mean(outputs(p, b)) * so.gather_batch(b["y"])[own(b) - 1],
-    "by strides": lambda p, b: jnp.mean(so.gather_batch(outputs(p, b))[:: 8 // own(b)] ** 2),
+    "the last here": lambda p, b: (
+        jnp.mean(outputs(p, b)) * so.losses.gather_batch(b["y"])[own(b) - 1]
+    ),
+    "by strides": lambda p, b: jnp.mean(so.losses.gather_batch(outputs(p, b))[:: 8 // own(b)] ** 2),
     "reshaped": lambda p, b: jnp.mean(
-        so.gather_batch(outputs(p, b)).reshape(own(b), -1)[:, 0] * b["y"]
+        so.losses.gather_batch(outputs(p, b)).reshape(own(b), -1)[:, 0] * b["y"]
     ),
 }
 
@@ -72,11 +80,13 @@ WEIGHTS = {
     "an exponential": lambda p, b: jnp.exp(0.3 * outputs(p, b)) * (b["y"] > -1),
 }
 TERMS = {
-    "one term": lambda p, b, weight: so.Weighted(jnp.sum(outputs(p, b) * weight), jnp.sum(weight)),
-    "another total": lambda p, b, weight: so.Weighted(
+    "one term": lambda p, b, weight: so.losses.Weighted(
+        jnp.sum(outputs(p, b) * weight), jnp.sum(weight)
+    ),
+    "another total": lambda p, b, weight: so.losses.Weighted(
         jnp.sum(outputs(p, b) - b["y"]), jnp.sum(weight)
     ),
-    "two terms": lambda p, b, weight: so.Weighted(
+    "two terms": lambda p, b, weight: so.losses.Weighted(
         (jnp.sum(outputs(p, b)), jnp.sum(b["y"])), (own(b), jnp.sum(weight))
     ),
 }

@@ -27,7 +27,7 @@ def own_rows_done(params, batch):
 
 
 def whole_batch_done(params, batch):
-    return halved_until(lambda x: jnp.all(so.batch_mean(x) < 1), params, batch)
+    return halved_until(lambda x: jnp.all(so.losses.batch_mean(x) < 1), params, batch)
 
 
 def unused_loop(params, batch):

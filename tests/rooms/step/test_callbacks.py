@@ -158,7 +158,7 @@ def test_where_jax_is_not_told_of_the_mesh_ours_is(mesh_of):
             (device_kind(), axes_of_role("data"), has_auto_tensor(), mesh_under_trace().manual_axes)
         )
         with pytest.raises(ValueError, match="outside of a strategy's loss"):
-            so.batch_mean(x)
+            so.losses.batch_mean(x)
         return so.nn.attention(x, x, x)
 
     for f in (ask, trace_without_mesh(ask)):

@@ -86,7 +86,7 @@ def test_a_state_made_elsewhere_is_adopted_under_a_guard(mesh_of):
     opt = so.ddp(optax.adam(0.1), mesh_of(data=2), square)
     opt_state = optax.adam(0.1).init(PARAMS)
     with jax.transfer_guard("disallow"):
-        state = so.adopt(opt, PARAMS, opt_state, step=3)
+        state = so.replace(opt.init(PARAMS), opt_state=opt_state, step=3)
     assert int(state.step) == 3
 
 

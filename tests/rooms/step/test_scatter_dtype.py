@@ -237,7 +237,7 @@ def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes():
         def make(mesh):
             return so.fsdp(optax.sgd(RATE), mesh, MODEL, scatter_dtype=dtype)
 
-        report = so.aot(make, params, batch, topology="v5e:2x4")
+        report = so.planning.aot(make, params, batch, topology="v5e:2x4")
         # the matrices: XLA may all-reduce a bias
         return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes
 
@@ -268,7 +268,7 @@ def test_on_tpu_every_micro_batch_is_scattered(make, options):
 
     def sent(dtype, micro_batches):
         of = {**options, "micro_batches": micro_batches, "scatter_dtype": dtype}
-        report = so.aot(
+        report = so.planning.aot(
             lambda mesh: make(optax.sgd(RATE), mesh, MODEL, **of), params, batch, topology="v5e:2x4"
         )
         return report.audit.of(axis="data", min_bytes=65536).by_kind()["reduce-scatter"].wire_bytes

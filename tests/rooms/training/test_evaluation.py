@@ -19,9 +19,9 @@ from shardopt.training import evaluation
 def token_loss(params, batch):
     """A masked loss, a mean over rows, and a metric with a weight of its own."""
     error = (batch["x"] @ params["w"] - batch["y"]) ** 2  # [rows, 3]
-    masked = so.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
+    masked = so.losses.Weighted((error * batch["mask"]).sum(), batch["mask"].sum())
     largest = error.max(axis=1)
-    of_positive = so.Weighted(
+    of_positive = so.losses.Weighted(
         (largest * (batch["x"][:, 0] > 0)).sum(), (batch["x"][:, 0] > 0).sum()
     )
     return masked, {"largest": largest.mean(), "of_positive": of_positive}

@@ -47,7 +47,7 @@ def test_a_first_state_is_made_only_where_nothing_is_restored(
     opt, new_state, batches, same, tmp_path
 ):
     unbroken = fit(opt, new_state(), batches, num_steps=7, progress=False)
-    first, made = so.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)}), []
+    first, made = so.training.DeferredInit({"w": np.zeros(4, np.float32), "b": np.float32(0)}), []
     counted = opt._replace(init=lambda *given: made.append(given) or opt.init(*given))
     for target in (3, 7):
         with Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
@@ -56,7 +56,7 @@ def test_a_first_state_is_made_only_where_nothing_is_restored(
             )
     assert made == [first]
     assert same(result.state, unbroken.state)
-    drawn = so.DeferredInit(lambda rng: {"w": jax.random.normal(rng, 4), "b": 0.0})
+    drawn = so.training.DeferredInit(lambda rng: {"w": jax.random.normal(rng, 4), "b": 0.0})
     assert jax.tree.map(lambda leaf: leaf.shape, drawn.shapes()) == {"w": (4,), "b": ()}
 
 

@@ -297,7 +297,7 @@ def test_a_step_that_adds_up_gradients_after_a_skipped_update_is_not_skipped(mes
 
     def loss_fn(params, batch):
         loss = ((batch["x"] * params["w"] - batch["y"]) ** 2).mean()
-        return loss, {"stats": so.Updated({"count": params["count"] + 1})}
+        return loss, {"stats": so.losses.Updated({"count": params["count"] + 1})}
 
     tx = optax.MultiSteps(so.transforms.skip_anomalies(optax.sgd(0.01), window=2), 3)
     opt, logged = so.ddp(tx, mesh_of(data=2), loss_fn, frozen=["count"]), {}

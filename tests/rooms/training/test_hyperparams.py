@@ -9,7 +9,7 @@ from support.compilations import compilations
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.training import hyperparams, with_hyperparams
+from shardopt.training import hyperparams
 from shardopt.training._fit import fit
 
 ADAMW = {
@@ -45,7 +45,9 @@ def test_round_trip_without_compiling_again(kind, mesh_of, loss_fn, batches):
     state = fit(opt, new_state(opt), batches, num_steps=2, progress=False).state
     assert hyperparams(state) == pytest.approx(ADAMW)
     with compilations() as compiled:
-        changed = with_hyperparams(state, learning_rate=0.01, weight_decay=np.float64(0.5))
+        changed = so.replace(
+            state, hyperparams={"learning_rate": 0.01, "weight_decay": np.float64(0.5)}
+        )
 
         def describe(leaf):
             return (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding)
@@ -67,7 +69,7 @@ def test_it_changes_training_as_another_optimizer_would(mesh_of, loss_fn, batche
         "fsdp", optax.inject_hyperparams(optax.sgd)(learning_rate=0.5), mesh_of(data=2), loss_fn
     )
     direct = build("fsdp", optax.sgd(0.125), mesh_of(data=2), loss_fn)
-    state = with_hyperparams(new_state(injected), learning_rate=0.125)
+    state = so.replace(new_state(injected), hyperparams={"learning_rate": 0.125})
     found = fit(injected, state, batches, num_steps=10, progress=False).state.params
     wanted = fit(direct, new_state(direct), batches, num_steps=10, progress=False).state.params
     for name, value in wanted.items():
@@ -79,7 +81,9 @@ def test_found_wherever_it_is():
     tx = optax.chain(optax.clip(1.0), optax.apply_if_finite(inner, 3))
     state = plain_state(tx)
     assert hyperparams(state) == {"learning_rate": 0.5}
-    assert hyperparams(with_hyperparams(state, learning_rate=0.25)) == {"learning_rate": 0.25}
+    assert hyperparams(so.replace(state, hyperparams={"learning_rate": 0.25})) == {
+        "learning_rate": 0.25
+    }
     assert hyperparams(state) == {"learning_rate": 0.5}
 
 
@@ -90,7 +94,7 @@ def test_shared_names_are_told_apart_by_path():
     clip = optax.inject_hyperparams(optax.clip)(max_delta=2.0)
     state = plain_state(optax.chain(sgd(0.5), clip, sgd(0.25)))
     assert hyperparams(state) == {"0/learning_rate": 0.5, "max_delta": 2.0, "2/learning_rate": 0.25}
-    changed = with_hyperparams(state, **{"2/learning_rate": 0.125}, max_delta=4)
+    changed = so.replace(state, hyperparams={"2/learning_rate": 0.125, "max_delta": 4})
     assert hyperparams(changed) == {
         "0/learning_rate": 0.5,
         "max_delta": 4.0,
@@ -100,10 +104,10 @@ def test_shared_names_are_told_apart_by_path():
     with pytest.raises(
         ValueError,
         match=(
-            f"^{re.escape(f'with_hyperparams: no hyperparameter is named {chr(39)}learning_rate{chr(39)}.')}\n{re.escape(fix)}$"
+            f"^{re.escape(f'replace: no hyperparameter is named {chr(39)}learning_rate{chr(39)}.')}\n{re.escape(fix)}$"
         ),
     ):
-        with_hyperparams(state, learning_rate=0.1)
+        so.replace(state, hyperparams={"learning_rate": 0.1})
 
 
 def test_injected_within_injected():
@@ -114,7 +118,7 @@ def test_injected_within_injected():
 
     state = plain_state(optax.inject_hyperparams(outer)(scale=3.0))
     assert hyperparams(state) == {"scale": 3.0, "learning_rate": 0.5}
-    changed = with_hyperparams(state, learning_rate=0.25, scale=1.5)
+    changed = so.replace(state, hyperparams={"learning_rate": 0.25, "scale": 1.5})
     assert hyperparams(changed) == {"scale": 1.5, "learning_rate": 0.25}
 
 
@@ -122,7 +126,7 @@ def test_dtypes_stay():
     tx = optax.inject_hyperparams(optax.sgd, hyperparam_dtype=jnp.bfloat16)(
         learning_rate=0.5, momentum=0.5
     )
-    state = with_hyperparams(plain_state(tx), learning_rate=0.3, momentum=1)
+    state = so.replace(plain_state(tx), hyperparams={"learning_rate": 0.3, "momentum": 1})
     assert {leaf.dtype for leaf in state.opt_state.hyperparams.values()} == {
         jnp.dtype(jnp.bfloat16)
     }
@@ -136,23 +140,27 @@ def test_schedules_are_read_but_not_set():
     state = plain_state(tx)
     assert hyperparams(state) == {"learning_rate": 1.0, "momentum": 0.5}
     message = (
-        "with_hyperparams: 'learning_rate' would be overwritten by a schedule at the next step.\n"
+        "replace: 'learning_rate' would be overwritten by a schedule at the next step.\n"
         "Fix: inject a number instead of the schedule, and set it as you go."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        with_hyperparams(state, learning_rate=0.1, momentum=0.1)
+        so.replace(state, hyperparams={"learning_rate": 0.1, "momentum": 0.1})
+
+
+def set_one(state):
+    return so.replace(state, hyperparams={"learning_rate": 0.1})
 
 
 def test_nothing_injected():
     state = plain_state(optax.adam(1e-3))
-    for who, call in (("hyperparams", hyperparams), ("with_hyperparams", with_hyperparams)):
+    for who, call in (("hyperparams", hyperparams), ("replace", set_one)):
         message = (
             f"{who}: the optimizer state has no injected hyperparameters.\nFix: wrap the optimizer,"
             " as in optax.inject_hyperparams(optax.adamw)(learning_rate=1e-3)."
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call(state)
-        with pytest.raises(TypeError, match=f"^{who}: state must be a TrainState, got dict.$"):
+        with pytest.raises(TypeError, match=f"^{who}: state must be a TrainState, got dict."):
             call({})
 
 
@@ -161,11 +169,9 @@ def test_nothing_injected():
 )
 def test_values_that_are_no_numbers(value):
     state = plain_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
-    message = (
-        f"with_hyperparams: learning_rate must be a number, got {value!r} ({type(value).__name__})."
-    )
+    message = f"replace: learning_rate must be a number, got {value!r} ({type(value).__name__})."
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        with_hyperparams(state, learning_rate=value)
+        so.replace(state, hyperparams={"learning_rate": value})
 
 
 @pytest.mark.parametrize(
@@ -178,9 +184,9 @@ def test_values_that_are_no_numbers(value):
 )
 def test_values_that_do_not_fit(value, message):
     state = plain_state(optax.inject_hyperparams(optax.sgd)(learning_rate=0.5))
-    with pytest.raises(ValueError, match=f"^{re.escape(f'with_hyperparams: {message}')}$"):
-        with_hyperparams(state, learning_rate=value)
-    assert hyperparams(with_hyperparams(state, learning_rate=float("inf"))) == {
+    with pytest.raises(ValueError, match=f"^{re.escape(f'replace: {message}')}$"):
+        so.replace(state, hyperparams={"learning_rate": value})
+    assert hyperparams(so.replace(state, hyperparams={"learning_rate": float("inf")})) == {
         "learning_rate": float("inf")
     }
 
@@ -192,7 +198,7 @@ def test_integers_are_not_rounded():
         )
 
     state = plain_state(optax.inject_hyperparams(every)(k=3))
-    assert hyperparams(with_hyperparams(state, k=5.0)) == {"k": 5}
-    message = "with_hyperparams: k has dtype int32, which cannot hold 5.5."
+    assert hyperparams(so.replace(state, hyperparams={"k": 5.0})) == {"k": 5}
+    message = "replace: k has dtype int32, which cannot hold 5.5."
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        with_hyperparams(state, k=5.5)
+        so.replace(state, hyperparams={"k": 5.5})

@@ -225,4 +225,4 @@ OPT = so.ddp(
     so.make_mesh(replica=2, data=4),
     lambda params, batch: jnp.mean(batch * params["w"]),
 )
-STATE, BATCH = so.DeferredInit({"w": np.ones((), np.float32)}), np.ones(8, np.float32)
+STATE, BATCH = so.training.DeferredInit({"w": np.ones((), np.float32)}), np.ones(8, np.float32)

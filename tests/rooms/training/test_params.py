@@ -1,4 +1,4 @@
-"""`with_params`: frozen leaves that are set between steps."""
+"""`so.replace(params=...)`: frozen leaves that are set between steps."""
 
 import re
 
@@ -43,7 +43,7 @@ def test_the_next_step_runs_the_same_program_on_the_new_values(strategy, mesh_of
     state, _ = opt.step(opt.init(PARAMS), X)
     w = np.array(state.params["w"])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    state = so.with_params(state, NEW)
+    state = so.replace(state, params=NEW)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     with compilations() as compiled:
         state, metrics = opt.step(state, X)
@@ -55,11 +55,13 @@ def test_the_next_step_runs_the_same_program_on_the_new_values(strategy, mesh_of
 
 def test_values_are_found_by_key_paths_in_whatever_containers(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=FROZEN)
-    state = so.with_params(opt.init(PARAMS), {"teacher/layers/1/w": np.ones((8, 8)), "kl": 0.25})
+    state = so.replace(opt.init(PARAMS), params={"teacher/layers/1/w": np.ones((8, 8)), "kl": 0.25})
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], np.eye(8))
     np.testing.assert_array_equal(state.params["teacher"]["layers"][1]["w"], 1.0)
     assert float(state.params["kl"]) == 0.25
-    state = so.with_params(state, {"teacher": {"layers": [{"w": None}, {"w": np.zeros((8, 8))}]}})
+    state = so.replace(
+        state, params={"teacher": {"layers": [{"w": None}, {"w": np.zeros((8, 8))}]}}
+    )
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], np.eye(8))
     np.testing.assert_array_equal(state.params["teacher"]["layers"][1]["w"], 0.0)
 
@@ -71,7 +73,7 @@ def test_what_was_passed_outlives_the_step(mesh_of):
         jax.device_put(jnp.full((8, 8), 7.0), state.params["w"].sharding),
         np.full((8, 8), 5, np.float32),
     )
-    state = so.with_params(state, {"teacher": {"layers": [{"w": held}, {"w": numpy_held}]}})
+    state = so.replace(state, params={"teacher": {"layers": [{"w": held}, {"w": numpy_held}]}})
     numpy_held[:] = 0
     state, _ = opt.step(state, X)
     np.testing.assert_array_equal(held, 7.0)
@@ -84,7 +86,7 @@ def test_the_policy_becomes_its_own_reference(mesh_of):
     state, _ = opt.step(opt.init(PARAMS), X)
     before = np.array(state.params["w"])
     state, _ = opt.step(
-        so.with_params(state, {"teacher": {"layers": [{"w": state.params["w"]}, {}]}}), X
+        so.replace(state, params={"teacher": {"layers": [{"w": state.params["w"]}, {}]}}), X
     )
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], before)
     assert np.abs(state.params["w"] - before).max() > 1e-3
@@ -101,7 +103,7 @@ def test_every_replica_gets_the_value(combine, mesh_of):
     state, _ = opt.step(opt.init(PARAMS), X)
     own = np.array(state.opt_state.params.value["w"])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
-    state = so.with_params(state, NEW)
+    state = so.replace(state, params=NEW)
     assert jax.tree.map(lambda leaf: leaf.sharding, state) == shardings
     assert float(state.params["kl"]) == 0.125
     state, metrics = opt.step(state, X)
@@ -130,7 +132,7 @@ def test_blocks_of_a_pipeline(mesh_of):
         micro_batches=2,
         frozen=["^scale$", "^blocks/old$"],
     )
-    state = so.with_params(opt.init(params), {"blocks": {"old": eye}, "scale": 0.5})
+    state = so.replace(opt.init(params), params={"blocks": {"old": eye}, "scale": 0.5})
     state, metrics = opt.step(state, X)
     np.testing.assert_allclose(
         metrics["loss"], 0.5 * np.mean((X @ (2 * np.eye(8)) @ (2 * np.eye(8))) ** 2), rtol=1e-5
@@ -145,8 +147,8 @@ def test_a_mesh_with_explicit_axes(mesh_of):
     with jax.set_mesh(mesh):
         state = opt.init(PARAMS)
         sharding = state.params["w"].sharding
-        state = so.with_params(
-            state, {**NEW, "teacher": {"layers": [{"w": state.params["w"]}, {}]}}
+        state = so.replace(
+            state, params={**NEW, "teacher": {"layers": [{"w": state.params["w"]}, {}]}}
         )
         assert state.params["teacher"]["layers"][0]["w"].sharding == sharding
         state, _ = opt.step(state, X)
@@ -169,7 +171,7 @@ def test_keys_integers_and_half_precision(mesh_of):
     }
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, frozen=["key", "count", "half"])
     state = opt.init(params)
-    state = so.with_params(state, {"key": jax.random.key(7), "count": 3, "half": np.ones(4)})
+    state = so.replace(state, params={"key": jax.random.key(7), "count": 3, "half": np.ones(4)})
     assert (state.params["count"].dtype, state.params["half"].dtype) == (jnp.int32, jnp.bfloat16)
     _, metrics = opt.step(state, X)
     drawn = jax.random.normal(jax.random.key(7), (8,))
@@ -181,7 +183,7 @@ REFUSED = [
         {"kll": 0.1, "teacher": {"w": 1.0}},
         ValueError,
         (
-            "with_params: 2 values named no parameter.\n  kll\n  teacher/w\nFix: name parameters by"
+            "replace: 2 values named no parameter.\n  kll\n  teacher/w\nFix: name parameters by"
             " their key paths, such as kl, step, teacher/layers/0/w, teacher/layers/1/w, w."
         ),
     ),
@@ -189,7 +191,7 @@ REFUSED = [
         {"kl": 0.1, "teacher": {"layers": [{"w": 1.0}]}, "teacher/layers/0/w": 2.0},
         ValueError,
         (
-            "with_params: 1 key path stands for several leaves.\n"
+            "replace: 1 key path stands for several leaves.\n"
             "  teacher/layers/0/w\n"
             "Fix: give each value one leaf, with a key path of its own."
         ),
@@ -198,7 +200,7 @@ REFUSED = [
         {"kl": "much", "step": 1.5},
         TypeError,
         (
-            "with_params: values must be arrays or numbers of the kind that they replace.\n"
+            "replace: values must be arrays or numbers of the kind that they replace.\n"
             "  kl: floating, got 'much' (str)\n"
             "  step: integer, got 1.5 (float)\n"
             "Fix: convert them, as by value.astype(dtype)."
@@ -208,7 +210,7 @@ REFUSED = [
         {"kl": np.ones(2), "w": np.ones((2, 8, 8))},
         ValueError,
         (
-            "with_params: 2 values of another shape.\n"
+            "replace: 2 values of another shape.\n"
             "  kl: shape (), got (2,)\n"
             "  w: shape (8, 8), got (2, 8, 8)\n"
             "Fix: give each value the shape of the parameter."
@@ -218,7 +220,7 @@ REFUSED = [
         {"step": 2**40},
         ValueError,
         (
-            "with_params: 1 parameter cannot hold the integers given.\n"
+            "replace: 1 parameter cannot hold the integers given.\n"
             "  step: int32\n"
             "Fix: give values within the range of the dtype."
         ),
@@ -231,22 +233,22 @@ def test_values_that_do_not_fit_are_refused(values, kind, message, mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=[*FROZEN, "^step$"])
     state = opt.init({**PARAMS, "step": np.int32(0)})
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
-        so.with_params(state, values)
+        so.replace(state, params=values)
 
 
 def test_what_is_no_live_state_is_refused(mesh_of):
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=FROZEN)
     state = opt.init(PARAMS)
     message = (
-        "with_params: state must be a TrainState, got dict.\nFix: pass the state that opt.init or"
+        "replace: state must be a TrainState, got dict.\nFix: pass the state that opt.init or"
         " opt.step returned."
     )
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
-        so.with_params(state.params, {"kl": 1.0})
+        so.replace(state.params, params={"kl": 1.0})
     opt.step(state, X)
     message = (
-        "with_params: this state was given to step already, which takes over its memory.\n"
+        "replace: this state was given to step already, which takes over its memory.\n"
         "Fix: pass the state that step returned."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        so.with_params(state, {"kl": 1.0})
+        so.replace(state, params={"kl": 1.0})

@@ -156,7 +156,7 @@ REFUSED = {
 def test_what_cannot_be_computed_twice_is_refused(name):
     """Before the state is initialized."""
     make, reason = REFUSED[name]
-    state = so.DeferredInit({"w": np.eye(faults.WIDTH, dtype=np.float32)})
+    state = so.training.DeferredInit({"w": np.eye(faults.WIDTH, dtype=np.float32)})
     with pytest.raises(ValueError, match="verify_every") as error:
         fit(make(), state, batches(), num_steps=8, verify_every=2)
     assert (
@@ -179,7 +179,7 @@ def test_steps_are_counted_in_integers(opt, value, error, message):
     with pytest.raises(error) as caught:
         fit(
             opt,
-            so.DeferredInit({"w": np.eye(faults.WIDTH)}),
+            so.training.DeferredInit({"w": np.eye(faults.WIDTH)}),
             batches(),
             num_steps=8,
             verify_every=value,

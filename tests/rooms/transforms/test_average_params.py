@@ -66,7 +66,7 @@ def check(opt, case, inner):
     for batch in case.batches:
         state, _ = opt.step(state, batch)
     before = jax.device_get(state)
-    average = so.with_average(state)
+    average = so.replace(state, params="average")
     assert relative_difference(average.params, expected) <= 1e-10
     assert [x.sharding for x in jax.tree.leaves(average.params)] == [
         x.sharding for x in jax.tree.leaves(state.params)
@@ -183,7 +183,7 @@ def test_a_step_sends_nothing_more(strategy, layout, mesh_of):
         sent.append(
             [
                 (c.kind, c.bytes)
-                for c in so.audit(opt.step, opt_state, np.ones((8, 8), np.float32)).collectives
+                for c in so.hlo.audit(opt.step, opt_state, np.ones((8, 8), np.float32)).collectives
             ]
         )
     assert sent[0] == sent[1]
@@ -203,7 +203,7 @@ def test_schedule_free_is_read_as_optax_reads_it(mesh_of):
             state, _ = opt.step(state, batch)
         trained = {**jax.device_get(state.params), "count": None}
         expected = optax.contrib.schedule_free_eval_params(jax.device_get(state.opt_state), trained)
-        average = so.with_average(state).params
+        average = so.replace(state, params="average").params
         assert average["count"] == 3
         assert relative_difference({**average, "count": None}, expected) <= 1e-12
         assert relative_difference({**average, "count": None}, trained) > 1e-4
@@ -223,7 +223,7 @@ def test_replicas_give_the_mean_of_their_averages(mesh_of):
         state, _ = opt.step(state, batch)
         history.append(jax.device_get(state.opt_state.params.value["w"]))
     expected = debiased(history).mean(0)
-    np.testing.assert_allclose(so.with_average(state).params["w"], expected, rtol=1e-6)
+    np.testing.assert_allclose(so.replace(state, params="average").params["w"], expected, rtol=1e-6)
     assert abs(expected - 1).max() > 1e-3  # the shared parameters have not changed yet
 
 
@@ -263,7 +263,7 @@ def test_bfloat16_is_averaged_in_float32():
 
 def test_masked_leaves_and_batch_statistics_come_from_the_state(mesh_of):
     def loss_fn(params, batch):
-        new_count = so.Updated({"count": params["count"] + 1})
+        new_count = so.losses.Updated({"count": params["count"] + 1})
         return jnp.mean(batch) * (params["a"] + params["b"]), {"statistics": new_count}
 
     average = optax.masked(
@@ -273,7 +273,7 @@ def test_masked_leaves_and_batch_statistics_come_from_the_state(mesh_of):
     state = opt.init({"a": jnp.ones(()), "b": jnp.ones(()), "count": jnp.zeros(())})
     for _ in range(3):
         state, _ = opt.step(state, np.ones(4, np.float32))
-    params = so.with_average(state).params
+    params = so.replace(state, params="average").params
     assert params["b"] == state.params["b"] < params["a"]
     assert params["count"] == 3
 
@@ -298,12 +298,14 @@ def test_a_checkpoint_holds_the_average_and_another_strategy_reads_it(mesh_of, t
         state = result.state
         assert checkpoints.best_step() == 4
     assert result.history[-1]["val_loss"] == pytest.approx(
-        float(opt.evaluate(so.with_average(state), rows)["loss"])
+        float(opt.evaluate(so.replace(state, params="average"), rows)["loss"])
     )
     assert result.history[-1]["val_loss"] > 1.01 * opt.evaluate(state, rows)["loss"]
     other = so.fsdp(averaging(optax.sgd(0.1)), mesh_of(data=4), loss_fn, min_shard_elements=1)
     restored = so.restore(tmp_path, other)
-    same_bits(so.with_average(restored).params, so.with_average(state).params)
+    same_bits(
+        so.replace(restored, params="average").params, so.replace(state, params="average").params
+    )
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_accumulate_talks_once_a_real_step(mesh_of):
     np.testing.assert_allclose(
         [value for _, value in seen], [0, 0, -0.25, 0, 0, -0.25, 0], rtol=1e-6
     )
-    found = so.audit(step, state, grads, mesh=mesh_of(data=4))
+    found = so.hlo.audit(step, state, grads, mesh=mesh_of(data=4))
     assert found.total_wire_bytes == R.exact().wire_bytes(PARAMS, 4)
     assert found.collectives
     assert all(one.conditional for one in found.collectives)
@@ -75,14 +75,14 @@ def test_accumulate_talks_once_a_real_step(mesh_of):
 
 def test_local_updates_talk_in_a_branch(mesh_of):
     step, state = program(T.local_updates(optax.adam(0.1), "data", sync_every=4), mesh_of(data=4))
-    found = so.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
+    found = so.hlo.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
     assert found.total_wire_bytes == R.exact().wire_bytes(PARAMS, 4)
     assert all(one.conditional for one in found.collectives)
 
 
 def test_shard_updates_scatters_and_gathers(mesh_of):
     step, state = program(T.shard_updates(optax.adam(0.1), "data"), mesh_of(data=4))
-    found = so.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
+    found = so.hlo.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
     whole = 4 * ELEMENTS
     assert {kind: traffic.bytes for kind, traffic in found.by_kind().items()} == {
         "reduce-scatter": whole,
@@ -93,14 +93,14 @@ def test_shard_updates_scatters_and_gathers(mesh_of):
 def test_clipping_sends_a_number(mesh_of):
     tx = T.clip_by_global_norm(1.0, "data", split={"w": True, "b": False})
     step, state = program(tx, mesh_of(data=4))
-    found = so.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
+    found = so.hlo.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
     assert [(one.kind, one.bytes) for one in found.collectives] == [("all-reduce", 4)]
 
 
 def test_averaging_sends_what_its_reducer_states(mesh_of):
     for reducer in (None, R.int8(), R.error_feedback(R.sign())):
         step, state = program(T.average_gradients("data", reducer), mesh_of(data=4))
-        found = so.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
+        found = so.hlo.audit(step, state, local_gradients(), mesh=mesh_of(data=4))
         assert found.total_wire_bytes == (reducer or R.exact()).wire_bytes(PARAMS, 4)
 
 

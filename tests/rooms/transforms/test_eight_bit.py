@@ -148,7 +148,7 @@ def test_blocks_within_shards_need_no_collective_and_bytes_follow_the_formula(
     for tx in (optax.adam(1e-3), so.transforms.eight_bit(optax.adam(1e-3), min_elements=1024)):
         opt = STRATEGIES[strategy](tx, mesh_of(**sizes), loss_fn, rules=rules)
         state = opt.init({name: jnp.ones(shape) for name, shape in SHAPES.items()})
-        found.append((so.audit(opt.step, state, batch), opt.config.report().opt_state_bytes))
+        found.append((so.hlo.audit(opt.step, state, batch), opt.config.report().opt_state_bytes))
     (adam, bytes_of_adam), (rounded, nbytes) = found
     assert rounded.by_kind() == adam.by_kind()
     np.testing.assert_allclose(nbytes, (2 + 8 / 64) / 8 * bytes_of_adam, rtol=0.02)

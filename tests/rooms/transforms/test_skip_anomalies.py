@@ -177,7 +177,9 @@ def test_each_replica_of_local_sgd_decides_by_itself(mesh_of):
 
 def counting_loss(params, batch):
     """A loss whose statistics, as of batch normalization, change in every step."""
-    return jnp.mean((batch @ params["w"]) ** 2), {"stats": so.Updated({"mean": jnp.mean(batch)})}
+    return jnp.mean((batch @ params["w"]) ** 2), {
+        "stats": so.losses.Updated({"mean": jnp.mean(batch)})
+    }
 
 
 @pytest.mark.parametrize(

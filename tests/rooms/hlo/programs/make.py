@@ -133,7 +133,7 @@ def sparse_core(topology):
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, sharded))
         for shape in ((4096, 1024), (4096, 4096))
     ]
-    return jax.jit(mapped, compiler_options=dict(so.compiler_options(mesh))).lower(*shapes)
+    return jax.jit(mapped, compiler_options=dict(so.runtime.compiler_options(mesh))).lower(*shapes)
 
 
 _READ = (

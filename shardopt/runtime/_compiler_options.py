@@ -5,8 +5,6 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import Mesh
 
-from shardopt.collectives._per_device import TENSOR
-
 CompilerOptions = Mapping[str, str | bool | int | float]
 
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload_"
@@ -46,12 +44,12 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
 
     Returns:
       Option name -> value, as `compiler_options` of `jax.jit` takes them. A strategy's
-      `compiler_options=` replaces them; `{**so.compiler_options(mesh), "name": value}` adds to
+      `compiler_options=` replaces them; `{**so.runtime.compiler_options(mesh), "name": value}` adds to
       them.
 
     Example:
       >>> import shardopt as so
-      >>> so.compiler_options(so.make_mesh())
+      >>> so.runtime.compiler_options(so.make_mesh())
       {}
 
     - **TPU v5p, v6e and 7x**: gathers, scatters and reductions run on the SparseCore, in parallel
@@ -84,7 +82,7 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
     References:
       XLA flags of MaxText's `xla_flags_library` (SparseCore offload, no collective matmul).
       MaxText's scripts and Levanter's launcher set the limit of VMEM (48 to 120 MiB). The figures
-      were computed by `so.aot` with libtpu 0.0.52.
+      were computed by `so.planning.aot` with libtpu 0.0.52.
     """
     kind = getattr(mesh.devices.flat[0], "device_kind", "")
     if jax.__version_info__ < (0, 11):
@@ -97,5 +95,5 @@ def compiler_options(mesh: Mesh) -> CompilerOptions:
         if not (too_many_chips and name.endswith("nd_reduce_scatter"))
     }
     options |= {"xla_tpu_scoped_vmem_limit_kib": _VMEM_KIB[kind]} if kind in _VMEM_KIB else {}
-    has_tensor = kind.startswith("TPU") and mesh.shape.get(TENSOR, 1) > 1
+    has_tensor = kind.startswith("TPU") and mesh.shape.get("tensor", 1) > 1
     return options | (_NO_COLLECTIVE_MATMUL if has_tensor else {})

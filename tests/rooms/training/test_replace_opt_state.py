@@ -39,6 +39,11 @@ def flax_after(count):
     return state
 
 
+def continued(opt, source):
+    """The state of another program, with its optimizer state and step."""
+    return so.replace(opt.init(source.params), opt_state=source.opt_state, step=int(source.step))
+
+
 def nested(tree):
     """As an orbax checkpoint gives it back without a target: dicts and lists."""
     if hasattr(tree, "_asdict"):
@@ -58,18 +63,18 @@ def test_it_goes_on_as_it_would_have(form):
     opt = so.fsdp(TX, so.make_mesh(), loss_fn, min_shard_elements=1)
     source = flax_after(2)
     if form == "flax":
-        state = so.adopt(opt, source)
+        state = continued(opt, source)
     elif form == "trees":
-        state = so.adopt(opt, flax.core.freeze(source.params), source.opt_state, step=2)
+        frozen_params = flax.core.freeze(source.params)
+        state = so.replace(opt.init(frozen_params), opt_state=source.opt_state, step=2)
         assert isinstance(state.params, flax.core.FrozenDict)
     elif form == "nested":
-        state = so.adopt(
-            opt, source.params, jax.tree.map(np.asarray, nested(source.opt_state)), step=2
-        )
+        opt_state = jax.tree.map(np.asarray, nested(source.opt_state))
+        state = so.replace(opt.init(source.params), opt_state=opt_state, step=2)
     else:
-        state = so.adopt(opt, so.adopt(so.ddp(TX, so.make_mesh(), loss_fn), source))
+        state = continued(opt, continued(so.ddp(TX, so.make_mesh(), loss_fn), source))
     if form == "trees":  # the optimizer state has dicts, as flax kept it
-        state = so.adopt(opt, source.params, source.opt_state, step=2)
+        state = so.replace(opt.init(source.params), opt_state=source.opt_state, step=2)
     assert int(state.step) == 2
     for batch in BATCHES[2:]:
         state, _ = opt.step(state, batch)
@@ -81,15 +86,15 @@ def test_it_goes_on_as_it_would_have(form):
 
 def test_without_an_optimizer_state_it_is_new():
     opt = so.local_sgd(so.ddp(TX, so.make_mesh(replica=2, data=4), loss_fn), sync_every=2)
-    state = so.adopt(opt, PARAMS, step=5)
+    state = so.replace(opt.init(PARAMS), step=5)
     assert int(state.step) == 5
     np.testing.assert_array_equal(state.params["w"], PARAMS["w"])
     message = (
-        "adopt: the replicas of local_sgd keep an optimizer state each, and one was passed.\n"
-        "Fix: leave opt_state out: each replica starts with a new one."
+        "replace: the replicas of local_sgd and diloco keep an optimizer state each, and one was passed.\n"
+        "Fix: leave opt_state out: each replica goes on with its own."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        so.adopt(opt, PARAMS, TX.init(PARAMS))
+        so.replace(state, opt_state=TX.init(PARAMS))
 
 
 def test_beside_the_state_of_a_reducer():
@@ -100,7 +105,7 @@ def test_beside_the_state_of_a_reducer():
         reducer=so.reducers.error_feedback(so.reducers.int8()),
     )
     given = optax.adam(0.1).update(PARAMS, optax.adam(0.1).init(PARAMS), PARAMS)[1]
-    state = so.adopt(opt, PARAMS, given, step=1)
+    state = so.replace(opt.init(PARAMS), opt_state=given, step=1)
     np.testing.assert_array_equal(state.opt_state.optimizer[0].mu["w"], given[0].mu["w"])
     opt.step(state, BATCHES[0])
 
@@ -109,21 +114,22 @@ def test_what_does_not_fit_is_listed():
     opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, frozen=["b"])
     other = optax.adam(0.1).init({"w": jnp.zeros((5,)), "b": jnp.zeros(())})
     message = (
-        "adopt: the optimizer state is not that of opt.wrapped over the trained parameters: 0"
+        "replace: the optimizer state is not that of opt.wrapped over the trained parameters: 0"
         " leaves missing, 2 left over, 2 different.\n  0/mu/w: float32[5], float32[4] wanted\n "
         " 0/nu/w: float32[5], float32[4] wanted\n  0/mu/b: float32[], left over\n  0/nu/b:"
         " float32[], left over\nFix: build opt with the optax chain that made it, or leave"
         " opt_state out to start a new one."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        so.adopt(opt, PARAMS, other)
+        so.replace(opt.init(PARAMS), opt_state=other)
 
 
 NO_TRANSFORMATION = (
     "ddp: so.ddp returns no optax transformation: its step takes a batch, not gradients.\nFix: put"
     " what is of optax inside, so.ddp(optax.chain(clip, tx), ...), and train with state, metrics ="
-    " opt.step(state, batch), which computes gradients itself; flax's TrainState becomes one of"
-    " these by so.adopt(opt, state), made with tx=opt.wrapped."
+    " opt.step(state, batch), which computes gradients itself; flax's TrainState, made with"
+    " tx=opt.wrapped, becomes one of these by so.replace(opt.init(state.params),"
+    " opt_state=state.opt_state, step=int(state.step))."
 )
 
 
@@ -178,22 +184,23 @@ MISUSES = {
     "flax's state as parameters": (
         lambda opt: opt.init(flax_after(0)),
         (
-            "ddp: parameters were expected, got a TrainState.\nFix: pass its .params, or all of it"
-            " to so.adopt(opt, state)."
+            "ddp: parameters were expected, got a TrainState.\nFix: pass its .params;"
+            " so.replace(state, opt_state=..., step=...) sets what else it has."
         ),
     ),
     "flax's state in a step": (
         lambda opt: opt.step(flax_after(0), BATCHES[0]),
         (
             "ddp: the state must be the TrainState that init or step returned, got TrainState.\n"
-            "Fix: this one is flax's: state = so.adopt(opt, state) makes one of it."
+            "Fix: this one is flax's: so.replace(opt.init(state.params), opt_state=state.opt_state,"
+            " step=int(state.step)) makes one of it."
         ),
     ),
-    "adopted by optax": (
-        lambda opt: so.adopt(TX, PARAMS),
+    "flax's state in replace": (
+        lambda opt: so.replace(flax_after(0), step=1),
         (
-            "adopt: opt must be a so.ShardedOptimizer, got GradientTransformationExtraArgs.\n"
-            "Fix: pass what so.ddp, so.zero, so.fsdp or so.hybrid returns."
+            "replace: state must be a TrainState, got TrainState.\n"
+            "Fix: pass the state that opt.init or opt.step returned."
         ),
     ),
 }
