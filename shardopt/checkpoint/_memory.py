@@ -101,11 +101,8 @@ class MemoryWriter:
                 " out."
             )
             raise ValueError(format_error(caller, problem, fix=fix))
-        self._caller, self._vaults, self._token = (
-            caller,
-            addresses.split(","),
-            os.environ[vault.TOKEN],
-        )
+        self._caller, self._vaults = caller, addresses.split(",")
+        self._token = os.environ[vault.TOKEN]
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="snapshots")
         self._pending: Future[None] | None = None
         self._unreachable: set[str] = set()
@@ -153,12 +150,8 @@ class MemoryWriter:
             pieces = self._read_pieces(candidate)
             snapshot, problem = assemble(pieces, abstract_state)
             if snapshot is None:
-                _LOG.warning(
-                    "%s: the snapshot of step %d is not restored: %s.",
-                    self._caller,
-                    candidate.step,
-                    problem,
-                )
+                text = "%s: the snapshot of step %d is not restored: %s."
+                _LOG.warning(text, self._caller, candidate.step, problem)
             if all(json.loads(text) for text in exchange(json.dumps(snapshot is not None))):
                 assert snapshot is not None
                 return snapshot._replace(extra=json.loads(exchange(json.dumps(snapshot.extra))[0]))
@@ -176,15 +169,14 @@ class MemoryWriter:
     def _send(self, data: bytearray, step: int) -> None:
         digest, rank = vault.digest(data), jax.process_index()
         group = f"{self._attempt}/{jax.process_count()}"
+        text = (
+            "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another holds it."
+        )
         for address in self._own_vaults():
             try:
                 vault.put(address, self._token, rank, step, group, data, digest)
                 self._unreachable.discard(address)
             except (OSError, EOFError, AuthenticationError) as error:
-                text = (
-                    "%s: the snapshot of step %d did not reach the host at %s (%s: %s); another"
-                    " holds it."
-                )
                 # warn once: the next snapshots will probably fail too
                 if address not in self._unreachable:
                     _LOG.warning(text, self._caller, step, address, type(error).__name__, error)
@@ -202,14 +194,10 @@ class MemoryWriter:
 
         On the same mesh the first piece is enough.
         """
-        near_vaults = self._own_vaults()
-        for rank in sorted(complete_step.holders, key=lambda rank: rank != jax.process_index()):
-            for address in sorted(
-                complete_step.holders[rank], key=lambda address: address not in near_vaults
-            ):
-                data = vault.get(
-                    address, self._token, rank, complete_step.step, complete_step.group
-                )
+        near_vaults, (step, group, holders) = self._own_vaults(), complete_step
+        for rank in sorted(holders, key=lambda rank: rank != jax.process_index()):
+            for address in sorted(holders[rank], key=lambda address: address not in near_vaults):
+                data = vault.get(address, self._token, rank, step, group)
                 if data is not None:
                     yield unpack(data)
                     break
@@ -234,13 +222,13 @@ def complete_steps(
         if step > later_than:
             holders.setdefault((step, group), {}).setdefault(rank, []).append(address)
     complete = [
-        CompleteStep(*key, holders_by_rank)
-        for key, holders_by_rank in holders.items()
-        if len(holders_by_rank) == int(key[1].partition("/")[2])
+        CompleteStep(step, group, ranks)
+        for (step, group), ranks in holders.items()
+        if len(ranks) == int(group.partition("/")[2])
     ]
-    return sorted(
-        complete, key=lambda step: (step.step, int(step.group.partition("/")[0])), reverse=True
-    )
+    # of two attempts that took the step, the later one first
+    complete.sort(key=lambda step: (step.step, int(step.group.partition("/")[0])), reverse=True)
+    return complete
 
 
 def pack(
@@ -251,42 +239,39 @@ def pack(
 
     A shard that several devices of this process hold is packed once.
     """
-    state_leaves = leaves_by_path(state)
-    shards_by_path = {path: _local_shards(to_storable(leaf)) for path, leaf in state_leaves.items()}
-    leaf_entries, offset = [], 0
-    for path, leaf in state_leaves.items():
+    leaf_entries, shards = [], []
+    num_bytes = 0
+    for path, leaf in leaves_by_path(state).items():
         shard_entries = []
-        for bounds, shard in shards_by_path[path].items():
+        for bounds, shard in _local_shards(to_storable(leaf)).items():
             shard.copy_to_host_async()
-            shard_entries.append([list(map(list, bounds)), offset, shard.nbytes])
-            offset += shard.nbytes
-        leaf_entries.append([list(path), str(describe(leaf)), shard_entries])
+            shards.append(shard)
+            shard_entries.append([bounds, num_bytes, shard.nbytes])
+            num_bytes += shard.nbytes
+        leaf_entries.append([path, str(describe(leaf)), shard_entries])
     sum_entries = None if sums is None else list(sums.values())  # in the order of the leaves
     header = json.dumps(
         {"step": step, "extra": extra, "leaves": leaf_entries, "sums": sum_entries}
     ).encode()
     # one copy only: a large state leaves little host memory
-    packed = bytearray(_LENGTH_BYTES + len(header) + offset)
-    packed[:_LENGTH_BYTES] = len(header).to_bytes(_LENGTH_BYTES, "little")
     position = _LENGTH_BYTES + len(header)
-    packed[_LENGTH_BYTES:position] = header
-    for shard in (shard for shards in shards_by_path.values() for shard in shards.values()):
-        packed[position : position + shard.nbytes] = (
-            np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8).data
-        )
+    packed = bytearray(position + num_bytes)
+    packed[:position] = len(header).to_bytes(_LENGTH_BYTES, "little") + header
+    for shard in shards:
+        values = np.ascontiguousarray(np.asarray(shard)).reshape(-1).view(np.uint8)
+        packed[position : position + shard.nbytes] = values.data
         position += shard.nbytes
     return packed
 
 
 def unpack(packed: bytes) -> MemorySnapshot:
     """Return the snapshot that `pack` packed; its values are views of `packed`."""
-    header_length = int.from_bytes(packed[:_LENGTH_BYTES], "little")
-    start = _LENGTH_BYTES + header_length
+    start = _LENGTH_BYTES + int.from_bytes(packed[:_LENGTH_BYTES], "little")
     header, values = json.loads(packed[_LENGTH_BYTES:start]), memoryview(packed)[start:]
     leaves = {}
     for path, leaf_record, shard_entries in header["leaves"]:
         shards = {
-            tuple((a, b) for a, b in bounds): values[offset : offset + size]
+            tuple(map(tuple, bounds)): values[offset : offset + size]
             for bounds, offset, size in shard_entries
         }
         leaves[tuple(path)] = (leaf_record, shards)
@@ -300,50 +285,57 @@ def assemble(
     """Return a snapshot with the shards that the devices of this process need, or None and the
     reason.
 
-    It reads as few pieces as hold these shards. Each piece is released before the next is read, so
-    memory holds the shards of this process and one piece.
+    It reads as few pieces as hold these shards. Their values are copied, and each piece is released
+    before the next is read, so memory holds the shards of this process and one piece.
 
     Args:
       pieces: the pieces of the processes that took the snapshot, on any mesh.
       abstract_state: pytree of `jax.ShapeDtypeStruct` with shardings.
     """
     abstract_leaves = leaves_by_path(abstract_state)
-    needed_bounds = {path: _local_bounds(leaf) for path, leaf in abstract_leaves.items()}
-    shards: dict[LeafPath, dict[Bounds, memoryview]] = {path: {} for path in abstract_leaves}
-    missing = {
-        (path, bounds): _num_elements(bounds)
-        for path, leaf_bounds in needed_bounds.items()
-        for bounds in leaf_bounds
+    sizes = {path: _itemsize(leaf) for path, leaf in abstract_leaves.items()}
+    shards = {
+        path: {
+            bounds: memoryview(bytearray(_num_elements(bounds) * sizes[path]))
+            for bounds in _local_bounds(leaf)
+        }
+        for path, leaf in abstract_leaves.items()
     }
+    num_missing = sum(_num_elements(bounds) for needed in shards.values() for bounds in needed)
     copied: set[tuple[LeafPath, Bounds]] = set()
-    snapshot = None
+    first_piece = None
     for piece in pieces:
-        snapshot = snapshot or piece._replace(leaves={})
-        if piece.leaves.keys() != abstract_leaves.keys():
-            return None, "it holds other leaves"
-        for path, leaf in abstract_leaves.items():
-            leaf_record, piece_shards = piece.leaves[path]
-            if leaf_record != str(describe(leaf)):
-                return None, f"{show(path)} is {leaf_record}, not {describe(leaf)}"
-            size = np.dtype(to_storable(leaf).dtype).itemsize
-            for bounds in needed_bounds[path]:
-                if bounds in piece_shards and missing[path, bounds]:
-                    shards[path][bounds], missing[path, bounds] = piece_shards[bounds], 0
-                for held_bounds in piece_shards if missing[path, bounds] else ():
-                    if (path, held_bounds) not in copied:
-                        target_shard = shards[path].setdefault(
-                            bounds, memoryview(bytearray(_num_elements(bounds) * size))
-                        )
-                        missing[path, bounds] -= _copy_overlap(
-                            piece_shards[held_bounds], held_bounds, target_shard, bounds, size
-                        )
-            copied |= {(path, held_bounds) for held_bounds in piece_shards}
-        if not any(missing.values()):
-            leaves = {
-                path: (str(describe(leaf)), shards[path]) for path, leaf in abstract_leaves.items()
-            }
-            return snapshot._replace(leaves=leaves), ""
+        first_piece = first_piece or piece._replace(leaves={})
+        misfit = _misfit(piece, abstract_leaves)
+        if misfit:
+            return None, misfit
+        for path, (_, piece_shards) in piece.leaves.items():
+            for piece_bounds, values in piece_shards.items():
+                if (path, piece_bounds) not in copied:
+                    copied.add((path, piece_bounds))
+                    num_missing -= sum(
+                        _copy_overlap(values, piece_bounds, shard, bounds, sizes[path])
+                        for bounds, shard in shards[path].items()
+                    )
+        if num_missing == 0:
+            leaves = {path: (record, shards[path]) for path, (record, _) in piece.leaves.items()}
+            return first_piece._replace(leaves=leaves), ""
     return None, "a piece of it is lost or damaged"
+
+
+def _misfit(piece: MemorySnapshot, abstract_leaves: dict[LeafPath, jax.ShapeDtypeStruct]) -> str:
+    """Return why a piece does not fit a state, or ""."""
+    if piece.leaves.keys() != abstract_leaves.keys():
+        return "it holds other leaves"
+    for path, leaf in abstract_leaves.items():
+        leaf_record, wanted = piece.leaves[path][0], str(describe(leaf))
+        if leaf_record != wanted:
+            return f"{show(path)} is {leaf_record}, not {wanted}"
+    return ""
+
+
+def _itemsize(leaf: jax.ShapeDtypeStruct) -> int:
+    return np.dtype(to_storable(leaf).dtype).itemsize
 
 
 def _local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
@@ -351,13 +343,16 @@ def _local_bounds(leaf: jax.ShapeDtypeStruct) -> list[Bounds]:
     stored = to_storable(leaf)
     assert stored.sharding is not None
     indices = stored.sharding.addressable_devices_indices_map(stored.shape).values()
-    return list(
-        dict.fromkeys(_bounds(index, stored.shape) for index in indices if index is not None)
-    )
+    bounds = (_bounds(index, stored.shape) for index in indices if index is not None)
+    return list(dict.fromkeys(bounds))
+
+
+def _shape(bounds: Bounds) -> list[int]:
+    return [stop - start for start, stop in bounds]
 
 
 def _num_elements(bounds: Bounds) -> int:
-    return math.prod(stop - start for start, stop in bounds)
+    return math.prod(_shape(bounds))
 
 
 def _copy_overlap(
@@ -379,15 +374,12 @@ def _copy_overlap(
         return 0
 
     def overlap_of(shard_bytes: memoryview, bounds: Bounds) -> np.ndarray:
-        shard = np.frombuffer(shard_bytes, f"V{size}").reshape(
-            [stop - start for start, stop in bounds]
+        shard = np.ndarray(_shape(bounds), f"V{size}", shard_bytes)
+        starts = (start for start, _ in bounds)
+        slices = (
+            slice(a - start, b - start) for (a, b), start in zip(overlap, starts, strict=True)
         )
-        return shard[
-            tuple(
-                slice(a - start, b - start)
-                for (a, b), (start, _) in zip(overlap, bounds, strict=True)
-            )
-        ]
+        return shard[..., *slices]
 
     overlap_of(target, target_bounds)[...] = overlap_of(source, source_bounds)
     return _num_elements(overlap)
@@ -412,9 +404,7 @@ def place_snapshot(snapshot: MemorySnapshot, abstract_state: PyTree) -> PyTree:
 
         def read(index: tuple[slice, ...], stored=stored, shards=shards) -> np.ndarray:
             bounds = _bounds(index, stored.shape)
-            return np.frombuffer(shards[bounds], stored.dtype).reshape(
-                [stop - start for start, stop in bounds]
-            )
+            return np.ndarray(_shape(bounds), stored.dtype, shards[bounds])
 
         leaves.append(from_storable(place(stored, read), describe(leaf)))
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
