@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from shardopt.collectives._shards import all_to_all, psum_scatter
 from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, device_names
 
+Computation = Callable[[jax.Array], jax.Array]
+
 _AXIS = "devices"
 _KIB = 1024
 _CALLS = 5
@@ -32,7 +34,7 @@ def _random_numbers(x: jax.Array) -> jax.Array:
 SCATTERED = "scattered sums"
 _ORDER_FLAG = "--xla_gpu_deterministic_ops=true"
 
-COMPUTATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+COMPUTATIONS: dict[str, Computation] = {
     "product in float32": lambda x: jnp.matmul(x, x.T, precision="highest"),
     "product in bfloat16": lambda x: x.astype(jnp.bfloat16) @ x.T.astype(jnp.bfloat16),
     "sums": lambda x: jnp.stack(
@@ -45,7 +47,6 @@ COMPUTATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
         [1 / (jnp.abs(x) + 1), jnp.sqrt(jnp.abs(x)), jax.lax.rsqrt(1 + x * x)]
     ),
     "random numbers": _random_numbers,
-    SCATTERED: lambda x: jnp.zeros(64).at[jnp.arange(x.size) % 61].add(x.ravel()),
 }
 
 
@@ -56,30 +57,25 @@ def device_mesh(devices: Devices) -> Mesh:
 
 def same_bits_rows() -> list[Row]:
     """Return one row for each computation."""
-    return [
-        Row("same bits", name, functools.partial(_measure_if_ordered, name, computation))
+    rows = [
+        Row("same bits", name, functools.partial(measure_same_bits, computation))
         for name, computation in COMPUTATIONS.items()
     ]
+    return [*rows, Row("same bits", SCATTERED, _measure_scattered)]
 
 
-def _measure_if_ordered(
-    name: str, computation: Callable[[jax.Array], jax.Array], devices: Devices
-) -> Measurement:
-    if (
-        name == SCATTERED
-        and devices[0].platform == "gpu"
-        and _ORDER_FLAG not in os.environ.get("XLA_FLAGS", "")
-    ):
-        raise NotRun(
-            "not on this platform",
-            f"GPUs add scattered numbers in any order without XLA_FLAGS={_ORDER_FLAG}",
-        )
-    return measure_same_bits(computation, devices)
+def _measure_scattered(devices: Devices) -> Measurement:
+    if devices[0].platform == "gpu" and _ORDER_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        reason = f"GPUs add scattered numbers in any order without XLA_FLAGS={_ORDER_FLAG}"
+        raise NotRun("not on this platform", reason)
+    return measure_same_bits(_scattered_sums, devices)
 
 
-def measure_same_bits(
-    computation: Callable[[jax.Array], jax.Array], devices: Devices
-) -> Measurement:
+def _scattered_sums(x: jax.Array) -> jax.Array:
+    return jnp.zeros(64).at[jnp.arange(x.size) % 61].add(x.ravel())
+
+
+def measure_same_bits(computation: Computation, devices: Devices) -> Measurement:
     """Run one program twice on every device, and name the devices whose bits differ from the bits
     of most devices.
     """
@@ -97,13 +93,10 @@ def measure_same_bits(
     )
     checksums = agree(np.stack([_checksums(program(replicated), devices) for _ in range(2)]))
     common, _ = Counter(checksums.ravel().tolist()).most_common(1)[0]
-    differing = [
-        device
-        for device, column in zip(devices, checksums.T, strict=True)
-        if np.any(column != common)
-    ]
+    differing = [devices[i] for i in np.flatnonzero((checksums != common).any(axis=0)).tolist()]
     detail = f"{len(devices) - len(differing)} of {len(devices)} devices agree"
-    detail += f"; different: {device_names(differing)}" if differing else ""
+    if differing:
+        detail += f"; different: {device_names(differing)}"
     return Measurement(not differing, detail, {"different": [device.id for device in differing]})
 
 
@@ -112,16 +105,14 @@ def _checksums(stacked: jax.Array, devices: Devices) -> np.ndarray:
 
     0 for devices of other processes.
     """
-    checksums, positions = (
-        np.zeros(len(devices), np.uint32),
-        {device: i for i, device in enumerate(devices)},
-    )
+    checksums = np.zeros(len(devices), np.uint32)
     for shard in stacked.addressable_shards:
-        checksums[positions[shard.device]] = zlib.crc32(np.asarray(shard.data).tobytes()) | 1
+        position = devices.index(shard.device)
+        checksums[position] = zlib.crc32(np.asarray(shard.data).tobytes()) | 1
     return checksums
 
 
-class Collective(NamedTuple):
+class TimedCollective(NamedTuple):
     """A collective of n devices. Each device holds equally many numbers.
 
     Attributes:
@@ -130,7 +121,7 @@ class Collective(NamedTuple):
       share: `share(n)`, the bytes that a device sends in a ring, in units of its own buffer.
     """
 
-    run: Callable[[jax.Array], jax.Array]
+    run: Computation
     result: Callable[[np.ndarray, int, int], np.ndarray]
     share: Callable[[int], float]
 
@@ -145,23 +136,23 @@ def _total(base: np.ndarray, n: int) -> np.ndarray:
 
 
 COLLECTIVES = {
-    "all-reduce": Collective(
+    "all-reduce": TimedCollective(
         lambda x: jax.lax.psum(x, _AXIS),
         lambda base, i, n: _total(base, n),
         lambda n: 2 * (n - 1) / n,
     ),
-    "all-gather": Collective(
+    "all-gather": TimedCollective(
         lambda x: jax.lax.all_gather(x, _AXIS, tiled=True),
         lambda base, i, n: (base[None, :] + np.arange(n)[:, None]).ravel(),
         lambda n: n - 1,
     ),
-    "reduce-scatter": Collective(
+    "reduce-scatter": TimedCollective(
         lambda x: psum_scatter(x, _AXIS, 0),
         lambda base, i, n: np.split(_total(base, n), n)[i],
         lambda n: (n - 1) / n,
     ),
-    "permute": Collective(_shift, lambda base, i, n: base + (i - 1) % n, lambda n: 1),
-    "all-to-all": Collective(
+    "permute": TimedCollective(_shift, lambda base, i, n: base + (i - 1) % n, lambda n: 1),
+    "all-to-all": TimedCollective(
         lambda x: all_to_all(x, _AXIS, 0, 0),
         lambda base, i, n: (np.split(base, n)[i][None, :] + np.arange(n)[:, None]).ravel(),
         lambda n: (n - 1) / n,
@@ -171,23 +162,17 @@ COLLECTIVES = {
 
 def collective_rows(devices: Devices) -> list[Row]:
     """Return a row for each collective and buffer: 64 KiB and 4 MiB, and 64 MiB on accelerators."""
-    sizes = [64 * _KIB, 4 * _KIB**2] + ([64 * _KIB**2] if devices[0].platform != "cpu" else [])
+    sizes = {"64 KiB": 64 * _KIB, "4 MiB": 4 * _KIB**2}
+    if devices[0].platform != "cpu":
+        sizes["64 MiB"] = 64 * _KIB**2
     return [
-        Row(
-            "collectives",
-            f"{name}, {_size_text(size)}",
-            functools.partial(measure_collective, collective, size),
-        )
-        for size in sizes
-        for name, collective in COLLECTIVES.items()
+        Row("collectives", f"{name}, {text}", functools.partial(measure_collective, run, size))
+        for text, size in sizes.items()
+        for name, run in COLLECTIVES.items()
     ]
 
 
-def _size_text(size: int) -> str:
-    return f"{size // _KIB} KiB" if size < _KIB**2 else f"{size // _KIB**2} MiB"
-
-
-def measure_collective(collective: Collective, nbytes: int, devices: Devices) -> Measurement:
+def measure_collective(collective: TimedCollective, nbytes: int, devices: Devices) -> Measurement:
     """Compare the results of a collective with sums of small integers, which are exact, and time
     it.
     """
@@ -195,7 +180,6 @@ def measure_collective(collective: Collective, nbytes: int, devices: Devices) ->
     if n == 1:
         raise NotRun("did not fit", "it needs at least 2 devices, and there is 1")
     base = np.arange(nbytes // 4 // n * n, dtype=np.float32) % 251
-    positions = {device: i for i, device in enumerate(devices)}
     sharding = NamedSharding(mesh, P(_AXIS))
     offsets = np.arange(n, dtype=np.float32)[:, None]
     held = jax.make_array_from_callback(
@@ -208,19 +192,18 @@ def measure_collective(collective: Collective, nbytes: int, devices: Devices) ->
     program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(_AXIS), out_specs=P(_AXIS)))
     result, wrong = program(held), np.zeros(n, np.int32)
     for shard in result.addressable_shards:
-        i = positions[shard.device]
+        i = devices.index(shard.device)
         wrong[i] = not np.array_equal(np.asarray(shard.data)[0], collective.result(base, i, n))
     seconds = []
     for _ in range(_CALLS):
         begin = time.perf_counter()
         jax.block_until_ready(program(held))
         seconds.append(time.perf_counter() - begin)
-    wrong_devices = [
-        device for device, is_wrong in zip(devices, agree(wrong), strict=True) if is_wrong
-    ]
-    rate = collective.share(n) * base.nbytes / statistics.median(seconds) / 1e9
-    detail = f"{rate:.3g} GB/s" + (
-        f"; wrong on {device_names(wrong_devices)}" if wrong_devices else ""
-    )
-    numbers = {"bytes": base.nbytes, "seconds": statistics.median(seconds), "gb_per_second": rate}
+    wrong_devices = [devices[i] for i in np.flatnonzero(agree(wrong)).tolist()]
+    median_seconds = statistics.median(seconds)
+    rate = collective.share(n) * base.nbytes / median_seconds / 1e9
+    detail = f"{rate:.3g} GB/s"
+    if wrong_devices:
+        detail += f"; wrong on {device_names(wrong_devices)}"
+    numbers = {"bytes": base.nbytes, "seconds": median_seconds, "gb_per_second": rate}
     return Measurement(not wrong_devices, detail, numbers)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from shardopt.core._types import PyTree
 from shardopt.hlo import audit, memory
 from shardopt.mesh import make_mesh
 from shardopt.models import _transformer as transformer
@@ -20,6 +21,7 @@ from shardopt.planning._costs import by_axis, footprint, step_time, traffic
 from shardopt.planning._hardware import hardware_of
 from shardopt.planning._layout import abstract_opt_state, place
 from shardopt.planning._models import RULES
+from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies import hybrid
 from shardopt.verify._rows import Devices, Measurement, Row, agree, mesh_sizes
 
@@ -54,9 +56,8 @@ def prediction_rows() -> list[Row]:
 
 
 def _name(layout: dict[str, Any]) -> str:
-    options = [
-        f"{name}={value}" for name, value in layout.items() if name not in ("placement", "schedule")
-    ]
+    left_out = ("placement", "schedule")
+    options = [f"{name}={value}" for name, value in layout.items() if name not in left_out]
     return " ".join([layout["placement"], *options])
 
 
@@ -71,83 +72,73 @@ def model_shape(platform: str) -> Transformer:
 
 def measure_prediction(options: dict[str, Any], devices: Devices) -> Measurement:
     """Compile and run a step, and compare it with the predictions of the cost model."""
-    axes = {
-        axis: options[axis]
-        for axis in ("replica", "pipeline", "context", "tensor")
-        if axis in options
-    }
-    layout = Layout(
-        **mesh_sizes(axes, devices), **{name: options[name] for name in options if name not in axes}
-    )
-    platform, hardware = devices[0].platform, known_hardware(devices)
-    shape, batch_size, tx = (
-        model_shape(platform),
-        _ROWS_PER_DEVICE * len(devices),
-        optax.adamw(1e-3),
-    )
-    abstract_batch = transformer.abstract_batch(shape, batch_size, form="targets")
-    workload = trace(
-        transformer.model(shape),
-        shape.abstract_params(),
-        abstract_batch,
-        rules=RULES,
-        tokens=shape.length,
-    )
+    names = ("replica", "pipeline", "context", "tensor")
+    axes = {name: options[name] for name in names if name in options}
+    options = options | mesh_sizes(axes, devices)
+    layout = Layout(**options)
+    platform, batch_size = devices[0].platform, _ROWS_PER_DEVICE * len(devices)
+    shape, tx = model_shape(platform), optax.adamw(1e-3)
+    model, params = transformer.model(shape), shape.abstract_params()
+    batch = transformer.abstract_batch(shape, batch_size, form="targets")
+    workload = trace(model, params, batch, rules=RULES, tokens=shape.length)
     placed = place(workload, layout, abstract_opt_state(workload, tx), tiled=platform == "tpu")
     transfers = traffic(placed, batch_size=batch_size)
     mesh = make_mesh(**layout.sizes, devices=devices)
-    opt = hybrid(tx, mesh, transformer.model(shape), **layout.strategy(RULES))
-    program = opt.step.lower(opt.abstract_state(shape.abstract_params()), abstract_batch).compile()
-    planned, sent = (
-        memory(program),
-        audit(program, mesh=mesh, schedule=layout.table()).total_wire_bytes,
-    )
-    measured, seconds, peak = _run(opt, shape, abstract_batch, devices)
-    compared = {
-        "held": (placed.params + placed.opt_state, measured),
-        "peak": (footprint(placed, batch_size=batch_size).total, planned.peak),
-        "sent": (sum(by_axis(transfers, layout.sizes).values()), sent),
+    opt = hybrid(tx, mesh, model, **layout.strategy(RULES))
+    program = opt.step.lower(opt.abstract_state(params), batch).compile()
+    collectives = audit(program, mesh=mesh, schedule=layout.table())
+    held, seconds, peak = _run(opt, shape, batch)
+    pairs = {
+        "held": (placed.params + placed.opt_state, held),
+        "peak": (footprint(placed, batch_size=batch_size).total, memory(program).peak),
+        "sent": (
+            sum(by_axis(transfers, layout.sizes).values()),
+            collectives.total_wire_bytes,
+        ),
     }
     allowed = _CPU_TOLERANCES if platform == "cpu" else _TOLERANCES
-    errors = {name: _relative_error(*pair) for name, pair in compared.items()}
-    too_large = [name for name, error in errors.items() if not error <= allowed[name]]
-    words = [f"{name} {_ratio_text(*pair)}" for name, pair in compared.items()]
+    too_large = [
+        name for name, pair in pairs.items() if not _relative_error(*pair) <= allowed[name]
+    ]
+    words = [f"{name} {_ratio_text(*pair)}" for name, pair in pairs.items()]
     numbers: dict[str, Any] = {
         "mesh": layout.sizes,
         "seconds_per_step": seconds,
         "peak_bytes_in_use": peak,
     }
-    numbers |= {
-        name: {"predicted": pair[0], "measured": pair[1], "tolerance": allowed[name]}
-        for name, pair in compared.items()
-    }
+    for name, (predicted, measured) in pairs.items():
+        numbers[name] = {
+            "predicted": predicted,
+            "measured": measured,
+            "tolerance": allowed[name],
+        }
+    hardware = known_hardware(devices)
     if hardware is not None:
         predicted = step_time(placed, transfers, hardware, batch_size=batch_size).total
         words.append(f"time {_ratio_text(predicted, seconds)}")
         numbers["predicted_seconds_per_step"] = predicted
-    detail = f"measured/predicted: {', '.join(words)}" + (
-        f"; too far: {', '.join(too_large)}" if too_large else ""
-    )
+    detail = f"measured/predicted: {', '.join(words)}"
+    if too_large:
+        detail += f"; too far: {', '.join(too_large)}"
     return Measurement(not too_large, detail, numbers)
 
 
 def _run(
-    opt, shape: Transformer, abstract_batch, devices: Devices
+    opt: ShardedOptimizer, shape: Transformer, abstract_batch: PyTree
 ) -> tuple[int, float, int | None]:
     """Return the bytes of the state on a device, the seconds of a step, and the peak of memory if
     the device knows it.
     """
     state = opt.init(functools.partial(transformer.init, shape), jax.random.key(0))
-    shards = [
-        leaf.addressable_shards[0].data for leaf in jax.tree.leaves((state.params, state.opt_state))
-    ]
-    held = sum(shard.nbytes for shard in shards)
+    leaves = jax.tree.leaves((state.params, state.opt_state))
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
     # GPUs would add the gradients of equal tokens one after another
     draw = np.random.default_rng(0)
-    batch = jax.tree.map(
-        lambda leaf: draw.integers(shape.vocab_size, size=leaf.shape, dtype=leaf.dtype),
-        abstract_batch,
-    )
+
+    def random_tokens(leaf):
+        return draw.integers(shape.vocab_size, size=leaf.shape, dtype=leaf.dtype)
+
+    batch = jax.tree.map(random_tokens, abstract_batch)
     seconds = []
     for _ in range(1 + _STEPS):
         begin = time.perf_counter()
@@ -155,20 +146,18 @@ def _run(
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - begin)
     stats = jax.local_devices()[0].memory_stats() or {}
-    return (
-        held,
-        float(agree(np.array(statistics.median(seconds[1:])))),
-        stats.get("peak_bytes_in_use"),
-    )
+    median_seconds = agree(np.array(statistics.median(seconds[1:])))
+    return held, float(median_seconds), stats.get("peak_bytes_in_use")
 
 
 def known_hardware(devices: Devices) -> Hardware | None:
     """Return the published peaks of these devices; None if they are not known."""
-    kind = devices[0].device_kind.lower()
-    gpus = [
-        chip for name, chip in HARDWARE.items() if name in kind and devices[0].platform == "gpu"
-    ]
-    return gpus[0] if gpus else hardware_of(devices)
+    if devices[0].platform == "gpu":
+        kind = devices[0].device_kind.lower()
+        for name, chip in HARDWARE.items():
+            if name in kind:
+                return chip
+    return hardware_of(devices)
 
 
 def _relative_error(predicted: float, measured: float | None) -> float:

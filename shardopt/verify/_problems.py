@@ -22,17 +22,12 @@ SET_BY_LOSS = ("router_load",)
 """Leaves that no optimizer trains."""
 
 _VOCABULARY = 64
-_GPT = gpt.GPTConfig(vocab_size=_VOCABULARY, dim=32, num_layers=4, num_heads=4, max_length=LENGTH)
-_MOE = moe.MoEConfig(
-    vocab_size=_VOCABULARY,
-    dim=32,
-    num_layers=2,
-    num_heads=4,
-    num_experts=4,
-    hidden=32,
-    balance=None,
-    max_length=LENGTH,
-)
+_SHAPE: dict[str, Any] = {
+    "vocab_size": _VOCABULARY,
+    "dim": 32,
+    "num_heads": 4,
+    "max_length": LENGTH,
+}
 
 # eps is far above the rounding of gradients: with 1e-8 Adam turns the rounding of a zero gradient
 # into a whole step.
@@ -68,6 +63,7 @@ def make_problem(
 
     Its options are those for a mesh with these axes.
     """
+    axes = axes or {}
     params, loss_fn, rules, draw_batch = MODELS[name]()
     draw = np.random.default_rng(7)
 
@@ -75,11 +71,19 @@ def make_problem(
         return np.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
 
     batches = tuple(jax.tree.map(cast, draw_batch(draw, num_rows)) for _ in range(STEPS))
-    options: dict[str, Any] = {"rules": rules} if (axes or {}).get("tensor", 1) > 1 else {}
+    options: dict[str, Any] = {}
+    if "tensor" in axes:
+        options["rules"] = rules
     if name == "moe":
         options["frozen"] = moe.frozen
-        options |= {"expert_leaves": moe.expert_leaves} if (axes or {}).get("expert", 1) > 1 else {}
+    if name == "moe" and "expert" in axes:
+        options["expert_leaves"] = moe.expert_leaves
     return Problem(jax.tree.map(cast, params), loss_fn, batches, options)
+
+
+def split_rows(batch: PyTree, count: int) -> list[PyTree]:
+    """Return the rows of a batch in equal parts."""
+    return [jax.tree.map(lambda leaf, i=i: np.split(leaf, count)[i], batch) for i in range(count)]
 
 
 def _draw_tokens(draw: np.random.Generator, rows: int) -> PyTree:
@@ -101,46 +105,46 @@ def _draw_points(draw: np.random.Generator, rows: int) -> PyTree:
     }
 
 
+def _transformer(module: Any, config: Any) -> tuple[Any, ...]:
+    params = jax.tree.map(lambda leaf: 2 * leaf, module.init(config, jax.random.key(1)))
+    return params, module.model(config), module.rules, _draw_tokens
+
+
 def _gpt():
-    params = jax.tree.map(lambda leaf: 2 * leaf, gpt.init(_GPT, jax.random.key(1)))
-    return params, gpt.model(_GPT), gpt.rules, _draw_tokens
+    return _transformer(gpt, gpt.GPTConfig(num_layers=4, **_SHAPE))
 
 
 def _moe():
-    params = jax.tree.map(lambda leaf: 2 * leaf, moe.init(_MOE, jax.random.key(1)))
-    return params, moe.model(_MOE), moe.rules, _draw_tokens
-
-
-def _odd_params() -> PyTree:
-    draw = np.random.default_rng(3)
-    return {
-        "in": draw.normal(size=(7, 24)) * 0.4,
-        "bias": np.zeros(24),
-        "out": draw.normal(size=(24, 5)) * 0.3,
-    }
-
-
-_ODD_RULES = [("in", P(None, "tensor")), ("bias", P("tensor")), ("out", P("tensor"))]
+    config = moe.MoEConfig(num_layers=2, num_experts=4, hidden=32, balance=None, **_SHAPE)
+    return _transformer(moe, config)
 
 
 def _network(params: PyTree, batch: PyTree) -> jax.Array:
     return jnp.tanh(batch["x"] @ params["in"] + params["bias"][None, :]) @ params["out"]
 
 
-def _odd():
-    def loss_fn(params, batch):
-        errors = ((_network(params, batch) - batch["y"]) ** 2).mean(-1)
-        return Weighted((errors * batch["weights"]).sum(), batch["weights"].sum())
-
-    return _odd_params(), loss_fn, _ODD_RULES, _draw_points
+def _weighted_mean(errors: jax.Array, batch: PyTree) -> Weighted:
+    return Weighted((errors * batch["weights"]).sum(), batch["weights"].sum())
 
 
-def _mixing():
-    def loss_fn(params, batch):
-        scores = _network(params, batch) @ batch["y"].T
-        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores, axis=1)))
+def _weighted_loss(params: PyTree, batch: PyTree) -> Weighted:
+    return _weighted_mean(((_network(params, batch) - batch["y"]) ** 2).mean(-1), batch)
 
-    return _odd_params(), loss_fn, _ODD_RULES, _draw_points
+
+def _mixing_loss(params: PyTree, batch: PyTree) -> jax.Array:
+    scores = _network(params, batch) @ batch["y"].T
+    return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores, axis=1)))
+
+
+def _odd(loss_fn: Any):
+    draw = np.random.default_rng(3)
+    params = {
+        "in": draw.normal(size=(7, 24)) * 0.4,
+        "bias": np.zeros(24),
+        "out": draw.normal(size=(24, 5)) * 0.3,
+    }
+    rules = [("in", P(None, "tensor")), ("bias|out", P("tensor"))]
+    return params, loss_fn, rules, _draw_points
 
 
 def _attention(method: Method):
@@ -151,8 +155,7 @@ def _attention(method: Method):
         )
 
     def loss(outer, x, batch):
-        errors = ((x @ outer["out"])[..., 0] - batch["weights"]) ** 2
-        return Weighted((errors * batch["weights"]).sum(), batch["weights"].sum())
+        return _weighted_mean(((x @ outer["out"])[..., 0] - batch["weights"]) ** 2, batch)
 
     draw = np.random.default_rng(5)
     blocks = {
@@ -170,24 +173,15 @@ def _attention(method: Method):
     return params, model, [], _draw_tokens
 
 
-MODELS: dict[
-    str, Callable[[], tuple[PyTree, Any, Any, Callable[[np.random.Generator, int], PyTree]]]
-] = {
+MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gpt": _gpt,
     "moe": _moe,
-    "odd sizes": _odd,
-    "loss that mixes rows": _mixing,
+    "odd sizes": functools.partial(_odd, _weighted_loss),
+    "loss that mixes rows": functools.partial(_odd, _mixing_loss),
     "ring attention": functools.partial(_attention, "ring"),
     "all-to-all attention": functools.partial(_attention, "all_to_all"),
     "gathered attention": functools.partial(_attention, "all_gather"),
 }
-
-
-class Trained(NamedTuple):
-    """The result of plain training: the loss of each step, and the final parameters."""
-
-    losses: list[float]
-    params: PyTree
 
 
 @functools.cache
@@ -199,21 +193,24 @@ def train_on_one_device(
     replicas: int = 1,
     sync_every: int = STEPS + 1,
     outer: Callable[[], optax.GradientTransformation] | None = None,
-) -> Trained:
+) -> tuple[PyTree, list[float]]:
     """Train in plain jax and optax on one device, on whole batches.
+
+    Return the final parameters and the loss of each step.
 
     With replicas, each trains on its own rows. After every `sync_every` steps the outer optimizer
     steps on their mean progress, and each replica continues from the result with its own optimizer
     state.
     """
     problem, tx = make_problem(model, num_rows, dtype), OPTIMIZERS[optimizer]()
-    loss_fn = (
-        problem.loss_fn.loss_fn if isinstance(problem.loss_fn, BlockModel) else problem.loss_fn
-    )
+    loss_fn = problem.loss_fn
+    if isinstance(loss_fn, BlockModel):
+        loss_fn = loss_fn.loss_fn
 
     def scalar_loss(params, batch):
         loss = loss_fn(params, batch)
-        loss = loss[0] if isinstance(loss, tuple) and not isinstance(loss, Weighted) else loss
+        if isinstance(loss, tuple) and not isinstance(loss, Weighted):
+            loss = loss[0]
         return loss.total / loss.weight if isinstance(loss, Weighted) else loss
 
     @jax.jit
@@ -228,12 +225,9 @@ def train_on_one_device(
         outer_state, copies = outer_tx.init(shared), [(shared, jax.jit(tx.init)(shared))] * replicas
         losses = []
         for number, batch in enumerate(problem.batches, 1):
-            rows = [
-                jax.tree.map(lambda leaf, i=i: np.split(leaf, replicas)[i], batch)
-                for i in range(replicas)
-            ]
-            results = [step(*copy, part) for copy, part in zip(copies, rows, strict=True)]
-            copies = [(params, opt_state) for params, opt_state, _ in results]
+            parts = split_rows(batch, replicas)
+            results = [step(*copy, part) for copy, part in zip(copies, parts, strict=True)]
+            copies = [result[:2] for result in results]
             losses.append(float(np.mean([loss for _, _, loss in results])))
             if number % sync_every == 0:
                 progress = jax.tree.map(
@@ -242,4 +236,4 @@ def train_on_one_device(
                 updates, outer_state = outer_tx.update(progress, outer_state, shared)
                 shared = optax.apply_updates(shared, updates)
                 copies = [(shared, opt_state) for _, opt_state in copies]
-        return Trained(losses, jax.device_get(copies[0][0]))
+        return jax.device_get(copies[0][0]), losses

@@ -18,7 +18,7 @@ from shardopt.core._extras import version_of
 from shardopt.verify._devices import collective_rows, same_bits_rows
 from shardopt.verify._kernels import kernel_rows
 from shardopt.verify._predictions import prediction_rows
-from shardopt.verify._rows import Devices, NotRun, Result, Row, agree
+from shardopt.verify._rows import Devices, NotRun, Result, Row, Status, agree
 from shardopt.verify._training import FIRST, SECOND, training_rows
 
 FAILED, OUT_OF_TIME = 1, 3
@@ -27,7 +27,7 @@ FAILED, OUT_OF_TIME = 1, 3
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "optax", "numpy")
 
 
-class Report(NamedTuple):
+class VerifyReport(NamedTuple):
     """The results of all rows.
 
     Attributes:
@@ -58,7 +58,7 @@ class Report(NamedTuple):
             "exit_code": self.exit_code,
             "counts": dict(self.counts),
             "seconds": round(self.seconds, 1),
-            "versions": {"python": platform.python_version(), **_versions()},
+            "versions": _versions(),
             "devices": {
                 "platform": devices[0].platform,
                 "kinds": sorted({device.device_kind for device in devices}),
@@ -78,7 +78,9 @@ class Report(NamedTuple):
 
 
 def _versions() -> dict[str, str]:
-    return {name: version for name in _PACKAGES if (version := version_of(name)) is not None}
+    versions = {name: version_of(name) for name in _PACKAGES}
+    installed = {name: version for name, version in versions.items() if version is not None}
+    return {"python": platform.python_version()} | installed
 
 
 def all_rows(devices: Devices) -> list[Row]:
@@ -100,7 +102,7 @@ def run_rows(
     seconds: float,
     begin_row: Callable[[Row], None] = lambda row: None,
     end_row: Callable[[Result], None] = lambda result: None,
-) -> Report:
+) -> VerifyReport:
     """Run the rows in their order.
 
     No row begins after `seconds`; a row that has begun runs to its end.
@@ -117,28 +119,27 @@ def run_rows(
             result = _run_row(row, devices)
         end_row(result)
         results.append(result)
-    return Report(tuple(results), time.monotonic() - begin)
+    return VerifyReport(tuple(results), time.monotonic() - begin)
 
 
 def _run_row(row: Row, devices: Devices) -> Result:
-    begin, numbers = time.monotonic(), {}
-    try:
-        measurement = row.measure(devices)
-        status, detail, numbers = (
-            "passed" if measurement.passed else "failed",
-            measurement.detail,
-            measurement.numbers,
-        )
-    except NotRun as reason:
-        status, detail = reason.status, str(reason)
-    except Exception as error:  # a row that raises an error must not end the others
-        status, detail = (
-            "failed",
-            f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}",
-        )
-        if "RESOURCE_EXHAUSTED" in str(error):
-            status, detail = "did not fit", "the device has too little memory"
-        numbers = {"traceback": traceback.format_exc()}
+    begin = time.monotonic()
+    status, detail, numbers = _measure(row, devices)
     if agree(np.array(status == "failed")) and status != "failed":
         status, detail = "failed", "another process failed"
     return Result(row.group, row.name, status, detail, time.monotonic() - begin, numbers)
+
+
+def _measure(row: Row, devices: Devices) -> tuple[Status, str, dict[str, Any]]:
+    """Return the status of a row on this process, its detail and its numbers."""
+    try:
+        passed, detail, numbers = row.measure(devices)
+    except NotRun as reason:
+        return reason.status, str(reason), {}
+    except Exception as error:  # a row that raises an error must not end the others
+        numbers = {"traceback": traceback.format_exc()}
+        if "RESOURCE_EXHAUSTED" in str(error):
+            return "did not fit", "the device has too little memory", numbers
+        first_line = str(error).strip().partition("\n")[0]
+        return "failed", f"{type(error).__name__}: {first_line}", numbers
+    return "passed" if passed else "failed", detail, numbers

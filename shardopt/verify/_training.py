@@ -30,6 +30,7 @@ from shardopt.verify._problems import (
     STEPS,
     Problem,
     make_problem,
+    split_rows,
     train_on_one_device,
 )
 from shardopt.verify._rows import (
@@ -87,17 +88,16 @@ class Training(NamedTuple):
 
     def __str__(self) -> str:
         """Return `fsdp tensor=2, gpt, adamw`."""
-        words = [self.model, self.optimizer, *(["float64"] if self.dtype == "float64" else [])]
-        shown = [
-            name for name in self.options if name != "micro_batches" or "pipeline" not in self.axes
+        layout = " ".join([self.strategy, *(f"{axis}={n}" for axis, n in self.axes.items())])
+        words = [layout, self.model, self.optimizer]
+        if self.dtype == "float64":
+            words.append("float64")
+        words += [
+            f"{name}={_short(value)}"
+            for name, value in self.options.items()
+            if name != "micro_batches" or "pipeline" not in self.axes
         ]
-        words += [f"{name}={_short(self.options[name])}" for name in shown]
-        return ", ".join(
-            [
-                " ".join([self.strategy, *(f"{axis}={size}" for axis, size in self.axes.items())]),
-                *words,
-            ]
-        )
+        return ", ".join(words)
 
 
 def _short(value: object) -> str:
@@ -220,35 +220,31 @@ def measure_training(training: Training, devices: Devices) -> Measurement:
         )
     sizes = mesh_sizes(training.axes, devices)
     num_rows = _ROWS_PER_DEVICE * len(devices)
+    losses, wrong = [], ""
     with jax.enable_x64(training.dtype == "float64"), jax.default_matmul_precision("highest"):
         problem = make_problem(training.model, num_rows, training.dtype, sizes)
-        expected = train_on_one_device(
+        expected_params, expected_losses = train_on_one_device(
             training.model, training.optimizer, num_rows, training.dtype, **_sync(training)
         )
         if training.strategy == "async_sgd":
-            params, losses, wrong = _train_asynchronously(training, problem, devices), [], ""
+            params = _train_asynchronously(training, problem, devices)
         else:
             params, losses, wrong = _train(training, problem, make_mesh(**sizes, devices=devices))
-    differences = agree(device_differences(params, expected.params, problem.params, devices))
-    loss = float(
-        np.max(
-            [abs(a - b) / abs(b) for a, b in zip(losses, expected.losses, strict=False)],
-            initial=0.0,
-        )
-    )
+    differences = agree(device_differences(params, expected_params, problem.params, devices))
+    loss = max((abs(a - b) / abs(b) for a, b in zip(losses, expected_losses)), default=0.0)  # noqa: B905
     allowed, worst = allowed_difference(training, platform, num_rows), float(np.max(differences))
     passed = bool(worst <= allowed and loss <= allowed) and not wrong
-    where = (
-        "" if worst <= allowed else f", on {device_names([devices[int(np.argmax(differences))]])}"
-    )
-    detail = f"{max(worst, loss):.1e} of {allowed:.1e}{where}"
+    detail = f"{max(worst, loss):.1e} of {allowed:.1e}"
+    if not worst <= allowed:
+        detail += f", on {device_names([devices[int(np.argmax(differences))]])}"
     numbers = {
         "update_difference": worst,
         "loss_difference": loss,
         "tolerance": allowed,
         "mesh": sizes,
     }
-    numbers |= {"wrong_program": wrong} if wrong else {}
+    if wrong:
+        numbers["wrong_program"] = wrong
     return Measurement(passed, detail, numbers)
 
 
@@ -276,22 +272,20 @@ def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, li
 def _train_synchronously(
     training: Training, problem: Problem, mesh: Mesh, check: ProgramCheck | None
 ) -> tuple[PyTree, list[float]]:
-    tx, options = (
-        OPTIMIZERS[training.optimizer](),
-        {**problem.options, **training.options, "check": check},
-    )
+    tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options}
     combinator = {"diloco": diloco, "local_sgd": local_sgd}.get(training.strategy)
-    opt = _STRATEGIES["fsdp" if combinator else training.strategy](
-        tx, mesh, problem.loss_fn, **options
-    )
-    opt = combinator(opt, sync_every=2) if combinator else opt
+    strategy = _STRATEGIES["fsdp" if combinator else training.strategy]
+    opt = strategy(tx, mesh, problem.loss_fn, check=check, **options)
+    if combinator:
+        opt = combinator(opt, sync_every=2)
     with warnings.catch_warnings():
         # the comparison with one device covers what the proof of a program leaves open
         warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
         state, losses = opt.init(problem.params), []
         for batch in problem.batches:
             state, metrics = opt.step(state, batch)
-            losses += [] if combinator else [float(metrics["loss"])]
+            if not combinator:
+                losses.append(float(metrics["loss"]))
     return state.params, losses
 
 
@@ -303,11 +297,12 @@ def _train_asynchronously(training: Training, problem: Problem, devices: Devices
     opt = async_sgd(
         OPTIMIZERS[training.optimizer](), problem.loss_fn, workers=devices, max_staleness=0
     )
-    parts = [
-        [jax.tree.map(lambda x, i=i: np.split(x, len(devices))[i], b) for b in problem.batches]
-        for i in range(len(devices))
-    ]
-    return opt.run(problem.params, lambda worker: iter(parts[worker]), num_updates=STEPS).params
+    batches = [split_rows(batch, len(devices)) for batch in problem.batches]
+
+    def worker_batches(worker):
+        return iter([parts[worker] for parts in batches])
+
+    return opt.run(problem.params, worker_batches, num_updates=STEPS).params
 
 
 def device_differences(
@@ -320,23 +315,17 @@ def device_differences(
     rounding shows. Devices of other processes have 0. Leaves that the loss sets itself are left
     out.
     """
-    params, expected, initial = map(_trained_leaves, (params, expected, initial))
     differences = np.zeros(len(devices))
-    positions = {device: i for i, device in enumerate(devices)}
-    for leaf, target, start in zip(*map(jax.tree.leaves, (params, expected, initial)), strict=True):
-        scale = (
-            max(np.max(np.abs(np.asarray(target, np.float64) - start)), np.max(np.abs(start)) / 100)
-            or 1.0
-        )
+    trees = (_trained_leaves(tree) for tree in (params, expected, initial))
+    for leaf, target, start in zip(*map(jax.tree.leaves, trees), strict=True):
+        update = np.max(np.abs(np.asarray(target, np.float64) - start))
+        scale = max(update, np.max(np.abs(start)) / 100) or 1.0
         for shard in leaf.addressable_shards:
-            difference = (
-                np.max(
-                    np.abs(np.asarray(shard.data, np.float64) - target[shard.index]), initial=0.0
-                )
-                / scale
+            errors = np.abs(np.asarray(shard.data, np.float64) - target[shard.index])
+            position = devices.index(shard.device)
+            differences[position] = np.maximum(
+                differences[position], np.max(errors, initial=0.0) / scale
             )
-            position = positions[shard.device]
-            differences[position] = np.maximum(differences[position], difference)
     return differences
 
 
