@@ -135,9 +135,7 @@ def open_chat(
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = _read_json(folder / _SETTINGS)
-    special_tokens = special_tokens_of(
-        _read_json(folder / "special_tokens_map.json")
-    ) | special_tokens_of(settings)
+    special_tokens = special_tokens_of(_read_json(folder / "special_tokens_map.json") | settings)
     unknown = sorted(
         f"{name}: {token!r}"
         for name, token in special_tokens.items()
@@ -157,13 +155,12 @@ def _template_source(
     folder: Path, settings: Mapping[str, Any], template: "str | os.PathLike[str] | None"
 ) -> tuple[str, Path]:
     """Return the text of the template and the file that it is in."""
-    if template is not None or (folder / _TEMPLATE).is_file():
-        path = Path(template) if template is not None else folder / _TEMPLATE
-        if not path.is_file():
-            raise FileNotFoundError(
-                error_text(f"{path} is no file.", fix="name a jinja file with a chat template.")
-            )
+    path = folder / _TEMPLATE if template is None else Path(template)
+    if path.is_file():
         return path.read_text(encoding="utf-8"), path
+    if template is not None:
+        fix = "name a jinja file with a chat template."
+        raise FileNotFoundError(error_text(f"{path} is no file.", fix=fix))
     source = settings.get("chat_template")
     if isinstance(source, list):
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
@@ -184,9 +181,8 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(
-            error_text(f"{path} is no JSON: {error}.", fix="download the file again.")
-        ) from error
+        problem = f"{path} is no JSON: {error}."
+        raise ValueError(error_text(problem, fix="download the file again.")) from error
     return content if isinstance(content, dict) else {}
 
 
@@ -229,9 +225,8 @@ def read_chats(path: "str | os.PathLike[str]") -> list[Chat]:
             'write {"messages": [{"role": ..., "content": ...}, ...]} or {"prompt": ...,'
             ' "completion": ...} in each line.'
         )
-        raise ValueError(
-            error_text(f"{plural(len(problems), 'line')} of {path} cannot be used.", problems, fix)
-        )
+        problem = f"{plural(len(problems), 'line')} of {path} cannot be used."
+        raise ValueError(error_text(problem, problems, fix))
     if not chats:
         raise ValueError(error_text(f"{path} has no conversations.", fix="write one in each line."))
     return chats
@@ -249,12 +244,14 @@ def _messages_of(line: str) -> list[dict[str, str]]:
         raise ValueError("is nested too deeply") from None
     except ValueError as error:
         raise ValueError(f"is no JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"is {_kind(row)}, must be an object")
+    _check_type("", row, dict)
     if row.keys() == {"prompt", "completion"}:
-        row = {
-            "messages": [_message("user", row, "prompt"), _message("assistant", row, "completion")]
-        }
+        for name, text in row.items():
+            _check_type(f"{name!r} ", text, str)
+        return [
+            {"role": "user", "content": row["prompt"]},
+            {"role": "assistant", "content": row["completion"]},
+        ]
     if row.keys() != {"messages"}:
         unknown = sorted(row.keys() - {"messages", "prompt", "completion"})
         keys = ", ".join(map(repr, unknown or row)) or "no keys"
@@ -263,27 +260,19 @@ def _messages_of(line: str) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"'messages' is {_kind(messages)}, must be a list of messages")
     for i, message in enumerate(messages, 1):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {i} is {_kind(message)}, must be an object")
-        if unknown := sorted(message.keys() - {"role", "content"}):
-            raise ValueError(
-                f"message {i} has {', '.join(map(repr, unknown))}, must have 'role' and 'content'"
-                " alone"
-            )
-        for name in ("role", "content"):
-            if not isinstance(message.get(name), str):
-                raise ValueError(
-                    f"{name!r} of message {i} is {_kind(message.get(name))}, must be a text"
-                )
+        _check_message(f"message {i}", message)
     if all(message["role"] != "assistant" for message in messages):
         raise ValueError("has no message of the assistant")
     return messages
 
 
-def _message(role: str, row: Mapping[str, Any], name: str) -> dict[str, str]:
-    if not isinstance(row[name], str):
-        raise ValueError(f"{name!r} is {_kind(row[name])}, must be a text")
-    return {"role": role, "content": row[name]}
+def _check_message(place: str, message: Any) -> None:
+    _check_type(f"{place} ", message, dict)
+    if unknown := sorted(message.keys() - {"role", "content"}):
+        names = ", ".join(map(repr, unknown))
+        raise ValueError(f"{place} has {names}, must have 'role' and 'content' alone")
+    for name in ("role", "content"):
+        _check_type(f"{name!r} of {place} ", message.get(name), str)
 
 
 _KINDS = {
@@ -297,6 +286,11 @@ _KINDS = {
 
 def _kind(value: object) -> str:
     return "an empty list" if value == [] else _KINDS.get(type(value), "a number")
+
+
+def _check_type(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}is {_kind(value)}, must be {_KINDS[kind]}")
 
 
 class TokenizedChats(NamedTuple):
@@ -338,7 +332,8 @@ def tokenize_chats(
         except ValueError as error:
             problems.append(f"{chat.place}: {error}")
             continue
-        if (largest := int(document["tokens"].max())) >= vocab_size:
+        largest = int(document["tokens"].max())
+        if largest >= vocab_size:
             problems.append(f"{chat.place}: token {largest}, and the model knows {vocab_size}")
         longest = max(longest, len(document["tokens"]))
         documents.append(document)
@@ -355,7 +350,6 @@ def tokenize_chats(
             f"all {plural(len(documents), 'conversation')} have more than {length} tokens; the"
             f" longest has {longest}."
         )
-        raise ValueError(
-            error_text(problem, fix="choose a larger length, or shorter conversations.")
-        )
+        fix = "choose a larger length, or shorter conversations."
+        raise ValueError(error_text(problem, fix=fix))
     return TokenizedChats(fitting, len(documents) - len(fitting), longest)

@@ -68,11 +68,9 @@ class ChatTemplate(NamedTuple):
             before = self._text(messages[:i], add_generation_prompt=True)
             after = text if i + 1 == len(messages) else self._text(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
-                at = (
-                    "the last message"
-                    if i + 1 == len(messages)
-                    else f"message {i + 1} of {len(messages)}"
-                )
+                at = f"message {i + 1} of {len(messages)}"
+                if i + 1 == len(messages):
+                    at = "the last message"
                 raise ValueError(
                     f"the template has no {{% generation %}}, and writes {at} in another way when"
                     " others follow or precede, so the tokens of the assistant are not known"
@@ -132,24 +130,17 @@ def compile_template(
             f"the chat template in {origin} is no jinja: line {error.lineno}: {error.message}."
         )
         raise ValueError(error_text(problem, fix="download the file again.")) from error
-    used_tokens = {
-        name for name in meta.find_undeclared_variables(syntax) if name in _SPECIAL_TOKENS
-    }
-    if unknown := sorted(used_tokens - special_tokens.keys()):
+    used_tokens = meta.find_undeclared_variables(syntax) & set(_SPECIAL_TOKENS)
+    unknown = sorted(used_tokens - special_tokens.keys())
+    if unknown:
         problem = (
             f"the chat template in {origin} reads {', '.join(unknown)}, which tokenizer_config.json"
             " does not have."
         )
         raise ValueError(error_text(problem, fix="add the token, or null if the model has none."))
-    marked = any(
-        isinstance(node, jinja2.nodes.CallBlock) and _is_mark(node)
-        for node in syntax.find_all(jinja2.nodes.CallBlock)
-    )
-    return ChatTemplate(
-        template,
-        marked,
-        {name: token for name, token in special_tokens.items() if token is not None},
-    )
+    marked = any(map(_is_mark, syntax.find_all(jinja2.nodes.CallBlock)))
+    known_tokens = {name: token for name, token in special_tokens.items() if token is not None}
+    return ChatTemplate(template, marked, known_tokens)
 
 
 _SPECIAL_TOKENS = (
@@ -165,11 +156,11 @@ _SPECIAL_TOKENS = (
 
 def special_tokens_of(settings: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the special tokens in the content of tokenizer_config.json or special_tokens_map.json."""
-    tokens = {}
-    for name in settings.keys() & set(_SPECIAL_TOKENS):
-        value = settings[name]
-        tokens[name] = value["content"] if isinstance(value, Mapping) else value
-    return tokens
+    tokens = {name: settings[name] for name in _SPECIAL_TOKENS if name in settings}
+    return {
+        name: token["content"] if isinstance(token, Mapping) else token
+        for name, token in tokens.items()
+    }
 
 
 def _is_mark(block: "jinja2.nodes.CallBlock") -> bool:
@@ -181,13 +172,12 @@ def _is_mark(block: "jinja2.nodes.CallBlock") -> bool:
 
 def _without_marks(text: str) -> tuple[str, Spans]:
     """Return the text without marks, and the spans that were between them."""
-    pieces, spans, length, begin = [], [], 0, 0
-    for i, piece in enumerate(text.replace(_END, _BEGIN).split(_BEGIN)):
-        begin = length
-        pieces.append(piece)
-        length += len(piece)
+    spans, begin = [], 0
+    pieces = text.replace(_END, _BEGIN).split(_BEGIN)
+    for i, piece in enumerate(pieces):
         if i % 2:
-            spans.append((begin, length))
+            spans.append((begin, begin + len(piece)))
+        begin += len(piece)
     return "".join(pieces), spans
 
 

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from shardopt.core._errors import calling, format_error
+from shardopt.core._arguments import check_count
+from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:
@@ -62,9 +63,8 @@ def _read(path: Path, start: int, count: int) -> bytes:
             f"{str(path)!r} is shorter than when the corpus was opened: {start + len(content)}"
             " bytes and no more."
         )
-        raise OSError(
-            format_error("data", problem, fix="leave the text alone while a model trains on it.")
-        )
+        fix = "leave the text alone while a model trains on it."
+        raise OSError(format_error("data", problem, fix=fix))
     return content
 
 
@@ -112,6 +112,7 @@ class Documents:
         return (self[i] for i in range(len(self)))
 
 
+@calling("data")
 def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
     """Return the corpus of a file, of the text files in a folder, or of Python's own standard
     library.
@@ -140,45 +141,38 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
         if not root.exists():
             problem = f"there is no file or folder {str(root)!r}."
             fix = "check the path; without one, Python's own source is read."
-            raise FileNotFoundError(format_error("data", problem, fix=fix))
-        files = (
-            [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
-            if root.is_dir()
-            else [root]
-        )
-    sized_files = [(file, size) for file in files if (size := file.stat().st_size)]
-    if not sized_files:
-        problem = (
-            f"{str(root)!r} is empty."
-            if root.is_file()
-            else f"there is no text in the folder {str(root)!r}."
-        )
-        raise ValueError(
-            format_error("data", problem, fix="name a text file, or a folder that holds some.")
-        )
-    starts = np.cumsum([0] + [size for _, size in sized_files]).tolist()
-    return Corpus(tuple(file for file, _ in sized_files), tuple(starts))
+            raise FileNotFoundError(error_text(problem, fix=fix))
+        files = [root]
+        if root.is_dir():
+            files = [path for path in _walk(root, skip={"__pycache__"}) if not _is_binary(path)]
+    sizes = {file: file.stat().st_size for file in files}
+    sizes = {file: size for file, size in sizes.items() if size}
+    if not sizes:
+        problem = f"there is no text in the folder {str(root)!r}."
+        if root.is_file():
+            problem = f"{str(root)!r} is empty."
+        fix = "name a text file, or a folder that holds some."
+        raise ValueError(error_text(problem, fix=fix))
+    return Corpus(tuple(sizes), tuple(np.cumsum([0, *sizes.values()]).tolist()))
 
 
-_NOT_LIBRARY = frozenset(
-    {
-        "site-packages",
-        "dist-packages",
-        "test",
-        "tests",
-        "idle_test",
-        "encodings",
-        "pydoc_data",
-        "__pycache__",
-    }
-)
+_NOT_LIBRARY = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+}
 """Folders left out of the standard library: installed packages, tests and generated tables.
 
 The tables are near copies of each other. Split between training and validation, they would leak
 validation text. """
 
 
-def _walk(root: Path, skip: frozenset[str] | set[str]) -> Iterator[Path]:
+def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
     """Yield the files in a folder and its subfolders, ordered by path.
 
     Symbolic links to folders are not followed.
@@ -199,6 +193,7 @@ def _is_binary(path: Path) -> bool:
         return b"\0" in file.read(8192)
 
 
+@calling("split")
 def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Windows, Windows]:
     """Split a corpus into training windows and, at its end, validation windows; no byte is in both.
 
@@ -220,10 +215,9 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
       >>> training[0]["tokens"].shape
       (129,)
     """
-    if length < 1:
-        raise ValueError(f"split: length must be at least 1, got {length}.")
+    check_count("length", length)
     if not 0 < validation < 1:
-        raise ValueError(f"split: validation must be between 0 and 1, got {validation}.")
+        raise ValueError(error_text(f"validation must be between 0 and 1, got {validation}."))
     cut = _cut(corpus, validation)
     sides = Windows(corpus, 0, cut, length), Windows(corpus, cut, corpus.num_bytes, length)
     if any(len(side) < 1 for side in sides):
@@ -232,9 +226,8 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
             f" {corpus.num_bytes - cut} to validate, are too few for windows of {length + 1} bytes"
             " on both sides."
         )
-        raise ValueError(
-            format_error("data", problem, fix="give more text, or choose shorter windows.")
-        )
+        fix = "give more text, or choose shorter windows."
+        raise ValueError(format_error("data", problem, fix=fix))
     return sides
 
 
@@ -245,7 +238,7 @@ def _cut(corpus: Corpus, validation: float) -> int:
     return nearest if near_enough else wanted
 
 
-@calling("data.batches")
+@calling("batches")
 def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
     """Return endless shuffled batches, `{"tokens": int32 [batch_size, length + 1]}`.
 
@@ -273,8 +266,7 @@ def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterD
     require("grain", extra="data")
     import grain
 
-    if batch_size < 1:
-        raise ValueError(f"batches: batch_size must be at least 1, got {batch_size}.")
+    check_count("batch_size", batch_size)
     dataset = grain.MapDataset.source(windows).shuffle(seed=seed).repeat().batch(batch_size)
     # One thread that reads two batches ahead is enough: windows are cheap, and the cores are for
     # the devices.
@@ -297,6 +289,7 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
     return [{"tokens": np.stack(chosen[i : i + batch_size])} for i in range(0, count, batch_size)]
 
 
+@calling("next_token")
 def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
     """Return a batch with separate inputs and targets: "tokens" [..., T] and "targets" [..., T] of
     "tokens" [..., T + 1].
@@ -317,15 +310,12 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
     tokens = batch.get("tokens", ())
     tokens = tokens if isinstance(tokens, jax.Array) else np.asarray(tokens)
     if "targets" in batch or not tokens.ndim or tokens.shape[-1] < 2:
-        shapes_text = (
-            ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items())
-            or "nothing"
-        )
+        shapes = ", ".join(f"{name} {list(np.shape(value))}" for name, value in batch.items())
         problem = (
             "a batch must have tokens [..., T + 1], T at least 1, and no targets; it has"
-            f" {shapes_text}."
+            f" {shapes or 'nothing'}."
         )
-        raise ValueError(format_error("next_token", problem))
+        raise ValueError(error_text(problem))
     return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 

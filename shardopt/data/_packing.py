@@ -3,8 +3,8 @@
 Segment ids and positions keep the documents separate.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -92,21 +92,18 @@ def pack(
     import grain
     from grain import experimental
 
-    check_count("length", length, minimum=1)
-    check_count("open_rows", open_rows, minimum=1)
+    check_count("length", length)
+    check_count("open_rows", open_rows)
 
     class Cut(experimental.FlatMapTransform):
         def flat_map(self, element: ArrayLike | Mapping[str, ArrayLike]) -> list[Batch]:
             return _cut_document(element, length)
 
     source = Documents(documents) if isinstance(documents, Corpus) else documents
-    if isinstance(source, grain.MapDataset | grain.IterDataset):
-        dataset = source
-    else:
+    dataset: Any = source
+    if not isinstance(source, grain.MapDataset | grain.IterDataset):
         is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-        dataset = grain.MapDataset.source(
-            cast("Sequence[ArrayLike]", source) if is_sequence else list(source)
-        )
+        dataset = grain.MapDataset.source(source if is_sequence else list(source))
     if isinstance(dataset, grain.MapDataset):
         # No reader threads: rows are packed on the thread that asks for them, while devices
         # compute.
@@ -132,42 +129,28 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
         raise TypeError(f"pack: a document must hold integer token ids, got {tokens.dtype}.")
     if tokens.ndim != 1 or tokens.min() < 0:
         received = f"shape {tokens.shape}" if tokens.ndim != 1 else f"token {tokens.min()}"
-        raise ValueError(
-            format_error("pack", f"a document must be 1-D, of token ids from 0 on; got {received}.")
-        )
-    weights = (
-        np.ones(len(tokens))
-        if not isinstance(document, Mapping)
-        else np.asarray(document["weights"])
-    )
+        raise ValueError(f"pack: a document must be 1-D, of token ids from 0 on; got {received}.")
+    weights = np.ones(len(tokens))
+    if isinstance(document, Mapping):
+        weights = np.asarray(document["weights"])
     if weights.shape != tokens.shape:
         problem = (
             f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
         )
         raise ValueError(format_error("pack", problem, fix="give one weight for each token."))
-    tokens = tokens.astype(np.int32)
-    targets, weights = (
-        np.append(tokens[1:], np.int32(0)),
-        np.append(weights[1:], 0).astype(np.float32),
-    )
+    whole = {
+        "tokens": tokens.astype(np.int32),
+        "targets": np.append(tokens[1:], 0).astype(np.int32),
+        "weights": np.append(weights[1:], 0).astype(np.float32),
+    }
     return [
-        {
-            "tokens": tokens[i : i + length],
-            "targets": targets[i : i + length],
-            "weights": weights[i : i + length],
-        }
+        {name: values[i : i + length] for name, values in whole.items()}
         for i in range(0, len(tokens), length)
     ]
 
 
 def _row(packed: Batch) -> Batch:
-    return {
-        "tokens": packed["tokens"],
-        "targets": packed["targets"],
-        "weights": packed["weights"],
-        "segment_ids": packed["tokens_segment_ids"],
-        "positions": packed["tokens_positions"],
-    }
+    return {name.removeprefix("tokens_"): values for name, values in packed.items()}
 
 
 def padding_share(rows: Batch | Iterable[Batch]) -> float:
@@ -183,10 +166,8 @@ def padding_share(rows: Batch | Iterable[Batch]) -> float:
       >>> padding_share(pack([[5, 6, 7], [8, 9]], 10))
       0.5
     """
-    num_tokens, num_positions = 0, 0
-    for row in cast("Iterable[Batch]", [rows] if isinstance(rows, Mapping) else rows):
-        num_tokens += np.count_nonzero(row["segment_ids"])
-        num_positions += np.size(row["segment_ids"])
-    if not num_positions:
+    all_rows = cast("Iterable[Batch]", [rows] if isinstance(rows, Mapping) else rows)
+    ids = [np.ravel(row["segment_ids"]) for row in all_rows]
+    if not ids:
         raise ValueError("padding_share: there are no rows.")
-    return float(1 - num_tokens / num_positions)
+    return float(np.mean(np.concatenate(ids) == 0))
