@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-from jax.sharding import PartitionSpec
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,17 +20,7 @@ from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS,
 from shardopt.core._errors import plural
 from shardopt.core._figures import new_figure
 from shardopt.data import Windows
-from shardopt.mesh import spec_axes
 from shardopt.pipeline import Schedule
-
-_COLOURS = {
-    "data": "cyan",
-    "tensor": "magenta",
-    "pipeline": "green",
-    "replica": "yellow",
-    "context": "blue",
-    "expert": "bright_magenta",
-}
 
 
 def open_screen() -> Console:
@@ -71,23 +59,17 @@ def show_options(
     schedule.
     """
     training, config = options.training, opt.config
+    step = f"{training.batch_size} x {options.model.length} {unit}"
+    if config.loss.micro_batches > 1:
+        step += f" in {config.loss.micro_batches} micro-batches"
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
-    for label, line in first_rows:
-        table.add_row(label, line)
-    table.add_row(
-        "step",
-        f"{training.batch_size} x {options.model.length} {unit}"
-        + (
-            f" in {config.loss.micro_batches} micro-batches"
-            if config.loss.micro_batches > 1
-            else ""
-        ),
-    )
-    table.add_row("optimizer", f"{training.optimizer}, learning rate up to {learning_rate:g}")
-    table.add_row("devices", describe_devices(opt.mesh.devices.size))
-    table.add_row("mesh", _mesh_text(opt.config.mesh_shape))
     for label, line in [
+        *first_rows,
+        ("step", step),
+        ("optimizer", f"{training.optimizer}, learning rate up to {learning_rate:g}"),
+        ("devices", describe_devices(opt.mesh.devices.size)),
+        ("mesh", _mesh_text(config.mesh_shape)),
         *schedule_lines(options, config.schedule),
         *describe(options.communication),
     ]:
@@ -127,40 +109,8 @@ def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple
 
 def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimizer) -> None:
     """Show how each leaf is sharded, and the bytes per device."""
-    report = opt.config.report()
-    is_one_column = all(row.params == row.opt_state for row in report.rows)
-    table = Table(
-        title=f"{_strategy_text(options)}: what each device holds",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-    )
-    table.add_column("leaf", no_wrap=True)
-    table.add_column("parameters and optimizer state" if is_one_column else "parameters")
-    if not is_one_column:
-        table.add_column("optimizer state")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    table.add_column("of", justify="right", style="dim", no_wrap=True)
-    for row in report.rows:
-        splits = [split_text(row.shape, row.params)] + (
-            [] if is_one_column else [split_text(row.shape, row.opt_state)]
-        )
-        table.add_row(row.path, *splits, f"{row.bytes_per_device:,}", f"{row.bytes_total:,}")
-    table.add_section()
-    blanks = [""] * (1 if is_one_column else 2)
-    table.add_row(
-        "all parameters",
-        *blanks,
-        f"{report.params_bytes:,}",
-        f"{sum(row.bytes_total for row in report.rows):,}",
-        style="bold",
-    )
-    table.add_row("optimizer state", *blanks, f"{report.opt_state_bytes:,}", "", style="bold")
-    screen.print()
-    screen.print(table)
-    for reason in dict.fromkeys(row.replicated_because for row in report.replicated):
-        paths = ", ".join(row.path for row in report.replicated if row.replicated_because == reason)
-        screen.print(f"replicated over data: {paths} ({reason})", style="dim", markup=False)
+    screen.print(f"\n{_strategy_text(options)}: what each device holds\n", style="bold")
+    say(screen, str(opt.config.report()))
     if options.communication.sync_every is not None:
         say(
             screen,
@@ -168,18 +118,6 @@ def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimize
             " on top",
         )
     screen.print()
-
-
-def split_text(shape: tuple[int, ...], spec: PartitionSpec) -> Text:
-    """Return a shape with the axes that shard its dims: `2 x 192/data x 3 x 4/tensor x 48`."""
-    entries = list(spec) + [None] * (len(shape) - len(spec))
-    parts = []
-    for dim, entry in zip(shape, entries, strict=True):
-        part = Text(str(dim))
-        for axis in spec_axes((entry,)):
-            part.append(f"/{axis}", style=_COLOURS.get(axis, "bold"))
-        parts.append(part)
-    return Text(" x ", style="dim").join(parts) if parts else Text("one number")
 
 
 def show_order_changes(screen: Console, changes: list[str]) -> None:
@@ -283,13 +221,8 @@ def _strategy_text(options: RunOptions) -> str:
     return f"hybrid, {options.placement} over data" if options.is_hybrid else options.where.strategy
 
 
-def _mesh_text(sizes: dict[str, int]) -> Text:
-    parts = [
-        Text(f"{axis}={count}", style=_COLOURS.get(axis, ""))
-        for axis, count in sizes.items()
-        if count > 1
-    ]
-    return Text(" x ").join(parts) if parts else Text("one device")
+def _mesh_text(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
 _BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"

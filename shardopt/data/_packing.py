@@ -103,7 +103,7 @@ def pack(
     dataset: Any = source
     if not isinstance(source, grain.MapDataset | grain.IterDataset):
         is_sequence = hasattr(source, "__getitem__") and hasattr(source, "__len__")
-        dataset = grain.MapDataset.source(source if is_sequence else list(source))
+        dataset = grain.MapDataset.source(cast("Any", source) if is_sequence else list(source))
     if isinstance(dataset, grain.MapDataset):
         # No reader threads: rows are packed on the thread that asks for them, while devices
         # compute.

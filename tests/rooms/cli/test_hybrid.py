@@ -76,7 +76,7 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
         "bubble       11.1% of the table, 11.1% of the lockstep program\n",
         "activations  at most 5 kept on a stage (5, 3)\n",
         "hybrid, zero2 over data: what each device holds",
-        "  blocks/mlp/up ",
+        "\nblocks/mlp/up ",
         "after 4 steps",
         f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png, schedule.png\n",
     ):
