@@ -196,12 +196,24 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     return found
 
 
+def tile_overlap(
+    tokens: float, *, num_experts: int, top_k: int, devices: int = 1, tile: int = 128
+) -> float:
+    """Return the expected flops of expert kernels over the flops of their rows.
+
+    Kernels work on tiles of m rows. A tile that contains the border between two experts is
+    multiplied with the weights of both. A device has N K / X rows of E / X experts, and their E / X
+    - 1 borders are at random positions: 1 + (E / X - 1) (m - 1) X / (N K).
+    """
+    return 1 + (num_experts // devices - 1) * (tile - 1) * devices / (tokens * top_k)
+
+
 def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     """Return what is stated beside what was compiled."""
     import jax.numpy as jnp
 
     from shardopt.models._decoder_block import roundings
-    from shardopt.planning import Layout, parse_topology, predict, tile_overlap
+    from shardopt.planning import Layout, parse_topology, predict
     from shardopt.planning._costs import step_flops
     from shardopt.planning._layout import stored_bytes
 

@@ -7,13 +7,6 @@ from shardopt.planning._compare import ComparedCollective, ComparedOperation, Co
 from shardopt.planning._compiled_time import Operation, Span, StepSeconds, step_seconds
 from shardopt.planning._costs import Footprint, StepTime, Transfer
 from shardopt.planning._diloco import Utilisation, bandwidth_for, diloco_utilisation
-from shardopt.planning._expert_loads import (
-    Imbalance,
-    expected_imbalance,
-    imbalance,
-    plot_expert_loads,
-    tile_overlap,
-)
 from shardopt.planning._failure_simulation import simulate_failures
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
@@ -43,7 +36,6 @@ __all__ = [
     "Failures",
     "Footprint",
     "Hardware",
-    "Imbalance",
     "Layout",
     "NamedValue",
     "Operation",
@@ -64,13 +56,10 @@ __all__ = [
     "compare",
     "count_flops",
     "diloco_utilisation",
-    "expected_imbalance",
     "find_hardware",
     "find_model",
-    "imbalance",
     "parse_topology",
     "plan_recovery",
-    "plot_expert_loads",
     "plot_memory",
     "plot_placement",
     "plot_plans",
@@ -79,7 +68,6 @@ __all__ = [
     "predict",
     "simulate_failures",
     "step_seconds",
-    "tile_overlap",
     "topology_devices",
     "trace",
 ]

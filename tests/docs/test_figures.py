@@ -444,13 +444,6 @@ def test_what_the_tpu_compiler_says_of_experts():
     assert f"{seconds[1] * 1e3:.0f} ms where shardopt's are {seconds[2] * 1e3:.0f}." in text
 
 
-def test_what_uneven_experts_cost():
-    found = results("expert_loads")
-    for name, *told in rows("notes/experts.md", "loads of"):
-        row = found[name]
-        assert told == [f"{row[key]:.2f}" for key in ("slowdown", "with_copies", "chance")], name
-
-
 def test_the_page_of_all_benchmarks_in_short():
     text = page("benchmarks.md")
     losses = results("convergence")["contenders"]
