@@ -275,7 +275,7 @@ def model_of(row: Row, choice: Choice) -> tuple[Any, Any]:
     from shardopt.models import _transformer as transformer
     from shardopt.models import decoder
     from shardopt.models.decoder import BlockKind, Rope
-    from shardopt.planning import find_model
+    from shardopt.planning._models import find_model
 
     remat = REMAT[choice.remat].shardopt
     chunk = row.length // choice.tiles if choice.tiles > 1 else None

@@ -71,7 +71,7 @@ TABLE = (
 
 def shape_of(row: Row):
     """Return the sizes, as the planner has them."""
-    from shardopt.planning import find_model
+    from shardopt.planning._models import find_model
 
     return dataclasses.replace(find_model(row.model), length=LENGTH)
 
@@ -213,9 +213,10 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from shardopt.models._decoder_block import roundings
-    from shardopt.planning import Layout, parse_topology, predict
+    from shardopt.planning import Layout, predict
     from shardopt.planning._costs import step_flops
     from shardopt.planning._layout import stored_bytes
+    from shardopt.planning._topologies import parse_topology
 
     chips = row.beside.chips
     half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}

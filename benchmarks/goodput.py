@@ -23,8 +23,10 @@ import sys
 from typing import NamedTuple
 
 from common import write_json
+from failure_simulation import simulate_failures
 
-from shardopt.planning import Failures, Recovery, plan_recovery, simulate_failures
+from shardopt.planning import Failures, plan_recovery
+from shardopt.planning._recovery import Recovery
 
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
 YEAR = 365 * DAY

@@ -28,9 +28,10 @@ import time
 from pathlib import Path
 
 from common import write_json
+from failure_simulation import simulate_failures
 from restarts import ROOT, WORKER, note, pid_of
 
-from shardopt.planning import Failures, plan_recovery, simulate_failures
+from shardopt.planning import Failures, plan_recovery
 
 PROCESSES, EVERY, PAUSE, MEAN = 16, 30, 0.25, 30.0
 

@@ -38,7 +38,7 @@ def compiled(topology: str, length: int, context: int, rows: int) -> dict:
 
     import shardopt as so
     from shardopt.models._transformer import abstract_batch, model
-    from shardopt.planning import find_model
+    from shardopt.planning._models import find_model
 
     shape = dataclasses.replace(find_model("llama3-8b"), length=length)
 

@@ -62,7 +62,8 @@ def compile_llama(topology: str, length: int, rows: int, precision: str | None) 
 
     import shardopt as so
     from shardopt.models import _transformer as transformer
-    from shardopt.planning import find_model, topology_devices
+    from shardopt.planning import topology_devices
+    from shardopt.planning._models import find_model
 
     shape = dataclasses.replace(find_model("llama3-8b"), length=length)
     devices = len(topology_devices(topology))  # two a chip on tpu7x

@@ -105,8 +105,9 @@ def compiled(layout, topology):
 
 def predicted(layout, topology):
     """Return what the planner says of it."""
-    from shardopt.planning import parse_topology, predict
+    from shardopt.planning import predict
     from shardopt.planning._costs import step_flops
+    from shardopt.planning._topologies import parse_topology
 
     told = predict(
         shape().workload(), layout, hardware=parse_topology(topology)[0], batch_size=ROWS
@@ -151,7 +152,7 @@ def main():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if options.libtpu:
         sys.path.append(options.libtpu)
-    from shardopt.planning import parse_topology
+    from shardopt.planning._topologies import parse_topology
 
     assert math.prod(parse_topology(options.topology)[1]) == layouts()[0].num_chips, (
         "a topology of 16 chips"

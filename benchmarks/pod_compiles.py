@@ -9,10 +9,11 @@ import optax
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
-from shardopt.planning import Layout, find_model, parse_topology, predict
+from shardopt.planning import Layout, predict
 from shardopt.planning._costs import step_flops
 from shardopt.planning._layout import stored_bytes
-from shardopt.planning._models import RULES
+from shardopt.planning._models import RULES, find_model
+from shardopt.planning._topologies import parse_topology
 
 # model, topology, slices, replica, tensor, rows a chip of the data axes
 CASES = [

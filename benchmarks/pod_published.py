@@ -6,9 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from shardopt.planning import Layout, Transformer, find_hardware, find_model, predict
-from shardopt.planning._diloco import bandwidth_for
-from shardopt.planning._hardware import Hardware
+from shardopt.planning import HARDWARE, MODELS, Hardware, Layout, Replicas, Transformer, predict
 
 # Google's figures for a v3 chip: 123 Tflop/s, 32 GiB, 900 GB/s, four links of 70 GB/s; its pod is a
 # torus of two axes
@@ -99,8 +97,8 @@ DEEPSEEK = Layout(
 
 def deepseek_mfu():
     """Return what 180,000 H800 hours for 10^12 tokens are, of the bfloat16 peak."""
-    work = dataclasses.replace(find_model("deepseek-v3"), num_layers=61).workload()
-    return 1e12 / (180e3 * 3600) * work.model_flops / work.tokens / find_hardware("h100").flops
+    work = dataclasses.replace(MODELS["deepseek-v3"], num_layers=61).workload()
+    return 1e12 / (180e3 * 3600) * work.model_flops / work.tokens / HARDWARE["h100"].flops
 
 
 def published_rows(only):
@@ -109,17 +107,17 @@ def published_rows(only):
     Nothing is fitted, so the ratio is what software leaves of the peaks.
     """
     for model, chip, chips, rows, length, remat, mfu, source in RUNS:
-        shape = dataclasses.replace(find_model(model), length=length)
+        shape = dataclasses.replace(MODELS[model], length=length)
         if only not in shape.name:
             continue
         layout = Layout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
         if mfu is None:
             mfu, layout, shape = deepseek_mfu(), DEEPSEEK, dataclasses.replace(shape, num_layers=64)
         told = predict(
-            shape.workload(), layout, hardware=find_hardware(chip), batch_size=int(rows * chips)
+            shape.workload(), layout, hardware=HARDWARE[chip], batch_size=int(rows * chips)
         )
         yield {
-            "name": f"{shape.name} on {chips} {find_hardware(chip).name}",
+            "name": f"{shape.name} on {chips} {HARDWARE[chip].name}",
             "predicted": told.mfu,
             "published": mfu,
             "ratio": told.mfu / mfu,
@@ -175,19 +173,10 @@ def diloco_rows(only):
             if only not in name:
                 continue
             way = _way(name, layers // 3)
-            predicted = {
-                share: (
-                    8e-9
-                    * bandwidth_for(
-                        share,
-                        num_parameters=billions * 1e9,
-                        step_seconds=seconds,
-                        overlap=2 / 3,
-                        **way,
-                    )
-                )
-                for share in SHARES
-            }
+            replicas = Replicas(
+                num_parameters=billions * 1e9, step_seconds=seconds, overlap=2 / 3, **way
+            )
+            predicted = {share: 8e-9 * replicas.bandwidth_for(share) for share in SHARES}
             ratios = [
                 found / stated for found, stated in zip(predicted.values(), paper, strict=True)
             ]

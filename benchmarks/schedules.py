@@ -56,7 +56,7 @@ def compiled(make, blocks=2):
 
     import shardopt as so
     from shardopt.models import _transformer as transformer
-    from shardopt.planning import find_model
+    from shardopt.planning._models import find_model
 
     found = find_model("llama3-8b")
     shape = dataclasses.replace(

@@ -47,10 +47,12 @@ plans = so.plan("llama3-8b", hardware="v5p", chips=64, batch_size=128)
 print(plans)
 
 # %% [markdown]
-# ## What fills the memory
+# ## Memory and traffic
 #
 # We show the fastest layout of each kind: with and without a pipeline, with and without tensor
-# sharding, and for each placement. The dashed line is the usable memory of a chip.
+# sharding, and for each placement. The dashed line is the usable memory of a chip. Every block must
+# wait for the bytes over `tensor`. The bytes of `fsdp` over `data` can be sent while other blocks
+# compute.
 
 
 # %%
@@ -63,16 +65,7 @@ fastest = {}
 for plan in plans.ranked:
     fastest.setdefault(kind_of(plan), plan)
 shown = list(fastest.values())[:10]
-so.planning.plot_memory(shown, limit=plans.limit)
-
-# %% [markdown]
-# ## Traffic
-#
-# The plot shows the same layouts. Every block must wait for the bytes over `tensor`. The bytes of
-# `fsdp` over `data` can be sent while other blocks compute.
-
-# %%
-so.planning.plot_traffic(shown)
+plans.plot(shown)
 
 # %% [markdown]
 # ## Layouts that do not fit
@@ -152,7 +145,7 @@ for name, chip, chips, rows, length, _, _ in published:
     shape = so.planning.MODELS[name]
     assert shape.length in (length, 4096)
     layout = so.planning.Layout(data=chips, remat=True, gather_dtype=jnp.bfloat16)
-    hardware = so.planning.find_hardware(chip)
+    hardware = so.planning.HARDWARE[chip]
     predictions.append(
         so.planning.predict(shape.workload(), layout, hardware=hardware, batch_size=rows * chips)
     )

@@ -21,7 +21,7 @@ from shardopt.config._sync import SyncConfig
 from shardopt.core._errors import error_text, plural
 from shardopt.core._types import PyTree
 from shardopt.mesh import spec_axes
-from shardopt.planning import Transfer
+from shardopt.planning._costs import StepTransfer
 
 _MODEL_AXES = ("tensor", "pipeline")
 """Axes over which ddp sends no gradients."""
@@ -58,7 +58,7 @@ def measure(opt: so.ShardedOptimizer, state: so.TrainState, batch: PyTree) -> Se
     gradient_bytes = sum(
         row.bytes_total / _num_parts(row.params, opt.mesh) for row in opt.config.report().rows
     )
-    ddp = Transfer("all-reduce", "data", "gradients", gradient_bytes, 1)
+    ddp = StepTransfer("all-reduce", "data", "gradients", gradient_bytes, 1)
     ddp_bytes = ddp.wire_bytes({"data": num_devices})
 
     def bytes_sent(step):

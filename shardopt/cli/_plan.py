@@ -19,9 +19,12 @@ from shardopt.core._errors import calling, error_text
 from shardopt.hlo import Audit, inner_product_flops
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
-from shardopt.planning import Plans, find_model, parse_topology
+from shardopt.planning._aot import AotReport
 from shardopt.planning._compiled_time import StepSeconds
 from shardopt.planning._layout import Layout, named_builder
+from shardopt.planning._models import find_model
+from shardopt.planning._search import Plans
+from shardopt.planning._topologies import parse_topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +91,7 @@ def plan(options: PlanOptions) -> None:
         failures=failures,
     )
     if options.png is not None:
-        from shardopt.planning._plots import plot_plans
-
-        plot_plans(plans.ranked[: options.top], limit=plans.limit, path=options.png)
+        plans.plot(plans.ranked[: options.top], path=options.png)
     print(as_json(plans, options.top) if options.json else as_text(plans, options.top))
 
 
@@ -235,7 +236,7 @@ def audit(options: AuditOptions) -> None:
     else:
         report, step, lines = _audit_file(options, options.program)
     if options.png is not None and step is not None:
-        so.planning.plot_timeline(step, path=options.png)
+        step.plot(options.png)
     print(json.dumps(report, indent=2) if options.json else "\n".join(lines))
 
 
@@ -288,7 +289,7 @@ def to_json(program_audit: Audit) -> dict[str, object]:
 
 
 @calling("audit")
-def compile_model(options: AuditOptions) -> so.planning.AotReport:
+def compile_model(options: AuditOptions) -> AotReport:
     """Compile the model for the topology: each block is rematerialised, and weights are gathered in
     bfloat16.
     """

@@ -64,7 +64,7 @@ class ComparedOperation(NamedTuple):
     source: str
 
 
-class Comparison(NamedTuple):
+class ProfileComparison(NamedTuple):
     """A profile next to a plan; `print` shows it. All times are of one step and one device.
 
     Attributes:
@@ -125,7 +125,7 @@ def compare(
     program: CanLower | Lowered | Compiled | str | None = None,
     *args: PyTree,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
-) -> Comparison:
+) -> ProfileComparison:
     """Compare a recorded profile with a plan: predicted and measured times of collectives and of
     operations.
 
@@ -141,7 +141,7 @@ def compare(
       mesh: the mesh, as in `so.hlo.audit`.
 
     Returns:
-      A `Comparison`: `.collectives`, `.operations`, `.unmatched`; `print` shows it.
+      A `ProfileComparison`: `.collectives`, `.operations`, `.unmatched`; `print` shows it.
 
     Raises:
       TypeError: if `plan` is of another type, or in the same cases as `so.hlo.audit`.
@@ -188,7 +188,7 @@ def compare(
         if op not in instructions or instructions[op].opcode not in _CONTAINERS
     }
     most_expensive = sorted(own_times, key=lambda op: -own_times[op].seconds)[:10]
-    return Comparison(
+    return ProfileComparison(
         name,
         total,
         math.fsum(time.seconds for time in own_times.values()),

@@ -5,12 +5,13 @@ published link rates.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._figures import FilePath
 from shardopt.core._tables import aligned, source_and_name
 from shardopt.core._types import PyTree
 from shardopt.hlo._hlo_text import Instruction
@@ -19,10 +20,14 @@ from shardopt.hlo._source_lines import Frames, op_name_of, read_frames, source_o
 from shardopt.hlo._walk import check_schedule
 from shardopt.pipeline import Schedule
 from shardopt.planning._hardware import Hardware, find_hardware, hardware_of
+from shardopt.planning._plots import plot_step
 from shardopt.planning._schedule_actions import Branch, Compute, Done, Kernels, Loop, Reader, Start
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-class Operation(NamedTuple):
+
+class CompiledOperation(NamedTuple):
     """The time of one instruction in a step, all its calls together.
 
     Attributes:
@@ -76,12 +81,27 @@ class StepSeconds(NamedTuple):
     compute: float | None
     exposed: float | None
     hidden: float | None
-    operations: tuple[Operation, ...] = ()
+    operations: tuple[CompiledOperation, ...] = ()
     spans: tuple[Span, ...] = ()
     notes: tuple[str, ...] = ()
     reason: str | None = None
-    all_operations: tuple[Operation, ...] = ()
+    all_operations: tuple[CompiledOperation, ...] = ()
     collectives: Mapping[tuple[str, tuple[str, ...]], float] = {}
+
+    def plot(self, path: FilePath = None) -> "Figure":
+        """Draw the timeline: computation and waiting of the TensorCore, and transfers of each mesh
+        axis.
+
+        Args:
+          path: the file to save the picture to; the suffix chooses the format, PNG without one.
+
+        Returns:
+          A matplotlib figure.
+
+        Raises:
+          ValueError: if the program holds no estimates.
+        """
+        return plot_step(self, path)
 
     def to_json(self) -> dict[str, object]:
         """Return a dict of plain numbers and strings, with ten operations and without the timeline."""
@@ -185,7 +205,7 @@ def step_seconds(
         schedule, one a cycle, in blocks and heads whose schedule is known
         (`benchmarks/kernel_schedules.py`), but at least its flops at the chip's peak. Other kernels
         take their stated flops at the chip's peak, splash attention those of a causal mask, or
-        their bytes. `Operation.basis` says which.
+        their bytes. `CompiledOperation.basis` says which.
       - A device of v4 or v5p has two TensorCores. They share a kernel's rows and heads as far as it
         lets them.
       - Not counted: the latency of collectives, copies between HBM and the cores' own memory,
@@ -326,7 +346,7 @@ class _Walk:
         compute = math.fsum(cost.seconds for cost in self.costs.values() if not cost.kind)
         most_expensive = sorted(self.costs.values(), key=lambda cost: -cost.seconds)
         operations = tuple(
-            Operation(
+            CompiledOperation(
                 f"{cost.kind} {cost.line.name}" if cost.kind else cost.line.name,
                 cost.seconds,
                 cost.calls,

@@ -17,7 +17,7 @@ _FP32_BYTES = 4
 """Bytes of fp32; gradients are summed in fp32 or wider."""
 
 
-class Transfer(NamedTuple):
+class StepTransfer(NamedTuple):
     """Collectives of one kind and purpose.
 
     Attributes:
@@ -57,7 +57,7 @@ class Transfer(NamedTuple):
         return 2 if self.kind == "all-reduce" else 1
 
 
-def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
+def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[StepTransfer, ...]:
     """Return the transfers of a step, without transfers over axes of size 1.
 
     Psi is the bytes of gradients on a device after tensor and pipeline have split the model. M is
@@ -108,7 +108,7 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[Transfer, ...]:
     )
 
 
-def by_axis(transfers: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[str, float]:
+def by_axis(transfers: tuple[StepTransfer, ...], sizes: Mapping[str, int]) -> dict[str, float]:
     """Return the wire bytes a device sends in a step, by mesh axis."""
     axes = [axis for axis in sizes if any(transfer.axis == axis for transfer in transfers)]
     return {
@@ -119,7 +119,7 @@ def by_axis(transfers: tuple[Transfer, ...], sizes: Mapping[str, int]) -> dict[s
     }
 
 
-def _over_data(placed: PlacedModel) -> list[Transfer]:
+def _over_data(placed: PlacedModel) -> list[StepTransfer]:
     elements = placed.elements
     without_experts = placed._replace(elements=elements._replace(expert_blocks=0))
     expert_elements = ElementCounts(
@@ -130,7 +130,7 @@ def _over_data(placed: PlacedModel) -> list[Transfer]:
     return transfers + _gathers_and_sums(placed._replace(elements=expert_elements), other_axes)
 
 
-def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[Transfer]:
+def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[StepTransfer]:
     """Return the gathers of weights and the sums of gradients over data and `other_axes` together."""
     elements, layout, size = placed.elements, placed.layout, placed.itemsize
     replicated = elements.replicated_blocks + elements.replicated_outer
@@ -140,8 +140,8 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
 
     def over_data(
         kind: str, content: str, size: float, calls: float = 1, *, hidden: bool = False
-    ) -> Transfer:
-        return Transfer(kind, "data", content, size, calls, hidden, other_axes)
+    ) -> StepTransfer:
+        return StepTransfer(kind, "data", content, size, calls, hidden, other_axes)
 
     if not placed.shards.opt_state and pipelined:
         outer_gradients = over_data("all-reduce", "outer gradients", _FP32_BYTES * elements.outer())
@@ -188,7 +188,7 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
     ]
 
 
-def _table_transfers(placed: PlacedModel, rows: float) -> list[Transfer]:
+def _table_transfers(placed: PlacedModel, rows: float) -> list[StepTransfer]:
     """Return the transfers of lookups in tables that are sharded by columns, as `so.nn.embedding`
     chooses them.
     """
@@ -201,12 +201,12 @@ def _table_transfers(placed: PlacedModel, rows: float) -> list[Transfer]:
     if (exchange := _exchange_bytes(placed, rows)) is not None:
         id_bytes, row_bytes = exchange
         return [
-            Transfer("all-gather", "data", "ids", id_bytes, m, also=other_axes),
-            Transfer("all-to-all", "data", "embedding rows", row_bytes, m, also=other_axes),
+            StepTransfer("all-gather", "data", "ids", id_bytes, m, also=other_axes),
+            StepTransfer("all-to-all", "data", "embedding rows", row_bytes, m, also=other_axes),
         ]
     return [
-        Transfer("all-gather", "data", "outer weights", size * elements, m, also=other_axes),
-        Transfer(
+        StepTransfer("all-gather", "data", "outer weights", size * elements, m, also=other_axes),
+        StepTransfer(
             "reduce-scatter",
             "data",
             "outer gradients",
@@ -237,15 +237,15 @@ def _exchange_bytes(placed: PlacedModel, rows: float) -> tuple[float, float] | N
     )
 
 
-def _over_replica(placed: PlacedModel) -> Transfer:
+def _over_replica(placed: PlacedModel) -> StepTransfer:
     # gradients are scattered before
     num_shards = placed.layout.shards.size if placed.shards.opt_state else 1
-    return Transfer(
+    return StepTransfer(
         "all-reduce", "replica", "gradients", placed.itemsize * placed.elements.total(num_shards), 1
     )
 
 
-def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
+def _over_pipeline(placed: PlacedModel, boundary: float) -> list[StepTransfer]:
     table = placed.layout.table()
     if table is None:
         return []
@@ -261,8 +261,8 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
         elements.blocks(data if shards.grads else 1),
     )
     transfers = [
-        Transfer("collective-permute", "pipeline", "activations", boundary, permutes),
-        Transfer(
+        StepTransfer("collective-permute", "pipeline", "activations", boundary, permutes),
+        StepTransfer(
             "collective-permute",
             "pipeline",
             "blocks",
@@ -272,14 +272,14 @@ def _over_pipeline(placed: PlacedModel, boundary: float) -> list[Transfer]:
     ]
     if shards.opt_state:  # else they are summed over data and pipeline at once
         transfers.append(
-            Transfer(
+            StepTransfer(
                 "all-reduce", "pipeline", "outer gradients", _FP32_BYTES * elements.outer(data), 1
             )
         )
     return transfers
 
 
-def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
+def _over_context(placed: PlacedModel, rows: float) -> list[StepTransfer]:
     """Return the transfers of attention between positions, by the method that `so.nn.attention`
     chooses.
     """
@@ -303,17 +303,21 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
     }
     method = choose_method(placed.workload.tokens, C, C - 1, **heads)
     if method == "all_to_all":
-        return [Transfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)]
+        return [
+            StepTransfer("all-to-all", "context", "heads", keys + queries, (forwards + 1) * calls)
+        ]
     if method == "all_gather":
         return [
-            Transfer("all-gather", "context", "keys and values", C * keys, (forwards + 1) * calls),
-            Transfer(
+            StepTransfer(
+                "all-gather", "context", "keys and values", C * keys, (forwards + 1) * calls
+            ),
+            StepTransfer(
                 "reduce-scatter", "context", "gradients of keys and values", C * gradients, calls
             ),
         ]
     hops = (C - 1) * calls
     return [
-        Transfer(
+        StepTransfer(
             "collective-permute",
             "context",
             "keys and values",
@@ -321,7 +325,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
             (forwards + 1) * hops,
             hidden=True,
         ),
-        Transfer(
+        StepTransfer(
             "collective-permute",
             "context",
             "gradients of keys and values",
@@ -332,7 +336,7 @@ def _over_context(placed: PlacedModel, rows: float) -> list[Transfer]:
     ]
 
 
-def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
+def _over_expert(placed: PlacedModel, rows: float) -> list[StepTransfer]:
     """Return the transfers of tokens to their experts and back, with equal loads on all devices."""
     experts, layout = placed.workload.experts, placed.layout
     if experts is None or layout.expert == 1:
@@ -341,7 +345,7 @@ def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
     forwards = 2 if layout.remat is False or layout.saves("dispatched") else 3
     calls = placed.num_blocks * layout.micro_batches
     return [
-        Transfer(
+        StepTransfer(
             "all-to-all",
             "expert",
             "tokens",
@@ -351,11 +355,11 @@ def _over_expert(placed: PlacedModel, rows: float) -> list[Transfer]:
     ]
 
 
-def _over_tensor(placed: PlacedModel, boundary: float) -> Transfer:
+def _over_tensor(placed: PlacedModel, boundary: float) -> StepTransfer:
     recompute = placed.recompute
     sums = sum(placed.workload.tensor_sums) + (0 if recompute is None else recompute.tensor_sums)
     m = placed.layout.micro_batches
-    return Transfer(
+    return StepTransfer(
         "all-reduce",
         "tensor",
         "activations",
@@ -623,7 +627,7 @@ class StepTime(NamedTuple):
 
 def step_time(
     placed: PlacedModel,
-    transfers: tuple[Transfer, ...],
+    transfers: tuple[StepTransfer, ...],
     hardware: Hardware,
     *,
     batch_size: int,
@@ -713,7 +717,7 @@ class PassSeconds(NamedTuple):
 
 def pass_seconds(
     placed: PlacedModel,
-    transfers: tuple[Transfer, ...],
+    transfers: tuple[StepTransfer, ...],
     hardware: Hardware,
     *,
     batch_size: int,
@@ -751,7 +755,7 @@ def pass_seconds(
     )
 
 
-def _is_message(transfer: Transfer) -> bool:
+def _is_message(transfer: StepTransfer) -> bool:
     return transfer.axis == "pipeline" and transfer.what == "activations"
 
 
@@ -788,7 +792,9 @@ def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, f
     return element_seconds * blocks, element_seconds * outer
 
 
-def seconds(transfer: Transfer, layout: Layout, hardware: Hardware, *, slices: int = 1) -> float:
+def seconds(
+    transfer: StepTransfer, layout: Layout, hardware: Hardware, *, slices: int = 1
+) -> float:
     """Return the seconds of a transfer per step, in rings at full bandwidth.
 
     Latency is not counted.

@@ -1,7 +1,10 @@
 """The cost of slow links for local updates: utilisation by bandwidth and synchronisation interval."""
 
+import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardopt.core._arguments import check_number
 from shardopt.core._errors import calling, error_text
 
 
@@ -22,27 +25,13 @@ class Utilisation(NamedTuple):
     utilisation: float
 
 
-@calling("diloco_utilisation")
-def diloco_utilisation(
-    *,
-    num_parameters: float,
-    step_seconds: float,
-    bandwidth: float,
-    replicas: int = 2,
-    sync_every: int = 1,
-    fragments: int = 1,
-    delay: int = 0,
-    overlap: float = 0.0,
-    bits: float = 32,
-    latency: float = 0.0,
-) -> Utilisation:
-    """Return the utilisation of replicas in closed form: their computation time as a share of all
-    time.
+@dataclass(frozen=True, kw_only=True)
+class Replicas:
+    """Replicas that train apart, such as by `so.diloco`, and wait for a slow link, in closed form.
 
-    Args:
+    Attributes:
       num_parameters: N, parameters of the model.
       step_seconds: t, seconds of one step without communication between replicas.
-      bandwidth: W, bytes per second that a replica sends.
       replicas: R, number of replicas.
       sync_every: H, steps between two synchronisations.
       fragments: P, fragments of the model, which are synchronised at different steps.
@@ -58,10 +47,9 @@ def diloco_utilisation(
         fragments.
 
     Example:
-      >>> often = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9)
-      >>> rarely = diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=1e9, sync_every=100)
-      >>> f"{often.utilisation:.3f} {rarely.utilisation:.3f}"
-      '0.024 0.714'
+      >>> replicas = Replicas(num_parameters=1e9, step_seconds=0.1, sync_every=100)
+      >>> round(replicas.utilisation(bandwidth=1e9).utilisation, 3), replicas.bandwidth_for(0.5) / 1e9
+      (0.714, 0.4)
 
     Note:
       Every H steps each of P fragments is all-reduced in a ring over R replicas. That takes T = 2
@@ -75,97 +63,81 @@ def diloco_utilisation(
       Douillard et al., "Streaming DiLoCo with Overlapping Communication", 2025, section 2 for
       fragments and delay.
     """
-    numbers = {
-        "num_parameters": num_parameters,
-        "step_seconds": step_seconds,
-        "bandwidth": bandwidth,
-        "bits": bits,
-    }
-    _check(numbers, replicas, sync_every, fragments, delay, overlap, latency)
-    send = _wire_bytes(num_parameters, bits, replicas) / bandwidth + fragments * latency
-    waiting = max(send / fragments - (delay + overlap) * step_seconds, 0.0) * fragments
-    compute = sync_every * step_seconds
-    return Utilisation(compute, send, waiting, compute / (compute + waiting))
 
+    num_parameters: float
+    step_seconds: float
+    replicas: int = 2
+    sync_every: int = 1
+    fragments: int = 1
+    delay: int = 0
+    overlap: float = 0.0
+    bits: float = 32
+    latency: float = 0.0
 
-@calling("bandwidth_for")
-def bandwidth_for(
-    target: float,
-    *,
-    num_parameters: float,
-    step_seconds: float,
-    replicas: int = 2,
-    sync_every: int = 1,
-    fragments: int = 1,
-    delay: int = 0,
-    overlap: float = 0.0,
-    bits: float = 32,
-) -> float:
-    """Return the bandwidth, in bytes per second, at which replicas compute for a share `target` of
-    the time.
+    def __post_init__(self) -> None:
+        errors = [
+            f"{name} must be {bound}, got {getattr(self, name)}"
+            for bound, allows, names in (
+                ("above 0", lambda value: value > 0, ("num_parameters", "step_seconds", "bits")),
+                ("at least 1", lambda value: value >= 1, ("replicas", "sync_every", "fragments")),
+                ("at least 0", lambda value: value >= 0, ("delay", "latency")),
+                ("from 0 to 1", lambda value: 0 <= value <= 1, ("overlap",)),
+            )
+            for name in names
+            if not allows(getattr(self, name))
+        ]
+        if not errors and self.sync_every % self.fragments:
+            errors = [
+                f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}"
+            ]
+        elif not errors and self.delay and self.delay >= self.sync_every // self.fragments:
+            stride = self.sync_every // self.fragments
+            errors = [f"delay={self.delay} must be below sync_every / fragments = {stride}"]
+        if errors:
+            fix = "choose numbers as so.diloco takes them."
+            with calling("Replicas"):
+                raise ValueError(error_text("these numbers cannot be used.", errors, fix))
 
-    This is `diloco_utilisation` solved for W without latency. The transfer may take as long as the
-    waiting that the target allows, plus the time that delay and overlap hide.
+    @calling("utilisation")
+    def utilisation(self, *, bandwidth: float) -> Utilisation:
+        """Return the computation time of a replica as a share of all time.
 
-    Args:
-      target: share of the time, above 0 and below 1.
-      num_parameters: N; this and the other arguments are the same as in `diloco_utilisation`.
-      step_seconds: t.
-      replicas: R.
-      sync_every: H.
-      fragments: P.
-      delay: steps.
-      overlap: share of a step.
-      bits: b.
+        Args:
+          bandwidth: W, bytes per second that a replica sends.
 
-    Raises:
-      ValueError: if the target is not between 0 and 1, or another number is out of range.
+        Raises:
+          ValueError: if the bandwidth is not above 0.
+        """
+        check_number("bandwidth", bandwidth, positive=True)
+        send = self._wire_bytes / bandwidth + self.fragments * self.latency
+        waiting = max(send - self._hidden, 0.0)
+        compute = self.sync_every * self.step_seconds
+        return Utilisation(compute, send, waiting, compute / (compute + waiting))
 
-    Example:
-      >>> need = bandwidth_for(0.5, num_parameters=1e9, step_seconds=0.1)
-      >>> need / 1e9, round(diloco_utilisation(num_parameters=1e9, step_seconds=0.1, bandwidth=need).utilisation, 6)
-      (40.0, 0.5)
-    """
-    if not 0 < target < 1:
-        raise ValueError(f"bandwidth_for: target must be above 0 and below 1, got {target}.")
-    numbers = {"num_parameters": num_parameters, "step_seconds": step_seconds, "bits": bits}
-    _check(numbers, replicas, sync_every, fragments, delay, overlap)
-    allowed = (
-        sync_every * step_seconds * (1 / target - 1) + fragments * (delay + overlap) * step_seconds
-    )
-    return _wire_bytes(num_parameters, bits, replicas) / allowed
+    @calling("bandwidth_for")
+    def bandwidth_for(self, target: float) -> float:
+        """Return the bandwidth, in bytes per second, at which replicas compute for a share `target`
+        of the time.
 
+        This is `utilisation` solved for W. It is infinite if the latency alone takes too long.
 
-def _wire_bytes(num_parameters: float, bits: float, replicas: int) -> float:
-    return 2 * (replicas - 1) / replicas * num_parameters * bits / 8
+        Args:
+          target: share of the time, above 0 and below 1.
 
+        Raises:
+          ValueError: if the target is not between 0 and 1.
+        """
+        if not 0 < target < 1:
+            raise ValueError(error_text(f"target must be above 0 and below 1, got {target}."))
+        waiting = self.sync_every * self.step_seconds * (1 / target - 1)
+        allowed = waiting + self._hidden - self.fragments * self.latency
+        return self._wire_bytes / allowed if allowed > 0 else math.inf
 
-def _check(
-    positive: dict[str, float],
-    replicas: int,
-    sync_every: int,
-    fragments: int,
-    delay: int,
-    overlap: float,
-    latency: float = 0.0,
-) -> None:
-    counts = {"replicas": replicas, "sync_every": sync_every, "fragments": fragments}
-    errors = [
-        f"{name} must be above 0, got {value}" for name, value in positive.items() if not value > 0
-    ]
-    errors += [
-        f"{name} must be at least 1, got {value}" for name, value in counts.items() if value < 1
-    ]
-    errors += [
-        f"{name} must be at least 0, got {value}"
-        for name, value in (("delay", delay), ("latency", latency))
-        if value < 0
-    ]
-    errors += [] if 0 <= overlap <= 1 else [f"overlap must be from 0 to 1, got {overlap}"]
-    if not errors and sync_every % fragments:
-        errors = [f"sync_every={sync_every} is not divisible by fragments={fragments}"]
-    if not errors and delay and delay >= sync_every // fragments:
-        errors = [f"delay={delay} must be below sync_every / fragments = {sync_every // fragments}"]
-    if errors:
-        fix = "choose numbers as so.diloco takes them."
-        raise ValueError(error_text("these numbers cannot be used.", errors, fix))
+    @property
+    def _hidden(self) -> float:
+        """Seconds of the transfers of a round that can overlap with computation."""
+        return self.fragments * (self.delay + self.overlap) * self.step_seconds
+
+    @property
+    def _wire_bytes(self) -> float:
+        return 2 * (self.replicas - 1) / self.replicas * self.num_parameters * self.bits / 8

@@ -17,7 +17,14 @@ from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import error_text, format_error, plural
 from shardopt.core._types import PyTree, Rules, leaves_with_paths
 from shardopt.planning._attention_kernels import BACKWARD, FORWARD, splash_flops
-from shardopt.planning._workload import Attention, Bytes, Experts, NamedValue, Workload, tensor_sums
+from shardopt.planning._workload import (
+    AttentionSizes,
+    Bytes,
+    ExpertSizes,
+    NamedValue,
+    Workload,
+    tensor_sums,
+)
 
 RULES = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
@@ -37,7 +44,7 @@ EXPERT_LEAVES = ("^blocks/experts_",)
 """Leaves whose first dim (of a block) counts experts."""
 
 
-class Latent(NamedTuple):
+class LatentSizes(NamedTuple):
     """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1): queries, keys and values
     through narrow products.
 
@@ -108,7 +115,7 @@ class Transformer:
     top_k: int = 2
     shared_experts: int = 0
     expert_chunk: int | None = None
-    latent: Latent | None = None
+    latent: LatentSizes | None = None
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike = jnp.bfloat16
 
@@ -334,7 +341,7 @@ class Transformer:
         rope = 0 if self.latent is None else self.latent.rope
         return 2 * self.length**2 * self.num_heads * (2 * self.width + rope)
 
-    def _attention(self) -> Attention:
+    def _attention(self) -> AttentionSizes:
         T, H, G, K = self.length, self.num_heads, self.kv_heads, self.width
         rope, key_width = (
             (K, K) if self.latent is None else (self.latent.rope, K + self.latent.rope)
@@ -346,7 +353,7 @@ class Transformer:
             splash_flops(*products, heads=H, length=T, keys=key_width, values=K) + rotation_flops
             for products in (FORWARD, BACKWARD)
         )
-        return Attention(
+        return AttentionSizes(
             queries=self._token_bytes * H * K,
             keys=self._token_bytes * G * K,
             kv_heads=G,
@@ -355,13 +362,13 @@ class Transformer:
             kernel_flops=(forward, backward),
         )
 
-    def _experts(self) -> Experts:
+    def _experts(self) -> ExpertSizes:
         token_bytes, D, F = self._token_bytes, self.dim, self.hidden
         share = self.top_k * (
             1.0 if self.expert_chunk is None else min(1.0, self.expert_chunk / self.length)
         )
         buffers = Bytes(share * token_bytes * D, share * token_bytes * (1 + self.gated) * F)
-        return Experts(
+        return ExpertSizes(
             EXPERT_LEAVES,
             self.num_experts,
             self.top_k,
@@ -477,7 +484,7 @@ MODELS = {
             top_k=8,
             shared_experts=1,
             expert_chunk=512,
-            latent=Latent(query=1536, key=512, rope=64),
+            latent=LatentSizes(query=1536, key=512, rope=64),
         ),
     )
 }

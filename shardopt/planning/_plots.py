@@ -5,18 +5,19 @@ on a mesh.
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._extras import require
 from shardopt.core._figures import FilePath, new_figure, saved
 from shardopt.core._types import PyTree
 from shardopt.mesh import spec_axes
-from shardopt.planning._compiled_time import StepSeconds
-from shardopt.planning._search import Prediction
 from shardopt.step._optimizer import ShardedOptimizer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from shardopt.planning._compiled_time import StepSeconds
+    from shardopt.planning._search import Prediction
 
 _MEMORY = {
     "params": ("parameters", "#33608c"),
@@ -38,77 +39,36 @@ _INK, _LINE = "#22272e", "#9aa2ad"
 _MAX_BARS, _MAX_BOXES = 40, 64
 
 
-def plot_memory(
-    predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None
-) -> "Figure":
-    """Draw the bytes per device as stacked bars, one bar per layout, one colour per purpose.
-
-    Args:
-      predictions: from `so.plan(...).ranked`, or `so.planning.predict`.
-      limit: bytes that may be used, drawn as a line.
-      path: file to save the picture to; the suffix chooses the format, PNG without one.
-
-    Returns:
-      A matplotlib figure.
-
-    Raises:
-      ValueError: if there are no predictions, or more than 40.
-    """
-    figure, axes = _figure(predictions, columns=1)
-    _memory(axes[0], predictions, limit)
-    return saved(figure, path)
-
-
-def plot_traffic(predictions: Sequence[Prediction], *, path: FilePath = None) -> "Figure":
-    """Draw the bytes that a device sends in a step as stacked bars, one bar per layout, one colour
-    per mesh axis.
-
-    Args:
-      predictions: as for `plot_memory`.
-      path: file to save the picture to.
-
-    Returns:
-      A matplotlib figure.
-    """
-    figure, axes = _figure(predictions, columns=1)
-    _traffic(axes[0], predictions)
-    return saved(figure, path)
-
-
+@calling("plot")
 def plot_plans(
-    predictions: Sequence[Prediction], *, limit: float | None = None, path: FilePath = None
+    predictions: Sequence["Prediction"], limit: float, path: FilePath = None
 ) -> "Figure":
-    """Draw memory and traffic side by side.
-
-    Args:
-      predictions: as for `plot_memory`.
-      limit: as for `plot_memory`.
-      path: file to save the picture to.
-
-    Returns:
-      A matplotlib figure.
-    """
-    figure, axes = _figure(predictions, columns=2)
-    _memory(axes[0], predictions, limit)
-    _traffic(axes[1], predictions)
-    axes[1].set_yticklabels([])
+    """Draw memory and traffic next to each other; see `Plans.plot`."""
+    require("matplotlib", extra="plot")
+    if not 1 <= len(predictions) <= _MAX_BARS:
+        problem = f"there are {len(predictions)} predictions to draw."
+        raise ValueError(
+            error_text(problem, fix=f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10].")
+        )
+    figure = new_figure(12.8, 1.7 + 0.38 * len(predictions))
+    memory, traffic = figure.subplots(1, 2)
+    _memory(memory, predictions, limit)
+    _traffic(traffic, predictions)
+    traffic.set_yticklabels([])
     return saved(figure, path)
 
 
-def _memory(axes: "Axes", predictions: Sequence[Prediction], limit: float | None) -> None:
+def _memory(axes: "Axes", predictions: Sequence["Prediction"], limit: float) -> None:
     gigabytes = {
         name: [getattr(prediction.memory, name) / 1e9 for prediction in predictions]
         for name in _MEMORY
     }
     bars = [(*_MEMORY[name], gigabytes[name]) for name in _MEMORY]
-    if limit is not None:
-        axes.axvline(
-            limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used"
-        )
+    axes.axvline(limit / 1e9, color=_INK, linewidth=1, linestyle=(0, (4, 2)), label="may be used")
     _bars(axes, predictions, bars, "GB per device")
 
 
-def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
+def _traffic(axes: "Axes", predictions: Sequence["Prediction"]) -> None:
     sent_bytes = [prediction.wire_bytes for prediction in predictions]
     axis_names = [axis for axis in _AXES if any(axis in row for row in sent_bytes)]
     bars = [
@@ -120,7 +80,7 @@ def _traffic(axes: "Axes", predictions: Sequence[Prediction]) -> None:
 
 def _bars(
     axes: "Axes",
-    predictions: Sequence[Prediction],
+    predictions: Sequence["Prediction"],
     bars: list[tuple[str, str, list[float]]],
     label: str,
 ) -> None:
@@ -129,14 +89,14 @@ def _bars(
     for name, color, values in bars:
         axes.barh(range(len(values)), values, left=starts, height=0.7, color=color, label=name)
         starts = [start + value for start, value in zip(starts, values, strict=True)]
+    _style(axes, [str(prediction.layout) for prediction in predictions], label)
+
+
+def _style(axes: "Axes", rows: list[str], label: str) -> None:
+    """Name the rows, from top to bottom, and the horizontal axis."""
     axes.set_xlabel(label, color=_INK)
-    axes.set_yticks(
-        range(len(predictions)),
-        [str(prediction.layout) for prediction in predictions],
-        fontsize=8,
-        color=_INK,
-    )
-    axes.set_ylim(len(predictions) - 0.5, -0.5)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(colors=_INK, labelsize=8)
     if axes.get_legend_handles_labels()[0]:
@@ -144,36 +104,11 @@ def _bars(
 
 
 @calling("plot")
-def _figure(predictions: Sequence[Prediction], *, columns: int) -> tuple["Figure", list["Axes"]]:
-    require("matplotlib", extra="plot")
-    if not 1 <= len(predictions) <= _MAX_BARS:
-        problem = f"there are {len(predictions)} predictions to draw."
-        fix = f"pass between 1 and {_MAX_BARS}, such as plans.ranked[:10]."
-        raise ValueError(format_error("plot", problem, fix=fix))
-    figure = new_figure(4.4 + 4.2 * columns, 1.7 + 0.38 * len(predictions))
-    return figure, [figure.add_subplot(1, columns, column + 1) for column in range(columns)]
-
-
-@calling("plot_timeline")
-def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
-    """Draw the timeline of a compiled step: computation and waiting of the TensorCore, and
-    transfers of each mesh axis.
-
-    Args:
-      step: the result of `so.planning.step_seconds`, or `AotReport.step_seconds`.
-      path: file to save the picture to.
-
-    Returns:
-      A matplotlib figure.
-
-    Raises:
-      ValueError: if the program holds no estimates.
-    """
+def plot_step(step: "StepSeconds", path: FilePath = None) -> "Figure":
+    """Draw the timeline of a compiled step; see `StepSeconds.plot`."""
     if step.total is None:
         fix = "compile for a TPU, such as with so.planning.aot."
-        raise ValueError(
-            format_error("plot_timeline", f"there is no timeline: {step.reason}", fix=fix)
-        )
+        raise ValueError(error_text(f"there is no timeline: {step.reason}", fix=fix))
     core = {"compute": "#33608c", "exposed": "#c0392b"}
     transfers = sorted({span.where for span in step.spans} - core.keys())
     rows = dict.fromkeys(core, 0) | {name: row for row, name in enumerate(transfers, 1)}
@@ -190,13 +125,8 @@ def plot_timeline(step: StepSeconds, *, path: FilePath = None) -> "Figure":
             bars, (row - 0.4, 0.8), facecolor=color, label=name if name in core else None
         )
     labels = ["TensorCore", *(f"over {name}" for name in transfers)]
-    axes.set_yticks(range(1 + len(transfers)), labels, fontsize=8, color=_INK)
-    axes.set_ylim(len(transfers) + 0.5, -0.5)
     axes.set_xlim(0, step.total * 1e3 or 1)
-    axes.set_xlabel("ms, estimated", color=_INK)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.tick_params(colors=_INK, labelsize=8)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False, fontsize=8)
+    _style(axes, labels, "ms, estimated")
     return saved(figure, path)
 
 

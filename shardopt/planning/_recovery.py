@@ -154,9 +154,9 @@ def plan_recovery(
 
       **Islands** of n: each fails n times less often, and only its own chips wait, except for
       `stall`. What islands cost in loss, and what their exchanges cost, is not predicted: see
-      `diloco_utilisation`.
+      `Replicas`.
 
-      Nothing is fitted. `simulate_failures` plays the same events one by one.
+      Nothing is fitted. `benchmarks/failure_simulation.py` plays the same events one by one.
 
     References:
       Young, "A first order approximation to the optimum checkpoint interval", 1974; Daly, "A higher
@@ -182,7 +182,7 @@ def plan_recovery(
         check_islands(count, chips)
     fixed = _Periods(save_every, snapshot_every)
     recoveries = [
-        _Run(failures, chips, count, step_seconds).best(spares, fixed) for count in counts
+        _IslandedJob(failures, chips, count, step_seconds).best(spares, fixed) for count in counts
     ]
     return max(recoveries, key=lambda recovery: recovery.goodput)
 
@@ -243,7 +243,7 @@ class _Narrow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Run:
+class _IslandedJob:
     """A job with a number of islands; `step_seconds` is None if periods need not be whole steps."""
 
     failures: Failures

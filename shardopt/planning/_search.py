@@ -5,7 +5,7 @@ not fit.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from shardopt.config._config import PLACEMENTS, default_min_shard_elements
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._figures import FilePath
 from shardopt.core._tables import aligned
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import LayoutBytes
@@ -22,7 +23,7 @@ from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import (
     Footprint,
     StepTime,
-    Transfer,
+    StepTransfer,
     by_axis,
     footprint,
     seconds,
@@ -39,9 +40,13 @@ from shardopt.planning._layout import (
     state_layout_bytes,
 )
 from shardopt.planning._models import Transformer, find_model
+from shardopt.planning._plots import plot_plans
 from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
 from shardopt.planning._searched import with_search_arguments
 from shardopt.planning._workload import Workload
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep", "zero_bubble_v", "search")
 """No other schedule is predicted to be faster than all of these with the same memory."""
@@ -64,7 +69,7 @@ class Prediction(NamedTuple):
 
     layout: Layout
     memory: Footprint
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[StepTransfer, ...]
     time: StepTime
     mfu: float
     tokens_per_second: float
@@ -180,6 +185,27 @@ class Plans(NamedTuple):
     def __str__(self) -> str:
         """Return a table of the ten fastest layouts."""
         return self.table()
+
+    def plot(
+        self, predictions: Sequence[Prediction] | None = None, path: FilePath = None
+    ) -> "Figure":
+        """Draw memory and traffic next to each other, one bar per layout.
+
+        Memory is the bytes per device, with a colour for each purpose and a line at the limit.
+        Traffic is the bytes that a device sends in a step, with a colour for each mesh axis.
+
+        Args:
+          predictions: the layouts to draw, at most 40; by default the ten fastest.
+          path: the file to save the picture to; the suffix chooses the format, PNG without one.
+
+        Returns:
+          A matplotlib figure.
+
+        Raises:
+          ValueError: if there are no predictions, or more than 40.
+        """
+        shown = self.ranked[:10] if predictions is None else predictions
+        return plot_plans(shown, self.limit, path)
 
 
 @calling("plan")

@@ -90,7 +90,7 @@ class Recompute(NamedTuple):
     tensor_sums: int
 
 
-class Attention(NamedTuple):
+class AttentionSizes(NamedTuple):
     """The sizes of the calls of `so.nn.attention` in one block and one row.
 
     Attributes:
@@ -112,7 +112,7 @@ class Attention(NamedTuple):
     kernel_flops: tuple[float, float] = (0.0, 0.0)
 
 
-class Experts(NamedTuple):
+class ExpertSizes(NamedTuple):
     """The sizes of the calls of `so.nn.mixture_of_experts` in one block and one row.
 
     Attributes:
@@ -206,8 +206,8 @@ class Workload(NamedTuple):
     table_ids: float = 0.0
     table_numbers: float = 0.0
     rounded: Mapping[str, Rounding] = MappingProxyType({})
-    attention: Attention | None = None
-    experts: Experts | None = None
+    attention: AttentionSizes | None = None
+    experts: ExpertSizes | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -567,7 +567,7 @@ def _count_named_sums(functions: _ModelFunctions, batch: PyTree) -> dict[str, in
     }
 
 
-def _attention(functions: _ModelFunctions, batch: PyTree) -> Attention | None:
+def _attention(functions: _ModelFunctions, batch: PyTree) -> AttentionSizes | None:
     """Return the sizes of a block's calls of `so.nn.attention`; several calls add up."""
     calls = marks_in(_block_jaxpr(functions, batch), ATTENTION)
     if not calls:
@@ -579,10 +579,14 @@ def _attention(functions: _ModelFunctions, batch: PyTree) -> Attention | None:
     )
     score_shapes = {(length, length) for length in lengths}
     scores = sum(_nbytes(residual) for residual in residuals if residual.shape[-2:] in score_shapes)
-    return Attention(queries, keys, min(_aval(mark.operands[1]).shape[2] for mark in calls), scores)
+    return AttentionSizes(
+        queries, keys, min(_aval(mark.operands[1]).shape[2] for mark in calls), scores
+    )
 
 
-def _experts(functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...]) -> Experts | None:
+def _experts(
+    functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...]
+) -> ExpertSizes | None:
     """Return the sizes of a block's calls of `so.nn.mixture_of_experts`; several calls add up."""
     calls = marks_in(_block_jaxpr(functions, batch), EXPERTS)
     if not calls or not leaves:
@@ -596,7 +600,7 @@ def _experts(functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...])
             (inputs[router].shape[1], mark.data["top_k"], _nbytes(inputs[router - 1]))
         )
     num_experts, top_ks, token_bytes = zip(*call_sizes, strict=True)
-    return Experts(leaves, max(num_experts), max(top_ks), float(sum(token_bytes)))
+    return ExpertSizes(leaves, max(num_experts), max(top_ks), float(sum(token_bytes)))
 
 
 def _block_jaxpr(functions: _ModelFunctions, batch: PyTree) -> ClosedJaxpr:

@@ -42,11 +42,10 @@ def refused(call):
 
 from shardopt import data, models
 from shardopt.cli import main
-from shardopt.planning._plots import plot_placement, plot_plans
 gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
 refused(schedule.plot)
-refused(lambda: plot_placement(opt))
-refused(lambda: plot_plans([]))
+refused(lambda: so.planning.plot_placement(opt))
+refused(so.plan("gpt2", hardware="a100", chips=1, batch_size=1).plot)
 refused(lambda: so.parameter_server.plot_timeline(so.parameter_server.simulate(2, num_updates=3).log))
 refused(lambda: so.training.tensorboard(folder))
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))

@@ -14,9 +14,10 @@ from shardopt.cli import _plan, main
 from shardopt.cli._plan import _builder_text
 from shardopt.hlo import Memory, inner_product_flops
 from shardopt.hlo.proof._prove import Source
-from shardopt.planning import Layout, find_model
+from shardopt.planning import Layout
 from shardopt.planning._aot import AotReport
 from shardopt.planning._layout import SearchArguments
+from shardopt.planning._models import find_model
 
 pytestmark = pytest.mark.fast
 

@@ -17,7 +17,7 @@ from support.reference import relative_difference
 
 import shardopt as so
 from shardopt.models import _decoder_block, decoder, moe, sample
-from shardopt.planning import find_model
+from shardopt.planning._models import find_model
 
 SMALL = moe.MoEConfig(
     vocab_size=32,

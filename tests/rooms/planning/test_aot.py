@@ -19,20 +19,13 @@ import shardopt as so
 from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
 from shardopt.models import _transformer as transformer
-from shardopt.planning import (
-    HARDWARE,
-    Layout,
-    Transformer,
-    parse_topology,
-    predict,
-    topology_devices,
-)
+from shardopt.planning import HARDWARE, Layout, Transformer, predict, topology_devices
 from shardopt.planning import _aot as aot_module
 from shardopt.planning._aot import AotReport, _compile
 from shardopt.planning._compiled_time import StepSeconds
 from shardopt.planning._layout import stored_bytes
 from shardopt.planning._models import RULES
-from shardopt.planning._topologies import _without_a_tpu
+from shardopt.planning._topologies import _without_a_tpu, parse_topology
 
 pytestmark = pytest.mark.fast
 

@@ -12,16 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.hlo._program import Memory
-from shardopt.planning import (
-    HARDWARE,
-    AotReport,
-    Layout,
-    Operation,
-    StepSeconds,
-    compare,
-    predict,
-    trace,
-)
+from shardopt.planning import HARDWARE, Layout, compare, predict, trace
+from shardopt.planning._aot import AotReport
+from shardopt.planning._compiled_time import CompiledOperation, StepSeconds
 from shardopt.planning._profile import read_profile
 
 MODEL = so.BlockModel(
@@ -162,7 +155,7 @@ def tpu_profile(folder):
 
 def aot_report():
     operations = tuple(
-        Operation(name, s, 1, False, "", "")
+        CompiledOperation(name, s, 1, False, "", "")
         for name, s in (("fusion.1", 2e-6), ("all-gather all-gather-done.2", 1e-6))
     )
     collectives = {("all-gather", ("data",)): 5e-6, ("collective-permute", ("data",)): 1e-6}

@@ -16,11 +16,10 @@ import pytest
 
 import shardopt as so
 from shardopt.hlo import audit
-from shardopt.planning import HARDWARE, Hardware, Operation, step_seconds
+from shardopt.planning import HARDWARE, Hardware, step_seconds
 from shardopt.planning._attention_kernels import SCHEDULED
-from shardopt.planning._compiled_time import StepSeconds
+from shardopt.planning._compiled_time import CompiledOperation, StepSeconds
 from shardopt.planning._hardware import hardware_of
-from shardopt.planning._plots import plot_timeline
 
 pytestmark = pytest.mark.fast
 
@@ -613,7 +612,7 @@ def test_ten_operations_are_enough():
 
 def test_the_timeline_shows_what_runs_when():
     step = seconds(STARTS, work("a", 10_000), UPDATES, work("b", 5_000), ENDS, more=SPARSE_CORE)
-    (axes,) = plot_timeline(step).axes
+    (axes,) = step.plot().axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["TensorCore", "over data"]
     drawn = {
         bars.get_label(): [
@@ -640,9 +639,9 @@ def test_where_nothing_is_estimated_it_says_so():
     assert step.to_json()["total"] is None
     with pytest.raises(
         ValueError,
-        match=r"^plot_timeline: there is no timeline: the program holds no cycle estimates",
+        match=r"^plot: there is no timeline: the program holds no cycle estimates",
     ):
-        plot_timeline(step)
+        step.plot()
     here = step_seconds(jax.jit(jnp.sin), jnp.ones(4))
     assert here.reason == step.reason
     gpu = step_seconds(program(work("a", 1)), mesh=MESH, hardware="h100")
@@ -692,4 +691,4 @@ def test_clocks_are_those_of_the_matrix_units():
 
 def test_names_are_public():
     assert so.planning.step_seconds is step_seconds
-    assert Operation._fields[:2] == ("name", "seconds")
+    assert CompiledOperation._fields[:2] == ("name", "seconds")

@@ -1,46 +1,42 @@
 """Utilisation of replicas that train apart, against cases that can be worked out by hand."""
 
+import functools
+import math
 import re
 
 import pytest
 
-from shardopt.planning import bandwidth_for, diloco_utilisation
+from shardopt.planning import Replicas
 
-BASE = {"num_parameters": 1e9, "step_seconds": 0.1}
+replicas = functools.partial(Replicas, num_parameters=1e9, step_seconds=0.1)
 
 
 def test_data_parallel_waits_for_every_step():
-    found = diloco_utilisation(**BASE, bandwidth=4e9)
+    found = replicas().utilisation(bandwidth=4e9)
     assert found == pytest.approx((0.1, 1.0, 1.0, 0.1 / 1.1))
 
 
 def test_what_is_sent_falls_with_the_steps_between_and_with_the_bits():
-    found = diloco_utilisation(**BASE, bandwidth=4e9, sync_every=10)
+    found = replicas(sync_every=10).utilisation(bandwidth=4e9)
     assert found == pytest.approx((1.0, 1.0, 1.0, 0.5))
-    assert diloco_utilisation(**BASE, bandwidth=4e9, sync_every=10, bits=4).send == pytest.approx(
-        0.125
-    )
-    assert diloco_utilisation(
-        **BASE, bandwidth=4e9, sync_every=10, replicas=4
-    ).send == pytest.approx(1.5)
+    found = replicas(sync_every=10, bits=4).utilisation(bandwidth=4e9)
+    assert found.send == pytest.approx(0.125)
+    found = replicas(sync_every=10, replicas=4).utilisation(bandwidth=4e9)
+    assert found.send == pytest.approx(1.5)
 
 
 def test_a_delay_hides_its_share_of_every_fragment():
-    found = diloco_utilisation(**BASE, bandwidth=4e9, sync_every=20, fragments=4, delay=2)
+    found = replicas(sync_every=20, fragments=4, delay=2).utilisation(bandwidth=4e9)
     assert found.waiting == pytest.approx(4 * (0.25 - 0.2))
-    assert (
-        diloco_utilisation(**BASE, bandwidth=4e9, sync_every=20, fragments=4, delay=3).utilisation
-        == 1.0
-    )
+    found = replicas(sync_every=20, fragments=4, delay=3).utilisation(bandwidth=4e9)
+    assert found.utilisation == 1.0
 
 
 def test_what_the_backward_pass_hides_is_a_share_of_a_step_for_every_fragment():
-    found = diloco_utilisation(**BASE, bandwidth=40e9, overlap=0.5)
+    found = replicas(overlap=0.5).utilisation(bandwidth=40e9)
     assert found == pytest.approx((0.1, 0.1, 0.05, 0.1 / 0.15))
-    found = diloco_utilisation(
-        **BASE, bandwidth=4e9, sync_every=20, fragments=4, delay=2, overlap=0.25
-    )
-    assert found.waiting == pytest.approx(4 * (0.25 - 0.225))
+    streaming = replicas(sync_every=20, fragments=4, delay=2, overlap=0.25)
+    assert streaming.utilisation(bandwidth=4e9).waiting == pytest.approx(4 * (0.25 - 0.225))
 
 
 WAYS = [
@@ -48,44 +44,51 @@ WAYS = [
     {"overlap": 2 / 3},
     {"sync_every": 50},
     {"sync_every": 100, "fragments": 4, "delay": 5, "overlap": 0.5, "bits": 4},
+    {"sync_every": 100, "fragments": 2, "delay": 5, "latency": 0.01},
 ]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("target", [0.5, 0.9, 0.99])
 def test_the_bandwidth_for_a_target_reaches_it(way, target):
-    need = bandwidth_for(target, **BASE, **way)
-    assert diloco_utilisation(**BASE, bandwidth=need, **way).utilisation == pytest.approx(target)
+    job = replicas(**way)
+    found = job.utilisation(bandwidth=job.bandwidth_for(target))
+    assert found.utilisation == pytest.approx(target)
 
 
-def test_refusals():
-    message = (
-        "diloco_utilisation: these numbers cannot be used.\n  bandwidth must be above 0, got 0\n "
-        " replicas must be at least 1, got 0\n  delay must be at least 0, got -1\n  overlap must be"
-        " from 0 to 1, got 2\nFix: choose numbers as so.diloco takes them."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        diloco_utilisation(**BASE, bandwidth=0, replicas=0, delay=-1, overlap=2)
-    with pytest.raises(ValueError, match="sync_every=10 is not divisible by fragments=4"):
-        diloco_utilisation(**BASE, bandwidth=1, sync_every=10, fragments=4)
-    with pytest.raises(ValueError, match=r"delay=5 must be below sync_every / fragments = 5"):
-        diloco_utilisation(**BASE, bandwidth=1, sync_every=10, fragments=2, delay=5)
-    with pytest.raises(
-        ValueError, match=r"^bandwidth_for: target must be above 0 and below 1, got 1\.$"
-    ):
-        bandwidth_for(1, **BASE)
+def test_no_bandwidth_makes_up_for_a_long_latency():
+    assert replicas(latency=1.0).bandwidth_for(0.5) == math.inf
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("numbers", "reasons"),
     [
-        ({"overlap": 5}, "overlap must be from 0 to 1, got 5"),
+        (
+            {"replicas": 0, "delay": -1, "overlap": 2},
+            "replicas must be at least 1, got 0\n  delay must be at least 0, got -1\n  overlap"
+            " must be from 0 to 1, got 2",
+        ),
         ({"bits": 0}, "bits must be above 0, got 0"),
+        ({"sync_every": 10, "fragments": 4}, "sync_every=10 is not divisible by fragments=4"),
+        (
+            {"sync_every": 10, "fragments": 2, "delay": 5},
+            "delay=5 must be below sync_every / fragments = 5",
+        ),
     ],
 )
-def test_a_bandwidth_is_asked_for_in_numbers_that_can_be(how, said):
-    with pytest.raises(
-        ValueError, match=r"^bandwidth_for: these numbers cannot be used\."
-    ) as caught:
-        bandwidth_for(0.5, **BASE, **how)
-    assert said in str(caught.value)
+def test_numbers_that_cannot_be_are_refused(numbers, reasons):
+    message = (
+        f"Replicas: these numbers cannot be used.\n  {reasons}\nFix: choose numbers as so.diloco"
+        " takes them."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        replicas(**numbers)
+
+
+def test_a_bandwidth_and_a_target_out_of_range_are_refused():
+    message = r"^utilisation: bandwidth must be finite, above 0; got 0\."
+    with pytest.raises(ValueError, match=message):
+        replicas().utilisation(bandwidth=0)
+    message = r"^bandwidth_for: target must be above 0 and below 1, got 1\.$"
+    with pytest.raises(ValueError, match=message):
+        replicas().bandwidth_for(1)

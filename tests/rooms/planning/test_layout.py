@@ -7,8 +7,9 @@ from support.paths import PROGRAMS
 
 from shardopt.hlo._hlo_text import tiled_nbytes
 from shardopt.hlo._program import argument_padding
-from shardopt.planning import HARDWARE, Layout, find_model, predict
+from shardopt.planning import HARDWARE, Layout, predict
 from shardopt.planning._layout import abstract_opt_state, place, stored_bytes
+from shardopt.planning._models import find_model
 
 pytestmark = pytest.mark.fast
 

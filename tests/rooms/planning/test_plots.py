@@ -6,7 +6,6 @@ import pytest
 
 import shardopt as so
 from shardopt.models import gpt
-from shardopt.planning import _plots as plots
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +23,7 @@ def lengths(axes):
 
 def test_memory_bars_add_up_to_what_is_predicted(plans, tmp_path):
     shown, path = plans.ranked[:5], tmp_path / "memory.png"
-    figure = plots.plot_memory(shown, limit=plans.limit, path=path)
-    (axes,) = figure.axes
+    axes, _ = plans.plot(shown, path).axes
     assert lengths(axes) == pytest.approx([one.memory.total / 1e9 for one in shown])
     assert axes.lines[0].get_xdata()[0] == pytest.approx(plans.limit / 1e9)
     assert [label.get_text() for label in axes.get_yticklabels()] == [
@@ -35,17 +33,16 @@ def test_memory_bars_add_up_to_what_is_predicted(plans, tmp_path):
 
 
 def test_traffic_bars_add_up_to_what_is_sent(plans):
-    shown = plans.ranked[:5]
-    (axes,) = plots.plot_traffic(shown).axes
-    assert lengths(axes) == pytest.approx([sum(one.wire_bytes.values()) / 1e9 for one in shown])
-    assert len(plots.plot_plans(shown, limit=plans.limit).axes) == 2
+    _, axes = plans.plot().axes
+    sent = [sum(one.wire_bytes.values()) / 1e9 for one in plans.ranked[:10]]
+    assert lengths(axes) == pytest.approx(sent)
 
 
 def test_a_leaf_is_drawn_in_as_many_boxes_as_it_has_shards(mesh_of):
     config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
     params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
     opt = so.fsdp(optax.adamw(1e-3), mesh_of(data=4, tensor=2), gpt.model(config), rules=gpt.rules)
-    (axes,) = plots.plot_placement(opt, params).axes
+    (axes,) = so.planning.plot_placement(opt, params).axes
     texts = [text.get_text() for text in axes.texts]
     assert len(texts) == len(jax.tree.leaves(params))
     by_leaf = {
@@ -63,4 +60,4 @@ def test_too_many_or_none_are_refused(plans):
         r" plans\.ranked\[:10\]\.$"
     )
     with pytest.raises(ValueError, match=message):
-        plots.plot_memory([])
+        plans.plot([])

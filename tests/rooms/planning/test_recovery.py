@@ -6,16 +6,23 @@ import math
 import re
 
 import pytest
+from support.scripts import imported
 
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli._failures import parse_failures
-from shardopt.planning import Failures, plan_recovery, simulate_failures
+from shardopt.planning import Failures, plan_recovery
 from shardopt.planning._recovery import best_period
 
 pytestmark = pytest.mark.fast
 
 HOUR = 3600.0
+
+
+@pytest.fixture(scope="module")
+def simulate_failures():
+    with imported("failure_simulation") as script:
+        yield script.simulate_failures
 
 
 def test_the_best_period_is_that_of_young_and_daly():
@@ -78,7 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_closed_form_equals_the_simulation(name):
+def test_the_closed_form_equals_the_simulation(name, simulate_failures):
     failures = CASES[name]
     predicted = plan_recovery(failures, chips=480)
     simulated = simulate_failures(failures, predicted, num_failures=500, seed=1)

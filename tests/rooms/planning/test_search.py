@@ -17,8 +17,9 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
-from shardopt.planning import HARDWARE, Hardware, Layout, Transfer, find_hardware, predict
-from shardopt.planning._costs import seconds, torus_axes, traffic
+from shardopt.planning import HARDWARE, Hardware, Layout, predict
+from shardopt.planning._costs import StepTransfer, seconds, torus_axes, traffic
+from shardopt.planning._hardware import find_hardware
 from shardopt.planning._layout import place
 from shardopt.planning._models import find_model
 
@@ -109,7 +110,7 @@ def test_plans_are_ranked_by_time_and_fit():
 
 @pytest.mark.default
 def test_the_fastest_recomputes_least_of_what_fits():
-    work = so.planning.find_model("llama3-8b").workload()
+    work = so.planning.MODELS["llama3-8b"].workload()
     _, everything, most, *_, least, full = work.remat_choices()
     layout = Layout(data=16, gather_dtype=jnp.bfloat16)
     none, most, little, all_again = (
@@ -191,7 +192,7 @@ def test_the_optimizer_counts():
     [("ddp", 1, 1), ("zero1", 1, 8), ("zero2", 1, 8), ("fsdp", 8, 8)],
 )
 def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
-    work = so.planning.find_model("llama3-8b").workload()
+    work = so.planning.MODELS["llama3-8b"].workload()
     found = predict(
         work, Layout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8
     )
@@ -203,22 +204,22 @@ def test_rings_on_a_switch_and_beyond():
     layout = Layout(data=4, tensor=4)
 
     def reduce(axis):
-        return seconds(Transfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)
+        return seconds(StepTransfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)
 
     # tensor within a node of 8 over links; data: pairs within one, then two nodes, both members
     # sharing the network
     assert reduce("tensor") == pytest.approx(2 * 3 / 4 * 1e9 / 1e10)
     assert reduce("data") == pytest.approx(2 * 1 / 2 * 1e9 / 1e10 + 2 * 1 / 2 * 1e9 / 2 / 1e9)
-    gather = seconds(Transfer("all-gather", "tensor", "x", 1e9, 3), layout, CHIP)
+    gather = seconds(StepTransfer("all-gather", "tensor", "x", 1e9, 3), layout, CHIP)
     assert gather == pytest.approx(3 * 3 / 4 * 1e9 / 1e10)
     send = Layout(data=1, pipeline=16)
     assert seconds(
-        Transfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP
+        StepTransfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP
     ) == pytest.approx(1.0)
 
 
 def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
-    gather = Transfer("all-gather", "data", "weights", 1e9, 1)
+    gather = StepTransfer("all-gather", "data", "weights", 1e9, 1)
     for name, chips, axes in (("v5p", 64, 3), ("v6e", 256, 2)):
         chip, whole = HARDWARE[name], Layout(data=chips)
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)

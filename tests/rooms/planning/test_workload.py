@@ -13,9 +13,10 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
-from shardopt.planning import HARDWARE, MODELS, Layout, Transformer, count_flops, find_model, trace
+from shardopt.planning import HARDWARE, MODELS, Layout, Transformer, trace
 from shardopt.planning._costs import step_flops
-from shardopt.planning._models import RULES
+from shardopt.planning._models import RULES, find_model
+from shardopt.planning._workload import count_flops
 
 
 def refused(kind, message):

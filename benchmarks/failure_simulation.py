@@ -10,7 +10,7 @@ import numpy as np
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling
-from shardopt.planning._failures import Failures
+from shardopt.planning import Failures
 from shardopt.planning._recovery import CAUSES, Recovery
 
 
@@ -35,7 +35,7 @@ def simulate_failures(
       ValueError: if a number is out of range.
 
     Example:
-      >>> from shardopt.planning import plan_recovery
+      >>> from shardopt.planning import Failures, plan_recovery
       >>> failures = Failures(mtbf=1000 * 3600, restart=300, save=5)
       >>> predicted = plan_recovery(failures, chips=512)
       >>> simulated = simulate_failures(failures, predicted)
