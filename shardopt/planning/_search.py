@@ -641,8 +641,8 @@ def predict(
         pipeline.
 
     Example:
-      >>> from shardopt.planning import HARDWARE, Layout, find_model
-      >>> work = find_model("llama3-8b").workload()
+      >>> from shardopt.planning import HARDWARE, MODELS, Layout
+      >>> work = MODELS["llama3-8b"].workload()
       >>> prediction = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
       >>> round(prediction.memory.params / 1e9, 3), 0.5 < prediction.mfu < 1
       (0.502, True)
