@@ -1,0 +1,80 @@
+"""Count what a user can meet: public names, arguments and options, next to the limits in
+CONTRIBUTING.md.
+
+Usage: python .ci/surface.py
+
+A public name is in the `__all__` of shardopt, or of a module that is reached from there. The exit
+code is 1 if a count is above its limit.
+"""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import shardopt as so
+
+ROOT = Path(__file__).parents[1]
+FUNCTIONS = ("ddp", "zero", "fsdp", "hybrid", "fit")
+WINGS = ("planning", "parameter_server", "reducers", "training")
+
+
+def public_modules(module: ModuleType) -> list[ModuleType]:
+    """Return a module and the modules in its `__all__`, in theirs, and so on."""
+    values = [getattr(module, name) for name in module.__all__]
+    inner_modules = [value for value in values if hasattr(value, "__all__")]
+    return [module, *(found for inner in inner_modules for found in public_modules(inner))]
+
+
+def counts() -> dict[str, int]:
+    """Return what is counted -> its number, as the first column of the table says it."""
+    names = {
+        "names in `shardopt.__all__`": len(so.__all__),
+        "public names in all": sum(len(module.__all__) for module in public_modules(so)),
+    }
+    wings = {f"names in `{wing}`": len(getattr(so, wing).__all__) for wing in WINGS}
+    arguments = {
+        f"arguments of `{function}`": len(inspect.signature(getattr(so, function)).parameters)
+        for function in FUNCTIONS
+    }
+    return names | wings | arguments | {"options of `shardopt train --help`": len(shown_options())}
+
+
+def shown_options() -> list[str]:
+    """Return the options that the help of `shardopt train` shows, without `--help`."""
+    command = [sys.executable, "-m", "shardopt.cli", "train", "--help"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    return re.findall(r"^│ (--[\w-]+)", run.stdout, re.MULTILINE)
+
+
+def limits_of(text: str) -> dict[str, int]:
+    """Return what is counted -> the limit, from the table "The surface" in CONTRIBUTING.md."""
+    table = text.partition("\n## The surface\n")[2].partition("\n## ")[0]
+    return {name: int(limit) for name, limit in re.findall(r"^\| (.+?) \| (\d+) \|", table, re.M)}
+
+
+def grown(numbers: dict[str, int], limits: dict[str, int]) -> list[str]:
+    """Return what is above its limit, or has none."""
+    return [name for name, number in numbers.items() if number > limits.get(name, -1)]
+
+
+def main() -> int:
+    """Print the table, and return the exit code."""
+    limits, numbers = limits_of((ROOT / "CONTRIBUTING.md").read_text()), counts()
+    print(f"{'counted':36} {'number':>6} {'limit':>6}")
+    for name, number in numbers.items():
+        print(f"{name:36} {number:6} {limits.get(name, -1):6}")
+    above = grown(numbers, limits)
+    if above:
+        print(
+            f"above the limit: {', '.join(above)}. Which question does the new name or argument"
+            " answer that no existing one answers? Say it in the commit message that raises the"
+            " limit, or take another one away."
+        )
+    return int(bool(above))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
