@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# ---- 1. A model for one device
-# --------------------------------------------------------------------------------------
+# ---- 1. A model for one device -------------------------------------------------------------------
 class Config(NamedTuple):
     """The sizes of the model.
 
@@ -101,7 +100,6 @@ def run_model(params, batch, gather=lambda weights: weights):
 
 
 # ---- 2. AdamW: it treats each element by itself, so it updates shards as it updates whole weights
-# -------------------
 class State(NamedTuple):
     """The parameters, the two moments of Adam, and the number of steps."""
 
@@ -138,8 +136,7 @@ def one_device_step(state, batch):
     return adamw(state, jax.tree.map(lambda grad: grad / count, grads)), total / count
 
 
-# ---- 3. FSDP
-# --------------------------------------------------------------------------------------------------------
+# ---- 3. FSDP -------------------------------------------------------------------------------------
 # A mesh is an array of devices whose axes have names. This mesh has one axis, "data". A
 # PartitionSpec, jax.P, names for each dim of an array the axis that splits it. Device i of 8 holds
 # the i-th eighth of dim 0 of each weight. Dim 0 of stacked blocks counts blocks, so their dim 1 is
@@ -202,8 +199,7 @@ def make_step(mesh):
     return jax.jit(step, donate_argnums=0)  # the new state takes the memory of the old state
 
 
-# ---- 4. Train
-# -------------------------------------------------------------------------------------------------------
+# ---- 4. Train ------------------------------------------------------------------------------------
 def batches(config, rows=32, seed=0):
     """Yield batches without end.
 

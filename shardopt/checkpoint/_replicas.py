@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from shardopt.checkpoint._store import Leaf, describe
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
-from shardopt.config._compression import CompressedOptState
 from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.reducers import ErrorFeedback, PerDevice
+from shardopt.step._compressed import CompressedOptState
 from shardopt.transforms._eight_bit import EightBitState
 
 _REPLICA, _CODES, _REDUCER, _MEMORY, _DEVICE = "replica", "codes", "reducer", "memory", "device"

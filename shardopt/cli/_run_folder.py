@@ -26,11 +26,11 @@ from shardopt.cli._options import (
     from_json,
     to_json,
 )
-from shardopt.config._compression import CompressedOptState
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, TrainState, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
+from shardopt.step._compressed import CompressedOptState
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"

@@ -1,7 +1,9 @@
 """The checked arguments of a strategy: one config drives the whole step."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import optax
@@ -10,15 +12,18 @@ from jax.sharding import Mesh
 from shardopt.config._axes import AxisTable, axes_of
 from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, SequenceDims, View
 from shardopt.config._program_check import ProgramCheck
+from shardopt.config._slots import Differentiate, Slots
 from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import Report
-from shardopt.pipeline import Schedule
 from shardopt.reducers import Reducer
 from shardopt.runtime._compiler_options import CompilerOptions
+
+if TYPE_CHECKING:
+    from shardopt.pipeline import Schedule
 
 
 class Placement(NamedTuple):
@@ -68,19 +73,13 @@ def _no_report(abstract_params: PyTree = None) -> Report:
 
 
 class LayoutOptions(NamedTuple):
-    """Options that say where every leaf of the train state lives.
-
-    Attributes:
-      blocks_per_stage: [V], the number of blocks of each virtual stage of a pipeline; None to
-        divide them evenly.
-    """
+    """Options that say where every leaf of the train state lives."""
 
     rules: Rules = ()
     min_shard_elements: int = 1
     frozen: Sequence[str] = ()
     expert_leaves: Sequence[str] = ()
     opt_state_layout: OptStateLayout = "within"
-    blocks_per_stage: tuple[int, ...] | None = None
 
 
 class LossOptions(NamedTuple):
@@ -89,7 +88,6 @@ class LossOptions(NamedTuple):
     Attributes:
       loss_fn: the loss, or a `BlockModel`.
       separable: whether the user states that the loss is a mean over rows, so nothing is proved.
-      remat: whether a pipeline keeps only the input of each chunk.
     """
 
     loss_fn: LossFn
@@ -97,7 +95,6 @@ class LossOptions(NamedTuple):
     micro_batches: int = 1
     view: View = "auto"
     separable: bool = False
-    remat: bool = False
 
 
 class BatchOptions(NamedTuple):
@@ -108,16 +105,11 @@ class BatchOptions(NamedTuple):
 
 
 class WireOptions(NamedTuple):
-    """Options that say how parameters and gradients travel between devices.
-
-    Attributes:
-      regather: whether a pipeline gathers a block's weights in every pass, rather than once a step.
-    """
+    """Options that say how parameters and gradients travel between devices."""
 
     gather_dtype: jax.typing.DTypeLike | None = None
     scatter_dtype: jax.typing.DTypeLike | None = None
     reducer: Reducer | None = None
-    regather: bool = True
 
 
 class UpdateOptions(NamedTuple):
@@ -168,6 +160,7 @@ class StrategyConfig(NamedTuple):
       user_mesh: where state, batch and metrics live; None until checked.
       sums: whether the gradients of a step come with the sums of each device's own gradient, see
         `diagnose._verified`.
+      filled: what fills the slots of the step; None until `build`.
       report: `report(abstract_params=None)`, the placement of every leaf, by default for the last
         parameters.
     """
@@ -188,9 +181,10 @@ class StrategyConfig(NamedTuple):
     axis_names: Axes | None = None
     user_mesh: UserMesh | None = None
     sums: bool = False
+    filled: Slots | None = None
     report: Callable[..., Report] = _no_report
 
-    def replace(self, **fields: Any) -> "StrategyConfig":
+    def replace(self, **fields: Any) -> StrategyConfig:
         """Return the config with new values of fields, each in the record that has it."""
         config = self
         for field, value in fields.items():
@@ -215,6 +209,17 @@ class StrategyConfig(NamedTuple):
         return self.user_mesh
 
     @property
+    def slots(self) -> Slots:
+        """What fills the slots of the step."""
+        assert self.filled is not None
+        return self.filled
+
+    @property
+    def differentiate(self) -> Differentiate:
+        """The filling of the first slot in the view of the loss."""
+        return self.slots.differentiate[self.loss.view]
+
+    @property
     def has_global_view(self) -> bool:
         """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype`
         need each device's gradient.
@@ -232,19 +237,12 @@ class StrategyConfig(NamedTuple):
         return self.placement.params or self.wire.gather_dtype is not None
 
     @property
-    def gathers_once(self) -> bool:
-        """Whether a pipeline gathers the weights of its blocks, and scatters their gradients, once
-        a step.
-        """
-        return self.placement.params and not self.wire.regather
-
-    @property
     def per_replica(self) -> bool:
         """Whether each replica has its own parameters."""
         return self.local_updates is not None
 
     @property
-    def of_evaluation(self) -> "StrategyConfig":
+    def of_evaluation(self) -> StrategyConfig:
         """The config of evaluation: with `evaluate_fn` as its loss, and with parameters that all
         replicas share.
         """

@@ -8,14 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardopt.config._compression import (
-    CompressedOptState,
-    CompressionPlan,
-    compression_plan,
-    compression_specs,
-    init_compression,
-)
 from shardopt.config._config import StrategyConfig
+from shardopt.config._slots import Reduce
 from shardopt.config._transformation import refuse_lookahead
 from shardopt.config._update_trace import trace_of_update
 from shardopt.core._arguments import is_integer
@@ -32,8 +26,7 @@ from shardopt.partition import (
     shard_axes,
     state_specs,
 )
-from shardopt.pipeline import Schedule
-from shardopt.pipeline._cut import Counts, cut_blocks, is_even
+from shardopt.partition._counts import Counts, is_even
 from shardopt.trace._matrix_work import MIN_ELEMENTS, leaves_of_matrix_work
 
 _Leaf = TypeVar("_Leaf")
@@ -47,7 +40,7 @@ class Layout(NamedTuple):
       plans: the `LeafPlan` of each leaf, in the order of the structure.
       abstract: the train state as shapes and dtypes.
       specs: the train state as `PartitionSpec`.
-      compression: how gradients go through the config's reducer; None without a reducer.
+      reduce: the filling of the slot `reduce` for these leaves.
       tables: key paths of the leaves that are sharded by columns for `so.nn.embedding`, and not
         gathered.
       counts: [V], the number of blocks of each virtual stage of a pipeline; () without a pipeline.
@@ -57,7 +50,7 @@ class Layout(NamedTuple):
     plans: tuple[LeafPlan, ...]
     abstract: TrainState
     specs: TrainState
-    compression: CompressionPlan | None = None
+    reduce: Reduce
     tables: frozenset[str] = frozenset()
     counts: Counts = ()
 
@@ -89,11 +82,9 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     if as_block_model(config.loss.loss_fn) is not None:
         _check_blocks(config, abstract_params)
         _check_rounded(config, abstract_params)
-    counts = (
-        ()
-        if config.schedule is None
-        else _blocks_per_stage(config, config.schedule, abstract_params)
-    )
+    counts = config.slots.counts(config, abstract_params)
+    if counts:
+        _check_counts(config, counts)
     tables = _tables(config, abstract_params)
     with calling(config.strategy):
         options = PlanOptions(
@@ -128,22 +119,15 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     step = jax.ShapeDtypeStruct((), jnp.int32)
     param_specs = treedef.unflatten([plan.spec(sharded=config.placement.params) for plan in flat])
-    compression = None
-    if config.wire.reducer is not None:
-        trained = [plan for plan in flat if plan.trainable]
-        compression = compression_plan(
-            config.wire.reducer, config.mesh, config.axes.summed, trained, sharded=False
-        )
-        opt_state = CompressedOptState(
-            opt_state, jax.eval_shape(lambda: init_compression(compression))
-        )
-        opt_specs = CompressedOptState(opt_specs, compression_specs(compression))
+    reduce = config.slots.reduce(config, [plan for plan in flat if plan.trainable])
+    opt_state = reduce.join(opt_state, jax.eval_shape(reduce.init))
+    opt_specs = reduce.join(opt_specs, reduce.specs())
     return Layout(
         treedef,
         flat,
         abstract=TrainState(step, abstract_params, opt_state, key),
         specs=TrainState(PartitionSpec(), param_specs, opt_specs, PartitionSpec()),
-        compression=compression,
+        reduce=reduce,
         tables=frozenset(plan.path for plan in flat if plan.path in tables and plan.dim == COLUMNS),
         counts=counts,
     )
@@ -278,23 +262,8 @@ def _tables(config: StrategyConfig, params: PyTree) -> tuple[str, ...]:
     return model.tables if can_shard and shard_axes(config.mesh.shape).size > 1 else ()
 
 
-def _blocks_per_stage(config: StrategyConfig, schedule: Schedule, params: PyTree) -> Counts:
-    """Return the number of blocks of each virtual stage.
-
-    Raises:
-      ValueError: if blocks cannot be divided this way, or matrices live on owners, which need equal
-        stages.
-    """
-    num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
-    if num_blocks == 0:
-        problem = f"there are no blocks to cut into {plural(schedule.num_stages, 'stage')}."
-        raise ValueError(
-            format_error(
-                config.strategy, problem, fix="stack at least one block a stage and chunk."
-            )
-        )
-    with calling(config.strategy):
-        counts = cut_blocks(schedule, num_blocks, config.layout.blocks_per_stage)
+def _check_counts(config: StrategyConfig, counts: Counts) -> None:
+    """Refuse unequal stages if matrices live on owners."""
     if config.layout.opt_state_layout == "matrices" and not is_even(counts):
         problem = (
             "opt_state_layout='matrices' takes stages of equally many blocks, and these have"
@@ -303,7 +272,6 @@ def _blocks_per_stage(config: StrategyConfig, schedule: Schedule, params: PyTree
         size = len(counts)
         fix = f"use a multiple of {size} blocks in equal parts, or opt_state_layout='within'."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
-    return counts
 
 
 def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:

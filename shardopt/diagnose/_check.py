@@ -14,10 +14,11 @@ from shardopt.core._block_model import LossFn, as_block_model, takes_rng
 from shardopt.core._errors import NotSeparableError, calling, format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
+from shardopt.losses._global_view import GlobalView
 from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
 from shardopt.mesh import on_mesh
-from shardopt.step._gradients import make_gradients
+from shardopt.step._gradients import ExactSum
 from shardopt.step._inputs import check_batch, check_state, place_batch
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 
@@ -114,6 +115,12 @@ def check(
         loss_fn=_without_key(config.loss.loss_fn), reducer=None, scatter_dtype=None, view=view
     )
     in_one_piece = in_pieces.replace(view="global", micro_batches=1, schedule=None)
+    own_slots = config.slots._replace(reduce=lambda config, trained: ExactSum())
+    in_pieces = in_pieces._replace(filled=own_slots)
+    whole = {"global": GlobalView()}
+    in_one_piece = in_one_piece._replace(
+        filled=own_slots._replace(differentiate=whole, counts=lambda config, params: ())
+    )
     actual_values, expected_values = (
         _evaluate(variant, state, placed) for variant in (in_pieces, in_one_piece)
     )
@@ -143,7 +150,7 @@ def _evaluate(
     config: StrategyConfig, state: TrainState, batch: PyTree
 ) -> list[tuple[str, jax.Array]]:
     layout = make_layout(config, abstract(state.params))
-    gradients = jax.jit(on_mesh(config.mesh, make_gradients(config, layout)))
+    gradients = jax.jit(on_mesh(config.mesh, config.differentiate.gradients(config, layout)))
     results = gradients(state.params, batch, state.step, state.rng)
     leaves = [(f"gradient of {path}", leaf) for path, leaf in leaves_with_paths(results.grads)]
     return [

@@ -11,12 +11,13 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import as_block_model, call, run_blocks
 from shardopt.core._errors import error_text
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
 from shardopt.core._types import PyTree, Weighted
 from shardopt.diagnose._pieces import Piece
 from shardopt.losses._batch_dims import map_rows, num_rows
 from shardopt.losses._metrics import value_of
-from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._parts import loss_parts
 from shardopt.losses._rows import RowsNotSeenError, with_rows
 from shardopt.losses._sums import leaf_wire
 

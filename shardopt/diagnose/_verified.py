@@ -26,7 +26,6 @@ from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program, put_on_auto_axes
-from shardopt.step._gradients import grad_specs
 from shardopt.step._optimizer import Metrics, ShardedOptimizer, StepFn
 from shardopt.step._step import make_step
 
@@ -107,7 +106,7 @@ class VerifiedStep:
         """The columns of the sums."""
         config, layout = self.config, self.layout
         state = _copies(config, jax.tree.leaves(layout.specs))
-        grads = _copies(config, grad_specs(config, layout))
+        grads = _copies(config, layout.reduce.grad_specs(config, layout))
         axes = tuple(axis for axis, size in config.mesh.shape.items() if size > 1)
         exchanging = tuple(axis for axis in axes if axis not in ("replica", "data"))
         # A gradient that is not summed before its reduction first shows after it, at all devices
@@ -189,7 +188,9 @@ def compile_with_sums(config: StrategyConfig, layout: Layout) -> AotCompiled:
         before = sums_of(config, jax.tree.leaves(state), state_specs)
         new_state, metrics, gradients, update = take_step(state, batch)
         scalars = jax.tree.leaves((gradients.loss, metrics))
-        reduced = sums_of(config, jax.tree.leaves(gradients.grads), grad_specs(config, layout))
+        reduced = sums_of(
+            config, jax.tree.leaves(gradients.grads), layout.reduce.grad_specs(config, layout)
+        )
         reported = sums_of(config, scalars, [PartitionSpec()] * len(scalars))
         # ZeRO 1 and 2 gather the updated shards: a wrong one would then be wrong on all devices.
         shards = sums_of(

@@ -153,8 +153,7 @@ def _padded(rows: Array, tile: int) -> Array:
     return jnp.pad(rows, ((0, -rows.shape[0] % tile), (0, 0)))
 
 
-# --- CPU: tiles of rows, each within one group; the number of tiles depends on the sizes
-# ---------------------------------
+# --- CPU: tiles of rows, each within one group; the number of tiles depends on the sizes ----------
 
 
 def _visits(num_rows: int, sizes: Array) -> tuple[int, Array, Array, Array, Array]:

@@ -25,7 +25,7 @@ def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> Sharde
     config = strategy.config._replace(
         strategy=caller, local_updates=sync._replace(mix=float(sync.mix))
     )
-    return build(config, compile_local_step)
+    return build(config, compile_step=compile_local_step)
 
 
 def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:

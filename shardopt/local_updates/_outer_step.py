@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.collectives import all_reduce, per_device
-from shardopt.config._compression import compress_mean, manual_specs
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.core._types import PyTree, wide_dtype
@@ -22,6 +21,7 @@ from shardopt.local_updates._state import (
     take_fragment,
 )
 from shardopt.partition import LeafPlan
+from shardopt.step._compressed import compress_mean, manual_specs
 
 Leaves = list[jax.Array]
 

@@ -11,19 +11,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from shardopt.config._compression import (
-    CompressedOptState,
-    CompressionPlan,
-    compression_plan,
-    compression_specs,
-    init_compression,
-)
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._sync import SyncConfig
 from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._types import PyTree, TrainState
 from shardopt.partition import LeafPlan, shard_axes, state_specs
+from shardopt.step._compressed import (
+    CompressedOptState,
+    CompressionPlan,
+    compression_plan,
+    compression_specs,
+    init_compression,
+)
 
 REPLICA = "replica"
 

@@ -16,6 +16,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._sync import SyncConfig
 from shardopt.core._errors import format_error
+from shardopt.core._loss_parts import Gradients
 from shardopt.core._types import Max, Metric, Min, PyTree, Sum, TrainState
 from shardopt.local_updates._outer_step import (
     Leaves,
@@ -35,10 +36,8 @@ from shardopt.local_updates._state import (
     make_local_layout,
 )
 from shardopt.losses._metrics import combined, value_of, values
-from shardopt.losses._parts import Gradients
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import AotCompiled, make_program
-from shardopt.step._gradients import make_gradients
 from shardopt.step._inputs import copied
 from shardopt.step._opt_state import init_opt_state
 from shardopt.step._optimizer import Metrics
@@ -250,9 +249,9 @@ class _VariantStep:
     def gradients(self, state: TrainState, batch: PyTree, replicas: Replicas) -> Gradients:
         """Return the gradients and metrics of each replica."""
         config, layout = self.config, self.local_layout.layout
-        gradients = make_gradients(
-            config._replace(local_updates=None) if self.one_global_loss else config, layout
-        )
+        if self.one_global_loss:
+            config = config._replace(local_updates=None)
+        gradients = config.differentiate.gradients(config, layout)
         loss_params = state.params if self.one_global_loss else replicas.params.value
         results = gradients(loss_params, batch, state.step, state.rng, replicas.inner_reducer)
         if not self.one_global_loss:

@@ -12,67 +12,94 @@ import jax.numpy as jnp
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.config._slots import LossFunction, StepInputs
 from shardopt.core._block_model import takes_rng
 from shardopt.core._errors import format_error
-from shardopt.core._types import Metric, PyTree, abstract, leaves_with_paths
+from shardopt.core._loss_parts import Gradients, LossParts
+from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
 from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
 from shardopt.losses._obstacle import as_gathered
-from shardopt.losses._parts import Gradients, LossParts
 from shardopt.losses._separable import Cut, LossCall, find_mixing
 from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
 from shardopt.mesh import on_mesh
 
 
-def global_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
-    """Return the function that `make_gradients` returns: the gradient of the loss of the whole
-    batch, for any loss.
+class GlobalView:
+    """The loss of the whole batch, for any loss; see `Differentiate`."""
 
-    Parameters and gradients are placed as the placement says. In between, sharded leaves are
-    gathered where they are used. If the loss may be cut into micro-batches, they are summed as in
-    the per-device view. If each replica trains by itself, each computes the loss of its own rows.
-    """
+    def gradients(self, config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
+        """Return the gradient of the loss of the whole batch.
 
-    def gradients(params, batch, step, rng, reducer_state=None):
-        del reducer_state  # reducers need the per-device view
-        params = layout.treedef.flatten_up_to(params)
-        if not config.per_replica:
-            return _GlobalBatch(config, layout, params, batch, step, rng, 0).gradients()
-        (replica,) = config.axes.stacked
-        leaves, assemble = cut_by_replica(config, batch)
+        Parameters and gradients are placed as the placement says. In between, sharded leaves are
+        gathered where they are used. If the loss may be cut into micro-batches, they are summed as
+        in the per-device view. If each replica trains by itself, each computes the loss of its own
+        rows.
+        """
 
-        def replica_gradients(params, leaves, replica):
-            return _GlobalBatch(
-                config, layout, params, assemble(leaves), step, rng, replica
-            ).gradients()
+        def gradients(params, batch, step, rng, reducer_state=None):
+            del reducer_state  # reducers need the per-device view
+            inputs = StepInputs(layout.treedef.flatten_up_to(params), batch, step, rng)
+            if not config.per_replica:
+                return _GlobalBatch(config, layout, inputs, 0).gradients()
+            (replica,) = config.axes.stacked
+            leaves, assemble = cut_by_replica(config, batch)
 
-        run = jax.vmap(replica_gradients, spmd_axis_name=replica)
-        return run(params, leaves, jnp.arange(config.axes.sizes[replica]))
+            def replica_gradients(params, leaves, replica):
+                inputs = StepInputs(params, assemble(leaves), step, rng)
+                return _GlobalBatch(config, layout, inputs, replica).gradients()
 
-    return gradients
+            run = jax.vmap(replica_gradients, spmd_axis_name=replica)
+            return run(inputs.params, leaves, jnp.arange(config.axes.sizes[replica]))
+
+        return gradients
+
+    def loss(self, config: StrategyConfig, layout: Layout) -> LossFunction:
+        """Return the loss and metrics of the whole batch."""
+
+        def loss(params, batch, step=None, rng=None):
+            def key_of(index):
+                return step_key(config, step, rng, index, device=0)
+
+            count = num_micro_batches(config, layout, batch, training=rng is not None)
+            parts = _parts(config, layout, params, batch, count, key_of)
+            return _sum_micro_batches(config, parts).divided()
+
+        return loss
+
+    def totals(self, config: StrategyConfig, layout: Layout) -> Callable[..., LossParts]:
+        """Return the loss and metrics of the whole batch, with totals and weights of all rows."""
+
+        def totals(params, batch, counted=None):
+            assert counted is None  # the whole batch counts
+            count = num_micro_batches(config, layout, batch, training=False)
+            parts = _parts(config, layout, params, batch, count, lambda index: None)
+            parts = _sum_micro_batches(config, parts)
+            # of each micro-batch, because totals and weights are per row
+            rows = num_rows(config, batch) // count
+            metrics = {name: of_rows(x, rows) for name, x in parts.metrics.items()}
+            return LossParts(of_rows(parts.loss, rows), metrics, {})
+
+        return totals
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _GlobalBatch:
-    """The whole batch, or the batch of one replica, in one step.
-
-    `params` are all leaves, as they are placed.
-    """
+    """The whole batch, or the batch of one replica, in one step."""
 
     config: StrategyConfig
     layout: Layout
-    params: list[jax.Array]
-    batch: PyTree
-    step: jax.Array
-    rng: jax.Array
+    inputs: StepInputs
     replica: jax.Array | int
 
     def gradients(self) -> Gradients:
         config, layout, count = self.config, self.layout, self.count
         cut = functools.partial(cut_rows, config)
-        grads, parts = accumulate(self.run, self.batch, count, self.shard, self.sum_weights, cut)
+        grads, parts = accumulate(
+            self.run, self.inputs.batch, count, self.shard, self.sum_weights, cut
+        )
         parts = _sum_micro_batches(config, parts)
         if count > 1:
             grads = [scale(grad, factor(parts.loss, count)) for grad in grads]
@@ -82,74 +109,33 @@ class _GlobalBatch:
     @functools.cached_property
     def count(self) -> int:
         """The number of micro-batches."""
-        return num_micro_batches(self.config, self.layout, self.batch, training=True)
+        return num_micro_batches(self.config, self.layout, self.inputs.batch, training=True)
 
     def run(self, rows, index, weights=None):
-        trained = self.layout.trained_leaves(self.params)
+        trained = self.layout.trained_leaves(self.inputs.params)
         grads, parts = jax.grad(self.objective, has_aux=True)(
             trained, rows, self.key(index), weights
         )
         return self.shard(grads), parts
 
     def objective(self, trained, rows, key, weights):
-        params = self.layout.merge(self.params, trained)
+        params = self.layout.merge(self.inputs.params, trained)
         parts = _loss_of_rows(self.config, self.layout, params, rows, key)
         if self.count == 1:  # with the gradient of the weight, if it has one
             return value_of(parts.loss), parts
         return objective(parts.loss, self.count, weights), parts
 
     def sum_weights(self) -> list[jax.Array]:
-        tree = self.layout.treedef.unflatten(self.params)
-        parts = _parts(self.config, self.layout, tree, self.batch, self.count, self.key)
+        tree = self.layout.treedef.unflatten(self.inputs.params)
+        parts = _parts(self.config, self.layout, tree, self.inputs.batch, self.count, self.key)
         return [x.sum(0) for x in parts.loss.weight]
 
     def shard(self, grads: list[jax.Array]) -> list[jax.Array]:
         return shard_grads(self.config, grads, self.layout.trained)
 
     def key(self, index: jax.Array) -> jax.Array | None:
-        return step_key(self.config, self.step, self.rng, index, device=self.replica)
-
-
-def global_loss(
-    config: StrategyConfig, layout: Layout
-) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
-    """Return the function that `make_loss` returns: the loss and metrics of the whole batch."""
-
-    def loss(params, batch, step=None, rng=None):
-        def key_of(index):
-            return (
-                None
-                if step is None or rng is None
-                else step_key(config, step, rng, index, device=0)
-            )
-
-        count = num_micro_batches(config, layout, batch, training=rng is not None)
-        return _sum_micro_batches(
-            config, _parts(config, layout, params, batch, count, key_of)
-        ).divided()
-
-    return loss
-
-
-def global_totals(config: StrategyConfig, layout: Layout) -> Callable[[PyTree, PyTree], LossParts]:
-    """Return `totals(params, batch)`: the loss and metrics of the whole batch, with totals and
-    weights of all rows.
-    """
-
-    def totals(params, batch):
-        count = num_micro_batches(config, layout, batch, training=False)
-        parts = _sum_micro_batches(
-            config, _parts(config, layout, params, batch, count, lambda index: None)
-        )
-        # of each micro-batch, because totals and weights are per row
-        rows = num_rows(config, batch) // count
-        return LossParts(
-            of_rows(parts.loss, rows),
-            {name: of_rows(x, rows) for name, x in parts.metrics.items()},
-            {},
-        )
-
-    return totals
+        step, rng = self.inputs.step, self.inputs.rng
+        return step_key(self.config, step, rng, index, device=self.replica)
 
 
 def _parts(

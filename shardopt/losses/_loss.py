@@ -5,6 +5,7 @@ In the per-device view these are the rows of one micro-batch on one device; in t
 rows of all devices.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection
 
 import jax
@@ -19,17 +20,19 @@ from shardopt.config._layout import Layout
 from shardopt.core._block_model import (
     BLOCKS,
     BlockModel,
+    LossFn,
     as_block_model,
     call,
     plain_block,
     run_blocks,
     takes_rng,
 )
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained
-from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._parts import loss_parts
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._sums import leaf_wire
 from shardopt.partition import LeafPlan
@@ -53,80 +56,151 @@ def loss_of_rows(
     The gradient of `probe` is the sum of the bits of the gathered parameters' local gradients, see
     `all_gather`.
     """
-    with explained(config, num_rows(config, batch)):
-        return _loss_of_rows(config, layout, params, batch, key, probe)
+    loss_fn, rows = config.loss.loss_fn, num_rows(config, batch)
+    with explained(config, rows):
+        if config.loss.view == "per_device":
+            loss_fn = with_rows(row_context(config), loss_fn)
+        model = as_block_model(loss_fn)
+        if model is None:
+            return PlainLoss(config, layout, loss_fn, rows, probe).parts(params, batch, key)
+        return BlockLoss(config, layout, model, rows, probe).parts(params, batch, key)
 
 
-def _loss_of_rows(
-    config: StrategyConfig,
-    layout: Layout,
-    params: PyTree,
-    batch: PyTree,
-    key: jax.Array | None,
-    probe: jax.Array | None,
-) -> LossParts:
-    plans = layout.treedef.unflatten(layout.plans)
-    rows, loss_fn = num_rows(config, batch), config.loss.loss_fn
-    if config.loss.view == "per_device":
-        loss_fn = with_rows(row_context(config), loss_fn)
-    model = as_block_model(loss_fn)
-    if model is not None:
-        hooks = {}
-        if config.gathers:
-            outer_plans = {name: value for name, value in plans.items() if name != BLOCKS}
-            # the model of evaluation may have no tables
-            tables = layout.tables.intersection(model.tables)
-            hooks["gather_outer"] = lambda outer: all_gather_leaves(
-                config, outer, outer_plans, tables=tables, probe=probe
-            )
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlainLoss:
+    """A loss that is a function of all parameters, which are gathered together.
 
-            def gather_one(block):
-                return all_gather_leaves(config, block, plans[BLOCKS], model=model)
+    Attributes:
+      config: of the strategy.
+      layout: of the parameters.
+      loss_fn: the function.
+      rows: the number of rows of its batch.
+      probe: see `loss_of_rows`.
+    """
 
-            # one more leaf of each block, because a block sees its arguments alone
-            if probe is not None:
+    config: StrategyConfig
+    layout: Layout
+    loss_fn: LossFn
+    rows: int
+    probe: jax.Array | None
 
-                def gather_one(block):
-                    return all_gather_leaves(
-                        config, block[0], plans[BLOCKS], model=model, probe=block[1]
-                    )
+    def parts(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
+        """Return the loss of a batch."""
+        if not self.config.gathers:
+            return self._of_gathered(params, batch, key)
 
-                num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
-                params = {
-                    **params,
-                    BLOCKS: (params[BLOCKS], jnp.broadcast_to(probe, (num_blocks, *probe.shape))),
-                }
-            hooks["run_block"] = gathered_block(config.strategy, model, gather_one)
-            if config.layout.expert_leaves and tables and config.loss.view == "per_device":
-                # The loss does not read the table. Other outer leaves are read by embed or by the
-                # loss, and gathered once.
-                hooks["before_loss"] = lambda outer, x: _scatter_first(
-                    hooks["gather_outer"], outer, x
-                )
-        if config.loss.view == "global":
-            hooks["run_block"] = shard_activations(
-                config, hooks.get("run_block", plain_block(model)), batch
-            )
-        return loss_parts(config.strategy, run_blocks(model, params, batch, key, **hooks), rows)
-    if not config.gathers:
-        return loss_parts(config.strategy, call(loss_fn, key, 0, params, batch), rows)
+        def gathered_loss(params: PyTree, batch: PyTree, probe: jax.Array | None) -> LossParts:
+            return self._of_gathered(self.gather(params, probe), batch, key)
 
-    def gathered_loss(params, batch, probe):
+        if self.config.loss.micro_batches > 1:
+            # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps
+            # the gathered model.
+            params, batch = _behind_barrier((params, batch))
+            # the barrier gives it tangents, which callbacks refuse
+            batch = jax.lax.stop_gradient(batch)
+        if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
+            return gathered_loss(params, batch, self.probe)
+        # The backward pass gathers weights again, so that gathered weights of the forward pass need
+        # not be kept.
+        run = jax.checkpoint(gathered_loss, policy=save_all_but_gathers)
+        return run(params, batch, self.probe)
+
+    def gather(self, params: PyTree, probe: jax.Array | None) -> PyTree:
+        """Return the gathered parameters."""
+        plans = self.layout.treedef.unflatten(self.layout.plans)
         # without buckets, because a bucket would hold all leaves at the same time
-        gathered = all_gather_leaves(config, params, plans, bucket_bytes=0, probe=probe)
-        return loss_parts(config.strategy, call(loss_fn, key, 0, gathered, batch), rows)
+        return all_gather_leaves(self.config, params, plans, bucket_bytes=0, probe=probe)
 
-    if config.loss.micro_batches > 1:
-        # Otherwise the compiler sees that all micro-batches gather the same weights, and keeps the
-        # gathered model.
-        params, batch = _behind_barrier((params, batch))
-        # the barrier gives it tangents, which callbacks refuse
-        batch = jax.lax.stop_gradient(batch)
-    if jax.debug_nans.value:  # a checkpoint would hide the source of a NaN
-        return gathered_loss(params, batch, probe)
-    # The backward pass gathers weights again, so that gathered weights of the forward pass need not
-    # be kept.
-    return jax.checkpoint(gathered_loss, policy=save_all_but_gathers)(params, batch, probe)
+    def _of_gathered(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
+        returned = call(self.loss_fn, key, 0, params, batch)
+        return loss_parts(self.config.strategy, returned, self.rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BlockLoss:
+    """The loss of a `BlockModel`: outer parameters are gathered once, blocks one at a time.
+
+    Attributes:
+      config: of the strategy.
+      layout: of the parameters.
+      model: the model.
+      rows: the number of rows of its batch.
+      probe: see `loss_of_rows`.
+    """
+
+    config: StrategyConfig
+    layout: Layout
+    model: BlockModel
+    rows: int
+    probe: jax.Array | None
+
+    def parts(self, params: PyTree, batch: PyTree, key: jax.Array | None) -> LossParts:
+        """Return the loss of a batch."""
+        gather_outer, run_block, before_loss = _unchanged, plain_block(self.model), None
+        if self.config.gathers:
+            params = self._with_probes(params)
+            gather_outer = self.gather_outer
+            run_block = gathered_block(self.config.strategy, self.model, self.gather_block)
+            if self.config.layout.expert_leaves and self._tables and self._is_per_device:
+                before_loss = self.gather_before_loss
+        if not self._is_per_device:
+            run_block = shard_activations(self.config, run_block, batch)
+        returned = run_blocks(
+            self.model,
+            params,
+            batch,
+            key,
+            gather_outer=gather_outer,
+            run_block=run_block,
+            before_loss=before_loss,
+        )
+        return loss_parts(self.config.strategy, returned, self.rows)
+
+    def gather_outer(self, outer: PyTree) -> PyTree:
+        """Return the gathered outer parameters."""
+        plans = {name: value for name, value in self._plans.items() if name != BLOCKS}
+        return all_gather_leaves(self.config, outer, plans, tables=self._tables, probe=self.probe)
+
+    def gather_block(self, block_and_probe: tuple[PyTree, jax.Array | None]) -> PyTree:
+        """Return the gathered parameters of one block."""
+        block, probe = block_and_probe
+        plans = self._plans[BLOCKS]
+        return all_gather_leaves(self.config, block, plans, model=self.model, probe=probe)
+
+    def gather_before_loss(self, outer: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the outer parameters, gathered once more for the loss, and its input.
+
+        The loss does not read the table. Other outer leaves are read by embed or by the loss, and
+        gathered once.
+        """
+        return _scatter_first(self.gather_outer, outer, x)
+
+    @property
+    def _plans(self) -> PyTree:
+        return self.layout.treedef.unflatten(self.layout.plans)
+
+    @property
+    def _tables(self) -> frozenset[str]:
+        # the model of evaluation may have no tables
+        return self.layout.tables.intersection(self.model.tables)
+
+    @property
+    def _is_per_device(self) -> bool:
+        return self.config.loss.view == "per_device"
+
+    def _with_probes(self, params: PyTree) -> PyTree:
+        """Return the parameters with the probe as one more leaf of each block, because a block sees
+        its arguments alone.
+        """
+        num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+        probes = self.probe
+        if probes is not None:
+            probes = jnp.broadcast_to(probes, (num_blocks, *probes.shape))
+        return {**params, BLOCKS: (params[BLOCKS], probes)}
+
+
+def _unchanged(outer: PyTree) -> PyTree:
+    return outer
 
 
 def all_gather_leaves(
@@ -225,23 +299,17 @@ def _behind_barrier(tree: PyTree) -> PyTree:
 
 def step_key(
     config: StrategyConfig,
-    step: jax.Array,
-    rng: jax.Array,
+    step: jax.Array | None,
+    rng: jax.Array | None,
     micro_batch: ArrayLike,
     device: ArrayLike | None = None,
 ) -> jax.Array | None:
     """Return a different key for each step, micro-batch, and device along the data axes (by default
-    this device).
+    this device); None outside of training.
     """
-    if not takes_rng(config.loss.loss_fn):
+    if step is None or rng is None or not takes_rng(config.loss.loss_fn):
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
-    key = jax.random.fold_in(
-        key,
-        (
-            jax.lax.axis_index((*config.axes.rows, *config.axes.positions))
-            if device is None
-            else device
-        ),
-    )
-    return jax.random.fold_in(key, micro_batch)
+    if device is None:
+        device = jax.lax.axis_index((*config.axes.rows, *config.axes.positions))
+    return jax.random.fold_in(jax.random.fold_in(key, device), micro_batch)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.core._loss_parts import value_of
 from shardopt.core._types import Max, Metric, Min, Sum, Weighted
 
 
@@ -42,15 +43,6 @@ def added(first: Metric, second: Metric) -> Metric:
 def adds_up(metric: Metric) -> bool:
     """Return whether the parts of a metric are added."""
     return isinstance(metric, Weighted | Sum)
-
-
-def value_of(metric: Metric) -> Any:
-    """Return the value of a metric: its totals divided by its weights and summed, or its array."""
-    if not isinstance(metric, Weighted):
-        return metric.value
-    if not isinstance(metric.total, tuple):
-        return metric.total / metric.weight
-    return sum(total / weight for total, weight in zip(*metric, strict=True))
 
 
 def values(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,15 +1,13 @@
-"""The loss and metrics of some rows as sums: read from the values that a loss returns, added up,
-divided at the end.
-"""
+"""The loss and metrics of some rows as sums, read from the values that a loss returns."""
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from shardopt.core._errors import format_error, plural
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import (
     Max,
     Metric,
@@ -22,58 +20,9 @@ from shardopt.core._types import (
     leaves_with_paths,
     wide_dtype,
 )
-from shardopt.losses._metrics import value_of
 from shardopt.partition import LeafPlan
 
 RESERVED = ("loss", "grad_norm")
-
-
-class Gradients(NamedTuple):
-    """The gradient, loss and metrics of one global batch.
-
-    Attributes:
-      grads: the gradient of the loss of the union batch; None for frozen leaves.
-      loss: the loss, a scalar.
-      metrics: name -> value on the union batch; `Sum`, `Max` and `Min` keep their kinds.
-      updates: key path -> new value of a frozen leaf.
-      reducer: the new state of the reducer of the gradient, or None.
-      sums: the sum of the bits of each device's own gradient, before any reduction; None unless the
-        config asks for it.
-    """
-
-    grads: PyTree
-    loss: jax.Array
-    metrics: dict[str, jax.Array | Metric]
-    updates: dict[str, jax.Array]
-    reducer: PyTree = None
-    sums: jax.Array | None = None
-
-
-class LossParts(NamedTuple):
-    """A loss as sums: they add up over micro-batches and devices, and are divided at the very end.
-
-    Attributes:
-      loss: the loss as total and weight per row, or a tuple of each; a plain scalar is a mean, of
-        weight 1.
-      metrics: the aux dict without updates, each value as its kind. A plain number is a mean, of
-        weight 1; the parts of a `Weighted` are divided by the number of rows.
-      updates: key path -> new value of a frozen leaf.
-    """
-
-    loss: Weighted
-    metrics: dict[str, Metric]
-    updates: dict[str, jax.Array]
-
-    def divided(self) -> tuple[jax.Array, dict[str, jax.Array | Metric]]:
-        """Return the loss and metrics: totals divided by weights.
-
-        `Sum`, `Max` and `Min` are not changed.
-        """
-        metrics = {
-            name: value_of(metric) if isinstance(metric, Weighted) else metric
-            for name, metric in self.metrics.items()
-        }
-        return value_of(self.loss), metrics
 
 
 def loss_parts(caller: str, returned: PyTree, rows: int) -> LossParts:

@@ -11,11 +11,11 @@ from shardopt.collectives import BUCKET_BYTES, LeafWire, all_reduce, reduce_scat
 from shardopt.collectives._buckets import shards_of
 from shardopt.config._axes import AxisTable
 from shardopt.config._config import StrategyConfig, WireOptions
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._rounding import Rounding
 from shardopt.core._types import Metric, PyTree, replaced, wide_dtype, wide_zeros
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined, extreme_over
-from shardopt.losses._parts import LossParts
 from shardopt.low_precision._weight import form_of
 from shardopt.partition import LeafPlan
 

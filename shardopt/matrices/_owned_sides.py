@@ -131,7 +131,7 @@ class _CrossingVariables:
                 if is_moved(plan):
                     self.roots.add(groups.root(var))
         opt_state = layout.abstract.opt_state
-        averaged = in_averages(opt_state if layout.compression is None else opt_state.optimizer)
+        averaged = in_averages(layout.reduce.split(opt_state)[0])
         self.returns = (*[True] * count, *averaged)
         # gradients, state, parameters, loss
         at_parameters = (*self.returns, *[True] * count, False)

@@ -194,7 +194,7 @@ def plan_stages(
 def _specs_of(layout: Layout, trace: Trace) -> dict[jex.Var, PartitionSpec]:
     """Return the specs of the state that an update reads and returns."""
     count, opt_state = len(layout.trained), layout.specs.opt_state
-    specs = jax.tree.leaves(opt_state if layout.compression is None else opt_state.optimizer)
+    specs = jax.tree.leaves(layout.reduce.split(opt_state)[0])
     state_vars = (*trace.jaxpr.invars[count : -count - 1], *trace.jaxpr.outvars[count:])
     return {
         var: spec

@@ -35,6 +35,28 @@ from shardopt.trace._matrix_work import MIN_ELEMENTS
 from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
 
 
+class OwnedUpdate:
+    """An update whose work on matrices is done at owners; see `Update`."""
+
+    def __call__(
+        self,
+        config: StrategyConfig,
+        layout: Layout,
+        grads: PyTree,
+        opt_state: PyTree,
+        params: PyTree,
+        extra_args: ExtraArgs,
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates and the new optimizer state."""
+        return owned_update(config, layout, grads, opt_state, params, extra_args)
+
+    def describe(
+        self, config: StrategyConfig, layout: Layout
+    ) -> tuple[Owners | None, LayoutBytes | None]:
+        """Return the owners, and the bytes of both forms of optimizer state."""
+        return owners_of(config, layout), layout_bytes(config, layout)
+
+
 def owned_update(
     config: StrategyConfig,
     layout: Layout,

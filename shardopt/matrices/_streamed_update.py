@@ -1,6 +1,7 @@
 """An update whose state is in host memory: blocks are copied to the device one at a time, and back."""
 
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,11 +12,13 @@ from jax.sharding import NamedSharding
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import HOST, to_device
+from shardopt.config._slots import Update
 from shardopt.config._transformation import ExtraArgs
 from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace
+from shardopt.partition import LayoutBytes, Owners
 from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._matrix_work import is_opaque
 from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
@@ -48,33 +51,56 @@ class Stream(NamedTuple):
     blocks: int
 
 
-def streamed_update(
-    config: StrategyConfig,
-    layout: Layout,
-    args: tuple[PyTree, PyTree, PyTree],
-    extra_args: ExtraArgs,
-    update: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]],
-) -> tuple[PyTree, PyTree]:
-    """Return `update(grads, opt_state, params)` of a state in host memory.
-
-    Streamed blocks of the new state stay there.
+@dataclasses.dataclass(frozen=True)
+class StreamedUpdate:
+    """An update of a state in host memory; see `Update`. Streamed blocks of the new state stay
+    there.
 
     If the optimizer does the same to every block and never mixes blocks, a loop copies the state of
     one block to the device, updates it and copies it back. Computations over all blocks (a norm of
     all gradients) run before the loop. All of the state is copied at once if the optimizer mixes
     blocks (a norm of each stacked leaf) or evaluates the loss, or if blocks are sharded.
+
+    Attributes:
+      update: the update of a state that is on the device.
     """
+
+    update: Update
+
+    def describe(
+        self, config: StrategyConfig, layout: Layout
+    ) -> tuple[Owners | None, LayoutBytes | None]:
+        """Return what the update of a state on the device says."""
+        return self.update.describe(config, layout)
+
+    def __call__(
+        self,
+        config: StrategyConfig,
+        layout: Layout,
+        grads: PyTree,
+        opt_state: PyTree,
+        params: PyTree,
+        extra_args: ExtraArgs,
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates and the new optimizer state."""
+        specs, _ = layout.reduce.split(layout.specs.opt_state)
+        stream = plan_stream(config, layout, abstract(extra_args.value))
+        if stream is None:
+            on_device = shardings(config.mesh, specs)
+            opt_state = to_device(config.update.offload, opt_state, on_device)
+            return self.update(config, layout, grads, opt_state, params, extra_args)
+        return _streamed(config, stream, specs, (grads, opt_state, params), extra_args)
+
+
+def _streamed(
+    config: StrategyConfig,
+    stream: Stream,
+    specs: PyTree,
+    args: tuple[PyTree, PyTree, PyTree],
+    extra_args: ExtraArgs,
+) -> tuple[PyTree, PyTree]:
+    """Return the updates and the new optimizer state, computed block by block."""
     grads, opt_state, params = args
-    specs = (
-        layout.specs.opt_state if layout.compression is None else layout.specs.opt_state.optimizer
-    )
-    stream = plan_stream(config, layout, abstract(extra_args.value))
-    if stream is None:
-        return update(
-            grads,
-            to_device(config.update.offload, opt_state, shardings(config.mesh, specs)),
-            params,
-        )
     leaves, treedef = jax.tree.flatten(opt_state)
     on_device = [NamedSharding(config.mesh, spec) for spec in jax.tree.leaves(specs)]
     streamed = set(stream.state)

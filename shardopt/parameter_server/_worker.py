@@ -19,11 +19,12 @@ from shardopt.config._check import check_config
 from shardopt.config._config import DDP, StrategyConfig, configure
 from shardopt.core._block_model import LossFn, as_block_model, call, run_blocks, takes_rng
 from shardopt.core._errors import NotSeparableError, calling, error_text, format_error
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._loss import step_key
-from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._parts import loss_parts
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._coordinator import CoordinatorClient, WorkerTask

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 from shardopt.core._arguments import check_number, is_integer
 from shardopt.core._errors import calling, error_text, plural
+from shardopt.partition._counts import Counts
 from shardopt.pipeline._check import check_sizes
 from shardopt.pipeline._schedule import Schedule
-
-Counts = tuple[int, ...]
-"""[V]: how many blocks each virtual stage runs, in the order of the model."""
 
 
 @calling("balance")
@@ -113,13 +111,6 @@ def check_counts(counts: Sequence[int] | None) -> Counts | None:
     if min(counts, default=0) < 0:
         raise ValueError(error_text(f"blocks_per_stage must not be negative, got {min(counts)}."))
     return tuple(int(count) for count in counts)
-
-
-def is_even(counts: Counts) -> bool:
-    """Return whether all virtual stages run equally many blocks, so that each stage can store its
-    share of the stack.
-    """
-    return len(set(counts)) == 1
 
 
 def first_blocks(counts: Counts) -> Counts:

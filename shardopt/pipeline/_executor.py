@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import constrain_tensor
 from shardopt.core._types import PyTree
+from shardopt.partition._counts import Counts
 from shardopt.pipeline import _messages as messages
-from shardopt.pipeline._cut import Counts
 from shardopt.pipeline._messages import (
     PIPELINE,
     Index,

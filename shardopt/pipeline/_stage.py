@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._types import PyTree, wide_dtype, wide_zeros
-from shardopt.pipeline._cut import Counts, first_blocks, is_even
+from shardopt.partition._counts import Counts, is_even
+from shardopt.pipeline._cut import first_blocks
 from shardopt.pipeline._messages import (
     PIPELINE,
     Index,

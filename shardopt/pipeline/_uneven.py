@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from shardopt.collectives import shard_by_shard
-from shardopt.pipeline._cut import Counts, stage_rows
+from shardopt.partition._counts import Counts
+from shardopt.pipeline._cut import stage_rows
 from shardopt.pipeline._messages import PIPELINE
 from shardopt.pipeline._schedule import Schedule
 from shardopt.remat._split_backward import Arrays

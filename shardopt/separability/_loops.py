@@ -186,8 +186,7 @@ def _raises(branch: Any) -> bool:
     return any(getattr(function, "__module__", "") == "equinox._errors" for function in functions)
 
 
-# --- scans that take one row a turn
-# -----------------------------------------------------------------------------------
+# --- scans that take one row a turn ---------------------------------------------------------------
 
 ADDING = frozenset(["add", "add_any", "sub", "scatter-add", "scatter_add"])
 

@@ -297,8 +297,7 @@ def _attention(site: Site, relations: Sequence[Relation]) -> Relation:
     return Split(1)
 
 
-# --- derivative rules
-# -------------------------------------------------------------------------------------------------
+# --- derivative rules -----------------------------------------------------------------------------
 
 
 def _custom(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
@@ -344,8 +343,7 @@ def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[R
     return solution
 
 
-# --- collectives
-# ------------------------------------------------------------------------------------------------------
+# --- collectives ----------------------------------------------------------------------------------
 
 
 def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:

@@ -11,6 +11,7 @@ import jax
 from shardopt.config._check import check_config
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.config._slots import Slots
 from shardopt.core._errors import format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import Metric, PyTree, TrainState
@@ -228,15 +229,19 @@ class StrategyFunctions:
 
 def build(
     config: StrategyConfig,
+    fill: Callable[[StrategyConfig], Slots] | None = None,
     compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step,
 ) -> ShardedOptimizer:
     """Check the config and return its optimizer.
 
     Args:
       config: the arguments of the strategy.
+      fill: fills the slots of the step; None if a combinator passes a config with slots.
       compile_step: makes the programs for one parameter structure.
     """
     config = check_config(config)
+    if fill is not None:
+        config = config._replace(filled=fill(config))
     caches = {
         view: StepCache(config.replace(view=view), compile_step)
         for view in ("per_device", "global")

@@ -2,29 +2,21 @@
 
 from collections.abc import Iterator
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from shardopt.collectives import per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
 from shardopt.core._types import PyTree, TrainState
-from shardopt.losses._batch_dims import map_rows, num_rows
-from shardopt.losses._global_view import global_totals
-from shardopt.losses._metrics import neutral, of_rows
-from shardopt.losses._parts import LossParts
+from shardopt.losses._batch_dims import map_rows
 from shardopt.losses._rows import with_rows
-from shardopt.losses._sums import sum_parts
 from shardopt.losses._view import Views
 from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
-from shardopt.step._gradients import in_specs, micro_batch_losses
 from shardopt.step._inputs import check_rows, check_state, place_batch
-from shardopt.step._pipelined import pipelined_losses
 
 
 class Totals:
@@ -62,7 +54,7 @@ class Totals:
         self._uneven_programs = LayoutCache(
             per_device_config.replace(loss_fn=loss_of_parts), compile_totals
         )
-        self._global_programs = LayoutCache(global_config, compile_global_totals)
+        self._global_programs = LayoutCache(global_config, compile_totals)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
         """Yield parts that add up to the loss of the batch.
@@ -77,7 +69,7 @@ class Totals:
         if self._views.of(self._layouts.of(state.params), batch) == "global":
             uneven = size is not None and size % self._config.axes.num_row_shares != 0
             placed = place_batch(self._config, batch, everywhere=uneven)
-            yield self._global_programs.of(state.params)(state.params, placed)
+            yield self._global_programs.of(state.params)(state.params, placed, None)
             return
         assert size is not None  # without a number of rows only the global view is possible
         even_rows = size // pieces * pieces
@@ -102,40 +94,10 @@ class Totals:
 
 
 def compile_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
-    """Return `(params, batch, counted) -> LossParts`: the sum over the pieces that `counted`, a
-    bool a piece, selects.
+    """Return `(params, batch, counted) -> LossParts`: the sum over the pieces that `counted`
+    selects, in the view of the config.
     """
-    losses = micro_batch_losses if config.schedule is None else pipelined_losses
-
-    def local(params, batch, step, rng, counted):
-        parts = losses(config, layout, params, batch, step, rng)
-        size = num_rows(config, batch) // config.loss.micro_batches
-
-        def mask_uncounted(metric):
-            metric = of_rows(metric, size)
-
-            def mask(x):
-                return counted.reshape(counted.shape + (1,) * (x.ndim - 1))
-
-            return jax.tree.map(
-                lambda x, default: jnp.where(mask(x), x, default), metric, neutral(metric)
-            )
-
-        metrics = {name: mask_uncounted(metric) for name, metric in parts.metrics.items()}
-        return sum_parts(LossParts(mask_uncounted(parts.loss), metrics, {}), config.axes)
-
-    def totals(params, batch, counted):
-        specs = *in_specs(config, layout, batch), PartitionSpec(config.axes.rows)
-        run = per_device(local, config.mesh, in_specs=specs, out_specs=PartitionSpec())
-        return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
-
+    totals = config.differentiate.totals(config, layout)
     param_shardings = shardings(config.mesh, layout.specs.params)
     replicated = config.home.shardings(PartitionSpec())
     return make_program(config, totals, (param_shardings, None, None), replicated)
-
-
-def compile_global_totals(config: StrategyConfig, layout: Layout) -> AotCompiled:
-    """Return `(params, batch) -> LossParts` of the whole batch."""
-    param_shardings = shardings(config.mesh, layout.specs.params)
-    replicated = config.home.shardings(PartitionSpec())
-    return make_program(config, global_totals(config, layout), (param_shardings, None), replicated)

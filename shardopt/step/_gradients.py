@@ -10,16 +10,15 @@ from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_reduce, constrain_tensor, per_device
 from shardopt.collectives._per_device import TENSOR
-from shardopt.config._compression import compress_mean, manual_specs
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.config._slots import DeviceLoss, LossFunction, StepInputs
 from shardopt.core._checksum import LIMBS, checksum_of, from_limbs, to_limbs
-from shardopt.core._types import Metric, PyTree, Weighted
-from shardopt.losses._batch_dims import batch_specs
-from shardopt.losses._global_view import global_gradients, global_loss
+from shardopt.core._loss_parts import Gradients, LossParts
+from shardopt.core._types import PyTree, Weighted
+from shardopt.losses._batch_dims import batch_specs, num_rows
 from shardopt.losses._loss import loss_of_rows, step_key
-from shardopt.losses._metrics import factor, objective
-from shardopt.losses._parts import Gradients, LossParts
+from shardopt.losses._metrics import factor, neutral, objective, of_rows
 from shardopt.losses._sums import (
     accumulate,
     all_reduce_grads,
@@ -30,125 +29,148 @@ from shardopt.losses._sums import (
     sum_parts,
 )
 from shardopt.mesh import device_kind
-from shardopt.step._pipelined import pipelined_gradients, pipelined_losses, stored_order
 
 
-def make_gradients(config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
-    """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the global
-    view.
+@dataclasses.dataclass(frozen=True)
+class PerDeviceView:
+    """Each device runs the loss on its own rows, and gradients are reduced over devices.
 
-    Let T_i and W_i be the total and weight of the loss on device and micro-batch i (a plain mean
-    has W_i = 1). The gradient is the gradient of sum_i T_i / sum_i W_i. The code differentiates and
-    sums T_i / n, with n the number of pieces. At the end it multiplies the sum by n / sum_i W_i, in
-    fp32 at least. So half-precision gradients are as large as the gradient of the mean throughout,
-    and no weight is rounded to half precision. A loss of several terms, each over its own weight,
-    is differentiated as sum_k T_ik / sum_i W_ik, whose weights are summed first.
-
-    If each replica trains by itself, parameters, gradients, loss and metrics are stacked, one entry
-    a replica.
+    Attributes:
+      device_loss: the loss of the rows of one device.
     """
-    if config.loss.view == "global":
-        return global_gradients(config, layout)
-    differentiate = micro_batch_gradients if config.schedule is None else pipelined_gradients
-    compression = layout.compression
 
-    def local(params, batch, step, rng, reducer_state):
-        params = [_unstack(config, x) for x in params]
-        grads, parts = differentiate(config, layout, params, batch, step, rng)
-        sums = None
-        if config.sums:
-            sums = from_limbs(grads.pop()) + checksum_of(jax.tree.leaves(parts.loss))
-            sums = sums.reshape(*[1 for _ in per_device_axes], 2)
-        parts = sum_parts(parts, config.axes)
-        grads, reducer_state = _reduce(config, layout, grads, parts.loss, reducer_state)
-        return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state, sums
+    device_loss: DeviceLoss
 
-    per_device_axes = [axis for axis in config.mesh.axis_names if axis != TENSOR]
-    state_specs = None if compression is None else manual_specs(compression)
-    out_specs = (
-        grad_specs(config, layout),
-        config.axes.stack(),
-        state_specs,
-        PartitionSpec(*per_device_axes),
-    )
+    def gradients(self, config: StrategyConfig, layout: Layout) -> Callable[..., Gradients]:
+        """Return `gradients(params, batch, step, rng, reducer_state=None)`, to be called in the
+        global view.
 
-    def gradients(params, batch, step, rng, reducer_state=None):
-        specs = *in_specs(config, layout, batch), state_specs
-        run = per_device(local, config.mesh, in_specs=specs, out_specs=out_specs)
-        grads, parts, state, sums = run(
-            layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state
-        )
-        loss, metrics = parts.divided()
-        return Gradients(
-            layout.merge([None] * len(layout.plans), grads),
-            loss,
-            metrics,
-            parts.updates,
-            state,
-            sums,
+        Let T_i and W_i be the total and weight of the loss on device and micro-batch i (a plain
+        mean has W_i = 1). The gradient is the gradient of sum_i T_i / sum_i W_i. The code
+        differentiates and sums T_i / n, with n the number of pieces. At the end it multiplies the
+        sum by n / sum_i W_i, in fp32 at least. So half-precision gradients are as large as the
+        gradient of the mean throughout, and no weight is rounded to half precision. A loss of
+        several terms, each over its own weight, is differentiated as sum_k T_ik / sum_i W_ik, whose
+        weights are summed first.
+
+        If each replica trains by itself, parameters, gradients, loss and metrics are stacked, one
+        entry a replica.
+        """
+        reduce = layout.reduce
+        per_device_axes = [axis for axis in config.mesh.axis_names if axis != TENSOR]
+        out_specs = (
+            reduce.grad_specs(config, layout),
+            config.axes.stack(),
+            reduce.state_specs,
+            PartitionSpec(*per_device_axes),
         )
 
-    return gradients
+        def local(params, batch, step, rng, reducer_state):
+            inputs = StepInputs([_unstack(config, x) for x in params], batch, step, rng)
+            grads, parts = self.device_loss.gradients(config, layout, inputs)
+            sums = None
+            if config.sums:
+                sums = from_limbs(grads.pop()) + checksum_of(jax.tree.leaves(parts.loss))
+                sums = sums.reshape(*[1 for _ in per_device_axes], 2)
+            parts = sum_parts(parts, config.axes)
+            stored_order = functools.partial(self.device_loss.stored_order, config, layout)
+            grads, reducer_state = reduce(
+                config, layout, grads, parts.loss, reducer_state, stored_order
+            )
+            return *jax.tree.map(lambda x: _stack(config, x), (grads, parts)), reducer_state, sums
+
+        def gradients(params, batch, step, rng, reducer_state=None):
+            specs = *in_specs(config, layout, batch), reduce.state_specs
+            run = per_device(local, config.mesh, in_specs=specs, out_specs=out_specs)
+            grads, parts, state, sums = run(
+                layout.treedef.flatten_up_to(params), batch, step, rng, reducer_state
+            )
+            loss, metrics = parts.divided()
+            grads = layout.merge([None] * len(layout.plans), grads)
+            return Gradients(grads, loss, metrics, parts.updates, state, sums)
+
+        return gradients
+
+    def loss(self, config: StrategyConfig, layout: Layout) -> LossFunction:
+        """Return the loss of the union batch, see `Differentiate`."""
+
+        def local(params, batch, step, rng):
+            inputs = StepInputs(params, batch, step, rng)
+            return sum_parts(self.device_loss.losses(config, layout, inputs), config.axes)
+
+        def loss(params, batch, step=None, rng=None):
+            specs = in_specs(config, layout, batch)
+            run = per_device(local, config.mesh, in_specs=specs, out_specs=PartitionSpec())
+            return run(layout.treedef.flatten_up_to(params), batch, step, rng).divided()
+
+        return loss
+
+    def totals(self, config: StrategyConfig, layout: Layout) -> Callable[..., LossParts]:
+        """Return the sum over the pieces that `counted` selects, see `Differentiate`."""
+
+        def local(params, batch, step, rng, counted):
+            inputs = StepInputs(params, batch, step, rng)
+            parts = self.device_loss.losses(config, layout, inputs)
+            size = num_rows(config, batch) // config.loss.micro_batches
+
+            def mask_uncounted(metric):
+                metric = of_rows(metric, size)
+
+                def mask(x):
+                    return counted.reshape(counted.shape + (1,) * (x.ndim - 1))
+
+                return jax.tree.map(
+                    lambda x, default: jnp.where(mask(x), x, default), metric, neutral(metric)
+                )
+
+            metrics = {name: mask_uncounted(metric) for name, metric in parts.metrics.items()}
+            return sum_parts(LossParts(mask_uncounted(parts.loss), metrics, {}), config.axes)
+
+        def totals(params, batch, counted):
+            specs = *in_specs(config, layout, batch), PartitionSpec(config.axes.rows)
+            run = per_device(local, config.mesh, in_specs=specs, out_specs=PartitionSpec())
+            return run(layout.treedef.flatten_up_to(params), batch, None, None, counted)
+
+        return totals
 
 
-def make_loss(
-    config: StrategyConfig, layout: Layout
-) -> Callable[..., tuple[jax.Array, dict[str, jax.Array | Metric]]]:
-    """Return `loss(params, batch, step=None, rng=None) -> (loss, metrics)` of the union batch.
+class ExactSum:
+    """The core's own `Reduce`: gradients are summed over the axes that the axis table names."""
 
-    With a step and rng it is the same function that `make_gradients` differentiates, with the same
-    keys and micro-batches. Without them the loss gets no key.
-    """
-    if config.loss.view == "global":
-        return global_loss(config, layout)
-    losses = micro_batch_losses if config.schedule is None else pipelined_losses
+    state_specs = None
 
-    def local(params, batch, step, rng):
-        return sum_parts(losses(config, layout, params, batch, step, rng), config.axes)
+    def grad_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+        """Return how reduced gradients are sharded: as the optimizer state."""
+        sharded = config.placement.opt_state
+        return [config.axes.stack(plan.data_spec(sharded=sharded)) for plan in layout.trained]
 
-    def loss(params, batch, step=None, rng=None):
-        run = per_device(
-            local, config.mesh, in_specs=in_specs(config, layout, batch), out_specs=PartitionSpec()
-        )
-        return run(layout.treedef.flatten_up_to(params), batch, step, rng).divided()
+    def __call__(
+        self,
+        config: StrategyConfig,
+        layout: Layout,
+        grads: list[jax.Array],
+        loss: Weighted,
+        state: PyTree,
+        stored_order: Callable[[list[jax.Array]], list[jax.Array]],
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Return the gradients of the union batch; there is no state."""
+        remaining_factor = factor(loss, config.num_pieces)
+        sums = [scale(grad, remaining_factor) for grad in _sum_over_devices(config, layout, grads)]
+        return stored_order(sums), state
 
-    return loss
+    def init(self) -> PyTree:
+        """Return None: there is no state."""
 
+    def specs(self) -> PyTree:
+        """Return None: there is no state."""
 
-def grad_specs(config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
-    """Return how gradients of the trainable leaves are sharded over all axes but tensor: as the
-    optimizer state, unless a reducer runs.
-    """
-    sharded = config.placement.opt_state and layout.compression is None
-    return [config.axes.stack(plan.data_spec(sharded=sharded)) for plan in layout.trained]
+    def join(self, opt_state: PyTree, state: PyTree) -> PyTree:
+        """Return the optimizer state alone."""
+        return opt_state
 
-
-def _reduce(
-    config: StrategyConfig,
-    layout: Layout,
-    grads: list[jax.Array],
-    loss: Weighted,
-    reducer_state: PyTree,
-) -> tuple[list[jax.Array], PyTree]:
-    """Return the gradients of the union batch from the gradients of this device, and the new state
-    of the reducer.
-    """
-    axes, compression = config.axes, layout.compression
-    remaining_factor = factor(loss, config.num_pieces)
-    if compression is None:
-        grads = [scale(grad, remaining_factor) for grad in _sum_over_devices(config, layout, grads)]
-    else:
-        grads = all_reduce_grads(
-            grads, layout.trained, [axes.gradient(p, done=axes.summed) for p in layout.trained]
-        )
-    # before the reducer, whose residuals have the stored order of blocks
-    if config.schedule is not None:
-        grads = stored_order(config.schedule, layout, grads)
-    if compression is not None:
-        # The mean over N devices of N times each device's part is the sum.
-        grads = [scale(grad, remaining_factor * compression.size) for grad in grads]
-        grads, reducer_state = compress_mean(compression, grads, reducer_state)
-    return grads, reducer_state
+    def split(self, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the optimizer state, and None."""
+        return opt_state, None
 
 
 def _sum_over_devices(
@@ -187,45 +209,33 @@ def in_specs(config: StrategyConfig, layout: Layout, batch: PyTree) -> tuple[PyT
     return params, batch_specs(config, batch), PartitionSpec(), PartitionSpec()
 
 
-def micro_batch_gradients(
-    config: StrategyConfig,
-    layout: Layout,
-    params: list[jax.Array],
-    batch: PyTree,
-    step: jax.Array,
-    rng: jax.Array,
-) -> tuple[list[jax.Array], LossParts]:
-    """Return the local gradients of the trained leaves, summed over micro-batches, and loss parts
-    [micro_batches, ...].
+class MicroBatches:
+    """The core's own `DeviceLoss`: a device differentiates one micro-batch after another."""
 
-    If the placement shards gradients, they are reduce-scattered over data already. If the config
-    asks for sums, the sum of the local gradients' bits follows the last gradient, as limbs.
-    """
-    return _MicroBatches(config, layout, params, batch, step, rng).gradients()
+    def gradients(
+        self, config: StrategyConfig, layout: Layout, inputs: StepInputs
+    ) -> tuple[list[jax.Array], LossParts]:
+        """Return the local gradients and loss parts, see `DeviceLoss`."""
+        return _MicroBatches(config, layout, inputs).gradients()
 
+    def losses(self, config: StrategyConfig, layout: Layout, inputs: StepInputs) -> LossParts:
+        """Return the parts of the local loss, see `DeviceLoss`."""
+        return _MicroBatches(config, layout, inputs).losses()
 
-def micro_batch_losses(
-    config: StrategyConfig,
-    layout: Layout,
-    params: list[jax.Array],
-    batch: PyTree,
-    step: jax.Array,
-    rng: jax.Array,
-) -> LossParts:
-    """Return the parts of the local loss, [micro_batches, ...]; without keys if rng is None."""
-    return _MicroBatches(config, layout, params, batch, step, rng).losses()
+    def stored_order(
+        self, config: StrategyConfig, layout: Layout, grads: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Return the gradients, which are in the stored order already."""
+        return grads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _MicroBatches:
-    """The micro-batches of one device in one step; `params` are all leaves, as they are placed."""
+    """The micro-batches of one device in one step."""
 
     config: StrategyConfig
     layout: Layout
-    params: list[jax.Array]
-    batch: PyTree
-    step: jax.Array
-    rng: jax.Array | None
+    inputs: StepInputs
 
     def gradients(self) -> tuple[list[jax.Array], LossParts]:
         # Without the constraint, the partitioner would replicate the accumulators over tensor.
@@ -238,11 +248,13 @@ class _MicroBatches:
             return constrain_tensor(sums, specs)
 
         count, cut_rows = self.config.loss.micro_batches, functools.partial(cut, self.config)
-        return accumulate(self.run, self.batch, count, constrain_sums, self.sum_weights, cut_rows)
+        return accumulate(
+            self.run, self.inputs.batch, count, constrain_sums, self.sum_weights, cut_rows
+        )
 
     def run(self, micro_batch, index, weights=None):
         config, sharded = self.config, self.config.placement
-        trained = self.layout.trained_leaves(self.params)
+        trained = self.layout.trained_leaves(self.inputs.params)
         probe = jnp.zeros(LIMBS) if config.sums and config.gathers else None
         differentiate = jax.grad(self.objective, argnums=(0, 1), has_aux=True)
         (grads, limbs), parts = differentiate(trained, probe, micro_batch, self.key(index), weights)
@@ -254,7 +266,7 @@ class _MicroBatches:
         return [*grads, *[limbs] * config.sums], parts
 
     def objective(self, trained, probe, micro_batch, key, weights):
-        params = self.layout.merge(self.params, trained)
+        params = self.layout.merge(self.inputs.params, trained)
         parts = loss_of_rows(self.config, self.layout, params, micro_batch, key, probe)
         # a single micro-batch has all weights
         if weights is None and isinstance(parts.loss.weight, tuple):
@@ -265,17 +277,17 @@ class _MicroBatches:
         return all_reduce([x.sum(0) for x in self.losses().loss.weight], self.config.axes.summed)
 
     def losses(self) -> LossParts:
-        config, tree = self.config, self.layout.treedef.unflatten(self.params)
+        config, tree = self.config, self.layout.treedef.unflatten(self.inputs.params)
 
         def run(rows, index):
             return loss_of_rows(config, self.layout, tree, rows, self.key(index))
 
         return parts_of_micro_batches(
-            run, self.batch, config.loss.micro_batches, functools.partial(cut, config)
+            run, self.inputs.batch, config.loss.micro_batches, functools.partial(cut, config)
         )
 
     def key(self, index: jax.Array) -> jax.Array | None:
-        return None if self.rng is None else step_key(self.config, self.step, self.rng, index)
+        return step_key(self.config, self.inputs.step, self.inputs.rng, index)
 
 
 def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:

@@ -12,22 +12,25 @@ import jax.numpy as jnp
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
+from shardopt.config._slots import StepInputs
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._checksum import checksum_of, to_limbs
-from shardopt.core._errors import format_error
+from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import PyTree, replaced
 from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._loss import all_gather_leaves, step_key
-from shardopt.losses._parts import LossParts, loss_parts
+from shardopt.losses._parts import loss_parts
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._sums import cut, reduce_scatter_grads
 from shardopt.low_precision._reads import reading_in_products
 from shardopt.partition import LeafPlan
+from shardopt.partition._counts import Counts, is_even
 from shardopt.pipeline import Schedule
 from shardopt.pipeline import _messages as messages
 from shardopt.pipeline import _uneven as uneven
-from shardopt.pipeline._cut import is_even
+from shardopt.pipeline._cut import cut_blocks
 from shardopt.pipeline._executor import SumSpecs, execute, forward_only
 from shardopt.pipeline._messages import Index
 from shardopt.remat._gathered_block import leaves_like
@@ -35,115 +38,161 @@ from shardopt.remat._split_backward import floating
 from shardopt.trace._parts import Arrays
 
 
-def pipelined_gradients(
-    config: StrategyConfig,
-    layout: Layout,
-    params: list[jax.Array],
-    batch: PyTree,
-    step: jax.Array,
-    rng: jax.Array | None,
-) -> tuple[list[jax.Array], LossParts]:
-    """Return what `micro_batch_gradients` returns: gradients of this stage's blocks, and of outer
-    leaves that it uses.
+@dataclasses.dataclass(frozen=True)
+class Pipelined:
+    """A `DeviceLoss`: micro-batches go through the stages of a pipeline.
 
-    Outer parameters are gathered once a step, and their gradients scattered once. Parameters of
-    blocks are gathered and scattered where they are used, as without a pipeline; or once a step if
-    the config has `regather=False`.
+    Attributes:
+      schedule: the order of the passes of each stage.
+      blocks_per_stage: [V], the number of blocks of each virtual stage; None to divide them evenly.
+      remat: whether only the input of each chunk is kept.
+      regather: whether a block's weights are gathered in every pass, rather than once a step.
     """
-    schedule = config.schedule
-    assert schedule is not None
-    block_plans = [plan for plan in layout.trained if plan.stacked]
-    outer_plans = [plan for plan in layout.trained if not plan.stacked]
-    model = _pipelined_model(config, layout, params, batch, step, rng)
-    sums = execute(
-        schedule,
-        model,
-        _stage_weights(config, layout, schedule, params),
-        layout.counts,
-        remat=config.loss.remat,
-        specs=SumSpecs(*([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))),
-    )
-    block_grads, outer_grads = (
-        _as_stored(sums.blocks, block_plans),
-        _as_stored(sums.outer, outer_plans),
-    )
-    # Gradients of blocks that are sharded within the loop are reduced already: their sums say
-    # nothing of a device.
-    local_grads = [
-        *outer_grads,
-        *([] if config.placement.grads and not config.gathers_once else block_grads),
-    ]
-    limbs = (
-        [to_limbs(checksum_of(jax.lax.optimization_barrier(local_grads)))] if config.sums else []
-    )
-    if config.gathers_once:
-        block_grads = reduce_scatter_grads(config.wire, block_grads, block_plans)
-    if config.placement.grads:
-        outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
-    next_block, next_outer = iter(block_grads), iter(outer_grads)
-    grads = [next(next_block if plan.stacked else next_outer) for plan in layout.trained]
-    return [*grads, *limbs], sums.parts
+
+    schedule: Schedule
+    blocks_per_stage: Counts | None = None
+    remat: bool = False
+    regather: bool = True
+
+    def counts(self, config: StrategyConfig, params: PyTree) -> Counts:
+        """Return the number of blocks of each virtual stage.
+
+        Raises:
+          ValueError: if blocks cannot be divided this way.
+        """
+        num_blocks = jax.tree.leaves(params[BLOCKS])[0].shape[0]
+        if num_blocks == 0:
+            problem = (
+                f"there are no blocks to cut into {plural(self.schedule.num_stages, 'stage')}."
+            )
+            fix = "stack at least one block a stage and chunk."
+            raise ValueError(format_error(config.strategy, problem, fix=fix))
+        with calling(config.strategy):
+            return cut_blocks(self.schedule, num_blocks, self.blocks_per_stage)
+
+    def gathers_once(self, config: StrategyConfig) -> bool:
+        """Return whether the weights of blocks are gathered, and their gradients scattered, once a
+        step.
+        """
+        return config.placement.params and not self.regather
+
+    def gradients(
+        self, config: StrategyConfig, layout: Layout, inputs: StepInputs
+    ) -> tuple[list[jax.Array], LossParts]:
+        """Return gradients of this stage's blocks, and of outer leaves that it uses.
+
+        Outer parameters are gathered once a step, and their gradients scattered once. Parameters of
+        blocks are gathered and scattered where they are used, as without a pipeline; or once a step
+        if the config has `regather=False`.
+        """
+        block_plans = [plan for plan in layout.trained if plan.stacked]
+        outer_plans = [plan for plan in layout.trained if not plan.stacked]
+        model = self._model(config, layout, inputs)
+        sums = execute(
+            self.schedule,
+            model,
+            self._stage_weights(config, layout, inputs.params),
+            layout.counts,
+            remat=self.remat,
+            specs=SumSpecs(
+                *([plan.tensor for plan in plans] for plans in (block_plans, outer_plans))
+            ),
+        )
+        block_grads, outer_grads = (
+            _as_stored(sums.blocks, block_plans),
+            _as_stored(sums.outer, outer_plans),
+        )
+        # Gradients of blocks that are sharded within the loop are reduced already: their sums say
+        # nothing of a device.
+        local_grads = [
+            *outer_grads,
+            *([] if config.placement.grads and not self.gathers_once(config) else block_grads),
+        ]
+        limbs = (
+            [to_limbs(checksum_of(jax.lax.optimization_barrier(local_grads)))]
+            if config.sums
+            else []
+        )
+        if self.gathers_once(config):
+            block_grads = reduce_scatter_grads(config.wire, block_grads, block_plans)
+        if config.placement.grads:
+            outer_grads = reduce_scatter_grads(config.wire, outer_grads, outer_plans)
+        next_block, next_outer = iter(block_grads), iter(outer_grads)
+        grads = [next(next_block if plan.stacked else next_outer) for plan in layout.trained]
+        return [*grads, *limbs], sums.parts
+
+    def losses(self, config: StrategyConfig, layout: Layout, inputs: StepInputs) -> LossParts:
+        """Return the parts of the local loss: zeros on all stages but the last block's."""
+        model = self._model(config, layout, inputs)
+        weights = self._stage_weights(config, layout, inputs.params)
+        return forward_only(self.schedule, model, weights, layout.counts)
+
+    def stored_order(
+        self, config: StrategyConfig, layout: Layout, grads: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Return reduced gradients in the stored order of blocks, which is the model's order."""
+        plans = layout.trained
+        blocks = [i for i, plan in enumerate(plans) if plan.stacked]
+        block_grads = [grads[i] for i in blocks]
+        tensor_specs = [plans[i].tensor for i in blocks]
+        if is_even(layout.counts):
+            ordered_grads = messages.to_model(self.schedule, block_grads, tensor_specs)
+        else:
+            spreads = [plans[i].spread for i in blocks]
+            ordered_grads = uneven.to_model(
+                self.schedule, layout.counts, block_grads, spreads, tensor_specs
+            )
+        return replaced(grads, blocks, ordered_grads)
+
+    def _stage_weights(
+        self, config: StrategyConfig, layout: Layout, params: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Return the blocks of this stage, stacked in the schedule's order.
+
+        Gathered if blocks are gathered once a step.
+        """
+        plans = [plan for plan in layout.plans if plan.stacked]
+        stored = [params[i] for i in _block_and_outer(layout)[0]]
+        tensor_specs = [plan.tensor for plan in plans]
+        if is_even(layout.counts):
+            weights = messages.to_schedule(self.schedule, stored, tensor_specs)
+        else:
+            spreads = [plan.spread for plan in plans]
+            weights = uneven.to_schedule(
+                self.schedule, layout.counts, stored, spreads, tensor_specs
+            )
+        return all_gather_leaves(config, weights, plans) if self.gathers_once(config) else weights
+
+    def _model(
+        self, config: StrategyConfig, layout: Layout, inputs: StepInputs
+    ) -> "_PipelinedModel":
+        """Return the model in one step; it gathers the outer parameters."""
+        model = as_block_model(with_rows(row_context(config), config.loss.loss_fn))
+        assert model is not None
+        params, batch = inputs.params, inputs.batch
+        micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
+        if config.gathers:
+            _, outer = _block_and_outer(layout)
+            gathered = all_gather_leaves(
+                config, [params[i] for i in outer], [layout.plans[i] for i in outer]
+            )
+            params = replaced(params, outer, gathered)
+        return _PipelinedModel(
+            config,
+            layout,
+            model,
+            params,
+            micro_batches,
+            assemble,
+            rows=num_rows(config, batch) // config.loss.micro_batches,
+            inputs=inputs,
+            gathers_blocks=config.gathers and not self.gathers_once(config),
+        )
 
 
 def _as_stored(grads: Arrays, plans: list[LeafPlan]) -> Arrays:
     """Return gradients in the dtypes of their leaves."""
     return [grad.astype(plan.dtype) for grad, plan in zip(grads, plans, strict=True)]
-
-
-def stored_order(schedule: Schedule, layout: Layout, grads: list[jax.Array]) -> list[jax.Array]:
-    """Return reduced gradients in the stored order of blocks, which is the model's order."""
-    plans = layout.trained
-    blocks = [i for i, plan in enumerate(plans) if plan.stacked]
-    block_grads = [grads[i] for i in blocks]
-    tensor_specs = [plans[i].tensor for i in blocks]
-    if is_even(layout.counts):
-        ordered_grads = messages.to_model(schedule, block_grads, tensor_specs)
-    else:
-        ordered_grads = uneven.to_model(
-            schedule, layout.counts, block_grads, [plans[i].spread for i in blocks], tensor_specs
-        )
-    return replaced(grads, blocks, ordered_grads)
-
-
-def pipelined_losses(
-    config: StrategyConfig,
-    layout: Layout,
-    params: list[jax.Array],
-    batch: PyTree,
-    step: jax.Array,
-    rng: jax.Array | None,
-) -> LossParts:
-    """Return what `micro_batch_losses` returns.
-
-    The parts are zeros on all stages but the last block's.
-    """
-    schedule = config.schedule
-    assert schedule is not None
-    model = _pipelined_model(config, layout, params, batch, step, rng)
-    return forward_only(
-        schedule, model, _stage_weights(config, layout, schedule, params), layout.counts
-    )
-
-
-def _stage_weights(
-    config: StrategyConfig, layout: Layout, schedule: Schedule, params: list[jax.Array]
-) -> list[jax.Array]:
-    """Return the blocks of this stage, stacked in the schedule's order.
-
-    Gathered if blocks are gathered once a step.
-    """
-    plans = [plan for plan in layout.plans if plan.stacked]
-    stored, tensor_specs = (
-        [params[i] for i in _block_and_outer(layout)[0]],
-        [plan.tensor for plan in plans],
-    )
-    if is_even(layout.counts):
-        weights = messages.to_schedule(schedule, stored, tensor_specs)
-    else:
-        weights = uneven.to_schedule(
-            schedule, layout.counts, stored, [plan.spread for plan in plans], tensor_specs
-        )
-    return all_gather_leaves(config, weights, plans) if config.gathers_once else weights
 
 
 def _block_and_outer(layout: Layout) -> tuple[list[int], list[int]]:
@@ -162,6 +211,8 @@ class _PipelinedModel:
       micro_batches: the leaves of the batch that have rows, each cut into micro-batches.
       assemble: makes a batch from one micro-batch of each leaf.
       rows: the number of rows of a micro-batch.
+      inputs: of the step.
+      gathers_blocks: whether a block gathers its weights when it runs.
     """
 
     config: StrategyConfig
@@ -171,8 +222,8 @@ class _PipelinedModel:
     micro_batches: Arrays
     assemble: Callable[..., PyTree]
     rows: int
-    step: jax.Array
-    rng: jax.Array | None
+    inputs: StepInputs
+    gathers_blocks: bool
 
     @property
     def trained(self) -> list[int]:
@@ -208,7 +259,7 @@ class _PipelinedModel:
 
     def block(self, block_args: Arrays, x: Arrays) -> Arrays:
         (*leaves, number, m), (shapes, treedef) = block_args, self._x
-        if self.config.gathers and not self.config.gathers_once:
+        if self.gathers_blocks:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
 
         def block(weights, x):
@@ -255,7 +306,7 @@ class _PipelinedModel:
         )
 
     def _key(self, m: Index) -> jax.Array | None:
-        return None if self.rng is None else step_key(self.config, self.step, self.rng, m)
+        return step_key(self.config, self.inputs.step, self.inputs.rng, m)
 
     def _embed(self, outer: Arrays, m: Index) -> PyTree:
         return call(
@@ -285,25 +336,3 @@ class _PipelinedModel:
             fix = "use one total and weight in a pipeline, or a mesh with pipeline=1."
             raise ValueError(format_error(self.config.strategy, problem, fix=fix))
         return parts
-
-
-def _pipelined_model(
-    config: StrategyConfig,
-    layout: Layout,
-    params: list[jax.Array],
-    batch: PyTree,
-    step: jax.Array,
-    rng: jax.Array | None,
-) -> _PipelinedModel:
-    """Return the model in one step; it gathers the outer parameters."""
-    model = as_block_model(with_rows(row_context(config), config.loss.loss_fn))
-    assert model is not None
-    micro_batches, assemble = cut(config, batch, config.loss.micro_batches)
-    if config.gathers:
-        _, outer = _block_and_outer(layout)
-        gathered = all_gather_leaves(
-            config, [params[i] for i in outer], [layout.plans[i] for i in outer]
-        )
-        params = replaced(params, outer, gathered)
-    rows = num_rows(config, batch) // config.loss.micro_batches
-    return _PipelinedModel(config, layout, model, params, micro_batches, assemble, rows, step, rng)

@@ -11,7 +11,6 @@ from shardopt.config._layout import Layout, shardings
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.step._compile import make_program
-from shardopt.step._gradients import make_loss
 from shardopt.step._optimizer import Metrics
 
 
@@ -57,7 +56,7 @@ class CompiledStep(NamedTuple):
 
 def compile_evaluate(config: StrategyConfig, layout: Layout) -> Program:
     """Return `(params, batch) -> metrics`, the loss and metrics of a batch without a random key."""
-    loss = make_loss(config.of_evaluation, layout)
+    loss = config.differentiate.loss(config.of_evaluation, layout)
 
     def evaluate(params: PyTree, batch: PyTree) -> Metrics:
         value, metrics = loss(params, batch)

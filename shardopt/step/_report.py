@@ -3,7 +3,6 @@
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.losses._view import Views
-from shardopt.matrices._owned_update import layout_bytes, owners_of
 from shardopt.mesh import on_mesh
 from shardopt.partition import Report, report
 
@@ -22,10 +21,11 @@ def report_of(config: StrategyConfig, layout: Layout, views: Views) -> Report:
         min_shard_elements=config.layout.min_shard_elements,
     )
     spec = config.home.spec
+    owners, layouts = on_mesh(config.mesh, config.slots.update.describe)(config, layout)
     return placement_report._replace(
         view=UNDECIDED if views.last is None else str(views.last),
-        owners=on_mesh(config.mesh, owners_of)(config, layout),
-        layouts=on_mesh(config.mesh, layout_bytes)(config, layout),
+        owners=owners,
+        layouts=layouts,
         rows=tuple(
             row._replace(params=spec(row.params), opt_state=spec(row.opt_state))
             for row in placement_report.rows

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 import jax
 
+from shardopt.core._loss_parts import Gradients
 from shardopt.core._types import Metric, PyTree, TrainState
-from shardopt.losses._parts import Gradients
 
 
 class Change(NamedTuple):

@@ -12,11 +12,10 @@ from jax.sharding import PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import on_host
+from shardopt.core._loss_parts import Gradients
 from shardopt.core._types import Metric, PyTree, TrainState
-from shardopt.losses._parts import Gradients
 from shardopt.step._aliases import DonatedState
 from shardopt.step._compile import make_program
-from shardopt.step._gradients import make_gradients, make_loss
 from shardopt.step._norms import Norms, norms_of
 from shardopt.step._opt_state import init_opt_state, join_opt_state, split_opt_state
 from shardopt.step._programs import CompiledStep, Program, compile_evaluate
@@ -66,7 +65,8 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
 
 def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, PyTree], TakenStep]:
     """Return the step, `(state, batch) -> TakenStep`, to be compiled."""
-    differentiate, loss = make_gradients(config, layout), make_loss(config, layout)
+    differentiate = config.differentiate.gradients(config, layout)
+    loss = config.differentiate.loss(config, layout)
 
     def value_fn(state: TrainState, batch: PyTree) -> Callable[[PyTree], jax.Array]:
         return lambda params: loss(params, batch, state.step, state.rng)[0]
@@ -76,13 +76,11 @@ def make_step(config: StrategyConfig, layout: Layout) -> Callable[[TrainState, P
         # This phase all-gathers the parameters where the loss reads them, differentiates, and
         # reduces the gradients.
         gradients = differentiate(state.params, batch, state.step, state.rng, reducer_state)
-        update = apply_update(
-            config, layout, state.params, opt_state, gradients, value_fn(state, batch)
-        )
+        value = value_fn(state, batch)
+        update = apply_update(config, layout, state.params, opt_state, gradients, value)
         params = all_gather_params(config, layout, update.params)
-        new_state = TrainState(
-            state.step + 1, params, join_opt_state(config, layout, update, gradients), state.rng
-        )
+        opt_state = join_opt_state(config, layout, update, gradients)
+        new_state = TrainState(state.step + 1, params, opt_state, state.rng)
         return TakenStep(new_state, metrics_of(config, layout, gradients), gradients, update)
 
     return step

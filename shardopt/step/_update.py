@@ -14,12 +14,11 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
 from shardopt.config._transformation import ExtraArgs, call_update, check_same_form
+from shardopt.core._loss_parts import Gradients
 from shardopt.core._types import PyTree, wide_dtype
-from shardopt.losses._parts import Gradients, check_updated
-from shardopt.matrices._owned_update import owned_update
-from shardopt.matrices._streamed_update import streamed_update
+from shardopt.losses._parts import check_updated
 from shardopt.mesh import spec_axes
-from shardopt.step._gradients import grad_specs
+from shardopt.partition import LayoutBytes, Owners
 from shardopt.step._results import AppliedUpdate, Change
 from shardopt.transforms._skip_anomalies import unless_skipped
 
@@ -62,17 +61,18 @@ def apply_update(
         return place(jax.grad(loss_at)(trained), shard_specs)
 
     extra_args = ExtraArgs(gradients.loss, grads, loss_at, grad_at)
-    updates, new_opt_state = _update(config, layout, grads, opt_state, shards, extra_args)
+    updates, new_opt_state = config.slots.update(
+        config, layout, grads, opt_state, shards, extra_args
+    )
     check_same_form(config.strategy, opt_state, new_opt_state)
     old_opt_state, opt_state, change = opt_state, new_opt_state, Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))
     with_updated = _replace_updated(config, layout, new_params, gradients.updates)
     new_params = unless_skipped(old_opt_state, opt_state, new_params, with_updated)
-    opt_specs, abstract_state = layout.specs.opt_state, layout.abstract.opt_state
-    if layout.compression is not None:
-        opt_specs, abstract_state = opt_specs.optimizer, abstract_state.optimizer
+    opt_specs, _ = layout.reduce.split(layout.specs.opt_state)
     if "opt_state" in config.update.offload:
+        abstract_state, _ = layout.reduce.split(layout.abstract.opt_state)
         opt_state = to_host(
             config.update.offload, abstract_state, opt_state, shardings(config.mesh, opt_specs)
         )
@@ -107,22 +107,26 @@ def all_gather_params(config: StrategyConfig, layout: Layout, params: PyTree) ->
     return jax.lax.with_sharding_constraint(params, shardings(config.mesh, specs))
 
 
-def _update(
-    config: StrategyConfig,
-    layout: Layout,
-    grads: PyTree,
-    opt_state: PyTree,
-    params: PyTree,
-    extra_args: ExtraArgs,
-) -> tuple[PyTree, PyTree]:
-    def update(grads: PyTree, opt_state: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-        if config.layout.opt_state_layout == "matrices":
-            return owned_update(config, layout, grads, opt_state, params, extra_args)
+class PlainUpdate:
+    """One optax update of global arrays: the core's own filling of the slot `update`."""
+
+    def __call__(
+        self,
+        config: StrategyConfig,
+        layout: Layout,
+        grads: PyTree,
+        opt_state: PyTree,
+        params: PyTree,
+        extra_args: ExtraArgs,
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates and the new optimizer state."""
         return call_update(config.update.tx, grads, opt_state, params, extra_args)
 
-    if "opt_state" in config.update.offload:
-        return streamed_update(config, layout, (grads, opt_state, params), extra_args, update)
-    return update(grads, opt_state, params)
+    def describe(
+        self, config: StrategyConfig, layout: Layout
+    ) -> tuple[Owners | None, LayoutBytes | None]:
+        """Return (None, None): nothing is divided between owners."""
+        return None, None
 
 
 def _replace_updated(
@@ -148,7 +152,7 @@ def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.
     It runs in the per-device view, with one sum for each set of axes that leaves are sharded over.
     The partitioner would sum leaf by leaf, and between processes on CPU each sum is a round trip.
     """
-    specs, stacked = grad_specs(config, layout), config.axes.stacked
+    specs, stacked = layout.reduce.grad_specs(config, layout), config.axes.stacked
 
     def local_norm(leaves):
         totals: dict[tuple[str, ...], jax.Array] = {}

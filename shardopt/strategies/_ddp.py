@@ -11,6 +11,7 @@ from shardopt.core._block_model import LossFn
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
+from shardopt.strategies._slots import own_slots
 
 
 @with_options
@@ -102,4 +103,4 @@ def ddp(
     References:
       Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020.
     """
-    return build(configure("ddp", tx, mesh, loss_fn, DDP, options))
+    return build(configure("ddp", tx, mesh, loss_fn, DDP, options), own_slots)

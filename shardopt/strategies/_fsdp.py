@@ -11,6 +11,7 @@ from shardopt.core._block_model import LossFn
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
+from shardopt.strategies._slots import own_slots
 
 
 @with_options
@@ -84,4 +85,4 @@ def fsdp(
       Rajbhandari et al., "ZeRO", 2020; Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully
       Sharded Data Parallel", 2023.
     """
-    return build(configure("fsdp", tx, mesh, loss_fn, ZERO_3, options))
+    return build(configure("fsdp", tx, mesh, loss_fn, ZERO_3, options), own_slots)

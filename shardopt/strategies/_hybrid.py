@@ -2,6 +2,7 @@
 follow a schedule.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Unpack
 
@@ -21,7 +22,9 @@ from shardopt.pipeline._cut import check_counts
 from shardopt.pipeline._permutes import check_permutes
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.step._pipelined import Pipelined
 from shardopt.strategies._keywords import with_options
+from shardopt.strategies._slots import own_slots, pipelined_slots
 
 
 @with_options
@@ -194,20 +197,18 @@ def hybrid(
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     if on_cpu and num_stages > 1 and sizes["tensor"] > 1:
         check = _with_permutes_checked(check, sizes)
-    return build(
-        config.replace(
-            loss_fn=blocks,
-            micro_batches=micro_batches,
-            min_shard_elements=(
-                config.layout.min_shard_elements if config.placement.opt_state else 1
-            ),
-            schedule=built_schedule if num_stages > 1 else None,
-            blocks_per_stage=check_counts(blocks_per_stage),
-            remat=remat is True,
-            regather=regather,
-            check=check,
-        )
+    config = config.replace(
+        loss_fn=blocks,
+        micro_batches=micro_batches,
+        min_shard_elements=config.layout.min_shard_elements if config.placement.opt_state else 1,
+        check=check,
     )
+    counts = check_counts(blocks_per_stage)
+    if num_stages == 1:
+        return build(config, own_slots)
+    stages = Pipelined(built_schedule, counts, remat is True, regather)
+    slots = functools.partial(pipelined_slots, device_loss=stages)
+    return build(config.replace(schedule=built_schedule), slots)
 
 
 def _with_permutes_checked(check: ProgramCheck | None, sizes: Mapping[str, int]) -> ProgramCheck:

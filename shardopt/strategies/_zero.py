@@ -12,6 +12,7 @@ from shardopt.core._errors import format_error
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._keywords import with_options
+from shardopt.strategies._slots import own_slots
 
 
 @with_options
@@ -81,4 +82,4 @@ def zero(
     if stage not in STAGES:
         fix = "use so.ddp to shard nothing, stage=1, 2 or 3 for more."
         raise ValueError(format_error("zero", f"stage must be 1, 2 or 3, got {stage!r}.", fix=fix))
-    return build(configure("zero", tx, mesh, loss_fn, STAGES[stage], options))
+    return build(configure("zero", tx, mesh, loss_fn, STAGES[stage], options), own_slots)

@@ -10,9 +10,9 @@ import numpy as np
 from shardopt.config._check import check_evaluate_fn
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import calling, format_error
+from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
-from shardopt.losses._parts import LossParts
 from shardopt.step._average import check_selection, select_params
 from shardopt.step._evaluate import Totals
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy

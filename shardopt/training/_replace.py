@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from shardopt.config._compression import CompressedOptState
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.step._average import average_of
+from shardopt.step._compressed import CompressedOptState
 from shardopt.step._inputs import copied
 from shardopt.training._hyperparams import Hyperparam, set_hyperparams
 

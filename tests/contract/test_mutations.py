@@ -17,6 +17,7 @@ from shardopt.config import _axes as axes
 from shardopt.config import _config as config
 from shardopt.core._types import Weighted
 from shardopt.losses import _loss as loss
+from shardopt.losses import _sums as sums
 from shardopt.step import _build as build
 from shardopt.step import _gradients as gradients
 from shardopt.step import _inputs as inputs
@@ -26,14 +27,14 @@ pytestmark = pytest.mark.slow  # the contract is broken on purpose
 
 
 def drop_the_reduction(patch):
-    break_function(patch, gradients.all_reduce_grads, lambda grads, *args, **kwargs: grads)
+    break_function(patch, sums.all_reduce_grads, lambda grads, *args, **kwargs: grads)
 
 
 def reduce_twice(patch):
-    once = gradients.all_reduce_grads
+    once = sums.all_reduce_grads
     break_function(
         patch,
-        gradients.all_reduce_grads,
+        sums.all_reduce_grads,
         lambda grads, *args, **kwargs: once(once(grads, *args, **kwargs), *args, **kwargs),
     )
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from support.paths import ROOT
 
-LINES = {"fsdp_from_scratch": 200, "one_f_one_b_from_scratch": 250}
+LINES = {"fsdp_from_scratch": 250, "one_f_one_b_from_scratch": 250}
 
 
 @pytest.mark.parametrize("name", LINES)

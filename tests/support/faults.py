@@ -15,7 +15,8 @@ import optax
 
 import shardopt as so
 from shardopt.diagnose._verified import VerifiedStep
-from shardopt.step import _gradients, _step
+from shardopt.step import _step
+from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
 from shardopt.training._verify import Verification
 
 SITES = ("none", "shard", "weight", "activation", "gradient", "reduced", "update")
@@ -204,12 +205,12 @@ def install(patch, break_function):
     Return the dict of `hit_runs`.
     """
     now = hit_runs(patch)
-    differentiate, reduce = _gradients.micro_batch_gradients, _gradients._reduce
-    make_gradients, apply_update = _step.make_gradients, _step.apply_update
+    differentiate, reduce = MicroBatches.gradients, ExactSum.__call__
+    make_gradients, apply_update = PerDeviceView.gradients, _step.apply_update
 
-    def with_code(config, layout, params, batch, *args):
-        now["local code"] = batch["fault"][0]
-        return differentiate(config, layout, params, batch, *args)
+    def with_code(self, config, layout, inputs):
+        now["local code"] = inputs.batch["fault"][0]
+        return differentiate(self, config, layout, inputs)
 
     def with_faulty_result(*args):
         grads, reducer = reduce(*args)
@@ -217,8 +218,8 @@ def install(patch, break_function):
             at_site("reduced", x, now["local code"], i, len(grads)) for i, x in enumerate(grads)
         ], reducer
 
-    def with_codes(config, layout):
-        gradients = make_gradients(config, layout)
+    def with_codes(self, config, layout):
+        gradients = make_gradients(self, config, layout)
 
         def of_batch(params, batch, *args):
             now["codes"] = batch["fault"]
@@ -248,9 +249,9 @@ def install(patch, break_function):
         params, opt_state = treedef.unflatten(run(now["codes"], leaves))
         return update._replace(params=params, opt_state=opt_state)
 
-    break_function(patch, differentiate, with_code)
-    break_function(patch, reduce, with_faulty_result)
-    break_function(patch, make_gradients, with_codes, callers=(_step,))
+    patch.setattr(MicroBatches, "gradients", with_code)
+    patch.setattr(ExactSum, "__call__", with_faulty_result)
+    patch.setattr(PerDeviceView, "gradients", with_codes)
     break_function(patch, apply_update, with_faulty_update, callers=(_step,))
     return now
 

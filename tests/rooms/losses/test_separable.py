@@ -225,7 +225,7 @@ def test_derivative_rules_are_followed(rule):
     mixing = find_mixing(loss_fn, PARAMS, ROWS, Cut(4))
     assert mixing.reason == RULE
     assert re.fullmatch(
-        r"custom_[jv][vj]p_call at tests/rooms/losses/test_separable.py:\d+ \(.*<lambda>\)",
+        r"custom_[jv][vj]p_call at tests/rooms/losses/test_separable.py:\d+ \(.*loss_fn\)",
         mixing.operation,
     )
     assert find_mixing(loss_fn, PARAMS, ROWS, Cut(4), LossCall(training=False)) is None

@@ -9,7 +9,8 @@ import pytest
 from support.pipelines import SCHEDULES
 
 import shardopt as so
-from shardopt.pipeline._cut import cut_blocks, first_blocks, is_even, stage_rows
+from shardopt.partition._counts import is_even
+from shardopt.pipeline._cut import cut_blocks, first_blocks, stage_rows
 
 pytestmark = pytest.mark.fast
 

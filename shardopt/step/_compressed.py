@@ -1,5 +1,8 @@
-"""Means over devices by a reducer: the placement of its state, and its call in the per-device view."""
+"""Means over devices by a reducer: a filling of the slot `reduce`, the placement of the reducer's
+state, and its call in the per-device view.
+"""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +13,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardopt.collectives import has_auto_tensor
 from shardopt.collectives._per_device import TENSOR
-from shardopt.core._types import PyTree
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.core._types import PyTree, Weighted
+from shardopt.losses._metrics import factor
+from shardopt.losses._sums import all_reduce_grads, scale
 from shardopt.mesh import spec_axes
 from shardopt.partition import LeafPlan
 from shardopt.reducers import Reducer, state_specs
@@ -91,6 +98,71 @@ def compression_plan(
     tensor = tuple(plan.tensor for plan in plans)
     grouped_reducer = grouped(reducer, keys, [plan.path for plan in plans])
     return CompressionPlan(grouped_reducer, mesh, tuple(axes), shapes, tensor, shards)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedMean:
+    """Gradients are averaged by a reducer, whose state is part of the optimizer state; see
+    `Reduce`.
+
+    Attributes:
+      plan: how the gradients go through the reducer.
+    """
+
+    plan: CompressionPlan
+
+    @property
+    def state_specs(self) -> PyTree:
+        """The specs of the reducer's state in the per-device view."""
+        return manual_specs(self.plan)
+
+    def grad_specs(self, config: StrategyConfig, layout: Layout) -> list[PartitionSpec]:
+        """Return how averaged gradients are sharded: over no axis that a mean is taken over."""
+        return [config.axes.stack(plan.data_spec(sharded=False)) for plan in layout.trained]
+
+    def __call__(
+        self,
+        config: StrategyConfig,
+        layout: Layout,
+        grads: list[jax.Array],
+        loss: Weighted,
+        state: PyTree,
+        stored_order: Callable[[list[jax.Array]], list[jax.Array]],
+    ) -> tuple[list[jax.Array], PyTree]:
+        """Return the gradients of the union batch and the new state of the reducer."""
+        # The mean over N devices of N times each device's part is the sum.
+        remaining_factor = factor(loss, config.num_pieces)
+        axes = config.axes
+        other_axes = [axes.gradient(plan, done=axes.summed) for plan in layout.trained]
+        # The residuals of the reducer have the stored order of blocks.
+        grads = stored_order(all_reduce_grads(grads, layout.trained, other_axes))
+        grads = [scale(grad, remaining_factor * self.plan.size) for grad in grads]
+        return compress_mean(self.plan, grads, state)
+
+    def init(self) -> PyTree:
+        """Return the first state of the reducer."""
+        return init_compression(self.plan)
+
+    def specs(self) -> PyTree:
+        """Return the specs of the reducer's state."""
+        return compression_specs(self.plan)
+
+    def join(self, opt_state: PyTree, state: PyTree) -> PyTree:
+        """Return the states of optimizer and reducer together."""
+        return CompressedOptState(opt_state, state)
+
+    def split(self, opt_state: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the states of the optimizer and of the reducer."""
+        return opt_state.optimizer, opt_state.reducer
+
+
+def compressed_mean(config: StrategyConfig, trained: Sequence[LeafPlan]) -> CompressedMean:
+    """Return the reduction of these leaves by the reducer of a strategy."""
+    assert config.wire.reducer is not None
+    plan = compression_plan(
+        config.wire.reducer, config.mesh, config.axes.summed, trained, sharded=False
+    )
+    return CompressedMean(plan)
 
 
 def local_shape(mesh: Mesh, leaf: LeafPlan, spec: PartitionSpec) -> jax.ShapeDtypeStruct:

@@ -1,0 +1,65 @@
+"""Who fills the slots of a step: the core itself, unless an option asks for another filling."""
+
+from collections.abc import Callable, Sequence
+
+from shardopt.config._config import StrategyConfig
+from shardopt.config._layout import Layout
+from shardopt.config._slots import Reduce, Slots, Update
+from shardopt.losses._global_view import GlobalView
+from shardopt.partition import LayoutBytes, LeafPlan, Owners
+from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
+from shardopt.step._pipelined import Pipelined
+from shardopt.step._update import PlainUpdate
+
+# Packages that few strategies need are imported where an option asks for them.
+
+
+def own_slots(config: StrategyConfig) -> Slots:
+    """Return the slots of a strategy without a pipeline."""
+    return Slots(
+        differentiate={"per_device": PerDeviceView(MicroBatches()), "global": GlobalView()},
+        reduce=_reduce(config),
+        update=_update(config),
+    )
+
+
+def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> Slots:
+    """Return the slots of a pipeline, which has no global view."""
+    views = {"per_device": PerDeviceView(device_loss)}
+    return own_slots(config)._replace(differentiate=views, counts=device_loss.counts)
+
+
+def _reduce(config: StrategyConfig) -> Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]:
+    if config.wire.reducer is None:
+        return lambda config, trained: ExactSum()
+    from shardopt.step._compressed import compressed_mean
+
+    return compressed_mean
+
+
+def _update(config: StrategyConfig) -> Update:
+    if not config.placement.opt_state:
+        update: Update = PlainUpdate()
+    elif config.layout.opt_state_layout == "matrices":
+        from shardopt.matrices._owned_update import OwnedUpdate
+
+        update = OwnedUpdate()
+    else:
+        update = UpdateOfShards()
+    if "opt_state" in config.update.offload:
+        from shardopt.matrices._streamed_update import StreamedUpdate
+
+        update = StreamedUpdate(update)
+    return update
+
+
+class UpdateOfShards(PlainUpdate):
+    """One optax update of a state that is sharded within leaves."""
+
+    def describe(
+        self, config: StrategyConfig, layout: Layout
+    ) -> tuple[Owners | None, LayoutBytes | None]:
+        """Return the bytes that whole matrices on owners would save."""
+        from shardopt.matrices._owned_update import layout_bytes
+
+        return None, layout_bytes(config, layout)
