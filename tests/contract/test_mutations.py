@@ -97,7 +97,7 @@ def apply_the_update_twice(patch):
     apply = step.apply_update
 
     def twice(config, layout, params, opt_state, found, value_fn):
-        params, _ = apply(config, layout, params, opt_state, found, value_fn)
+        params = apply(config, layout, params, opt_state, found, value_fn).params
         return apply(config, layout, params, opt_state, found, value_fn)
 
     break_function(patch, step.apply_update, twice)
