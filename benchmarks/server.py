@@ -33,7 +33,8 @@ import numpy as np
 import optax
 
 import shardopt as so
-from shardopt.parameter_server._run import Compute, RunSpec
+from shardopt.parameter_server._optimizer import AsyncOptimizer
+from shardopt.parameter_server._run import RunSpec, WorkerCompute
 from shardopt.parameter_server._updates import finiteness
 from shardopt.parameter_server._worker import WorkerCompressors, codec_header
 
@@ -172,7 +173,7 @@ def idle_compute(reducer):
 
     begin = lambda worker, position: compressors.begin(worker)
     home = jax.local_devices()[0]
-    return Compute(begin, lambda worker: (), update, lambda tree: jax.device_put(tree, home))
+    return WorkerCompute(begin, lambda worker: (), update, lambda tree: jax.device_put(tree, home))
 
 
 def serve(backend, reducer, pushes):
@@ -197,9 +198,7 @@ def serve(backend, reducer, pushes):
 
         header = {"devices": [1, 1], **codec_header(codec_of(reducer))}
         spec = RunSpec("server", 2, server, compute, header, backend, devices=[1, 1])
-        run = so.parameter_server.AsyncOptimizer(
-            spec, spec.make_server(donate=True), (), TX, None, None
-        ).run
+        run = AsyncOptimizer(spec, spec.make_server(donate=True), (), TX, None, None).run
         params, data = start(), lambda worker: iter(int, 1)
         if backend == "threads":
             run(params, data, num_updates=4)  # compiles

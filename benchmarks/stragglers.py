@@ -30,6 +30,7 @@ import optax
 
 import shardopt as so
 from shardopt.parameter_server._async_sgd import worker_meshes
+from shardopt.parameter_server._optimizer import AsyncOptimizer
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._worker import sgd_spec
 
@@ -67,9 +68,7 @@ def sleeper(tx, max_staleness, durations):
         return compute._replace(update=update)
 
     spec = spec._replace(make_compute=slow_compute)
-    return so.parameter_server.AsyncOptimizer(
-        spec, spec.make_server(donate=True), (), tx, max_staleness, None
-    ).run
+    return AsyncOptimizer(spec, spec.make_server(donate=True), (), tx, max_staleness, None).run
 
 
 def durations_of(name, step):

@@ -100,10 +100,11 @@ def from_steady_state(log, skip=5):
     """
     start = max(event.time for event in log if event.kind == "push" and event.clock < skip)
     before = max(event.version for event in log if event.time <= start)
-    return [
-        event._replace(time=max(event.time - start, 0.0), version=max(event.version - before, 0))
-        for event in log
-    ]
+    steady = server.Log(log.header)
+    for event in log:
+        time, version = max(event.time - start, 0.0), max(event.version - before, 0)
+        steady.append(event._replace(time=time, version=version))
+    return steady
 
 
 def run(max_staleness, num_updates):
@@ -113,7 +114,7 @@ def run(max_staleness, num_updates):
 
 
 waiting = run(max_staleness=0, num_updates=50)
-server.plot_timeline(from_steady_state(waiting.log), until=1.5)
+from_steady_state(waiting.log).plot(until=1.5)
 
 # %% [markdown]
 # ## Few workers wait
@@ -124,7 +125,7 @@ server.plot_timeline(from_steady_state(waiting.log), until=1.5)
 
 # %%
 ahead = run(max_staleness=8, num_updates=200)
-server.plot_timeline(from_steady_state(ahead.log), until=1.5)
+from_steady_state(ahead.log).plot(until=1.5)
 
 # %%
 for name, result in {"max_staleness=0": waiting, "max_staleness=8": ahead}.items():
@@ -247,7 +248,7 @@ assert seconds[0] > 1.5 * seconds[1] > 1.5 * seconds[2]
 
 # %%
 uneven = [server.SimulatedWorker()] * 3 + [server.SimulatedWorker(step_seconds=4.0)]
-server.plot_timeline(server.simulate(uneven, max_staleness=4, until=40.0).log)
+server.simulate(uneven, max_staleness=4, until=40.0).log.plot()
 
 # %% [markdown]
 # So a bound helps against stalls that pass. It does not help against a worker that is always slow. Then remove the bound

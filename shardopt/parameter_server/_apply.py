@@ -16,7 +16,7 @@ from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
 from shardopt.parameter_server._sparse import restrict_to_rows
 from shardopt.parameter_server._updates import Update
-from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers import Compressor
 from shardopt.transforms._skip_anomalies import unless_skipped
 
@@ -73,7 +73,7 @@ class Programs:
     """
 
     tx: optax.GradientTransformation
-    rule: Rule
+    rule: StalenessRule
     donate: bool
     codec: Compressor | None = None
 
@@ -101,7 +101,7 @@ class Programs:
 
 
 def update_program(
-    tx: optax.GradientTransformation, rule: Rule, codec: Compressor | None = None
+    tx: optax.GradientTransformation, rule: StalenessRule, codec: Compressor | None = None
 ) -> RunUpdate:
     """Return the update as a pure function: average the pushed gradients, then the rule, then the
     optimizer.

@@ -24,7 +24,7 @@ from shardopt.parameter_server._islands import (
     check_streaming,
 )
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
-from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
+from shardopt.parameter_server._run import BatchesOf, RunSpec, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._worker import (
     Streams,
@@ -33,7 +33,7 @@ from shardopt.parameter_server._worker import (
     check_sgd_params,
     codec_header,
 )
-from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers import Compressor, Reducer
 from shardopt.step._optimizer import ShardedOptimizer
 
@@ -50,7 +50,7 @@ def async_local_sgd(
     outer: optax.GradientTransformation | None = None,
     local_steps: int | Sequence[int],
     max_staleness: int | None = None,
-    rule: Rule | None = None,
+    rule: StalenessRule | None = None,
     reducer: Reducer | None = None,
     fragments: int = 1,
     delay: int = 0,
@@ -234,7 +234,7 @@ class IslandsProblem:
 
     def make_compute(
         self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
-    ) -> Compute:
+    ) -> WorkerCompute:
         """Return all islands; or with `worker` one of them, on all devices of its processes."""
         if worker is None:
             islands = dict(

@@ -17,7 +17,7 @@ from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._sparse import check_sparse
 from shardopt.parameter_server._worker import local_meshes, sgd_spec
-from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers import Reducer
 
 CALLER = "async_sgd"
@@ -35,7 +35,7 @@ def async_sgd(
     *,
     workers: Workers,
     max_staleness: int | None = 0,
-    rule: Rule | None = None,
+    rule: StalenessRule | None = None,
     reducer: Reducer | None = None,
     sparse: Sequence[str] = (),
     backend: str = "threads",

@@ -15,8 +15,8 @@ from shardopt.core._early_stopping import EarlyStopping, StoppingState
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
-from shardopt.parameter_server._run import Run, RunSnapshot, load_snapshot, restore_run
-from shardopt.parameter_server._server import Server
+from shardopt.parameter_server._run import AsyncRun, RunSnapshot, load_snapshot, restore_run
+from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._views import Show
 
 EvaluateParams = Callable[[PyTree], Mapping[str, float | jax.Array]]
@@ -83,13 +83,13 @@ class Callbacks:
         """Return whether no version is saved or evaluated."""
         return self.policy == SavePolicy()
 
-    def begin(self, run: Run, params: PyTree) -> None:
+    def begin(self, run: AsyncRun, params: PyTree) -> None:
         """Restore a new run from the newest checkpoint, if there is one."""
         if (snapshot := self.load_latest(run.server, params)) is not None:
             restore_run(self.caller, run, snapshot)
             self.resumed_from = self.saved_version = run.state.version
 
-    def load_latest(self, server: Server, params: PyTree) -> RunSnapshot | None:
+    def load_latest(self, server: ParameterServer, params: PyTree) -> RunSnapshot | None:
         """Read the newest checkpoint, and the state of early stopping in it.
 
         Return None without a checkpoint.

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from shardopt.core._types import PyTree
-from shardopt.parameter_server._run import Availability, Run, RunSnapshot, take_snapshot
+from shardopt.parameter_server._run import AsyncRun, Availability, RunSnapshot, take_snapshot
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status
 
@@ -93,7 +93,9 @@ class Coordinator:
       policy: which versions are milestones.
     """
 
-    def __init__(self, run: Run, num_updates: int, availability: Availability, policy: SavePolicy):
+    def __init__(
+        self, run: AsyncRun, num_updates: int, availability: Availability, policy: SavePolicy
+    ):
         self.run, self.num_updates, self.policy = run, num_updates, policy
         # worker -> the version at which its current period ends
         self.period_ends: dict[int, float] = {}

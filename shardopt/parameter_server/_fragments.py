@@ -19,7 +19,7 @@ from shardopt.parameter_server._updates import check_params
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tree"], meta_fields=["number"])
 @dataclasses.dataclass(frozen=True)
-class Fragment:
+class FragmentTree:
     """The leaves, or slices of leaves, that belong to one fragment.
 
     Attributes:

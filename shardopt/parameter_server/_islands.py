@@ -16,8 +16,13 @@ from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import Metric, PyTree, TrainState, Weighted, wide_dtype
 from shardopt.local_updates._build import check_delay_and_mix
 from shardopt.losses._metrics import combined
-from shardopt.parameter_server._fragments import Fragment, FragmentPlan, put_fragment, take_fragment
-from shardopt.parameter_server._run import Compute
+from shardopt.parameter_server._fragments import (
+    FragmentPlan,
+    FragmentTree,
+    put_fragment,
+    take_fragment,
+)
+from shardopt.parameter_server._run import WorkerCompute
 from shardopt.parameter_server._updates import Update, finiteness
 from shardopt.parameter_server._worker import Streams, WorkerCompressors, to_device
 from shardopt.step._inputs import put
@@ -122,7 +127,7 @@ class Island:
         assert self._mix is not None
         plan = self._streaming.fragments
         fragment = (
-            params.tree if isinstance(params, Fragment) else take_fragment(plan, params, number)
+            params.tree if isinstance(params, FragmentTree) else take_fragment(plan, params, number)
         )
         self.base = put_fragment(plan, self.base, number, jax.device_put(fragment, self.device))
         leaves, treedef = jax.tree.flatten(self.state.params)
@@ -194,13 +199,15 @@ class Islands:
     streams: Streams
     compressors: WorkerCompressors
 
-    def compute(self) -> Compute:
+    def compute(self) -> WorkerCompute:
         """Return the work as a run takes it.
 
         A fragment travels while its island takes the next `delay` steps.
         """
         ahead = self.ahead if self.streaming.is_streaming else None
-        return Compute(self.begin, self.streams.next_batch, self.update, self.on_server, ahead)
+        return WorkerCompute(
+            self.begin, self.streams.next_batch, self.update, self.on_server, ahead
+        )
 
     def on_server(self, tree: PyTree) -> PyTree:
         """Return arrays on the device of the server, the first device of the first island."""
@@ -231,7 +238,7 @@ class Islands:
         update = _change(*island.take_push(clock % count))._replace(rows=1)
         update = self.compressors.encode((worker, clock % count), update)
         if self.streaming.is_streaming:
-            update = update._replace(grads=Fragment(update.grads, clock % count))
+            update = update._replace(grads=FragmentTree(update.grads, clock % count))
         return jax.block_until_ready(to_device(update, next(iter(self.islands.values())).device))
 
 

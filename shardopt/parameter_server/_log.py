@@ -5,11 +5,16 @@ import os
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from shardopt.core._errors import format_error
+from shardopt.core._figures import FilePath
+from shardopt.parameter_server._views import Segment, plot_timeline, summarize, timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
 
@@ -101,6 +106,60 @@ class Log:
         """Add an event at the end."""
         for column, value in zip(self._columns, (KINDS.index(event.kind), *event[1:]), strict=True):
             column.append(value)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the summary of a run: counts, rates, histograms and waiting times.
+
+        Returns:
+          A dict with these entries.
+
+          - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and
+            "refused";
+          - "updates_per_second" and "pushes_per_second";
+          - "staleness" {clocks: pushes} and "delay" {versions: pushes};
+          - "wait_seconds" {worker: seconds in which the bound held it back};
+          - "step_seconds" {worker: seconds between pulls and their pushes};
+          - "data_seconds" {worker: seconds between its steps, without waiting}.
+
+        Example:
+          >>> import shardopt as so
+          >>> workers = [so.parameter_server.SimulatedWorker(step_seconds=s) for s in (1.0, 3.0)]
+          >>> summary = so.parameter_server.simulate(workers, num_updates=4).log.summary()
+          >>> {name: summary[name] for name in ("seconds", "pushes", "staleness", "wait_seconds")}
+          {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
+        """
+        return summarize(self)
+
+    def timeline(self) -> list[Segment]:
+        """Return the periods in which each worker computed or waited, in the order of their ends.
+
+        Example:
+          >>> import shardopt as so
+          >>> so.parameter_server.simulate(2, num_updates=1).log.timeline()[0]
+          Segment(worker=0, doing='step', start=0.0, end=1.0)
+        """
+        return timeline(self)
+
+    def plot(self, path: FilePath = None, *, until: float | None = None) -> "Figure":
+        """Plot the periods in which each worker computed or waited.
+
+        Args:
+          path: the file to write the picture to; its suffix gives the format.
+          until: plot this many seconds from the start; by default all.
+
+        Returns:
+          The matplotlib figure.
+
+        Raises:
+          ValueError: if the log has no events, or more than 64 workers.
+
+        Example:
+          >>> import shardopt as so
+          >>> log = so.parameter_server.simulate(2, num_updates=3).log
+          >>> log.plot().axes[0].get_title(loc="left")
+          '3 updates in 3 s, 2 workers'
+        """
+        return plot_timeline(list(self), path, until)
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return a copy of the events as arrays, one for each field of `Event`.

@@ -10,7 +10,12 @@ import jax.numpy as jnp
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server._apply import Programs, UpdateResult, run_arguments
-from shardopt.parameter_server._fragments import Fragment, FragmentPlan, put_fragment, take_fragment
+from shardopt.parameter_server._fragments import (
+    FragmentPlan,
+    FragmentTree,
+    put_fragment,
+    take_fragment,
+)
 from shardopt.parameter_server._sparse import gather_union_rows, has_rows
 from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
 from shardopt.step._inputs import copied
@@ -67,7 +72,7 @@ class Mathematics:
     def check(self, update: Any, params: PyTree, worker: int) -> None:
         """Refuse an update that does not match the parameters, or their message."""
         if self.plan is not None and not (
-            isinstance(update, Update) and isinstance(update.grads, Fragment)
+            isinstance(update, Update) and isinstance(update.grads, FragmentTree)
         ):
             problem = (
                 f"worker {worker} must push an Update of a fragment, got {type(update).__name__}."
@@ -119,5 +124,5 @@ class Mathematics:
 
 def _without_fragment(update: Any) -> Any:
     """Return the update with the tree of its fragment as gradient."""
-    is_fragment = isinstance(update, Update) and isinstance(update.grads, Fragment)
+    is_fragment = isinstance(update, Update) and isinstance(update.grads, FragmentTree)
     return update._replace(grads=update.grads.tree) if is_fragment else update

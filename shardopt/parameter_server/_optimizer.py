@@ -21,12 +21,12 @@ from shardopt.core._types import PyTree
 from shardopt.parameter_server._callbacks import Callbacks, EvaluateParams
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._replay import check_log, replay_events
-from shardopt.parameter_server._run import AsyncResult, Availability, BatchesOf, Job, RunSpec
-from shardopt.parameter_server._server import Server
+from shardopt.parameter_server._run import AsyncJob, AsyncResult, Availability, BatchesOf, RunSpec
+from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._simulation import check_availability
 from shardopt.parameter_server._threads import run_on_threads
 from shardopt.parameter_server._worker import key_data
-from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.rules import StalenessRule
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class AsyncOptimizer:
     """
 
     spec: RunSpec
-    server: Server
+    server: ParameterServer
     workers: tuple[Mesh, ...]
     wrapped: optax.GradientTransformation
     max_staleness: int | None
-    rule: Rule | None
+    rule: StalenessRule | None
 
     @property
     def backend(self) -> str:
@@ -139,7 +139,7 @@ class AsyncOptimizer:
                 evaluate_every=evaluate_every,
                 progress=progress,
             )
-            job = Job(params, batches_of, key_data(rng), num_updates, periods, log_path)
+            job = AsyncJob(params, batches_of, key_data(rng), num_updates, periods, log_path)
         if spec.backend == "threads":
             return run_on_threads(spec, self.server, job, callbacks)
         if not is_installed("ray"):

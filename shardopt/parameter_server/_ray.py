@@ -31,7 +31,7 @@ from shardopt.parameter_server._coordinator import (
     Milestone,
     WorkerTask,
 )
-from shardopt.parameter_server._fragments import Fragment
+from shardopt.parameter_server._fragments import FragmentTree
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._ray_groups import (
     CoordinatorError,
@@ -42,13 +42,13 @@ from shardopt.parameter_server._ray_groups import (
     leader_client,
 )
 from shardopt.parameter_server._run import (
+    AsyncJob,
     AsyncResult,
-    Compute,
-    Job,
-    Run,
+    AsyncRun,
     RunSnapshot,
     RunSpec,
     ServerLostError,
+    WorkerCompute,
     WorkersLostError,
     restore_run,
     take_snapshot,
@@ -62,7 +62,7 @@ from shardopt.runtime._processes import initialize
 _LOG = logging.getLogger(__name__)
 
 
-def run_on_ray(spec: RunSpec, job: Job, callbacks: Callbacks) -> AsyncResult:
+def run_on_ray(spec: RunSpec, job: AsyncJob, callbacks: Callbacks) -> AsyncResult:
     """Train on Ray; when this returns, all processes of the run have ended."""
     Streams(spec.caller, job.batches_of)  # checks `batches_of`
     with cluster(spec.caller, spec.address, spec.num_processes):
@@ -170,7 +170,7 @@ compiling.
 class RayDriver:
     """The caller's handle of the processes of a run."""
 
-    def __init__(self, spec: RunSpec, job: Job, callbacks: Callbacks):
+    def __init__(self, spec: RunSpec, job: AsyncJob, callbacks: Callbacks):
         check_capacity(spec)
         self.token = secrets.token_hex()
         self.spec, self.job, self.callbacks = spec, job, callbacks
@@ -488,7 +488,7 @@ class ServerProcess:
         spec, job, policy, snapshot = cloudpickle.loads(start)
         began = time.perf_counter()
         self.token = token
-        run = Run(
+        run = AsyncRun(
             spec.make_server(donate=True),
             job.params,
             spec.settings(job.key),
@@ -570,7 +570,7 @@ class ServerProcess:
         with self.share_lock:
             if fragments is not None and worker not in self.new_workers:
                 number = (task.clock - 1) % fragments.num_fragments
-                params = Fragment(fragments.take(params, number), number)
+                params = FragmentTree(fragments.take(params, number), number)
             self.new_workers.discard(worker)
             if self.shared_params[0] != task.version:
                 self.shared_params = (task.version, {})
@@ -604,7 +604,7 @@ class WorkerProcess:
     def __init__(self, settings: dict[str, object], token: str, devices: int):
         begin_process(settings, devices=devices)
         self.token = token
-        self.compute: Compute | None = None
+        self.compute: WorkerCompute | None = None
         self.shared_answers = SharedAnswers()
 
     def address(self, token: str) -> str:

@@ -12,11 +12,11 @@ from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._log import Header, Log
-from shardopt.parameter_server._run import BatchesOf, Compute
-from shardopt.parameter_server._server import Server, ServerSettings
+from shardopt.parameter_server._run import BatchesOf, WorkerCompute
+from shardopt.parameter_server._server import ParameterServer, ServerSettings
 from shardopt.parameter_server._updates import digest
 from shardopt.parameter_server._worker import check_codec, sgd_spec
-from shardopt.parameter_server.rules import Rule, from_config
+from shardopt.parameter_server.rules import StalenessRule, from_config
 from shardopt.reducers import Reducer
 
 CALLER = "replay"
@@ -30,7 +30,7 @@ def replay(
     params: PyTree,
     batches_of: BatchesOf,
     *,
-    rule: Rule | None = None,
+    rule: StalenessRule | None = None,
     reducer: Reducer | None = None,
 ) -> PyTree:
     """Return the final parameters of a run, by repeating the events of its log in order.
@@ -110,7 +110,9 @@ def check_log(log: Log) -> None:
         )
 
 
-def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) -> PyTree:
+def replay_events(
+    log: Log, server: ParameterServer, compute: WorkerCompute, params: PyTree
+) -> PyTree:
     """Return the parameters after the events of a log, computed on one thread.
 
     For the checks see `replay`.
@@ -162,7 +164,7 @@ def replay_events(log: Log, server: Server, compute: Compute, params: PyTree) ->
     return state.params
 
 
-def _next(compute: Compute, worker: int, clock: int) -> PyTree:
+def _next(compute: WorkerCompute, worker: int, clock: int) -> PyTree:
     batch = compute.next_batch(worker)
     if batch is None:
         problem = f"batches_of({worker}) ended before step {clock} of worker {worker}."
@@ -181,7 +183,7 @@ def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
         raise ValueError(format_error(CALLER, problem, fix="pass the reducer of the run."))
 
 
-def _rule(recorded: Header, rule: Rule | None) -> Rule:
+def _rule(recorded: Header, rule: StalenessRule | None) -> StalenessRule:
     """Return the rule of the run: the argument, or without one a rule of this package from its
     recorded settings.
     """

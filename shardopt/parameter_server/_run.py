@@ -1,6 +1,6 @@
 """A run: its description, its server and log while it trains, its result, and its snapshots.
 
-Threads, Ray and the simulation all drive a `Run`. It is the only mutable object in this module.
+Threads, Ray and the simulation all drive a `AsyncRun`. It is the only mutable object in this module.
 """
 
 import base64
@@ -20,9 +20,9 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._clock import PersistentMap, make_clock
 from shardopt.parameter_server._log import Event, Header, Log
 from shardopt.parameter_server._mathematics import copy_states
-from shardopt.parameter_server._server import Server, ServerState
+from shardopt.parameter_server._server import ParameterServer, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
-from shardopt.parameter_server._views import Status, WorkerStats, summarize
+from shardopt.parameter_server._views import Status, WorkerStats
 
 BatchesOf = Callable[[int], Iterable[PyTree]]
 """`batches_of(worker)` returns the batches of a worker."""
@@ -31,7 +31,7 @@ Availability = Mapping[int, Sequence[tuple[float, float]]]
 """worker -> periods `(from, to)`, in versions, in which it works."""
 
 
-class Compute(NamedTuple):
+class WorkerCompute(NamedTuple):
     """The work of the workers, without their communication with the server.
 
     Attributes:
@@ -58,7 +58,7 @@ class MakeCompute(Protocol):
 
     def __call__(
         self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
-    ) -> Compute:
+    ) -> WorkerCompute:
         """Return all workers, in this process; or one worker, which has a process to itself."""
         ...
 
@@ -70,8 +70,8 @@ class RunSpec(NamedTuple):
     Attributes:
       caller: the function that the user called, for messages.
       num_workers: the number of workers.
-      make_server: `make_server(donate=...) -> Server`.
-      make_compute: `make_compute(batches_of, key, worker=None) -> Compute`.
+      make_server: `make_server(donate=...) -> ParameterServer`.
+      make_compute: `make_compute(batches_of, key, worker=None) -> WorkerCompute`.
       header: the settings of the workers that the log records, without the random key.
       backend: "threads" or "ray". On Ray the functions above are pickled and sent to other
         processes.
@@ -86,7 +86,7 @@ class RunSpec(NamedTuple):
 
     caller: str
     num_workers: int
-    make_server: Callable[..., Server]
+    make_server: Callable[..., ParameterServer]
     make_compute: MakeCompute
     header: Mapping[str, Any] = {}
     backend: str = "threads"
@@ -107,7 +107,7 @@ class RunSpec(NamedTuple):
         return {"rng": key.tolist(), **self.header}
 
 
-class Job(NamedTuple):
+class AsyncJob(NamedTuple):
     """The arguments of one call of `AsyncOptimizer.run`.
 
     Attributes:
@@ -135,7 +135,7 @@ class AsyncResult(NamedTuple):
       log: the event log, for `parameter_server.replay` and `Log.save`.
       metrics: a dict of the entries below.
 
-    The metrics are those of `parameter_server.summarize(log)`: rates, histograms of staleness
+    The metrics are those of `log.summary()`: rates, histograms of staleness
     (clocks) and delay (versions), and the seconds that each worker waited. In addition:
 
     - "stopped": "completed" (num_updates reached), "exhausted" (no worker is left, or the data is
@@ -165,7 +165,7 @@ _IN_FLIGHT = 128
 """A number of updates that is larger than the number that a device has in flight at once."""
 
 
-class Run:
+class AsyncRun:
     """A server, its state, and its log. Not thread-safe: callers that share it must hold a lock.
 
     Args:
@@ -175,7 +175,9 @@ class Run:
       now: `now() -> seconds` since the run began.
     """
 
-    def __init__(self, server: Server, params: PyTree, header: Header, now: Callable[[], float]):
+    def __init__(
+        self, server: ParameterServer, params: PyTree, header: Header, now: Callable[[], float]
+    ):
         self.server, self.now = server, now
         self.state: ServerState = server.init(params)
         settings = {
@@ -256,7 +258,7 @@ class Run:
         if params is not None:
             params = jax.block_until_ready(params)
             self.log.header["final"] = digest(params)
-        metrics = {**summarize(self.log), "stopped": stopped, "push_bytes": self.push_bytes}
+        metrics = {**self.log.summary(), "stopped": stopped, "push_bytes": self.push_bytes}
         metrics |= {"history": _as_arrays(self.history()), **more_metrics}
         if self.server.reducer is not None:
             metrics["unsent"] = {
@@ -306,7 +308,7 @@ class RunSnapshot(NamedTuple):
     record: dict[str, Any]
 
 
-def take_snapshot(run: Run) -> RunSnapshot:
+def take_snapshot(run: AsyncRun) -> RunSnapshot:
     """Copy a run right after an update, when no push waits for others.
 
     The optimizer's state is copied, because the next update takes over its memory. The parameters
@@ -329,7 +331,7 @@ def take_snapshot(run: Run) -> RunSnapshot:
     return RunSnapshot(train_state, record)
 
 
-def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
+def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     """Continue from a snapshot with a new run."""
     state, record = snapshot
     saved, current = record["header"], run.log.header
@@ -362,7 +364,7 @@ def restore_run(caller: str, run: Run, snapshot: RunSnapshot) -> None:
 
 
 def load_snapshot(
-    caller: str, checkpoints: Checkpoints, server: Server, params: PyTree, step: int
+    caller: str, checkpoints: Checkpoints, server: ParameterServer, params: PyTree, step: int
 ) -> RunSnapshot:
     """Read a snapshot from a checkpoint, onto the device of the parameters."""
 
@@ -402,7 +404,7 @@ def _check_settings(caller: str, saved: Header, current: Header) -> None:
         )
 
 
-def _pack(run: Run) -> str:
+def _pack(run: AsyncRun) -> str:
     """Return the log and the history as text: 15 to 20 bytes per event."""
     columns: dict[str, Any] = {  # numpy's file format has no bfloat16
         f"history/{name}": column.astype(np.float32) if column.dtype.kind == "V" else column

@@ -25,7 +25,7 @@ from shardopt.parameter_server._updates import (
     check_params,
     faults,
 )
-from shardopt.parameter_server.rules import Rule, plain
+from shardopt.parameter_server.rules import StalenessRule, plain
 from shardopt.reducers import Reducer, compressor
 
 CALLER = "parameter_server"
@@ -35,12 +35,12 @@ class ServerSettings(NamedTuple):
     """Settings of a run's server; see `make_server`."""
 
     max_staleness: int | None
-    rule: Rule | None = None
+    rule: StalenessRule | None = None
     nonfinite: str = "raise"
     reducer: Reducer | None = None
     fragments: FragmentPlan | None = None
 
-    def maker(self, tx: optax.GradientTransformation | None) -> "Callable[..., Server]":
+    def maker(self, tx: optax.GradientTransformation | None) -> "Callable[..., ParameterServer]":
         """Return the function that makes the server with these settings."""
         return partial(make_server, tx, **self._asdict())
 
@@ -88,7 +88,7 @@ class ServerState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Server:
+class ParameterServer:
     """A state machine: its methods take a `ServerState` and return a new one; see `make_server`.
 
     Attributes:
@@ -103,7 +103,7 @@ class Server:
 
     mathematics: Mathematics | None
     max_staleness: int | None
-    rule: Rule
+    rule: StalenessRule
     nonfinite: str
     reducer: str | None = None
     fragments: FragmentPlan | None = None
@@ -253,12 +253,12 @@ def make_server(
     tx: optax.GradientTransformation | None,
     *,
     max_staleness: int | None = 0,
-    rule: Rule | None = None,
+    rule: StalenessRule | None = None,
     nonfinite: str = "raise",
     donate: bool = False,
     reducer: Reducer | None = None,
     fragments: FragmentPlan | None = None,
-) -> Server:
+) -> ParameterServer:
     """Return a parameter server: a state machine without threads, wall-clock time or randomness.
 
     With max_staleness = 0 the pushes of one clock are averaged in the order of the workers'
@@ -282,7 +282,7 @@ def make_server(
         default a push updates all parameters.
 
     Returns:
-      A `Server`.
+      A `ParameterServer`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
@@ -322,8 +322,8 @@ def make_server(
         check_optimizer(tx)
     max_staleness = clocks.make_clock(max_staleness).max_staleness  # checked, and an int
     rule = plain() if rule is None else rule
-    if not isinstance(rule, Rule):
-        problem = f"rule must be a Rule or None, got {type(rule).__name__}."
+    if not isinstance(rule, StalenessRule):
+        problem = f"rule must be a StalenessRule or None, got {type(rule).__name__}."
         fix = "call one of parameter_server.rules, such as rules.dc_asgd()."
         raise TypeError(format_error(CALLER, problem, fix=fix))
     try:
@@ -341,4 +341,6 @@ def make_server(
     mathematics = None
     if tx is not None:
         mathematics = Mathematics(Programs(tx, rule, donate, codec), fragments)
-    return Server(mathematics, max_staleness, rule, nonfinite, codec and codec.name, fragments)
+    return ParameterServer(
+        mathematics, max_staleness, rule, nonfinite, codec and codec.name, fragments
+    )

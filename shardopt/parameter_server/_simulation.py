@@ -16,12 +16,12 @@ from shardopt.core._block_model import LossFn
 from shardopt.core._errors import calling, error_text, format_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server._run import AsyncResult, BatchesOf, Compute, Run
+from shardopt.parameter_server._run import AsyncResult, AsyncRun, BatchesOf, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._updates import trained
 from shardopt.parameter_server._worker import check_codec, key_data, no_compute, sgd_spec
 from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
-from shardopt.parameter_server.rules import Rule
+from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers import Reducer
 
 CALLER = "simulate"
@@ -60,7 +60,7 @@ def simulate(
     max_staleness: int | None = 0,
     num_updates: int | None = None,
     until: float = math.inf,
-    rule: Rule | None = None,
+    rule: StalenessRule | None = None,
     reducer: Reducer | None = None,
     nonfinite: str = "raise",
     message_bytes: float | None = None,
@@ -164,7 +164,7 @@ def simulate(
         (worker.transfer_seconds(sizes[0]), worker.transfer_seconds(sizes[1])) for worker in workers
     ]
     loop = EventLoop(workers, transfers, compute, server_seconds, seed)
-    loop.run = Run(make_server(donate=False), params, header, lambda: loop.now)
+    loop.run = AsyncRun(make_server(donate=False), params, header, lambda: loop.now)
     return loop.run.finish(loop.run_until(num_updates, until))
 
 
@@ -262,10 +262,10 @@ class EventLoop:
 
     workers: Sequence[SimulatedWorker]
     transfers: Sequence[tuple[float, float]]
-    compute: Compute
+    compute: WorkerCompute
     server_seconds: float
     seed: int
-    run: Run = field(init=False)
+    run: AsyncRun = field(init=False)
 
     def __post_init__(self):
         self.now = 0.0

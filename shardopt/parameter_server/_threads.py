@@ -6,14 +6,23 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 from shardopt.parameter_server._callbacks import Callbacks
 from shardopt.parameter_server._coordinator import Coordinator, CoordinatorClient
-from shardopt.parameter_server._run import AsyncResult, Compute, Job, Run, RunSpec, take_snapshot
-from shardopt.parameter_server._server import Server
+from shardopt.parameter_server._run import (
+    AsyncJob,
+    AsyncResult,
+    AsyncRun,
+    RunSpec,
+    WorkerCompute,
+    take_snapshot,
+)
+from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._settings import capture_settings
 from shardopt.parameter_server._views import show_workers
 from shardopt.parameter_server._worker import run_worker
 
 
-def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks) -> AsyncResult:
+def run_on_threads(
+    spec: RunSpec, server: ParameterServer, job: AsyncJob, callbacks: Callbacks
+) -> AsyncResult:
     """Train on threads.
 
     `server` is `spec.make_server(donate=True)`, whose programs stay compiled from run to run.
@@ -21,7 +30,7 @@ def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks
     compute = spec.make_compute(job.batches_of, job.key)
     began = time.perf_counter()
     params = compute.on_server(job.params)
-    run = Run(server, params, spec.settings(job.key), lambda: time.perf_counter() - began)
+    run = AsyncRun(server, params, spec.settings(job.key), lambda: time.perf_counter() - began)
     callbacks.begin(run, params)
     if job.log_path is not None:
         # so that a path that cannot be written is noticed before the training
@@ -39,7 +48,10 @@ def run_on_threads(spec: RunSpec, server: Server, job: Job, callbacks: Callbacks
 
 
 def run_threads(
-    caller: str, coordinator: Coordinator, compute: Compute, watch: Callable[[Coordinator], None]
+    caller: str,
+    coordinator: Coordinator,
+    compute: WorkerCompute,
+    watch: Callable[[Coordinator], None],
 ) -> None:
     """Run the worker threads until the run is over.
 

@@ -5,14 +5,13 @@ its workers.
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.core._extras import is_installed
 from shardopt.core._figures import FilePath, new_figure, saved
-from shardopt.parameter_server._log import Event
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,31 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from shardopt.parameter_server._log import Event
 
-def summarize(log: Iterable[Event]) -> dict[str, Any]:
-    """Return the summary of a run: counts, rates, histograms and waiting times.
 
-    Args:
-      log: the event log.
-
-    Returns:
-      A dict with these entries.
-
-      - "seconds", "updates" (versions of the parameters), "pushes" (without refused ones) and
-        "refused";
-      - "updates_per_second" and "pushes_per_second";
-      - "staleness" {clocks: pushes} and "delay" {versions: pushes};
-      - "wait_seconds" {worker: seconds in which the bound held it back};
-      - "step_seconds" {worker: seconds between pulls and their pushes};
-      - "data_seconds" {worker: seconds between its steps, without waiting}.
-
-    Example:
-      >>> import shardopt as so
-      >>> workers = [so.parameter_server.SimulatedWorker(step_seconds=s) for s in (1.0, 3.0)]
-      >>> result = so.parameter_server.simulate(workers, num_updates=4)
-      >>> {name: result.metrics[name] for name in ("seconds", "pushes", "staleness", "wait_seconds")}
-      {'seconds': 12.0, 'pushes': 8, 'staleness': {0: 8}, 'wait_seconds': {0: 8.0, 1: 0.0}}
-    """
+def summarize(log: Iterable["Event"]) -> dict[str, Any]:
+    """Return the summary of a run; see `Log.summary`."""
     staleness, delay, kinds = Counter(), Counter(), Counter()
     seconds, updates, workers = 0.0, 0, set()
     events = list(log)
@@ -98,15 +77,8 @@ class Segment(NamedTuple):
     end: float
 
 
-def timeline(log: Iterable[Event]) -> list[Segment]:
-    """Return the periods in which each worker computed or waited, in the order of their ends.
-
-    Example:
-      >>> import shardopt as so
-      >>> result = so.parameter_server.simulate(2, num_updates=1)
-      >>> timeline(result.log)[0]
-      Segment(worker=0, doing='step', start=0.0, end=1.0)
-    """
+def timeline(log: Iterable["Event"]) -> list[Segment]:
+    """Return the periods in which each worker computed or waited, in the order of their ends."""
     segments: list[Segment] = []
     # worker -> ("step" or "between" steps, the time since which it is)
     since: dict[int, tuple[str, float]] = {}
@@ -150,45 +122,21 @@ _INK, _IDLE = "#22272e", "#eceef2"
 _MAX_ROWS = 64  # more rows cannot be told apart
 
 
-def plot_timeline(
-    log: Iterable[Event], path: FilePath = None, *, until: float | None = None
-) -> "Figure":
-    """Plot the periods in which each worker computed or waited.
-
-    Args:
-      log: the event log of a run, or of a simulation.
-      path: the file to write the picture to; its suffix gives the format.
-      until: plot this many seconds from the start; by default all.
-
-    Returns:
-      The matplotlib figure.
-
-    Raises:
-      ValueError: if the log has no events, or more than 64 workers.
-
-    Example:
-      >>> import shardopt as so
-      >>> result = so.parameter_server.simulate(2, num_updates=3)
-      >>> plot_timeline(result.log).axes[0].get_title(loc="left")
-      '3 updates in 3 s, 2 workers'
-    """
-    events, caller = list(log), "plot_timeline"
+@calling("plot")
+def plot_timeline(events: Sequence["Event"], path: FilePath, until: float | None) -> "Figure":
+    """Plot the periods in which each worker computed or waited; see `Log.plot`."""
     workers = sorted({event.worker for event in events})
     if not events:
-        raise ValueError(f"{caller}: the log has no events.")
+        raise ValueError(error_text("the log has no events."))
     if len(workers) > _MAX_ROWS:
         problem = (
             f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
         )
-        raise ValueError(
-            format_error(
-                caller, problem, fix="pick some: [event for event in log if event.worker < 32]."
-            )
-        )
+        fix = "append the events of some workers to a Log of their own."
+        raise ValueError(error_text(problem, fix=fix))
     summary, segments = summarize(events), timeline(events)
     end = summary["seconds"] if until is None else until
-    with calling(caller):
-        figure = new_figure(11, 0.34 * len(workers) + 1.5)
+    figure = new_figure(11, 0.34 * len(workers) + 1.5)
     from matplotlib.patches import Patch
 
     axes = figure.add_subplot()
@@ -274,19 +222,20 @@ class WorkerStats:
     """The last event, the pushes and the waiting time of each worker, from the events so far.
 
     Example:
+      >>> from shardopt.parameter_server._log import Event
       >>> stats = WorkerStats([Event("join", 3, 0, 0, 0, time=1.0), Event("pull", 3, 0, 0, 0, time=2.5, waited=0.5)])
       >>> stats.workers(now=4.0, waits=lambda worker: False)
       (WorkerStatus(worker=3, doing='computes', seconds=1.5, clock=0, staleness=0, pushes=0, waited=0.5, is_new=True),)
     """
 
-    def __init__(self, events: Iterable[Event] = ()):
+    def __init__(self, events: Iterable["Event"] = ()):
         self._last_event: dict[int, Event] = {}
         # up to the last event; `doing` and `seconds` are not known
         self._stats: dict[int, WorkerStatus] = {}
         for event in events:
             self.record(event)
 
-    def record(self, event: Event) -> None:
+    def record(self, event: "Event") -> None:
         """Count an event."""
         worker, kind = event.worker, event.kind
         stats = self._stats.get(worker) or WorkerStatus(worker, "", 0.0, 0, 0, 0, 0.0)

@@ -28,7 +28,7 @@ from shardopt.losses._parts import loss_parts
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._coordinator import CoordinatorClient, WorkerTask
-from shardopt.parameter_server._run import BatchesOf, Compute, RunSpec
+from shardopt.parameter_server._run import BatchesOf, RunSpec, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._settings import capture_settings
 from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
@@ -48,7 +48,7 @@ WorkerDevices = Sequence[Mesh] | Sequence[int]
 
 
 def run_worker(
-    coordinator: CoordinatorClient, compute: Compute, worker: int, incarnation: int = 0
+    coordinator: CoordinatorClient, compute: WorkerCompute, worker: int, incarnation: int = 0
 ) -> None:
     """Run a worker through all its periods of availability.
 
@@ -194,7 +194,7 @@ class SgdProblem:
 
     def make_compute(
         self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
-    ) -> Compute:
+    ) -> WorkerCompute:
         """Return all workers; or with `worker` one of them, on all devices of its process."""
         if worker is None:
             meshes = dict(enumerate(local_meshes(self.workers)))
@@ -232,9 +232,9 @@ class SgdWorkers:
     programs: dict[jax.sharding.AbstractMesh, Callable[..., Update]] = field(default_factory=dict)
     checked: set[object] = field(default_factory=set)
 
-    def compute(self) -> Compute:
+    def compute(self) -> WorkerCompute:
         """Return the work as a run takes it."""
-        return Compute(self.begin, self.streams.next_batch, self.update, self.on_server)
+        return WorkerCompute(self.begin, self.streams.next_batch, self.update, self.on_server)
 
     def on_server(self, tree: PyTree) -> PyTree:
         """Return arrays on the device of the server, the first device of the first worker."""
@@ -312,9 +312,9 @@ class SgdWorkers:
         self.checked.add(key)
 
 
-def no_compute(*_: object) -> Compute:
+def no_compute(*_: object) -> WorkerCompute:
     """Return workers that compute nothing and have endless empty batches."""
-    return Compute(
+    return WorkerCompute(
         lambda worker, position: None, lambda worker: (), lambda *_: None, lambda tree: tree
     )
 

@@ -14,7 +14,7 @@ from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, wide_zeros
 
 __all__ = [
-    "Rule",
+    "StalenessRule",
     "dc_asgd",
     "dc_asgd_adaptive",
     "delayed_nesterov",
@@ -26,7 +26,7 @@ __all__ = [
 
 
 class GradientFn(Protocol):
-    """The function that changes a late gradient; see `Rule`."""
+    """The function that changes a late gradient; see `StalenessRule`."""
 
     def __call__(
         self, grads: PyTree, state: PyTree, *, params: PyTree, pulled: PyTree, delay: jax.Array
@@ -35,7 +35,7 @@ class GradientFn(Protocol):
         ...
 
 
-class Rule(NamedTuple):
+class StalenessRule(NamedTuple):
     """A treatment of late gradients by the server: pure functions, traced by jit.
 
     You can make your own.
@@ -63,11 +63,11 @@ class Rule(NamedTuple):
     uses_pulled: bool = False
 
 
-def plain() -> Rule:
+def plain() -> StalenessRule:
     """Apply a late gradient as if it were fresh: w <- w + tx.update(g).
 
     Returns:
-      A `Rule`, which is what `rule=None` means.
+      A `StalenessRule`, which is what `rule=None` means.
 
     Example:
       >>> plain().name
@@ -76,10 +76,10 @@ def plain() -> Rule:
     References:
       Dean et al., "Large Scale Distributed Deep Networks", 2012 (Downpour SGD).
     """
-    return Rule("plain", {})
+    return StalenessRule("plain", {})
 
 
-def staleness_learning_rate() -> Rule:
+def staleness_learning_rate() -> StalenessRule:
     """Divide the learning rate by how many versions late a gradient is: w <- w + tx.update(g) /
     max(1, tau).
 
@@ -87,7 +87,7 @@ def staleness_learning_rate() -> Rule:
     also of Adam, which does not depend on the size of a gradient.
 
     Returns:
-      A `Rule`. It keeps no state.
+      A `StalenessRule`. It keeps no state.
 
     Example:
       >>> float(staleness_learning_rate().scale(4))
@@ -99,11 +99,13 @@ def staleness_learning_rate() -> Rule:
       Zhang et al., "Staleness-Aware Async-SGD for Distributed Deep Learning", 2016: alpha = alpha_0
       / tau.
     """
-    return Rule("staleness_learning_rate", {}, scale=lambda delay: 1.0 / jnp.maximum(1, delay))
+    return StalenessRule(
+        "staleness_learning_rate", {}, scale=lambda delay: 1.0 / jnp.maximum(1, delay)
+    )
 
 
 @calling("dc_asgd")
-def dc_asgd(strength: float = 0.04) -> Rule:
+def dc_asgd(strength: float = 0.04) -> StalenessRule:
     """Correct a late gradient to first order, with a cheap Hessian: g' = g + lambda g*g*(w -
     w_pulled).
 
@@ -114,7 +116,7 @@ def dc_asgd(strength: float = 0.04) -> Rule:
       strength: lambda.
 
     Returns:
-      A `Rule`.
+      A `StalenessRule`.
 
     Raises:
       TypeError: if `strength` is not a number.
@@ -142,11 +144,15 @@ def dc_asgd(strength: float = 0.04) -> Rule:
         )
         return corrected, state
 
-    return Rule("dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True)
+    return StalenessRule(
+        "dc_asgd", {"strength": float(strength)}, gradient=gradient, uses_pulled=True
+    )
 
 
 @calling("dc_asgd_adaptive")
-def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7) -> Rule:
+def dc_asgd_adaptive(
+    strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7
+) -> StalenessRule:
     """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each
     gradient element.
 
@@ -158,7 +164,7 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
       eps: a small number, added inside the root.
 
     Returns:
-      A `Rule`.
+      A `StalenessRule`.
 
     Raises:
       TypeError: if an argument is not a number.
@@ -196,7 +202,9 @@ def dc_asgd_adaptive(strength: float = 2.0, decay: float = 0.95, eps: float = 1e
         return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
 
     config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return Rule("dc_asgd_adaptive", config, init=wide_zeros, gradient=gradient, uses_pulled=True)
+    return StalenessRule(
+        "dc_asgd_adaptive", config, init=wide_zeros, gradient=gradient, uses_pulled=True
+    )
 
 
 class DelayedNesterovState(NamedTuple):
@@ -214,7 +222,7 @@ class DelayedNesterovState(NamedTuple):
 
 
 @calling("delayed_nesterov")
-def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> Rule:
+def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0) -> StalenessRule:
     """Apply each gradient at once, and the momentum only with every N-th push.
 
     Each push does buf <- buf + g. On every N-th push m <- beta m + buf/N, then g' = g/N + (1 - (N -
@@ -229,7 +237,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
       activation: c, the share of the momentum in each of the other pushes, in [0, 1/N].
 
     Returns:
-      A `Rule`.
+      A `StalenessRule`.
 
     Raises:
       TypeError: if an argument is of the wrong kind.
@@ -281,7 +289,7 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
         return new_grads, DelayedNesterovState(velocity, buffer, (state.count + 1) % every)
 
     config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
-    return Rule("delayed_nesterov", config, init=init, gradient=gradient)
+    return StalenessRule("delayed_nesterov", config, init=init, gradient=gradient)
 
 
 @calling("dynamic_local_steps")
@@ -328,7 +336,7 @@ _KNOWN = {
 }
 
 
-def from_config(name: str, config: Mapping[str, Any]) -> Rule | None:
+def from_config(name: str, config: Mapping[str, Any]) -> StalenessRule | None:
     """Return the rule with this name and these settings, which a log records.
 
     None if this module has no such rule.

@@ -21,7 +21,7 @@ from shardopt.reducers._reducer import check_alike, check_leaves
 
 
 class DelayRule(NamedTuple):
-    """How to correct a gradient that is tau updates late, as in `so.parameter_server.rules.Rule`.
+    """How to correct a gradient that is tau updates late, as in `so.parameter_server.rules.StalenessRule`.
 
     w <- w + scale(tau) inner(gradient(g, ...)). Here w are the current parameters, and w_pulled the
     older parameters at which g was computed.

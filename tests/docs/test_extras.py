@@ -46,7 +46,7 @@ gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
 refused(schedule.plot)
 refused(lambda: so.planning.plot_placement(opt))
 refused(so.plan("gpt2", hardware="a100", chips=1, batch_size=1).plot)
-refused(lambda: so.parameter_server.plot_timeline(so.parameter_server.simulate(2, num_updates=3).log))
+refused(so.parameter_server.simulate(2, num_updates=3).log.plot)
 refused(lambda: so.training.tensorboard(folder))
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: so.interop.nnx(None, None))
@@ -84,7 +84,7 @@ def test_the_error_names_the_extra(without_extras):
         ("plot", "matplotlib", "plot"),
         ("plot_placement", "matplotlib", "plot"),
         ("plot", "matplotlib", "plot"),
-        ("plot_timeline", "matplotlib", "plot"),
+        ("plot", "matplotlib", "plot"),
         ("tensorboard", "tensorboardX", "tensorboard"),
         ("data.batches", "grain", "data"),
         ("interop.nnx", "flax", "flax"),

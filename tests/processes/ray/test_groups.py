@@ -211,7 +211,9 @@ def test_a_killed_server_comes_back_and_no_process_waits_for_it(regression, tmp_
             time.sleep(0.02)
             yield batch
 
-    opt = islands(regression, rule=so.parameter_server.rules.Rule("spy", {}, init=note_process))
+    opt = islands(
+        regression, rule=so.parameter_server.rules.StalenessRule("spy", {}, init=note_process)
+    )
     with so.Checkpoints(tmp_path / "run", every=5, keep=2) as checkpoints:
         result = opt.run(
             regression.params,

@@ -205,7 +205,7 @@ def server_pids(folder):
         (folder / str(os.getpid())).touch()
         return ()
 
-    return so.parameter_server.rules.Rule("spy", {}, init=init)
+    return so.parameter_server.rules.StalenessRule("spy", {}, init=init)
 
 
 def test_a_killed_server_comes_back_from_its_checkpoint(regression, tmp_path):

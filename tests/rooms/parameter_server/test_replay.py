@@ -11,7 +11,8 @@ from support.reference import same_bits
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.parameter_server import Event, Log, replay, rules
+from shardopt.parameter_server import Log, replay, rules
+from shardopt.parameter_server._log import Event
 
 RULES = {
     "none": None,
@@ -134,7 +135,7 @@ def test_skipped_updates_are_skipped_again(regression):
 
 
 def test_a_rule_of_ones_own_is_asked_for(simulate_really, regression, message_of):
-    mine = rules.Rule("halve", {"by": 2}, scale=lambda delay: jnp.float32(0.5))
+    mine = rules.StalenessRule("halve", {"by": 2}, scale=lambda delay: jnp.float32(0.5))
     result = simulate_really(optax.sgd(0.05), max_staleness=1, rule=mine)
     arguments = (
         result.log,

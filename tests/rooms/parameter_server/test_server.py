@@ -391,12 +391,12 @@ def test_a_worker_beyond_the_bound_cannot_pull(message_of):
             lambda: make_server(None, rule="dc_asgd"),
             TypeError,
             (
-                "parameter_server: rule must be a Rule or None, got str.\n"
+                "parameter_server: rule must be a StalenessRule or None, got str.\n"
                 "Fix: call one of parameter_server.rules, such as rules.dc_asgd()."
             ),
         ),
         (
-            lambda: make_server(None, rule=rules.Rule("mine", {"by": {1}})),
+            lambda: make_server(None, rule=rules.StalenessRule("mine", {"by": {1}})),
             TypeError,
             (
                 "parameter_server: the config of rule 'mine' cannot be written to a log: {'by':"

@@ -9,15 +9,13 @@ import pytest
 from support.tiers import tiered
 
 from shardopt.parameter_server import (
-    Event,
     Log,
     SimulatedWorker,
     durations,
     replay,
     simulate,
-    summarize,
-    timeline,
 )
+from shardopt.parameter_server._log import Event
 
 pytestmark = pytest.mark.fast
 
@@ -91,7 +89,9 @@ def test_waiting_is_accounted():
     result = simulate([SimulatedWorker(1.0), SimulatedWorker(4.0)], num_updates=5)
     assert result.metrics["wait_seconds"] == {0: 15.0, 1: 0.0}
     assert result.metrics["step_seconds"] == {0: 5.0, 1: 20.0}
-    stretches = [(one.doing, one.start, one.end) for one in timeline(result.log) if one.worker == 0]
+    stretches = [
+        (one.doing, one.start, one.end) for one in result.log.timeline() if one.worker == 0
+    ]
     assert stretches[:4] == [
         ("step", 0.0, 1.0),
         ("wait", 1.0, 4.0),
@@ -109,7 +109,7 @@ def test_the_time_of_every_worker_adds_up():
     ]
     result = simulate(workers, max_staleness=1, until=100.0, seed=4)
     seconds = dict.fromkeys(range(5), 0.0)
-    for one in timeline(result.log):
+    for one in result.log.timeline():
         assert one.start < one.end
         seconds[one.worker] += one.end - one.start
     for worker in range(5):
@@ -156,14 +156,14 @@ def test_time_for_data_is_no_waiting():
         Event("leave", 0, 1, 1, 1, 0, 4.5),
     ):
         log.append(event)
-    assert timeline(log) == [
+    assert log.timeline() == [
         (0, "data", 0.0, 1.5),
         (0, "wait", 1.5, 2.0),
         (0, "step", 2.0, 3.0),
         (0, "wait", 3.0, 4.0),
         (0, "lost", 4.0, 4.5),
     ]
-    figures = summarize(log)
+    figures = log.summary()
     assert (figures["data_seconds"], figures["wait_seconds"], figures["step_seconds"]) == (
         {0: 1.5},
         {0: 1.5},

@@ -17,9 +17,9 @@ import shardopt as so
 from shardopt.core._types import TrainState
 from shardopt.parameter_server import make_server, make_update, rules
 from shardopt.parameter_server._coordinator import WorkerTask
-from shardopt.parameter_server._fragments import Fragment, FragmentPlan
+from shardopt.parameter_server._fragments import FragmentPlan, FragmentTree
 from shardopt.parameter_server._islands import Island, Islands, Streaming
-from shardopt.parameter_server._run import Compute
+from shardopt.parameter_server._run import WorkerCompute
 from shardopt.parameter_server._worker import Streams, WorkerCompressors, run_worker
 
 P, H = 2, 4
@@ -134,7 +134,7 @@ def test_steps_are_taken_while_a_push_and_its_answer_travel():
     """
     said, went_on = [], threading.Event()
 
-    class Server:
+    class ParameterServer:
         def __init__(self):
             self.rounds = iter(range(3))
 
@@ -159,8 +159,8 @@ def test_steps_are_taken_while_a_push_and_its_answer_travel():
         went_on.clear()
         return f"round {clock}"
 
-    compute = Compute(lambda *_: None, lambda worker: (), update, lambda tree: tree, ahead)
-    run_worker(Server(), compute, 0)
+    compute = WorkerCompute(lambda *_: None, lambda worker: (), update, lambda tree: tree, ahead)
+    run_worker(ParameterServer(), compute, 0)
     served = [one for one in said if one != "ahead"]
     assert served == [
         "pull",
@@ -225,7 +225,7 @@ def test_the_rounds_of_an_island(ahead, message_of):
     assert pushed(floats(a=0, b=0, ice=8), 0) == (None, 0, floats(a=2, b=None, ice=None))
     assert pushed(floats(a=5, b=50, ice=8), 1) == (-2 - ahead, 1, floats(a=None, b=40, ice=None))
     assert island.state.params == floats(a=(0.75 * 5 + 0.25 * -3) - 1, b=-40, ice=8)
-    fragment = Fragment(floats(a=None, b=200, ice=None), 1)  # on Ray nothing else is pulled
+    fragment = FragmentTree(floats(a=None, b=200, ice=None), 1)  # on Ray nothing else is pulled
     assert pushed(fragment, 2) == (2 - ahead, 0, floats(a=5, b=None, ice=None))
     assert island.state.params == floats(a=0, b=(0.75 * 200 + 0.25 * -50) - 10, ice=8)
     compute.ahead(0, batches)
@@ -271,7 +271,7 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
     def multiply(grads, count, **_):
         return jax.tree.map(lambda one: one * count, grads), count + 1
 
-    rule = rules.Rule("multiply", {}, init=lambda params: jnp.ones(()), gradient=multiply)
+    rule = rules.StalenessRule("multiply", {}, init=lambda params: jnp.ones(()), gradient=multiply)
     fragments = FragmentPlan(P, stacked=False, frozen=())
     server = make_server(optax.sgd(1.0), max_staleness=0, rule=rule, fragments=fragments)
     state = server.init(floats(a=0, b=0))
@@ -283,7 +283,7 @@ def test_each_fragment_has_states_of_its_own_and_the_dead_do_not_count():
             state, pulled = server.pull(state, worker)
             tree = floats(a=None, b=None) | floats(**{"ab"[number]: change})
             state, _ = server.push(
-                state, worker, make_update(Fragment(tree, number)), pulled.version
+                state, worker, make_update(FragmentTree(tree, number)), pulled.version
             )
         return state
 
@@ -300,14 +300,16 @@ def test_a_rule_compares_a_fragment_with_what_was_pulled_of_it():
         return jax.tree.map(lambda new, old: 10 * (new - old), params, pulled), state
 
     rule, fragments = (
-        rules.Rule("drift", {}, gradient=drift, uses_pulled=True),
+        rules.StalenessRule("drift", {}, gradient=drift, uses_pulled=True),
         FragmentPlan(P, stacked=False, frozen=()),
     )
     server = make_server(optax.sgd(1.0), max_staleness=1, rule=rule, fragments=fragments)
     state, _ = server.join(server.init(floats(a=0, b=0)), 0)
     state, pulled = server.pull(state, 0)
     state = state._replace(params=floats(a=5, b=7))
-    state, _ = server.push(state, 0, make_update(Fragment(floats(a=None, b=0), 1)), pulled.version)
+    state, _ = server.push(
+        state, 0, make_update(FragmentTree(floats(a=None, b=0), 1)), pulled.version
+    )
     assert state.params == floats(a=5, b=7 - 10 * 7)
 
 

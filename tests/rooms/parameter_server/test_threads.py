@@ -18,7 +18,7 @@ import shardopt as so
 from shardopt.parameter_server import Log, NonFiniteUpdateError, make_server, rules
 from shardopt.parameter_server import _worker as compute
 from shardopt.parameter_server._coordinator import Coordinator, SavePolicy
-from shardopt.parameter_server._run import Run
+from shardopt.parameter_server._run import AsyncRun
 from shardopt.parameter_server._settings import capture_settings
 from shardopt.parameter_server._threads import run_threads
 from shardopt.parameter_server._worker import no_compute
@@ -110,7 +110,7 @@ def test_10_000_pushes_of_workers_that_only_stall(max_staleness):
             pause.wait(draws[worker].exponential(0.002))
 
     draws, pause = [np.random.default_rng(worker) for worker in range(4)], threading.Event()
-    running = Run(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
+    running = AsyncRun(make_server(None, max_staleness=max_staleness), None, {}, time.perf_counter)
     updates = 10_000 if max_staleness else 10_000 // 4
     coordinator = Coordinator(
         running, updates, {worker: [(0, math.inf)] for worker in range(4)}, SavePolicy()

@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex
 from rich.console import Console
 
 import shardopt as so
-from shardopt.parameter_server import SimulatedWorker, plot_timeline, simulate, timeline
+from shardopt.parameter_server import Log, SimulatedWorker, simulate
 from shardopt.parameter_server import _views as views
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._views import _COLORS, Status, WorkerStats, WorkerStatus
@@ -41,9 +41,9 @@ def boxes(figure):
 
 def test_each_stretch_is_a_box(tmp_path):
     log = simulate(DRAWN, max_staleness=1, num_updates=20).log
-    figure = plot_timeline(log, tmp_path / "run.png")
+    figure = log.plot(tmp_path / "run.png")
     drawn = {box for box in boxes(figure) if box[1] in _COLORS.values()}
-    assert drawn == {(one.worker, _COLORS[one.doing], one.start, one.end) for one in timeline(log)}
+    assert drawn == {(one.worker, _COLORS[one.doing], one.start, one.end) for one in log.timeline()}
     assert {box[1] for box in drawn} == {_COLORS[doing] for doing in ("step", "wait", "lost")}
     assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
@@ -54,16 +54,16 @@ def test_each_stretch_is_a_box(tmp_path):
 
 
 def test_only_the_beginning_is_drawn():
-    figure = plot_timeline(simulate(DRAWN, max_staleness=1, num_updates=20).log, until=2.0)
+    figure = simulate(DRAWN, max_staleness=1, num_updates=20).log.plot(until=2.0)
     assert max(box[3] for box in boxes(figure)) == 2.0
 
 
 def test_refusals_of_the_picture(message_of):
-    assert message_of(ValueError, plot_timeline, []) == "plot_timeline: the log has no events."
+    assert message_of(ValueError, Log({}).plot) == "plot: the log has no events."
     assert (
-        message_of(ValueError, plot_timeline, simulate(65, num_updates=1).log)
-        == "plot_timeline: 65 workers are more rows than can be told apart, at most 64.\n"
-        "Fix: pick some: [event for event in log if event.worker < 32]."
+        message_of(ValueError, simulate(65, num_updates=1).log.plot)
+        == "plot: 65 workers are more rows than can be told apart, at most 64.\n"
+        "Fix: append the events of some workers to a Log of their own."
     )
 
 
