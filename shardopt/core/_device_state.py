@@ -12,7 +12,8 @@ in any state: of a reducer, of an optax chain, or in a `TrainState`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core._arguments import check_count
-from shardopt.core._axis import AxisName, axis_names
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, merge_replicas, path_text
 
 
@@ -47,132 +47,116 @@ class ErrorFeedback(NamedTuple):
     value: PyTree
 
 
-@calling("init_state")
-def init_state(
-    tx: optax.GradientTransformation, params: PyTree, axis_name: AxisName, axis_size: int
-) -> PyTree:
-    """Return `tx.init(params)` in the stored form: leaves that differ between devices are stacked
-    to [N, ...].
+@dataclass(frozen=True)
+class Stacked:
+    """An optax transformation for your own loop, over state that `shard_map` takes and returns.
 
-    Call it outside `shard_map`. It also works for transformations whose `init` needs the axis
-    (`shard_updates`), and for abstract parameters under `jax.eval_shape`.
+    Leaves that differ between devices are stacked to [N, ...]. Its functions are the functions of
+    the wrapped transformation, over this form of the state.
 
-    Args:
-      tx: an optax transformation, or a `Reducer`.
-      params: parameters, the same on all devices.
-      axis_name: the axis that the state will be sharded over.
+    Attributes:
+      tx: an optax transformation, such as a chain of `so.transforms`.
+      axis_name: the mesh axis that the stacked leaves are sharded over.
       axis_size: N, the number of devices along the axis.
+
+    Raises:
+      TypeError: if the axis name is no string, or the axis size no integer.
+      ValueError: if the axis size is below 1.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
       >>> tx = so.transforms.average_gradients("data", so.reducers.error_feedback(so.reducers.int8()))
-      >>> state = so.reducers.init_state(tx, {"w": jnp.zeros(3)}, "data", axis_size=4)
+      >>> tx = so.reducers.Stacked(tx, "data", axis_size=4)
+      >>> state = tx.init({"w": jnp.zeros(3)})
       >>> [leaf.shape for leaf in jax.tree.leaves(state)]
       [(4, 3)]
-      >>> so.reducers.state_specs(state, "data").reducer.memory.value["w"] == jax.P("data")
+      >>> tx.specs(state).reducer.memory.value["w"] == jax.P("data")
       True
     """
-    check_count("axis_size", axis_size)
-    names = axis_names(axis_name)
-    if len(names) > 1:
-        fix = (
-            "make the state for one axis; stacked leaves can be sharded over several by"
-            " state_specs."
+
+    tx: optax.GradientTransformation
+    axis_name: str
+    axis_size: int
+
+    @calling("Stacked")
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis_name, str):
+            raise TypeError(error_text(f"axis_name must be a string, got {self.axis_name!r}."))
+        check_count("axis_size", self.axis_size)
+
+    def init(self, params: PyTree) -> PyTree:
+        """Return the first state of all devices; call it outside of `shard_map`.
+
+        It also works for transformations whose `init` needs the axis (`so.transforms.shard_updates`),
+        and for abstract parameters under `jax.eval_shape`.
+
+        Args:
+          params: parameters, the same on all devices.
+        """
+        size = int(self.axis_size)
+        stacked_init = jax.vmap(
+            lambda _: self.tx.init(params), axis_name=self.axis_name, axis_size=size
         )
-        raise ValueError(
-            format_error(
-                "init_state", f"one axis is bound to make a state, got {names!r}.", fix=fix
-            )
-        )
-    stacked_init = jax.vmap(
-        lambda _: tx.init(params), axis_name=next(iter(names)), axis_size=int(axis_size)
-    )
-    return _map(stacked_init(jnp.zeros(int(axis_size))), lambda leaf: leaf, lambda leaf: leaf[0])
+        return _map(stacked_init(jnp.zeros(size)), lambda leaf: leaf, lambda leaf: leaf[0])
+
+    def specs(self, state: PyTree) -> PyTree:
+        """Return the `PartitionSpec` of each leaf of a state, for `in_specs` and `out_specs`."""
+        return state_specs(state, self.axis_name)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates of this device and the new state; call it inside of `shard_map`.
+
+        Args:
+          updates: the gradients of this device.
+          state: the state as `shard_map` hands it in: stacked leaves are [1, ...].
+          params: the parameters.
+          **extra: further arguments of the transformation.
+        """
+        own = _map(state, lambda leaf: leaf.reshape(leaf.shape[1:]), lambda leaf: leaf)
+        update = optax.with_extra_args_support(self.tx).update
+        updates, own = update(updates, own, params, **extra)
+        return updates, _map(own, lambda leaf: jnp.asarray(leaf)[None], lambda leaf: leaf)
+
+    @calling("Stacked.resized")
+    def resized(self, state: PyTree) -> PyTree:
+        """Return a state of another axis size for this one: each device gets the mean of the error
+        memories.
+
+        The next update adds the mean of the memories to the mean of the gradients, so nothing is
+        lost.
+
+        Args:
+          state: a state with stacked leaves of any size.
+
+        Raises:
+          ValueError: if the state has leaves marked `PerDevice`. They have no meaning on other
+            devices.
+        """
+        nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
+        per_device_paths = [
+            path_text(path)
+            for path, node in nodes
+            if isinstance(node, PerDevice) and jax.tree.leaves(node)
+        ]
+        if per_device_paths:
+            problem = "state that belongs to its device cannot be carried to another axis size."
+            fix = "make it again with init, or use so.zero or so.ddp, whose state can be resharded."
+            raise ValueError(error_text(problem, per_device_paths, fix))
+
+        def merge(leaf: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(merge_replicas(leaf), (int(self.axis_size), *leaf.shape[1:]))
+
+        return _map(state, merge, lambda leaf: leaf)
 
 
-@calling("stack_state")
-def stack_state(state: PyTree, axis_size: int) -> PyTree:
-    """Return the stored form of a state that is still equal on all devices: marked leaves are
-    repeated to [N, ...].
-    """
-    check_count("axis_size", axis_size)
-
-    def repeat(leaf):
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct((int(axis_size), *leaf.shape), leaf.dtype)
-        return jnp.broadcast_to(leaf, (int(axis_size), *jnp.shape(leaf)))
-
-    return _map(state, repeat, lambda leaf: leaf)
-
-
-@calling("state_specs")
-def state_specs(state: PyTree, axis_name: AxisName) -> PyTree:
-    """Return the `PartitionSpec`s of a state in the stored form.
+def state_specs(state: PyTree, axis_name: str) -> PyTree:
+    """Return the `PartitionSpec`s of a state with stacked leaves.
 
     Marked leaves are sharded over the axis. All other leaves are replicated.
     """
-    names = axis_names(axis_name)
-    sharded = PartitionSpec(names[0] if len(names) == 1 else names)
-    return _map(state, lambda leaf: sharded, lambda leaf: PartitionSpec())
-
-
-def own_state(state: PyTree) -> PyTree:
-    """Convert a state from the stored to the local form, inside `shard_map`: marked leaves lose
-    their first dim of 1.
-    """
-    return _map(state, lambda leaf: leaf.reshape(leaf.shape[1:]), lambda leaf: leaf)
-
-
-def stored_state(state: PyTree) -> PyTree:
-    """Convert a state from the local to the stored form, the inverse of `own_state`.
-
-    Marked leaves get a first dim of 1, which `shard_map` concatenates over the axis.
-    """
-    return _map(state, lambda leaf: jnp.asarray(leaf)[None], lambda leaf: leaf)
-
-
-@calling("resize_state")
-def resize_state(state: PyTree, axis_size: int) -> PyTree:
-    """Return a state in the stored form for another axis size: each device gets the mean of the
-    error memories.
-
-    The next `reduce` adds the mean of the memories to the mean of the gradients, so nothing is
-    lost.
-
-    Args:
-      state: a state in the stored form, with marked leaves [N, ...].
-      axis_size: the new N.
-
-    Returns:
-      The state with error memories [axis_size, ...].
-
-    Raises:
-      ValueError: if the state holds leaves marked `PerDevice`. They have no meaning on other
-        devices.
-
-    Example:
-      >>> import jax.numpy as jnp, shardopt as so
-      >>> memory = so.reducers.ErrorFeedback({"w": jnp.array([[1.0], [3.0]])})
-      >>> so.reducers.resize_state(memory, axis_size=3).value["w"].tolist()
-      [[2.0], [2.0], [2.0]]
-    """
-    check_count("axis_size", axis_size)
-    nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_marked)
-    if per_device_paths := [
-        path_text(path)
-        for path, node in nodes
-        if isinstance(node, PerDevice) and jax.tree.leaves(node)
-    ]:
-        problem = "state that belongs to its device cannot be carried to another axis size."
-        fix = (
-            "make it again with init_state, or use so.zero or so.ddp, whose state can be resharded."
-        )
-        raise ValueError(format_error("resize_state", problem, per_device_paths, fix))
-
-    def merge(leaf: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(merge_replicas(leaf), (int(axis_size), *leaf.shape[1:]))
-
-    return _map(state, merge, lambda leaf: leaf)
+    return _map(state, lambda leaf: PartitionSpec(axis_name), lambda leaf: PartitionSpec())
 
 
 def _is_marked(node: object) -> bool:

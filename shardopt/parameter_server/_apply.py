@@ -17,7 +17,7 @@ from shardopt.losses._metrics import combined, of_rows, value_of
 from shardopt.parameter_server._sparse import restrict_to_rows
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server.rules import StalenessRule
-from shardopt.reducers import Compressor
+from shardopt.reducers._compressor import Compressor
 from shardopt.transforms._skip_anomalies import unless_skipped
 
 

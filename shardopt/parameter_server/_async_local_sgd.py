@@ -34,7 +34,8 @@ from shardopt.parameter_server._worker import (
     codec_header,
 )
 from shardopt.parameter_server.rules import StalenessRule
-from shardopt.reducers import Compressor, Reducer
+from shardopt.reducers import Reducer
+from shardopt.reducers._compressor import Compressor
 from shardopt.step._optimizer import ShardedOptimizer
 
 CALLER = "async_local_sgd"

@@ -39,7 +39,8 @@ from shardopt.parameter_server._updates import (
     replace_trained,
     trained,
 )
-from shardopt.reducers import Compressor, CompressorState, Reducer, compressor
+from shardopt.reducers import Reducer, compressor
+from shardopt.reducers._compressor import Compressor, CompressorState
 from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import check_batch, check_keys, place_batch
 

@@ -50,8 +50,7 @@ def average_gradients(
     order, if all devices have equally many examples. With a reducer, see the reducer.
 
     **Placement**: the state is the reducer's state. Error memories differ between devices:
-    `so.reducers.init_state`, `state_specs`, `own_state` and `stored_state` carry them in and out of
-    `shard_map`.
+    `so.reducers.Stacked` carries them in and out of `shard_map`.
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
     """

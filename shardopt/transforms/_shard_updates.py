@@ -79,7 +79,7 @@ def shard_updates(
     **Placement**: the state of `inner` is sharded over N devices. Each leaf is flattened, padded,
     and cut into N equal shards. A shard keeps the number of dims of its leaf ([n, 1, ..., 1]), so
     that masks by key path or number of dims work. A leaf without dims is on one shard, and zero on
-    all others. `init` needs the axis too: call `so.reducers.init_state` to make the state outside
+    all others. `init` needs the axis too: `so.reducers.Stacked` makes the state outside
     `shard_map`.
 
     **Communication** per update and device, for Psi gradient bytes: reduce-scatter and all-gather,

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -148,12 +149,14 @@ CONSTRUCTION = [
         ),
     ),
     (
-        lambda: R.resize_state({"inner": R.PerDevice({"mu": jnp.ones((2, 3))})}, 4),
+        lambda: R.Stacked(optax.adam(0.1), "data", 4).resized(
+            {"inner": R.PerDevice({"mu": jnp.ones((2, 3))})}
+        ),
         ValueError,
         (
-            "resize_state: state that belongs to its device cannot be carried to another axis"
-            " size.\n  inner\nFix: make it again with init_state, or use so.zero or so.ddp, whose"
-            " state can be resharded."
+            "Stacked.resized: state that belongs to its device cannot be carried to another axis"
+            " size.\n  inner\nFix: make it again with init, or use so.zero or so.ddp, whose state can"
+            " be resharded."
         ),
     ),
 ]

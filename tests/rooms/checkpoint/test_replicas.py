@@ -4,6 +4,7 @@ way to restore.
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 import shardopt as so
@@ -107,5 +108,6 @@ def as_numbers(leaf):
 
 def test_error_feedback_memory_follows_it():
     memory = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}
-    found = so.reducers.resize_state(so.reducers.ErrorFeedback(memory), axis_size=3)
+    stacked = so.reducers.Stacked(optax.identity(), "data", axis_size=3)
+    found = stacked.resized(so.reducers.ErrorFeedback(memory))
     assert found.value["w"].tolist() == [[2.0, 4.0]] * 3

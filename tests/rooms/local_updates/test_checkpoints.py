@@ -160,7 +160,9 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(
     )
     memory, found = saved.opt_state.reducer[0].memory, restored.opt_state.reducer[0].memory
     for a, b in zip(
-        jax.tree.leaves(R.resize_state(memory, new)), jax.tree.leaves(found), strict=True
+        jax.tree.leaves(R.Stacked(optax.identity(), "data", new).resized(memory)),
+        jax.tree.leaves(found),
+        strict=True,
     ):
         assert b.shape[0] == new
         np.testing.assert_allclose(a, b, rtol=1e-6)

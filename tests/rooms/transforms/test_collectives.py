@@ -18,13 +18,14 @@ def program(tx, mesh, size=4):
 
     All devices have one set of parameters.
     """
-    state = R.init_state(tx, PARAMS, "data", size)
-    specs = R.state_specs(state, "data")
+    stacked = R.Stacked(tx, "data", size)
+    state = stacked.init(PARAMS)
+    specs = stacked.specs(state)
 
     def step(state, grads):
         own = jax.tree.map(lambda g: g[0], grads)
-        updates, new = tx.update(own, R.own_state(state), PARAMS)
-        return jax.tree.map(lambda u: u[None], updates), R.stored_state(new)
+        updates, new = stacked.update(own, state, PARAMS)
+        return jax.tree.map(lambda u: u[None], updates), new
 
     run = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P("data"), specs), check_vma=False

@@ -279,7 +279,7 @@ def test_each_device_keeps_a_part_of_the_state(on_devices):
         name: np.ones(shape, jnp.bfloat16 if name == "h" else np.float32)
         for name, shape in shapes.items()
     }
-    state = so.reducers.init_state(tx, params, "data", axis_size=4)
+    state = so.reducers.Stacked(tx, "data", axis_size=4).init(params)
     assert {name: mu.shape for name, mu in state.inner.value[0].mu.items()} == {
         "w": (4, 5, 1),
         "h": (4, 1),
