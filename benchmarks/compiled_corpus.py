@@ -20,7 +20,7 @@ from same_programs import Problem, Row, mesh_of
 import shardopt as so
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof._interpret import Interpreter
-from shardopt.hlo.proof._interpret_shards import read_shape
+from shardopt.hlo.proof._lines import read_shape
 from shardopt.hlo.proof._text import full_text, lowered_text
 from shardopt.models import gpt, moe
 from shardopt.planning import topology_devices

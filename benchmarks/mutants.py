@@ -17,7 +17,8 @@ import numpy as np
 from shardopt.hlo._collective import read_groups
 from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, operands, parse
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
-from shardopt.hlo.proof._interpret_shards import error_between, read_shape, tile_of_device
+from shardopt.hlo.proof._interpret_shards import error_between, tile_of_device
+from shardopt.hlo.proof._lines import read_shape
 from shardopt.hlo.proof._opened import opened
 
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, arrays, attributes, elements, nbytes
+from shardopt.hlo._hlo_text import Instruction, arrays, attributes, elements, nbytes, numbers
 from shardopt.hlo._walk import CollectiveSite, crosses_slices
 
 Groups = tuple[tuple[int, ...], ...]
@@ -235,7 +235,7 @@ def read_groups(text: str, count: int) -> Groups:
         return _rows(_iota(text))
     if text.startswith("mesh"):
         return _rows(_mesh_axes(text))
-    groups = tuple(tuple(_integers(group)) for group in re.findall(r"\{([\d,\s]*)\}", text[1:-1]))
+    groups = tuple(map(numbers, re.findall(r"\{([\d,\s]*)\}", text[1:-1])))
     return groups or (tuple(range(count)),)
 
 
@@ -250,13 +250,13 @@ def _iota(text: str) -> np.ndarray:
     match = _IOTA.match(text.replace(" ", ""))
     if not match:
         raise ValueError(f"audit: cannot read the replica groups {text!r}.")
-    out_shape = _integers(match["out"])
-    numbers = np.arange(math.prod(out_shape)).reshape(
-        _integers(match["dims"]) if match["dims"] else out_shape
+    out_shape = numbers(match["out"])
+    positions = np.arange(math.prod(out_shape)).reshape(
+        numbers(match["dims"]) if match["dims"] else out_shape
     )
     if match["order"]:
-        numbers = numbers.transpose(_integers(match["order"]))
-    return numbers.reshape(out_shape) if match["dims"] else numbers
+        positions = positions.transpose(numbers(match["order"]))
+    return positions.reshape(out_shape) if match["dims"] else positions
 
 
 def _mesh_axes(text: str) -> np.ndarray:
@@ -273,9 +273,7 @@ def _mesh_axes(text: str) -> np.ndarray:
     ids = np.arange(math.prod(sizes.values()))
     if match["ids"]:
         ids = (
-            _iota(match["ids"])
-            if match["ids"].startswith("[")
-            else np.array(_integers(match["ids"]))
+            _iota(match["ids"]) if match["ids"].startswith("[") else np.array(numbers(match["ids"]))
         )
     group_parts = [_axis_part(part, sizes) for part in match["over"].split(",") if part.strip()]
     shape, dim_of_part = [], {}
@@ -310,10 +308,6 @@ def _axis_part(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:
 
 def _rows(array: np.ndarray) -> Groups:
     return tuple(tuple(row) for row in array.reshape(array.shape[0], -1).tolist())
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",") if part.strip()]
 
 
 def axes_of_groups(groups: Groups, sizes: Mapping[str, int]) -> tuple[str, ...] | None:

@@ -1,7 +1,9 @@
 """Parse HLO text into computations and instructions, with only the structure that an audit needs."""
 
+import functools
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from shardopt.core._errors import format_error
@@ -107,6 +109,61 @@ def attributes(instruction: Instruction) -> dict[str, str]:
     return values
 
 
+@functools.cache
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the whole numbers of a text."""
+    return tuple(int(number) for number in re.findall(r"-?\d+", text))
+
+
+class WindowDim(NamedTuple):
+    """One dim of the window of a convolution or reduction.
+
+    Attributes:
+      size: the number of elements.
+      stride: the step of the window.
+      low: the padding before the first element.
+      high: the padding behind the last element.
+      spread: the step between elements of the operand.
+      dilation: the step between elements of the window.
+      reverse: whether the window is read backwards.
+    """
+
+    size: int
+    stride: int
+    low: int
+    high: int
+    spread: int
+    dilation: int
+    reverse: int
+
+
+_WINDOW = {
+    "size": (1,),
+    "stride": (1,),
+    "pad": (0, 0),
+    "lhs_dilate": (1,),
+    "rhs_dilate": (1,),
+    "rhs_reversal": (0,),
+}
+"""The parts of a window, with their defaults."""
+
+
+def window_dims(attributes: Mapping[str, str]) -> list[WindowDim]:
+    """Return each dim of `window={size=2x2 pad=0_1x0_1}`; none if there is no window."""
+    words = attributes.get("window", "").strip("{}").split()
+    parts = {key: text.split("x") for key, text in (word.split("=") for word in words)}
+    return [
+        WindowDim(
+            *(
+                number
+                for key, default in _WINDOW.items()
+                for number in (numbers(parts[key][dim]) if key in parts else default)
+            )
+        )
+        for dim in range(len(parts.get("size", ())))
+    ]
+
+
 def split(text: str) -> list[str]:
     """Split at the commas that are outside of brackets and quotes."""
     parts, start, depth = [], 0, 0
@@ -207,22 +264,13 @@ def tiled_nbytes(shape: str) -> int:
     match = _TILED.match(shape.strip())
     if not match:
         return nbytes(shape)
-    dims = _dims(match["dims"])
-    order, tile = _dims(match["order"]), _dims(match["tile"])
+    dims = numbers(match["dims"])
+    order, tile = numbers(match["order"]), numbers(match["tile"])
     major_to_minor = [dims[dim_index] for dim_index in reversed(order)]
-    padded = [1] * (len(tile) - len(dims)) + major_to_minor
-    padded = [
-        *padded[: -len(tile)],
-        *(
-            -(-dim // tile_size) * tile_size
-            for dim, tile_size in zip(padded[-len(tile) :], tile, strict=True)
-        ),
-    ]
+    tiles = [1] * (len(dims) - len(tile)) + list(tile)
+    physical = [1] * (len(tile) - len(dims)) + major_to_minor
+    padded = [-(-dim // size) * size for dim, size in zip(physical, tiles, strict=True)]
     return -(-math.prod(padded) * _bits(match["dtype"]) // 8)
-
-
-def _dims(text: str) -> list[int]:
-    return [int(dim.replace("<=", "")) for dim in text.split(",") if dim.strip()]
 
 
 _TILED = re.compile(
@@ -236,7 +284,7 @@ def _array_bytes(array: str) -> int:
     match = _ARRAY.match(array)
     if not match:
         raise ValueError(f"audit: cannot read the HLO shape {array!r}.")
-    return -(-math.prod(_dims(match["dims"])) * _bits(match["dtype"]) // 8)
+    return -(-math.prod(numbers(match["dims"])) * _bits(match["dtype"]) // 8)
 
 
 def _bits(dtype: str) -> int:

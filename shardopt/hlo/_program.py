@@ -20,13 +20,16 @@ from shardopt.hlo._collective import Collective, read_collective
 from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
+    WindowDim,
     arrays,
     attributes,
     header_count,
     nbytes,
+    numbers,
     operands,
     parse,
     tiled_nbytes,
+    window_dims,
 )
 from shardopt.hlo._report import Audit
 from shardopt.hlo._walk import (
@@ -502,7 +505,7 @@ def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
     if line.opcode == "custom-call":
         match = re.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]', line.rest)
         contracting = match[1] if match else str(len(lhs) - 1)
-    return 2.0 * math.prod(_dims(line.shape)) * math.prod(lhs[dim] for dim in _numbers(contracting))
+    return 2.0 * math.prod(_dims(line.shape)) * math.prod(lhs[dim] for dim in numbers(contracting))
 
 
 def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
@@ -515,38 +518,26 @@ def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
     lhs, kernel, out = (
         dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels, dims, strict=True)
     )
-    window = dict(part.split("=") for part in values.get("window", "").strip("{}").split())
+    window = window_dims(values)
     total = 2.0 * out["b"] * out["f"] * kernel["i"]
     for dim in filter(str.isdigit, lhs):
-        dim_window = {key: value.split("x")[int(dim)] for key, value in window.items()}
-        total *= _overlaps(lhs[dim], kernel[dim], out[dim], dim_window)
+        total *= _overlaps(lhs[dim], kernel[dim], out[dim], window[int(dim)])
     return total
 
 
-def _overlaps(size: int, kernel: int, out: int, window: Mapping[str, str]) -> int:
+def _overlaps(size: int, kernel: int, out: int, window: WindowDim) -> int:
     """Return how many pairs of output and kernel positions read an element of the input, along one
     dim.
     """
-    stride, dilation, input_dilation = (
-        int(window.get(key, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate")
-    )
-    low = int(window.get("pad", "0_0").split("_")[0])
-    if kernel == 1 and stride == 1 and input_dilation == 1 and low == 0:
+    if kernel == 1 and window.stride == 1 and window.spread == 1 and window.low == 0:
         return out
-    input_positions = range((size - 1) * input_dilation + 1)
-    positions = (i * stride + j * dilation - low for i in range(out) for j in range(kernel))
+    read_positions = range(0, (size - 1) * window.spread + 1, window.spread)
     return sum(
-        position in input_positions and position % input_dilation == 0 for position in positions
+        i * window.stride + j * window.dilation - window.low in read_positions
+        for i in range(out)
+        for j in range(kernel)
     )
 
 
-def _dims(shape: str) -> list[int]:
-    return _numbers(arrays(shape)[0].partition("[")[2].rstrip("]"))
-
-
-def _numbers(text: str) -> list[int]:
-    return [
-        int(part.strip(' "').replace("<=", ""))
-        for part in text.strip("{}").split(",")
-        if part.strip(' "')
-    ]
+def _dims(shape: str) -> tuple[int, ...]:
+    return numbers(arrays(shape)[0].partition("[")[2])

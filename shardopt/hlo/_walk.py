@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from shardopt.core._errors import error_text
@@ -184,22 +184,24 @@ def callees(instruction: Instruction) -> list[str]:
     opcode = instruction.opcode
     if opcode in ("async-update", "async-done") or not _CALLS.search(instruction.rest):
         return []
-    values = attributes(instruction)
-    keys = [
-        "calls",
-        "body",
-        "condition",
-        "branch_computations",
-        "true_computation",
-        "false_computation",
-    ]
-    keys += ["called_computations", *(["to_apply"] if opcode in ("call", "call-start") else [])]
-    return [
-        name.strip(" %")
-        for key in keys
-        if key in values
-        for name in values[key].strip("{}").split(",")
-    ]
+    keys = ["calls", "body", "condition", *_BRANCHES, "called_computations"]
+    if opcode in ("call", "call-start"):
+        keys.append("to_apply")
+    return _names(attributes(instruction), keys)
+
+
+_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+
+
+def branches_of(attributes: Mapping[str, str]) -> list[str]:
+    """Return the branches of a conditional."""
+    return _names(attributes, _BRANCHES)
+
+
+def _names(attributes: Mapping[str, str], keys: Sequence[str]) -> list[str]:
+    """Return the computations that some attributes name."""
+    listed = [attributes[key] for key in keys if key in attributes]
+    return [name.strip("{}% ") for names in listed for name in names.split(",")]
 
 
 _CALLS = re.compile(

@@ -3,10 +3,11 @@ they are wrong.
 """
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
-from shardopt.hlo.proof._lines import Groups
+from shardopt.hlo._collective import Groups
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
     SCATTERED,
@@ -22,6 +23,8 @@ from shardopt.hlo.proof._value import (
     merged_hidden,
     normal,
     partition,
+    replaced,
+    same_everywhere,
     scaled,
     varies,
     whole,
@@ -35,22 +38,19 @@ def _varying(at: Positions, groups: Groups) -> bool:
     return any((at.array[list(group)] != at.array[group[0]]).any() for group in groups)
 
 
-def _per_group(at: Positions, groups: Groups) -> list[np.ndarray]:
-    return [at.array[list(group)] for group in groups]
-
-
-def _check_cover(groups: Groups, devices: int) -> None:
-    if sorted(device for group in groups for device in group) != list(range(devices)):
+def _sizes_of(groups: Groups) -> tuple[int, int]:
+    """Return the number of devices, and the number of devices of each group."""
+    members = sorted(device for group in groups for device in group)
+    if members != list(range(len(members))):
         raise Unproved("its groups do not contain every device once.")
     if len({len(group) for group in groups}) != 1:
         raise Unproved("its groups have different sizes.")
+    return len(members), len(groups[0])
 
 
 def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
     """Return the result of an all-reduce."""
-    devices = sum(len(group) for group in groups)
-    _check_cover(groups, devices)
-    n = len(groups[0])
+    _, n = _sizes_of(groups)
     if n == 1:
         return value
     if kind not in REDUCTIONS:
@@ -127,9 +127,14 @@ def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
 
 def group_classes(groups: Groups) -> Positions:
     """Number the groups by their first device."""
+    return _numbered(groups, [[min(group)] * len(group) for group in groups])
+
+
+def _numbered(groups: Groups, numbers: Sequence[Sequence[int]]) -> Positions:
+    """Return one number per device, from the numbers of the members of each group."""
     at = np.zeros(sum(map(len, groups)), np.int64)
-    for group in groups:
-        at[list(group)] = min(group)
+    for group, members in zip(groups, numbers, strict=True):
+        at[list(group)] = members
     return Positions.of(at)
 
 
@@ -149,19 +154,14 @@ def _partial(
             "its groups sum sets of terms that overlap, so that no later sum can complete them.",
             groups,
         )
-    at = np.zeros(sum(map(len, groups)), np.int64)
-    for member, group in zip(members, groups, strict=True):
-        at[list(group)] = distinct.index(member)
+    at = _numbered(groups, [[distinct.index(member)] * n for member in members])
     origin = next((h.origin for h in varying if h.kind == kind), order)
-    return Hidden(kind, Positions.of(at), total // n, origin)
+    return Hidden(kind, at, total // n, origin)
 
 
 def position_in_group(groups: Groups) -> Positions:
     """Return the position of each device in its group."""
-    at = np.zeros(sum(map(len, groups)), np.int64)
-    for group in groups:
-        at[list(group)] = np.arange(len(group))
-    return Positions.of(at)
+    return _numbered(groups, [range(len(group)) for group in groups])
 
 
 def block(value: Value, dim: int, at: Positions, n: int) -> Value:
@@ -169,7 +169,7 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
     if n == 1:
         return value
     size = value.shape[dim]
-    shape = (*value.shape[:dim], size // n, *value.shape[dim + 1 :])
+    shape = replaced(value.shape, dim, size // n)
     factors, hidden = list(normal(value.dims[dim])), cut_beside(value, shape)
     if factors and factors[0].size == 0 and factors[0].local % n == 0:
         factors[0] = factors[0]._replace(local=factors[0].local // n)
@@ -186,23 +186,21 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
     else:
         raise Unproved("it cuts a dim that is made of several pieces.")
     new_dim = normal(tuple(factor for factor in factors if factor.local != 1))
-    dims = (*value.dims[:dim], new_dim, *value.dims[dim + 1 :])
+    dims = replaced(value.dims, dim, new_dim)
     return value.changed(shape=shape, dims=dims, hidden=hidden, fill=value.fill)
 
 
 def gathered(value: Value, dim: int, groups: Groups) -> Value:
     """Return the result of an all-gather along a dim: the pieces of each group, in its order."""
-    devices = sum(len(group) for group in groups)
-    _check_cover(groups, devices)
-    n = len(groups[0])
+    devices, n = _sizes_of(groups)
     if n == 1:
         return value
     size = value.shape[dim]
-    shape = (*value.shape[:dim], size * n, *value.shape[dim + 1 :])
+    shape = replaced(value.shape, dim, size * n)
     if value.parts or (value.fill is not None and not value.hidden):
         return value.changed(
             shape=shape,
-            dims=_replaced(value.dims, dim, _constant(size * n, devices)),
+            dims=replaced(value.dims, dim, same_everywhere(size * n, devices)),
             fill=value.fill,
         )
     # joined in their order, pieces are a dim to the left of their elements
@@ -221,7 +219,7 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
                     scaled(_first(factor.at, groups), 1, factor.local),
                 )
             ]
-            dims = _replaced(dims, moved, _without_piece(dims[moved], factor, devices))
+            dims = replaced(dims, moved, _without_piece(dims[moved], factor, devices))
         elif moved >= 0:
             raise Unproved(
                 "it joins pieces of one dim along another: whether they are put in order later is"
@@ -232,16 +230,8 @@ def gathered(value: Value, dim: int, groups: Groups) -> Value:
     else:
         factors = [Factor(n, 0, zeros(devices)), *factors]
     return value.changed(
-        shape=shape, dims=_replaced(dims, dim, normal(tuple(factors))), hidden=hidden
+        shape=shape, dims=replaced(dims, dim, normal(tuple(factors))), hidden=hidden
     )
-
-
-def _constant(size: int, devices: int) -> Dim:
-    return (Factor(size, 0, zeros(devices)),)
-
-
-def _replaced(dims: tuple[Dim, ...], dim: int, new: Dim) -> tuple[Dim, ...]:
-    return (*dims[:dim], new, *dims[dim + 1 :])
 
 
 def _without_piece(dim: Dim, factor: Factor, devices: int) -> Dim:
@@ -251,10 +241,7 @@ def _without_piece(dim: Dim, factor: Factor, devices: int) -> Dim:
 
 def _first(at: Positions, groups: Groups) -> Positions:
     """Return the number of the first device of each group, on all of its devices."""
-    first = at.array.copy()
-    for group in groups:
-        first[list(group)] = at.array[group[0]]
-    return Positions.of(first)
+    return _numbered(groups, [[at.array[group[0]]] * len(group) for group in groups])
 
 
 def _gathered_coordinate(
@@ -292,8 +279,10 @@ def _gathered_coordinate(
             )
         return (-1, Factor(1, math.prod(h.count for h in hidden), at)), value.dims, remaining
     kinds = {h.kind for h in hidden} - {"dim"}
+    if "device" in kinds:
+        raise Unproved("it gathers values that devices chose by their own number.")
     if kinds:
-        raise Unproved("it gathers " + _terms(kinds))
+        raise Unproved("it gathers terms of a sum that is not complete.")
     raise Unproved("it gathers pieces that differ in several ways.")
 
 
@@ -303,14 +292,8 @@ def _period(at: Positions, groups: Groups) -> int:
     return int(np.argmax(row != row[0])) or len(row)
 
 
-def _terms(kinds: set[str]) -> str:
-    if kinds & {"device"}:
-        return "values that devices chose by their own number."
-    return "terms of a sum that is not complete."
-
-
 def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
-    for row in _per_group(at, groups):
+    for row in (at.array[list(group)] for group in groups):
         if (row != row[0] + step * np.arange(len(row))).any():
             raise Wrong(
                 "it joins pieces in another order than they have in the array: from"
@@ -323,9 +306,7 @@ def exchanged(value: Value, dim: int, groups: Groups) -> Value:
     """Return the result of an all-to-all: block i of a dim goes to device i of the group, blocks
     arrive in its order.
     """
-    devices = sum(len(group) for group in groups)
-    _check_cover(groups, devices)
-    n = len(groups[0])
+    devices, n = _sizes_of(groups)
     if n == 1:
         return value
     size = value.shape[dim]
@@ -349,7 +330,7 @@ def _moved_block(
         if before not in factors:
             raise Unproved("it exchanges blocks of a dim of which each device holds a piece.")
         factors[factors.index(before)] = after
-    dims = _replaced(received.dims, dim, tuple(factors))
+    dims = replaced(received.dims, dim, tuple(factors))
     hidden = tuple(h for h in received.hidden if h not in sent.hidden or h in own.hidden)
     return received.changed(
         dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill

@@ -23,8 +23,8 @@ from shardopt.hlo._source_lines import op_name_of
 from shardopt.hlo.proof._cublas import TARGETS
 from shardopt.hlo.proof._folded import errors_of_folding
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
-from shardopt.hlo.proof._interpret_shards import error_between, join, read_shape
-from shardopt.hlo.proof._lines import array_shape
+from shardopt.hlo.proof._interpret_shards import error_between, join
+from shardopt.hlo.proof._lines import array_shape, read_shape
 from shardopt.hlo.proof._locate import Recorded, Site, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._shardings import sharding_text

@@ -1,17 +1,17 @@
 """Walk through a program and derive every value: fusions, calls, loops and branches are opened."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._collective import permute_pairs, read_groups, replica_groups
-from shardopt.hlo._walk import KINDS
+from shardopt.hlo._collective import Groups, permute_pairs, read_groups, replica_groups
+from shardopt.hlo._walk import KINDS, branches_of
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._cublas import Gemm, read_gemm
-from shardopt.hlo.proof._lines import Groups, Line, array_shape, leaves, major_to_minor
+from shardopt.hlo.proof._lines import Line, array_shape, leaves, major_to_minor
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._neighbours import block_of, window
 from shardopt.hlo.proof._numbers import iota, known, literal
@@ -23,37 +23,28 @@ from shardopt.hlo.proof._value import (
     Unproved,
     Value,
     Wrong,
+    is_whole,
     joined,
     merged_hidden,
+    mixed,
+    replaced,
     same_everywhere,
     used,
     whole,
 )
+from shardopt.trace._primitives import words
 
 Result = Any
 """A `Value`, or a tuple of results."""
 
 MAX_TURNS = 12
-_UNNOTED = (
-    "fusion",
-    "get-tuple-element",
-    "while",
-    "conditional",
-    "optimization-barrier",
-    "opt-barrier",
-    "call",
-)
+_UNNOTED = words("fusion get-tuple-element while conditional optimization-barrier opt-barrier call")
 _IN_ORDER = (
-    *BY_ELEMENT,
-    *_UNNOTED,
-    "reshape",
-    "bitcast",
-    "transpose",
-    "slice",
-    "broadcast",
-    "parameter",
+    BY_ELEMENT
+    | _UNNOTED
+    | words("reshape bitcast transpose slice broadcast parameter")
+    | words("reduce-scatter all-reduce collective-permute")
 )
-_IN_ORDER += ("reduce-scatter", "all-reduce", "collective-permute")
 """These keep the elements of an array in their order."""
 _MOVES = ("collective-permute", "slice", "copy", THROUGH)
 """These hand on some elements of an array."""
@@ -77,7 +68,6 @@ class Walk:
         self.devices = replicas * partitions
         self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
         self.sums_of_constants: set[int] = set()
-        _rules.set_devices(self.devices)
 
     def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
         """Return the result of a computation for its arguments."""
@@ -94,40 +84,31 @@ class Walk:
             if line.opcode == "parameter":
                 values[line.name] = arguments[int(line.rest.partition(")")[0])]
             else:
-                operands = [values[operand] for operand in line.operands]
-                values[line.name] = self.line(
-                    line, operands, [lines[operand].shape for operand in line.operands]
-                )
+                values[line.name] = self.line(line, [values[name] for name in line.operands])
             if line.opcode == "concatenate":
                 values[line.name] = self._joined(line, lines, values)
             if line.is_root:
                 result = values[line.name]
         return result
 
-    def line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
+    def line(self, line: Line, operands: Sequence[Result]) -> Result:
         """Return the result of one instruction; a fault, if it is wrong or no rule covers it."""
-        try:
-            result = self._line(line, operands, shapes)
+
+        def evaluate():
+            result = self._line(line, operands)
             if isinstance(result, Value) and line.opcode not in _IN_ORDER:
                 result = _reordered(result)
             if isinstance(result, Value) and line.opcode not in _UNNOTED:
-                return noted(
-                    line, [o for o in operands if isinstance(o, Value)], result, self.devices
-                )
+                return noted(line, [o for o in operands if isinstance(o, Value)], result)
             return result
-        except Wrong as problem:
-            fault = Fault(True, line.order, problem.reason, problem.groups)
-        except Unproved as problem:
-            fault = Fault(False, line.order, problem.reason)
-        except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
-            fault = Fault(
-                False,
-                line.order,
-                f"the rule of {line.opcode} does not cover this form of it ({error!r}).",
-            )
-        return faulty(line.shape, frozenset([fault]))
 
-    def _line(self, line: Line, operands: Sequence[Result], shapes: Sequence[str]) -> Result:
+        try:
+            return _or_fault(line, line.shape, evaluate)
+        except (ValueError, IndexError, KeyError, TypeError, AttributeError) as error:
+            reason = f"the rule of {line.opcode} does not cover this form of it ({error!r})."
+            return faulty(line.shape, frozenset([Fault(False, line.order, reason)]))
+
+    def _line(self, line: Line, operands: Sequence[Result]) -> Result:
         opcode = line.opcode
         if opcode in ("tuple", "after-all"):
             return tuple(operands)
@@ -146,9 +127,9 @@ class Walk:
         if opcode == "conditional":
             return self._conditional(line, operands)
         if opcode == "constant":
-            return literal(line, self.devices)
+            return literal(line)
         if opcode == "iota":
-            return iota(line, self.devices)
+            return iota(line)
         if opcode in ("partition-id", "replica-id"):
             positions = np.arange(self.devices)
             ids = (
@@ -156,17 +137,17 @@ class Walk:
                 if opcode == "partition-id"
                 else positions // self.partitions
             )
-            return known(ids.astype(np.uint32), self.devices, line.order)
+            return known(ids.astype(np.uint32), line)
         if opcode in KINDS:
             return self._collective(line, opcode, operands)
         if opcode == "dynamic-slice" and isinstance(interval := operands[0].note, Value):
-            return block_of(line, interval, operands[1:], self.devices)
+            return block_of(line, interval, operands[1:])
         if faults := _faults(operands):
             return faulty(line.shape, faults)
-        return self._local(line, list(operands), shapes)
+        return self._local(line, list(operands))
 
-    def _local(self, line: Line, operands: list[Value], shapes: Sequence[str]) -> Result:
-        opcode, devices = line.opcode, self.devices
+    def _local(self, line: Line, operands: list[Value]) -> Result:
+        opcode = line.opcode
         if any(not isinstance(operand, Value) for operand in operands):
             raise Unproved(f"no rule covers {opcode} of a tuple.")
         if opcode in ("sort", "reduce", "custom-call", "rng-bit-generator", "scatter") and any(
@@ -175,26 +156,23 @@ class Walk:
             raise Unproved(f"no rule covers {opcode} of a bucket of pieces with different layouts.")
         constant = all(operand.constant for operand in operands)
         if opcode == "sort":
-            results = _indexing.sort(line, operands, devices)
-            return results if line.shape.startswith("(") else results[0]
+            return line.results(_indexing.along_whole(line, operands, line.integers("dimensions")))
         if opcode == "custom-call":
             return self._custom_call(line, operands)
         if opcode == "reduce":
             return self._reduce(line, operands)
         if opcode == "scatter":
-            return _indexing.scatter(line, operands, devices, self.reduction(line.callee))
+            return _indexing.scatter(line, operands, self.reduction(line.callee))
         if opcode == "bitcast" and operands[0].data is None and not operands[0].parts:
-            return _rules.bitcast(operands[0], shapes[0], line.shape, line.dims)._replace(
-                constant=constant
-            )
+            return _rules.bitcast(line, operands[0])._replace(constant=constant)
         if opcode in _SPECIAL and not any(operand.parts for operand in operands):
-            value = _rules.evaluate(line, operands, devices)
+            value = _rules.evaluate(line, operands)
             if value is not None:
-                return known(value, devices, line.order)
+                return known(value, line)
             return _rules.without_known_devices(
-                _SPECIAL[opcode](line, operands, devices)._replace(constant=constant)
+                _SPECIAL[opcode](line, operands)._replace(constant=constant)
             )
-        return _rules.apply(line, operands, devices)
+        return _rules.apply(line, operands)
 
     def reduction(self, name: str) -> str | None:
         """Return the reduction of a computation of two scalars, such as `add`; None for others."""
@@ -212,24 +190,22 @@ class Walk:
             value = _rules.reduce(line, operands[0], operands[1], kind)
             return value._replace(constant=all(operand.constant for operand in operands))
         removed = line.integers("dimensions")
-        mixed = _indexing.along_whole(line, operands[:half], removed)
-        kept = [i for i in range(len(mixed[0].shape)) if i not in removed]
-        results = tuple(
-            Value(tuple(v.shape[i] for i in kept), tuple(v.dims[i] for i in kept), v.hidden)
-            for v in mixed
-        )
-        return results if line.shape.startswith("(") else results[0]
+        values = _indexing.along_whole(line, operands[:half], removed)
+        remaining = [i for i in range(len(values[0].shape)) if i not in removed]
+        shape = tuple(values[0].shape[i] for i in remaining)
+        dims = tuple(values[0].dims[i] for i in remaining)
+        return line.results([Value(shape, dims, value.hidden) for value in values])
 
     def _custom_call(self, line: Line, operands: list[Value]) -> Result:
-        target = line.attributes.get("custom_call_target", "").strip('"')
+        target = line.target
         if target in _IDENTITIES:
             return operands[0]
         if target == "TopK":
             (value,) = operands
-            (mixed,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
+            (whole_rows,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
             shape = array_shape(leaves(line.shape)[0])
-            dims = (*mixed.dims[:-1], whole(shape[-1], self.devices))
-            return (Value(shape, dims, mixed.hidden),) * 2
+            dims = (*whole_rows.dims[:-1], whole(shape[-1], self.devices))
+            return (Value(shape, dims, whole_rows.hidden),) * 2
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
             return self._allocated(line.dims)
         if gemm := read_gemm(line.attributes):
@@ -253,23 +229,19 @@ class Walk:
             last = array._replace(
                 attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast"
             )
-            others[-1] = _rules.apply(last, others[-1:], self.devices)
+            others[-1] = _rules.apply(last, others[-1:])
         for other in others:
-            value = _rules.apply(array._replace(opcode="add"), [value, other], self.devices)
+            value = _rules.apply(array._replace(opcode="add"), [value, other])
         if gemm.function:
-            value = _rules.apply(array._replace(opcode="tanh"), [value], self.devices)
+            value = _rules.apply(array._replace(opcode="tanh"), [value])
         constant = all(operand.constant for operand in operands)
         result = _rules.without_known_devices(value._replace(constant=constant))
         empty = [self._allocated(array_shape(workspace)) for workspace in workspaces]
-        return (result, *empty) if line.shape.startswith("(") else result
+        return line.results([result, *empty])
 
     def _allocated(self, shape: tuple[int, ...]) -> Value:
-        return Value(
-            shape,
-            tuple(same_everywhere(size, self.devices) for size in shape),
-            constant=True,
-            fill=0,
-        )
+        dims = tuple(same_everywhere(size, self.devices) for size in shape)
+        return Value(shape, dims, constant=True, fill=0)
 
     def _of_whole_dims(self, line: Line, operands: list[Value], count: int) -> Result:
         """Return a function of the last dims, which are whole; the dims before are a batch.
@@ -279,12 +251,9 @@ class Walk:
         """
         rank = max(len(operand.shape) for operand in operands)
         batch = next(operand for operand in operands if len(operand.shape) == rank)
-        for operand in operands:
-            if not all(
-                _rules.is_whole(dim) for dim in operand.dims[max(len(operand.shape) - count, 0) :]
-            ):
-                raise Unproved("it mixes the elements of dims of which each device holds a piece.")
-        hidden = merged_hidden(used(operand.hidden, line.order) for operand in operands)
+        if not all(is_whole(dim) for operand in operands for dim in operand.dims[-count:]):
+            raise Unproved("it mixes the elements of dims of which each device holds a piece.")
+        hidden = mixed(operands, line.order)
         results = []
         for shape in leaves(line.shape):
             sizes = array_shape(shape)
@@ -297,7 +266,7 @@ class Walk:
                 for i, size in enumerate(sizes)
             )
             results.append(Value(sizes, dims, hidden))
-        return tuple(results) if line.shape.startswith("(") else results[0]
+        return line.results(results)
 
     # pieces of neighbours
 
@@ -354,17 +323,9 @@ class Walk:
         )
 
     def _conditional(self, line: Line, operands: Sequence[Result]) -> Result:
-        keys = ["branch_computations", "true_computation", "false_computation"]
-        names = [
-            name.strip(" %{}")
-            for key in keys
-            if key in line.attributes
-            for name in line.attributes[key].split(",")
-        ]
-        index = operands[0]
-        results = [
-            self.run(name, (operand,)) for name, operand in zip(names, operands[1:], strict=True)
-        ]
+        index, *inputs = operands
+        branches = zip(branches_of(line.attributes), inputs, strict=True)
+        results = [self.run(name, (operand,)) for name, operand in branches]
         if index.faults:
             return faulty(line.shape, index.faults)
         result = functools.reduce(lambda a, b: join(a, b, line), results)
@@ -389,27 +350,14 @@ class Walk:
         if kind in ("collective-broadcast", "ragged-all-to-all"):
             raise Unproved(f"no rule covers {kind}.")
         results = []
-        shapes = leaves(line.shape)
-        for i, operand in enumerate(operands):
+        for shape, operand in zip(leaves(line.shape), operands, strict=True):
             if not isinstance(operand, Value):
                 raise Unproved(f"no rule covers {kind} of a tuple.")
-            try:
-                if operand.faults:
-                    results.append(faulty(shapes[i], operand.faults))
-                else:
-                    results.append(self._one_collective(line, kind, operand))
-            except Wrong as problem:
-                results.append(
-                    faulty(
-                        shapes[i],
-                        frozenset([Fault(True, line.order, problem.reason, problem.groups)]),
-                    )
-                )
-            except Unproved as problem:
-                results.append(
-                    faulty(shapes[i], frozenset([Fault(False, line.order, problem.reason)]))
-                )
-        return tuple(results) if line.shape.startswith("(") else results[0]
+            rule = functools.partial(self._one_collective, line, kind, operand)
+            results.append(
+                faulty(shape, operand.faults) if operand.faults else _or_fault(line, shape, rule)
+            )
+        return line.results(results)
 
     def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
         if kind == "collective-permute":
@@ -457,8 +405,7 @@ class Walk:
             return rule(value)
         dim = along(value)
         parts = tuple(rule(part) for part in value.parts)
-        shape = tuple(value.shape[i] if i == dim else n for i, n in enumerate(parts[0].shape))
-        return Value(shape, tuple(() for _ in shape), parts=parts)
+        return Value(replaced(parts[0].shape, dim, value.shape[dim]), parts=parts)
 
     def _tuple_all_to_all(self, line: Line, operands: Sequence[Value]) -> Result:
         if faults := _faults(operands):
@@ -471,12 +418,8 @@ class Walk:
         if any({(h.kind, h.at) for h in value.hidden} != kinds for value in values):
             raise Unproved("it exchanges arrays of different layouts.")
         n = len(operands)
-        shape = (n, *operands[0].shape)
-        stacked = Value(
-            shape,
-            (whole(n, self.devices), *common),
-            merged_hidden(value.hidden for value in values),
-        )
+        hidden = merged_hidden(value.hidden for value in values)
+        stacked = Value((n, *operands[0].shape), (whole(n, self.devices), *common), hidden)
         received = _collectives.exchanged(stacked, 0, groups)
         element = Value(operands[0].shape, received.dims[1:], received.hidden)
         return (element,) * n
@@ -488,13 +431,9 @@ _SPECIAL = {
     "gather": _indexing.gather,
     "convolution": convolution,
 }
-_IDENTITIES = (
-    "Sharding",
-    "MoveToHost",
-    "MoveToDevice",
-    "annotate_device_placement",
-    "LayoutConstraint",
-    "AssumeGatherIndicesInBound",
+_IDENTITIES = words(
+    "Sharding MoveToHost MoveToDevice annotate_device_placement LayoutConstraint"
+    " AssumeGatherIndicesInBound"
 )
 
 
@@ -513,23 +452,31 @@ def _reordered(value: Value) -> Value:
     return value._replace(hidden=tuple(h._replace(minor=-1) for h in value.hidden))
 
 
+def _or_fault(line: Line, shape: str, rule: Callable[[], Result]) -> Result:
+    """Return the result of a rule; a fault, if the line is wrong or the rule does not cover it."""
+    try:
+        return rule()
+    except Wrong as problem:
+        fault = Fault(True, line.order, problem.reason, problem.groups)
+    except Unproved as problem:
+        fault = Fault(False, line.order, problem.reason)
+    return faulty(shape, frozenset([fault]))
+
+
 def faulty(shape: str, faults: frozenset[Fault]) -> Result:
     """Return a result whose every array has these faults."""
     if shape.startswith("("):
         return tuple(faulty(part, faults) for part in leaves(shape))
-    dims = array_shape(shape)
-    return Value(dims, tuple(() for _ in dims), faults=faults)
+    return Value(array_shape(shape), faults=faults)
 
 
 def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
-    faults: frozenset[Fault] = frozenset()
-    for operand in operands:
-        faults |= (
-            _faults(operand)
-            if isinstance(operand, tuple) and not isinstance(operand, Value)
-            else operand.faults
+    return frozenset[Fault]().union(
+        *(
+            operand.faults if isinstance(operand, Value) else _faults(operand)
+            for operand in operands
         )
-    return faults
+    )
 
 
 def join(first: Result, second: Result, line: Line) -> Result:

@@ -5,12 +5,13 @@ to both operands.
 import re
 from collections.abc import Sequence
 
+from shardopt.hlo._hlo_text import window_dims
 from shardopt.hlo.proof._lines import Line
 from shardopt.hlo.proof._rules import product
 from shardopt.hlo.proof._value import Unproved, Value
 
 
-def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
+def convolution(line: Line, values: Sequence[Value]) -> Value:
     """Return the rule of a convolution that is an inner product.
 
     A spatial dim of n elements is common to both operands if the window of size n steps over a left
@@ -19,7 +20,7 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
     """
     left, right = values
     left_labels, right_labels, result_labels = re.split("_|->", line.attributes["dim_labels"])
-    window = dict(re.findall(r"(\w+)=(\S+)", line.attributes.get("window", "{}").strip("{}")))
+    windows = window_dims(line.attributes)
     if any(line.attributes.get(f"{kind}_group_count", "1") != "1" for kind in ("feature", "batch")):
         raise Unproved("no rule covers a convolution in groups.")
     batch, contracting, free_left, free_right = [], [("f", "i")], ["b"], ["o"]
@@ -27,17 +28,8 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
         index = int(label)
         size = left.shape[left_labels.index(label)], right.shape[right_labels.index(label)]
         result = line.dims[result_labels.index(label)]
-        low, high = map(int, _of(window, "pad", index, "0_0").split("_"))
-        stride, spread, reversed_, right_spread = (
-            int(_of(window, key, index, default))
-            for key, default in (
-                ("stride", "1"),
-                ("lhs_dilate", "1"),
-                ("rhs_reversal", "0"),
-                ("rhs_dilate", "1"),
-            )
-        )
-        plain = (stride, spread, right_spread, low, high, reversed_) == (1, 1, 1, 0, 0, 0)
+        _, stride, low, high, spread, dilation, reverse = windows[index]
+        plain = (stride, spread, dilation, low, high, reverse) == (1, 1, 1, 0, 0, 0)
         if plain and size[1] == 1 and result == size[0]:
             free_left.append(label)
         elif plain and size[0] == size[1] and result == 1:
@@ -45,7 +37,7 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
         elif (
             size[0] == 1
             and (low, high) == (size[1] - 1,) * 2
-            and reversed_
+            and reverse
             and result == size[1]
             and stride == 1
         ):
@@ -53,7 +45,7 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
         elif (
             size[0] == size[1] == result == spread
             and stride == max(result - 1, 1)
-            and (low, high, reversed_) == (0, 0, 0)
+            and (low, high, reverse) == (0, 0, 0)
         ):
             batch.append((label, label))
         else:
@@ -75,10 +67,6 @@ def convolution(line: Line, values: Sequence[Value], devices: int) -> Value:
         result.dims[order.index(label)] if label in order else () for label in result_labels
     )
     return Value(line.dims, dims, result.hidden, fill=result.fill)
-
-
-def _of(window: dict[str, str], key: str, index: int, default: str) -> str:
-    return window[key].split("x")[index] if key in window else default
 
 
 def _without(value: Value, labels: str, removed: Sequence[str]) -> tuple[Value, str]:

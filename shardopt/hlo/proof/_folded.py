@@ -10,7 +10,8 @@ import numpy as np
 
 from shardopt.hlo._hlo_text import Module
 from shardopt.hlo.proof._interpret import Interpreter
-from shardopt.hlo.proof._interpret_shards import error_between, read_shape
+from shardopt.hlo.proof._interpret_shards import error_between
+from shardopt.hlo.proof._lines import read_shape
 
 SHORT = {jnp.dtype("bfloat16"): 2.0**-8, np.dtype(np.float16): 2.0**-11}
 """The spacing of short floats, relative to a number."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.hlo.proof._lines import Line
 from shardopt.hlo.proof._lookup import own_rows, scattered_rows, without
-from shardopt.hlo.proof._rules import _elements_to_hidden, _sliced
+from shardopt.hlo.proof._rules import elements_to_hidden, reduced, sliced_dim, unified_operands
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
     Dim,
@@ -20,16 +20,17 @@ from shardopt.hlo.proof._value import (
     Value,
     Wrong,
     added,
+    classes_of,
     is_constant_along,
     is_whole,
     merged_hidden,
+    mixed,
     normal,
-    partition,
     pending,
+    replaced,
     scaled,
     unify,
     used,
-    varies,
     whole,
     with_element,
 )
@@ -39,50 +40,44 @@ def starts_of(value: Value, devices: int) -> np.ndarray | None:
     """Return the start on each device; None if it is unknown."""
     if value.data is None:
         return None
-    return np.broadcast_to(value.data.array.reshape(len(value.data.array)), (devices,)).astype(
-        np.int64
-    )
+    starts = value.data.array.reshape(-1).astype(np.int64)
+    return np.broadcast_to(starts, (devices,))
 
 
-def dynamic_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
+def dynamic_slice(line: Line, values: Sequence[Value]) -> Value:
     """Return the rule of a slice that starts at computed positions."""
     value, indices = values[0], values[1:]
-    dims, hidden = list(value.dims), list(value.hidden)
+    dims, hidden = list(value.dims), value.hidden
     for dim, (size, index) in enumerate(
         zip(line.integers("dynamic_slice_sizes"), indices, strict=True)
     ):
         local = value.shape[dim]
         if size == local:
             continue
-        start = starts_of(index, devices)
+        start = starts_of(index, line.devices)
         if start is None or (start == start[0]).all():
             hidden += _of_index(index, value, line)
             first = 0 if start is None else int(min(max(start[0], 0), local - size))
             if start is None and not (is_whole(dims[dim]) or len(dims[dim]) == 1):
                 raise Unproved("it slices a dim that is made of several pieces.")
-            dims[dim] = _sliced(dims[dim], local, size, first, 1)
+            dims[dim] = sliced_dim(dims[dim], local, size, first, 1)
             if size == 1:
-                for f in dims[dim]:
-                    if f.size > 1 and varies(f.at):
-                        hidden = list(
-                            with_element(tuple(hidden), Hidden("dim", f.at, f.size, line.order))
-                        )
+                _, hidden = elements_to_hidden([dims[dim]], hidden, line.order)
                 dims[dim] = ()
             continue
         start = np.clip(start, 0, local - size)
-        dims[dim], new = _own_block(dims[dim], local, size, start, line.order)
-        for element in new:
-            hidden = list(with_element(tuple(hidden), element))
-    result, remaining = _elements_to_hidden(dims, merged_hidden([tuple(hidden)]), devices)
+        dims[dim], elements = _own_block(dims[dim], local, size, start, line.order)
+        for element in elements:
+            hidden = with_element(hidden, element)
+    result, remaining = elements_to_hidden(dims, merged_hidden([hidden]))
     return Value(line.dims, result, remaining, fill=value.fill)
 
 
-def _of_index(index: Value, value: Value, line: Line) -> list[Hidden]:
+def _of_index(index: Value, value: Value, line: Line) -> tuple[Hidden, ...]:
     hidden = used(index.hidden, line.order)
-    taken = {partition(h.at) for h in pending(value)}
-    if any(partition(h.at) in taken for h in hidden):
+    if classes_of(hidden) & classes_of(pending(value)):
         raise Unproved("each device takes another element of a partial sum.")
-    return list(hidden)
+    return hidden
 
 
 def _own_block(
@@ -107,7 +102,7 @@ def _own_block(
     raise Unproved("each device slices a dim that is made of several pieces.")
 
 
-def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> Value:
+def dynamic_update_slice(line: Line, values: Sequence[Value]) -> Value:
     """Return the rule of an update at computed positions."""
     base, update, indices = values[0], values[1], values[2:]
     if base.parts or update.parts:
@@ -119,7 +114,7 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
         if size == base.shape[dim]:
             same.append((dim, dim))
             continue
-        start = starts_of(index, devices)
+        start = starts_of(index, line.devices)
         by_device = start is not None and bool((start != start[0]).any())
         if (
             start is None
@@ -128,20 +123,19 @@ def dynamic_update_slice(line: Line, values: Sequence[Value], devices: int) -> V
         ):
             index_hidden += used(index.hidden, line.order)
             if not (is_whole(base.dims[dim]) and is_whole(update.dims[dim])):
-                dims[dim] = _updated_piece(base, update, dim, devices)
+                dims[dim] = _updated_piece(base, update, dim)
             else:
-                dims[dim] = whole(base.shape[dim], devices)
+                dims[dim] = whole(base.shape[dim], line.devices)
             continue
         dims[dim], new, update = _padded(
-            base.shape[dim], update, dim, np.clip(start, 0, base.shape[dim] - size), line, devices
+            base.shape[dim], update, dim, np.clip(start, 0, base.shape[dim] - size), line
         )
         padded.append(new)
     common, base, update = unify(base, update, same)
     result = tuple(common.get(i, dim) for i, dim in enumerate(dims))
     hidden = added([base, update], line.order)
-    for h in index_hidden:
-        if partition(h.at) in {partition(other.at) for other in hidden if other.kind in REDUCTIONS}:
-            raise Unproved("each device writes a partial sum to another place.")
+    if classes_of(index_hidden) & classes_of(h for h in hidden if h.kind in REDUCTIONS):
+        raise Unproved("each device writes a partial sum to another place.")
     hidden = merged_hidden([hidden, tuple(index_hidden), tuple(padded)])
     return Value(line.dims, result, hidden, fill=0 if base.zero and update.zero else None)
 
@@ -151,7 +145,7 @@ def _covers(start: np.ndarray, size: int, local: int) -> bool:
     return sorted(set(start.tolist())) == list(range(0, local, size))
 
 
-def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
+def _updated_piece(base: Value, update: Value, dim: int) -> Dim:
     """A device writes its elements at the same place within its piece."""
     size, local = update.shape[dim], base.shape[dim]
     for value, count in ((base, local), (update, size)):
@@ -184,7 +178,7 @@ def _updated_piece(base: Value, update: Value, dim: int, devices: int) -> Dim:
 
 
 def _padded(
-    local: int, update: Value, dim: int, start: np.ndarray, line: Line, devices: int
+    local: int, update: Value, dim: int, start: np.ndarray, line: Line
 ) -> tuple[Dim, Hidden, Value]:
     """Every device writes its piece into zeros, at its place: the sum over devices is the whole
     array.
@@ -220,23 +214,17 @@ def _padded(
                     " array."
                 )
         remaining = tuple(h for h in update.hidden if h not in matching)
-    dims = (*update.dims[:dim], whole(size, devices), *update.dims[dim + 1 :])
-    return whole(local, devices), coordinate, update._replace(dims=dims, hidden=remaining)
+    dims = replaced(update.dims, dim, whole(size, line.devices))
+    return whole(local, line.devices), coordinate, update._replace(dims=dims, hidden=remaining)
 
 
-def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
+def gather(line: Line, values: Sequence[Value]) -> Value:
     """Return the rule of a gather."""
     operand, indices = values
     offset_dims, collapsed = line.integers("offset_dims"), line.integers("collapsed_slice_dims")
     starts, sizes = line.integers("start_index_map"), line.integers("slice_sizes")
     vector_dim = line.integers("index_vector_dim")[0]
-    batching = list(
-        zip(
-            line.integers("operand_batching_dims"),
-            line.integers("start_indices_batching_dims"),
-            strict=True,
-        )
-    )
+    batching = line.pairs("operand_batching_dims", "start_indices_batching_dims")
     if pending(indices):
         indices = indices._replace(hidden=used(indices.hidden, line.order))
     common, operand, indices = unify(operand, indices, batching)
@@ -258,7 +246,7 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
     batch_dims = iter([by_indices.get(j, indices.dims[j]) for j in batch])
     window_dims = iter(
         [
-            operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], devices)
+            operand.dims[i] if sizes[i] == operand.shape[i] else whole(sizes[i], line.devices)
             for i in window
         ]
     )
@@ -268,14 +256,13 @@ def gather(line: Line, values: Sequence[Value], devices: int) -> Value:
     for i in window:
         if i not in starts and sizes[i] != operand.shape[i] and not is_whole(operand.dims[i]):
             raise Unproved("it takes a part of a piece.")
-    taken = {partition(h.at) for h in pending(operand)}
-    if any(partition(h.at) in taken for h in indices.hidden):
+    if classes_of(pending(operand)) & classes_of(indices.hidden):
         raise Unproved("each device looks up other elements of a partial sum.")
     hidden = merged_hidden([operand.hidden, indices.hidden, () if rows is None else (rows.row,)])
     return Value(line.dims, tuple(dims), hidden, note=rows)
 
 
-def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None) -> Value:
+def scatter(line: Line, values: Sequence[Value], kind: str | None) -> Value:
     """Return the rule of a scatter.
 
     `kind` is the reduction of its updates, None if they overwrite.
@@ -287,13 +274,7 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
     )
     scattered = line.integers("scatter_dims_to_operand_dims")
     vector_dim = line.integers("index_vector_dim")[0]
-    batching = list(
-        zip(
-            line.integers("input_batching_dims"),
-            line.integers("scatter_indices_batching_dims"),
-            strict=True,
-        )
-    )
+    batching = line.pairs("input_batching_dims", "scatter_indices_batching_dims")
     indices = indices._replace(hidden=used(indices.hidden, line.order))
     batch_of_indices = [i for i in range(len(indices.shape)) if i != vector_dim]
     batch_of_updates = [i for i in range(len(updates.shape)) if i not in window_dims]
@@ -326,7 +307,7 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
             continue
         if not is_whole(operand.dims[dim]):
             raise Unproved(f"it writes to places of dim {dim}, of which each device holds a piece.")
-        dims[dim] = whole(operand.shape[dim], devices)
+        dims[dim] = whole(operand.shape[dim], line.devices)
     reduced_dims = [i for i, j in pairs if j not in batched]
     terms = Value(
         updates.shape,
@@ -334,45 +315,29 @@ def scatter(line: Line, values: Sequence[Value], devices: int, kind: str | None)
         merged_hidden([updates.hidden, indices.hidden]),
         fill=updates.fill,
     )
-    if pending(updates) and {partition(h.at) for h in pending(updates)} & {
-        partition(h.at) for h in indices.hidden
-    }:
+    if classes_of(pending(updates)) & classes_of(indices.hidden):
         terms = terms._replace(hidden=used(terms.hidden, line.order))
     sums = [f for i in reduced_dims for f in terms.dims[i] if f.size > f.local or f.size == -1]
     if sums and kind is None:
         raise Unproved("devices overwrite elements with their own rows.")
-    from shardopt.hlo.proof._rules import reduced
-
     hidden = reduced(terms, reduced_dims, kind or "add", line) if sums else terms.hidden
     result = terms._replace(hidden=hidden)
     return Value(line.dims, tuple(dims), added([operand, result], line.order, kind or "add"))
-
-
-def sort(line: Line, values: Sequence[Value], devices: int) -> tuple[Value, ...]:
-    """Return the rule of a sort along a dim."""
-    (dim,) = line.integers("dimensions")
-    return along_whole(line, values, [dim])
 
 
 def along_whole(line: Line, values: Sequence[Value], dims: Sequence[int]) -> tuple[Value, ...]:
     """Return the operands after a computation that mixes the elements of some dims, which must be
     whole.
     """
-    from shardopt.hlo.proof._rules import unified_operands
-
     common, operands = unified_operands(values)
     for dim in dims:
         if not is_whole(common[dim]):
             raise Unproved(
                 f"it mixes the elements of dim {dim}, of which each device holds a piece."
             )
-    hidden = merged_hidden(used(value.hidden, line.order) for value in operands)
+    hidden = mixed(operands, line.order)
+    shape = operands[0].shape
     result = tuple(
-        (
-            (Factor(value.shape[i], value.shape[i], scaled(f[0].at, 0)),)
-            if i in dims and (f := common[i])
-            else common[i]
-        )
-        for i, value in ((i, operands[0]) for i in range(len(common)))
+        whole(shape[i], line.devices) if i in dims and dim else dim for i, dim in enumerate(common)
     )
-    return tuple(Value(value.shape, result, hidden) for value in operands)
+    return tuple(Value(shape, result, hidden) for _ in operands)

@@ -4,28 +4,20 @@ This is the second witness of a proof about a compiled program. The rules of the
 part of it.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import (
-    Instruction,
-    Module,
-    attributes,
-    entry_parameters,
-    header_count,
-    operands,
-    parse,
-)
+from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters
+from shardopt.hlo._walk import branches_of
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
     CUSTOM_CALLS,
     UFUNCS,
-    Line,
+    Operation,
     elementwise,
     exact_reciprocals,
     iota,
@@ -36,22 +28,19 @@ from shardopt.hlo.proof._interpret_numpy import (
     wide_float,
     widened,
 )
-from shardopt.hlo.proof._interpret_shards import (
-    cut,
-    error_between,
-    join,
-    read_literal,
-    read_shape,
-    written_shardings,
-)
+from shardopt.hlo.proof._interpret_shards import cut, read_literal, written_shardings
+from shardopt.hlo.proof._lines import Line, lines_of, read_shape, sizes_of_program
 from shardopt.hlo.proof._opened import opened
+from shardopt.trace._primitives import words
 
 Value = Any
 """An array [devices, ...local shape], or a tuple of values."""
 Step = Callable[[Devices, list[Value]], Value]
 MAX_ITERATIONS = 100_000
-_PASSED = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "optimization-barrier")
-_PASSED += ("fusion", "call", "while", "conditional")
+_PASSED = words(
+    "parameter constant tuple get-tuple-element bitcast optimization-barrier fusion call while"
+    " conditional"
+)
 """These compute no numbers of their own."""
 
 
@@ -66,54 +55,6 @@ class CannotInterpretError(NotImplementedError):
         super().__init__(f"interpret: cannot interpret {line}: {reason.rstrip('.')}.")
         self.instruction, self.reason = instruction, reason
         self.waits_forever = any(words in reason for words in collectives.STUCK)
-
-
-def interpret(program: str | Module, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Run a compiled program on all its devices in numpy.
-
-    Args:
-      program: the text of a partitioned HLO module, or the parsed module.
-      inputs: for each parameter an array `[devices, ...local shape]`.
-
-    Returns:
-      For each result an array `[devices, ...local shape]`.
-
-    Raises:
-      CannotInterpretError: if it cannot interpret an instruction, with the instruction and the
-        reason.
-    """
-    return Interpreter(parse(program) if isinstance(program, str) else program).run(inputs)
-
-
-def compare(
-    program: str | Module,
-    inputs: Sequence[np.ndarray],
-    expected: Sequence[np.ndarray],
-    outputs: Sequence[str],
-    *,
-    input_shardings: Sequence[str] | None = None,
-) -> list[float]:
-    """Return the largest error of each result of a partitioned program, relative to one device's
-    largest number.
-
-    Args:
-      program: the text of a partitioned HLO module, or the parsed module.
-      inputs: the whole arguments.
-      expected: the whole results on one device.
-      outputs: the sharding of each result, as HLO text, such as `{devices=[8,1]<=[8]}`.
-      input_shardings: the sharding of each argument; by default those in the text, which XLA:TPU
-        leaves out.
-
-    Raises:
-      CannotInterpretError: if it cannot interpret an instruction.
-      ValueError: if copies of a shard differ between devices.
-    """
-    interpreter = Interpreter(parse(program) if isinstance(program, str) else program)
-    results = interpreter.run(interpreter.shard(inputs, input_shardings))
-    return [
-        error_between(join(shards, sharding), np.asarray(whole))
-        for shards, sharding, whole in zip(results, outputs, expected, strict=True)
-    ]
 
 
 @dataclass
@@ -148,9 +89,7 @@ class Interpreter:
     def __post_init__(self) -> None:
         """Read the number of devices, and make asynchronous instructions synchronous."""
         self.module = opened(self.module)
-        self.replicas, self.partitions = (
-            header_count(self.module.header, key) for key in ("replica_count", "num_partitions")
-        )
+        self.replicas, self.partitions = sizes_of_program(self.module)
 
     @property
     def devices(self) -> Devices:
@@ -224,24 +163,18 @@ class Interpreter:
         return values[root]
 
     def _build(self, name: str) -> tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]:
-        lines = self.module.computations[name]
+        instructions = self.module.computations[name]
+        lines = lines_of(instructions)
         place_of = {line.name: place for place, line in enumerate(lines)}
         steps = []
-        for instruction in lines:
-            names = (
-                []
-                if instruction.opcode in ("constant", "parameter", "iota")
-                else operands(instruction)
-            )
-            if instruction.opcode == "parameter":
-                index = int(operands(instruction)[0])
+        for instruction, line in zip(instructions, lines, strict=True):
+            if line.opcode == "parameter":
+                index = int(line.rest.partition(")")[0])
                 steps.append((lambda devices, values, index=index: index, (-1,), instruction))
                 continue
             try:
-                places = tuple(place_of[operand] for operand in names)
-                shapes = tuple(lines[place].shape for place in places)
-                line = Line(instruction.opcode, instruction.shape, attributes(instruction), shapes)
-                steps.append((self._step_of(instruction, line), places, instruction))
+                places = tuple(place_of[operand] for operand in line.operands)
+                steps.append((self._step_of(line), places, instruction))
             except CannotInterpretError:
                 raise
             except (ValueError, KeyError, IndexError) as error:
@@ -249,56 +182,41 @@ class Interpreter:
         root = next((place for place, line in enumerate(lines) if line.is_root), len(lines) - 1)
         return steps, root
 
-    def _step_of(self, instruction: Instruction, line: Line) -> Step:
-        wide = widened(line) if self.exact else line
+    def _step_of(self, line: Line) -> Step:
+        wide = widened(line) if self.exact and line.opcode != "constant" else line
         if wide == line or not line.reads_bits:
-            return self._step(instruction, wide)
-        step = self._step(instruction, line)  # a number has its bits in its own type
+            return self._step(wide)
+        step = self._step(line)  # a number has its bits in its own type
         source, target = line.operand(0).dtype, wide.result.dtype
         return lambda devices, values: step(devices, [values[0].astype(source)]).astype(target)
 
-    def _step(self, instruction: Instruction, line: Line) -> Step:
-        opcode = line.opcode
+    def _step(self, line: Line) -> Step:
         if operation := elementwise(line) or shaped(line):
-            return lambda devices, values: operation(*values)
-        if opcode == "iota":
-            numbers = iota(line)
-            return lambda devices, values: numbers(len(devices.positions))
-        if opcode == "constant":
-            text = (
-                instruction.rest.partition("), ")[0].rpartition(")")[0]
-                or instruction.rest.partition(")")[0]
-            )
-            literal = read_literal(text, read_shape(instruction.shape)).astype(line.result.dtype)
-            literal = (
-                exact_reciprocals(literal) if self.exact and literal.dtype.kind == "f" else literal
-            )
-            if literal.ndim == 0:
-                literal = np.array(self.moved.get(float(literal), literal), literal.dtype)
-            return lambda devices, values: np.broadcast_to(
-                literal, (len(devices.positions), *literal.shape)
-            )
-        builder = getattr(self, "_" + opcode.replace("-", "_"), None)
+            return _local(operation)
+        builder = getattr(self, "_" + line.opcode.replace("-", "_"), None)
         if builder is None:
-            raise ValueError(f"the opcode {opcode} is not interpreted")
+            raise ValueError(f"the opcode {line.opcode} is not interpreted")
         return builder(line)
 
-    # tuples, calls and control flow
+    def _iota(self, line: Line) -> Step:
+        numbers = iota(line)
+        return lambda devices, values: numbers(len(devices.positions))
 
-    def _tuple(self, line: Line) -> Step:
-        return lambda devices, values: tuple(values)
+    def _constant(self, line: Line) -> Step:
+        rest = line.rest
+        text = rest.partition("), ")[0].rpartition(")")[0] or rest.partition(")")[0]
+        literal = read_literal(text, line.result)
+        if self.exact:
+            literal = literal.astype(widened(line).result.dtype)
+            if literal.dtype.kind == "f":
+                literal = exact_reciprocals(literal)
+        if literal.ndim == 0:
+            literal = np.array(self.moved.get(float(literal), literal), literal.dtype)
+        return lambda devices, values: np.broadcast_to(
+            literal, (len(devices.positions), *literal.shape)
+        )
 
-    def _get_tuple_element(self, line: Line) -> Step:
-        index = int(line.attributes["index"])
-        return lambda devices, values: values[0][index]
-
-    def _optimization_barrier(self, line: Line) -> Step:
-        return lambda devices, values: values[0]
-
-    _opt_barrier = _optimization_barrier
-
-    def _after_all(self, line: Line) -> Step:
-        return lambda devices, values: ()
+    # calls and control flow
 
     def _partition_id(self, line: Line) -> Step:
         return lambda devices, values: (devices.positions % self.partitions).astype(np.uint32)
@@ -307,15 +225,14 @@ class Interpreter:
         return lambda devices, values: (devices.positions // self.partitions).astype(np.uint32)
 
     def _fusion(self, line: Line) -> Step:
-        name = self._callee(line, "calls", "to_apply")
-        return lambda devices, values: self.call(name, devices, values)
+        return lambda devices, values: self.call(line.callee, devices, values)
 
     _call = _fusion
 
     def _while(self, line: Line) -> Step:
         condition, body = (line.attributes[key].lstrip("%") for key in ("condition", "body"))
 
-        def step(devices: Devices, values: list[Value]) -> Value:
+        def step(devices, values):
             state = values[0]
             for _ in range(MAX_ITERATIONS):
                 goes_on = np.asarray(self.call(condition, devices, [state]))
@@ -332,19 +249,10 @@ class Interpreter:
         return step
 
     def _conditional(self, line: Line) -> Step:
-        if "branch_computations" in line.attributes:
-            branches = [
-                name.strip(" %")
-                for name in line.attributes["branch_computations"].strip("{}").split(",")
-            ]
-        else:
-            branches = [
-                line.attributes[key].lstrip("%")
-                for key in ("true_computation", "false_computation")
-            ]
+        branches = branches_of(line.attributes)
         is_boolean = line.operand(0).dtype == np.bool_
 
-        def step(devices: Devices, values: list[Value]) -> Value:
+        def step(devices, values):
             which = (
                 ~values[0] * 1
                 if is_boolean
@@ -368,14 +276,11 @@ class Interpreter:
 
     # reductions by a computation of two numbers
 
-    def _callee(self, line: Line, *keys: str) -> str:
-        return next(line.attributes[key] for key in keys if key in line.attributes).strip("{}% ")
-
     def _combiner(self, line: Line) -> str | None:
         """Return the opcode of a computation of two numbers; None if it is not one of `UFUNCS`."""
         lines = [
             instruction
-            for instruction in self.module.computations[self._callee(line, "to_apply", "calls")]
+            for instruction in self.module.computations[line.callee]
             if instruction.opcode not in ("convert", "parameter", "custom-call")
         ]
         if len(lines) == 1 and lines[0].opcode in UFUNCS:
@@ -405,19 +310,19 @@ class Interpreter:
         )
 
     def _map(self, line: Line) -> Step:
-        name = self._callee(line, "to_apply")
+        name = line.callee
         return lambda devices, values: self._scalars(name, values)
 
     def _reduce(self, line: Line) -> Step:
         name, axes = (
-            self._callee(line, "to_apply"),
-            tuple(dim + 1 for dim in line.dims("dimensions")),
+            line.callee,
+            tuple(dim + 1 for dim in line.integers("dimensions")),
         )
         combiner, count = self._combiner(line), len(line.operand_shapes) // 2
         if count == 1 and combiner in UFUNCS:
             ufunc = UFUNCS[combiner]
 
-            def direct(devices: Devices, values: list[Value]) -> Value:
+            def direct(devices, values):
                 value, initial = values
                 reduced = reduce_rows(ufunc, value, axes)
                 return ufunc(
@@ -426,7 +331,7 @@ class Interpreter:
 
             return direct
 
-        def fold(devices: Devices, values: list[Value]) -> Value:
+        def fold(devices, values):
             kept = [axis for axis in range(values[0].ndim) if axis not in axes]
             shape = tuple(values[0].shape[axis] for axis in kept)
             moved = [value.transpose(*kept, *axes).reshape(*shape, -1) for value in values[:count]]
@@ -437,23 +342,21 @@ class Interpreter:
             for place in range(moved[0].shape[-1]):
                 result = self._scalars(name, [*total, *(value[..., place] for value in moved)])
                 total = list(result) if isinstance(result, tuple) else [result]
-            return tuple(total) if count > 1 else total[0]
+            return line.results(total)
 
         return fold
 
     def _reduce_window(self, line: Line) -> Step:
-        operation = reduce_window(line, self._named_combiner(line))
-        return lambda devices, values: operation(*values)
+        return _local(reduce_window(line, self._named_combiner(line)))
 
     def _scatter(self, line: Line) -> Step:
-        operation = scatter(line, self._named_combiner(line))
-        return lambda devices, values: operation(*values)
+        return _local(scatter(line, self._named_combiner(line)))
 
     def _sort(self, line: Line) -> Step:
         """Sort by neighbours that change places, which is stable."""
-        name, axis = self._callee(line, "to_apply"), line.dims("dimensions")[0] + 1
+        name, axis = line.callee, line.integers("dimensions")[0] + 1
 
-        def step(devices: Devices, values: list[Value]) -> Value:
+        def step(devices, values):
             columns = [np.moveaxis(value, axis, -1).copy() for value in values]
             length = columns[0].shape[-1]
             for turn in range(length):
@@ -470,74 +373,58 @@ class Interpreter:
                         np.where(swaps, b, a),
                         np.where(swaps, a, b),
                     )
-            sorted_values = tuple(np.moveaxis(column, -1, axis) for column in columns)
-            return sorted_values if line.shape.startswith("(") else sorted_values[0]
+            return line.results([np.moveaxis(column, -1, axis) for column in columns])
 
         return step
 
-    def _topk(self, line: Line) -> Step:
-        operation = CUSTOM_CALLS["TopK"](line)
-        return lambda devices, values: operation(*values)
-
     def _custom_call(self, line: Line) -> Step:
-        target = line.attributes.get("custom_call_target", "").strip('"')
-        if target == "AllocateBuffer":
+        if line.target == "AllocateBuffer":
             shape = line.result
             return lambda devices, values: np.zeros(
                 (len(devices.positions), *shape.dims), shape.dtype
             )
-        if target in ("AssumeGatherIndicesInBound", "LayoutConstraint"):
-            return lambda devices, values: values[0]
-        if target not in CUSTOM_CALLS:
-            raise ValueError(f"the custom call {target} is not interpreted")
-        operation = CUSTOM_CALLS[target](line)
-        return lambda devices, values: operation(*values)
+        if line.target not in CUSTOM_CALLS:
+            raise ValueError(f"the custom call {line.target} is not interpreted")
+        return _local(CUSTOM_CALLS[line.target](line))
 
     # collectives
 
-    def _each(
-        self, kind: str, line: Line, move: Callable[[np.ndarray, list[list[int]]], np.ndarray]
-    ) -> Step:
-        groups = collectives.groups_of(kind, line.attributes, self.devices)
-        is_tuple = len(line.operand_shapes) > 1
+    def _collective(self, line: Line) -> Step:
+        """Return a collective whose results follow from the values of a group."""
+        groups = collectives.groups_of(line.opcode, line.attributes, self.devices)
+        dim = (*line.integers("dimensions"), 0)[0]
+        ufunc = UFUNCS[self._named_combiner(line)] if line.opcode in _REDUCTIONS else None
 
-        def step(devices: Devices, values: list[Value]) -> Value:
+        def all_reduce(values):
+            return collectives.copies(values, reduce_rows(ufunc, values, 0))
+
+        def reduce_scatter(values):
+            return np.split(reduce_rows(ufunc, values, 0), len(values), dim)
+
+        def all_gather(values):
+            return collectives.copies(values, np.concatenate(list(values), dim))
+
+        def all_to_all(values):
+            return collectives.all_to_all(values, dim)
+
+        def collective_broadcast(values):
+            return collectives.copies(values, values[0])
+
+        functions = (all_reduce, reduce_scatter, all_gather, all_to_all, collective_broadcast)
+        names = {function.__name__.replace("_", "-"): function for function in functions}
+        function = names[line.opcode]
+
+        def step(devices, values):
             rows = devices.rows(groups)
-            results = tuple(move(value, rows) for value in values)
-            return results if is_tuple else results[0]
+            return line.results([collectives.in_groups(value, rows, function) for value in values])
 
         return step
 
-    def _reduction(self, line: Line) -> collectives.Reduction:
-        ufunc = UFUNCS[self._named_combiner(line)]
-        return functools.partial(_reduce_first, ufunc)
-
-    def _all_reduce(self, line: Line) -> Step:
-        reduction = self._reduction(line)
-        return self._each(
-            "all-reduce", line, lambda value, rows: collectives.all_reduce(value, rows, reduction)
-        )
-
-    def _all_gather(self, line: Line) -> Step:
-        dim = line.dims("dimensions")[0]
-        return self._each(
-            "all-gather", line, lambda value, rows: collectives.all_gather(value, rows, dim)
-        )
-
-    def _reduce_scatter(self, line: Line) -> Step:
-        dim, reduction = line.dims("dimensions")[0], self._reduction(line)
-        return self._each(
-            "reduce-scatter",
-            line,
-            lambda value, rows: collectives.reduce_scatter(value, rows, dim, reduction),
-        )
+    _all_reduce = _reduce_scatter = _all_gather = _collective_broadcast = _collective
 
     def _all_to_all(self, line: Line) -> Step:
         if "dimensions" in line.attributes:
-            dim = line.dims("dimensions")[0]
-            return self._each(
-                "all-to-all", line, lambda value, rows: collectives.all_to_all(value, rows, dim)
-            )
+            return self._collective(line)
         groups = collectives.groups_of("all-to-all", line.attributes, self.devices)
         return lambda devices, values: collectives.exchange(values, devices.rows(groups))
 
@@ -545,27 +432,18 @@ class Interpreter:
         groups = collectives.groups_of("ragged-all-to-all", line.attributes, self.devices)
         return lambda devices, values: collectives.ragged_all_to_all(values, devices.rows(groups))
 
-    def _collective_broadcast(self, line: Line) -> Step:
-        return self._each(
-            "collective-broadcast",
-            line,
-            lambda value, rows: collectives.all_reduce(value, rows, lambda group: group[0]),
+    def _collective_permute(self, line: Line) -> Step:
+        return lambda devices, values: line.results(
+            [collectives.permute(value, line.attributes, devices) for value in values]
         )
 
-    def _collective_permute(self, line: Line) -> Step:
-        is_tuple = len(line.operand_shapes) > 1
 
-        def step(devices: Devices, values: list[Value]) -> Value:
-            results = tuple(
-                collectives.permute(value, line.attributes, devices) for value in values
-            )
-            return results if is_tuple else results[0]
-
-        return step
+_REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
-def _reduce_first(ufunc: Any, values: np.ndarray) -> np.ndarray:
-    return reduce_rows(ufunc, values, 0)
+def _local(operation: Operation) -> Step:
+    """Return an operation that is the same on all devices as a step."""
+    return lambda devices, values: operation(*values)
 
 
 def _size(value: Value) -> int:

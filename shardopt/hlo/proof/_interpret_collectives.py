@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
 
-Reduction = Callable[..., np.ndarray]
+Function = Callable[[np.ndarray], Sequence[np.ndarray] | np.ndarray]
 STUCK = ("waits forever", "receives twice", "do not hold each device once")
 """Parts of the reasons for which no devices can run a program."""
 
@@ -53,45 +53,24 @@ def groups_of(kind: str, attributes: dict[str, str], devices: Devices) -> Groups
     )
 
 
-def all_reduce(value: np.ndarray, rows: list[list[int]], reduction: Reduction) -> np.ndarray:
-    """Return the sum over each group, on each of its devices."""
-    result = np.empty_like(value)
+def in_groups(value: np.ndarray, rows: list[list[int]], function: Function) -> np.ndarray:
+    """Return a function of the values of each group: [members, ...] -> one result per member."""
+    results: list[np.ndarray] = [value] * len(value)
     for members in rows:
-        result[members] = reduction(value[members])
-    return result
+        for row, result in zip(members, function(value[members]), strict=True):
+            results[row] = result
+    return np.stack(results)
 
 
-def all_gather(value: np.ndarray, rows: list[list[int]], dim: int) -> np.ndarray:
-    """Return the members' values one after the other along a dim."""
-    gathered: list[np.ndarray] = [value] * len(value)
-    for members in rows:
-        whole = np.concatenate([value[row] for row in members], dim)
-        for row in members:
-            gathered[row] = whole
-    return np.stack(gathered)
+def copies(values: np.ndarray, result: np.ndarray) -> np.ndarray:
+    """Return the same result for each member of a group."""
+    return np.broadcast_to(result, (len(values), *result.shape))
 
 
-def reduce_scatter(
-    value: np.ndarray, rows: list[list[int]], dim: int, reduction: Reduction
-) -> np.ndarray:
-    """Return each member's part of the sum over its group."""
-    parts: list[np.ndarray] = [value] * len(value)
-    for members in rows:
-        for row, part in zip(
-            members, np.split(reduction(value[members]), len(members), dim), strict=True
-        ):
-            parts[row] = part
-    return np.stack(parts)
-
-
-def all_to_all(value: np.ndarray, rows: list[list[int]], dim: int) -> np.ndarray:
-    """Split a dim between the members, and put together what each received along the same dim."""
-    received: list[np.ndarray] = [value] * len(value)
-    for members in rows:
-        pieces = [np.split(value[row], len(members), dim) for row in members]
-        for place, row in enumerate(members):
-            received[row] = np.concatenate([sent[place] for sent in pieces], dim)
-    return np.stack(received)
+def all_to_all(values: np.ndarray, dim: int) -> list[np.ndarray]:
+    """Split a dim between the members, and join along it the pieces that each receives."""
+    pieces = [np.split(value, len(values), dim) for value in values]
+    return [np.concatenate(received, dim) for received in zip(*pieces, strict=True)]
 
 
 def exchange(values: Sequence[np.ndarray], rows: list[list[int]]) -> tuple[np.ndarray, ...]:

@@ -12,38 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from shardopt.hlo._hlo_text import numbers, window_dims
 from shardopt.hlo.proof._cublas import TARGETS, read_gemm
-from shardopt.hlo.proof._interpret_shards import Shape, from_memory, numbers, read_shape, to_memory
+from shardopt.hlo.proof._interpret_shards import from_memory, to_memory
+from shardopt.hlo.proof._lines import Line, leaves, read_shape
 
 Operation = Callable[..., Any]
-
-
-class Line(NamedTuple):
-    """An instruction with its attributes and the shapes of its result and its operands, as text."""
-
-    opcode: str
-    shape: str
-    attributes: dict[str, str]
-    operand_shapes: tuple[str, ...]
-
-    @property
-    def result(self) -> Shape:
-        """The shape of an array result."""
-        return read_shape(self.shape)
-
-    def operand(self, index: int) -> Shape:
-        """Return the shape of an array operand."""
-        return read_shape(self.operand_shapes[index])
-
-    @property
-    def reads_bits(self) -> bool:
-        """Whether it takes the bits of numbers for numbers of another type."""
-        is_cast = self.opcode in ("bitcast", "bitcast-convert")
-        return is_cast and self.shape.partition("[")[0] != self.operand_shapes[0].partition("[")[0]
-
-    def dims(self, name: str) -> tuple[int, ...]:
-        """Return an attribute that lists dims."""
-        return numbers(self.attributes.get(name, "{}"))
 
 
 _SHORT_FLOAT = re.compile(r"\b(?:bf16|f16|f32)(?=\[)")
@@ -93,22 +67,14 @@ def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     )
 
 
-def _shift(
-    a: np.ndarray, b: np.ndarray, shift: Callable, *, signed: bool, fill: Callable
-) -> np.ndarray:
+def _shift(a: np.ndarray, b: np.ndarray, shift: np.ufunc, kind: str) -> np.ndarray:
+    """Shift the bits of signed or unsigned numbers; far shifts leave the sign, or zeros."""
     bits = a.dtype.itemsize * 8
-    kind = np.dtype(f"{'int' if signed else 'uint'}{bits}")
-    count = b.astype(np.uint64)
-    inside = shift(a.view(kind), np.minimum(count, np.uint64(bits - 1)).astype(kind))
-    return np.where(count < bits, inside, fill(a.view(kind))).astype(kind).view(a.dtype)
-
-
-def _zero(a: np.ndarray) -> np.ndarray:
-    return np.zeros_like(a)
-
-
-def _sign_bits(a: np.ndarray) -> np.ndarray:
-    return np.where(a < 0, -1, 0).astype(a.dtype)
+    value, count = a.view(f"{kind}{bits}"), b.astype(np.uint64)
+    shifted = shift(value, np.minimum(count, np.uint64(bits - 1)).astype(value.dtype))
+    if kind == "uint":
+        shifted = np.where(count < bits, shifted, 0).astype(value.dtype)
+    return shifted.view(a.dtype)
 
 
 def _leading_zeros(a: np.ndarray) -> np.ndarray:
@@ -169,11 +135,9 @@ BINARY: dict[str, Operation] = {
     "xor": np.bitwise_xor,
     "atan2": np.arctan2,
     "mulhi": _high_product,
-    "shift-left": lambda a, b: _shift(a, b, np.left_shift, signed=False, fill=_zero),
-    "shift-right-logical": lambda a, b: _shift(a, b, np.right_shift, signed=False, fill=_zero),
-    "shift-right-arithmetic": lambda a, b: _shift(
-        a, b, np.right_shift, signed=True, fill=_sign_bits
-    ),
+    "shift-left": lambda a, b: _shift(a, b, np.left_shift, "uint"),
+    "shift-right-logical": lambda a, b: _shift(a, b, np.right_shift, "uint"),
+    "shift-right-arithmetic": lambda a, b: _shift(a, b, np.right_shift, "int"),
 }
 COMPARE = {
     "EQ": np.equal,
@@ -200,7 +164,7 @@ def elementwise(line: Line) -> Operation | None:
     if opcode in UNARY or opcode in BINARY:
         function = UNARY.get(opcode) or BINARY[opcode]
 
-        def apply(*values: np.ndarray) -> np.ndarray:
+        def apply(*values):
             result = function(*values)
             return result if result.dtype == dtype else result.astype(dtype)
 
@@ -282,7 +246,7 @@ def _bitcast(line: Line) -> Operation:
     if source.without_ones() == target.without_ones():
         source, target = source._replace(tile=()), target._replace(tile=())
 
-    def apply(value: np.ndarray) -> np.ndarray:
+    def apply(value):
         flat = to_memory(value, source)
         flat = (
             flat if source.dtype == target.dtype else np.ascontiguousarray(flat).view(target.dtype)
@@ -295,7 +259,7 @@ def _bitcast(line: Line) -> Operation:
 def _bitcast_convert(line: Line) -> Operation:
     target = line.result
 
-    def apply(value: np.ndarray) -> np.ndarray:
+    def apply(value):
         wider = target.dtype.itemsize > value.dtype.itemsize
         value = np.ascontiguousarray(
             value if wider or value.dtype.itemsize == target.dtype.itemsize else value[..., None]
@@ -306,9 +270,9 @@ def _bitcast_convert(line: Line) -> Operation:
 
 
 def _broadcast(line: Line) -> Operation:
-    dims, target = line.dims("dimensions"), line.result.dims
+    dims, target = line.integers("dimensions"), line.dims
 
-    def apply(value: np.ndarray) -> np.ndarray:
+    def apply(value):
         sizes = [1] * len(target)
         for dim, size in zip(dims, value.shape[1:], strict=True):
             sizes[dim] = size
@@ -320,43 +284,42 @@ def _broadcast(line: Line) -> Operation:
 
 
 def _transpose(line: Line) -> Operation:
-    axes = (0, *(dim + 1 for dim in line.dims("dimensions")))
+    axes = (0, *(dim + 1 for dim in line.integers("dimensions")))
     return lambda value: value.transpose(axes)
 
 
 def _slice(line: Line) -> Operation:
-    parts = [
-        [int(n) for n in part.split(":")]
-        for part in re.findall(r"\[([\d:]+)\]", line.attributes["slice"])
-    ]
-    window = (slice(None), *(slice(*part) for part in parts))
+    window = (slice(None), *(slice(*bounds) for bounds in line.bounds))
     return lambda value: value[window]
 
 
 def _pad(line: Line) -> Operation:
-    edges = [
-        [int(n) for n in part.split("_")] for part in line.attributes["padding"].split("x") if part
-    ]
-    edges = [[*edge, 0][:3] for edge in edges]
-    target = line.result.dims
+    edges = [(*numbers(part), 0)[:3] for part in line.attributes["padding"].split("x") if part]
+    return lambda value, fill: _padded(value, fill, edges)
 
-    def apply(value: np.ndarray, fill: np.ndarray) -> np.ndarray:
-        result = np.broadcast_to(_spread(fill, value), (len(value), *target)).copy()
-        into, out = [slice(None)], [slice(None)]
-        for (low, _, inner), size, length in zip(edges, value.shape[1:], target, strict=True):
-            step = inner + 1
-            first = max(0, -(low // step)) if low < 0 else 0
-            last = min(size, (length - 1 - low) // step + 1)
-            out.append(slice(first, max(first, last)))
-            into.append(
-                slice(
-                    low + first * step, max(low + (last - 1) * step + 1, low + first * step), step
-                )
-            )
-        result[tuple(into)] = value[tuple(out)]
-        return result
 
-    return apply
+def _padded(value: np.ndarray, fill: np.ndarray, edges: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return values with a number of each device between and around them.
+
+    Args:
+      value: the values.
+      fill: the number.
+      edges: for each dim the numbers before, behind and between; negative edges cut.
+    """
+    shape = [len(value)]
+    into, out = [slice(None)], [slice(None)]
+    for (low, high, inner), size in zip(edges, value.shape[1:], strict=True):
+        step = inner + 1
+        length = low + high + size + max(size - 1, 0) * inner
+        first = max(0, -(low // step)) if low < 0 else 0
+        last = max(first, min(size, (length - 1 - low) // step + 1))
+        start = low + first * step
+        shape.append(length)
+        out.append(slice(first, last))
+        into.append(slice(start, max(low + (last - 1) * step + 1, start), step))
+    result = np.broadcast_to(_spread(fill, value), shape).copy()
+    result[tuple(into)] = value[tuple(out)]
+    return result
 
 
 def iota(line: Line) -> Operation:
@@ -370,7 +333,7 @@ def iota(line: Line) -> Operation:
 
 
 def _concatenate(line: Line) -> Operation:
-    axis = line.dims("dimensions")[0] + 1
+    axis = line.integers("dimensions")[0] + 1
     return lambda *values: np.concatenate(values, axis)
 
 
@@ -395,9 +358,9 @@ def _window(starts: list[np.ndarray], lengths: Sequence[int]) -> tuple[np.ndarra
 
 
 def _dynamic_slice(line: Line) -> Operation:
-    lengths = line.dims("dynamic_slice_sizes")
+    lengths = line.integers("dynamic_slice_sizes")
 
-    def apply(value: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    def apply(value, *starts):
         return (
             value[_window(_starts(starts, value.shape[1:], lengths), lengths)] if lengths else value
         )
@@ -406,7 +369,7 @@ def _dynamic_slice(line: Line) -> Operation:
 
 
 def _dynamic_update_slice(line: Line) -> Operation:
-    def apply(value: np.ndarray, update: np.ndarray, *starts: np.ndarray) -> np.ndarray:
+    def apply(value, update, *starts):
         if not starts:
             return update
         result = value.copy()
@@ -418,10 +381,16 @@ def _dynamic_update_slice(line: Line) -> Operation:
     return apply
 
 
+def _sum_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the type in which sums are taken: fp32 for short floats."""
+    is_short = dtype.kind not in "biufc" or dtype == np.float16
+    return np.dtype(np.float32) if is_short else dtype
+
+
 def _dot(line: Line) -> Operation:
     lhs, rhs, result = line.operand(0), line.operand(1), line.result
     (lb, lc), (rb, rc) = (
-        (line.dims(f"{side}_batch_dims"), line.dims(f"{side}_contracting_dims"))
+        (line.integers(f"{side}_batch_dims"), line.integers(f"{side}_contracting_dims"))
         for side in ("lhs", "rhs")
     )
     lf = [d for d in range(len(lhs.dims)) if d not in (*lb, *lc)]
@@ -435,13 +404,9 @@ def _dot(line: Line) -> Operation:
             [rhs.dims[d] for d in rf],
         )
     )
-    wide = (
-        np.float32
-        if result.dtype.kind not in "iufc" or result.dtype == np.float16
-        else result.dtype
-    )
+    wide = _sum_dtype(result.dtype)
 
-    def apply(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    def apply(a, b):
         a = (
             a.astype(wide)
             .transpose(0, *(d + 1 for d in (*lb, *lf, *lc)))
@@ -460,18 +425,7 @@ def _dot(line: Line) -> Operation:
 def _convolution(line: Line) -> Operation:
     lhs_labels, kernel_labels, out_labels = re.split("_|->", line.attributes["dim_labels"])
     spatial = sorted(label for label in lhs_labels if label.isdigit())
-    window = dict(
-        part.split("=") for part in line.attributes.get("window", "{}").strip("{}").split()
-    )
-
-    def of_window(key: str, default: str) -> list[str]:
-        return window[key].split("x") if key in window else [default] * len(spatial)
-
-    strides, dilations, inner = (
-        [int(n) for n in of_window(key, "1")] for key in ("stride", "rhs_dilate", "lhs_dilate")
-    )
-    pads = [[int(n) for n in pad.split("_")] for pad in of_window("pad", "0_0")]
-    backwards = [flag == "1" for flag in of_window("rhs_reversal", "0")]
+    windows = window_dims(line.attributes)
     groups, batches = (
         int(line.attributes.get(f"{name}_group_count", "1")) for name in ("feature", "batch")
     )
@@ -480,25 +434,27 @@ def _convolution(line: Line) -> Operation:
     result = line.result
     wide = np.float64 if result.dtype == np.float64 else np.float32
 
-    def apply(value: np.ndarray, kernel: np.ndarray) -> np.ndarray:
+    def apply(value, kernel):
         value = value.astype(wide).transpose(
             0, *(lhs_labels.index(label) + 1 for label in ["b", "f", *spatial])
         )
         kernel = kernel.astype(wide).transpose(
             0, *(kernel_labels.index(label) + 1 for label in ["i", "o", *spatial])
         )
-        for dim, (low, high) in enumerate(pads):
-            value = _padded(value, dim + 3, low, high, inner[dim])
+        edges = [(0, 0, 0)] * 2 + [(dim.low, dim.high, dim.spread - 1) for dim in windows]
+        value = _padded(value, np.zeros(len(value), wide), edges)
         sizes = [result.dims[out_labels.index(label)] for label in spatial]
         total = np.zeros((len(value), value.shape[1], kernel.shape[2], *sizes), wide)
         for place in itertools.product(*(range(size) for size in kernel.shape[3:])):
             window = tuple(
-                slice(at * dilation, at * dilation + (size - 1) * stride + 1, stride)
-                for at, dilation, size, stride in zip(place, dilations, sizes, strides, strict=True)
+                slice(
+                    at * dim.dilation, at * dim.dilation + (size - 1) * dim.stride + 1, dim.stride
+                )
+                for at, dim, size in zip(place, windows, sizes, strict=True)
             )
             at = tuple(
-                size - 1 - i if back else i
-                for i, size, back in zip(place, kernel.shape[3:], backwards, strict=True)
+                dim.size - 1 - i if dim.reverse else i
+                for i, dim in zip(place, windows, strict=True)
             )
             total += np.einsum(
                 "nbf...,nfo->nbo...",
@@ -510,18 +466,6 @@ def _convolution(line: Line) -> Operation:
         return total.transpose(order).astype(result.dtype)
 
     return apply
-
-
-def _padded(value: np.ndarray, axis: int, low: int, high: int, step: int) -> np.ndarray:
-    """Return values with zeros between and around them; negative edges cut."""
-    length = (value.shape[axis] - 1) * step + 1
-    wide = np.zeros((*value.shape[:axis], length, *value.shape[axis + 1 :]), value.dtype)
-    wide[(slice(None),) * axis + (slice(None, None, step),)] = value
-    wide = np.pad(
-        wide, [(max(low, 0), max(high, 0)) if dim == axis else (0, 0) for dim in range(value.ndim)]
-    )
-    cut = slice(max(-low, 0), wide.shape[axis] - max(-high, 0))
-    return wide[(slice(None),) * axis + (cut,)]
 
 
 class _GatherDims(NamedTuple):
@@ -582,16 +526,16 @@ class _GatherDims(NamedTuple):
 
 def _gather(line: Line) -> Operation:
     dims = _GatherDims(
-        line.dims("offset_dims"),
-        line.dims("collapsed_slice_dims"),
-        line.dims("start_index_map"),
-        line.dims("operand_batching_dims"),
-        line.dims("start_indices_batching_dims"),
+        line.integers("offset_dims"),
+        line.integers("collapsed_slice_dims"),
+        line.integers("start_index_map"),
+        line.integers("operand_batching_dims"),
+        line.integers("start_indices_batching_dims"),
         int(line.attributes["index_vector_dim"]),
     )
-    lengths, rank = line.dims("slice_sizes"), len(line.result.dims)
+    lengths, rank = line.integers("slice_sizes"), len(line.dims)
 
-    def apply(value: np.ndarray, indexes: np.ndarray) -> np.ndarray:
+    def apply(value, indexes):
         starts = dims.places(value.shape[1:], indexes, lengths)
         starts = [
             np.clip(start, 0, size - length)
@@ -612,11 +556,11 @@ def scatter(line: Line, combine: str) -> Operation:
     if len(line.operand_shapes) != 3:
         raise ValueError("scatters of several arrays are not interpreted")
     dims = _GatherDims(
-        line.dims("update_window_dims"),
-        line.dims("inserted_window_dims"),
-        line.dims("scatter_dims_to_operand_dims"),
-        line.dims("input_batching_dims"),
-        line.dims("scatter_indices_batching_dims"),
+        line.integers("update_window_dims"),
+        line.integers("inserted_window_dims"),
+        line.integers("scatter_dims_to_operand_dims"),
+        line.integers("input_batching_dims"),
+        line.integers("scatter_indices_batching_dims"),
         int(line.attributes["index_vector_dim"]),
     )
     updates_rank = len(line.operand(2).dims)
@@ -628,7 +572,7 @@ def scatter(line: Line, combine: str) -> Operation:
         if dim not in dims.hidden and dim not in dims.operand_batch
     ]
 
-    def apply(value: np.ndarray, indexes: np.ndarray, updates: np.ndarray) -> np.ndarray:
+    def apply(value, indexes, updates):
         lengths = [1] * operand_rank
         for dim, window_dim in zip(shown, dims.window, strict=True):
             lengths[dim] = updates.shape[1 + window_dim]
@@ -643,11 +587,7 @@ def scatter(line: Line, combine: str) -> Operation:
             inside.reshape(*inside.shape, *(1,) * len(dims.window)), updates.shape
         )
         where = tuple(place[mask] for place in full)
-        wide = (
-            np.float32
-            if value.dtype.kind not in "biufc" or value.dtype == np.float16
-            else value.dtype
-        )
+        wide = _sum_dtype(value.dtype)
         result = value.astype(wide)
         if combine == "set":
             result[where] = updates[mask].astype(wide)
@@ -660,35 +600,20 @@ def scatter(line: Line, combine: str) -> Operation:
 
 def reduce_window(line: Line, combine: str) -> Operation:
     """Return a reduction over windows by a ufunc of `UFUNCS`."""
-    window = dict(part.split("=") for part in line.attributes["window"].strip("{}").split())
-    sizes = [int(n) for n in window["size"].split("x")]
-    strides, dilations, inner = (
-        [int(n) for n in window.get(key, "x".join(["1"] * len(sizes))).split("x")]
-        for key in ("stride", "rhs_dilate", "lhs_dilate")
-    )
-    if set(dilations + inner) != {1}:
+    windows = window_dims(line.attributes)
+    if any(dim.dilation != 1 or dim.spread != 1 for dim in windows):
         raise ValueError("dilated windows are not interpreted")
-    pads = [
-        [int(n) for n in pad.split("_")]
-        for pad in window.get("pad", "x".join(["0_0"] * len(sizes))).split("x")
-    ]
+    sizes = [dim.size for dim in windows]
+    strides = [slice(None, None, dim.stride) for dim in windows]
+    edges = [(dim.low, dim.high, 0) for dim in windows]
+    ufunc = UFUNCS[combine]
 
-    def apply(value: np.ndarray, initial: np.ndarray) -> np.ndarray:
-        shape = [size + low + high for size, (low, high) in zip(value.shape[1:], pads, strict=True)]
-        wide = np.broadcast_to(_spread(initial, value), (len(value), *shape)).copy()
-        wide[
-            (
-                slice(None),
-                *(
-                    slice(low, low + size)
-                    for size, (low, _) in zip(value.shape[1:], pads, strict=True)
-                ),
-            )
-        ] = value
+    def apply(value, initial):
+        wide = _padded(value, initial, edges)
         views = np.lib.stride_tricks.sliding_window_view(wide, sizes, tuple(range(1, value.ndim)))
-        views = views[(slice(None), *(slice(None, None, stride) for stride in strides))]
-        reduced = reduce_rows(UFUNCS[combine], views, tuple(range(value.ndim, 2 * value.ndim - 1)))
-        return UFUNCS[combine](reduced, _spread(initial, reduced)).astype(value.dtype)
+        views = views[(slice(None), *strides)]
+        reduced = reduce_rows(ufunc, views, tuple(range(value.ndim, 2 * value.ndim - 1)))
+        return ufunc(reduced, _spread(initial, reduced)).astype(value.dtype)
 
     return apply
 
@@ -697,27 +622,21 @@ def top_k(line: Line) -> Operation:
     """Return the custom call TopK: the largest numbers of the last dim and their places, equal ones
     in order.
     """
-    values, _ = (read_shape(part) for part in _results(line.shape))
+    values, _ = (read_shape(part) for part in leaves(line.shape))
     count = values.dims[-1]
 
-    def apply(value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def apply(value):
         places = np.argsort(-value.astype(np.float64), axis=-1, kind="stable")[..., :count]
         return np.take_along_axis(value, places, -1), places.astype(np.int32)
 
     return apply
 
 
-def _results(shape: str) -> list[str]:
-    from shardopt.hlo._hlo_text import elements
-
-    return elements(shape)
-
-
 def geqrf(line: Line) -> Operation:
     """Return LAPACK's QR factorisation, matrix by matrix."""
     from scipy.linalg import lapack
 
-    def apply(value: np.ndarray) -> tuple[np.ndarray, ...]:
+    def apply(value):
         matrices = value.reshape(-1, *value.shape[-2:])
         (geqrf_of,) = lapack.get_lapack_funcs(("geqrf",), (value,))
         results = [geqrf_of(matrix)[:2] for matrix in matrices]
@@ -731,7 +650,7 @@ def orgqr(line: Line) -> Operation:
     """Return LAPACK's product of Householder reflections, matrix by matrix."""
     from scipy.linalg import lapack
 
-    def apply(value: np.ndarray, taus: np.ndarray) -> np.ndarray:
+    def apply(value, taus):
         matrices, rows = value.reshape(-1, *value.shape[-2:]), taus.reshape(-1, taus.shape[-1])
         (function,) = lapack.get_lapack_funcs(("orgqr",), (value,))
         return np.stack([function(m, t)[0] for m, t in zip(matrices, rows, strict=True)]).reshape(
@@ -745,16 +664,16 @@ def gemm(line: Line) -> Operation:
     """Return a matrix product of cuBLAS; its workspaces are left out."""
     config = read_gemm(line.attributes)
     assert config is not None
-    shape = _results(line.shape)[0]
+    shape = leaves(line.shape)[0]
     pairs = {"batch": config.batch, "contracting": config.contracting}
     sides = [(i, side, key) for i, side in enumerate(("lhs", "rhs")) for key in pairs]
     dims = {
         f"{side}_{key}_dims": f"{{{','.join(str(pair[i]) for pair in pairs[key])}}}"
         for i, side, key in sides
     }
-    product = _dot(Line("dot", shape, dims, line.operand_shapes[:2]))
+    product = _dot(line._replace(shape=shape, attributes=dims))
 
-    def apply(left: np.ndarray, right: np.ndarray, *others: np.ndarray) -> Any:
+    def apply(left, right, *others):
         result = config.alpha * product(left, right)
         if config.beta:
             result = result + config.beta * others[0]
@@ -772,23 +691,37 @@ _FUNCTIONS = {
     "RELU": lambda a: np.maximum(a, 0),
     "GELU": lambda a: a / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (a + 0.044715 * a**3))),
 }
-CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {"TopK": top_k}
-CUSTOM_CALLS |= dict.fromkeys(TARGETS, gemm)
-CUSTOM_CALLS |= {f"lapack_{letter}geqrf_ffi": geqrf for letter in "sd"}
-CUSTOM_CALLS |= {f"lapack_{letter}orgqr_ffi": orgqr for letter in "sd"}
 
 
 def _same(line: Line) -> Operation:
     return lambda value, *_: value
 
 
+CUSTOM_CALLS: dict[str, Callable[[Line], Operation]] = {
+    "TopK": top_k,
+    **dict.fromkeys(TARGETS, gemm),
+    **dict.fromkeys(("AssumeGatherIndicesInBound", "LayoutConstraint"), _same),
+}
+CUSTOM_CALLS |= {f"lapack_{letter}geqrf_ffi": geqrf for letter in "sd"}
+CUSTOM_CALLS |= {f"lapack_{letter}orgqr_ffi": orgqr for letter in "sd"}
+
+
+def _tuple(line: Line) -> Operation:
+    return lambda *values: values
+
+
+def _get_tuple_element(line: Line) -> Operation:
+    index = int(line.attributes["index"])
+    return lambda value: value[index]
+
+
 def _reshape(line: Line) -> Operation:
-    dims = line.result.dims
+    dims = line.dims
     return lambda value: value.reshape(len(value), *dims)
 
 
 def _reverse(line: Line) -> Operation:
-    axes = tuple(dim + 1 for dim in line.dims("dimensions"))
+    axes = tuple(dim + 1 for dim in line.integers("dimensions"))
     return lambda value: np.flip(value, axes)
 
 
@@ -798,7 +731,6 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "broadcast": _broadcast,
     "concatenate": _concatenate,
     "convolution": _convolution,
-    "copy": _same,
     "dot": _dot,
     "dynamic-slice": _dynamic_slice,
     "dynamic-update-slice": _dynamic_update_slice,
@@ -807,5 +739,10 @@ _SHAPED: dict[str, Callable[[Line], Operation]] = {
     "reshape": _reshape,
     "reverse": _reverse,
     "slice": _slice,
+    "topk": top_k,
     "transpose": _transpose,
+    "tuple": _tuple,
+    "get-tuple-element": _get_tuple_element,
+    **dict.fromkeys(("copy", "optimization-barrier", "opt-barrier"), _same),
+    "after-all": lambda line: lambda *_: (),
 }

@@ -3,77 +3,13 @@
 import math
 import re
 from collections.abc import Sequence
-from functools import cache
-from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._errors import format_error
 from shardopt.hlo._collective import read_groups
-from shardopt.hlo._hlo_text import Instruction, attributes
-
-_NUMPY = {
-    "pred": np.bool_,
-    "f16": np.float16,
-    "f32": np.float32,
-    "f64": np.float64,
-    "bf16": jnp.dtype("bfloat16").type,
-}
-_NUMPY |= {
-    f"{kind}{bits}": np.dtype(f"{name}{bits}")
-    for kind, name in (("s", "int"), ("u", "uint"))
-    for bits in (8, 16, 32, 64)
-}
-_NUMPY |= {
-    "s4": jnp.dtype("int4").type,
-    "u4": jnp.dtype("uint4").type,
-    "c64": np.complex64,
-    "c128": np.complex128,
-}
-_NUMPY |= {
-    name: jnp.dtype(f"float8_{name[2:]}").type
-    for name in ("f8e4m3fn", "f8e5m2", "f8e4m3b11fnuz", "f8e4m3", "f8e3m4", "f8e8m0fnu")
-}
-_ARRAY = re.compile(
-    r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?:T\((?P<tile>[\d,]+)\))?[^}]*)?\})?$"
-)
-
-
-class Shape(NamedTuple):
-    """An array of HLO: its type, its dims, its dims from the fastest to the slowest in memory, and
-    its tile.
-    """
-
-    dtype: np.dtype
-    dims: tuple[int, ...]
-    order: tuple[int, ...]
-    tile: tuple[int, ...]
-
-    def without_ones(self) -> list[int]:
-        """Return the dims from the slowest to the fastest in memory, without those of size 1."""
-        return [self.dims[dim] for dim in reversed(self.order) if self.dims[dim] != 1]
-
-
-@cache
-def read_shape(text: str) -> Shape:
-    """Parse `f32[8,4]{1,0:T(8,128)}`; raise ValueError for tuples, dynamic dims and unknown types.
-
-    Example:
-      >>> read_shape("bf16[8,4]{0,1}").order
-      (0, 1)
-    """
-    match = _ARRAY.match(text.strip())
-    if not match or match["dtype"] not in _NUMPY:
-        raise ValueError(f"its shape {text} has no array in numpy")
-    dims = numbers(match["dims"])
-    order = tuple(reversed(range(len(dims)))) if match["order"] is None else numbers(match["order"])
-    return Shape(np.dtype(_NUMPY[match["dtype"]]), dims, order, numbers(match["tile"] or ""))
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """Parse `{1,0}`, `1,0` or the empty text."""
-    return tuple(int(part) for part in text.strip("{} ").split(",") if part.strip())
+from shardopt.hlo._hlo_text import Instruction, attributes, numbers
+from shardopt.hlo.proof._lines import Shape
 
 
 def read_literal(text: str, shape: Shape) -> np.ndarray:
@@ -84,21 +20,19 @@ def read_literal(text: str, shape: Shape) -> np.ndarray:
         )
     if shape.dtype.kind == "c":
         raise ValueError("complex literals are not read")
-    words = (
-        re.sub(r"/\*.*?\*/", " ", text)
-        .replace("{", " ")
-        .replace("}", " ")
-        .replace(",", " ")
-        .split()
-    )
-    integers = shape.dtype.kind in "iub" or "int" in shape.dtype.name
-    words = [{"true": "1", "false": "0"}.get(word, word) for word in words]
-    # a payload of a NaN, `nan(0x400000)`, has no meaning here
-    values = [int(word) if integers else float(word.partition("(")[0]) for word in words]
-    wide = np.array(
-        values, np.float64 if not integers else np.uint64 if shape.dtype.kind == "u" else np.int64
-    )
+    words = words_of_literal(text)
+    if shape.dtype.kind in "iub" or "int" in shape.dtype.name:
+        wide = np.array(list(map(int, words)), np.uint64 if shape.dtype.kind == "u" else np.int64)
+    else:
+        # a payload of a NaN, `nan(0x400000)`, has no meaning here
+        wide = np.array([float(word.partition("(")[0]) for word in words], np.float64)
     return wide.astype(shape.dtype).reshape(shape.dims)
+
+
+def words_of_literal(text: str) -> list[str]:
+    """Return the numbers of a literal, as text."""
+    words = re.sub(r"/\*.*?\*/|[{},]", " ", text).split()
+    return [{"true": "1", "false": "0"}.get(word, word) for word in words]
 
 
 def to_memory(value: np.ndarray, shape: Shape) -> np.ndarray:
@@ -109,51 +43,24 @@ def to_memory(value: np.ndarray, shape: Shape) -> np.ndarray:
     value = value.transpose(0, *(dim + 1 for dim in reversed(shape.order)))
     if not shape.tile or not shape.dims:
         return value.reshape(len(value), -1)
-    outer, inner, padding = _tiling(shape)
-    value = value.reshape(len(value), *(1,) * (len(shape.tile) - len(shape.dims)), *value.shape[1:])
-    value = np.pad(value, [(0, 0), *((0, pad) for pad in padding)])
-    value = value.reshape(
-        len(value), *(size for pair in zip(outer, inner, strict=True) for size in pair)
-    )
-    dims = len(outer)
-    return value.transpose(0, *range(1, 2 * dims, 2), *range(2, 2 * dims + 1, 2)).reshape(
-        len(value), -1
-    )
+    physical = [1] * (len(shape.tile) - len(shape.dims)) + list(value.shape[1:])
+    inner = [1] * (len(physical) - len(shape.tile)) + list(shape.tile)
+    outer = [-(-size // tile) for size, tile in zip(physical, inner, strict=True)]
+    cut = np.zeros((len(value), *(a * b for a, b in zip(outer, inner, strict=True))), value.dtype)
+    cut[(slice(None), *map(slice, physical))] = value.reshape(len(value), *physical)
+    pairs = [size for pair in zip(outer, inner, strict=True) for size in pair]
+    axes = [*range(1, len(pairs), 2), *range(2, len(pairs) + 1, 2)]
+    return cut.reshape(len(value), *pairs).transpose(0, *axes).reshape(len(value), -1)
 
 
 def from_memory(flat: np.ndarray, shape: Shape) -> np.ndarray:
     """Return values [devices, ...] from the order of memory."""
-    physical = [shape.dims[dim] for dim in reversed(shape.order)]
-    if shape.tile and shape.dims:
-        outer, inner, padding = _tiling(shape)
-        dims = len(outer)
-        value = flat.reshape(len(flat), *outer, *inner)
-        value = value.transpose(
-            0, *(axis for dim in range(1, dims + 1) for axis in (dim, dim + dims))
-        )
-        value = value.reshape(len(flat), *(a * b for a, b in zip(outer, inner, strict=True)))
-        value = value[
-            (
-                slice(None),
-                *(slice(0, size - pad) for size, pad in zip(value.shape[1:], padding, strict=True)),
-            )
-        ]
-        flat = value
-    value = flat.reshape(len(flat), *physical)
-    return value.transpose(
-        0, *(1 + tuple(reversed(shape.order)).index(dim) for dim in range(len(shape.dims)))
-    )
-
-
-def _tiling(shape: Shape) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of tiles, the tile and the padding of each dim, from the slowest dim in
-    memory.
-    """
-    physical = [shape.dims[dim] for dim in reversed(shape.order)]
-    physical = [1] * (len(shape.tile) - len(physical)) + physical
-    inner = [1] * (len(physical) - len(shape.tile)) + list(shape.tile)
-    outer = [-(-size // tile) for size, tile in zip(physical, inner, strict=True)]
-    return outer, inner, [a * b - size for a, b, size in zip(outer, inner, physical, strict=True)]
+    count = math.prod(shape.dims)
+    numbers_from_1 = np.arange(1, count + 1).reshape(1, *shape.dims)
+    (order,) = to_memory(numbers_from_1, shape)  # 0 is padding
+    value = np.empty((len(flat), count), flat.dtype)
+    value[:, order[order > 0] - 1] = flat[:, order > 0]
+    return value.reshape(len(flat), *shape.dims)
 
 
 def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:

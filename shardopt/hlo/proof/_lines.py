@@ -2,11 +2,75 @@
 
 import functools
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from shardopt.hlo._hlo_text import Instruction, Module, arrays, attributes, elements, operands
+import jax.numpy as jnp
+import numpy as np
 
-Groups = tuple[tuple[int, ...], ...]
+from shardopt.hlo._hlo_text import (
+    Instruction,
+    Module,
+    arrays,
+    attributes,
+    elements,
+    header_count,
+    numbers,
+    operands,
+)
+
+_BITS = (8, 16, 32, 64)
+INTEGERS = {
+    "pred": np.dtype(bool),
+    **{f"s{bits}": np.dtype(f"int{bits}") for bits in _BITS},
+    **{f"u{bits}": np.dtype(f"uint{bits}") for bits in _BITS},
+}
+"""Types of whole numbers -> their types in numpy."""
+_EIGHT_BITS = ("e4m3fn", "e5m2", "e4m3b11fnuz", "e4m3", "e3m4", "e8m0fnu")
+_NUMPY = {
+    **INTEGERS,
+    **{f"f{bits}": np.dtype(f"float{bits}") for bits in _BITS[1:]},
+    **{f"f8{name}": jnp.dtype(f"float8_{name}") for name in _EIGHT_BITS},
+    "bf16": jnp.dtype("bfloat16"),
+    "s4": jnp.dtype("int4"),
+    "u4": jnp.dtype("uint4"),
+    "c64": np.dtype(np.complex64),
+    "c128": np.dtype(np.complex128),
+}
+_ARRAY = re.compile(
+    r"(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,]*)\](?:\{(?P<order>[\d,]*)(?::(?:T\((?P<tile>[\d,]+)\))?[^}]*)?\})?$"
+)
+
+
+class Shape(NamedTuple):
+    """An array of HLO: its type, its dims, its dims from the fastest to the slowest in memory, and
+    its tile.
+    """
+
+    dtype: np.dtype
+    dims: tuple[int, ...]
+    order: tuple[int, ...]
+    tile: tuple[int, ...]
+
+    def without_ones(self) -> list[int]:
+        """Return the dims from the slowest to the fastest in memory; dims of size 1 are left out."""
+        return [self.dims[dim] for dim in reversed(self.order) if self.dims[dim] != 1]
+
+
+@functools.cache
+def read_shape(text: str) -> Shape:
+    """Parse `f32[8,4]{1,0:T(8,128)}`; raise ValueError for tuples, dynamic dims and unknown types.
+
+    Example:
+      >>> read_shape("bf16[8,4]{0,1}").order
+      (0, 1)
+    """
+    match = _ARRAY.match(text.strip())
+    if not match or match["dtype"] not in _NUMPY:
+        raise ValueError(f"its shape {text} has no array in numpy")
+    dims = numbers(match["dims"])
+    order = tuple(reversed(range(len(dims)))) if match["order"] is None else numbers(match["order"])
+    return Shape(_NUMPY[match["dtype"]], dims, order, numbers(match["tile"] or ""))
 
 
 class Line(NamedTuple):
@@ -14,30 +78,39 @@ class Line(NamedTuple):
 
     Attributes:
       name: its name.
-      opcode: its opcode.
       shape: its shape as text.
-      operands: the names of its operands; the literal of a constant or parameter.
+      opcode: its opcode.
+      rest: the text after the opcode.
+      is_root: whether it is the result of its computation.
+      operands: the names of its operands.
+      operand_shapes: their shapes as text.
       attributes: its attributes as text.
       order: its index in the text of the module.
-      is_root: whether it is the result of its computation.
-      rest: the text after the opcode.
+      devices: the number of devices of the program.
     """
 
     name: str
-    opcode: str
     shape: str
+    opcode: str
+    rest: str
+    is_root: bool
     operands: tuple[str, ...]
+    operand_shapes: tuple[str, ...]
     attributes: dict[str, str]
     order: int
-    is_root: bool
-    rest: str
-
-    def __hash__(self) -> int:
-        return self.order
+    devices: int
 
     def integers(self, key: str) -> tuple[int, ...]:
         """Return an attribute such as `dimensions={0,2}`."""
         return numbers(self.attributes.get(key, ""))
+
+    def pairs(self, *keys: str) -> list[tuple[int, int]]:
+        """Return the pairs of dims that two attributes list."""
+        return list(zip(*map(self.integers, keys), strict=True))
+
+    def results(self, values: Sequence[Any]) -> Any:
+        """Return the values as the result: a tuple, or the only one."""
+        return tuple(values) if self.shape.startswith("(") else values[0]
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -45,53 +118,75 @@ class Line(NamedTuple):
         return array_shape(self.shape)
 
     @property
-    def bounds(self) -> tuple[tuple[int, int, int], ...]:
+    def result(self) -> Shape:
+        """The shape of the result, an array."""
+        return read_shape(self.shape)
+
+    def operand(self, index: int) -> Shape:
+        """Return the shape of an operand, an array."""
+        return read_shape(self.operand_shapes[index])
+
+    @property
+    def reads_bits(self) -> bool:
+        """Whether it takes the bits of numbers for numbers of another type."""
+        is_cast = self.opcode in ("bitcast", "bitcast-convert")
+        return is_cast and dtype_of(self.shape) != dtype_of(self.operand_shapes[0])
+
+    @property
+    def bounds(self) -> list[tuple[int, int, int]]:
         """The (start, stop, stride) of each dim of a slice."""
         parts = [numbers(part) for part in self.attributes["slice"].split("]")]
-        return tuple((part[0], part[1], part[2] if len(part) == 3 else 1) for part in parts if part)
+        return [(*part, 1)[:3] for part in parts if part]  # pyright: ignore[reportReturnType]
 
     @property
     def callee(self) -> str:
         """The computation that it calls or reduces with."""
         return self.attributes.get("calls", self.attributes.get("to_apply", "")).strip("{}% ")
 
+    @property
+    def target(self) -> str:
+        """The target of a custom call."""
+        return self.attributes.get("custom_call_target", "").strip('"')
 
-def read_lines(module: Module) -> tuple[dict[str, tuple[Line, ...]], list[Instruction]]:
-    """Return the lines of every computation, and all instructions by their order."""
-    computations, flat = {}, []
+
+def lines_of(
+    instructions: Sequence[Instruction], first: int = 0, devices: int = 1
+) -> tuple[Line, ...]:
+    """Return the lines of a computation, whose first instruction has the index `first`."""
+    shapes = {instruction.name: instruction.shape for instruction in instructions}
+    lines = []
+    for order, instruction in enumerate(instructions, first):
+        is_literal = instruction.opcode in ("constant", "parameter", "iota")
+        names = () if is_literal else tuple(operands(instruction))
+        shapes_read = tuple(shapes.get(name, "") for name in names)
+        words = attributes(instruction)
+        lines.append(Line(*instruction, names, shapes_read, words, order, devices))
+    return tuple(lines)
+
+
+def sizes_of_program(module: Module) -> tuple[int, int]:
+    """Return the number of replicas, and of partitions of each."""
+    return (
+        header_count(module.header, "replica_count"),
+        header_count(module.header, "num_partitions"),
+    )
+
+
+def read_lines(module: Module) -> dict[str, tuple[Line, ...]]:
+    """Return the lines of every computation."""
+    replicas, partitions = sizes_of_program(module)
+    computations: dict[str, tuple[Line, ...]] = {}
+    first = 0
     for name, instructions in module.computations.items():
-        lines = []
-        for instruction in instructions:
-            literal = instruction.opcode in ("constant", "parameter", "iota")
-            names = () if literal else tuple(operands(instruction))
-            lines.append(
-                Line(
-                    instruction.name,
-                    instruction.opcode,
-                    instruction.shape,
-                    names,
-                    attributes(instruction),
-                    len(flat),
-                    instruction.is_root,
-                    instruction.rest,
-                )
-            )
-            flat.append(instruction)
-        computations[name] = tuple(lines)
-    return computations, flat
-
-
-@functools.cache
-def numbers(text: str) -> tuple[int, ...]:
-    """Return the whole numbers of a text."""
-    return tuple(int(number) for number in re.findall(r"-?\d+", text))
+        computations[name] = lines_of(instructions, first, replicas * partitions)
+        first += len(instructions)
+    return computations
 
 
 @functools.cache
 def array_shape(shape: str) -> tuple[int, ...]:
     """Return the dims of an array shape as text."""
-    first = arrays(shape)[0]
-    return numbers(first[first.index("[") :]) if "[" in first else ()
+    return numbers(arrays(shape)[0].partition("[")[2])
 
 
 @functools.cache

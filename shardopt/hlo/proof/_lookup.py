@@ -24,6 +24,7 @@ from shardopt.hlo.proof._value import (
     unify,
     zeros,
 )
+from shardopt.trace._primitives import words
 
 
 class Shift(NamedTuple):
@@ -56,11 +57,11 @@ class Rows(NamedTuple):
     row: Hidden
 
 
-KEEP = ("broadcast", "reshape", "bitcast", "copy", "convert", "reduce-precision")
+KEEP = words("broadcast reshape bitcast copy convert reduce-precision")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
-def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) -> Value:
+def noted(line: Line, operands: Sequence[Value], result: Value) -> Value:
     """Return the result of an instruction with what is known about the numbers in it."""
     if result.faults or result.data is not None:
         return result
@@ -76,7 +77,7 @@ def noted(line: Line, operands: Sequence[Value], result: Value, devices: int) ->
         return result._replace(note=operands[0].note)
     if result.note is not None:  # set by `looked_up`
         return result
-    return result._replace(note=_note(line, operands, devices))
+    return result._replace(note=_note(line, operands))
 
 
 def _sums(line: Line, operands: Sequence[Value]) -> frozenset[Positions]:
@@ -91,24 +92,13 @@ def _sums(line: Line, operands: Sequence[Value]) -> frozenset[Positions]:
     return frozenset()
 
 
-_LINEAR = (
-    *KEEP,
-    "transpose",
-    "slice",
-    "dynamic-slice",
-    "pad",
-    "reverse",
-    "negate",
-    "divide",
-    "reduce",
-    "copy-start",
-)
+_LINEAR = KEEP | words("transpose slice dynamic-slice pad reverse negate divide reduce")
 
 
-def _note(line: Line, operands: Sequence[Value], devices: int) -> Shift | Range | None:
+def _note(line: Line, operands: Sequence[Value]) -> Shift | Range | None:
     if line.opcode in ("add", "subtract") and len(operands) == 2:
         for value, other in (operands, operands[::-1]):
-            plus = _splat(other, devices)
+            plus = _splat(other, line.devices)
             if (
                 isinstance(value.note, Shift)
                 and plus is not None
@@ -122,17 +112,19 @@ def _note(line: Line, operands: Sequence[Value], devices: int) -> Shift | Range 
             (*operands, direction),
             (*operands[::-1], _MIRRORED.get(direction, "")),
         ):
-            bound = _splat(other, devices)
+            bound = _splat(other, line.devices)
             if isinstance(value.note, Shift) and bound is not None and turned in _MIRRORED:
                 return _bounded(value.note, bound, turned)
-    if line.opcode in ("and", "or") and all(
-        isinstance(operand.note, Range) for operand in operands
-    ):
-        return _both(*(operand.note for operand in operands), inside=line.opcode == "and")  # type: ignore[arg-type]
-    if line.opcode == "not" and isinstance(operands[0].note, Range):
-        return operands[0].note._replace(inside=not operands[0].note.inside)
+    conditions = [value.note for value in operands if isinstance(value.note, Range)]
+    if line.opcode == "not" and conditions:
+        return _negated(conditions[0])
+    if len(conditions) == 2 and line.opcode == "and":
+        return _both(*conditions)
+    if len(conditions) == 2 and line.opcode == "or":
+        both = _both(*map(_negated, conditions))
+        return both and _negated(both)
     if dtype_of(line.shape)[0] in "su" and not line.shape.startswith("("):
-        return Shift(line.order, zeros(devices))
+        return Shift(line.order, zeros(line.devices))
     return None
 
 
@@ -153,31 +145,25 @@ def _bounded(shift: Shift, bound: np.ndarray, direction: str) -> Range:
     return Range(shift.source, Positions.of(limit), None, True)
 
 
-def _both(first: Range, second: Range, *, inside: bool) -> Range | None:
-    """Return the interval that `and` of two conditions within, or `or` of two conditions outside,
-    is about.
-    """
-    if first.source != second.source:
+def _both(first: Range, second: Range) -> Range | None:
+    """Return the interval between two bounds of the same numbers; None for other conditions."""
+    if first.source != second.source or not (first.inside and second.inside):
         return None
-    sides = [_form(condition, inside) for condition in (first, second)]
-    if sides[0] is None or sides[1] is None:
-        return None
-    lows = [side.low for side in sides if side is not None and side.low is not None]
-    highs = [side.high for side in sides if side is not None and side.high is not None]
+    lows = [side.low for side in (first, second) if side.low is not None]
+    highs = [side.high for side in (first, second) if side.high is not None]
     if len(lows) != 1 or len(highs) != 1:
         return None
-    return Range(first.source, lows[0], highs[0], inside)
+    return Range(first.source, lows[0], highs[0], True)
 
 
-def _form(condition: Range, inside: bool) -> Range | None:
-    """Return a one-sided condition as within an interval, or as outside of the other one."""
-    if condition.inside == inside:
-        return condition
-    if condition.low is None and condition.high is not None:
-        return Range(condition.source, Positions.of(condition.high.array + 1), None, inside)
-    if condition.high is None and condition.low is not None:
-        return Range(condition.source, None, Positions.of(condition.low.array - 1), inside)
-    return None
+def _negated(condition: Range) -> Range:
+    """Return the opposite condition: behind a bound, or outside of an interval."""
+    source, low, high, inside = condition
+    if low is None and high is not None:
+        return Range(source, Positions.of(high.array + 1), None, True)
+    if high is None and low is not None:
+        return Range(source, None, Positions.of(low.array - 1), True)
+    return Range(source, low, high, not inside)
 
 
 def own_rows(table: Value, dim: int, indices: Value, order: int) -> tuple[Rows, Value]:
@@ -195,9 +181,8 @@ def own_rows(table: Value, dim: int, indices: Value, order: int) -> tuple[Rows, 
             " starts."
         )
     row = Hidden("device", scaled(factor.at, 1, factor.local), factor.size // factor.local, order)
-    return Rows(
-        note.source, factor.at, Positions.of(factor.at.array + factor.local - 1), row
-    ), without(indices, row)
+    last = Positions.of(factor.at.array + factor.local - 1)
+    return Rows(note.source, factor.at, last, row), without(indices, row)
 
 
 def without(value: Value, row: Hidden) -> Value:

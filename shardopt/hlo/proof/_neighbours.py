@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.hlo.proof._indexing import starts_of
 from shardopt.hlo.proof._lines import Line
-from shardopt.hlo.proof._value import Factor, Positions, Unproved, Value
+from shardopt.hlo.proof._value import Factor, Positions, Unproved, Value, replaced
 
 NOWHERE = -(1 << 60)
 
@@ -48,17 +48,16 @@ def window(
     ):
         return None
     joined = Factor(int(sizes.sum()), factor.size, Positions.of(at))
-    shape, dims = list(value.shape), list(value.dims)
-    shape[dim], dims[dim] = joined.local, (joined,)
-    return value.changed(shape=tuple(shape), dims=tuple(dims))
+    shape, dims = replaced(value.shape, dim, joined.local), replaced(value.dims, dim, (joined,))
+    return value.changed(shape=shape, dims=dims)
 
 
-def block_of(line: Line, interval: Value, indices: Sequence[Value], devices: int) -> Value:
+def block_of(line: Line, interval: Value, indices: Sequence[Value]) -> Value:
     """Return the rule of a dynamic slice of an interval: the slices are the blocks of a dim, from
     its first element on.
     """
     cut = [dim for dim, size in enumerate(line.dims) if size != interval.shape[dim]]
-    starts = starts_of(indices[cut[0]], devices) if len(cut) == 1 else None
+    starts = starts_of(indices[cut[0]], line.devices) if len(cut) == 1 else None
     (factor,) = interval.dims[cut[0]]
     size = line.dims[cut[0]]
     if starts is None or size == 1:
@@ -68,6 +67,5 @@ def block_of(line: Line, interval: Value, indices: Sequence[Value], devices: int
     total = size * len(blocks)
     if (blocks != np.arange(0, total, size)).any() or total > factor.size:
         raise Unproved("its slices of what neighbours joined are not the blocks of a dim.")
-    block = (Factor(size, total, Positions.of(at)),)
-    dims = tuple(block if dim in cut else factors for dim, factors in enumerate(interval.dims))
+    dims = replaced(interval.dims, cut[0], (Factor(size, total, Positions.of(at)),))
     return Value(line.dims, dims, interval.hidden, interval.constant)

@@ -6,37 +6,16 @@ Each piece is followed alone.
 from collections.abc import Callable, Sequence
 
 from shardopt.hlo.proof._lines import Line
-from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along
+from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along, replaced
+from shardopt.trace._primitives import words
 
-Apply = Callable[[Line, Sequence[Value], int], Value]
+Apply = Callable[[Line, Sequence[Value]], Value]
 
-BY_ELEMENT = (
-    "add",
-    "subtract",
-    "multiply",
-    "divide",
-    "maximum",
-    "minimum",
-    "negate",
-    "convert",
-    "copy",
-    "select",
+BY_ELEMENT = words(
+    "add subtract multiply divide maximum minimum negate convert copy select compare and or not abs"
+    " sign sqrt rsqrt exponential log tanh power floor ceil round-nearest-even clamp"
+    " reduce-precision is-finite"
 )
-BY_ELEMENT += (
-    "compare",
-    "and",
-    "or",
-    "not",
-    "abs",
-    "sign",
-    "sqrt",
-    "rsqrt",
-    "exponential",
-    "log",
-    "tanh",
-    "power",
-)
-BY_ELEMENT += ("floor", "ceil", "round-nearest-even", "clamp", "reduce-precision", "is-finite")
 
 
 def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:
@@ -46,7 +25,7 @@ def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:
             "it concatenates pieces of different layouts along a dim that is not the last."
         )
     parts = [part for value in values for part in value.parts or (value,)]
-    return Value(line.dims, tuple(() for _ in line.dims), parts=tuple(parts))
+    return Value(line.dims, parts=tuple(parts))
 
 
 def along(value: Value) -> int:
@@ -57,7 +36,7 @@ def along(value: Value) -> int:
     return sizes[-1] if sizes else len(value.shape) - 1
 
 
-def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) -> Value:
+def by_parts(line: Line, values: Sequence[Value], apply: Apply) -> Value:
     """Apply an instruction to every part."""
     value = next(value for value in values if value.parts)
     dim, parts = along(value), value.parts or ()
@@ -66,13 +45,13 @@ def by_parts(line: Line, values: Sequence[Value], devices: int, apply: Apply) ->
         results = []
         for i, part in enumerate(parts):
             part_line = _resized(line, part.shape)
-            results.append(apply(part_line, [column[i] for column in columns], devices))
-        return Value(line.dims, value.dims, parts=tuple(results))
+            results.append(apply(part_line, [column[i] for column in columns]))
+        return Value(line.dims, parts=tuple(results))
     if line.opcode == "slice":
         if any(line.bounds[i] != (0, size, 1) for i, size in enumerate(value.shape) if i != dim):
             raise Unproved("it slices a bucket along another dim.")
         start, stop, stride = line.bounds[dim]
-        return sliced(value, start, stop, line, devices, apply) if stride == 1 else _refuse(line)
+        return sliced(value, start, stop, line, apply) if stride == 1 else _refuse(line)
     if line.opcode in ("reshape", "bitcast"):
         return with_ones(value, line.dims)
     return _refuse(line)
@@ -99,14 +78,14 @@ def _split(other: Value, value: Value, dim: int) -> list[Value]:
     return [
         other._replace(
             shape=part.shape,
-            dims=(
-                *other.dims[:dim],
+            dims=replaced(
+                other.dims,
+                dim,
                 tuple(
                     f._replace(local=part.shape[dim])
                     for f in other.dims[dim][:1]
                     if part.shape[dim] != 1
                 ),
-                *other.dims[dim + 1 :],
             ),
             data=None,
         )
@@ -114,7 +93,7 @@ def _split(other: Value, value: Value, dim: int) -> list[Value]:
     ]
 
 
-def sliced(value: Value, start: int, stop: int, line: Line, devices: int, apply: Apply) -> Value:
+def sliced(value: Value, start: int, stop: int, line: Line, apply: Apply) -> Value:
     """Return the elements from `start` to `stop` along the dim of the parts."""
     dim, position, taken = along(value), 0, []
     for part in value.parts or ():
@@ -124,18 +103,18 @@ def sliced(value: Value, start: int, stop: int, line: Line, devices: int, apply:
         if low >= high:
             continue
         if (low, high) != (0, size):
-            shape = (*part.shape[:dim], high - low, *part.shape[dim + 1 :])
+            shape = replaced(part.shape, dim, high - low)
             bounds = ",".join(
                 f"[{low}:{high}]" if i == dim else f"[0:{n}]" for i, n in enumerate(part.shape)
             )
             part_line = _resized(line, shape)._replace(
                 opcode="slice", attributes={"slice": "{" + bounds + "}"}
             )
-            part = apply(part_line, [part], devices)
+            part = apply(part_line, [part])
         taken.append(part)
     if len(taken) == 1:
         return taken[0]
-    return Value(line.dims, tuple(() for _ in line.dims), parts=tuple(taken))
+    return Value(line.dims, parts=tuple(taken))
 
 
 def with_ones(value: Value, shape: tuple[int, ...]) -> Value:
@@ -143,7 +122,7 @@ def with_ones(value: Value, shape: tuple[int, ...]) -> Value:
     if [n for n in shape if n != 1] != [n for n in value.shape if n != 1]:
         raise Unproved("it reshapes a bucket of pieces with different layouts.")
     old = along(value)
-    result = Value(shape, tuple(() for _ in shape))
+    result = Value(shape)
     new = along(result)
     parts = []
     for part in value.parts or ():
@@ -152,6 +131,6 @@ def with_ones(value: Value, shape: tuple[int, ...]) -> Value:
         targets = [i for i in range(len(shape)) if shape[i] != 1]
         for i, j in zip(kept, targets, strict=True):
             dims[j] = part.dims[i]
-        part_shape = tuple(part.shape[old] if i == new else n for i, n in enumerate(shape))
+        part_shape = replaced(shape, new, part.shape[old])
         parts.append(part._replace(shape=part_shape, dims=tuple(dims), data=None))
     return result._replace(parts=tuple(parts))

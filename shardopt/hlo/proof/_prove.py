@@ -12,11 +12,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, header_count, parse
+from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, parse
 from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
 from shardopt.hlo.proof._computations import Result, Walk
 from shardopt.hlo.proof._interpret_shards import written_shardings
-from shardopt.hlo.proof._lines import array_shape, leaves, read_lines
+from shardopt.hlo.proof._lines import array_shape, leaves, read_lines, sizes_of_program
 from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, Unknown
@@ -138,7 +138,7 @@ def prove(
     module = opened(written)
     parameters = entry_parameters(module)
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
-        inputs = written_shardings(parameters, _devices(module))
+        inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derivation = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
     if lowered is not None:
@@ -201,7 +201,7 @@ def _derive(
     Raises:
       ValueError: if there is another number of shardings than of parameters or of results.
     """
-    parameters, devices = entry_parameters(module), _devices(module)
+    parameters, devices = entry_parameters(module), math.prod(sizes_of_program(module))
     if len(inputs) != len(parameters):
         problem = (
             f"the program has {len(parameters)} parameters, and {len(inputs)} shardings were"
@@ -216,8 +216,9 @@ def _derive(
         sharded(sharding, array_shape(line.shape), devices)
         for line, sharding in zip(parameters, inputs, strict=True)
     )
-    computations, instructions = read_lines(module)
-    walk = Walk(computations, *_sizes_of_program(module))
+    computations = read_lines(module)
+    instructions = [line for lines in module.computations.values() for line in lines]
+    walk = Walk(computations, *sizes_of_program(module))
     result = walk.run(module.entry, arguments)
     root = next(line for line in computations[module.entry] if line.is_root)
     results = list(zip(_flat(result), _flat_shapes(root.shape), strict=True))
@@ -256,17 +257,6 @@ def _first_wrong(
     if by_rule is not None and (is_named or difference.instruction is None):
         return by_rule
     return _fault_of_difference(difference, derivation)
-
-
-def _sizes_of_program(module: Module) -> tuple[int, int]:
-    """Return the number of replicas, and of partitions of each."""
-    return header_count(module.header, "replica_count"), header_count(
-        module.header, "num_partitions"
-    )
-
-
-def _devices(module: Module) -> int:
-    return math.prod(_sizes_of_program(module))
 
 
 def _fault_of_difference(difference: Difference, derivation: _Derivation) -> Fault:

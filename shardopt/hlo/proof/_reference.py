@@ -7,7 +7,6 @@ written for devices. Here such a body runs on all devices, and everything around
 partitioner and no pass of XLA takes part.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Sequence
@@ -16,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, attributes
-from shardopt.hlo.proof._interpret import Interpreter, Step, Value
+from shardopt.hlo.proof._interpret import Interpreter, Step
 from shardopt.hlo.proof._interpret_collectives import Devices
-from shardopt.hlo.proof._interpret_numpy import Line
 from shardopt.hlo.proof._interpret_shards import same
+from shardopt.hlo.proof._lines import Line
 
 BODY = "xla.sdy.manual_computation_body"
 """The bodies of `shard_map` are computations with such names."""
@@ -75,10 +74,9 @@ class ReferenceInterpreter(Interpreter):
         return value
 
     def _call(self, line: Line) -> Step:
-        name = self._callee(line, "to_apply")
-        is_body = name.startswith(BODY)
+        is_body = line.callee.startswith(BODY)
         return lambda devices, values: self.call(
-            name, self._inside(devices) if is_body else devices, values
+            line.callee, self._inside(devices) if is_body else devices, values
         )
 
     def _inside(self, devices: Devices) -> Devices:
@@ -86,7 +84,7 @@ class ReferenceInterpreter(Interpreter):
         return self.devices if devices.positions[0] == WHOLE else devices
 
     def _custom_call(self, line: Line) -> Step:
-        target = line.attributes.get("custom_call_target", "").strip('"')
+        target = line.target
         if target == "Sharding" or target in (
             "xla.sdy.FuncResultSharding",
             "xla.sdy.PropagationBarrier",
@@ -94,7 +92,7 @@ class ReferenceInterpreter(Interpreter):
             return lambda devices, values: values[0] if len(values) == 1 else tuple(values)
         if target not in ("xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"):
             return super()._custom_call(line)
-        is_tuple, into = line.shape.startswith("("), "GlobalToLocal" in target
+        into = "GlobalToLocal" in target
         text = line.attributes["frontend_attributes"].replace("\\", "")
         manual = re.findall(r'"([^"]+)"', text.partition("manual_axes{")[2].partition("}")[0])
         listed = (
@@ -107,12 +105,11 @@ class ReferenceInterpreter(Interpreter):
             for mesh, dims in shardings
         ]
 
-        def step(devices: Devices, values: list[Value]) -> Value:
-            change = self._cut if into else self._joined
-            results = [
-                change(place, value, devices) for place, value in zip(places, values, strict=True)
-            ]
-            return tuple(results) if is_tuple else results[0]
+        change = self._cut if into else self._joined
+
+        def step(devices, values):
+            pairs = zip(places, values, strict=True)
+            return line.results([change(place, value, devices) for place, value in pairs])
 
         return step
 
@@ -142,26 +139,24 @@ class _Places:
     dims: tuple[tuple[str, ...], ...]
 
     @property
-    def _grid(self) -> np.ndarray:
-        return np.arange(math.prod(self.sizes.values())).reshape(tuple(self.sizes.values()))
+    def _coordinates(self) -> dict[str, np.ndarray]:
+        """Mesh axis -> the coordinate of each device."""
+        sizes = tuple(self.sizes.values())
+        places = np.unravel_index(np.arange(math.prod(sizes)), sizes)
+        return dict(zip(self.sizes, places, strict=True))
 
     def _windows(self, local: tuple[int, ...]) -> list[tuple[slice, ...]]:
         """Return the place of each device's piece."""
-        coordinates = dict(
-            zip(self.sizes, np.indices(self._grid.shape).reshape(len(self.sizes), -1), strict=True)
-        )
-        windows = []
-        for device in range(self._grid.size):
-            starts = []
-            for axes, size in zip(self.dims, local, strict=True):
-                index = 0
-                for axis in axes:
-                    index = index * self.sizes[axis] + int(coordinates[axis][device])
-                starts.append(index * size)
-            windows.append(
-                tuple(slice(at, at + size) for at, size in zip(starts, local, strict=True))
-            )
-        return windows
+        coordinates, starts = self._coordinates, []
+        for axes, size in zip(self.dims, local, strict=True):
+            index = np.zeros(math.prod(self.sizes.values()), int)
+            for axis in axes:
+                index = index * self.sizes[axis] + coordinates[axis]
+            starts.append(index * size)
+        return [
+            tuple(slice(at, at + size) for at, size in zip(place, local, strict=True))
+            for place in zip(*(at.tolist() for at in starts), strict=True)
+        ]
 
     def _pieces(self, axes: tuple[str, ...]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
@@ -188,19 +183,17 @@ class _Places:
         if not any(self.dims):
             return value[: len(targets)]
         local = value.shape[1:]
+        split = {axis for axes in self.dims for axis in axes}
         whole_shape = tuple(
             size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True)
         )
-        split = [list(self.sizes).index(axis) for axes in self.dims for axis in axes]
-        grid, windows = self._grid, self._windows(local)
+        windows = self._windows(local)
+        others = [place for axis, place in self._coordinates.items() if axis not in split]
         row_of = {int(device): row for row, device in enumerate(devices.positions)}
         result = np.empty((len(targets), *whole_shape), value.dtype)
         for row, target in enumerate(targets):
-            place = [int(index) for index in np.unravel_index(int(target), grid.shape)]
-            for indexes in itertools.product(*(range(grid.shape[axis]) for axis in split)):
-                for axis, index in zip(split, indexes, strict=True):
-                    place[axis] = index
-                device = int(grid[tuple(place)])
+            is_neighbour = np.all([place == place[target] for place in others], axis=0)
+            for device in np.flatnonzero(np.broadcast_to(is_neighbour, len(windows))).tolist():
                 result[row][windows[device]] = value[row_of[device]]
         return result
 

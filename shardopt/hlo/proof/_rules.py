@@ -1,17 +1,19 @@
 """What each local instruction does to the pieces that devices hold: the rules of the derivation."""
 
 import math
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardopt.hlo.proof._lines import Line, dtype_of, major_to_minor, numbers
+from shardopt.hlo._hlo_text import numbers, window_dims
+from shardopt.hlo.proof._lines import Line, dtype_of, major_to_minor
 from shardopt.hlo.proof._lookup import masked
 from shardopt.hlo.proof._numbers import evaluate, known
+from shardopt.hlo.proof._parts import as_parts, by_parts
 from shardopt.hlo.proof._value import (
     INPUT,
     REDUCTIONS,
+    SLICED,
     Dim,
     Factor,
     Hidden,
@@ -21,15 +23,19 @@ from shardopt.hlo.proof._value import (
     Wrong,
     added,
     all_multiples,
+    as_own,
+    classes_of,
     cut_beside,
     determines,
     is_constant_along,
     is_whole,
     merged_hidden,
+    mixed,
     multiplied,
     normal,
     partition,
     pending,
+    replaced,
     same_everywhere,
     scaled,
     split_dims,
@@ -40,40 +46,36 @@ from shardopt.hlo.proof._value import (
     with_element,
     without_known_devices,
 )
+from shardopt.trace._primitives import words
 
-Rule = Callable[[Line, Sequence[Value], int], Value]
+Rule = Callable[[Line, Sequence[Value]], Value]
 
 
-def apply(line: Line, values: Sequence[Value], devices: int) -> Value:
+def apply(line: Line, values: Sequence[Value]) -> Value:
     """Return the value of a local instruction with one array as its result."""
-    if (data := evaluate(line, values, devices)) is not None:
-        return known(data, devices, line.order)
+    if (data := evaluate(line, values)) is not None:
+        return known(data, line)
     if any(value.parts for value in values):
-        return _by_parts(line, values, devices)
+        return by_parts(line, values, apply)
     rule = _RULES.get(line.opcode)
     if rule is None:
         raise Unproved(f"no rule covers {line.opcode}.")
-    value = rule(line, values, devices)
+    value = rule(line, values)
     constant = all(operand.constant for operand in values)
     return without_known_devices(value._replace(constant=constant))
 
 
-def _by_parts(line: Line, values: Sequence[Value], devices: int) -> Value:
-    """Apply an instruction to each piece of a concatenation."""
-    from shardopt.hlo.proof._parts import by_parts
-
-    return by_parts(line, values, devices, apply)
-
-
-def unified_operands(values: Sequence[Value]) -> tuple[tuple[Dim, ...], list[Value]]:
+def unified_operands(
+    values: Sequence[Value], without: int | None = None
+) -> tuple[tuple[Dim, ...], list[Value]]:
     """Return the dims that operands of equal shape have in common, and the operands without what
-    became visible.
+    became visible. The dim `without` may differ.
     """
-    pairs = [(i, i) for i in range(len(values[0].shape))]
+    pairs = [(i, i) for i in range(len(values[0].shape)) if i != without]
     common = values[0]
     for value in values[1:]:
         dims, common, _ = unify(common, value, pairs)
-        common = common._replace(dims=tuple(dims[i] for i, _ in pairs))
+        common = common._replace(dims=tuple(dims.get(i, d) for i, d in enumerate(common.dims)))
     frame = Value(common.shape, common.dims)
     return common.dims, [unify(frame, value, pairs)[2] for value in values]
 
@@ -81,44 +83,40 @@ def unified_operands(values: Sequence[Value]) -> tuple[tuple[Dim, ...], list[Val
 # elementwise
 
 
-def _linear(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _linear(line: Line, values: Sequence[Value]) -> Value:
     dims, operands = unified_operands(values)
     return Value(line.dims, dims, added(operands, line.order))
 
 
-def _same_kind(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _same_kind(line: Line, values: Sequence[Value]) -> Value:
     """Maximum of maxima, and so on; other terms are used on their own."""
     dims, operands = unified_operands(values)
     if all({h.kind for h in pending(value)} <= {line.opcode} for value in operands):
-        reductions = [{partition(h.at) for h in pending(value)} for value in operands]
+        reductions = [classes_of(pending(value)) for value in operands]
         if all(r == reductions[0] for r in reductions):
             return Value(line.dims, dims, merged_hidden(value.hidden for value in operands))
-    return Value(
-        line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands)
-    )
+    return Value(line.dims, dims, mixed(operands, line.order))
 
 
-def _product(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _product(line: Line, values: Sequence[Value]) -> Value:
     dims, operands = unified_operands(values)
     _check_blocks(operands)
     return Value(line.dims, dims, multiplied(operands, line.order))
 
 
-def _quotient(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _quotient(line: Line, values: Sequence[Value]) -> Value:
     dims, (dividend, divisor) = unified_operands(values)
     _check_blocks([dividend, divisor])
     divisor = divisor._replace(hidden=used(divisor.hidden, line.order))
     return Value(line.dims, dims, multiplied([dividend, divisor], line.order))
 
 
-def _nonlinear(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _nonlinear(line: Line, values: Sequence[Value]) -> Value:
     if not values:
-        return Value(line.dims, tuple(whole(size, devices) for size in line.dims))
+        return Value(line.dims, tuple(whole(size, line.devices) for size in line.dims))
     dims, operands = unified_operands(_scalars_broadcast(values, line))
     _check_blocks(operands)
-    return Value(
-        line.dims, dims, merged_hidden(used(value.hidden, line.order) for value in operands)
-    )
+    return Value(line.dims, dims, mixed(operands, line.order))
 
 
 def _check_blocks(operands: Sequence[Value]) -> None:
@@ -126,18 +124,16 @@ def _check_blocks(operands: Sequence[Value]) -> None:
     or a missing reduction.
     """
     for value in operands:
-        for h in value.hidden:
-            if h.kind not in ("own", *REDUCTIONS):
-                continue
-            for other in operands:
-                for i, dim in enumerate(other.dims):
-                    for factor in dim:
-                        if (
-                            factor.size > factor.local
-                            and partition(factor.at) is partition(h.at)
-                            and is_constant_along(value.dims[i])
-                        ):
-                            raise Unproved(AMBIGUOUS)
+        dims = [i for i, dim in enumerate(value.dims) if is_constant_along(dim)]
+        for other in operands:
+            _check_pieces(value, ("own", *REDUCTIONS), other, dims)
+
+
+def _check_pieces(value: Value, kinds: Sequence[str], other: Value, dims: Sequence[int]) -> None:
+    terms = classes_of(h for h in value.hidden if h.kind in kinds)
+    factors = [factor for i in dims for factor in other.dims[i] if factor.size > factor.local]
+    if any(partition(factor.at) in terms for factor in factors):
+        raise Unproved(AMBIGUOUS)
 
 
 AMBIGUOUS = (
@@ -152,7 +148,7 @@ def _scalars_broadcast(values: Sequence[Value], line: Line) -> list[Value]:
         (
             value._replace(
                 shape=line.dims,
-                dims=tuple(_constant_dim(size, value) for size in line.dims),
+                dims=tuple(same_everywhere(size, line.devices) for size in line.dims),
                 data=None,
             )
             if value.shape != line.dims and not value.shape
@@ -162,29 +158,7 @@ def _scalars_broadcast(values: Sequence[Value], line: Line) -> list[Value]:
     ]
 
 
-def _constant_dim(size: int, like: Value) -> Dim:
-    return (Factor(size, 0, _zero_of(like)),) if size != 1 else ()
-
-
-def _zero_of(value: Value) -> Positions:
-    for dim in value.dims:
-        for factor in dim:
-            return scaled(factor.at, 0)
-    for hidden in value.hidden:
-        return scaled(hidden.at, 0)
-    return _ZERO[0]
-
-
-_ZERO: list[Positions] = []
-"""Position 0 on all devices of the program that is being read; `set_devices` sets it."""
-
-
-def set_devices(devices: int) -> None:
-    """Set the number of devices of the program."""
-    _ZERO[:] = [Positions.of(np.zeros(devices, np.int64))]
-
-
-def _select(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _select(line: Line, values: Sequence[Value]) -> Value:
     if (term := masked(line, values)) is not None:
         return term
     dims, (predicate, first, second) = unified_operands(_scalars_broadcast(values, line))
@@ -193,7 +167,7 @@ def _select(line: Line, values: Sequence[Value], devices: int) -> Value:
     return Value(line.dims, dims, multiplied([branches, predicate], line.order))
 
 
-def _passed(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _passed(line: Line, values: Sequence[Value]) -> Value:
     """Copies, conversions between floats, optimisation barriers."""
     value = values[0]
     source_is_float = True
@@ -206,9 +180,9 @@ def _passed(line: Line, values: Sequence[Value], devices: int) -> Value:
 # shapes
 
 
-def _broadcast(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _broadcast(line: Line, values: Sequence[Value]) -> Value:
     value, mapping = values[0], line.integers("dimensions")
-    dims = [same_everywhere(size, devices) for size in line.dims]
+    dims = [same_everywhere(size, line.devices) for size in line.dims]
     for source, target in enumerate(mapping):
         if value.shape[source] == line.dims[target]:
             dims[target] = value.dims[source]
@@ -217,7 +191,7 @@ def _broadcast(line: Line, values: Sequence[Value], devices: int) -> Value:
     return Value(line.dims, tuple(dims), hidden, fill=value.fill)
 
 
-def _reshape(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _reshape(line: Line, values: Sequence[Value]) -> Value:
     return reshaped(values[0], line.dims)
 
 
@@ -229,10 +203,11 @@ def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
     )
 
 
-def bitcast(value: Value, source: str, target: str, shape: tuple[int, ...]) -> Value:
+def bitcast(line: Line, value: Value) -> Value:
     """Return the value of a bitcast between two shapes with layouts: a transpose, a reshape and a
     transpose.
     """
+    source, target, shape = line.operand_shapes[0], line.shape, line.dims
     if dtype_of(source) != dtype_of(target) and math.prod(shape) != math.prod(value.shape):
         raise Unproved("the bitcast changes the number of elements.")
     order, new_order = major_to_minor(source), major_to_minor(target)
@@ -243,7 +218,7 @@ def bitcast(value: Value, source: str, target: str, shape: tuple[int, ...]) -> V
     return transposed(result, tuple(new_order.index(dim) for dim in range(len(new_order))))
 
 
-def _transpose(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _transpose(line: Line, values: Sequence[Value]) -> Value:
     return transposed(values[0], line.integers("dimensions"))
 
 
@@ -277,7 +252,7 @@ def placed(value: Value) -> Value:
     )
 
 
-def _reverse(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _reverse(line: Line, values: Sequence[Value]) -> Value:
     for dim in line.integers("dimensions"):
         _check_whole(values[0], dim, "reverses")
     return values[0].changed(fill=values[0].fill)
@@ -288,18 +263,18 @@ def _check_whole(value: Value, dim: int, verb: str) -> None:
         raise Unproved(f"it {verb} dim {dim}, of which each device holds a piece.")
 
 
-def _slice(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _slice(line: Line, values: Sequence[Value]) -> Value:
     value = values[0]
     dims = list(value.dims)
     for dim, ((start, stop, stride), size) in enumerate(zip(line.bounds, value.shape, strict=True)):
         count = len(range(start, stop, stride))
         if count != size:
-            dims[dim] = _sliced(value.dims[dim], size, count, start, stride)
-    result, hidden = _elements_to_hidden(dims, cut_beside(value, line.dims), devices)
+            dims[dim] = sliced_dim(value.dims[dim], size, count, start, stride)
+    result, hidden = elements_to_hidden(dims, cut_beside(value, line.dims))
     return Value(line.dims, result, hidden, fill=value.fill)
 
 
-def _sliced(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
+def sliced_dim(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
     """Return the dim of which every device takes the same `count` of its `size` elements."""
     if is_constant_along(dim):
         return tuple(factor._replace(local=count) for factor in dim[:1])
@@ -326,25 +301,18 @@ def _sliced(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
     raise Unproved("it slices a dim that is made of several pieces.")
 
 
-def _elements_to_hidden(
-    dims: Sequence[Dim], hidden: tuple[Hidden, ...], devices: int
+def elements_to_hidden(
+    dims: Sequence[Dim], hidden: tuple[Hidden, ...], order: int = SLICED
 ) -> tuple[tuple[Dim, ...], tuple[Hidden, ...]]:
     """Make factors with one element hidden."""
-    found = hidden
-    remaining = []
-    for dim in dims:
-        for factor in dim:
-            if factor.local == 1 and factor.size > 1 and varies(factor.at):
-                found = with_element(found, Hidden("dim", factor.at, factor.size, SLICED))
-        remaining.append(normal(tuple(factor for factor in dim if factor.local != 1)))
-    return tuple(remaining), merged_hidden([found])
+    for factor in (factor for dim in dims for factor in dim):
+        if factor.local == 1 and factor.size > 1 and varies(factor.at):
+            hidden = with_element(hidden, Hidden("dim", factor.at, factor.size, order))
+    remaining = tuple(normal(tuple(f for f in dim if f.local != 1)) for dim in dims)
+    return remaining, merged_hidden([hidden])
 
 
-SLICED = -3
-"""The origin of dims of which a slice leaves one element on each device."""
-
-
-def _pad(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _pad(line: Line, values: Sequence[Value]) -> Value:
     value, padding = values
     if pending(value) and not padding.zero:
         raise Wrong("it pads a partial sum with numbers that are not 0.")
@@ -352,7 +320,7 @@ def _pad(line: Line, values: Sequence[Value], devices: int) -> Value:
     for dim, size in enumerate(line.dims):
         if size != value.shape[dim]:
             _check_whole(value, dim, "pads")
-            dims[dim] = whole(size, devices)
+            dims[dim] = whole(size, line.devices)
     for dim, part in enumerate(line.attributes["padding"].split("x")):
         if value.shape[dim] == line.dims[dim] and any(numbers(part)):
             _check_whole(value, dim, "pads")
@@ -360,56 +328,36 @@ def _pad(line: Line, values: Sequence[Value], devices: int) -> Value:
     return Value(line.dims, tuple(dims), hidden, fill=0 if value.zero and padding.zero else None)
 
 
-def _concatenate(line: Line, values: Sequence[Value], devices: int) -> Value:
-    (dim,) = line.integers("dimensions")
-    return concatenated(values, dim, line, devices)
-
-
-def concatenated(values: Sequence[Value], dim: int, line: Line, devices: int) -> Value:
+def _concatenate(line: Line, values: Sequence[Value]) -> Value:
     """Return the concatenation of values along a dim; as parts, if their pieces differ."""
-    from shardopt.hlo.proof._parts import as_parts
-
-    others = [i for i in range(len(line.dims)) if i != dim]
+    (dim,) = line.integers("dimensions")
     try:
-        common, hidden = values[0], []
-        for value in values[1:]:
-            dims, common, _ = unify(common, value, [(i, i) for i in others])
-            common = common._replace(
-                dims=tuple(dims.get(i, common.dims[i]) for i in range(len(line.dims)))
-            )
-        frame = Value(common.shape, common.dims)
-        operands = [unify(frame, value, [(i, i) for i in others])[2] for value in values]
+        common, operands = unified_operands(values, without=dim)
         hidden = added(operands, line.order)
-        kinds = [
-            {(h.at, h.count) for h in operand.hidden} for operand in operands if not operand.zero
-        ]
-        joined_dim = _joined_dim(
-            [operand.dims[dim] for operand in operands], [v.shape[dim] for v in values], devices
-        )
+        joined_dim = _joined_dim(operands, dim, line.devices)
+        kinds = [{(h.at, h.count) for h in value.hidden} for value in operands if not value.zero]
         if any(kind != kinds[0] for kind in kinds):
             raise Unproved("")
     except (Wrong, Unproved):
         return as_parts(values, dim, line)
-    result = tuple(joined_dim if i == dim else common.dims[i] for i in range(len(line.dims)))
     fills = {value.fill for value in values}
-    return Value(line.dims, result, hidden, fill=fills.pop() if len(fills) == 1 else None)
+    fill = fills.pop() if len(fills) == 1 else None
+    return Value(line.dims, replaced(common, dim, joined_dim), hidden, fill=fill)
 
 
-def _joined_dim(dims: Sequence[Dim], sizes: Sequence[int], devices: int) -> Dim:
+def _joined_dim(values: Sequence[Value], dim: int, devices: int) -> Dim:
+    dims, sizes = [value.dims[dim] for value in values], [value.shape[dim] for value in values]
     total = sum(sizes)
-    if all(is_constant_along(dim) or is_whole(dim) for dim in dims):
+    if all(is_constant_along(joined) or is_whole(joined) for joined in dims):
         return whole(total, devices)
-    if len(dims[0]) != 1 or dims[0][0].size <= 0 or not all_multiples(dims[0][0].at, sizes[0]):
+    first = dims[0]
+    if len(first) != 1 or first[0].size <= 0 or not all_multiples(first[0].at, sizes[0]):
         raise Unproved("")
-    blocks = dims[0][0].size // sizes[0], scaled(dims[0][0].at, 1, sizes[0])
-    for dim, size in zip(dims, sizes, strict=True):
-        if (
-            len(dim) != 1
-            or dim[0].size != blocks[0] * size
-            or dim[0].at is not scaled(blocks[1], size)
-        ):
+    count, at = first[0].size // sizes[0], scaled(first[0].at, 1, sizes[0])
+    for joined, size in zip(dims, sizes, strict=True):
+        if [(f.size, f.at) for f in joined] != [(count * size, scaled(at, size))]:
             raise Unproved("")
-    return (Factor(total, blocks[0] * total, scaled(blocks[1], total)),)
+    return (Factor(total, count * total, scaled(at, total)),)
 
 
 # reductions and products
@@ -458,15 +406,9 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
     """Return a reduction of one array."""
     removed = line.integers("dimensions")
     if kind != "add":
+        others = [h for h in pending(value) if h.kind != kind]
         value = value._replace(
-            hidden=tuple(
-                (
-                    h
-                    if h.kind not in REDUCTIONS or h.kind == kind
-                    else h._replace(kind="own", origin=line.order)
-                )
-                for h in value.hidden
-            )
+            hidden=tuple(as_own(h, line.order) if h in others else h for h in value.hidden)
         )
     hidden = reduced(value, removed, kind, line)
     sums = [h for h in hidden if h.kind == "add"]
@@ -476,28 +418,22 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
     return Value(line.dims, dims, hidden, fill=0 if value.zero and initial.zero else None)
 
 
-def _reduce_window(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _reduce_window(line: Line, values: Sequence[Value]) -> Value:
     """Return the rule of cumulative sums and pooling: a dim with a window must be whole."""
     value, _ = values
-    window = dict(re.findall(r"(\w+)=(\S+)", line.attributes["window"].strip("{}")))
     dims = list(value.dims)
-    for dim, size in enumerate(window["size"].split("x")):
-        if int(size) != 1 or line.dims[dim] != value.shape[dim]:
+    for dim, window in enumerate(window_dims(line.attributes)):
+        if window.size != 1 or line.dims[dim] != value.shape[dim]:
             _check_whole(value, dim, "reduces windows of")
-            dims[dim] = whole(line.dims[dim], devices)
+            dims[dim] = whole(line.dims[dim], line.devices)
     return Value(line.dims, tuple(dims), used(value.hidden, line.order))
 
 
-def _dot(line: Line, values: Sequence[Value], devices: int) -> Value:
+def _dot(line: Line, values: Sequence[Value]) -> Value:
     left, right = values
-    contracting = list(
-        zip(
-            line.integers("lhs_contracting_dims"),
-            line.integers("rhs_contracting_dims"),
-            strict=True,
-        )
+    batch, contracting = (
+        line.pairs(f"lhs_{kind}_dims", f"rhs_{kind}_dims") for kind in ("batch", "contracting")
     )
-    batch = list(zip(line.integers("lhs_batch_dims"), line.integers("rhs_batch_dims"), strict=True))
     return product(line, left, right, batch, contracting)
 
 
@@ -510,101 +446,42 @@ def product(
 ) -> Value:
     """Return a dot product: dims in the order batch, left, right."""
     common, left, right = unify(left, right, [*batch, *contracting])
-    _check_heads(left, right, [j for _, j in [*batch, *contracting]])
-    _check_heads(right, left, [i for i, _ in [*batch, *contracting]])
-    summed = left._replace(dims=tuple(common.get(i, dim) for i, dim in enumerate(left.dims)))
-    hidden = multiplied([left, right], line.order)
-    pieces = Value(left.shape, summed.dims, hidden)
+    of_left, of_right = map(list, zip(*batch, *contracting, strict=True)) if common else ([], [])
+    free_left = [i for i in range(len(left.shape)) if i not in of_left]
+    free_right = [j for j in range(len(right.shape)) if j not in of_right]
+    # one head per device, or a missing sum
+    _check_pieces(left, ("own", "add"), right, free_right)
+    _check_pieces(right, ("own", "add"), left, free_left)
+    terms = multiplied([left, right], line.order)
+    pieces = Value(left.shape, tuple(common.get(i, dim) for i, dim in enumerate(left.dims)), terms)
     hidden = reduced(pieces, [i for i, _ in contracting], "add", line)
-    before = {
-        (partition(h.at))
-        for h in multiplied([left, right], line.order)
-        if h.kind in ("own", *REDUCTIONS)
-    }
+    before = classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS))
     for h in hidden:
         if h.kind == "add" and h.origin == line.order and partition(h.at) in before:
             raise Unproved(
                 "it contracts a dim over the same devices as a sum that is not complete."
             )
-    taken_left, taken_right = (
-        {i for i, _ in [*batch, *contracting]},
-        {j for _, j in [*batch, *contracting]},
-    )
+    places = [(left, i) for i, _ in batch]
+    places += [(left, i) for i in free_left]
+    places += [(right, j) for j in free_right]
+    shape = tuple(value.shape[i] for value, i in places)
     dims = [common[i] for i, _ in batch]
-    dims += [dim for i, dim in enumerate(left.dims) if i not in taken_left]
-    dims += [dim for j, dim in enumerate(right.dims) if j not in taken_right]
-    shape = [left.shape[i] for i, _ in batch]
-    shape += [size for i, size in enumerate(left.shape) if i not in taken_left]
-    shape += [size for j, size in enumerate(right.shape) if j not in taken_right]
-    return Value(tuple(shape), tuple(dims), hidden, fill=0 if left.zero or right.zero else None)
+    dims += [value.dims[i] for value, i in places[len(batch) :]]
+    return Value(shape, tuple(dims), hidden, fill=0 if left.zero or right.zero else None)
 
 
-def _check_heads(value: Value, other: Value, common: Sequence[int]) -> None:
-    """A sum over the pieces of a dim, used on its own with these pieces: one head per device, or a
-    missing sum.
-    """
-    for h in value.hidden:
-        if h.kind not in ("own", "add"):
-            continue
-        for i, dim in enumerate(other.dims):
-            for factor in dim:
-                if (
-                    i not in common
-                    and factor.size > factor.local
-                    and partition(factor.at) is partition(h.at)
-                ):
-                    raise Unproved(AMBIGUOUS)
-
-
-_ELEMENTWISE = (
-    "exponential",
-    "exponential-minus-one",
-    "log",
-    "log-plus-one",
-    "tanh",
-    "logistic",
-    "sqrt",
-    "rsqrt",
+_NONLINEAR = words(
+    "exponential exponential-minus-one log log-plus-one tanh logistic sqrt rsqrt cbrt power sine"
+    " cosine tan abs sign floor ceil round-nearest-even round-nearest-afz is-finite not xor compare"
+    " atan2 remainder shift-left shift-right-logical shift-right-arithmetic popcnt clz erf clamp"
+    " mulhi stochastic-convert bitcast-convert"
 )
-_ELEMENTWISE += (
-    "cbrt",
-    "power",
-    "sine",
-    "cosine",
-    "tan",
-    "abs",
-    "sign",
-    "floor",
-    "ceil",
-    "round-nearest-even",
-)
-_ELEMENTWISE += (
-    "round-nearest-afz",
-    "is-finite",
-    "not",
-    "xor",
-    "compare",
-    "atan2",
-    "remainder",
-    "shift-left",
-)
-_ELEMENTWISE += (
-    "shift-right-logical",
-    "shift-right-arithmetic",
-    "popcnt",
-    "clz",
-    "erf",
-    "clamp",
-    "mulhi",
-)
-_ELEMENTWISE += ("stochastic-convert", "bitcast-convert")
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _nonlinear),
-    **dict.fromkeys(["add", "subtract", "complex"], _linear),
-    **dict.fromkeys(["maximum", "minimum", "and", "or"], _same_kind),
+    **dict.fromkeys(_NONLINEAR, _nonlinear),
+    **dict.fromkeys(words("add subtract complex"), _linear),
+    **dict.fromkeys(words("maximum minimum and or"), _same_kind),
     **dict.fromkeys(
-        ["copy", "convert", "negate", "reduce-precision", "real", "imag", "optimization-barrier"],
-        _passed,
+        words("copy convert negate reduce-precision real imag optimization-barrier"), _passed
     ),
     "multiply": _product,
     "divide": _quotient,

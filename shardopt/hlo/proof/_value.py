@@ -9,12 +9,15 @@ yet, a dim of which every device holds one element, or a choice by the number of
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from shardopt.hlo.proof._lookup import Range, Rows, Shift
+
+
+T = TypeVar("T")
 
 
 class Positions:
@@ -135,7 +138,7 @@ class Value(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...] = ()
     hidden: tuple[Hidden, ...] = ()
     constant: bool = False
     fill: float | None = None
@@ -176,7 +179,14 @@ INPUT = -1
 """The origin of dims of which the program gets one element on each device."""
 SCATTERED = -2
 """The origin of dims of which a collective leaves one element on each device."""
+SLICED = -3
+"""The origin of dims of which a slice leaves one element on each device."""
 _RANK = {"own": 4, **dict.fromkeys(REDUCTIONS, 3), "device": 2, "dim": 1}
+
+
+def replaced(items: tuple[T, ...], index: int, new: T) -> tuple[T, ...]:
+    """Return a tuple with another item."""
+    return (*items[:index], new, *items[index + 1 :])
 
 
 def zeros(devices: int) -> Positions:
@@ -409,8 +419,7 @@ def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | 
         # array
         if same or (hidden.kind == "device" and determines([other.at], hidden.at)):
             remaining = tuple(h for h in value.hidden if h is not hidden)
-            dims = (*value.dims[:dim], (other,), *value.dims[dim + 1 :])
-            return value._replace(dims=dims, hidden=remaining)
+            return value._replace(dims=replaced(value.dims, dim, (other,)), hidden=remaining)
     return None
 
 
@@ -459,13 +468,26 @@ def pending(value: Value) -> tuple[Hidden, ...]:
     return tuple(h for h in value.hidden if h.kind in REDUCTIONS)
 
 
+def classes_of(hidden: Iterable[Hidden]) -> set[Positions]:
+    """Return the classes of devices of each coordinate."""
+    return {partition(h.at) for h in hidden}
+
+
+def as_own(hidden: Hidden, order: int) -> Hidden:
+    """Return the coordinate of a term of a reduction that is used on its own."""
+    return hidden._replace(kind="own", origin=order)
+
+
 def used(hidden: tuple[Hidden, ...], order: int) -> tuple[Hidden, ...]:
     """Return the coordinates after a use that is not linear: terms of a reduction are used on their
     own.
     """
-    return tuple(
-        h._replace(kind="own", origin=order) if h.kind in REDUCTIONS else h for h in hidden
-    )
+    return tuple(as_own(h, order) if h.kind in REDUCTIONS else h for h in hidden)
+
+
+def mixed(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
+    """Return the coordinates of a function of values that is not linear in any of them."""
+    return merged_hidden(used(value.hidden, order) for value in values)
 
 
 def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidden, ...]:
@@ -482,21 +504,13 @@ def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidde
         for classes, reduction in reductions.items():
             same = [h for h in hidden if partition(h.at) is classes and h.count == reduction.count]
             if not same:
-                hidden = (*hidden, reduction._replace(kind="own", origin=order))
-                continue
-            changed_kind = "own" if "own" in {h.kind for h in same} else reduction.kind
-            if changed_kind != kind:
-                changed_kind = "own"
-            hidden = tuple(
-                (
-                    h._replace(
-                        kind=changed_kind, origin=order if changed_kind == "own" else h.origin
-                    )
-                    if h in same and h.kind != changed_kind
-                    else h
+                hidden = (*hidden, as_own(reduction, order))
+            elif reduction.kind != kind or any(h.kind == "own" for h in same):
+                hidden = tuple(
+                    as_own(h, order) if h in same and h.kind != "own" else h for h in hidden
                 )
-                for h in hidden
-            )
+            else:
+                hidden = tuple(h._replace(kind=kind) if h in same else h for h in hidden)
         changed.append(hidden)
     return merged_hidden(changed)
 
@@ -505,14 +519,12 @@ def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
     """Return the coordinates of a product: linear in each operand, and in no two at once."""
     hidden: list[tuple[Hidden, ...]] = []
     for i, value in enumerate(values):
-        others = {partition(h.at) for j, other in enumerate(values) if j != i for h in other.hidden}
+        others = classes_of(h for j, other in enumerate(values) if j != i for h in other.hidden)
         hidden.append(
             tuple(
-                (
-                    h._replace(kind="own", origin=order)
-                    if h.kind in REDUCTIONS and (h.kind != "add" or partition(h.at) in others)
-                    else h
-                )
+                as_own(h, order)
+                if h.kind in REDUCTIONS and (h.kind != "add" or partition(h.at) in others)
+                else h
                 for h in value.hidden
             )
         )

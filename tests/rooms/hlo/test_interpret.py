@@ -11,13 +11,14 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.interpreted import compare, interpret
 from support.paths import PROGRAMS
 from support.scripts import imported
 
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof import _interpret as interpreter
 from shardopt.hlo.proof import prove
-from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter, compare, interpret
+from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._text import full_text, lowered_text
@@ -236,7 +237,7 @@ def test_mutants_are_wrong_or_equivalent(mutants):
     wrong = {kind for kind, change in changes.items() if change > mutants.CHANGED}
     assert wrong == {"cut the group", "drop", "double", "another reduction"}
     assert changes.keys() - wrong == {"another order"}
-    assert Interpreter(interpreter.parse(SUM)).partitions == 2
+    assert Interpreter(parse(SUM)).partitions == 2
 
 
 def nested(x, w):

@@ -14,12 +14,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support.interpreted import interpret
 from support.scripts import imported
 from support.table import STRATEGIES
 
 import shardopt as so
 from shardopt.hlo import Problem, Proof, prove
-from shardopt.hlo.proof._interpret import interpret
 from shardopt.hlo.proof._text import text_of
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
