@@ -158,9 +158,8 @@ def prove(
         fault.order: Unknown(
             instructions[fault.order].name, instructions[fault.order].opcode, fault.reason
         )
-        for fault in sorted(
-            (fault for fault in faults if not fault.wrong), key=lambda fault: fault.order
-        )
+        for fault in sorted(faults)
+        if not fault.wrong
     }
     problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
     verdict = (
@@ -245,9 +244,7 @@ def _first_wrong(
     """Return the fault to report: the first one that a rule finds, or the one that the comparison
     finds.
     """
-    by_rule = min(
-        (fault for fault in faults if fault.wrong), key=lambda fault: fault.order, default=None
-    )
+    by_rule = min((fault for fault in faults if fault.wrong), default=None)
     if difference is None:
         return by_rule
     instructions = derivation.instructions
