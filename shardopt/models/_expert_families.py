@@ -223,31 +223,6 @@ def _shared(prefix: str) -> dict[str, str]:
     return {f"{prefix}.{name}_proj.weight": f"shared/{name}" for name in ("gate", "up", "down")}
 
 
-_LLAMA = base.LLAMA_DEFAULTS
-_SIGMOID_DEFAULTS = _LLAMA | {
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-}
-_LATENT_DEFAULTS = _SIGMOID_DEFAULTS | {
-    "q_lora_rank": 1536,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_interleave": True,
-}
-_GLM_DEFAULTS = _SIGMOID_DEFAULTS | {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "n_routed_experts": 128,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "partial_rotary_factor": 0.5,
-    "moe_intermediate_size": 1408,
-}
 _EXPERTS = {"mlp.gate.weight": "router/kernel"} | _of_each_expert("mlp.experts")
 _SIGMOID_EXPERTS = (
     _EXPERTS
@@ -255,7 +230,6 @@ _SIGMOID_EXPERTS = (
     | {"mlp.gate.e_score_correction_bias": "router/choice_bias"}
 )
 _BLOCK = base.PRE_NORMS | base.ATTENTION | _EXPERTS
-_TWO_OF_EIGHT = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _MIXTRAL_BLOCK = (
     base.PRE_NORMS
     | base.QKV
@@ -273,108 +247,22 @@ _LATENT = {
 } | base.OUT
 
 FAMILIES: dict[str, Family] = {
-    "mixtral": Family(
-        "MixtralForCausalLM",
-        base.MISTRAL_DEFAULTS
-        | {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "sliding_window": None}
-        | _TWO_OF_EIGHT,
-        _mixtral,
-        _MIXTRAL_BLOCK,
-    ),
+    "mixtral": Family(_mixtral, _MIXTRAL_BLOCK),
     "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 16,
-            "max_position_embeddings": 32768,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-            "num_experts_per_tok": 4,
-            "num_experts": 60,
-            "qkv_bias": True,
-        },
         _qwen2_moe,
         _BLOCK
         | _shared("mlp.shared_expert")
         | {"mlp.shared_expert_gate.weight": "router/shared_gate"},
     ),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM",
-        base.QWEN_DEFAULTS
-        | {
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 768,
-            "num_experts_per_tok": 8,
-        },
-        _qwen3_moe,
-        _BLOCK,
-    ),
-    "olmoe": Family(
-        "OlmoeForCausalLM",
-        _LLAMA
-        | {
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_experts_per_tok": 8,
-            "num_experts": 64,
-        },
-        _olmoe,
-        _BLOCK,
-    ),
-    "flex_olmo": Family(
-        "FlexOlmoForCausalLM",
-        _LLAMA
-        | {
-            "max_position_embeddings": 4096,
-            "rope_theta": 5e5,
-            "num_experts_per_tok": 5,
-            "num_experts": 7,
-        },
-        _flex_olmo,
-        POST_NORM_BLOCK | _EXPERTS,
-    ),
+    "qwen3_moe": Family(_qwen3_moe, _BLOCK),
+    "olmoe": Family(_olmoe, _BLOCK),
+    "flex_olmo": Family(_flex_olmo, POST_NORM_BLOCK | _EXPERTS),
     "mellum": Family(
-        "MellumForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "sliding_window": 1024,
-            "num_local_experts": 64,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 896,
-            "norm_topk_prob": True,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            },
-        },
         _mellum,
         _BLOCK,
         ignored=(r"^mtp\.",),
     ),
     "gpt_oss": Family(
-        "GptOssForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 150_000.0,
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 150_000.0,
-                "factor": 32.0,
-                "truncate": False,
-                "original_max_position_embeddings": 4096,
-            },
-            "sliding_window": 128,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-            "attention_bias": True,
-        },
         _gpt_oss,
         base.PRE_NORMS
         | base.QKV
@@ -390,72 +278,18 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "deepseek_v3": Family(
-        "DeepseekV3ForCausalLM",
-        _LATENT_DEFAULTS
-        | {
-            "max_position_embeddings": 4096,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-            "first_k_dense_replace": 3,
-        },
         _deepseek_v3,
         base.PRE_NORMS | _LATENT | base.MLP | _SIGMOID_EXPERTS,
         has_predictors=True,
     ),
-    "youtu": Family(
-        "YoutuForCausalLM",
-        _LATENT_DEFAULTS | {"max_position_embeddings": 131072, "tie_word_embeddings": True},
-        _youtu,
-        base.PRE_NORMS | _LATENT | base.MLP,
-    ),
+    "youtu": Family(_youtu, base.PRE_NORMS | _LATENT | base.MLP),
     "glm4_moe_lite": Family(
-        "Glm4MoeLiteForCausalLM",
-        _LATENT_DEFAULTS
-        | {
-            "max_position_embeddings": 202752,
-            "rms_norm_eps": 1e-5,
-            "q_lora_rank": 768,
-            "qk_nope_head_dim": 192,
-            "v_head_dim": 256,
-            "n_routed_experts": 64,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1536,
-            "routed_scaling_factor": 1.8,
-        },
         _glm4_moe_lite,
         base.PRE_NORMS | _LATENT | base.MLP | _SIGMOID_EXPERTS,
         has_predictors=True,
     ),
-    "solar_open": Family(
-        "SolarOpenForCausalLM",
-        _GLM_DEFAULTS
-        | {
-            "head_dim": 128,
-            "rope_theta": 1e6,
-            "partial_rotary_factor": 1.0,
-            "moe_intermediate_size": 1280,
-        },
-        _solar_open,
-        base.PRE_NORMS | base.QKV | base.OUT | _SIGMOID_EXPERTS,
-    ),
+    "solar_open": Family(_solar_open, base.PRE_NORMS | base.QKV | base.OUT | _SIGMOID_EXPERTS),
     "minimax_m2": Family(
-        "MiniMaxM2ForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 196608,
-            "rope_theta": 5e6,
-            "partial_rotary_factor": None,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-        },
         _minimax_m2,
         _MIXTRAL_BLOCK
         | {
@@ -464,22 +298,8 @@ FAMILIES: dict[str, Family] = {
             "block_sparse_moe.e_score_correction_bias": "router/choice_bias",
         },
     ),
-    "dots1": Family(
-        "Dots1ForCausalLM",
-        _SIGMOID_DEFAULTS
-        | {
-            "num_key_value_heads": 32,
-            "norm_topk_prob": False,
-            "moe_intermediate_size": 1408,
-            "sliding_window": 4096,
-            "max_window_layers": 62,
-        },
-        _dots1,
-        base.LLAMA_BLOCK | _SIGMOID_EXPERTS,
-    ),
+    "dots1": Family(_dots1, base.LLAMA_BLOCK | _SIGMOID_EXPERTS),
     "glm4_moe": Family(
-        "Glm4MoeForCausalLM",
-        _GLM_DEFAULTS | {"first_k_dense_replace": 1},
         _glm4_moe,
         base.LLAMA_BLOCK | _SIGMOID_EXPERTS,
         has_predictors=True,

@@ -1,5 +1,8 @@
 """The families that `from_pretrained` reads, and the types that it refuses with a reason."""
 
+import json
+from pathlib import Path
+
 from shardopt.models import (
     _expert_families,
     _layer_norm_families,
@@ -8,12 +11,18 @@ from shardopt.models import (
 )
 from shardopt.models._family import Family
 
-FAMILIES: dict[str, Family] = (
-    _pre_norm_families.FAMILIES
-    | _post_norm_families.FAMILIES
-    | _layer_norm_families.FAMILIES
-    | _expert_families.FAMILIES
-)
+_PUBLISHED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
+"""model_type -> its classes, and what its config.json means where it leaves a field out."""
+
+FAMILIES: dict[str, Family] = {
+    name: family._replace(**_PUBLISHED[name])
+    for name, family in (
+        _pre_norm_families.FAMILIES
+        | _post_norm_families.FAMILIES
+        | _layer_norm_families.FAMILIES
+        | _expert_families.FAMILIES
+    ).items()
+}
 """model_type of config.json -> family."""
 
 _BIASES_ON_SCORES = "positions are added to the scores of attention (alibi)"

@@ -2,7 +2,7 @@
 many have.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from shardopt.models._decoder_config import BlockKind
@@ -21,43 +21,6 @@ ACTIVATIONS = {
     "relu": "relu",
     "relu2": "relu_squared",
 }
-
-
-class Family(NamedTuple):
-    """A family of models.
-
-    Attributes:
-      architecture: the class in transformers, and others of the same mathematics, with spaces
-        between them.
-      defaults: config.json's fields that may be absent, with transformers' defaults.
-      read: returns the fields of `DecoderConfig` for a config.json.
-      block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the
-        tensor joins. "{e}" is the number of an expert.
-      outer: tensor name -> leaf outside of blocks.
-      prefix: the prefix of a block's tensors, with "{i}" for its number.
-      transposed: whether the weights of linear layers are stored [out, in].
-      ignored: regular expressions of tensors that are no weights.
-      optional: the beginning of names that files may leave out.
-      by_head: names in `block` whose tensors join leaves head by head, not one after the other.
-      has_predictors: whether files may have blocks after the last one, which predict further tokens
-        in training.
-    """
-
-    architecture: str
-    defaults: Mapping[str, Any]
-    read: Reader
-    block: Leaves
-    outer: Mapping[str, str] = {
-        "model.embed_tokens.weight": "embedding",
-        "model.norm.weight": "norm",
-        "lm_head.weight": "head",
-    }
-    prefix: str = "model.layers.{i}."
-    transposed: bool = True
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
-    optional: str = ""
-    by_head: frozenset[str] = frozenset()
-    has_predictors: bool = False
 
 
 def with_biases(modules: Leaves) -> dict[str, str | tuple[str, ...]]:
@@ -88,24 +51,41 @@ ATTENTION = (
 MLP = with_biases({f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")})
 LLAMA_BLOCK = PRE_NORMS | ATTENTION | MLP
 
-LLAMA_DEFAULTS: dict[str, Any] = {
-    "hidden_act": "silu",
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10_000.0,
-    "tie_word_embeddings": False,
-}
-MISTRAL_DEFAULTS = LLAMA_DEFAULTS | {
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
-QWEN_DEFAULTS = LLAMA_DEFAULTS | {
-    "num_key_value_heads": 32,
-    "max_position_embeddings": 32768,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
+
+class Family(NamedTuple):
+    """A family of models.
+
+    Attributes:
+      read: returns the fields of `DecoderConfig` for a config.json.
+      block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the
+        tensor joins. "{e}" is the number of an expert.
+      outer: tensor name -> leaf outside of blocks.
+      prefix: the prefix of a block's tensors, with "{i}" for its number.
+      transposed: whether the weights of linear layers are stored [out, in].
+      ignored: regular expressions of tensors that are no weights.
+      optional: the beginning of names that files may leave out.
+      by_head: names in `block` whose tensors join leaves head by head, not one after the other.
+      has_predictors: whether files may have blocks after the last one, which predict further tokens
+        in training.
+      architectures: the class in transformers, and others of the same mathematics.
+      defaults: config.json's fields that may be absent, with transformers' defaults.
+    """
+
+    read: Reader
+    block: Leaves = LLAMA_BLOCK
+    outer: Mapping[str, str] = {
+        "model.embed_tokens.weight": "embedding",
+        "model.norm.weight": "norm",
+        "lm_head.weight": "head",
+    }
+    prefix: str = "model.layers.{i}."
+    transposed: bool = True
+    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    optional: str = ""
+    by_head: frozenset[str] = frozenset()
+    has_predictors: bool = False
+    architectures: Sequence[str] = ()
+    defaults: Mapping[str, Any] = {}
 
 
 def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:

@@ -9,60 +9,23 @@ from typing import Any
 from shardopt.core._errors import error_text
 from shardopt.models._decoder_config import BlockKind
 from shardopt.models._rope import Rope
+from shardopt.trace._primitives import words
 
 NEUTRAL = frozenset(
-    [
-        *(
-            "architectures",
-            "auto_map",
-            "dtype",
-            "model_type",
-            "torch_dtype",
-            "transformers_version",
-            "tokenizer_class",
-        ),
-        *(
-            "_attn_implementation",
-            "_attn_implementation_autoset",
-            "_name_or_path",
-            "_sliding_window_pattern",
-        ),
-        *(
-            "unsloth_fixed",
-            "unsloth_version",
-            "pretraining_tp",
-            "ep_size",
-            "use_mamba_kernels",
-            "use_mrope",
-        ),
-        *(
-            "cache_implementation",
-            "use_cache",
-            "return_dict",
-            "gradient_checkpointing",
-            "initializer_range",
-        ),
-        *(
-            "id2label",
-            "label2id",
-            "is_decoder",
-            "task_specific_params",
-            "n_ctx",
-            "n_special",
-            "output_past",
-        ),
-        *(
-            "embedding_initializer_range",
-            "max_sequence_length",
-            "model_max_length",
-            "predict_special_tokens",
-        ),
-        *("summary_activation", "summary_proj_to_labels", "summary_type", "summary_use_proj"),
+    words(
+        "_attn_implementation _attn_implementation_autoset _name_or_path _sliding_window_pattern "
+        "architectures auto_map cache_implementation dtype embedding_initializer_range ep_size "
+        "gradient_checkpointing id2label initializer_range is_decoder label2id "
+        "max_sequence_length model_max_length model_type n_ctx n_special output_past "
+        "predict_special_tokens pretraining_tp return_dict summary_activation "
+        "summary_proj_to_labels summary_type summary_use_proj task_specific_params "
+        "tokenizer_class torch_dtype transformers_version unsloth_fixed unsloth_version use_cache "
+        "use_mamba_kernels use_mrope "
         # softmax is in float32 here
-        *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),
+        "attention_softmax_in_fp32 scale_attention_softmax_in_fp32 "
         # losses that are off
-        *("aux_loss_alpha", "router_aux_loss_coef", "router_z_loss_coef", "seq_aux"),
-    ]
+        "aux_loss_alpha router_aux_loss_coef router_z_loss_coef seq_aux"
+    )
 )
 """Fields that do not change the logits."""
 

@@ -203,14 +203,6 @@ def _cohere2(fields: Fields) -> dict[str, Any]:
     return _cohere(fields) | kinds
 
 
-_DEFAULTS = base.LLAMA_DEFAULTS | {"layer_norm_eps": 1e-5}
-_COHERE_DEFAULTS = _DEFAULTS | {
-    "max_position_embeddings": 8192,
-    "logit_scale": 0.0625,
-    "tie_word_embeddings": True,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 4,
-}
 _NORMS = with_biases({"input_layernorm": "attention/norm", "post_attention_layernorm": "mlp/norm"})
 _BLOCK = _NORMS | base.ATTENTION | base.MLP
 
@@ -233,12 +225,6 @@ _JOINED = "attention/q", "attention/k", "attention/v"
 _NEOX_QKV = with_biases({"attention.query_key_value": _JOINED})
 _OLD_MLP = _mlp("dense_h_to_4h", "dense_4h_to_h")
 
-_GPT_DEFAULTS = {
-    "n_positions": 1024,
-    "layer_norm_epsilon": 1e-5,
-    "activation_function": "gelu_new",
-    "tie_word_embeddings": True,
-}
 _GPT_NORMS = with_biases({"ln_1": "attention/norm", "ln_2": "mlp/norm"})
 _GPT_BUFFERS = (r"h\.\d+\.attn\.(attention\.)?(masked_)?bias$",)
 _GPT2_OUTER = _outer("transformer.wte", "transformer.ln_f") | {
@@ -252,8 +238,6 @@ _GPT2_BLOCK = (
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(
-        "GPT2LMHeadModel",
-        _GPT_DEFAULTS,
         _gpt2,
         _GPT2_BLOCK,
         _GPT2_OUTER,
@@ -263,8 +247,6 @@ FAMILIES: dict[str, Family] = {
         optional="transformer.",
     ),
     "gpt_bigcode": Family(
-        "GPTBigCodeForCausalLM",
-        _GPT_DEFAULTS | {"activation_function": "gelu_pytorch_tanh"},
         _gpt_bigcode,
         _GPT2_BLOCK,
         _GPT2_OUTER,
@@ -272,13 +254,6 @@ FAMILIES: dict[str, Family] = {
         ignored=_GPT_BUFFERS,
     ),
     "gpt_neo": Family(
-        "GPTNeoForCausalLM",
-        _GPT_DEFAULTS
-        | {
-            "max_position_embeddings": 2048,
-            "window_size": 256,
-            "attention_types": [[["global", "local"], 12]],
-        },
         _gpt_neo,
         _GPT_NORMS
         | {f"attn.attention.{name}_proj.weight": f"attention/{name}" for name in "qkv"}
@@ -289,8 +264,6 @@ FAMILIES: dict[str, Family] = {
         ignored=_GPT_BUFFERS,
     ),
     "gptj": Family(
-        "GPTJForCausalLM",
-        _GPT_DEFAULTS | {"n_positions": 2048, "rotary_dim": 64, "tie_word_embeddings": False},
         _gptj,
         _GPT_NORMS
         | {f"attn.{name}_proj.weight": f"attention/{name}" for name in ("q", "k", "v", "out")}
@@ -300,16 +273,6 @@ FAMILIES: dict[str, Family] = {
         ignored=_GPT_BUFFERS,
     ),
     "gpt_neox": Family(
-        "GPTNeoXForCausalLM",
-        _DEFAULTS
-        | {
-            "hidden_act": "gelu",
-            "rotary_emb_base": 10_000.0,
-            "rotary_pct": 0.25,
-            "partial_rotary_factor": None,
-            "attention_bias": True,
-            "use_parallel_residual": True,
-        },
         _gpt_neox,
         _NORMS | _NEOX_QKV | with_biases({"attention.dense": "attention/out"}) | _OLD_MLP,
         _outer("gpt_neox.embed_in", "gpt_neox.final_layer_norm", "embed_out"),
@@ -318,14 +281,6 @@ FAMILIES: dict[str, Family] = {
         by_head=frozenset(_NEOX_QKV),
     ),
     "falcon": Family(
-        "FalconForCausalLM",
-        base.LLAMA_DEFAULTS
-        | {
-            "layer_norm_epsilon": 1e-5,
-            "activation": "gelu",
-            "tie_word_embeddings": True,
-            "parallel_attn": True,
-        },
         _falcon,
         _NORMS
         | with_biases(
@@ -336,69 +291,32 @@ FAMILIES: dict[str, Family] = {
         prefix="transformer.h.{i}.",
     ),
     "phi": Family(
-        "PhiForCausalLM",
-        _DEFAULTS | {"hidden_act": "gelu_new", "partial_rotary_factor": 0.5},
         _phi,
         _NORMS | base.QKV | with_biases({"self_attn.dense": "attention/out"}) | _mlp("fc1", "fc2"),
         _outer("model.embed_tokens", "model.final_layernorm"),
     ),
     "stablelm": Family(
-        "StableLmForCausalLM",
-        _DEFAULTS
-        | {
-            "num_key_value_heads": 32,
-            "max_position_embeddings": 4096,
-            "partial_rotary_factor": 0.25,
-        },
         _stablelm,
         _BLOCK,
         _OUTER,
     ),
     "starcoder2": Family(
-        "Starcoder2ForCausalLM",
-        base.LLAMA_DEFAULTS
-        | {
-            "num_key_value_heads": 2,
-            "hidden_act": "gelu_pytorch_tanh",
-            "max_position_embeddings": 4096,
-            "norm_epsilon": 1e-5,
-            "use_bias": True,
-            "tie_word_embeddings": True,
-        },
         _starcoder2,
         _NORMS | base.QKV | base.OUT | _mlp("c_fc", "c_proj"),
         _OUTER,
     ),
     "nemotron": Family(
-        "NemotronForCausalLM",
-        base.LLAMA_DEFAULTS
-        | {
-            "hidden_act": "relu2",
-            "max_position_embeddings": 4096,
-            "norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-        },
         _nemotron,
         _BLOCK,
         _OUTER,
     ),
     "jais2": Family(
-        "Jais2ForCausalLM",
-        _DEFAULTS
-        | {
-            "hidden_act": "relu2",
-            "max_position_embeddings": 8192,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
         _jais2,
         _BLOCK,
         _OUTER,
     ),
-    "olmo": Family("OlmoForCausalLM", base.LLAMA_DEFAULTS, _olmo, base.LLAMA_BLOCK),
-    "cohere": Family(
-        "CohereForCausalLM", _COHERE_DEFAULTS | {"rope_theta": 5e5}, _cohere, base.LLAMA_BLOCK
-    ),
-    "cohere2": Family("Cohere2ForCausalLM", _COHERE_DEFAULTS, _cohere2, base.LLAMA_BLOCK),
+    "olmo": Family(_olmo),
+    "cohere": Family(_cohere),
+    "cohere2": Family(_cohere2),
 }
 """model_type of config.json -> family."""

@@ -5,7 +5,7 @@ from typing import Any
 from shardopt.models import _family as base
 from shardopt.models._family import ACTIVATIONS, Family
 from shardopt.models._fields import Fields
-from shardopt.models._pre_norm_families import GLM_BLOCK, GLM_DEFAULTS, glm
+from shardopt.models._pre_norm_families import GLM_BLOCK, glm
 from shardopt.models._rope import Rope
 
 
@@ -106,26 +106,6 @@ def _vaultgemma(fields: Fields) -> dict[str, Any]:
     return _gemma2(fields) | {"post_norms": False}
 
 
-_LLAMA = base.LLAMA_DEFAULTS
-_GEMMA_DEFAULTS = _LLAMA | {
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-_GEMMA2_DEFAULTS = _GEMMA_DEFAULTS | {
-    "max_position_embeddings": 8192,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-_GEMMA3_DEFAULTS = _GEMMA_DEFAULTS | {
-    "max_position_embeddings": 131072,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 10_000.0,
-    "sliding_window_pattern": 6,
-}
 _POST_NORMS = {
     "post_attention_layernorm.weight": "attention/post_norm",
     "post_feedforward_layernorm.weight": "mlp/post_norm",
@@ -142,46 +122,13 @@ _GLM4_NORMS = base.PRE_NORMS | {
 }
 
 FAMILIES: dict[str, Family] = {
-    "olmo2": Family("Olmo2ForCausalLM", _LLAMA | {"rms_norm_eps": 1e-5}, _olmo2, POST_NORM_BLOCK),
-    "olmo3": Family(
-        "Olmo3ForCausalLM",
-        _LLAMA | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "sliding_window": 4096},
-        _olmo3,
-        POST_NORM_BLOCK,
-    ),
-    "exaone4": Family(
-        "Exaone4ForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 32,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 4096,
-            "sliding_window_pattern": 4,
-        },
-        _exaone4,
-        POST_NORM_BLOCK,
-    ),
-    "glm4": Family("Glm4ForCausalLM", GLM_DEFAULTS, _glm4, _GLM4_NORMS | GLM_BLOCK),
-    "gemma": Family(
-        "GemmaForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "hidden_act": "gelu_pytorch_tanh",
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
-        _gemma1,
-        base.LLAMA_BLOCK,
-    ),
-    "gemma2": Family("Gemma2ForCausalLM", _GEMMA2_DEFAULTS, _gemma2, _GEMMA_BLOCK),
-    "gemma3_text": Family("Gemma3ForCausalLM", _GEMMA3_DEFAULTS, _gemma3, _GEMMA_BLOCK),
-    "vaultgemma": Family(
-        "VaultGemmaForCausalLM",
-        _GEMMA2_DEFAULTS,
-        _vaultgemma,
-        base.QKV | base.OUT | base.MLP | _GEMMA_PRE_NORMS,
-    ),
+    "olmo2": Family(_olmo2, POST_NORM_BLOCK),
+    "olmo3": Family(_olmo3, POST_NORM_BLOCK),
+    "exaone4": Family(_exaone4, POST_NORM_BLOCK),
+    "glm4": Family(_glm4, _GLM4_NORMS | GLM_BLOCK),
+    "gemma": Family(_gemma1),
+    "gemma2": Family(_gemma2, _GEMMA_BLOCK),
+    "gemma3_text": Family(_gemma3, _GEMMA_BLOCK),
+    "vaultgemma": Family(_vaultgemma, base.QKV | base.OUT | base.MLP | _GEMMA_PRE_NORMS),
 }
 """model_type of config.json -> family."""

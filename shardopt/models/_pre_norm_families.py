@@ -111,25 +111,6 @@ def _hunyuan(fields: Fields) -> dict[str, Any]:
     )
 
 
-_LLAMA = base.LLAMA_DEFAULTS
-GLM_DEFAULTS = _LLAMA | {
-    "num_key_value_heads": 2,
-    "head_dim": 128,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1.5625e-07,
-    "attention_bias": True,
-    "partial_rotary_factor": 0.5,
-}
-_WIDE = _LLAMA | {
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 32768,
-}
-_PHI3_LENGTHS = dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), 4096)
-_GRANITE_DEFAULTS = _LLAMA | dict.fromkeys(
-    ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"), 1.0
-)
 _JOINED_MLP = {
     "mlp.gate_up_proj.weight": ("mlp/gate", "mlp/up"),
     "mlp.down_proj.weight": "mlp/down",
@@ -145,112 +126,23 @@ _QK_LAYER_NORMS = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _LLAMA, base.llama, base.LLAMA_BLOCK),
-    "internlm3": Family(
-        "LlamaForCausalLM InternLM3ForCausalLM",
-        _WIDE | {"num_key_value_heads": 2},
-        base.llama,
-        base.LLAMA_BLOCK,
-    ),
-    "iquestcoder": Family(
-        "LlamaForCausalLM IQuestCoderForCausalLM", _WIDE, base.llama, base.LLAMA_BLOCK
-    ),
-    "mistral": Family("MistralForCausalLM", base.MISTRAL_DEFAULTS, base.mistral, base.LLAMA_BLOCK),
-    "ministral": Family(
-        "MinistralForCausalLM", base.MISTRAL_DEFAULTS, _ministral, base.LLAMA_BLOCK
-    ),
-    "cwm": Family(
-        "CwmForCausalLM",
-        base.MISTRAL_DEFAULTS
-        | {
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            "sliding_window": 8192,
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 1e6,
-                "factor": 16.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-            },
-        },
-        _cwm,
-        base.LLAMA_BLOCK,
-    ),
-    "qwen2": Family("Qwen2ForCausalLM", base.QWEN_DEFAULTS, _qwen2, base.LLAMA_BLOCK),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", base.QWEN_DEFAULTS | {"head_dim": 128}, base.qwen3, base.LLAMA_BLOCK
-    ),
-    "phi3": Family(
-        "Phi3ForCausalLM",
-        _LLAMA | _PHI3_LENGTHS | {"rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0},
-        _phi3,
-        base.PRE_NORMS | _PHI3_BLOCK,
-    ),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "rope_theta": 2e6,
-            "tie_word_embeddings": True,
-            "no_rope_layer_interval": 4,
-        },
-        _smollm3,
-        base.LLAMA_BLOCK,
-    ),
-    "seed_oss": Family(
-        "SeedOssForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 524288,
-            "attention_bias": True,
-        },
-        _seed_oss,
-        base.LLAMA_BLOCK,
-    ),
-    "arcee": Family(
-        "ArceeForCausalLM",
-        _LLAMA | {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-        _arcee,
-        base.LLAMA_BLOCK,
-    ),
-    "glm": Family("GlmForCausalLM", GLM_DEFAULTS, glm, base.PRE_NORMS | GLM_BLOCK),
-    "ernie4_5": Family(
-        "Ernie4_5ForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 5e5,
-            "tie_word_embeddings": True,
-        },
-        _ernie,
-        base.LLAMA_BLOCK,
-    ),
-    "helium": Family(
-        "HeliumForCausalLM",
-        _LLAMA
-        | {
-            "num_key_value_heads": 20,
-            "head_dim": 128,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-8,
-            "rope_theta": 1e5,
-        },
-        _helium,
-        base.LLAMA_BLOCK,
-    ),
-    "granite": Family("GraniteForCausalLM", _GRANITE_DEFAULTS, _granite, base.LLAMA_BLOCK),
+    "llama": Family(base.llama),
+    "internlm3": Family(base.llama),
+    "iquestcoder": Family(base.llama),
+    "mistral": Family(base.mistral),
+    "ministral": Family(_ministral),
+    "cwm": Family(_cwm),
+    "qwen2": Family(_qwen2),
+    "qwen3": Family(base.qwen3),
+    "phi3": Family(_phi3, base.PRE_NORMS | _PHI3_BLOCK),
+    "smollm3": Family(_smollm3),
+    "seed_oss": Family(_seed_oss),
+    "arcee": Family(_arcee),
+    "glm": Family(glm, base.PRE_NORMS | GLM_BLOCK),
+    "ernie4_5": Family(_ernie),
+    "helium": Family(_helium),
+    "granite": Family(_granite),
     "hyperclovax": Family(
-        "HyperCLOVAXForCausalLM",
-        _GRANITE_DEFAULTS | {"attention_multiplier": None, "use_post_norm": True},
         _hyperclovax,
         base.LLAMA_BLOCK
         | {
@@ -259,10 +151,7 @@ FAMILIES: dict[str, Family] = {
         },
     ),
     "hunyuan_v1_dense": Family(
-        "HunYuanDenseV1ForCausalLM",
-        _LLAMA | {"rms_norm_eps": 1e-5},
-        _hunyuan,
-        base.PRE_NORMS | base.QKV | base.OUT | base.MLP | _QK_LAYER_NORMS,
+        _hunyuan, base.PRE_NORMS | base.QKV | base.OUT | base.MLP | _QK_LAYER_NORMS
     ),
 }
 """model_type of config.json -> family."""

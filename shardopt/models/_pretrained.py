@@ -352,7 +352,7 @@ def from_pretrained(
         fields.require(
             "architectures",
             None,
-            *([architecture] for architecture in FAMILIES[name].architecture.split()),
+            *([architecture] for architecture in FAMILIES[name].architectures),
         )
     config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
     check_fields(folder, fields)
