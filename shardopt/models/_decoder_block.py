@@ -6,7 +6,6 @@ F hidden units.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,36 +16,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt import nn
-from shardopt.collectives._per_device import TENSOR
 from shardopt.core._rounding import Rounding
-from shardopt.core._types import PyTree
-from shardopt.kernels._devices import num_shards
-from shardopt.kernels._flash import factor_of_scores
-from shardopt.kernels._norm import rsqrt_of_mean_square
-from shardopt.kernels._rotary import takes_rotation
-from shardopt.low_precision._einsum import Normed, gated_mlp, plain
-from shardopt.mesh import device_kind_or_default, is_analysed, mesh_under_trace
+from shardopt.low_precision._einsum import Normed, plain
+from shardopt.mesh import is_analysed
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
 from shardopt.models._inputs import Params
 from shardopt.models._latent_attention import latent_qkv
-from shardopt.models._parted_products import Parts, products_with_parts
 from shardopt.models._routers import Routers
 from shardopt.nn._attention import masked_attention
-from shardopt.nn._low_rank import LowRank, Weight
-from shardopt.nn._norm import norm_of_stream, rms_norm, rms_norm_plus_one
+from shardopt.nn._memory_layout import components_last
+from shardopt.nn._mlp import mlp
+from shardopt.nn._norm import apply_norm
 from shardopt.nn._order import row_length
-from shardopt.partition import shard_axes
-from shardopt.partition._plan import largest_divisible_dim
+from shardopt.nn._projections import num_inputs, query_key_value
+from shardopt.nn._quantized_einsum import linear
+from shardopt.nn._rotary import rotate_by, rotated_heads
+from shardopt.nn._sequence_parallel import computes_by_halves, halves_of
 
 Shapes = dict[str, tuple[int, ...]]
 _ATTENTION_OUT = "attention_out"
 """The name of the stream after attention; with post norms, of the last product of attention, which
 its norm needs.
-"""
-_TOKENS_OF_HALF = 2048
-"""The fewest tokens that are computed by themselves. Fewer do not fill products; 8192 were
-compiled.
 """
 
 
@@ -185,40 +176,17 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
 def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
     """Add the attention branch, then the branch of the mlp or the experts.
 
-    A block on TPU computes one half of the rows while the other half is sent, if tensor shards
-    positions. Otherwise it would wait for its gathers and scatters over tensor. Llama 3 8B with
-    tensor=4 (v5p:4x4x4, 4096 tokens a chip) takes 560 ms a step, and 604 with all rows at once.
-
-    References:
-      Wang, Zhang, Shen, Li and Ruwase, "Domino: Eliminating Communication in LLM Training via
-      Generic Tensor Slicing and Overlapping", 2024.
+    Experts see all rows of a device. Other blocks may compute halves of the rows in turns.
     """
-    if not _computes_by_halves(config, weights, stream.x):
+    is_dense = "router" not in weights
+    if not (config.sequence_parallel and is_dense and computes_by_halves(stream.x)):
         return apply_cached_block(config, weights, stream, None, 0)[0]
-    halves = [apply_cached_block(config, weights, half, None, 0)[0] for half in _halves(stream)]
-    return stream._replace(x=jnp.concatenate([half.x for half in halves]), layer=halves[0].layer)
-
-
-def _computes_by_halves(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> bool:
-    """Return whether a block has two halves of rows that are long enough.
-
-    Experts see all rows of a device.
-    """
-    B, T, _ = x.shape
-    can_part = B % 2 == 0 and B * T >= 2 * _TOKENS_OF_HALF and "router" not in weights
-    is_sharded = config.sequence_parallel and num_shards() > 1
-    return (
-        can_part and is_sharded and device_kind_or_default().startswith("TPU") and not is_analysed()
-    )
-
-
-def _halves(stream: Stream) -> list[Stream]:
-    """Return the stream of each half of the rows."""
     rows = {name: getattr(stream, name) for name in ("x", "segment_ids", "positions", "order")}
-    halves = {
-        name: [None, None] if value is None else jnp.split(value, 2) for name, value in rows.items()
-    }
-    return [stream._replace(**{name: halves[name][i] for name in rows}) for i in range(2)]
+    halves = [
+        apply_cached_block(config, weights, stream._replace(**half), None, 0)[0]
+        for half in halves_of(rows)
+    ]
+    return stream._replace(x=jnp.concatenate([half.x for half in halves]), layer=halves[0].layer)
 
 
 def apply_cached_block(
@@ -233,119 +201,38 @@ def apply_cached_block(
 
     Without a cache, positions see each other alone.
     """
-    router = weights.get("router")
-    stream = stream._replace(x=layers.components_last(stream.x))
+    router, routers, x = weights.get("router"), stream.routers, components_last(stream.x)
     weights = layers.cast(
         {part: leaves for part, leaves in weights.items() if part != "router"}, config.dtype
     )
-    attention, mlp = weights["attention"], weights["mlp"]
-    routers, by_kernels = stream.routers, _adds_by_kernels(config)
-    x, inputs = _branch_inputs(config, attention, stream.x, "qkv", _num_projections(config))
+    attention, mlp_weights, residual = weights["attention"], weights["mlp"], config.residual
     first_product = "mlp_hidden" if router is None else "router"
-    x, mlp_inputs = (
-        _branch_inputs(config, mlp, x, first_product) if config.parallel == "input" else (x, inputs)
-    )
-    mixed, cache = _attention(
-        config, attention, inputs, stream, x if by_kernels else None, cache, start
-    )
-    x = mixed if by_kernels else _add_branch(config, attention, x, mixed)
+    x, inputs = residual.inputs(attention, x, "qkv", _num_inputs(config, attention))
+    mlp_inputs = inputs
+    if config.parallel == "input":
+        x, mlp_inputs = residual.inputs(mlp_weights, x, first_product)
+    added = x if residual.is_added_by_products else None
+    mixed, cache = _attention(config, attention, inputs, stream, added, cache, start)
+    x = residual.add(attention, x, mixed) if added is None else mixed
     x = x if config.post_norms else checkpoint_name(x, _ATTENTION_OUT)
     if config.parallel is None:
-        x, mlp_inputs = _branch_inputs(config, mlp, x, first_product)
+        x, mlp_inputs = residual.inputs(mlp_weights, x, first_product)
     if router is None:
-        out = _mlp(config, mlp, mlp_inputs[0], x if by_kernels else None)
+        added = x if residual.is_added_by_products else None
+        out = _mlp(config, mlp_weights, mlp_inputs[0], added)
         out = checkpoint_name(out, "mlp_out") if config.post_norms else out
-        x = out if by_kernels else _add_branch(config, mlp, x, out)
+        x = residual.add(mlp_weights, x, out) if added is None else out
     else:
         out, routers = _experts(config, weights, router, plain(mlp_inputs[0]), routers)
-        x = _add_branch(config, mlp, x, out)
-    return (
-        stream._replace(
-            x=x, layer=None if stream.layer is None else stream.layer + 1, routers=routers
-        ),
-        cache,
-    )
+        x = residual.add(mlp_weights, x, out)
+    layer = None if stream.layer is None else stream.layer + 1
+    return stream._replace(x=x, layer=layer, routers=routers), cache
 
 
-def _num_projections(config: DecoderConfig) -> int:
-    """Return how many products by kernels read the norm before attention.
-
-    Each gives back a gradient of its own.
-    """
-    is_rounded = (
-        config.precision is not None and config.latent is None and not config.sequence_parallel
-    )
-    return {"qkv": 1, "kv": 2, None: 3}[config.fused] if is_rounded else 1
-
-
-def _branch_inputs(
-    config: DecoderConfig, weights: Params, x: Array, name: str, uses: int = 1
-) -> tuple[Array, list[Array | Normed]]:
-    """Return x, and the input of a branch once for each of its uses.
-
-    `name` names the products that read the input.
-    """
-    is_sharded, epsilon = config.sequence_parallel, config.norm_epsilon
-    gather = layers.gather_positions if is_sharded else lambda x: x
-    if not config.pre_norms or not config.norm.startswith("rms"):
-        normed = apply_norm(config, weights, "norm", x) if config.pre_norms else x
-        return x, [gather(normed)] * uses
-    plus_one = config.norm == "rms_plus_one"
-    x, inputs = norm_of_stream(
-        x,
-        weights["norm"],
-        epsilon,
-        uses,
-        name=name,
-        has_sharded_positions=is_sharded,
-        plus_one=plus_one,
-    )
-    if config.precision is not None and not is_sharded and not plus_one:
-        return x, [Normed(normed, x, weights["norm"], epsilon) for normed in inputs]
-    return x, [gather(normed) for normed in inputs]
-
-
-def _adds_by_kernels(config: DecoderConfig) -> bool:
-    """Return whether the last product of a branch adds the stream: the kernels for 8 bits do it in
-    the same pass.
-    """
-    has_more = config.post_norms or config.sequence_parallel or config.out_bias or config.mlp_bias
-    return config.precision is not None and config.branch_scale == 1 and not has_more
-
-
-def _add_branch(config: DecoderConfig, weights: Params, x: Array, out: Array) -> Array:
-    shard = layers.shard_positions if config.sequence_parallel else lambda x: x
-    out = shard(out)
-    out = apply_norm(config, weights, "post_norm", out) if config.post_norms else out
-    return shard(
-        x + (out if config.branch_scale == 1 else out * jnp.asarray(config.branch_scale, out.dtype))
-    )
-
-
-def apply_norm(
-    config: DecoderConfig, weights: PyTree, name: str, x: Float[Array, "*batch D"]
-) -> Float[Array, "*batch D"]:
-    """Return x normed by the leaf `name`, in the norm of the config."""
-    scale, bias = weights.get(name), weights.get(f"{name}_bias")
-    if config.norm.startswith("rms"):
-        assert scale is not None
-        norm = rms_norm if config.norm == "rms" else rms_norm_plus_one
-        return norm(x, scale, config.norm_epsilon)
-    if config.norm == "layer_plus_one":
-        assert scale is not None
-        scale = 1 + scale.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return _layer_norm(x, scale, bias, config.norm_epsilon)
-
-
-@functools.partial(jax.checkpoint, static_argnums=3)
-def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    normed = (centred * rsqrt_of_mean_square(centred, epsilon)).astype(x.dtype)
-    normed = (
-        normed if scale is None else (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
-    )
-    return _add_bias(normed, bias)
+def _num_inputs(config: DecoderConfig, weights: Params) -> int:
+    if config.latent is not None:
+        return 1
+    return num_inputs(weights, config.precision, sharded=config.sequence_parallel)
 
 
 def _attention(
@@ -362,28 +249,21 @@ def _attention(
     length = inputs[0].shape[1]
     places = layers.places(length, stream.positions, stream.order)
     rotate, scale = _rotation(config, kind, places, row_length(length)), config.attention_scale
-    keep = functools.partial(checkpoint_name, name="qkv")
     if config.latent is not None:
-        query, key, value = keep(latent_qkv(weights, plain(inputs[0]), config.latent, rotate))
+        heads = latent_qkv(weights, plain(inputs[0]), config.latent, rotate)
+        query, key, value = checkpoint_name(heads, "qkv")
     else:
-        query, key, value = _qkv(config, weights, inputs)
-        in_one_pass = cache is None and _rotates_in_one_pass(config, query, key)
-        is_normed_first = config.qk_norm in ("head", "all")
-        # heads are kept before a norm, whose gradient would need the products again, and before the
-        # pass of a kernel
-        if is_normed_first or in_one_pass:
-            query, key, value = keep((query, key, value))
-        if is_normed_first:
-            query, key = _norm_heads(config, weights, query, key)
-        if in_one_pass:  # it multiplies queries by the factor of scores as well
-            query = rotate(query, factor_of_scores(scale, config.head_width))
-            key, scale = rotate(key), 1.0
-        else:
-            query, key = rotate(query), rotate(key)
-            if not is_normed_first:
-                query, key, value = keep((query, key, value))
-            if config.qk_norm == "rotated_head":
-                query, key = _norm_heads(config, weights, query, key)
+        query, key, value = query_key_value(inputs, weights, config.precision)
+        query, key, value, scale = rotated_heads(
+            query,
+            key,
+            value,
+            rotate,
+            norm=functools.partial(_norm_heads, config, weights) if config.qk_norm else None,
+            norm_first=config.qk_norm in ("head", "all"),
+            whole=cache is None and _rotates_whole_heads(config),
+            scale=scale,
+        )
     if cache is None:
         mixed = _mix(config, kind, query, key, value, stream, scale, weights.get("sinks"))
     else:
@@ -393,43 +273,8 @@ def _attention(
 
         cache = KVCache(write(cache.key, key), write(cache.value, value))
         mixed = _mix_cached(config, kind, query, cache, places, weights.get("sinks"))
-    out = nn.quantized_einsum(
-        "bthk,hkd->btd", mixed, weights["out"], precision=config.precision, added=added
-    )
-    out = _add_bias(out, weights.get("out_bias"))
+    out = linear("bthk,hkd->btd", mixed, weights, "out", precision=config.precision, added=added)
     return checkpoint_name(out, _ATTENTION_OUT) if config.post_norms else out, cache
-
-
-def _qkv(
-    config: DecoderConfig, weights: Params, inputs: list[Array | Normed]
-) -> tuple[Array, Array, Array]:
-    input_of_each_product = itertools.chain(inputs, itertools.repeat(inputs[-1]))
-
-    def project(name: str, dims: str = "hk") -> Array:
-        heads = nn.quantized_einsum(
-            f"btd,d{dims}->bt{dims}",
-            next(input_of_each_product),
-            weights[name],
-            precision=config.precision,
-        )
-        return _add_bias(heads, weights.get(f"{name}_bias"))
-
-    if config.fused == "qkv":
-        # The dim of parts stays where the product puts it: moving it to the front would cost a
-        # transposition each way.
-        query, key, value = layers.split_parts(project("qkv", "chk"))
-    elif config.fused == "kv":
-        query, weight = project("q"), weights["kv"]
-        is_plain = config.precision is None and not config.qkv_bias and isinstance(weight, Array)
-        # XLA would copy keys and values to part them
-        if is_plain and device_kind_or_default().startswith("TPU"):
-            parts = Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2)
-            key, value = products_with_parts(parts, plain(inputs[-1]), weight)
-        else:
-            key, value = jnp.split(project("kv"), 2, axis=-1)
-    else:
-        query, key, value = project("q"), project("k"), project("v")
-    return query, key, value
 
 
 def _norm_heads(
@@ -439,11 +284,9 @@ def _norm_heads(
 
     def norm(heads: Array, name: str) -> Array:
         if config.qk_norm != "all":
-            return apply_norm(config, weights, name, heads)
-        flat = heads.reshape(*heads.shape[:2], -1)
-        return apply_norm(config, {name: weights[name].reshape(-1)}, name, flat).reshape(
-            heads.shape
-        )
+            return apply_norm(config.norm, weights, name, heads, config.norm_epsilon)
+        flat, scale = heads.reshape(*heads.shape[:2], -1), {name: weights[name].reshape(-1)}
+        return apply_norm(config.norm, scale, name, flat, config.norm_epsilon).reshape(heads.shape)
 
     return norm(query, "q_norm"), norm(key, "k_norm")
 
@@ -485,22 +328,18 @@ def _rotation(
             rotating = jnp.swapaxes(rotating.reshape(*x.shape[:-1], dims // 2, 2), -1, -2).reshape(
                 rotating.shape
             )
-        rotated = layers.rotate_by(rotating, places, frequencies, factor * scale)
+        rotated = rotate_by(rotating, places, frequencies, factor * scale)
         return rotated if fixed.shape[-1] == 0 else jnp.concatenate([rotated, fixed], axis=-1)
 
     return rotate
 
 
-def _rotates_in_one_pass(config: DecoderConfig, query: Array, key: Array) -> bool:
-    """Return whether kernels rotate whole heads, and nothing comes after them."""
+def _rotates_whole_heads(config: DecoderConfig) -> bool:
+    """Return whether pairs are halves of whole heads, and nothing comes after the rotation."""
     ropes = [used.rope for used in config.used_kinds if used.rope]
-    if (
-        not ropes
-        or ropes[0].interleaved
-        or (ropes[0].dims or config.rotary_dim) != config.head_width
-    ):
+    if not ropes or ropes[0].interleaved or config.qk_norm == "rotated_head":
         return False
-    return config.qk_norm != "rotated_head" and takes_rotation(query) and takes_rotation(key)
+    return (ropes[0].dims or config.rotary_dim) == config.head_width
 
 
 def _mix(
@@ -570,79 +409,15 @@ def _mlp(
     x: Float[Array, "B T D"] | Normed,
     added: Float[Array, "B T D"] | None = None,
 ) -> Float[Array, "B T D"]:
-    # without constraints the partitioner shards the gradients of gate and up differently, and moves
-    # them
-    shard = layers.shard_last if config.sequence_parallel else lambda x: x
-
-    def product(name: str, dims: str) -> Array:
-        hidden = nn.quantized_einsum(
-            f"btd,d{dims}->bt{dims}", x, weights[name], precision=config.precision
-        )
-        return shard(_add_bias(hidden, weights.get(f"{name}_bias")))
-
-    up, down_weight = weights["up"], weights["down"]
-    is_fused = (
-        config.gated and config.fused and not config.mlp_bias and config.precision is not None
+    return mlp(
+        x,
+        weights,
+        ACTIVATIONS[config.activation],
+        precision=config.precision,
+        sharded=config.sequence_parallel,
+        recompute=config.recompute_activation,
+        added=added,
     )
-    if is_fused and not isinstance(up, LowRank) and not isinstance(down_weight, LowRank):
-        by_kernels = gated_mlp(
-            x,
-            up,
-            down_weight,
-            activation=ACTIVATIONS[config.activation],
-            precision=config.precision,  # pyright: ignore[reportArgumentType]
-            added=added,
-        )
-        if by_kernels is not None:
-            return by_kernels
-    if config.fused and device_kind_or_default().startswith("TPU"):
-        hidden = _fused_hidden_on_tpu(config, weights, x, shard)
-    elif config.fused:
-        hidden = layers.split_parts(checkpoint_name(product("up", "cf"), "mlp_hidden"))
-    else:
-        hidden = checkpoint_name(
-            [product(name, "f") for name in ("gate", "up") if name in weights], "mlp_hidden"
-        )
-
-    def down(hidden: list[Array], weight: Weight) -> Array:
-        activated = ACTIVATIONS[config.activation](hidden[0])
-        activated = shard(activated * hidden[1] if config.gated else activated)
-        return nn.quantized_einsum(
-            "btf,fd->btd", activated, weight, precision=config.precision, added=added
-        )
-
-    # without a barrier XLA reads the kept hidden units in the product: blocks run in a scan, where
-    # it merges nothing
-    down = jax.checkpoint(down, prevent_cse=False) if config.recompute_activation else down
-    return _add_bias(down(hidden, weights["down"]), weights.get("down_bias"))
-
-
-def _fused_hidden_on_tpu(
-    config: DecoderConfig,
-    weights: Params,
-    x: Float[Array, "B T D"] | Normed,
-    shard: Callable[[Array], Array],
-) -> list[Float[Array, "B T F"]]:
-    """Return the parts of the product with `up` [D, C, F].
-
-    XLA:TPU copies no gathered weight and no kept product for it.
-    """
-    up, bias = weights["up"], weights.get("up_bias")
-    mesh_sizes = {"data": 1, **mesh_under_trace().shape}
-    if config.precision is None and mesh_sizes.get(TENSOR, 1) == 1 and isinstance(up, Array):
-        # rows [C, F] of D are gathered as rows of a matrix
-        is_matrix = largest_divisible_dim(up.shape, shard_axes(mesh_sizes).size, (False,) * 3) == 0
-        D, C, _ = up.shape
-        weight_product, letter = ("btd,df->btf", "f") if is_matrix else ("btd,dcf->cbtf", "c")
-        parts = Parts("btd,df->btf", weight_product, letter, C)
-        products = products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up)
-        biases = [None] * C if bias is None else list(bias)
-        hidden = [_add_bias(product, b) for product, b in zip(products, biases, strict=True)]
-        return checkpoint_name(hidden, "mlp_hidden")
-    hidden = nn.quantized_einsum("btd,dcf->cbtf", x, up, precision=config.precision)
-    hidden = hidden if config.precision else layers.components_last(hidden)
-    hidden = shard(hidden if bias is None else hidden + bias[:, None, None])
-    return layers.split_parts(checkpoint_name(hidden, "mlp_hidden"), dim=0)
 
 
 def _experts(
@@ -679,7 +454,3 @@ def _experts(
         gate = jax.nn.sigmoid(x @ router["shared_gate"].astype(x.dtype))
         mixed = mixed + gate * _mlp(config, weights["shared"], x)
     return mixed, None if routers is None else routers.after_block(statistics)
-
-
-def _add_bias(x: Array, bias: Array | None) -> Array:
-    return x if bias is None else x + jnp.broadcast_to(bias, x.shape)

@@ -14,9 +14,10 @@ from shardopt.core._rounding import Precision
 from shardopt.low_precision._numbers import check_precision
 from shardopt.models._latent_attention import Latent
 from shardopt.models._rope import Rope
+from shardopt.nn._norm import Norm
+from shardopt.nn._residual import Residual
 from shardopt.nn._router import Score
 
-Norm = Literal["rms", "rms_plus_one", "layer", "layer_plus_one", "layer_scale", "layer_fixed"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
 QKNorm = Literal["head", "rotated_head", "all"]
 Balance = Literal["bias", "loss", "sequence_loss"]
@@ -341,3 +342,17 @@ class DecoderConfig:
     def num_first(self) -> int:
         """Blocks without experts before the stacked blocks; 0 if no block has experts."""
         return self.experts.num_first if self.experts else 0
+
+    @property
+    def residual(self) -> Residual:
+        """How the branches of a block read the residual stream, and add to it."""
+        return Residual(
+            self.norm,
+            self.norm_epsilon,
+            self.pre_norms,
+            self.post_norms,
+            self.branch_scale,
+            self.out_bias or self.mlp_bias,
+            self.sequence_parallel,
+            self.precision,
+        )

@@ -12,11 +12,11 @@ from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES
 from shardopt.models._fields import Fields
 from shardopt.models._inputs import Params
-from shardopt.models._layers import split_parts
 from shardopt.models._places import places_of
 from shardopt.models._pretrained import write_weights
 from shardopt.models.gpt import GPTConfig
 from shardopt.models.moe import MoEConfig
+from shardopt.nn._memory_layout import split_parts
 
 
 @calling("export_safetensors")

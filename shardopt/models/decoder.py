@@ -22,7 +22,6 @@ from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import (
     Stream,
     apply_block,
-    apply_norm,
     block_shapes,
     norm_leaves,
     roundings,
@@ -31,6 +30,8 @@ from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
 from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
 from shardopt.models._routers import balanced_loss, first_routers
+from shardopt.nn._norm import apply_norm
+from shardopt.nn._sequence_parallel import gather_positions, shard_positions
 from shardopt.optimizers import Matrix
 
 __all__ = [
@@ -317,7 +318,7 @@ def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> Stream
             places = layers.places(T, inputs.positions, inputs.order)
             x = x + jnp.broadcast_to(nn.embedding(table, places), x.shape)
     if config.sequence_parallel:
-        x = layers.shard_positions(x)
+        x = shard_positions(x)
     layer = jnp.zeros((), jnp.int32) if len(config.used_kinds) > 1 else None
     routers = (
         first_routers(config.experts, outer, x)
@@ -345,7 +346,7 @@ def _final_norm_and_head(
         config.dtype,
     )
     normed, head = (
-        apply_norm(config, outer, "norm", x),
+        apply_norm(config.norm, outer, "norm", x, config.norm_epsilon),
         outer["embedding" if config.tied else "head"],
     )
     if config.logits_scale != 1:
@@ -359,7 +360,7 @@ def _final_norm_and_head(
 def _loss(config: DecoderConfig, caller: str, outer: Params, stream: Stream, batch: Batch) -> Loss:
     inputs = read_inputs(caller, batch)
     normed, head = _final_norm_and_head(config, outer, stream.x)
-    normed = layers.gather_positions(normed) if config.sequence_parallel else normed
+    normed = gather_positions(normed) if config.sequence_parallel else normed
     options = {
         "chunk": config.loss_chunk,
         "softcap": config.logits_softcap,

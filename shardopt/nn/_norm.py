@@ -5,7 +5,8 @@ other layers read too.
 """
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._norm import gradient_of_norm, inverse_rms, rsqrt_of_mean_square, takes_norm
+from shardopt.nn._quantized_einsum import add_bias
 
 
 @jax.checkpoint
@@ -117,3 +119,32 @@ def _gradients(
 
 
 _norm_of_stream.defvjp(_with_residuals, _gradients)
+
+
+Norm = Literal["rms", "rms_plus_one", "layer", "layer_plus_one", "layer_scale", "layer_fixed"]
+
+
+def apply_norm(
+    kind: Norm, weights: Mapping[str, Any], name: str, x: Float[Array, "*batch D"], epsilon: float
+) -> Float[Array, "*batch D"]:
+    """Return x normed by the leaf `name`, by a kind of norm."""
+    scale, bias = weights.get(name), weights.get(f"{name}_bias")
+    if kind.startswith("rms"):
+        assert scale is not None
+        norm = rms_norm if kind == "rms" else rms_norm_plus_one
+        return norm(x, scale, epsilon)
+    if kind == "layer_plus_one":
+        assert scale is not None
+        scale = 1 + scale.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return _layer_norm(x, scale, bias, epsilon)
+
+
+@functools.partial(jax.checkpoint, static_argnums=3)
+def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    normed = (centred * rsqrt_of_mean_square(centred, epsilon)).astype(x.dtype)
+    normed = (
+        normed if scale is None else (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
+    )
+    return add_bias(normed, bias)

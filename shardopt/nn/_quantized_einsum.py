@@ -1,5 +1,8 @@
 """`quantized_einsum`: the product of activations and a weight, which may have an adapter, in 8 bits or not."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
@@ -139,3 +142,22 @@ def _check_added(
         raise ValueError(
             format_error("quantized_einsum", problem, fix="give an array of the product's shape.")
         )
+
+
+def linear(
+    subscripts: str,
+    x: Float[Array, "..."] | Normed,
+    weights: Mapping[str, Any],
+    name: str,
+    *,
+    precision: Precision | None,
+    added: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Return `quantized_einsum` with the weight `name`, plus the bias of this name, if any."""
+    product = quantized_einsum(subscripts, x, weights[name], precision=precision, added=added)
+    return add_bias(product, weights.get(f"{name}_bias"))
+
+
+def add_bias(x: Array, bias: Array | None) -> Array:
+    """Return x plus a bias of its last dims, if there is one."""
+    return x if bias is None else x + jnp.broadcast_to(bias, x.shape)

@@ -36,7 +36,7 @@ def rolled(w, x):
 MESSAGE = """hybrid: the partitioner moves data over tensor by permutes inside of stages, which other stages never come to.
   {place}
 Fix: do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or halves, a dim or a weight \
-of their own (as shardopt/models/_layers.py does), or change the rule."""
+of their own (as shardopt/nn/_memory_layout.py does), or change the rule."""
 
 
 def hybrid(block, mesh):

@@ -7,11 +7,11 @@ import optax
 import pytest
 
 import shardopt as so
-from shardopt.models import _layers as layers
 from shardopt.models import gpt
-from shardopt.models._decoder_block import _mlp
 from shardopt.models._rope import Rope
-from shardopt.nn import _norm
+from shardopt.nn import _norm, _rotary
+from shardopt.nn._mlp import mlp
+from shardopt.nn._rotary import rotate_by
 
 FUSED = gpt.GPTConfig().decoder
 
@@ -25,7 +25,7 @@ def draw(seed, *shape):
 
 @jax.jit
 def rotate(x, positions):
-    return layers.rotate_by(x, positions, jnp.asarray(Rope().frequencies(x.shape[-1]), jnp.float32))
+    return rotate_by(x, positions, jnp.asarray(Rope().frequencies(x.shape[-1]), jnp.float32))
 
 
 @pytest.mark.parametrize("shift", [0, 1, 7, 100])
@@ -67,7 +67,7 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
         return jax.make_jaxpr(run)(x, positions), jax.jit(run)(x, positions)
 
     plain, expected = rotated_and_back()
-    monkeypatch.setattr(layers, "device_kind_or_default", lambda: "TPU v5")
+    monkeypatch.setattr(_rotary, "device_kind_or_default", lambda: "TPU v5")
     traced, found = rotated_and_back()
     assert "dot_general" in str(traced)
     assert "dot_general" not in str(plain)
@@ -84,7 +84,7 @@ def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
     )
     norms = []
     for kind in ("cpu", "TPU v5"):
-        monkeypatch.setattr(layers, "device_kind_or_default", lambda kind=kind: kind)
+        monkeypatch.setattr(_rotary, "device_kind_or_default", lambda kind=kind: kind)
         opt = so.fsdp(
             optax.sgd(0.1), so.make_mesh(data=2, devices=jax.devices()[:2]), gpt.model(config)
         )
@@ -105,7 +105,7 @@ def test_swiglu_gates_with_the_first_of_the_two():
     weights = {"up": draw(0, 4, 2, 6), "down": draw(1, 6, 4)}
     x = draw(2, 1, 3, 4)
     gate, up = x @ weights["up"][:, 0], x @ weights["up"][:, 1]
-    found = jax.jit(_mlp, static_argnums=0)(FUSED, weights, x)
+    found = jax.jit(mlp, static_argnums=2)(x, weights, jax.nn.silu)
     np.testing.assert_allclose(
         found, (gate / (1 + np.exp(-gate)) * up) @ weights["down"], rtol=1e-4, atol=1e-5
     )
@@ -121,7 +121,7 @@ def test_low_precision_keeps_its_dtype_and_is_normalised_in_float32():
 
 def test_swiglu_keeps_gate_and_up_for_the_backward_pass_and_nothing_between():
     weights, x = {"up": draw(0, 8, 2, 32), "down": draw(1, 32, 8)}, draw(2, 4, 5, 8)
-    kept = jax.vjp(lambda x: _mlp(FUSED, weights, x), x)[1]
+    kept = jax.vjp(lambda x: mlp(x, weights, jax.nn.silu), x)[1]
     of_hidden = [leaf for leaf in jax.tree.leaves(kept) if leaf.size == 4 * 5 * 32]
     assert len(of_hidden) == 2
 

@@ -15,11 +15,13 @@ from support.reference import relative_difference, train
 import shardopt as so
 from shardopt.data import next_token
 from shardopt.hlo import audit, inner_product_flops
-from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
 from shardopt.models import decoder
 from shardopt.models._decoder_config import BlockKind, DecoderConfig
-from shardopt.models._parted_products import Parts, products_with_parts
+from shardopt.nn import _mlp, _projections, _sequence_parallel
+from shardopt.nn._mlp import mlp
+from shardopt.nn._parted_products import Parts, products_with_parts
+from shardopt.nn._projections import query_key_value
 from shardopt.planning._models import RULES
 
 TX = optax.sgd(0.1, momentum=0.9)
@@ -89,7 +91,7 @@ def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, 
 
     expected = train(TX, mean, params, steps)[1]
     for name, value in (("device_kind_or_default", lambda: "TPU v5"), ("_TOKENS_OF_HALF", 1)):
-        monkeypatch.setattr(decoder_block, name, value)
+        monkeypatch.setattr(_sequence_parallel, name, value)
     options = {"rules": RULES, "min_shard_elements": 8} | ({"view": view} if view else {})
     opt = so.fsdp(TX, mesh_of(data=2, tensor=2), model(sequence_parallel=True), **options)
     state = opt.init(params)
@@ -133,25 +135,16 @@ def test_gate_and_up_are_the_same_product_on_tpu(monkeypatch, hidden, shape):
     up, bias, down = (rng.normal(size=size) for size in ((6, 2, hidden), (2, hidden), (hidden, 6)))
     weights = {"up": up, "up_bias": bias, "down": down}
     weights, x = jax.tree.map(jnp.asarray, (weights, rng.normal(size=(2, 3, 6))))
-    config = DecoderConfig(
-        16,
-        6,
-        1,
-        3,
-        hidden=hidden,
-        activation="silu",
-        gated=True,
-        fused="kv",
-        recompute_activation=False,
-    )
 
     def results():
-        out, pull = jax.vjp(lambda weights, x: decoder_block._mlp(config, weights, x), weights, x)
+        out, pull = jax.vjp(
+            lambda weights, x: mlp(x, weights, jax.nn.silu, recompute=False), weights, x
+        )
         return out, *pull(jnp.ones_like(out))
 
     on_cpu = results()
-    monkeypatch.setattr(decoder_block, "device_kind_or_default", lambda: "TPU v5")
-    text = str(jax.make_jaxpr(lambda x: decoder_block._mlp(config, weights, x))(x))
+    monkeypatch.setattr(_mlp, "device_kind_or_default", lambda: "TPU v5")
+    text = str(jax.make_jaxpr(lambda x: mlp(x, weights, jax.nn.silu, recompute=False))(x))
     assert f"f32[{shape}]" in text
     assert relative_difference(results(), on_cpu) <= 1e-6
 
@@ -184,17 +177,14 @@ def test_keys_and_values_are_the_halves_of_one_product_on_tpu(monkeypatch):
     weights = {"q": (6, 4, 4), "kv": (6, 2, 8)}
     weights = {name: jnp.asarray(rng.normal(size=size)) for name, size in weights.items()}
     x = jnp.asarray(rng.normal(size=(2, 5, 6)))
-    config = DecoderConfig(
-        16, 6, 1, 4, num_kv_heads=2, head_dim=4, hidden=4, activation="silu", fused="kv"
-    )
 
     def results():
-        qkv, pull = jax.vjp(lambda weights, x: decoder_block._qkv(config, weights, [x]), weights, x)
+        qkv, pull = jax.vjp(lambda weights, x: query_key_value([x], weights, None), weights, x)
         return qkv, pull(jax.tree.map(jnp.cos, qkv))
 
     on_cpu = results()
-    monkeypatch.setattr(decoder_block, "device_kind_or_default", lambda: "TPU v5")
-    assert "split" in str(jax.make_jaxpr(lambda x: decoder_block._qkv(config, weights, [x]))(x))
+    monkeypatch.setattr(_projections, "device_kind_or_default", lambda: "TPU v5")
+    assert "split" in str(jax.make_jaxpr(lambda x: query_key_value([x], weights, None))(x))
     assert relative_difference(results(), on_cpu) <= 1e-6
 
 

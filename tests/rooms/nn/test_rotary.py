@@ -12,7 +12,7 @@ from shardopt.mesh import under_mesh
 from shardopt.models import _decoder_block as decoder_block
 from shardopt.models._decoder_block import Stream
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.models._layers import rotate_by
+from shardopt.nn._rotary import rotate_by
 from shardopt.trace._jaxprs import equations
 
 FREQUENCIES = 1e-2 ** (np.arange(64) / 64)

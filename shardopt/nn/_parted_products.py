@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt.low_precision._einsum import parse_subscripts
-from shardopt.models import _layers as layers
+from shardopt.nn._memory_layout import split_parts
 
 
 class Parts(NamedTuple):
@@ -34,7 +34,7 @@ class Parts(NamedTuple):
         """Return the parts of a weight."""
         dim = parse_subscripts(self.weight_product)[1].index(self.letter)
         return (
-            layers.split_parts(weight, dim)
+            split_parts(weight, dim)
             if self.are_indices
             else jnp.split(weight, self.number, axis=dim)
         )
