@@ -97,7 +97,7 @@ def config_of(row: Row):
     if shape.latent is None:
         return moe.MoEConfig(**sizes, num_kv_heads=shape.kv_heads, balance=None)
     query, key, rope = shape.latent
-    latent = moe.Latent(query=query, key=key, nope=shape.width, rope=rope, value=shape.width)
+    latent = moe.LatentConfig(query=query, key=key, nope=shape.width, rope=rope, value=shape.width)
     router = {
         "score": "sigmoid",
         "groups": (8, 4),

@@ -56,7 +56,7 @@ be off.
 """
 
 
-class Module(NamedTuple):
+class PeftModule(NamedTuple):
     """A module of peft with an adapter.
 
     Attributes:
@@ -149,7 +149,7 @@ def linear_weights(model: Pretrained) -> list[str]:
     )
 
 
-def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
+def modules_of(model: Pretrained, targets: set[str]) -> list[PeftModule]:
     """Return the modules whose weights are in these leaves.
 
     Raises:
@@ -163,7 +163,7 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[Module]:
             if problem := _problem(tensor, places):
                 problems.append(f"{tensor}: {problem}")
             else:
-                modules.append(Module(tensor.removesuffix(".weight"), places))
+                modules.append(PeftModule(tensor.removesuffix(".weight"), places))
     problems += [f"{leaf}: is no leaf of the model" for leaf in sorted(targets - seen)]
     if problems:
         fix = "leave them out of targets, or save without model=, in shardopt's own form."
@@ -185,10 +185,10 @@ def peft_config(
     alpha: float,
     dropout: float,
     tensors: Factors,
-    modules: list[Module],
+    modules: list[PeftModule],
     model: Pretrained,
 ) -> dict[str, object]:
-    """Return the adapter_config.json that peft reads, for A and B as `Module.in_file` returns them."""
+    """Return the adapter_config.json that peft reads, for A and B as `PeftModule.in_file` returns them."""
     ranks = {module.name: len(tensors[module.names[0]]) for module in modules}
     other_modules = {tensor.removesuffix(".weight") for tensor in model.places} - ranks.keys()
     rank_pattern: dict[str, int] = {}
@@ -231,7 +231,7 @@ def _short_names(modules: Set[str], other_modules: Set[str]) -> list[str]:
 
 
 def check_peft_config(
-    path: Path, rank: int, alpha: float, modules: list[Module], factors: Factors
+    path: Path, rank: int, alpha: float, modules: list[PeftModule], factors: Factors
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of A and B in a folder of peft, by name.
 

@@ -41,7 +41,7 @@ its norm needs.
 """
 
 
-class Stream(NamedTuple):
+class BlockStream(NamedTuple):
     """The values that go from block to block: activations, the number of the next block, and the
     marks of tokens.
 
@@ -173,7 +173,7 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
     }
 
 
-def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Stream:
+def apply_block(config: DecoderConfig, weights: Params, stream: BlockStream) -> BlockStream:
     """Add the attention branch, then the branch of the mlp or the experts.
 
     Experts see all rows of a device. Other blocks may compute halves of the rows in turns.
@@ -192,10 +192,10 @@ def apply_block(config: DecoderConfig, weights: Params, stream: Stream) -> Strea
 def apply_cached_block(
     config: DecoderConfig,
     weights: Params,
-    stream: Stream,
+    stream: BlockStream,
     cache: KVCache | None,
     start: Array | int,
-) -> tuple[Stream, KVCache | None]:
+) -> tuple[BlockStream, KVCache | None]:
     """Return the stream after the block, and the cache with the T positions of the stream, the
     first one at `start`.
 
@@ -239,7 +239,7 @@ def _attention(
     config: DecoderConfig,
     weights: Params,
     inputs: list[Float[Array, "B T D"] | Normed],
-    stream: Stream,
+    stream: BlockStream,
     added: Float[Array, "B T D"] | None,
     cache: KVCache | None,
     start: Array | int,
@@ -348,7 +348,7 @@ def _mix(
     query: Array,
     key: Array,
     value: Array,
-    stream: Stream,
+    stream: BlockStream,
     scale: float | None,
     sinks: Array | None,
 ) -> Array:

@@ -12,7 +12,7 @@ from jaxtyping import Array
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounding import Precision
 from shardopt.low_precision._numbers import check_precision
-from shardopt.models._latent_attention import Latent
+from shardopt.models._latent_attention import LatentConfig
 from shardopt.models._rope import Rope
 from shardopt.nn._norm import Norm
 from shardopt.nn._residual import Residual
@@ -63,7 +63,7 @@ class BlockKind(NamedTuple):
     rope: Rope | None = Rope()
 
 
-class Experts(NamedTuple):
+class ExpertsConfig(NamedTuple):
     """The mixture of experts of a decoder, in the terms of `so.nn.mixture_of_experts`.
 
     Attributes:
@@ -152,7 +152,7 @@ class DecoderConfig:
       logits_scale: the factor of logits.
       head_bias: whether logits have a bias, the leaf "head_bias".
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
-      latent: sizes of latent attention (DeepSeek), a `moe.Latent`; None is grouped attention.
+      latent: sizes of latent attention (DeepSeek), a `moe.LatentConfig`; None is grouped attention.
       experts: the mixture of experts; None is an mlp in each block.
       max_length: the longest sequence of `sample`.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
@@ -211,8 +211,8 @@ class DecoderConfig:
     logits_scale: float = 1.0
     head_bias: bool = False
     tied: bool = False
-    latent: Latent | None = None
-    experts: Experts | None = None
+    latent: LatentConfig | None = None
+    experts: ExpertsConfig | None = None
     max_length: int = 1024
     loss_chunk: int | None = None
     logits_dtype: DTypeLike | None = None

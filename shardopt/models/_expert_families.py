@@ -5,10 +5,10 @@ attention.
 from typing import Any
 
 from shardopt.models import _family as base
-from shardopt.models._decoder_config import BlockKind, Experts
+from shardopt.models._decoder_config import BlockKind, ExpertsConfig
 from shardopt.models._family import Family
 from shardopt.models._fields import Fields, yarn_scale
-from shardopt.models._latent_attention import Latent
+from shardopt.models._latent_attention import LatentConfig
 from shardopt.models._post_norm_families import POST_NORM_BLOCK
 
 
@@ -24,7 +24,7 @@ def _experts(
     )
     sizes = number, fields.size("num_experts_per_tok"), fields.size(hidden)
     options: dict[str, Any] = {"normalize": bool(fields["norm_topk_prob"])} | changes
-    return {"experts": Experts(*sizes, **options)}
+    return {"experts": ExpertsConfig(*sizes, **options)}
 
 
 def _mixtral(fields: Fields) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
 def _scored_by_sigmoid(fields: Fields, num_first: int = 0) -> dict[str, Any]:
     """Return DeepSeek-V3's experts, which are chosen by the sigmoid of a score plus a bias."""
     hidden = fields.size("moe_intermediate_size")
-    experts = Experts(
+    experts = ExpertsConfig(
         fields.size("n_routed_experts"),
         fields.size("num_experts_per_tok"),
         hidden,
@@ -105,7 +105,7 @@ def _latent(fields: Fields) -> dict[str, Any]:
     fields.require("attention_bias", None, False)
     fields.skip("num_key_value_heads", "head_dim")
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    latent = Latent(*map(fields.size, names))
+    latent = LatentConfig(*map(fields.size, names))
     fields.require("qk_head_dim", None, latent.nope + latent.rope)
     rope = fields.rope(latent.rope, interleaved=fields["rope_interleave"])
     scaling = fields.record("rope_scaling") or fields.record("rope_parameters")

@@ -19,7 +19,7 @@ _product = functools.partial(nn.quantized_einsum, precision=None)
 """The product with a weight, which may have an adapter."""
 
 
-class Latent(NamedTuple):
+class LatentConfig(NamedTuple):
     """Sizes of latent attention; DeepSeek-V3 has (1536, 512, 128, 64, 128).
 
     Attributes:
@@ -57,7 +57,7 @@ class Latent(NamedTuple):
 def latent_qkv(
     weights: dict[str, Weight],
     x: Float[Array, "B T D"],
-    latent: Latent,
+    latent: LatentConfig,
     rotate_dims: Callable[[Array], Array],
 ) -> tuple[Array, Array, Array]:
     """Return queries and keys [B, T, H, nope + rope] and values [B, T, H, value], computed from
@@ -70,7 +70,7 @@ def latent_qkv(
     compute the same narrow products.
 
     Args:
-      weights: arrays of one block with the shapes of `Latent.shapes`.
+      weights: arrays of one block with the shapes of `LatentConfig.shapes`.
       x: T positions.
       latent: the sizes.
       rotate_dims: rotates [B, T, ?, rope].

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._types import PyTree, Updated, Weighted
 from shardopt.losses._rows import batch_mean
-from shardopt.models._decoder_config import Experts
+from shardopt.models._decoder_config import ExpertsConfig
 from shardopt.models._inputs import Params
 
 
@@ -48,7 +48,7 @@ def _append(old: Array, new: Array) -> Array:
     return jnp.concatenate([old[:, 1:], new[:, None].astype(old.dtype)], axis=1)
 
 
-def first_routers(experts: Experts, outer: Params, x: Float[Array, "B T D"]) -> Routers:
+def first_routers(experts: ExpertsConfig, outer: Params, x: Float[Array, "B T D"]) -> Routers:
     """Return the statistics before the first block with experts."""
     B, (L, E) = x.shape[0], outer["router_load"].shape
     wide = jnp.promote_types(x.dtype, jnp.float32)
@@ -64,7 +64,7 @@ def first_routers(experts: Experts, outer: Params, x: Float[Array, "B T D"]) -> 
     return Routers(_current_bias(experts, outer), jnp.zeros((B, L, E), wide), statistics)
 
 
-def _current_bias(experts: Experts, outer: Params) -> Array | None:
+def _current_bias(experts: ExpertsConfig, outer: Params) -> Array | None:
     """Return the bias of this step: the last step's bias, moved by the last step's loads."""
     if experts.balance != "bias":
         return None
@@ -72,7 +72,7 @@ def _current_bias(experts: Experts, outer: Params) -> Array | None:
 
 
 def balanced_loss(
-    experts: Experts, outer: Params, routers: Routers, cross_entropy: Array | Weighted
+    experts: ExpertsConfig, outer: Params, routers: Routers, cross_entropy: Array | Weighted
 ) -> tuple[Array | Weighted, dict[str, PyTree]]:
     """Return the loss with its balance terms, and the metrics and new values of `moe.model`."""
     loads = outer["router_load"]
@@ -92,7 +92,7 @@ def balanced_loss(
     return _add_terms(cross_entropy, _balance_terms(experts, routers)), aux
 
 
-def _balance_terms(experts: Experts, routers: Routers) -> list[Float[Array, " B"]]:
+def _balance_terms(experts: ExpertsConfig, routers: Routers) -> list[Float[Array, " B"]]:
     """Return the balance terms of the loss, each with one number per row.
 
     The term is their mean.

@@ -13,7 +13,7 @@ from shardopt.core._block_remat import Remat
 from shardopt.core._rounding import Precision
 from shardopt.low_precision._numbers import check_precision
 from shardopt.models import decoder
-from shardopt.models._decoder_block import Stream, apply_block
+from shardopt.models._decoder_block import BlockStream, apply_block
 from shardopt.models._decoder_config import BlockKind, DecoderConfig
 from shardopt.models._inputs import Params
 from shardopt.models._rope import Rope
@@ -86,7 +86,7 @@ def model(
         precision=precision,
     )
 
-    def block(weights: Params, stream: Stream) -> Stream:
+    def block(weights: Params, stream: BlockStream) -> BlockStream:
         attention = {"norm": weights["norms"][0]} | {
             name: weights[name] for name in ("q", "kv", "out")
         }

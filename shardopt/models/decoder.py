@@ -20,13 +20,13 @@ from shardopt.core._types import Loss, PyTree, leaves_with_paths
 from shardopt.kernels._flash import capped
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import (
-    Stream,
+    BlockStream,
     apply_block,
     block_shapes,
     norm_leaves,
     roundings,
 )
-from shardopt.models._decoder_config import BlockKind, DecoderConfig, Experts
+from shardopt.models._decoder_config import BlockKind, DecoderConfig, ExpertsConfig
 from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
 from shardopt.models._rope import Rope
 from shardopt.models._routers import balanced_loss, first_routers
@@ -37,7 +37,7 @@ from shardopt.optimizers import Matrix
 __all__ = [
     "BlockKind",
     "DecoderConfig",
-    "Experts",
+    "ExpertsConfig",
     "Rope",
     "expert_leaves",
     "frozen",
@@ -178,7 +178,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       "positions", "norm_bias", "first_blocks", "router_load" and "router_bias".
 
       "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K,
-      D], or the shapes of `Latent.shapes`. It also has "mlp" with "gate" and "up" [L, D, F] and
+      D], or the shapes of `LatentConfig.shapes`. It also has "mlp" with "gate" and "up" [L, D, F] and
       "down" [L, F, D], or it has "router", "experts" and "shared". Norms and biases are in the part
       that they belong to.
 
@@ -300,12 +300,12 @@ def block_model(config: DecoderConfig, remat: Remat, caller: str) -> BlockModel:
     )
 
 
-def _embed(config: DecoderConfig, caller: str, outer: Params, batch: Batch) -> Stream:
+def _embed(config: DecoderConfig, caller: str, outer: Params, batch: Batch) -> BlockStream:
     stream = embed_tokens(config, outer, read_inputs(caller, batch))
     return _run_blocks(config, outer["first_blocks"], stream) if config.num_first else stream
 
 
-def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> Stream:
+def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> BlockStream:
     """Return the input of the first block; NaN for an id outside the vocabulary."""
     x = nn.embedding(layers.cast(outer["embedding"], config.dtype), inputs.tokens)
     if config.embedding_scale != 1:
@@ -325,10 +325,10 @@ def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> Stream
         if config.experts is not None and config.experts.loads
         else None
     )
-    return Stream(x, layer, inputs.segment_ids, inputs.positions, inputs.order, routers)
+    return BlockStream(x, layer, inputs.segment_ids, inputs.positions, inputs.order, routers)
 
 
-def _run_blocks(config: DecoderConfig, blocks: Params, stream: Stream) -> Stream:
+def _run_blocks(config: DecoderConfig, blocks: Params, stream: BlockStream) -> BlockStream:
     return jax.lax.scan(
         lambda stream, weights: (apply_block(config, weights, stream), None), stream, blocks
     )[0]
@@ -357,7 +357,9 @@ def _final_norm_and_head(
     return normed, head
 
 
-def _loss(config: DecoderConfig, caller: str, outer: Params, stream: Stream, batch: Batch) -> Loss:
+def _loss(
+    config: DecoderConfig, caller: str, outer: Params, stream: BlockStream, batch: Batch
+) -> Loss:
     inputs = read_inputs(caller, batch)
     normed, head = _final_norm_and_head(config, outer, stream.x)
     normed = gather_positions(normed) if config.sequence_parallel else normed

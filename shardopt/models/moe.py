@@ -16,9 +16,15 @@ from shardopt.core._block_remat import Remat
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounding import Precision
 from shardopt.models import decoder
-from shardopt.models._decoder_config import Balance, BlockKind, DecoderConfig, Experts, not_positive
+from shardopt.models._decoder_config import (
+    Balance,
+    BlockKind,
+    DecoderConfig,
+    ExpertsConfig,
+    not_positive,
+)
 from shardopt.models._inputs import Params, Tokens
-from shardopt.models._latent_attention import Latent
+from shardopt.models._latent_attention import LatentConfig
 from shardopt.models._rope import Rope
 from shardopt.nn._router import Score
 
@@ -52,7 +58,7 @@ class MoEConfig:
       num_layers: number of blocks.
       num_heads: attention heads; each has dim / num_heads components, an even number.
       num_kv_heads: heads of keys and values; must divide `num_heads`. None is `num_heads`.
-      latent: sizes of latent attention (DeepSeek-V3), `moe.Latent(query=1536, key=512, nope=128,
+      latent: sizes of latent attention (DeepSeek-V3), `moe.LatentConfig(query=1536, key=512, nope=128,
         rope=64, value=128)`. With None, queries, keys and values come directly from the residual
         stream.
       num_experts: experts of each block.
@@ -101,7 +107,7 @@ class MoEConfig:
     num_layers: int = 4
     num_heads: int = 4
     num_kv_heads: int | None = None
-    latent: Latent | None = None
+    latent: LatentConfig | None = None
     num_experts: int = 8
     top_k: int = 2
     hidden: int = 384
@@ -146,7 +152,7 @@ class MoEConfig:
                 )
             )
 
-    def _latent_problems(self, latent: Latent) -> list[str]:
+    def _latent_problems(self, latent: LatentConfig) -> list[str]:
         problems = [
             f"latent.{name} must be positive, got {size}"
             for name, size in latent._asdict().items()
@@ -208,7 +214,7 @@ class MoEConfig:
             **{name: getattr(self, name) for name in names},
             kinds=(BlockKind(rope=Rope(base=self.rope_base)),),
             fused="kv",
-            experts=Experts(
+            experts=ExpertsConfig(
                 self.num_experts,
                 **{name: getattr(self, name) for name in experts},
                 loads=True,
@@ -232,7 +238,7 @@ def init(config: MoEConfig, rng: jax.Array) -> Params:
       has
 
       - "attention/norm" [L, D], "attention/q" [L, D, H, K], "attention/kv" [L, D, G, 2 K],
-        "attention/out" [L, H, K, D], or the shapes of `Latent.shapes`;
+        "attention/out" [L, H, K, D], or the shapes of `LatentConfig.shapes`;
       - "mlp/norm" [L, D], "router/kernel" [L, D, E];
       - "experts/gate" and "experts/up" [L, E, D, F], "experts/down" [L, E, F, D];
       - for a shared expert "shared/gate" and "shared/up" [L, D, F'], "shared/down" [L, F', D].

@@ -52,7 +52,7 @@ ROOMS = {
     "models.moe.": (
         moe,
         [
-            "Latent",
+            "LatentConfig",
             "MoEConfig",
             "expert_leaves",
             "frozen",

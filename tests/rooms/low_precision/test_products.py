@@ -27,7 +27,7 @@ from shardopt.low_precision._weight import RoundedWeight, form_of, joined
 from shardopt.models import _decoder_block as decoder_block
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
-from shardopt.models._decoder_block import Stream
+from shardopt.models._decoder_block import BlockStream
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.nn._norm import rms_norm
 from shardopt.planning import Transformer
@@ -323,7 +323,9 @@ def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
 
     def results(weights, x):
         def run(weights, x):
-            return decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x
+            return decoder_block.apply_block(
+                config, weights, BlockStream(x, None, None, None, None)
+            ).x
 
         out, pull = jax.vjp(run, weights, x)
         return out, *pull(grad)

@@ -110,7 +110,7 @@ def row_id(row):
     return "-".join(parts)
 
 
-LATENT = moe.Latent(query=6, key=5, nope=4, rope=2, value=3)
+LATENT = moe.LatentConfig(query=6, key=5, nope=4, rope=2, value=3)
 TABLE += [
     # the remedy that the refusal names
     ("global", {"expert": 2, "context": 2}, {"balance": "loss"}, {}),
@@ -389,7 +389,7 @@ def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, mo
         )
     kinds = (decoder.BlockKind(rope=decoder.Rope(base=100.0)),)
     config = decoder.DecoderConfig(dim=8, num_heads=3, latent=LATENT, kinds=kinds)
-    stream = _decoder_block.Stream(x, None, None, None, order)
+    stream = _decoder_block.BlockStream(x, None, None, None, order)
     run = functools.partial(
         _decoder_block._attention, config, stream=stream, added=None, cache=None, start=0
     )
@@ -407,7 +407,7 @@ def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
     config = moe.MoEConfig(
         vocab_size=shape.vocab_size, dim=shape.dim, num_layers=shape.num_layers, num_heads=shape.num_heads,
         num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, shared_hidden=shape.hidden,
-        latent=moe.Latent(query, key, shape.width, rope, shape.width),
+        latent=moe.LatentConfig(query, key, shape.width, rope, shape.width),
     )  # fmt: skip
     assert moe.num_parameters(config) == shape.num_parameters
     assert moe.num_parameters(config, active=True) == shape.active_parameters

@@ -14,8 +14,8 @@ from shardopt.models._sampling import advance, empty_caches
 
 CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, max_length=40)
 WINDOWS = (decoder.BlockKind(window=3), decoder.BlockKind(rope=decoder.Rope(base=1e3)))
-LATENT = moe.Latent(query=6, key=5, nope=4, rope=2, value=3)
-EXPERTS = decoder.Experts(number=4, top_k=2, hidden=8, num_first=1)
+LATENT = moe.LatentConfig(query=6, key=5, nope=4, rope=2, value=3)
+EXPERTS = decoder.ExpertsConfig(number=4, top_k=2, hidden=8, num_first=1)
 SIZES = {"dim": 16, "num_layers": 3, "num_heads": 4, "hidden": 24}
 DECODERS = {
     "gpt": CONFIG.decoder,

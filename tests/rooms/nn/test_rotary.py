@@ -10,7 +10,7 @@ from support.reference import relative_difference
 from shardopt.kernels import _rotary
 from shardopt.mesh import under_mesh
 from shardopt.models import _decoder_block as decoder_block
-from shardopt.models._decoder_block import Stream
+from shardopt.models._decoder_block import BlockStream
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.nn._rotary import rotate_by
 from shardopt.trace._jaxprs import equations
@@ -115,7 +115,9 @@ def test_a_block_rotates_and_scales_its_queries_in_one_pass(on_tpu, monkeypatch)
 
     def loss(weights, x):
         def run(x):
-            return decoder_block.apply_block(config, weights, Stream(x, None, None, None, None)).x
+            return decoder_block.apply_block(
+                config, weights, BlockStream(x, None, None, None, None)
+            ).x
 
         return jnp.sum(
             jnp.sin(
