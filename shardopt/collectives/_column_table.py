@@ -1,12 +1,14 @@
 """`ColumnTable`: a table that devices hold by columns, until `so.nn.embedding` looks rows up."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import MeshAxes
+from shardopt.collectives._wire import Encoded
 from shardopt.core._stand_in import StandIn
 
 
@@ -42,3 +44,29 @@ class ColumnTable(StandIn):
         sent.
         """
         return dataclasses.replace(self, shard=self.shard.astype(dtype))
+
+
+class TableForm(NamedTuple):
+    """The form of a table that is not gathered; see `WireForm`.
+
+    Attributes:
+      tensor: see `ColumnTable`.
+      sums: see `ColumnTable`.
+    """
+
+    tensor: PartitionSpec
+    sums: DTypeLike | None
+
+    gradient_dim = None
+
+    def encode(self, shard: jax.Array, axes: MeshAxes) -> Encoded:
+        """Return no matrices; the decoded table holds the shard."""
+        return Encoded([], lambda _: ColumnTable(shard, axes, self.tensor, self.sums))
+
+    def split(self, gradient: ColumnTable) -> list[jax.Array]:
+        """Return the gradient of the columns of this device."""
+        return [gradient.shard]
+
+    def join(self, parts: list[jax.Array], shard: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return the gradient of the columns of this device."""
+        return parts[0]

@@ -21,16 +21,15 @@ from shardopt.collectives._buckets import (
 from shardopt.collectives._per_device import shard_by_shard
 from shardopt.collectives._tiles import (
     gather_joined,
+    gather_matrices,
     in_gathered_layout,
     is_tpu,
     joined_to_tiles,
     joins_small_matrices,
 )
-from shardopt.collectives._wire import LeafWire
+from shardopt.collectives._wire import Encoded, LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._types import replaced
-from shardopt.low_precision._gather import gather_rounded
-from shardopt.low_precision._weight import joined
 from shardopt.mesh import device_kind, device_kind_or_default
 
 
@@ -56,15 +55,13 @@ def all_gather(
         see `core._checksum`.
 
     Returns:
-      The gathered leaves; a leaf with a form is a `RoundedWeight`. The gradient of a sharded leaf
+      The gathered leaves; a leaf with a form as the form decodes it. The gradient of a sharded leaf
       is summed over its axes; the gradient of a replicated leaf stays local.
     """
-    stored_dtypes = [leaf.dtype for leaf in leaves]
-    is_inexact = [jnp.issubdtype(dtype, jnp.inexact) for dtype in stored_dtypes]
+    stored = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    is_inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in stored]
     differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
-    forms = {
-        i: wire.form.of_shard(leaves[i]) for i, wire in enumerate(wires) if wire.form is not None
-    }
+    forms = {i: wire.form for i, wire in enumerate(wires) if wire.form is not None}
 
     def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
         if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
@@ -84,37 +81,48 @@ def all_gather(
             return all_gather_buckets(xs, dims, axes, _all_gather, bucket_bytes=bucket_bytes)
 
         gathered = _apply_where_sharded(move, leaves, plain_wires)
-        shards, axes = [leaves[i] for i in forms], [wires[i].axes for i in forms]
-        return replaced(
-            gathered, list(forms), gather_rounded(shards, list(forms.values()), axes, _all_gather)
-        )
+        encoded = [form.encode(leaves[i], wires[i].axes) for i, form in forms.items()]
+        decoded = _gather_encoded(encoded, [wires[i].axes for i in forms])
+        return replaced(gathered, list(forms), decoded)
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is
     # written out.
     def backward(_, cotangents):
-        # the parts of a rounded leaf's gradient are sent one by one, since joining them would copy
-        # them
+        # parts are sent one by one, since joining them would copy them
         parts = {
-            i: list(cotangents[i].zeros) if i in forms else [cotangents[i]] for i in differentiable
+            i: forms[i].split(cotangents[i]) if i in forms else [cotangents[i]]
+            for i in differentiable
         }
         local_grads, treedef = jax.tree.flatten(
-            [[x.astype(stored_dtypes[i]) for x in parts[i]] for i in differentiable]
+            [[x.astype(stored[i].dtype) for x in parts[i]] for i in differentiable]
         )
         part_wires = [wires[i].of_gradient for i in differentiable for _ in parts[i]]
         part_sums = treedef.unflatten(
             reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes)
         )
         sums = [
-            forms[i].weight(joined(leaf_sums)) if i in forms else leaf_sums[0]
+            forms[i].join(leaf_sums, stored[i]) if i in forms else leaf_sums[0]
             for i, leaf_sums in zip(differentiable, part_sums, strict=True)
         ]
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         # None is a zero cotangent
-        return replaced([None] * len(stored_dtypes), differentiable, sums), limbs
+        return replaced([None] * len(stored), differentiable, sums), limbs
 
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
+
+
+def _gather_encoded(encoded: Sequence[Encoded], axes: Sequence[MeshAxes]) -> list[Any]:
+    """Return the decoded leaves: their first matrices are gathered together, then their second."""
+    gathered: list[list[jax.Array]] = [[] for _ in encoded]
+    for place in range(max((len(leaf.matrices) for leaf in encoded), default=0)):
+        members = [i for i, leaf in enumerate(encoded) if place < len(leaf.matrices)]
+        shards = [encoded[i].matrices[place] for i in members]
+        matrices = gather_matrices(shards, [axes[i] for i in members], _all_gather)
+        for i, matrix in zip(members, matrices, strict=True):
+            gathered[i].append(matrix)
+    return [leaf.decode(matrices) for leaf, matrices in zip(encoded, gathered, strict=True)]
 
 
 def reduce_scatter(

@@ -1,14 +1,51 @@
-"""`LeafWire`: how a leaf and its gradient travel between devices."""
+"""`LeafWire`: how a leaf and its gradient travel between devices, and in which form."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from shardopt.collectives._buckets import MeshAxes
-from shardopt.low_precision._weight import Form
 from shardopt.mesh import device_kind
+
+
+class Encoded(NamedTuple):
+    """A shard in the form in which it is gathered.
+
+    Attributes:
+      matrices: the matrices whose rows are gathered.
+      decode: makes the leaf, or a node that stands for it, of the gathered matrices.
+    """
+
+    matrices: list[jax.Array]
+    decode: Callable[[list[jax.Array]], Any]
+
+
+class WireForm(Protocol):
+    """How a leaf is written on the wire, if not as its own numbers.
+
+    The functions run inside the step: `encode` before the all-gather, `split` and `join` around the
+    reduce-scatter of its gradient.
+    """
+
+    @property
+    def gradient_dim(self) -> int | None:
+        """The dim of the parts of a gradient that is scattered; None if they stay local."""
+        ...
+
+    def encode(self, shard: jax.Array, axes: MeshAxes) -> Encoded:
+        """Return the shard of this device, as it is gathered over the axes."""
+        ...
+
+    def split(self, gradient: Any) -> list[jax.Array]:
+        """Return the parts in which the gradient of the decoded leaf is sent."""
+        ...
+
+    def join(self, parts: list[jax.Array], shard: jax.ShapeDtypeStruct) -> jax.Array:
+        """Return the gradient of a shard from its summed parts."""
+        ...
 
 
 class LeafWire(NamedTuple):
@@ -23,8 +60,7 @@ class LeafWire(NamedTuple):
       scatter_dtype: the dtype that its gradient is cast to before it is reduce-scattered, or None
         to keep its own.
       trained: whether the leaf has a gradient. A bucket would send the zeros of a frozen leaf.
-      form: how the leaf is rounded to 8 bits before it is all-gathered, as a matrix; None does not
-        round it.
+      form: how the leaf is written when it is all-gathered; None: as its own numbers.
     """
 
     dim: int | None
@@ -33,7 +69,7 @@ class LeafWire(NamedTuple):
     gather_dtype: DTypeLike | None = None
     scatter_dtype: DTypeLike | None = None
     trained: bool = True
-    form: Form | None = None
+    form: WireForm | None = None
 
     def stacked(self, num_dims: int) -> "LeafWire":
         """Return the wire of such leaves stacked along new first dims."""
@@ -42,13 +78,10 @@ class LeafWire(NamedTuple):
 
     @property
     def of_gradient(self) -> "LeafWire":
-        """The wire of a gradient.
-
-        The gradient of a rounded leaf is scattered by the rows of its matrix.
-        """
-        return (
-            self if self.form is None else self._replace(dim=0, tensor=PartitionSpec(), form=None)
-        )
+        """The wire of a gradient, or of each part of the gradient of a form."""
+        if self.form is None:
+            return self
+        return self._replace(dim=self.form.gradient_dim, tensor=PartitionSpec(), form=None)
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient, cast to the dtype that is sent."""

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import jax
 from jax.sharding import PartitionSpec
 
+from shardopt.collectives import LeafWire
 from shardopt.core._loss_parts import Gradients, LossParts
+from shardopt.core._rounding import Rounding
 from shardopt.core._types import Metric, PyTree, Weighted
 from shardopt.partition import LayoutBytes, LeafPlan, Owners
 from shardopt.partition._counts import Counts
 
 if TYPE_CHECKING:
-    from shardopt.config._config import StrategyConfig
+    from shardopt.config._config import StrategyConfig, WireOptions
     from shardopt.config._layout import Layout
     from shardopt.config._transformation import ExtraArgs
 
@@ -148,6 +150,20 @@ class Reduce(Protocol):
         ...
 
 
+class Wire(Protocol):
+    """Slot 4: how a leaf and its gradient travel between devices.
+
+    The `form` of a `LeafWire` has the functions that run inside the step: they write the leaf for
+    its all-gather, and its gradient for the reduce-scatter.
+    """
+
+    def __call__(
+        self, wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None
+    ) -> LeafWire:
+        """Return how a leaf travels; `rounding` is what a model says of a weight of its blocks."""
+        ...
+
+
 class Update(Protocol):
     """Slot 3: one update of the optimizer, in the global view."""
 
@@ -179,10 +195,12 @@ class Slots(NamedTuple):
       differentiate: view of the loss -> the loss and its gradient.
       reduce: makes the reduction of some trained leaves.
       update: one update of the optimizer.
+      wire: how a leaf travels.
       counts: returns for some parameters how many blocks each virtual stage of a pipeline runs.
     """
 
     differentiate: Mapping[str, Differentiate]
     reduce: Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]
     update: Update
+    wire: Wire
     counts: Callable[[StrategyConfig, PyTree], Counts] = lambda config, params: ()

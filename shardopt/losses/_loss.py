@@ -11,10 +11,10 @@ from collections.abc import Callable, Collection
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from shardopt.collectives import SMALL_BUCKET_BYTES, all_gather
-from shardopt.collectives._column_table import ColumnTable
+from shardopt.collectives import SMALL_BUCKET_BYTES, LeafWire, all_gather
+from shardopt.collectives._column_table import ColumnTable, TableForm
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._block_model import (
@@ -34,7 +34,6 @@ from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._rows import row_context, with_rows
-from shardopt.losses._sums import leaf_wire
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import gathered_block
 from shardopt.remat._kept_values import save_all_but_gathers
@@ -232,9 +231,9 @@ def all_gather_leaves(
         if model is None
         else {f"{BLOCKS}/{path}": rounding for path, rounding in model.rounded.items()}
     )
-    wires = [leaf_wire(config.wire, plan, roundings.get(plan.path)) for plan in leaf_plans]
+    wires = [config.slots.wire(config.wire, plan, roundings.get(plan.path)) for plan in leaf_plans]
     wires = [
-        wire._replace(dim=None) if plan.path in tables else wire
+        _of_table(wire, plan) if plan.path in tables else wire
         for wire, plan in zip(wires, leaf_plans, strict=True)
     ]
     # Benchmarks of dense models (benchmarks/pod_compiles.py) were measured without it: only models
@@ -245,12 +244,8 @@ def all_gather_leaves(
     )
     return treedef.unflatten(
         [
-            (
-                _column_table(leaf, plan, wire.scatter_dtype)
-                if plan.path in tables
-                else checkpoint_name(leaf, GATHERED)
-            )
-            for leaf, plan, wire in zip(gathered, leaf_plans, wires, strict=True)
+            leaf if isinstance(leaf, ColumnTable) else checkpoint_name(leaf, GATHERED)
+            for leaf in gathered
         ]
     )
 
@@ -279,10 +274,10 @@ def _scatter_first(
     return gather(outer), x
 
 
-def _column_table(shard: jax.Array, plan: LeafPlan, scatter_dtype: DTypeLike | None) -> ColumnTable:
-    return ColumnTable(
-        shard, plan.axes, plan.tensor, (scatter_dtype or plan.dtype) if plan.trainable else None
-    )
+def _of_table(wire: LeafWire, plan: LeafPlan) -> LeafWire:
+    """Return the wire of a table that stays sharded by columns."""
+    sums = (wire.scatter_dtype or plan.dtype) if plan.trainable else None
+    return wire._replace(dim=None, form=TableForm(plan.tensor, sums))
 
 
 def _behind_barrier(tree: PyTree) -> PyTree:

@@ -16,7 +16,6 @@ from shardopt.core._rounding import Rounding
 from shardopt.core._types import Metric, PyTree, replaced, wide_dtype, wide_zeros
 from shardopt.losses._batch_dims import cut_batch
 from shardopt.losses._metrics import adds_up, combined, extreme_over
-from shardopt.low_precision._weight import form_of
 from shardopt.partition import LeafPlan
 
 
@@ -119,23 +118,16 @@ def reduce_scatter_grads(
 
 
 def leaf_wire(wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None) -> LeafWire:
-    """Return how a leaf and its gradient travel.
+    """Return how a leaf and its gradient travel: the core's own filling of the slot `wire`.
 
-    Only floating leaves are cast, and before a gather only trained ones.
-
-    Running statistics would stop changing in half precision. A leaf of a block that has a rounding
-    is rounded before it is gathered, unless tensor shards it or its shards are not rows of a
-    matrix.
+    Only floating leaves are cast, and before a gather only trained ones. Running statistics would
+    stop changing in half precision. A rounding needs a filling that knows it.
     """
+    assert rounding is None
     is_floating = jnp.issubdtype(plan.dtype, jnp.floating)
     gather_dtype = wire.gather_dtype if plan.trainable and is_floating else None
     scatter_dtype = wire.scatter_dtype if is_floating else None
-    form = None
-    if rounding is not None and plan.dim is not None and not any(plan.tensor):
-        form = form_of(tuple(plan.shape), plan.dim, rounding)
-    return LeafWire(
-        plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable, form
-    )
+    return LeafWire(plan.dim, plan.tensor, plan.axes, gather_dtype, scatter_dtype, plan.trainable)
 
 
 def all_reduce_grads(

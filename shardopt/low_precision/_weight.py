@@ -3,6 +3,7 @@ a pytree.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,9 +11,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Shaped
 
+from shardopt.collectives._buckets import MeshAxes
+from shardopt.collectives._wire import Encoded
 from shardopt.core._errors import format_error
 from shardopt.core._rounding import Rounding
 from shardopt.core._stand_in import StandIn
@@ -24,6 +28,7 @@ from shardopt.low_precision._numbers import (
     inverse,
     largest_magnitude,
     largest_number,
+    maximum_over,
     narrow,
 )
 from shardopt.trace._marks import OPENED
@@ -45,7 +50,36 @@ class Form(NamedTuple):
     rounding: Rounding
     by_channel: bool
 
-    def of_shard(self, shard: Array) -> "Form":
+    gradient_dim = 0
+
+    def encode(self, shard: Array, axes: MeshAxes) -> Encoded:
+        """Return a shard rounded; a device rounds its own, see `WireForm`.
+
+        **Communication**: the numbers, a byte each. A scale of 4 bytes for each channel is gathered
+        if rows are channels, and else it is a maximum over the axes.
+        """
+        form, dtype = self.of_shard(shard), self.rounding.dtype or shard.dtype
+        maximum = functools.partial(maximum_over, axes=axes)
+        numbers, scale = form.round_rows(form.matrix(shard.astype(dtype)), maximum)
+
+        def decode(matrices: list[Array]) -> "RoundedWeight":
+            channel_scale = scale
+            if form.by_channel:
+                channel_scale = matrices[1].reshape(-1, *scale.shape[1:])
+            is_cast = dtype == shard.dtype
+            return RoundedWeight.of(matrices[0], channel_scale, dtype, form, is_cast=is_cast)
+
+        return Encoded([numbers, scale.reshape(1, -1)] if form.by_channel else [numbers], decode)
+
+    def split(self, gradient: "RoundedWeight") -> list[Array]:
+        """Return the gradient as a matrix for each part."""
+        return list(gradient.zeros)
+
+    def join(self, parts: list[Array], shard: jax.ShapeDtypeStruct) -> Array:
+        """Return the gradient of a shard from rows of the matrix of each part."""
+        return self.of_shard(shard).weight(joined(parts))
+
+    def of_shard(self, shard: Array | jax.ShapeDtypeStruct) -> "Form":
         """Return the form of a weight on the device of a shard, which may have some of the experts."""
         return (
             self._replace(shape=(shard.shape[0], *self.shape[1:]))
@@ -101,6 +135,19 @@ class Form(NamedTuple):
             scale = maximum(largest_magnitude(wide, 0)) / largest
         numbers = narrow(wide * inverse(scale), dtype)
         return numbers.reshape(rows.shape), jnp.squeeze(scale, 2) if self.by_channel else scale
+
+
+def wire_form(
+    shape: tuple[int, ...], dim: int | None, tensor: PartitionSpec, rounding: Rounding | None
+) -> Form | None:
+    """Return the form in which a leaf of a block is gathered.
+
+    None if it has no rounding, is not sharded, is sharded over tensor, or if its shards are rows of
+    no matrix.
+    """
+    if rounding is None or dim is None or any(tensor):
+        return None
+    return form_of(shape, dim, rounding)
 
 
 def form_of(shape: tuple[int, ...], dim: int, rounding: Rounding) -> Form | None:

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 from shardopt.config._config import (
     PLACEMENTS,
     Placement,
-    WireOptions,
     configure,
     default_min_shard_elements,
 )
@@ -27,7 +26,7 @@ from shardopt.config._layout import make_layout
 from shardopt.core._block_model import BLOCKS, BlockModel
 from shardopt.core._errors import calling, plural
 from shardopt.core._types import PyTree, Rules
-from shardopt.losses._sums import leaf_wire
+from shardopt.low_precision._weight import wire_form
 from shardopt.matrices._owned_update import layout_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import (
@@ -491,7 +490,9 @@ def _elements(
 def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:
     """Return whether fsdp gathers the weight in 8 bits."""
     rounding = workload.rounded.get(plan.path.removeprefix(f"{BLOCKS}/"))
-    return plan.stacked and leaf_wire(WireOptions(), plan.of_block(), rounding).form is not None
+    block = plan.of_block() if plan.stacked else plan
+    form = wire_form(tuple(block.shape), block.dim, block.tensor, rounding)
+    return plan.stacked and form is not None
 
 
 def _device_bytes(

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Sequence
 
-from shardopt.config._config import StrategyConfig
+from shardopt.collectives import LeafWire
+from shardopt.config._config import StrategyConfig, WireOptions
 from shardopt.config._layout import Layout
-from shardopt.config._slots import Reduce, Slots, Update
+from shardopt.config._slots import Reduce, Slots, Update, Wire
+from shardopt.core._block_model import as_block_model
+from shardopt.core._rounding import Rounding
 from shardopt.losses._global_view import GlobalView
+from shardopt.losses._sums import leaf_wire
 from shardopt.partition import LayoutBytes, LeafPlan, Owners
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
 from shardopt.step._pipelined import Pipelined
@@ -20,6 +24,7 @@ def own_slots(config: StrategyConfig) -> Slots:
         differentiate={"per_device": PerDeviceView(MicroBatches()), "global": GlobalView()},
         reduce=_reduce(config),
         update=_update(config),
+        wire=_wire(config),
     )
 
 
@@ -35,6 +40,22 @@ def _reduce(config: StrategyConfig) -> Callable[[StrategyConfig, Sequence[LeafPl
     from shardopt.step._compressed import compressed_mean
 
     return compressed_mean
+
+
+def _wire(config: StrategyConfig) -> Wire:
+    losses = (config.loss.loss_fn, config.loss.evaluate_fn)
+    models = [as_block_model(loss_fn) for loss_fn in losses if loss_fn is not None]
+    if not any(model is not None and model.rounded for model in models):
+        return leaf_wire
+    from shardopt.low_precision._weight import wire_form
+
+    def rounded_wire(
+        wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None
+    ) -> LeafWire:
+        form = wire_form(tuple(plan.shape), plan.dim, plan.tensor, rounding)
+        return leaf_wire(wire, plan)._replace(form=form)
+
+    return rounded_wire
 
 
 def _update(config: StrategyConfig) -> Update:
