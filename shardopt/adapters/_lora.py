@@ -258,43 +258,40 @@ class Lora:
     def _check_targets(self, paths_and_leaves: list[tuple[str, Any]]) -> dict[str, Matrix]:
         matrix_of_path, problems = {}, []
         for path, leaf in paths_and_leaves:
-            if not any(target.search(path) for target in self.targets):
-                continue
-            default = Matrix() if leaf.ndim == 2 + self._is_stacked(path) else None
-            matrix = self._matrix_of(path, default)
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                problems.append(f"{path}: dtype {leaf.dtype} is not floating")
-            elif matrix is None:
-                problems.append(
-                    f"{path}: shape {leaf.shape} has no Matrix that says which dims are rows"
-                )
-            elif self.base == "nf4" and leaf.shape[-1] % 2:
-                problems.append(
-                    f"{path}: shape {leaf.shape}, base='nf4' stores pairs along the last dim, which"
-                    " is odd"
-                )
-            else:
-                matrix_of_path[path] = matrix
+            if any(target.search(path) for target in self.targets):
+                default = Matrix() if leaf.ndim == 2 + self._is_stacked(path) else None
+                matrix = self._matrix_of(path, default)
+                if problem := self._problem_of(leaf, matrix):
+                    problems.append(f"{path}: {problem}")
+                elif matrix is not None:
+                    matrix_of_path[path] = matrix
         paths = [path for path, _ in paths_and_leaves]
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
-        for name, patterns in (
-            ("target", self.targets),
-            ("rule", [pattern for pattern, _ in self.base_rules]),
-        ):
-            problems += [
-                f"{name} {pattern.pattern!r} matches no parameter, such as: {known}"
-                for pattern in patterns
-                if not any(pattern.search(path) for path in paths)
-            ]
+        patterns = [("target", target) for target in self.targets]
+        patterns += [("rule", pattern) for pattern, _ in self.base_rules]
+        problems += [
+            f"{name} {pattern.pattern!r} matches no parameter, such as: {known}"
+            for name, pattern in patterns
+            if not any(map(pattern.search, paths))
+        ]
         if problems:
             fix = (
                 "match weights with targets, leave vectors out, and describe other weights with"
                 " matrices=."
             )
-            raise ValueError(
-                error_text(f"{plural(len(problems), 'problem')} with the targets.", problems, fix)
-            )
+            problem = f"{plural(len(problems), 'problem')} with the targets."
+            raise ValueError(error_text(problem, problems, fix))
         return matrix_of_path
+
+    def _problem_of(self, leaf: Any, matrix: Matrix | None) -> str:
+        """Return why a target cannot have an adapter, or ""."""
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return f"dtype {leaf.dtype} is not floating"
+        if matrix is None:
+            return f"shape {leaf.shape} has no Matrix that says which dims are rows"
+        if self.base == "nf4" and leaf.shape[-1] % 2:
+            return f"shape {leaf.shape}, base='nf4' stores pairs along the last dim, which is odd"
+        return ""
 
     def _spec_of_leaf(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         """Return the spec of a leaf of one block; see `Rules`."""

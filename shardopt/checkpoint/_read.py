@@ -114,26 +114,18 @@ def _orbax_folder(directory: str | os.PathLike[str], step: int | None) -> Path |
     path = run_folder(directory)
 
     def find_orbax_folder() -> str:
-        steps = committed(path)
-        chosen_folder = step_folder(path, steps[-1] if step is None and steps else step or 0)
+        chosen_step = max(committed(path), default=0) if step is None else step
+        folders = [path, step_folder(path, chosen_step)]
         if any(
-            (folder / name).exists()
-            for folder in (path, chosen_folder)
-            for name in (MANIFEST_NAME, RECORD_NAME)
+            (folder / name).exists() for folder in folders for name in (MANIFEST_NAME, RECORD_NAME)
         ):
             return ""
-        subfolders = sorted(chosen_folder.iterdir()) if chosen_folder.is_dir() else []
-        return next(
-            (
-                str(folder)
-                for folder in (path, chosen_folder, *subfolders)
-                if (folder / "_METADATA").exists()
-            ),
-            "",
-        )
+        if folders[1].is_dir():
+            folders += sorted(folders[1].iterdir())
+        return next((str(folder) for folder in folders if (folder / "_METADATA").exists()), "")
 
-    orbax_folder = on_primary_process(find_orbax_folder)
-    return Path(orbax_folder) if orbax_folder else None
+    folder = on_primary_process(find_orbax_folder)
+    return Path(folder) if folder else None
 
 
 def load(
@@ -262,17 +254,19 @@ def check_match(
         f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)}"
         " different"
     )
-    fix = "build opt for the model and the optax chain that the checkpoint was saved with."
+    problem = f"{source} does not fit {target_name}: {counts}."
+    raise CheckpointError(error_text(problem, lines, fix=_misfit_fix(lines, target_name)))
+
+
+def _misfit_fix(lines: list[str], target_name: str) -> str:
     if target_name != "opt":
-        fix = "pass an abstract state of the form that was saved."
-    elif all(line.startswith(("opt_state/", "opt_state:")) for line in lines):
-        fix = (
+        return "pass an abstract state of the form that was saved."
+    if all(line.startswith(("opt_state/", "opt_state:")) for line in lines):
+        return (
             "build opt with the optax chain that the checkpoint was saved with; or start another"
             " chain on its parameters: new_opt.init(restore(directory, old_opt).params)."
         )
-    raise CheckpointError(
-        error_text(f"{source} does not fit {target_name}: {counts}.", lines, fix=fix)
-    )
+    return "build opt for the model and the optax chain that the checkpoint was saved with."
 
 
 def _listing(
@@ -390,24 +384,14 @@ def _check_undamaged(directory: Path, step: int) -> None:
         return
     # A silent return to an older step would lose work or hide a failing disk. So the message names
     # an intact step.
-    earlier_steps = [
-        earlier for earlier in on_primary_process(lambda: committed(directory)) if earlier < step
-    ]
-    intact_step = next(
-        (
-            earlier
-            for earlier in reversed(earlier_steps)
-            if not verify(step_folder(directory, earlier))
-        ),
-        None,
-    )
     fix = "bring the files back from a copy; no earlier step is intact."
-    if intact_step is not None:
-        remedy = f"pass step={intact_step}, or delete {step_folder(directory, step)}"
-        fix = (
-            f"bring the files back from a copy, or go back to step {intact_step}, which is intact"
-            f" ({remedy})."
-        )
+    for earlier in reversed(on_primary_process(lambda: committed(directory))):
+        if earlier < step and not verify(step_folder(directory, earlier)):
+            fix = (
+                f"bring the files back from a copy, or go back to step {earlier}, which is intact"
+                f" (pass step={earlier}, or delete {step_folder(directory, step)})."
+            )
+            break
     raise DamagedCheckpointError(
         error_text(f"step {step} in {directory} is damaged.", damage_lines, fix=fix)
     )

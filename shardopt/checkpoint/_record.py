@@ -5,12 +5,13 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint._multihost import assigned_names, exchange
@@ -26,6 +27,8 @@ from shardopt.core._arguments import check_integer
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, error_text, format_error
 from shardopt.core._extras import version_of
 from shardopt.core._types import PyTree
+
+T = TypeVar("T")
 
 RECORD_NAME, MANIFEST_NAME = "shardopt.json", "MANIFEST.json"
 _RECORD_FORMAT, _MANIFEST_FORMAT = 1, 1
@@ -80,10 +83,8 @@ def describe_state(
         raise TypeError(
             format_error("checkpoint", problem, fix="convert arrays with .tolist().")
         ) from error
-    meshes = (
-        getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in jax.tree.leaves(state)
-    )
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
+    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
     leaves = {path: describe(leaf) for path, leaf in leaves_by_path(state).items()}
     params = getattr(state, "params", None)
     if params is not None and len(jax.tree.leaves(params)) != _num_params(leaves):
@@ -91,7 +92,7 @@ def describe_state(
         params = None
     return Meta(
         step=step_number,
-        mesh_shape={} if mesh is None else dict(mesh.shape),
+        mesh_shape=next((dict(mesh.shape) for mesh in meshes), {}),
         leaves=leaves,
         params=None if params is None else describe_structure(jax.tree.structure(params)),
         metrics=_as_numbers(metrics or {}),
@@ -143,11 +144,9 @@ def to_json(meta: Meta) -> dict[str, Json]:
         name: version_of(name) or "unknown"
         for name in ("shardopt", "jax", "optax", "orbax-checkpoint")
     }
-    record = {"format": _RECORD_FORMAT, "versions": versions} | meta._asdict() | {"leaves": leaves}
-    record["sums"] = (
-        None if meta.sums is None else {"/".join(path): text for path, text in meta.sums.items()}
-    )
-    return record
+    sums = meta.sums and {"/".join(path): text for path, text in meta.sums.items()}
+    record = {"format": _RECORD_FORMAT, "versions": versions}
+    return record | meta._replace(leaves=leaves, sums=sums)._asdict()
 
 
 def from_json(source: str, record: Json) -> Meta:
@@ -169,30 +168,43 @@ def from_json(source: str, record: Json) -> Meta:
             )
             fix = "use the version of shardopt that wrote it, or a newer one."
             raise CheckpointError(error_text(problem, fix=fix))
-        leaves = {tuple(path.split("/")): _leaf(leaf) for path, leaf in record["leaves"].items()}
-        step, params = record["step"], record["params"]
-        if not _is_count(step):
-            raise ValueError(f"step is {step!r:.80}")
-        if params is not None:
-            check_structure(params, _num_params(leaves))
-        for name in ("mesh_shape", "metrics", "extra"):
-            if not isinstance(record[name], dict):
-                raise TypeError(f"{name} is {record[name]!r:.80}")
-        if not all(isinstance(value, int | float) for value in record["metrics"].values()):
-            raise TypeError(f"metrics are {record['metrics']!r:.80}")
         sums = record.get("sums")  # records before 0.3 have none
-        if sums is not None:
-            sums = {tuple(path.split("/")): text for path, text in sums.items()}
-            if sums.keys() != leaves.keys() or not all(
-                isinstance(text, str) for text in sums.values()
-            ):
-                raise ValueError(f"sums are {record['sums']!r:.80}")
-        fields = {name: record[name] for name in Meta._fields if name not in ("leaves", "sums")}
-        return Meta(**fields, leaves=leaves, sums=sums)
+        meta = Meta(
+            step=record["step"],
+            mesh_shape=record["mesh_shape"],
+            leaves=_by_path(record["leaves"], _leaf),
+            params=record["params"],
+            metrics=record["metrics"],
+            extra=record["extra"],
+            sums=None if sums is None else _by_path(sums, str),
+        )
+        _check_fields(meta)
+        return meta
     except CheckpointError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _damaged(f"{source} is not a record of a checkpoint", error) from error
+
+
+def _by_path(record: dict[str, Json], read: Callable[[Json], T]) -> dict[LeafPath, T]:
+    return {tuple(path.split("/")): read(value) for path, value in record.items()}
+
+
+def _check_fields(meta: Meta) -> None:
+    """Raise a ValueError if a field is not one that `describe_state` can have made."""
+    if meta.params is not None:
+        check_structure(meta.params, _num_params(meta.leaves))
+    are_numbers = (isinstance(value, int | float) for value in meta.metrics.values())
+    are_valid = {
+        "step": _is_count(meta.step),
+        "mesh_shape": isinstance(meta.mesh_shape, dict),
+        "metrics": isinstance(meta.metrics, dict) and all(are_numbers),
+        "extra": isinstance(meta.extra, dict),
+        "sums": meta.sums is None or meta.sums.keys() == meta.leaves.keys(),
+    }
+    for name, is_valid in are_valid.items():
+        if not is_valid:
+            raise ValueError(f"{name} is {getattr(meta, name)!r:.80}")
 
 
 def write_manifest(folder: Path, digests: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ reports all other differences.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,29 @@ from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
 from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
+from shardopt.mesh import spec_axes
 from shardopt.reducers import ErrorFeedback, PerDevice
 from shardopt.step._compressed import CompressedOptState
 from shardopt.transforms._eight_bit import EightBitState
 
 _REPLICA, _CODES, _REDUCER, _MEMORY, _DEVICE = "replica", "codes", "reducer", "memory", "device"
+_REFUSED = {
+    _DEVICE: (
+        "has state that belongs to its device, which cannot be carried to another number of"
+        " devices.",
+        "restore on as many devices as it was saved from",
+    ),
+    _CODES: (
+        "has moments in 8 bits of each replica, and there is no mean of codes.",
+        "restore with as many replicas as it was saved from",
+    ),
+}
+"""The kinds that are not merged: why, and what to do instead."""
+
 _NODES = (PerReplica, Replicas, CompressedOptState, ErrorFeedback, PerDevice, EightBitState)
 
 
-class Change(NamedTuple):
+class ResizedLeaf(NamedTuple):
     """A leaf that is stored with other sizes than the wanted ones.
 
     Attributes:
@@ -45,7 +59,7 @@ class Change(NamedTuple):
 
 def as_stored(
     source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
-) -> tuple[PyTree, dict[LeafPath, Change]]:
+) -> tuple[PyTree, dict[LeafPath, ResizedLeaf]]:
     """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by
     path.
 
@@ -60,45 +74,35 @@ def as_stored(
         in 8 bits would be merged.
     """
     kinds = _kinds(wanted)
-    changes, device_leaves, code_leaves, leaves = {}, [], [], []
+    changes, leaves = {}, []
+    refused: dict[str | None, list[str]] = {kind: [] for kind in _REFUSED}
     for path, leaf in leaves_by_path(wanted).items():
         dims = _changed_dims(stored.get(path), leaf, kinds.get(path))
-        if dims and kinds[path] in (_DEVICE, _CODES):
-            refused = device_leaves if kinds[path] == _DEVICE else code_leaves
-            refused.append(
+        if dims and kinds[path] in refused:
+            refused[kinds[path]].append(
                 f"{show(path)}: the checkpoint holds {stored[path]}, {target_name} wants"
                 f" {describe(leaf)}"
             )
         elif dims:
-            changes[path] = Change(dims, leaf)
+            changes[path] = ResizedLeaf(dims, leaf)
             leaf = _with_sizes(leaf, stored[path].shape, dims)
         leaves.append(leaf)
-    device_reason = (
-        "has state that belongs to its device, which cannot be carried to another number of"
-        " devices."
-    )
-    codes_reason = "has moments in 8 bits of each replica, and there is no mean of codes."
-    for refused_leaves, reason, instead in (
-        (device_leaves, device_reason, "restore on as many devices as it was saved from"),
-        (code_leaves, codes_reason, "restore with as many replicas as it was saved from"),
-    ):
-        if refused_leaves:
-            start_again = (
-                "or start the optimizer again on its parameters: new_opt.init(restore(directory,"
-                " old_opt).params)."
+    for kind, (reason, instead) in _REFUSED.items():
+        if refused[kind]:
+            fix = (
+                f"{instead}; or start the optimizer again on its parameters:"
+                " new_opt.init(restore(directory, old_opt).params)."
             )
-            raise CheckpointError(
-                error_text(f"{source} {reason}", refused_leaves, fix=f"{instead}; {start_again}")
-            )
+            raise CheckpointError(error_text(f"{source} {reason}", refused[kind], fix=fix))
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 
-def to_wanted(state: PyTree, changes: dict[LeafPath, Change]) -> PyTree:
+def to_wanted(state: PyTree, changes: dict[LeafPath, ResizedLeaf]) -> PyTree:
     """Return the state with the wanted sizes, each leaf with its wanted sharding."""
     leaves = leaves_by_path(state)
     for path, change in changes.items():
 
-        def merge(leaf: jax.Array, change: Change = change) -> jax.Array:
+        def merge(leaf: jax.Array, change: ResizedLeaf = change) -> jax.Array:
             for dim in change.dims:
                 leaf = jnp.expand_dims(merge_replicas(leaf, dim), dim)
             return jnp.broadcast_to(leaf, change.wanted.shape)
@@ -149,25 +153,28 @@ def _changed_dims(
     A leaf can be adapted if it is stacked along all these dims and its values have a known meaning
     on the other mesh.
     """
-    if stored is None or kind is None or len(stored.shape) != len(wanted.shape):
+    if stored is None or kind is None or stored.dtype != describe(wanted).dtype:
         return ()
-    if stored.dtype != describe(wanted).dtype:
+    if len(stored.shape) != len(wanted.shape):
         return ()
-    dims = tuple(
-        dim for dim, (a, b) in enumerate(zip(stored.shape, wanted.shape, strict=True)) if a != b
-    )
+    pairs = enumerate(zip(stored.shape, wanted.shape, strict=True))
+    dims = tuple(dim for dim, (size, wanted_size) in pairs if size != wanted_size)
+    if kind in (_REPLICA, _CODES):
+        return dims if set(dims) <= {0} else ()
     entries = tuple(wanted.sharding.spec) if isinstance(wanted.sharding, NamedSharding) else ()
-    per_replica = kind in (_REPLICA, _CODES)
-    if any(dim >= (1 if per_replica else len(entries)) for dim in dims):
-        return ()
-    if not per_replica:
-        # Along an axis without a mean, devices may hold different parts of a leaf. The parts are
-        # the same as before if their shape is the same, unless two such axes have exchanged their
-        # roles.
-        first_part_dim = 0 if kind == _REDUCER else 1
-        if len([dim for dim in dims if dim >= first_part_dim and entries[dim] != "replica"]) > 1:
-            return ()
-    return dims
+    return dims if _keeps_parts(dims, entries, 0 if kind == _REDUCER else 1) else ()
+
+
+def _keeps_parts(dims: tuple[int, ...], entries: tuple[Any, ...], first_part_dim: int) -> bool:
+    """Return whether devices hold the same parts of a leaf as before, if these dims change.
+
+    Along an axis without a mean, devices may hold different parts of a leaf. The parts are the same
+    as before if their shape is the same, unless two such axes have exchanged their roles.
+    """
+    if any(dim >= len(entries) for dim in dims):
+        return False
+    part_dims = [dim for dim in dims if dim >= first_part_dim and entries[dim] != "replica"]
+    return len(part_dims) < 2
 
 
 def _with_sizes(
@@ -181,10 +188,8 @@ def _with_sizes(
     if isinstance(sharding, NamedSharding):
         entries = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
         for dim in dims:
-            axes = entries[dim] if isinstance(entries[dim], tuple) else (entries[dim],)
-            if shape[dim] % math.prod(
-                sharding.mesh.shape[axis] for axis in axes if axis is not None
-            ):
+            axes = spec_axes((entries[dim],))
+            if shape[dim] % math.prod(sharding.mesh.shape[axis] for axis in axes):
                 entries[dim] = None
         sharding = NamedSharding(sharding.mesh, PartitionSpec(*entries))
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)

@@ -23,6 +23,7 @@ from shardopt.cli._options import (
     RunOptions,
     TrainOptions,
     TuneOptions,
+    flag,
     from_json,
     to_json,
 )
@@ -48,29 +49,28 @@ def check_run_folder(options: RunOptions) -> None:
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
             raise ValueError(error_text(problem, fix=fix))
         return
-    saved_model, current_model = read_options(folder, type(options)).model, options.model
+    saved, current = read_options(folder, type(options)).model, options.model
     changes = [
-        f"--{name.replace('_', '-')} was {getattr(saved_model, name)}, is now"
-        f" {getattr(current_model, name)}"
-        for name in current_model.FIXED
-        if getattr(saved_model, name) != getattr(current_model, name)
+        f"{flag(name)} was {getattr(saved, name)}, is now {getattr(current, name)}"
+        for name in current.FIXED
+        if getattr(saved, name) != getattr(current, name)
     ]
     if changes:
         problem = f"the run in {str(folder)!r} trains another model."
-        raise ValueError(
-            error_text(problem, changes, "leave these out, or choose another --run-dir.")
-        )
+        fix = "leave these out, or choose another --run-dir."
+        raise ValueError(error_text(problem, changes, fix))
 
 
 def checkpoint_settings(run: FolderOptions) -> dict[str, Any]:
     """Return the arguments of `so.Checkpoints` for a run: the last two and the best are kept."""
-    settings = {
+    return {
         "directory": run.run_dir / CHECKPOINTS,
         "every": run.checkpoint_every,
         "keep": 2,
         "best": "val_loss",
+        "resume": run.resume,
+        "memory_every": run.memory_every,
     }
-    return settings | {"resume": run.resume, "memory_every": run.memory_every}
 
 
 def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Options:
@@ -81,15 +81,24 @@ def read_options(folder: Path, options_type: type[Options] = TrainOptions) -> Op
 def order_changes(options: RunOptions, text_bytes: int) -> list[str]:
     """Return, for a resumed run, the changes that give its batches another order than before."""
     config = _read_config(options.run.run_dir, type(options))
-    saved_options = from_json(config, type(options))
-    pairs = {
-        "--length": (saved_options.model.length, options.model.length),
-        "--batch-size": (saved_options.training.batch_size, options.training.batch_size),
-        "--seed": (saved_options.training.seed, options.training.seed),
-        "--data": (saved_options.training.data, options.training.data),
-        "the size of the text": (config.get("text_bytes", text_bytes), text_bytes),
+    before = _order_of(from_json(config, type(options)), config.get("text_bytes", text_bytes))
+    now = _order_of(options, text_bytes)
+    return [
+        f"{name} was {before[name]}, is now {now[name]}"
+        for name in now
+        if before[name] != now[name]
+    ]
+
+
+def _order_of(options: RunOptions, text_bytes: int) -> dict[str, object]:
+    """Return what the order of the batches depends on."""
+    return {
+        "--length": options.model.length,
+        "--batch-size": options.training.batch_size,
+        "--seed": options.training.seed,
+        "--data": options.training.data,
+        "the size of the text": text_bytes,
     }
-    return [f"{name} was {old}, is now {new}" for name, (old, new) in pairs.items() if old != new]
 
 
 def write_options(options: RunOptions, text_bytes: int) -> None:
@@ -145,10 +154,8 @@ def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json
     return config
 
 
-_REPLICA_PARAMS, _REPLICA_STATE = (
-    ("opt_state", "params", "value"),
-    ("opt_state", "optimizer", "value"),
-)
+_REPLICA_PARAMS = ("opt_state", "params", "value")
+_REPLICA_STATE = ("opt_state", "optimizer", "value")
 _REDUCERS = (("opt_state", "reducer"), ("opt_state", "inner_reducer"))
 
 
@@ -223,54 +230,47 @@ def _read_base(
     checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta
 ) -> tuple[TrainState, dict[str, Json]]:
     """Return the stored state in the form of `checkpoints.base`, and its `extra`."""
-    replicas, abstract_state = (
-        _num_replicas(meta.leaves),
-        checkpoints.base.abstract_state(checkpoints.abstract_params),
-    )
-    wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)
+    base = checkpoints.base
+    abstract_state = base.abstract_state(checkpoints.abstract_params)
     wanted_leaves = leaves_by_path(abstract_state)
+    replicas = _num_replicas(meta.leaves)
+    wrapped = any(path[:2] in _REDUCERS for path in meta.leaves)
     stored_paths = {
         path: _stored_path(path, replicas=replicas, wrapped=wrapped) for path in wanted_leaves
     }
+
+    def is_stacked(stored_path):
+        return replicas > 0 and stored_path[:3] in (_REPLICA_PARAMS, _REPLICA_STATE)
+
+    def unstacked(stored_path):
+        leaf = meta.leaves[stored_path]
+        return leaf._replace(shape=leaf.shape[1:]) if is_stacked(stored_path) else leaf
+
     stored_leaves = {
-        path: meta.leaves[stored_path]
+        path: unstacked(stored_path)
         for path, stored_path in stored_paths.items()
         if stored_path in meta.leaves
     }
-    stacked_paths = {
-        path
-        for path, stored_path in stored_paths.items()
-        if stored_path[:3] in (_REPLICA_PARAMS, _REPLICA_STATE) and replicas
-    }
-    unstacked_leaves = {
-        path: leaf._replace(shape=leaf.shape[1:]) if path in stacked_paths else leaf
-        for path, leaf in stored_leaves.items()
-    }
-    check_match(f"step {meta.step} in {checkpoints.directory}", unstacked_leaves, abstract_state)
-
+    check_match(f"step {meta.step} in {checkpoints.directory}", stored_leaves, abstract_state)
     shardings = {stored_paths[path]: leaf.sharding for path, leaf in wanted_leaves.items()}
-    stacked_stored_paths = {stored_paths[path] for path in stacked_paths}
     target = nest(
         {
-            tuple(map(unescape, path)): _abstract(
-                leaf, path in stacked_stored_paths, shardings.get(path), mesh
-            )
+            tuple(map(unescape, path)): _abstract(leaf, is_stacked(path), shardings.get(path), mesh)
             for path, leaf in meta.leaves.items()
         }
     )
     state, meta = load(checkpoints.directory, target, step=meta.step)  # exactly the stored form
     arrays = leaves_by_path(state)
 
-    def merge(leaves: dict[LeafPath, jax.Array]) -> list[jax.Array]:
+    def merge(leaves):
         return [
-            merge_replicas(leaf) if path in stacked_paths else leaf for path, leaf in leaves.items()
+            merge_replicas(leaf) if is_stacked(stored_path) else leaf
+            for stored_path, leaf in zip(shardings, leaves, strict=True)
         ]
 
-    base_arrays = [arrays[stored_path] for stored_path in stored_paths.values()]
-    merged = jax.jit(
-        lambda leaves: merge(dict(zip(wanted_leaves, leaves, strict=True))),
-        out_shardings=[leaf.sharding for leaf in wanted_leaves.values()],
-    )(base_arrays)
+    merged = jax.jit(merge, out_shardings=list(shardings.values()))(
+        [arrays[stored_path] for stored_path in shardings]
+    )
     return jax.tree.unflatten(jax.tree.structure(abstract_state), merged), meta.extra
 
 
@@ -305,24 +305,22 @@ def _convert(opt: so.ShardedOptimizer, base: TrainState) -> tuple[TrainState, st
     note for people.
     """
     new_state = opt.init(base.params)
-    new_opt_state, note, reset_parts = new_state.opt_state, "", []
+    new_opt_state, opt_state = new_state.opt_state, base.opt_state
+    note, reset_parts = "", []
     if isinstance(new_opt_state, Replicas):
         replicas = opt.mesh.shape["replica"]
         shardings = jax.tree.map(lambda leaf: leaf.sharding, new_opt_state.optimizer.value)
 
-        def repeat(leaf):
-            return jnp.broadcast_to(leaf, (replicas, *leaf.shape))
+        def copy_for_each(tree):
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (replicas, *leaf.shape)), tree)
 
-        copies = jax.jit(lambda tree: jax.tree.map(repeat, tree), out_shardings=shardings)(
-            base.opt_state
-        )
+        copies = jax.jit(copy_for_each, out_shardings=shardings)(opt_state)
         opt_state = new_opt_state._replace(optimizer=PerReplica(copies))
         note = f", a copy for each of {replicas} replicas"
-        reset_parts = ["the outer optimizer"] if jax.tree.leaves(new_opt_state.outer) else []
+        if jax.tree.leaves(new_opt_state.outer):
+            reset_parts.append("the outer optimizer")
     elif isinstance(new_opt_state, CompressedOptState):
-        opt_state = new_opt_state._replace(optimizer=base.opt_state)
-    else:
-        opt_state = base.opt_state
+        opt_state = new_opt_state._replace(optimizer=opt_state)
     if jax.tree.leaves(getattr(new_opt_state, "reducer", None)):
         reset_parts.append("the reducer")
     if reset_parts:

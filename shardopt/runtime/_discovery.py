@@ -72,7 +72,6 @@ class Discovery:
         previous_count = 0
         while not self._closed.wait(_ASK_SECONDS):
             count = (self.ask() or 0) if self.active else 0
-            self.stable_count, previous_count = (
-                min(previous_count, count) if self.active else 0,
-                count,
-            )
+            # `active` may have ended while the script ran
+            self.stable_count = min(previous_count, count) if self.active else 0
+            previous_count = count

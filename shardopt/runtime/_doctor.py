@@ -109,13 +109,9 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
       The step is traced, not compiled, and nothing runs. A pattern that occurs may still compile
       rightly. So a warning says "may", and the remedy is safe.
     """
-    arguments = (opt, state, batch)
-    if any(value is None for value in arguments) and any(value is not None for value in arguments):
-        missing = [
-            name
-            for name, value in zip(("opt", "state", "batch"), arguments, strict=True)
-            if value is None
-        ]
+    arguments = {"opt": opt, "state": state, "batch": batch}
+    missing = [name for name, value in arguments.items() if value is None]
+    if len(missing) in (1, 2):
         fix = "call so.runtime.doctor(opt, state, batch), or so.runtime.doctor()."
         raise TypeError(format_error("doctor", f"{' and '.join(missing)} missing.", fix=fix))
     jaxpr = None if opt is None else jax.make_jaxpr(opt.step)(state, batch)
@@ -160,59 +156,71 @@ def known_errors(
     the concurrent order.
     """
     jaxlib, libtpu = version_numbers(versions["jaxlib"]), version_numbers(versions["libtpu"])
-
-    def occurs(has_pattern: Callable[[JaxprEqn, bool, bool], bool]) -> bool | None:
-        return None if jaxpr is None else any(has_pattern(*row) for row in _equations(jaxpr.jaxpr))
-
-    if kind == "tpu" and libtpu < (0, 0, 50, 1):
-        yield KnownError(
-            "openxla/xla 49143",
-            "gradients of lookups that a loop sums in the hands of the partitioner may lose parts.",
-            "pip install 'libtpu>=0.0.50.1', or pass "
-            "compiler_options={'xla_disable_hlo_passes': 'while-loop-all-reduce-code-motion'}.",
-            occurs(
-                lambda eqn, loop, manual: (
-                    eqn.primitive.name == "scatter-add" and loop and not manual
-                )
+    is_old_cpu = kind == "cpu" and jaxlib < (0, 12, 0, 1)
+    # whether this machine has the error, the pattern of an equation, and the error
+    rows: list[tuple[bool, Callable[[JaxprEqn, bool, bool], bool], tuple[str, str, str]]] = [
+        (
+            kind == "tpu" and libtpu < (0, 0, 50, 1),
+            lambda eqn, loop, manual: eqn.primitive.name == "scatter-add" and loop and not manual,
+            (
+                "openxla/xla 49143",
+                "gradients of lookups that a loop sums in the hands of the partitioner may lose"
+                " parts.",
+                "pip install 'libtpu>=0.0.50.1', or pass "
+                "compiler_options={'xla_disable_hlo_passes': 'while-loop-all-reduce-code-motion'}.",
             ),
-        )
-    if kind != "cpu" and jaxlib < (0, 11):
-        yield KnownError(
-            "openxla/xla 42481",
-            "the gradient of a lookup in a table with a `reduced` axis may be sliced before it is"
-            " summed.",
-            "pip install 'jax>=0.11' (Python 3.12), or use Auto axes.",
-            occurs(lambda eqn, *_: eqn.primitive.name == "gather" and _is_reduced(eqn)),
-        )
-    if kind == "tpu" and libtpu >= (0, 0, 42):
-        yield KnownError(
-            "jax-ml/jax 39025",
-            "the gradient of x[:, ids, :] may be zero in rows of the batch, outside of jax.jit.",
-            "compute such gradients under jax.jit. Steps of shardopt are compiled.",
-            occurs(lambda *_: False),
-        )
-    if kind == "cpu" and processes > 1 and jaxlib < (0, 12, 0, 1):
-        yield KnownError(
-            "jax-ml/jax 40830",
-            "jax.lax.psum_scatter between processes may give wrong sums in chunks of several MiB.",
-            "use jax.lax.psum or all_to_all in the loss, or pip install 'jax>=0.12.0.1' (Python"
-            " 3.12).",
-            occurs(lambda eqn, *_: eqn.primitive.name in ("reduce_scatter", "psum_scatter")),
-        )
-
-    if kind == "cpu" and stores_programs and jaxlib < (0, 12, 0, 1):
-        yield KnownError(
-            "XLA:CPU stored-programs",
-            "a program from jax's compilation cache may mix up collectives that can run at the same"
-            " time, or hang.",
-            f"set XLA_FLAGS={_ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip install"
-            " 'jax>=0.12.0.1' (Python 3.12).",
-            occurs(
-                lambda eqn, *_: (
-                    eqn.primitive.name in ("ppermute", "all_gather", "all_to_all", "psum")
-                )
+        ),
+        (
+            kind != "cpu" and jaxlib < (0, 11),
+            lambda eqn, *_: eqn.primitive.name == "gather" and _is_reduced(eqn),
+            (
+                "openxla/xla 42481",
+                "the gradient of a lookup in a table with a `reduced` axis may be sliced before it"
+                " is summed.",
+                "pip install 'jax>=0.11' (Python 3.12), or use Auto axes.",
             ),
-        )
+        ),
+        (
+            kind == "tpu" and libtpu >= (0, 0, 42),
+            lambda *_: False,
+            (
+                "jax-ml/jax 39025",
+                "the gradient of x[:, ids, :] may be zero in rows of the batch, outside of jax.jit.",
+                "compute such gradients under jax.jit. Steps of shardopt are compiled.",
+            ),
+        ),
+        (
+            is_old_cpu and processes > 1,
+            lambda eqn, *_: eqn.primitive.name in ("reduce_scatter", "psum_scatter"),
+            (
+                "jax-ml/jax 40830",
+                "jax.lax.psum_scatter between processes may give wrong sums in chunks of several"
+                " MiB.",
+                "use jax.lax.psum or all_to_all in the loss, or pip install 'jax>=0.12.0.1' (Python"
+                " 3.12).",
+            ),
+        ),
+        (
+            is_old_cpu and stores_programs,
+            lambda eqn, *_: eqn.primitive.name in _REORDERED,
+            (
+                "XLA:CPU stored-programs",
+                "a program from jax's compilation cache may mix up collectives that can run at the"
+                " same time, or hang.",
+                f"set XLA_FLAGS={_ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip"
+                " install 'jax>=0.12.0.1' (Python 3.12).",
+            ),
+        ),
+    ]
+    for has_error, has_pattern, texts in rows:
+        if has_error:
+            occurs = None
+            if jaxpr is not None:
+                occurs = any(has_pattern(*row) for row in _equations(jaxpr.jaxpr))
+            yield KnownError(*texts, occurs)
+
+
+_REORDERED = ("ppermute", "all_gather", "all_to_all", "psum")
 
 
 def _equations(
@@ -224,10 +232,8 @@ def _equations(
     for eqn in jaxpr.eqns:
         yield eqn, loop, manual
         name = eqn.primitive.name
-        inner_loop, inner_manual = (
-            loop or name in ("scan", "while"),
-            manual or (name == "shard_map" and _is_full(eqn)),
-        )
+        inner_loop = loop or name in ("scan", "while")
+        inner_manual = manual or (name == "shard_map" and _is_full(eqn))
         for inner in called_jaxprs(eqn):
             yield from _equations(inner, inner_loop, inner_manual)
 

@@ -24,7 +24,7 @@ from typing import IO, Any, NamedTuple, TextIO
 from shardopt.core._errors import CORRUPTED, format_error, plural
 from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
-from shardopt.runtime._processes import Failures, failures, handled_signals
+from shardopt.runtime._processes import FailurePipe, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
 from shardopt.runtime._vault import Vaults, end_program
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
@@ -98,7 +98,7 @@ class _AttemptResult(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     r"""A command that runs as several processes of one job on this machine.
 
     Each process gets its place in the environment (JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES,
@@ -187,7 +187,7 @@ class Job:
 
 
 def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
-    """Run a `Job` with these settings, and return its exit code.
+    """Run a `LaunchedJob` with these settings, and return its exit code.
 
     Returns:
       0, or the exit code of the process that failed first; 128 + n for signal n; 130 after a second
@@ -197,27 +197,23 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
       ValueError: if a number is out of range, or another job uses the folder for its logs.
       OSError: if the command cannot be started, or the logs cannot be written.
     """
-    job = Job(command_of, **settings)
+    job = LaunchedJob(command_of, **settings)
     _check_job(job)
     with (
         _locked_folder(job.log_dir) as lock_descriptor,
         _catch_signals() as signals,
+        failures() as failure_pipe,
         contextlib.ExitStack() as cleanup,
     ):
-        failure_pipe = cleanup.enter_context(failures())
-        vaults = (
-            cleanup.enter_context(contextlib.closing(Vaults(job.processes)))
-            if job.max_restarts
-            else None
-        )
-        spares = cleanup.enter_context(
-            contextlib.closing(_Spares(job.spares, (lock_descriptor, failure_pipe.descriptor)))
-        )
-        discovery = None
+        vaults = discovery = None
+        if job.max_restarts:
+            vaults = Vaults(job.processes)
+            cleanup.callback(vaults.close)
+        spares = _Spares(job.spares, (lock_descriptor, failure_pipe.descriptor))
+        cleanup.callback(spares.close)
         if job.discovery_script is not None:
-            discovery = cleanup.enter_context(
-                contextlib.closing(Discovery(job.discovery_script, say=job.say))
-            )
+            discovery = Discovery(job.discovery_script, say=job.say)
+            cleanup.callback(discovery.close)
         return _Launcher(job, signals, failure_pipe, vaults, spares, discovery, job.processes).run()
 
 
@@ -240,9 +236,9 @@ class _Launcher:
         them.
     """
 
-    job: Job
+    job: LaunchedJob
     signals: "_Signals"
-    failures: Failures
+    failures: FailurePipe
     vaults: Vaults | None
     spares: "_Spares"
     discovery: Discovery | None
@@ -254,45 +250,50 @@ class _Launcher:
 
     def run(self) -> int:
         """Run attempts until the job has ended; return its exit code."""
-        job, signals = self.job, self.signals
         while True:
             result = self._run_attempt()
-            if signals.kill_requested:
+            if self.signals.kill_requested:
                 return 130
-            if result.failed is None and (signals.end_requested or not result.grows):
+            if result.failed is None and (self.signals.end_requested or not result.grows):
                 return 0
             grows = result.grows and (result.failed is None or result.failed[1] == -signal.SIGTERM)
-            if (not grows or signals.end_requested) and (
-                code := self._count_failure(result)
-            ) is not None:
+            if not grows or self.signals.end_requested:
+                code = self._count_failure(result)
+                if code is not None:
+                    return code
+            remaining = self.count
+            if not grows:
+                remaining -= max(0, result.killed - self.spares.ready())
+            code = self._prepare_attempt(result, remaining, grows)
+            if code is not None:
                 return code
-            self.attempt += 1
-            self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
-            remaining = (
-                self.count if grows else self.count - max(0, result.killed - self.spares.ready())
-            )
-            if result.corrupted and not self._can_drop(remaining):
-                job.say(
-                    f"launch: the job cannot go on without {plural(result.killed, 'process')} of"
-                    f" {self.count}."
-                )
-                return CORRUPTED
-            wrong_places = [self._places()[rank] for rank in result.corrupted]
-            self.dropped_places.update(wrong_places)
-            self.count = (
-                self._wait_for_processes(remaining)
-                if self.discovery
-                else job.usable_count(remaining) or self.count
-            )
-            if not self.count:
-                return 128 + signal.SIGTERM
-            reason = (
-                "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
-            )
-            without = f" without place {', '.join(map(str, wrong_places))}" if wrong_places else ""
+
+    def _prepare_attempt(self, result: _AttemptResult, remaining: int, grows: bool) -> int | None:
+        """Choose the processes of the next attempt.
+
+        Return the exit code of the job if there can be none.
+        """
+        job = self.job
+        if result.corrupted and not self._can_drop(remaining):
             job.say(
-                f"launch: starting again with {plural(self.count, 'process')}{without}, {reason}."
+                f"launch: the job cannot go on without {plural(result.killed, 'process')} of"
+                f" {self.count}."
             )
+            return CORRUPTED
+        wrong_places = [self._places()[rank] for rank in result.corrupted]
+        self.dropped_places.update(wrong_places)
+        self.attempt += 1
+        self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
+        if self.discovery:
+            self.count = self._wait_for_processes(remaining)
+        else:
+            self.count = job.usable_count(remaining) or self.count
+        if not self.count:
+            return 128 + signal.SIGTERM
+        reason = "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
+        without = f" without place {', '.join(map(str, wrong_places))}" if wrong_places else ""
+        job.say(f"launch: starting again with {plural(self.count, 'process')}{without}, {reason}.")
+        return None
 
     def _places(self) -> list[int]:
         """Return the places of the processes, by rank: the lowest numbers that are not dropped."""
@@ -404,10 +405,8 @@ class _Launcher:
             )
         codes = {rank: code for rank, code in exits if code}
         corrupted = _corrupted_ranks(codes)
-        failed, killed = (
-            _first_failure(codes, reported_ranks),
-            len(corrupted or _killed_ranks(codes)),
-        )
+        failed = _first_failure(codes, reported_ranks)
+        killed = len(corrupted or _killed_ranks(codes))
         return _AttemptResult(failed, killed, logs, grows=grows, corrupted=tuple(corrupted))
 
     def _wait_for_exits(
@@ -452,7 +451,7 @@ class _Launcher:
         return exits, None, grows
 
 
-def _check_job(job: Job) -> None:
+def _check_job(job: LaunchedJob) -> None:
     counts = {"processes": job.processes, "max-restarts": job.max_restarts, "spares": job.spares}
     if job.min_processes is not None:
         counts["min-processes"] = job.min_processes
@@ -499,19 +498,17 @@ def _failure_text(result: _AttemptResult, processes: int) -> str:
     if result.hang_text:
         return result.hang_text
     rank, code = result.failed
-    event = (
-        f"was killed by {signal.Signals(-code).name}"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
+    event = f"ended with exit code {code}"
+    if code < 0:
+        event = f"was killed by {signal.Signals(-code).name}"
+    output = "It said nothing."
     last_lines = _last_lines(result.logs[rank], _SHOWN_LINES)
-    first_line = f"launch: process {rank} of {processes} {event}; the others were ended."
-    output_lines = (
-        ["Its last lines:", *(f"  {line}" for line in last_lines)]
-        if last_lines
-        else ["It said nothing."]
+    if last_lines:
+        output = "\n  ".join(["Its last lines:", *last_lines])
+    return (
+        f"launch: process {rank} of {processes} {event}; the others were ended.\n{output}\n"
+        f"All of it: {result.logs[rank]}"
     )
-    return "\n".join([first_line, *output_lines, f"All of it: {result.logs[rank]}"])
 
 
 def _size_hint(count: int, processes: int) -> str:
@@ -601,12 +598,10 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
     if not codes:
         return None
     first_seen = next(iter(codes))
-    reported = (
-        [rank for rank in reported_ranks if rank in codes] if first_seen in reported_ranks else []
-    )
-    first_failed = next(
-        iter([*_corrupted_ranks(codes), *_killed_ranks(codes), *reported, first_seen])
-    )
+    candidates = [*_corrupted_ranks(codes), *_killed_ranks(codes)]
+    if first_seen in reported_ranks:
+        candidates += [rank for rank in reported_ranks if rank in codes]
+    first_failed = [*candidates, first_seen][0]
     return first_failed, codes[first_failed]
 
 
@@ -738,12 +733,14 @@ class _Spares:
             or time.monotonic() < self._next_start
         ):
             return
-        command, spare_environment = (
+        spare = _spawn(
             [sys.executable, str(_STANDBY)],
             _common_environment() | dict(self._environment),
+            self.descriptors,
+            stdin=subprocess.PIPE,
+            output=subprocess.PIPE,
         )
-        pipes = {"stdin": subprocess.PIPE, "output": subprocess.PIPE}
-        self._processes.append(_spawn(command, spare_environment, self.descriptors, **pipes))
+        self._processes.append(spare)
         self._next_start = time.monotonic() + _SPARES_EVERY
 
     def ready(self) -> int:

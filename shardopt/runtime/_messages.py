@@ -25,7 +25,7 @@ _CONNECT_SECONDS = 5.0
 """Seconds within which another host must answer."""
 
 
-class Server:
+class MessageServer:
     """Passes each connection that knows the token to `handle`, on a thread per connection, until
     `close`.
 
@@ -73,7 +73,7 @@ class Server:
 
 
 def connect(address: str, token: str) -> Connection:
-    """Connect to a `Server` at "host:port".
+    """Connect to a `MessageServer` at "host:port".
 
     Raises:
       OSError: if no server listens there.

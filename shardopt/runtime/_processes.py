@@ -7,6 +7,8 @@ import contextlib
 import ctypes
 import functools
 import os
+import platform
+import re
 import signal
 import socket
 import stat
@@ -14,13 +16,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 import jax
 import numpy as np
 
 from shardopt.runtime import _progress as progress
-from shardopt.runtime._compiled import share_compiled_programs
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -75,32 +78,43 @@ def initialize(
     - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which
       would ignore SIGTERM, is switched off.
     """
-    arguments = (coordinator_address, num_processes, process_id)
-    if any(value is not None for value in arguments) and any(value is None for value in arguments):
+    missing = [coordinator_address, num_processes, process_id].count(None)
+    if missing in (1, 2):
         raise ValueError(
             "initialize: coordinator_address, num_processes and process_id go together, got"
             f" {coordinator_address!r}, {num_processes!r}, {process_id!r}.\nFix: give all three, or"
             " none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
         )
-    if coordinator_address is None and all(name in os.environ for name in _PLACE_VARIABLES):
-        address, count, rank = (os.environ[name] for name in _PLACE_VARIABLES)
-        coordinator_address, num_processes, process_id = address, int(count), int(rank)
-    if coordinator_address is None and not any(name in os.environ for name in _CLUSTER_VARIABLES):
+    place = coordinator_address, num_processes, process_id
+    if missing:
+        place = _place_in_environment()
+    address, _, rank = place
+    if address is None and not any(name in os.environ for name in _CLUSTER_VARIABLES):
         return
-    if "SHARDOPT_LAUNCHED" in os.environ:
+    is_launched = "SHARDOPT_LAUNCHED" in os.environ
+    if is_launched:
         _follow_launcher()
         share_compiled_programs()
     if "JAX_PROCESS_ID" in os.environ:
         progress.start_reports(int(os.environ["JAX_PROCESS_ID"]))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with progress.waiting("join"):
-        if coordinator_address is not None and process_id:
-            _wait_for_address(coordinator_address)
-        jax.distributed.initialize(coordinator_address, num_processes, process_id)
-    if "SHARDOPT_LAUNCHED" in os.environ and threading.current_thread() is threading.main_thread():
+        if address is not None and rank:
+            _wait_for_address(address)
+        jax.distributed.initialize(*place)
+    if is_launched and threading.current_thread() is threading.main_thread():
         # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's
         # handler.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
+
+
+def _place_in_environment() -> tuple[str | None, int | None, int | None]:
+    """Return coordinator address, number of processes and rank, or None for each."""
+    values = [os.environ.get(name) for name in _PLACE_VARIABLES]
+    if None in values:
+        return None, None, None
+    address, count, rank = map(str, values)
+    return address, int(count), int(rank)
 
 
 def _wait_for_address(address: str) -> None:
@@ -111,9 +125,8 @@ def _wait_for_address(address: str) -> None:
     deadline = time.monotonic() + _CONNECT_SECONDS
     while time.monotonic() < deadline:
         try:
-            socket.create_connection(
-                (host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS
-            ).close()
+            target = host.strip("[]"), int(port)
+            socket.create_connection(target, timeout=_CONNECT_SECONDS).close()
             return
         except (OSError, ValueError):  # jax reports an invalid address
             time.sleep(0.01)
@@ -206,7 +219,7 @@ def use_exit_codes() -> None:
     sys.excepthook = hook
 
 
-class Failures:
+class FailurePipe:
     """The launcher's end of a pipe that all processes inherit, through which a process reports that
     it fails.
 
@@ -237,12 +250,12 @@ class Failures:
 
 
 @contextlib.contextmanager
-def failures() -> Iterator[Failures]:
+def failures() -> Iterator[FailurePipe]:
     """Open the pipe for the processes of a job; close it at the end."""
     reading, writing = os.pipe()
     try:
         os.set_blocking(reading, False)
-        yield Failures(reading, writing)
+        yield FailurePipe(reading, writing)
     finally:
         os.close(reading)
         os.close(writing)
@@ -285,3 +298,39 @@ def gather_to_host(leaf: jax.Array | np.ndarray) -> np.ndarray:
 
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
     return np.asarray(jax.device_get(leaf))
+
+
+def share_compiled_programs() -> None:
+    """Let all processes of this machine find the programs that process 0 compiled, if the devices
+    are CPUs.
+
+    With several processes, only the first writes jax's cache. But the key of the cache has a
+    fingerprint of the topology, which on CPU differs between processes (jax 0.10.2). So the others
+    find nothing and compile again at each start. This replaces the fingerprint by the values that a
+    program depends on: the kinds of the devices, and the processor.
+    """
+    from jax._src import cache_key
+
+    hash_topology = cache_key._hash_accelerator_config
+
+    def hash_devices(key_hash: Any, devices: np.ndarray) -> None:
+        if all(device.platform == "cpu" for device in devices.flat):
+            key_hash.update(
+                "\n".join([*(device.device_kind for device in devices.flat), _processor()]).encode()
+            )
+        else:
+            hash_topology(key_hash, devices)
+
+    cache_key._hash_accelerator_config = hash_devices
+
+
+def _processor() -> str:
+    """Return the name and the instruction sets of this machine's processor, if the system reports
+    them.
+    """
+    try:
+        first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    lines = re.findall("^(?:model name|flags|Features).*", first_core, re.MULTILINE)
+    return "\n".join(lines) or platform.processor()

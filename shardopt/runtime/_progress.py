@@ -52,7 +52,7 @@ HUNG = 124
 """Exit code of a process that was ended because the job hangs; timeout(1) uses it too."""
 
 
-class Mark(NamedTuple):
+class ProgressMark(NamedTuple):
     """The phase that a lane began last.
 
     Attributes:
@@ -74,8 +74,13 @@ class Mark(NamedTuple):
     expected_seconds: float
     thread: int
 
+    @property
+    def position(self) -> tuple[int, int]:
+        """How far the lane is."""
+        return self.step, self.number
 
-_lanes: dict[str, Mark] = {}
+
+_lanes: dict[str, ProgressMark] = {}
 _durations: dict[tuple[str, str], tuple[int, float]] = {}
 """By lane and phase: how often the phase ended, and how many seconds it may take."""
 _own_seconds: float = 0.0
@@ -131,7 +136,7 @@ def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
         _note_duration(lane, previous.phase, now - previous.began)
     expected_seconds = -1.0 if phase == START else _durations.get((lane, phase), (0, -1.0))[1]
     number = 0 if is_new_step or previous is None else previous.number + 1
-    _lanes[lane] = Mark(step, number, phase, now, expected_seconds, threading.get_ident())
+    _lanes[lane] = ProgressMark(step, number, phase, now, expected_seconds, threading.get_ident())
 
 
 def _note_duration(lane: str, phase: str, seconds: float) -> None:
@@ -153,7 +158,7 @@ def report_devices(seconds: list[float]) -> None:
 
 @contextlib.contextmanager
 def waiting(phase: str) -> Iterator[None]:
-    """Mark that this thread waits for the other processes.
+    """ProgressMark that this thread waits for the other processes.
 
     At the end, mark that it continues its previous phase.
 

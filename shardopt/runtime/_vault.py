@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # the program starts without importing shardopt
     sys.path.insert(0, str(Path(__file__).parent))
-    from _messages import Server, connect  # pyright: ignore[reportMissingImports]
+    from _messages import MessageServer, connect  # pyright: ignore[reportMissingImports]
 else:
-    from shardopt.runtime._messages import Server, connect
+    from shardopt.runtime._messages import MessageServer, connect
 
 ADDRESSES, TOKEN = "SHARDOPT_VAULTS", "SHARDOPT_VAULT_TOKEN"
 """Environment variables: the vaults of all hosts, "host:port,host:port,...", and the run's token.
@@ -37,7 +37,7 @@ still complete.
 """
 
 
-class _Piece(NamedTuple):
+class _StoredPiece(NamedTuple):
     """The piece of one rank of a snapshot.
 
     Attributes:
@@ -56,14 +56,14 @@ class PieceStore:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._pieces: dict[int, dict[int, _Piece]] = {}
+        self._pieces: dict[int, dict[int, _StoredPiece]] = {}
 
     def serve(self, connection: Connection) -> None:
         """Answer the requests of one connection."""
         while True:
             request = json.loads(connection.recv_bytes(4096))
             if request["what"] == "put":
-                piece = _Piece(
+                piece = _StoredPiece(
                     str(request["group"]), str(request["digest"]), connection.recv_bytes()
                 )
                 is_stored = self.put(int(request["rank"]), int(request["step"]), piece)
@@ -75,7 +75,7 @@ class PieceStore:
                 connection.send_bytes(piece.digest.encode())
                 connection.send_bytes(piece.data)
 
-    def put(self, rank: int, step: int, piece: _Piece) -> bool:
+    def put(self, rank: int, step: int, piece: _StoredPiece) -> bool:
         """Store a piece; return False if its checksum does not match.
 
         Pieces of later steps are deleted: the run was resumed from an earlier step, and two
@@ -112,11 +112,11 @@ class PieceStore:
                 for step, piece in steps.items()
             ]
 
-    def get(self, rank: int, step: int, group: str) -> _Piece:
+    def get(self, rank: int, step: int, group: str) -> _StoredPiece:
         """Return a piece; an empty one if it is not in the store."""
         with self._lock:
             piece = self._pieces.get(rank, {}).get(step)
-        return piece if piece is not None and piece.group == group else _Piece(group, "", b"")
+        return piece if piece is not None and piece.group == group else _StoredPiece(group, "", b"")
 
 
 class Vault(NamedTuple):
@@ -193,7 +193,7 @@ def keep_snapshots(port: int, token: str) -> None:
     Raises:
       OSError: if the port is in use.
     """
-    server = Server(PieceStore().serve, token, host="0.0.0.0", port=port)
+    server = MessageServer(PieceStore().serve, token, host="0.0.0.0", port=port)
     print(f"vault: keeps snapshots on port {server.port}.", flush=True)
     threading.Event().wait()
 
@@ -259,7 +259,7 @@ def main(arguments: Sequence[str]) -> None:
     """Run a vault until the input of this program ends."""
     assert len(arguments) == 1  # the number of the vault, shown in process listings
     token = sys.stdin.readline().strip()
-    server = Server(PieceStore().serve, token)
+    server = MessageServer(PieceStore().serve, token)
     print(server.port, flush=True)
     sys.stdin.read()
 

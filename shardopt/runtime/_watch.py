@@ -19,25 +19,25 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 if __name__ == "__main__":  # the program starts without importing shardopt
     sys.path.insert(0, str(Path(__file__).parent))
-    from _messages import Server  # pyright: ignore[reportMissingImports]
+    from _messages import MessageServer  # pyright: ignore[reportMissingImports]
     from _progress import (
         ADDRESS,
         BEAT,
         MAIN,
         START,
         TOKEN,
-        Mark,
+        ProgressMark,
     )  # pyright: ignore[reportMissingImports]
 else:
-    from shardopt.runtime._messages import Server
-    from shardopt.runtime._progress import ADDRESS, BEAT, MAIN, START, TOKEN, Mark
+    from shardopt.runtime._messages import MessageServer
+    from shardopt.runtime._progress import ADDRESS, BEAT, MAIN, START, TOKEN, ProgressMark
 
 FIRST_TIME_FACTOR = 10
 """A phase may take this many timeouts the first time, since it may compile; so may the start of a
@@ -68,7 +68,7 @@ class RankReport(NamedTuple):
     """
 
     ago: float
-    lanes: dict[str, Mark]
+    lanes: dict[str, ProgressMark]
     own_seconds: float
     steps: int
     pid: int
@@ -111,49 +111,41 @@ def find_hang(
     has_begun = not all(map(_is_starting, known_reports.values()))
     if has_begun and missing_ranks and since_start > FIRST_TIME_FACTOR * timeout:
         return Hang(missing_ranks, True, MAIN, since_start)
-    lane_hangs = []
-    for lane in sorted({lane for report in known_reports.values() for lane in report.lanes}):
-        marks = {
-            rank: report.lanes[lane]
-            for rank, report in known_reports.items()
-            if lane in report.lanes
-        }
-        lowest_position = min((mark.step, mark.number) for mark in marks.values())
-        behind = {
-            rank: mark
-            for rank, mark in marks.items()
-            if (mark.step, mark.number) == lowest_position
-        }
-        seconds = max(mark.began + known_reports[rank].ago for rank, mark in behind.items())
-        allowed_seconds = max(
-            (
-                timeout * FIRST_TIME_FACTOR
-                if mark.expected_seconds < 0
-                else max(timeout, mark.expected_seconds)
-            )
-            for mark in behind.values()
-        )
-        lane_has_begun = any(mark.phase != START for mark in marks.values())
-        if (
-            lane_has_begun
-            and all(mark.phase for mark in behind.values())
-            and seconds > allowed_seconds
-        ):
-            lane_hangs.append(Hang(tuple(behind), False, lane, seconds))
+    lane_hangs = list(_find_lane_hangs(known_reports, timeout))
     # A rank without reports, while others wait, stopped at the same mark as they did.
-    silent_ranks = tuple(
-        rank
-        for rank, report in known_reports.items()
-        if report.ago > (timeout / 2 if lane_hangs else timeout)
-    )
-    if silent_ranks:
-        return Hang(silent_ranks, True, MAIN, max(known_reports[rank].ago for rank in silent_ranks))
+    silent_after = timeout / 2 if lane_hangs else timeout
+    silent = {rank: r.ago for rank, r in known_reports.items() if r.ago > silent_after}
+    if silent:
+        return Hang(tuple(silent), True, MAIN, max(silent.values()))
     # the others wait for a rank that stopped before its first report
     if lane_hangs and missing_ranks:
         return Hang(missing_ranks, True, MAIN, max(hang.seconds for hang in lane_hangs))
     # Prefer the lane with the fewest lagging ranks: if all ranks wait, the lane does not show the
     # cause.
     return min(lane_hangs, key=lambda hang: len(hang.ranks), default=None)
+
+
+def _find_lane_hangs(reports: Mapping[int, RankReport], timeout: float) -> Iterator[Hang]:
+    """Yield the hang of each lane whose last ranks take longer than they may."""
+    for lane in sorted({lane for report in reports.values() for lane in report.lanes}):
+        marks = {rank: r.lanes[lane] for rank, r in reports.items() if lane in r.lanes}
+        last_position = min(mark.position for mark in marks.values())
+        behind = {rank: mark for rank, mark in marks.items() if mark.position == last_position}
+        seconds = max(mark.began + reports[rank].ago for rank, mark in behind.items())
+        has_begun = any(mark.phase != START for mark in marks.values())
+        if has_begun and _are_late(list(behind.values()), seconds, timeout):
+            yield Hang(tuple(behind), False, lane, seconds)
+
+
+def _are_late(marks: Sequence[ProgressMark], seconds: float, timeout: float) -> bool:
+    has_work = all(mark.phase for mark in marks)
+    return has_work and seconds > max(_allowed_seconds(mark, timeout) for mark in marks)
+
+
+def _allowed_seconds(mark: ProgressMark, timeout: float) -> float:
+    if mark.expected_seconds < 0:  # the phase may compile
+        return timeout * FIRST_TIME_FACTOR
+    return max(timeout, mark.expected_seconds)
 
 
 def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
@@ -240,7 +232,7 @@ class Watch:
         self._probes, self._suspects, self._slow_devices = 0, [], []
         self.stacks: dict[int, str] = {}
         token = secrets.token_hex(16)
-        self._server = Server(self._serve, token, host=host, port=port)
+        self._server = MessageServer(self._serve, token, host=host, port=port)
         self.port = self._server.port
         address = f"{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
         beat = max(0.05, min(1.0, timeout / 10))
@@ -346,22 +338,24 @@ class Watch:
         if len(reports) < len(self._last_reports) or fewest_probes <= self._probes:
             return
         self._probes = max(report.probes for report in reports.values())
-        device_seconds = {rank: report.devices for rank, report in reports.items()}
-        longest = {rank: max(seconds) for rank, seconds in device_seconds.items()}
-        suspects = find_slow_devices(device_seconds)
-        slow = [rank for rank in suspects if rank in self._suspects]
-        for rank in [rank for rank in slow if rank not in self._slow_devices]:
-            median_seconds = _median_of_others(longest, rank)
-            self._say(
-                f"launch: process {rank} computes slowly: its device"
-                f" {device_seconds[rank].index(longest[rank])} on {reports[rank].host} needs"
-                f" {longest[rank]:.2g} s for products that take the others {median_seconds:.2g} s."
-                " All wait for it in each step."
-            )
-        for rank in [rank for rank in self._slow_devices if rank not in suspects]:
+        suspects = find_slow_devices({rank: r.devices for rank, r in reports.items()})
+        slow = {rank for rank in suspects if rank in self._suspects}
+        before = set(self._slow_devices)
+        for rank in sorted(slow - before):
+            self._say(_slow_device_text(rank, reports))
+        for rank in sorted(before - set(suspects)):
             self._say(f"launch: process {rank} computes slowly no more.")
-        still_slow = [rank for rank in self._slow_devices if rank in suspects]
-        self._suspects, self._slow_devices = suspects, sorted({*slow, *still_slow})
+        self._suspects, self._slow_devices = suspects, sorted(slow | before & set(suspects))
+
+
+def _slow_device_text(rank: int, reports: Mapping[int, RankReport]) -> str:
+    longest = {other: max(report.devices) for other, report in reports.items()}
+    device = reports[rank].devices.index(longest[rank])
+    return (
+        f"launch: process {rank} computes slowly: its device {device} on {reports[rank].host} needs"
+        f" {longest[rank]:.2g} s for products that take the others"
+        f" {_median_of_others(longest, rank):.2g} s. All wait for it in each step."
+    )
 
 
 def _is_starting(report: RankReport | None) -> bool:
@@ -369,20 +363,23 @@ def _is_starting(report: RankReport | None) -> bool:
 
 
 def _read(message: Mapping) -> RankReport:
-    lanes = {}
-    for name, (step, number, phase, began, expected_seconds, thread) in message["lanes"].items():
-        lanes[str(name)] = Mark(
-            int(step), int(number), str(phase), float(began), float(expected_seconds), int(thread)
+    lanes = {
+        str(name): ProgressMark(
+            int(step), int(number), str(phase), float(began), float(expected), int(thread)
         )
-    own_seconds, steps = float(message["own"]), int(message["steps"])
+        for name, (step, number, phase, began, expected, thread) in message["lanes"].items()
+    }
     probes, devices = message["devices"]
-    process_info = (
-        int(message["pid"]),
-        str(message["host"]),
-        int(probes),
-        tuple(map(float, devices)),
+    return RankReport(
+        ago=0.0,
+        lanes=lanes,
+        own_seconds=float(message["own"]),
+        steps=int(message["steps"]),
+        pid=int(message["pid"]),
+        host=str(message["host"]),
+        probes=int(probes),
+        devices=tuple(map(float, devices)),
     )
-    return RankReport(0.0, lanes, own_seconds, steps, *process_info)
 
 
 def describe(

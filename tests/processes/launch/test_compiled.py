@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from support.paths import ROOT
 
-from shardopt.runtime._compiled import share_compiled_programs
+from shardopt.runtime._processes import share_compiled_programs
 
 
 @pytest.mark.fast

@@ -20,7 +20,7 @@ import shardopt.runtime._watch as watch_module
 from shardopt.runtime import _probe as probe
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._launch import launch
-from shardopt.runtime._progress import MAIN, SAVING, START, Mark
+from shardopt.runtime._progress import MAIN, SAVING, START, ProgressMark
 from shardopt.runtime._watch import (
     Hang,
     RankReport,
@@ -33,8 +33,8 @@ from shardopt.runtime._watch import (
 
 
 def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
-    marks = {MAIN: Mark(step, nth, phase, at, -1.0 if new else usual, 7)}
-    marks |= {name: Mark(*one, 0.0, 8) for name, one in lanes.items()}
+    marks = {MAIN: ProgressMark(step, nth, phase, at, -1.0 if new else usual, 7)}
+    marks |= {name: ProgressMark(*one, 0.0, 8) for name, one in lanes.items()}
     return RankReport(ago, marks, 0.0, step, 100, "here")
 
 
@@ -122,7 +122,7 @@ def test_a_slow_process_is_named_from_what_all_report_and_again_when_it_is_not(m
     def report(steps, own):
         now[0] = float(steps)
         for rank, seconds in enumerate(own):
-            marks = {MAIN: Mark(steps, 0, "data", 0.0, 0.0, 7)}
+            marks = {MAIN: ProgressMark(steps, 0, "data", 0.0, 0.0, 7)}
             watch._last_reports[rank] = now[0], RankReport(0.0, marks, seconds, steps, 100, "here")
         watch.check()
 
