@@ -9,7 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint._hashed import hash_of_leaves
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import error_text, plural, value_error
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, leaves_with_paths
 from shardopt.nn._low_rank import FACTORS
@@ -61,9 +61,7 @@ def read_adapters(
             f"the adapters were trained on another base: its hash was {stored_hash}, and is"
             f" {actual_hash} here."
         )
-        raise ValueError(
-            error_text(problem, fix="load the frozen parameters that they were trained on.")
-        )
+        raise value_error(problem, fix="load the frozen parameters that they were trained on.")
     misfits = [
         f"{name}: {tensors[name].shape if name in tensors else 'absent'} in the folder,"
         f" {shapes.get(name, 'absent')} here"
@@ -72,10 +70,8 @@ def read_adapters(
     ]
     if misfits:
         problem = f"{plural(len(misfits), 'tensor')} of the folder do not fit."
-        raise ValueError(
-            error_text(
-                problem, misfits, "use the targets and the rank of the adapters in the folder."
-            )
+        raise value_error(
+            problem, misfits, "use the targets and the rank of the adapters in the folder."
         )
     return tensors
 
@@ -106,10 +102,8 @@ def check_settings(folder: Path, settings: dict[str, object]) -> None:
         if stored_settings.get(name) != value
     ]
     if different:
-        raise ValueError(
-            error_text(
-                "the adapters were trained with other settings.", different, "use their settings."
-            )
+        raise value_error(
+            "the adapters were trained with other settings.", different, "use their settings."
         )
 
 

@@ -27,7 +27,7 @@ from shardopt.adapters._peft import check_peft_config, modules_of, peft_config
 from shardopt.adapters._quantized_weight import Base, QuantizedWeight, quantize
 from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
 from shardopt.models._pretrained import Pretrained, sharding_of_weight
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
@@ -249,7 +249,7 @@ class Lora:
                 "name all weights that the modules join in targets; with an A for each, B must be"
                 " block-diagonal."
             )
-            raise ValueError(error_text(problem, problems, fix))
+            raise value_error(problem, problems, fix)
         return with_factors(params, buffers)
 
     def _settings(self) -> dict[str, object]:
@@ -280,7 +280,7 @@ class Lora:
                 " matrices=."
             )
             problem = f"{plural(len(problems), 'problem')} with the targets."
-            raise ValueError(error_text(problem, problems, fix))
+            raise value_error(problem, problems, fix)
         return matrix_of_path
 
     def _problem_of(self, leaf: Any, matrix: Matrix | None) -> str:
@@ -404,10 +404,8 @@ def lora(
             "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout"
             " out."
         )
-        raise ValueError(
-            error_text(
-                "dropout acts on the input of A, which a merged weight does not have.", fix=fix
-            )
+        raise value_error(
+            "dropout acts on the input of A, which a merged weight does not have.", fix=fix
         )
     if callable(rules):
         raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
@@ -432,7 +430,7 @@ def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str]
     try:
         return tuple(re.compile(target) for target in targets)
     except (re.error, TypeError) as error:
-        raise ValueError(error_text(f"a target is not a regular expression: {error}.")) from error
+        raise value_error(f"a target is not a regular expression: {error}.") from error
 
 
 def _adapted_model(

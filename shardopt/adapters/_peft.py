@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, value_error
 from shardopt.models._places import Place, tensor_shape
 from shardopt.models._pretrained import Pretrained
 from shardopt.nn._low_rank import FACTORS
@@ -167,9 +167,7 @@ def modules_of(model: Pretrained, targets: set[str]) -> list[PeftModule]:
     problems += [f"{leaf}: is no leaf of the model" for leaf in sorted(targets - seen)]
     if problems:
         fix = "leave them out of targets, or save without model=, in shardopt's own form."
-        raise ValueError(
-            error_text(f"peft has no form for {plural(len(problems), 'weight')}.", problems, fix)
-        )
+        raise value_error(f"peft has no form for {plural(len(problems), 'weight')}.", problems, fix)
     return modules
 
 
@@ -271,7 +269,7 @@ def check_peft_config(
             "make the adapters with the rank and alpha of the folder; other settings of peft are"
             " not supported."
         )
-        raise ValueError(error_text(f"{path} has settings that do not fit.", problems, fix))
+        raise value_error(f"{path} has settings that do not fit.", problems, fix)
     return shapes
 
 

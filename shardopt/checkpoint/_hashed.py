@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.checkpoint._tree import Json
 from shardopt.core._checksum import checksum
-from shardopt.core._errors import CheckpointError, error_text
+from shardopt.core._errors import CheckpointError, error_text, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
 
 Patterns = Sequence[str | re.Pattern[str]]
@@ -34,7 +34,7 @@ def compile_patterns(patterns: Patterns) -> tuple[re.Pattern[str], ...]:
     try:
         return tuple(re.compile(pattern) for pattern in patterns)
     except (re.error, TypeError) as error:
-        raise ValueError(error_text(f"hash_only has no regular expression: {error}.")) from error
+        raise value_error(f"hash_only has no regular expression: {error}.") from error
 
 
 def is_hashed(path: str, patterns: Iterable[re.Pattern[str]]) -> bool:

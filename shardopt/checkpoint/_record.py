@@ -24,7 +24,13 @@ from shardopt.checkpoint._tree import (
     leaves_by_path,
 )
 from shardopt.core._arguments import check_integer
-from shardopt.core._errors import CheckpointError, DamagedCheckpointError, error_text, format_error
+from shardopt.core._errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    error_text,
+    format_error,
+    value_error,
+)
 from shardopt.core._extras import version_of
 from shardopt.core._types import PyTree
 
@@ -109,9 +115,7 @@ def _check_step(step: int | None, state: PyTree) -> int:
         step = int(np.asarray(jax.device_get(step)))
     check_integer("step", step)
     if step < 0:
-        raise ValueError(
-            error_text(f"step must not be negative, got {step}.", fix="count steps from 0.")
-        )
+        raise value_error(f"step must not be negative, got {step}.", fix="count steps from 0.")
     return int(step)
 
 

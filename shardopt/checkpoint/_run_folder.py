@@ -13,7 +13,7 @@ import os
 import shutil
 from pathlib import Path
 
-from shardopt.core._errors import CheckpointError, error_text, format_error
+from shardopt.core._errors import CheckpointError, error_text, format_error, value_error
 from shardopt.runtime._files import Lock, acquire_lock, holds_lock, is_gone, release_lock
 
 _SAVING, _DELETING, _REPLACED = ".saving-", ".deleting-", ".replaced-"
@@ -38,7 +38,7 @@ def run_folder(directory: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(directory):
         problem = f"directory must be a path in a file system, got {os.fspath(directory)!r}."
         fix = "mount the bucket (for instance with gcsfuse) and pass the path of the mount."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return Path(directory).expanduser().absolute()
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import leaves_by_path, nest, show, unnest
-from shardopt.core._errors import CheckpointError, error_text
+from shardopt.core._errors import CheckpointError, error_text, value_error
 from shardopt.core._types import PyTree, is_array_like
 from shardopt.runtime._progress import waiting
 
@@ -148,10 +148,8 @@ def check_leaves(tree: PyTree) -> None:
             "use the state that the last step returned: a step takes over the buffers of the state"
             " it is given."
         )
-        raise ValueError(
-            error_text(
-                "these arrays of the state were deleted, probably donated.", deleted, fix=fix
-            )
+        raise value_error(
+            "these arrays of the state were deleted, probably donated.", deleted, fix=fix
         )
 
 

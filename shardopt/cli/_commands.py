@@ -15,7 +15,7 @@ from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once
@@ -179,9 +179,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     """Run the command after -- as several processes, and return its exit code."""
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
-        raise ValueError(
-            error_text("there is no command to launch.", fix=f"say it after --: {example}")
-        )
+        raise value_error("there is no command to launch.", fix=f"say it after --: {example}")
     run_options: RunOptions | None = parse(command) if command[0] in ("train", "tune") else None
     folder = run_options.run.run_dir if run_options else None
     counts = parse_processes(options.processes, options.min_processes)
@@ -207,7 +205,7 @@ def keep(options: VaultOptions) -> None:
             f"{TOKEN} is not set: anybody could read the train state, or put another in its place."
         )
         fix = f"export {TOKEN}=$(openssl rand -hex 16), here and for the job."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     keep_snapshots(options.port, os.environ[TOKEN])
 
 
@@ -240,12 +238,12 @@ def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int
         counts = []
     if not counts or (":" in text and (len(counts) > 2 or counts[0] > counts[-1])):
         fix = "write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these."
-        raise ValueError(error_text(f"--processes {text} cannot be read.", fix=fix))
+        raise value_error(f"--processes {text} cannot be read.", fix=fix)
     if min_processes is not None and len(counts) > 1:
         problem = (
             f"--processes {text} and --min-processes {min_processes} both say how few are enough."
         )
-        raise ValueError(error_text(problem, fix="leave --min-processes out."))
+        raise value_error(problem, fix="leave --min-processes out.")
     if ":" in text or min_processes is not None:
         return range(min(counts[0], min_processes or counts[0]), counts[-1] + 1)
     return counts

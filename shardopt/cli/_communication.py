@@ -18,7 +18,7 @@ import shardopt as so
 from shardopt.cli._optimizer import check_keywords, read_call
 from shardopt.cli._options import CommunicationOptions, TrainOptions
 from shardopt.config._sync import SyncConfig
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, value_error
 from shardopt.core._types import PyTree
 from shardopt.mesh import spec_axes
 from shardopt.planning._costs import StepTransfer
@@ -171,7 +171,7 @@ def make_reducer(communication: CommunicationOptions) -> so.reducers.Reducer | N
     if name not in _REDUCERS:
         problem = f"there is no reducer {name!r}."
         *names, last = _REDUCERS
-        raise ValueError(error_text(problem, fix=f"choose {', '.join(names)} or {last}."))
+        raise value_error(problem, fix=f"choose {', '.join(names)} or {last}.")
     keywords = list(inspect.signature(_REDUCERS[name]).parameters)
     if name == "bf16":
         keywords = []
@@ -186,7 +186,7 @@ def make_reducer(communication: CommunicationOptions) -> so.reducers.Reducer | N
         problem = (
             "--no-error-feedback has no meaning for bf16, which rounds and feeds nothing back."
         )
-        raise ValueError(error_text(problem, fix="leave it out."))
+        raise value_error(problem, fix="leave it out.")
     if name == "bf16" or not communication.error_feedback:
         return reducer
     return so.reducers.error_feedback(reducer)

@@ -13,7 +13,7 @@ from shardopt.cli._options import (
     TrainOptions,
     changed_flags,
 )
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, value_error
 
 
 class Condition(NamedTuple):
@@ -134,7 +134,7 @@ def check_conditions(options: RunOptions) -> None:
             purpose = condition.purpose.format(options=options)
             problem = f"{plural(len(flags), 'option')} {purpose}."
             fix = f"leave out what is listed, or {condition.choice}."
-            raise ValueError(error_text(problem, flags, fix))
+            raise value_error(problem, flags, fix)
 
 
 def saved_defaults(saved: Options, current: Options) -> Options:

@@ -8,7 +8,7 @@ from typing import Any
 
 import optax
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 
 _NEEDS_MORE = frozenset({"contrib.sophia"})
 """Optimizers whose constructor also needs the loss function of each batch."""
@@ -67,7 +67,7 @@ def find_optimizer(text: str) -> tuple[Callable[..., optax.GradientTransformatio
             else f"choose one of {', '.join(functions)}."
         )
         problem = f"optax has no optimizer {name!r} that a learning rate is enough for."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     keywords = [
         parameter
         for parameter in inspect.signature(functions[name]).parameters
@@ -125,7 +125,7 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
             f"write a name such as {example.partition('(')[0]}, or a call with keywords, such as"
             f" {example!r}."
         )
-        raise ValueError(error_text(f"{option} {text} cannot be read.", fix=fix)) from None
+        raise value_error(f"{option} {text} cannot be read.", fix=fix) from None
     return ast.unparse(call.func), arguments
 
 
@@ -135,6 +135,4 @@ def check_keywords(
     """Refuse arguments that are not among the allowed keywords."""
     if unknown_names := sorted(set(arguments) - set(keywords)):
         problem = f"{function_text} has no argument {' or '.join(map(repr, unknown_names))}."
-        raise ValueError(
-            error_text(problem, fix=f"it takes {', '.join(keywords) or 'none'}{note}.")
-        )
+        raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}{note}.")

@@ -14,7 +14,7 @@ from shardopt.cli._optimizer import find_optimizer
 from shardopt.cli._options import OptionalCount, OptionalPath, ScheduleName
 from shardopt.cli._strategy import check_chunks, named_strategy, parse_mesh
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.hlo import Audit, inner_product_flops
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
@@ -130,7 +130,7 @@ islands=(1, 4), exchange=0.0, stall=0.0)
             f"write --failures mtbf=5y,restart=300,save=5; the names are {', '.join(names)}, the"
             f" units {', '.join(UNITS)}."
         )
-        raise ValueError(error_text(f"--failures {text} cannot be read.", problems, fix))
+        raise value_error(f"--failures {text} cannot be read.", problems, fix)
     return Failures(**values)
 
 
@@ -278,7 +278,7 @@ def audit(options: AuditOptions) -> None:
         if options.program is None:
             problem = "there is nothing to audit."
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     if options.program is None:
         report, step, lines = _audit_model(options)
     else:
@@ -296,14 +296,14 @@ def _audit_file(options: AuditOptions, program: Path) -> _Audited:
     if options.prove:
         problem = "--prove needs to know where results live, which a file does not tell."
         fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     text, mesh = program.read_text(), mesh_sizes(options.mesh) or None
     file_audit = so.hlo.audit(text, mesh=mesh)
     report = to_json(file_audit) | {"flops": inner_product_flops(text)}
     if options.hardware is None:
         if options.png is not None:
             fix = "give --hardware, such as v5p."
-            raise ValueError(error_text("--png needs to know the chip.", fix=fix))
+            raise value_error("--png needs to know the chip.", fix=fix)
         return report, None, [str(file_audit)]
     step = so.planning.step_seconds(text, mesh=mesh, hardware=options.hardware)
     return report | {"step_seconds": step.to_json()}, step, [str(file_audit), "", str(step)]

@@ -27,7 +27,7 @@ from shardopt.cli._options import (
     from_json,
     to_json,
 )
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, value_error
 from shardopt.core._types import PyTree, TrainState, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
@@ -47,7 +47,7 @@ def check_run_folder(options: RunOptions) -> None:
         if steps := committed(folder / CHECKPOINTS):
             problem = f"there is a run in {str(folder)!r} already, saved at step {steps[-1]}."
             fix = f"go on with --resume, choose another --run-dir, or delete {str(folder)!r}."
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         return
     saved, current = read_options(folder, type(options)).model, options.model
     changes = [
@@ -58,7 +58,7 @@ def check_run_folder(options: RunOptions) -> None:
     if changes:
         problem = f"the run in {str(folder)!r} trains another model."
         fix = "leave these out, or choose another --run-dir."
-        raise ValueError(error_text(problem, changes, fix))
+        raise value_error(problem, changes, fix)
 
 
 def checkpoint_settings(run: FolderOptions) -> dict[str, Any]:
@@ -138,19 +138,17 @@ def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
-        raise ValueError(error_text(f"there is no run in {str(folder)!r} to go on with.", fix=fix))
+        raise value_error(f"there is no run in {str(folder)!r} to go on with.", fix=fix)
     try:
         config = json.loads(path.read_text())
         from_json(config, options_type)
     except (ValueError, AttributeError, TypeError) as error:
         problem = f"{str(path)!r} is damaged: {error}."
         fix = "bring it back, or start again in another --run-dir."
-        raise ValueError(error_text(problem, fix=fix)) from error
+        raise value_error(problem, fix=fix) from error
     if ("epochs" in config.get("training", {})) != (options_type is TuneOptions):
         problem = f"the run in {str(folder)!r} is one of another command."
-        raise ValueError(
-            error_text(problem, fix="go on with that command, or choose another --run-dir.")
-        )
+        raise value_error(problem, fix="go on with that command, or choose another --run-dir.")
     return config
 
 

@@ -18,7 +18,7 @@ from shardopt.cli._communication import combined, make_reducer
 from shardopt.cli._conditions import check_conditions
 from shardopt.cli._models import strategy_arguments
 from shardopt.cli._options import RunOptions, TrainOptions, check_numbers
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, value_error
 from shardopt.core._types import Devices
 from shardopt.mesh import data_axes
 from shardopt.pipeline._kinds import KINDS
@@ -50,7 +50,7 @@ def mesh_of(
                 f"{len(devices)} devices cannot be shared evenly by --replicas {num_replicas}."
             )
             fix = "choose another number of either, or name sizes with --mesh."
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         pipeline = 2 if pipelined and len(devices) // num_replicas % 2 == 0 else 1
         num_remaining = len(devices) // num_replicas // pipeline
         tensor = 2 if num_remaining >= 4 and num_remaining % 2 == 0 else 1
@@ -58,7 +58,7 @@ def mesh_of(
     named_sizes = parse_mesh(sizes)
     if replicas is not None and named_sizes.get("replica", replicas) != replicas:
         problem = f"--mesh {sizes} and --replicas {replicas} disagree."
-        raise ValueError(error_text(problem, fix="leave one of them out."))
+        raise value_error(problem, fix="leave one of them out.")
     return so.make_mesh(**{"data": 1, "replica": replicas or 1} | named_sizes, devices=devices)
 
 
@@ -86,7 +86,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             f"write --mesh data=4,tensor=2; the axes are {', '.join(_AXES)}, and one size may"
             " be -1."
         )
-        raise ValueError(error_text(f"--mesh {text} cannot be read.", problems, fix))
+        raise value_error(f"--mesh {text} cannot be read.", problems, fix)
     return sizes
 
 
@@ -108,7 +108,7 @@ def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
         )
         *first_names, last_name = (name for name, other in KINDS.items() if other.takes_chunks)
         fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
@@ -116,12 +116,10 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     stages, sync_every = mesh.shape["pipeline"], options.communication.sync_every
     if sync_every is not None and mesh.shape.get("replica", 1) < 2:
         problem = f"--sync-every {sync_every} is for several replicas, and there is one."
-        raise ValueError(error_text(problem, fix="add --replicas 2, or leave --sync-every out."))
+        raise value_error(problem, fix="add --replicas 2, or leave --sync-every out.")
     if stages > 1 and not options.is_hybrid:
         problem = f"pipeline={stages} is for --strategy hybrid; {options.placement} was asked for."
-        raise ValueError(
-            error_text(problem, fix="choose --strategy hybrid, or a --mesh without pipeline.")
-        )
+        raise value_error(problem, fix="choose --strategy hybrid, or a --mesh without pipeline.")
     chunks = options.pipeline.chunks or KINDS[options.schedule].chunks
     num_parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, num_parts)
@@ -129,7 +127,7 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
         parts_text = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {num_parts}"
         problem = f"--layers {layers} are too few for {parts_text}."
         fix = f"use --layers {num_parts} or more, or another --mesh, --schedule or --chunks."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
 
 
@@ -216,7 +214,7 @@ def num_micro_batches(options: RunOptions, mesh: Mesh) -> int:
         pieces_text += f" x {candidates[-1]} micro-batches"
     problem = f"--batch-size {batch_size} is not divisible by {pieces_text} = {pieces}."
     fix = f"use --batch-size {_nearest(batch_size, pieces)}, or another --mesh or --micro-batches."
-    raise ValueError(error_text(problem, fix=fix))
+    raise value_error(problem, fix=fix)
 
 
 def _nearest(count: int, pieces: int) -> str:

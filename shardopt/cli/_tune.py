@@ -20,7 +20,7 @@ from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import TuneOptions
 from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_options, make_base, mesh_of
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.data._corpus import Batch
@@ -178,7 +178,7 @@ def _check(options: TuneOptions) -> None:
     missing = [flag for flag, path in paths.items() if path is None]
     if missing:
         fix = "shardopt tune --model FOLDER --data chat.jsonl"
-        raise ValueError(error_text(f"{' and '.join(missing)} must be given.", fix=fix))
+        raise value_error(f"{' and '.join(missing)} must be given.", fix=fix)
     if not Path(str(options.model.model)).is_dir():
         problem = f"--model {options.model.model} is no folder."
         raise FileNotFoundError(error_text(problem, fix="download the model first."))
@@ -237,10 +237,8 @@ def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: 
     tokenized = data.tokenize_chats(chats, tokenizer, length, vocab_size)
     documents, count = tokenized.documents, len(tokenized.documents)
     if count < 2:
-        raise ValueError(
-            error_text(
-                "one conversation cannot be both trained on and held out.", fix="add another one."
-            )
+        raise value_error(
+            "one conversation cannot be both trained on and held out.", fix="add another one."
         )
     order = np.random.default_rng(training.seed).permutation(count)
     num_held_out = min(max(1, round(training.validation * count)), count - 1)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, plural, value_error
 from shardopt.core._extras import is_installed
 from shardopt.runtime._processes import end_at_once
 
@@ -71,12 +71,10 @@ def verify(options: VerifyOptions) -> int:
     """Run the rows, print a line for each that began, write the JSON, and return the exit code."""
     if not options.minutes > 0:
         problem = f"--minutes must be positive, got {options.minutes:g}."
-        raise ValueError(error_text(problem))
+        raise value_error(problem)
     if not options.output.parent.is_dir():
         problem = f"the folder of --output {options.output} does not exist."
-        raise ValueError(
-            error_text(problem, fix=f"mkdir -p {options.output.parent}, or name another file.")
-        )
+        raise value_error(problem, fix=f"mkdir -p {options.output.parent}, or name another file.")
     import jax
 
     from shardopt.runtime._devices import start_devices
@@ -87,9 +85,7 @@ def verify(options: VerifyOptions) -> int:
     if not rows:
         problem = f"no row contains {options.only!r}."
         groups = ", ".join(dict.fromkeys(row.group for row in all_rows(devices)))
-        raise ValueError(
-            error_text(problem, fix=f"use a group, such as {groups}, or a part of a name.")
-        )
+        raise value_error(problem, fix=f"use a group, such as {groups}, or a part of a name.")
     with _screen(jax.process_index() == 0) as (show, show_current):
         processes = plural(jax.process_count(), "process")
         show(f"{len(devices)} x {devices[0].device_kind}, {processes}, jax {jax.__version__}", "")

@@ -160,6 +160,19 @@ def error_text(problem: str, offenders: Sequence[str] = (), fix: str = "") -> st
     return format_error(_CALLER.get(), problem, offenders, fix)
 
 
+def value_error(problem: str, offenders: Sequence[str] = (), fix: str = "") -> ValueError:
+    """Return a ValueError with the message of `error_text`.
+
+    Example:
+      >>> raise value_error("steps must be at least 1, got 0.", fix="pass steps=1.")
+      Traceback (most recent call last):
+      ...
+      ValueError: shardopt: steps must be at least 1, got 0.
+      Fix: pass steps=1.
+    """
+    return ValueError(error_text(problem, offenders, fix))
+
+
 def plural(count: int, noun: str) -> str:
     """Return `1 leaf`, `2 leaves`, `3 axes`, `4 batches`, `5 processes`."""
     if count == 1:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._extras import require
 from shardopt.data._chat_template import ChatTemplate, Message, compile_template, special_tokens_of
 from shardopt.data._corpus import Batch
@@ -131,7 +131,7 @@ def open_chat(
         tokenizer = tokenizers.Tokenizer.from_file(str(folder / _TOKENIZER))
     except Exception as error:  # the package raises no narrower class
         problem = f"{folder / _TOKENIZER} cannot be read: {error}."
-        raise ValueError(error_text(problem, fix="download the file again.")) from error
+        raise value_error(problem, fix="download the file again.") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = _read_json(folder / _SETTINGS)
@@ -146,7 +146,7 @@ def open_chat(
             f"{plural(len(unknown), 'special token')} of {folder / _SETTINGS} is not in"
             f" {_TOKENIZER}."
         )
-        raise ValueError(error_text(problem, unknown, "save the tokenizer again by transformers."))
+        raise value_error(problem, unknown, "save the tokenizer again by transformers.")
     source, origin = _template_source(folder, settings, template)
     return ChatTokenizer(tokenizer, compile_template(source, special_tokens, origin))
 
@@ -182,7 +182,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         problem = f"{path} is no JSON: {error}."
-        raise ValueError(error_text(problem, fix="download the file again.")) from error
+        raise value_error(problem, fix="download the file again.") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -213,7 +213,7 @@ def read_chats(path: "str | os.PathLike[str]") -> list[Chat]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(error_text(f"{path} is no UTF-8: {error}.")) from error
+        raise value_error(f"{path} is no UTF-8: {error}.") from error
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
@@ -226,9 +226,9 @@ def read_chats(path: "str | os.PathLike[str]") -> list[Chat]:
             ' "completion": ...} in each line.'
         )
         problem = f"{plural(len(problems), 'line')} of {path} cannot be used."
-        raise ValueError(error_text(problem, problems, fix))
+        raise value_error(problem, problems, fix)
     if not chats:
-        raise ValueError(error_text(f"{path} has no conversations.", fix="write one in each line."))
+        raise value_error(f"{path} has no conversations.", fix="write one in each line.")
     return chats
 
 
@@ -343,7 +343,7 @@ def tokenize_chats(
             "change these lines; or name a template that can write them, with {% generation %}"
             " around what the assistant writes."
         )
-        raise ValueError(error_text(problem, problems, fix))
+        raise value_error(problem, problems, fix)
     fitting = [document for document in documents if len(document["tokens"]) <= length]
     if not fitting:
         problem = (
@@ -351,5 +351,5 @@ def tokenize_chats(
             f" longest has {longest}."
         )
         fix = "choose a larger length, or shorter conversations."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return TokenizedChats(fitting, len(documents) - len(fitting), longest)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import error_text, value_error
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def compile_template(
         problem = (
             f"the chat template in {origin} is no jinja: line {error.lineno}: {error.message}."
         )
-        raise ValueError(error_text(problem, fix="download the file again.")) from error
+        raise value_error(problem, fix="download the file again.") from error
     used_tokens = meta.find_undeclared_variables(syntax) & set(_SPECIAL_TOKENS)
     unknown = sorted(used_tokens - special_tokens.keys())
     if unknown:
@@ -137,7 +137,7 @@ def compile_template(
             f"the chat template in {origin} reads {', '.join(unknown)}, which tokenizer_config.json"
             " does not have."
         )
-        raise ValueError(error_text(problem, fix="add the token, or null if the model has none."))
+        raise value_error(problem, fix="add the token, or null if the model has none.")
     marked = any(map(_is_mark, syntax.find_all(jinja2.nodes.CallBlock)))
     known_tokens = {name: token for name, token in special_tokens.items() if token is not None}
     return ChatTemplate(template, marked, known_tokens)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._errors import calling, error_text, format_error, value_error
 from shardopt.core._extras import require
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
         if root.is_file():
             problem = f"{str(root)!r} is empty."
         fix = "name a text file, or a folder that holds some."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return Corpus(tuple(sizes), tuple(np.cumsum([0, *sizes.values()]).tolist()))
 
 
@@ -217,7 +217,7 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
     """
     check_count("length", length)
     if not 0 < validation < 1:
-        raise ValueError(error_text(f"validation must be between 0 and 1, got {validation}."))
+        raise value_error(f"validation must be between 0 and 1, got {validation}.")
     cut = _cut(corpus, validation)
     sides = Windows(corpus, 0, cut, length), Windows(corpus, cut, corpus.num_bytes, length)
     if any(len(side) < 1 for side in sides):
@@ -315,7 +315,7 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
             "a batch must have tokens [..., T + 1], T at least 1, and no targets; it has"
             f" {shapes or 'nothing'}."
         )
-        raise ValueError(error_text(problem))
+        raise value_error(problem)
     return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 

@@ -3,7 +3,7 @@
 import jax
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 from shardopt.core._types import Devices
 from shardopt.runtime._processes import initialize, num_processes
 
@@ -25,7 +25,5 @@ def start_devices(count: int) -> Devices:
     if count % processes and devices[0].platform == "cpu":
         lower_count = max(count // processes, 1) * processes
         problem = f"--devices {count} cannot be shared out evenly among {processes} processes."
-        raise ValueError(
-            error_text(problem, fix=f"use --devices {lower_count} or {lower_count + processes}.")
-        )
+        raise value_error(problem, fix=f"use --devices {lower_count} or {lower_count + processes}.")
     return devices

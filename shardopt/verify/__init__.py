@@ -9,7 +9,6 @@ __all__ = [
     "NotRun",
     "Result",
     "Row",
-    "VerifyReport",
     "all_rows",
     "run_rows",
 ]

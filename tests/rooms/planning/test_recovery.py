@@ -10,13 +10,8 @@ from support.scripts import imported
 
 import shardopt as so
 from shardopt.cli import main
-<<<<<<< HEAD
-from shardopt.cli._failures import parse_failures
-from shardopt.planning import Failures, plan_recovery
-=======
 from shardopt.cli._plan import parse_failures
-from shardopt.planning import Failures, plan_recovery, simulate_failures
->>>>>>> 64491b3d (No function of cli, checkpoint, runtime, data and adapters has 15 decisions or more)
+from shardopt.planning import Failures, plan_recovery
 from shardopt.planning._recovery import best_period
 
 pytestmark = pytest.mark.fast
