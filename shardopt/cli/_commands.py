@@ -107,7 +107,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
     name, run_command = _COMMANDS[type(options)]
     try:
         with calling(name):
-            return run_command(options, words, command) or 0
+            if isinstance(options, LaunchOptions):
+                return launch(options, command)
+            if isinstance(options, RunOptions):
+                options = _resumed(words, options)
+            return run_command(options) or 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
@@ -148,16 +152,16 @@ def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
     )
 
 
-def _train(options: TrainOptions, words: Sequence[str], _: object) -> None:
+def _train(options: TrainOptions) -> None:
     from shardopt.cli._train import train  # imported late, so that --help is fast
 
-    train(_resumed(words, options))
+    train(options)
 
 
-def _tune(options: TuneOptions, words: Sequence[str], _: object) -> None:
+def _tune(options: TuneOptions) -> None:
     from shardopt.cli._tune import tune  # imported late, so that --help is fast
 
-    tune(_resumed(words, options))
+    tune(options)
 
 
 def _resumed(words: Sequence[str], options: Options) -> Options:
@@ -209,19 +213,18 @@ def keep(options: VaultOptions) -> None:
     keep_snapshots(options.port, os.environ[TOKEN])
 
 
-_COMMANDS: dict[type, tuple[str, Callable[[Any, Sequence[str], Sequence[str]], int | None]]] = {
+_COMMANDS: dict[type, tuple[str, Callable[[Any], int | None]]] = {
     TrainOptions: ("train", _train),
     TuneOptions: ("tune", _tune),
-    LaunchOptions: ("launch", lambda options, _, command: launch(options, command)),
-    VaultOptions: ("vault", lambda options, *_: keep(options)),
-    PlanOptions: ("plan", lambda options, *_: plan(options)),
-    AuditOptions: ("audit", lambda options, *_: audit(options)),
-    ScheduleOptions: ("schedule", lambda options, *_: schedule(options)),
-    DoctorOptions: ("doctor", lambda *_: print(doctor())),
-    VerifyOptions: ("verify", lambda options, *_: verify(options)),
+    LaunchOptions: ("launch", lambda options: launch(options, [])),
+    VaultOptions: ("vault", keep),
+    PlanOptions: ("plan", plan),
+    AuditOptions: ("audit", audit),
+    ScheduleOptions: ("schedule", schedule),
+    DoctorOptions: ("doctor", lambda _: print(doctor())),
+    VerifyOptions: ("verify", verify),
 }
-"""By the type of its options the name of each command, and `run(options, words, words after --)`.
-"""
+"""By the type of its options the name of each command, and its function."""
 
 
 def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int]:

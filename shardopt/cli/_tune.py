@@ -62,10 +62,12 @@ class _Rows(NamedTuple):
         """Return the batches to evaluate; rows without weight fill the last one."""
         missing = -len(self.held_out) % batch_size
         rows = [*self.held_out, *[jax.tree.map(np.zeros_like, self.held_out[0])] * missing]
-        return [
-            {name: np.stack([row[name] for row in rows[i : i + batch_size]]) for name in rows[0]}
-            for i in range(0, len(rows), batch_size)
-        ]
+
+        def stack(*rows):
+            return np.stack(rows)
+
+        starts = range(0, len(rows), batch_size)
+        return [jax.tree.map(stack, *rows[i : i + batch_size]) for i in starts]
 
 
 class _Tuned(NamedTuple):
@@ -98,12 +100,10 @@ class _Tuned(NamedTuple):
     @property
     def abstract_params(self) -> PyTree:
         """The parameters as `jax.ShapeDtypeStruct`."""
-        abstract_params = self.pretrained.abstract_params
-        return (
-            jax.eval_shape(self.adapters.init, abstract_params, jax.random.key(0))
-            if self.adapters
-            else abstract_params
-        )
+        params = self.pretrained.abstract_params
+        if self.adapters:
+            return jax.eval_shape(self.adapters.init, params, jax.random.key(0))
+        return params
 
     def start(self, opt: so.ShardedOptimizer, rng: jax.Array) -> TrainState:
         """Return the first train state, with the weights of the folder."""
@@ -151,10 +151,12 @@ def tune(options: TuneOptions) -> None:
     job = RunInFolder(options, opt, screen, num_bytes, steps)
     batches = rows.batches(options.model.length, training.batch_size, training.seed)
 
-    def start():
-        return tuned.start(opt, jax.random.key(training.seed))
-
-    result = job.run(start, batches, rows.held_out_batches(training.batch_size), checkpoints)
+    result = job.run(
+        lambda: tuned.start(opt, jax.random.key(training.seed)),
+        batches,
+        rows.held_out_batches(training.batch_size),
+        checkpoints,
+    )
     if result is None:
         return
     out = run.run_dir / ("adapters" if tuned.adapters else "model")
@@ -163,8 +165,9 @@ def tune(options: TuneOptions) -> None:
         job.draw("token")
     multihost_utils.sync_global_devices("the folder of the model is free")
     tuned.save(out, result.state.params)
-    if jax.process_index() == 0:
-        _copy_template(options, out)
+    template = options.model.chat_template  # the one that the model was tuned with
+    if template is not None and jax.process_index() == 0:
+        shutil.copyfile(template, out / "chat_template.jinja")
     _show_result(screen, options, result, out)
 
 
@@ -217,16 +220,10 @@ def _open_model(options: TuneOptions) -> _Tuned:
         rules=pretrained.rules,
         low_rank_products=True,
     )
-    params = jax.eval_shape(adapters.init, pretrained.abstract_params, jax.random.key(0))
-    modules_of(
-        pretrained,
-        {
-            path.removesuffix("/lora_a")
-            for path, _ in leaves_with_paths(params)
-            if path.endswith("/lora_a")
-        },
-    )
-    return _Tuned(pretrained, adapters, stored)
+    tuned = _Tuned(pretrained, adapters, stored)
+    paths = [path for path, _ in leaves_with_paths(tuned.abstract_params)]
+    modules_of(pretrained, {path.removesuffix("/lora_a") for path in paths if "/lora_a" in path})
+    return tuned
 
 
 def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: int) -> _Rows:
@@ -242,9 +239,8 @@ def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: 
         )
     order = np.random.default_rng(training.seed).permutation(count)
     num_held_out = min(max(1, round(training.validation * count)), count - 1)
-    held_out, trained = (
-        [documents[i] for i in part] for part in (order[:num_held_out], order[num_held_out:])
-    )
+    held_out = [documents[i] for i in order[:num_held_out]]
+    trained = [documents[i] for i in order[num_held_out:]]
     num_rows = sum(1 for _ in data.pack(trained, length))
     text = (
         f"{plural(len(trained), 'conversation')} of {training.data} in {plural(num_rows, 'row')},"
@@ -288,25 +284,12 @@ def _show(
     display.show_placement(screen, options, opt)
 
 
-def _copy_template(options: TuneOptions, out: Path) -> None:
-    """Let the folder have the template that the model was tuned with."""
-    template = options.model.chat_template
-    if template is not None:
-        shutil.copyfile(template, out / "chat_template.jinja")
-
-
 def _show_result(
     screen: Any, options: TuneOptions, result: so.training.FitResult, out: Path
 ) -> None:
     display.show_loss(screen, result, "token")
     display.show_files(screen, options, result, out.name)
-    call = (
-        "peft.AutoPeftModelForCausalLM"
-        if out.name == "adapters"
-        else "transformers.AutoModelForCausalLM"
-    )
-    display.say(
-        screen,
-        f"{call}.from_pretrained({str(out)!r}) loads the"
-        f" {'adapters' if out.name == 'adapters' else 'model'}.",
-    )
+    what, call = "model", "transformers.AutoModelForCausalLM"
+    if out.name == "adapters":
+        what, call = "adapters", "peft.AutoPeftModelForCausalLM"
+    display.say(screen, f"{call}.from_pretrained({str(out)!r}) loads the {what}.")
