@@ -43,6 +43,8 @@ from shardopt.partition._report import num_shards
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._workload import Recompute, Workload
+from shardopt.step._pipelined import Pipelined
+from shardopt.strategies._slots import own_slots, pipelined_slots
 
 
 class SearchArguments(NamedTuple):
@@ -430,9 +432,12 @@ def state_layout_bytes(
         "expert_leaves": () if workload.experts is None else workload.experts.leaves,
     }
     mesh = cast(Mesh, _MeshShape(layout.sizes))
-    config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options).replace(
-        schedule=layout.table()
-    )
+    config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options)
+    schedule = layout.table()
+    slots = own_slots(config)
+    if schedule is not None:
+        slots = pipelined_slots(config, Pipelined(schedule))
+    config = config.replace(schedule=schedule, filled=slots)
     return layout_bytes(config, make_layout(config, workload.params))
 
 
