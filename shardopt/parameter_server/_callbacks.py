@@ -17,7 +17,7 @@ from shardopt.core._types import PyTree
 from shardopt.parameter_server._coordinator import Coordinator, Milestone, SavePolicy
 from shardopt.parameter_server._run import AsyncRun, RunSnapshot, load_snapshot, restore_run
 from shardopt.parameter_server._server import ParameterServer
-from shardopt.parameter_server._views import Show
+from shardopt.parameter_server._views import make_show
 
 EvaluateParams = Callable[[PyTree], Mapping[str, float | jax.Array]]
 """`evaluate(params) -> metrics`."""
@@ -28,10 +28,7 @@ _PROGRESS_SECONDS = 0.25
 
 @dataclass
 class Callbacks:
-    """Saves and evaluates milestones; arguments as in `AsyncOptimizer.run`.
-
-    To show a run, set `show`, from `show_workers`.
-    """
+    """Saves, evaluates and shows milestones; arguments as in `AsyncOptimizer.run`."""
 
     caller: str
     checkpoints: Checkpoints | None = None
@@ -42,22 +39,24 @@ class Callbacks:
 
     def __post_init__(self):
         check_flag("progress", self.progress)
-        if self.checkpoints is not None and not isinstance(self.checkpoints, Checkpoints):
-            problem = (
-                "checkpoints must be a shardopt.Checkpoints, got"
-                f" {type(self.checkpoints).__name__}."
-            )
-            raise TypeError(
-                error_text(problem, fix="pass so.Checkpoints(folder, every=100, keep=3).")
-            )
-        if self.early_stopping is not None and not isinstance(self.early_stopping, EarlyStopping):
-            problem = (
-                "early_stopping must be a shardopt.training.EarlyStopping, got"
-                f" {type(self.early_stopping).__name__}."
-            )
-            raise TypeError(
-                error_text(problem, fix='pass so.training.EarlyStopping("loss", patience=5).')
-            )
+        for name, kind, known_as, fix in (
+            (
+                "checkpoints",
+                Checkpoints,
+                "Checkpoints",
+                "so.Checkpoints(folder, every=100, keep=3)",
+            ),
+            (
+                "early_stopping",
+                EarlyStopping,
+                "training.EarlyStopping",
+                'so.training.EarlyStopping("loss", patience=5)',
+            ),
+        ):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                problem = f"{name} must be a shardopt.{known_as}, got {type(value).__name__}."
+                raise TypeError(error_text(problem, fix=f"pass {fix}."))
         if self.evaluate is not None and not callable(self.evaluate):
             raise TypeError(
                 error_text(
@@ -69,7 +68,7 @@ class Callbacks:
         evaluates = self.early_stopping is not None or self.evaluate is not None
         save_every = None if self.checkpoints is None else self.checkpoints.every
         self.policy = SavePolicy(save_every, int(self.evaluate_every) if evaluates else None)
-        self.show: Show = lambda status, last=False: None
+        self.show = make_show(self.caller, shown=self.progress)
         self.stopping_state = StoppingState()
         self.resumed_from: int | None = None
         self.saved_version: int | None = None

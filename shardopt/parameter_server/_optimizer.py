@@ -91,8 +91,7 @@ class AsyncOptimizer:
           evaluate: `evaluate(params) -> metrics`. Its results are in `metrics["evaluations"]`,
             together with the means of `history` over the updates since the previous evaluation.
           evaluate_every: updates between evaluations; the workers continue during an evaluation.
-          progress: show a table of the workers on a terminal, or a line every ten seconds
-            elsewhere, on standard error.
+          progress: print a line about the workers every ten seconds, on standard error.
 
         Returns:
           An `AsyncResult`. When no worker is left the run ends ("exhausted").

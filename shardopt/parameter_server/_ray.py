@@ -55,7 +55,7 @@ from shardopt.parameter_server._run import (
 )
 from shardopt.parameter_server._settings import begin_process, settings_values
 from shardopt.parameter_server._updates import Update
-from shardopt.parameter_server._views import Status, show_workers
+from shardopt.parameter_server._views import Status
 from shardopt.parameter_server._worker import Streams, no_compute, run_worker
 from shardopt.runtime._processes import initialize
 
@@ -74,8 +74,7 @@ def run_on_ray(spec: RunSpec, job: AsyncJob, callbacks: Callbacks) -> AsyncResul
         driver = RayDriver(spec, job, callbacks)
         log = None
         try:
-            with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
-                result = driver.run(snapshot)
+            result = driver.run(snapshot)
             log = result.log
             return result
         finally:

@@ -238,9 +238,8 @@ class AsyncRun:
 
     def status(self, num_updates: int) -> Status:
         """Return the current activity of every worker."""
-        now = self.now()
-        workers = self.stats.workers(now, lambda worker: not self.may_pull(worker))
-        return Status(now, self.state.version, num_updates, workers)
+        workers = self.stats.workers(lambda worker: not self.may_pull(worker))
+        return Status(self.now(), self.state.version, num_updates, workers)
 
     def history(self, since: int = 0) -> list[Mapping[str, jax.Array | np.ndarray]]:
         """Return the metrics of each update after version `since`.

@@ -16,7 +16,6 @@ from shardopt.parameter_server._run import (
 )
 from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._settings import capture_settings
-from shardopt.parameter_server._views import show_workers
 from shardopt.parameter_server._worker import run_worker
 
 
@@ -37,8 +36,7 @@ def run_on_threads(
         run.log.save(job.log_path)
     try:
         coordinator = Coordinator(run, job.num_updates, job.availability, callbacks.policy)
-        with show_workers(spec.caller, shown=callbacks.progress) as callbacks.show:
-            run_threads(spec.caller, coordinator, compute, callbacks.watch)
+        run_threads(spec.caller, coordinator, compute, callbacks.watch)
         result = run.finish(coordinator.end_reason(), **callbacks.metrics())
         callbacks.finish(None if callbacks.checkpoints is None else take_snapshot(run))
         return result

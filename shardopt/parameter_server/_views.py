@@ -5,19 +5,15 @@ its workers.
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from shardopt.core._errors import calling, error_text
-from shardopt.core._extras import is_installed
 from shardopt.core._figures import FilePath, new_figure, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-    from rich.console import Console
-    from rich.table import Table
 
     from shardopt.parameter_server._log import Event
 
@@ -184,21 +180,15 @@ class WorkerStatus(NamedTuple):
       worker: the number of the worker.
       doing: "computes", "waits" (held back by the bound), "loads" (between its steps, without
         waiting) or "gone".
-      seconds: for how long it has been doing that.
       clock: the number of its current step.
-      staleness: by how many clocks it was ahead of the slowest when it began its last step.
       pushes: the pushes taken from it so far, without refused ones.
-      waited: the seconds for which the bound has held it back.
       is_new: whether it has pushed nothing since it joined, and may be compiling.
     """
 
     worker: int
     doing: str
-    seconds: float
-    clock: int
-    staleness: int
-    pushes: int
-    waited: float
+    clock: int = 0
+    pushes: int = 0
     is_new: bool = False
 
 
@@ -219,18 +209,18 @@ class Status(NamedTuple):
 
 
 class WorkerStats:
-    """The last event, the pushes and the waiting time of each worker, from the events so far.
+    """The last event and the pushes of each worker, from the events so far.
 
     Example:
       >>> from shardopt.parameter_server._log import Event
-      >>> stats = WorkerStats([Event("join", 3, 0, 0, 0, time=1.0), Event("pull", 3, 0, 0, 0, time=2.5, waited=0.5)])
-      >>> stats.workers(now=4.0, waits=lambda worker: False)
-      (WorkerStatus(worker=3, doing='computes', seconds=1.5, clock=0, staleness=0, pushes=0, waited=0.5, is_new=True),)
+      >>> stats = WorkerStats([Event("join", 3, 0, 0, 0), Event("pull", 3, 0, 0, 0)])
+      >>> stats.workers(waits=lambda worker: False)
+      (WorkerStatus(worker=3, doing='computes', clock=0, pushes=0, is_new=True),)
     """
 
     def __init__(self, events: Iterable["Event"] = ()):
         self._last_event: dict[int, Event] = {}
-        # up to the last event; `doing` and `seconds` are not known
+        # up to the last event; `doing` is not known
         self._stats: dict[int, WorkerStatus] = {}
         for event in events:
             self.record(event)
@@ -238,17 +228,15 @@ class WorkerStats:
     def record(self, event: "Event") -> None:
         """Count an event."""
         worker, kind = event.worker, event.kind
-        stats = self._stats.get(worker) or WorkerStatus(worker, "", 0.0, 0, 0, 0, 0.0)
+        stats = self._stats.get(worker) or WorkerStatus(worker, "")
         self._last_event[worker] = event
         self._stats[worker] = stats._replace(
             clock=event.clock + event.ends_round,
-            staleness=event.staleness if kind == "pull" else stats.staleness,
             pushes=stats.pushes + (kind == "push"),
-            waited=stats.waited + event.waited,
             is_new=stats.is_new if kind == "pull" else kind in ("join", "resume"),
         )
 
-    def workers(self, now: float, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
+    def workers(self, waits: Callable[[int], bool]) -> tuple[WorkerStatus, ...]:
         """Return the current status of each worker.
 
         `waits(worker)`: does the bound hold back a worker between its steps?
@@ -260,7 +248,7 @@ class WorkerStats:
                 "waits" if last.kind not in ("pull", "leave") and waits(worker) else "loads"
             )
             doing = {"pull": "computes", "leave": "gone"}.get(last.kind, between_steps)
-            return self._stats[worker]._replace(doing=doing, seconds=now - last.time)
+            return self._stats[worker]._replace(doing=doing)
 
         return tuple(status_of(worker) for worker in sorted(self._last_event))
 
@@ -276,34 +264,21 @@ class Show(Protocol):
         ...
 
 
-_TABLE_SECONDS, _LINE_SECONDS = 0.25, 10.0
-_MAX_TABLE_ROWS = 32
-_STYLES = {"computes": "green", "waits": "yellow", "loads": "blue", "gone": "dim"}
+_LINE_SECONDS = 10.0
 
 
-@contextmanager
-def show_workers(caller: str, *, shown: bool, console: "Console | None" = None) -> Iterator[Show]:
-    """Show a run as long as the context lasts: as a table on a terminal, elsewhere as lines."""
-    if not shown:
-        yield lambda status, last=False: None
-        return
-    if console is None and is_installed("rich"):
-        from rich.console import Console
+def make_show(caller: str, *, shown: bool) -> Show:
+    """Return a function that prints the state of a run as a line, now and then; or prints nothing."""
+    last_shown = -float("inf")
 
-        console = Console(stderr=True)
-    if console is None or not (console.is_terminal or console.is_jupyter):
-        file = sys.stderr if console is None else console.file
-        yield _show_every(
-            _LINE_SECONDS,
-            lambda status: print(progress_line(caller, status), file=file, flush=True),
-        )
-        return
-    from rich.live import Live
+    def show_if_due(status: Callable[[], Status], last: bool = False) -> None:
+        nonlocal last_shown
+        now = time.monotonic()
+        if shown and (last or now - last_shown >= _LINE_SECONDS):
+            last_shown = now
+            print(progress_line(caller, status()), file=sys.stderr, flush=True)
 
-    with Live(console=console, auto_refresh=False) as live:
-        yield _show_every(
-            _TABLE_SECONDS, lambda status: live.update(progress_table(caller, status), refresh=True)
-        )
+    return show_if_due
 
 
 def progress_line(caller: str, status: Status) -> str:
@@ -313,49 +288,8 @@ def progress_line(caller: str, status: Status) -> str:
         f"{count} {doing.removesuffix('s') if count > 1 else doing}"
         for doing, count in activities.items()
     )
+    rate = sum(worker.pushes for worker in status.workers) / max(status.seconds, 1e-9)
     return (
-        f"{caller}: update {status.updates}/{status.num_updates}  {_rate(status):.4g} pushes/s "
+        f"{caller}: update {status.updates}/{status.num_updates}  {rate:.4g} pushes/s "
         f" workers: {workers}"
     )
-
-
-def progress_table(caller: str, status: Status) -> "Table":
-    """Return the state of a run as a table with one row per worker: at most the 32 that have pushed
-    least.
-    """
-    from rich.table import Table
-
-    seconds = max(status.seconds, 1e-9)
-    title = (
-        f"{caller}: update {status.updates} of {status.num_updates}, {_rate(status):.4g} pushes/s,"
-        f" {seconds:.0f} s"
-    )
-    table = Table(title=title, title_justify="left")
-    for name in ("worker", "doing", "for s", "step", "ahead", "pushes", "pushes/s", "waited"):
-        table.add_column(name, justify="left" if name == "doing" else "right")
-    slowest = sorted(status.workers, key=lambda worker: worker.pushes)[:_MAX_TABLE_ROWS]
-    for worker in sorted(slowest):
-        rate, waited = f"{worker.pushes / seconds:.3g}", f"{worker.waited / seconds:.0%}"
-        numbers = (worker.clock, worker.staleness, worker.pushes, rate, waited)
-        doing = f"[{_STYLES[worker.doing]}]{worker.doing}[/]"
-        table.add_row(str(worker.worker), doing, f"{worker.seconds:.1f}", *map(str, numbers))
-    if len(status.workers) > _MAX_TABLE_ROWS:
-        table.caption = f"and {len(status.workers) - _MAX_TABLE_ROWS} more"
-    return table
-
-
-def _rate(status: Status) -> float:
-    """Return the pushes per second of all workers together."""
-    return sum(worker.pushes for worker in status.workers) / max(status.seconds, 1e-9)
-
-
-def _show_every(seconds: float, show: Callable[[Status], None]) -> Show:
-    last_shown = [-float("inf")]
-
-    def show_if_due(status: Callable[[], Status], last: bool = False) -> None:
-        now = time.monotonic()
-        if last or now - last_shown[0] >= seconds:
-            last_shown[0] = now
-            show(status())
-
-    return show_if_due

@@ -444,52 +444,56 @@ def state_layout_bytes(
 def _elements(
     plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]
 ) -> ElementCounts:
+    leaves = _LeafSizes(plans, mesh)
     expert_patterns = () if workload.experts is None else workload.experts.leaves
-    sizes = {
-        plan.path: math.prod(plan.shape) // num_shards(plan.spec(sharded=False), mesh)
-        for plan in plans
-    }
 
-    def counts(*, stacked: bool, sharded: bool) -> list[int]:
-        return [
-            sizes[plan.path]
-            for plan in plans
-            if plan.stacked is stacked and not plan.experts and (plan.dim is not None) is sharded
-        ]
+    def is_table(plan: LeafPlan) -> bool:
+        return plan.path in tables and plan.dim == COLUMNS
 
-    looked_up = [plan.path for plan in plans if plan.path in tables and plan.dim == COLUMNS]
-    gathered_outer = [
-        plan
-        for plan in plans
-        if not plan.stacked and plan.dim is not None and plan.path not in looked_up
-    ]
-    loss_sizes = [
-        sizes[plan.path]
-        for plan in plans
-        if plan.path in workload.loss_reads and plan.dim is not None
-    ]
+    def is_expert(plan: LeafPlan) -> bool:
+        return any(re.search(pattern, plan.path) for pattern in expert_patterns)
+
+    outer = leaves.sharded(lambda plan: not plan.stacked and not is_table(plan))
+    loss = leaves.sharded(lambda plan: plan.path in workload.loss_reads)
     rounded = [plan for plan in plans if _is_rounded(plan, workload)]
-    expert_sizes = [
-        sizes[plan.path]
-        for plan in plans
-        if plan.dim is not None
-        and any(re.search(pattern, plan.path) for pattern in expert_patterns)
-    ]
+    rounded_experts = [plan for plan in rounded if plan.experts]
     return ElementCounts(
-        sharded_blocks=sum(counts(stacked=True, sharded=True)),
-        replicated_blocks=sum(counts(stacked=True, sharded=False)),
-        sharded_outer=sum(counts(stacked=False, sharded=True)),
-        replicated_outer=sum(counts(stacked=False, sharded=False)),
-        largest_outer=max((sizes[plan.path] for plan in gathered_outer), default=0),
-        loss_outer=sum(loss_sizes),
-        largest_loss=max(loss_sizes, default=0),
-        tables=sum(sizes[path] for path in looked_up),
-        rounded_blocks=sum(sizes[plan.path] for plan in rounded if not plan.experts),
-        expert_blocks=sum(sizes[plan.path] for plan in plans if plan.experts),
-        rounded_experts=sum(sizes[plan.path] for plan in rounded if plan.experts),
+        sharded_blocks=leaves.without_experts(stacked=True, sharded=True),
+        replicated_blocks=leaves.without_experts(stacked=True, sharded=False),
+        sharded_outer=leaves.without_experts(stacked=False, sharded=True),
+        replicated_outer=leaves.without_experts(stacked=False, sharded=False),
+        largest_outer=max(outer, default=0),
+        loss_outer=sum(loss),
+        largest_loss=max(loss, default=0),
+        tables=sum(leaves.sharded(is_table)),
+        rounded_blocks=leaves.total(rounded) - leaves.total(rounded_experts),
+        expert_blocks=leaves.total([plan for plan in plans if plan.experts]),
+        rounded_experts=leaves.total(rounded_experts),
         expert_axis_size=mesh.shape.get("expert", 1),
-        data_sharded_experts=sum(expert_sizes),
+        data_sharded_experts=sum(leaves.sharded(is_expert)),
     )
+
+
+class _LeafSizes(NamedTuple):
+    """The elements of each leaf on a device, before data shards it."""
+
+    plans: list[LeafPlan]
+    mesh: Mesh
+
+    def size(self, plan: LeafPlan) -> int:
+        return math.prod(plan.shape) // num_shards(plan.spec(sharded=False), self.mesh)
+
+    def total(self, plans: Sequence[LeafPlan]) -> int:
+        return sum(map(self.size, plans))
+
+    def sharded(self, selects: Callable[[LeafPlan], bool]) -> list[int]:
+        """Return the sizes of the selected leaves that data can shard."""
+        return [self.size(plan) for plan in self.plans if plan.dim is not None and selects(plan)]
+
+    def without_experts(self, *, stacked: bool, sharded: bool) -> int:
+        """Return the elements of the leaves that the expert axis does not split."""
+        selected = [plan for plan in self.plans if not plan.experts and plan.stacked is stacked]
+        return self.total([plan for plan in selected if (plan.dim is not None) is sharded])
 
 
 def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:

@@ -128,56 +128,21 @@ class Reader:
 
     def _read(self, name: str) -> Iterator[Action]:
         lines = self.program.module.computations.get(name, ())
-        shapes = {line.name: line.shape for line in lines}
-        sites = {line.name: list(self._sites(name, line)) for line in lines}
-        # a collective that is spread over fusions ends with its last piece
-        last_pieces = {
-            chain: line.name
-            for line in lines
-            for site in sites[line.name]
-            if (chain := chain_of(site.instruction))
-        }
-        begun_chains: set[str] = set()
-        keys: dict[str, str] = {}  # instruction -> key of the transfer that it continues
-        delayed: dict[str, list[Start]] = {}  # starts without operands, which begin at their update
+        computation = _Computation(
+            self,
+            name,
+            shapes={line.name: line.shape for line in lines},
+            sites={line.name: list(self._sites(name, line)) for line in lines},
+        )
         for line in lines:
-            opcode = line.opcode
-            if opcode == "while":
+            if line.opcode == "while":
                 yield self._loop(name, line)
-            elif opcode == "conditional":
+            elif line.opcode == "conditional":
                 yield Branch(max(callees(line), key=self.cost))
-            elif opcode == "call":
+            elif line.opcode == "call":
                 yield from (Loop(callee, 1, 1) for callee in callees(line))
-            elif opcode == "recv":
-                keys[line.name] = _rendezvous(line) or line.name
-            elif opcode.endswith(("-update", "-done")):
-                key = keys.get(operands(line)[0], "")
-                keys[line.name] = key
-                yield from delayed.pop(key, [])
-                if opcode.endswith("-done") and key:
-                    yield Done(key)
             else:
-                starts, ends = [], []
-                for site in sites[line.name]:
-                    chain = chain_of(site.instruction)
-                    key = f"{name} {chain}" if chain else _rendezvous(line) or line.name
-                    start = None if chain and chain in begun_chains else self._start(key, site)
-                    starts += [start] if start else []
-                    begun_chains |= {chain} if chain else set()
-                    if last_pieces.get(chain or "") == line.name or not (
-                        chain or site.asynchronous
-                    ):
-                        ends.append(Done(key))
-                    elif not chain:
-                        keys[line.name] = key
-                if line.name in keys and not operands(line):
-                    delayed[line.name] = starts
-                else:
-                    yield from starts
-                if not opcode.endswith("-start"):
-                    compute = self._compute(line, shapes, sends=bool(sites[line.name]))
-                    yield from (compute,) if compute.seconds else ()
-                yield from ends
+                yield from computation.actions(line)
 
     def _sites(self, name: str, line: Instruction) -> Iterator[CollectiveSite]:
         if line.opcode not in ("while", "conditional", "call"):
@@ -208,7 +173,7 @@ class Reader:
             self.costs[name] = math.fsum(times)
         return self.costs[name]
 
-    def _start(self, key: str, site: CollectiveSite) -> Start | None:
+    def start(self, key: str, site: CollectiveSite) -> Start | None:
         """Return the transfer of a collective; None if no device sends to another."""
         collective = self.program.collective(site)
         if collective is None:
@@ -235,7 +200,7 @@ class Reader:
         )
         return hops * collective.wire_bytes / (axes * self.chip.link_bandwidth)
 
-    def _compute(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> Compute:
+    def compute(self, line: Instruction, shapes: dict[str, str], *, sends: bool) -> Compute:
         """Return the computation of an instruction on the TensorCore."""
         cycles = _CYCLES.search(line.rest)
         if cycles and int(cycles[1]) < _UNKNOWN_CYCLES:
@@ -276,6 +241,85 @@ class Reader:
             return 0.0
         self.assumed[f"{_stem(line)} without an estimate, counted by the bytes of its result"] += 1
         return 2 * nbytes(line.shape) / self.chip.memory_bandwidth
+
+
+@dataclasses.dataclass
+class _Computation:
+    """The instructions of a computation that compute, and that begin, continue or end a transfer.
+
+    Attributes:
+      reader: the reader of the program.
+      name: the name of the computation.
+      shapes: instruction -> the shape of its result.
+      sites: instruction -> its collectives.
+      last_pieces: chain -> its last piece, with which a collective that is spread over fusions ends.
+      begun_chains: chains that have begun.
+      keys: instruction -> the key of the transfer that it continues.
+      delayed: starts without operands, which begin at their update.
+    """
+
+    reader: Reader
+    name: str
+    shapes: dict[str, str]
+    sites: dict[str, list[CollectiveSite]]
+    begun_chains: set[str] = dataclasses.field(default_factory=set)
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    delayed: dict[str, list[Start]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last_pieces = {
+            chain: line
+            for line, sites in self.sites.items()
+            for site in sites
+            if (chain := chain_of(site.instruction))
+        }
+
+    def actions(self, line: Instruction) -> Iterator[Action]:
+        """Yield the actions of an instruction."""
+        if line.opcode == "recv":
+            self.keys[line.name] = _rendezvous(line) or line.name
+        elif line.opcode.endswith(("-update", "-done")):
+            yield from self._continue(line)
+        else:
+            yield from self._begin(line)
+
+    def _continue(self, line: Instruction) -> Iterator[Action]:
+        key = self.keys.get(operands(line)[0], "")
+        self.keys[line.name] = key
+        yield from self.delayed.pop(key, [])
+        if line.opcode.endswith("-done") and key:
+            yield Done(key)
+
+    def _begin(self, line: Instruction) -> Iterator[Action]:
+        sites = self.sites[line.name]
+        starts, ends = [], []
+        for site in sites:
+            chain = chain_of(site.instruction)
+            key = f"{self.name} {chain}" if chain else _rendezvous(line) or line.name
+            if chain is None or chain not in self.begun_chains:
+                starts.append(self.reader.start(key, site))
+            if chain:
+                self.begun_chains.add(chain)
+            if self._ends(line, site, chain):
+                ends.append(Done(key))
+            elif not chain:
+                self.keys[line.name] = key
+        starts = [start for start in starts if start is not None]
+        if line.name in self.keys and not operands(line):
+            self.delayed[line.name] = starts
+        else:
+            yield from starts
+        if not line.opcode.endswith("-start"):
+            compute = self.reader.compute(line, self.shapes, sends=bool(sites))
+            if compute.seconds:
+                yield compute
+        yield from ends
+
+    def _ends(self, line: Instruction, site: CollectiveSite, chain: str | None) -> bool:
+        """Return whether the transfer of a collective ends with this instruction."""
+        if chain:
+            return self.last_pieces[chain] == line.name
+        return not site.asynchronous
 
 
 _TWICE_AS_FAST = {"int8": ("v5e", "v5p", "v6e"), "fp8": ("tpu7x",)}

@@ -118,7 +118,7 @@ def test_who_hangs(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("shardopt.parameter_server._ray.time.monotonic", lambda: now[0])
     workers = [
-        WorkerStatus(worker, doing, 0.0, 3, 0, 3, 0.0, is_new)
+        WorkerStatus(worker, doing, 3, 3, is_new)
         for worker, (doing, is_new) in enumerate(
             [
                 ("computes", False),
