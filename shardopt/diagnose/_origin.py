@@ -3,7 +3,7 @@ the operation that made them.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import jax
@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from shardopt.trace._jaxprs import CHECKPOINTS, constants_of, jaxpr_params, open_jaxpr
 from shardopt.trace._parts import Trace, inputs_of, part_of
-from shardopt.trace._walk import scan_parts, while_parts
+from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
 
 MOVES = frozenset(
     """broadcast_in_dim select_n reshape transpose squeeze expand_dims slice dynamic_slice concatenate pad gather rev copy
@@ -152,34 +152,16 @@ class _Evaluation:
                 return _results(jaxpr, arrays)[1]
 
             self.programs[id(jaxpr)] = jax.jit(evaluate, compiler_options=quick_compilation())
-        results = self.programs[id(jaxpr)](*(operand.array for operand in operands))
-        return self.walk(jaxpr, operands, iter(results), turns)
+        results = iter(self.programs[id(jaxpr)](*(operand.array for operand in operands)))
 
-    def walk(
-        self,
-        jaxpr: ClosedJaxpr | Jaxpr,
-        operands: Sequence[Value],
-        results: Iterator[list[jax.Array]],
-        turns: Turns,
-    ) -> list[Value]:
-        """Return the results of a function, from the arrays that its equations gave, in their
-        order.
-        """
-        opened, consts = open_jaxpr(jaxpr), constants_of(jaxpr)
-        known = dict(zip(opened.constvars, map(_constant, consts), strict=True))
-        known |= dict(zip(opened.invars, operands, strict=True))
-
-        def read(atom):
-            return _constant(atom.val) if isinstance(atom, Literal) else known[atom]
-
-        for eqn in opened.eqns:
-            operands = list(map(read, eqn.invars))
+        def equation(walk: Walk[Value], eqns: Equations, operands: list[Value]) -> list[Value]:
+            (eqn,) = eqns
             if (callee := _callee(eqn)) is not None:
-                values = self.walk(callee, operands, results, turns)
-            else:
-                values = self.equation(eqn, operands, next(results), turns)
-            known |= dict(zip(eqn.outvars, values, strict=True))
-        return list(map(read, opened.outvars))
+                return walk.follow([callee], operands)
+            return self.equation(eqn, operands, next(results), turns)
+
+        walk = Walk(equation, _constant, _constant, different=Value(None), join=_one_program)
+        return walk.follow([jaxpr], operands)
 
     def equation(
         self, eqn: JaxprEqn, operands: list[Value], arrays: Sequence[jax.Array], turns: Turns
@@ -313,7 +295,12 @@ def quick_compilation() -> dict[str, int | bool]:
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
-def _constant(value: object) -> Value:
+def _one_program(first: Value, second: Value) -> Value:
+    raise AssertionError("one branch runs, and loops turn by turn, so no values are joined")
+
+
+def _constant(values: Sequence[object]) -> Value:
+    (value,) = values
     array = jnp.asarray(value)
     any_nan, any_bad = _flags(array)
     return Value(array, Origin(any_nan) if any_bad else None)

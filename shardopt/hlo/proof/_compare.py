@@ -211,8 +211,8 @@ def compare(
                     return Comparison(Difference(error.instruction, f"{error.reason}."))
                 raise
             errors = [
-                _error(shards, sharding_text(sharding, whole.ndim, devices), whole)
-                for shards, sharding, whole in zip(results, outputs, expected, strict=True)
+                _error(shards, sharding_text(sharding, target.ndim, devices), target)
+                for shards, sharding, target in zip(results, outputs, expected, strict=True)
             ]
             index = int(np.argmax(errors)) if errors else 0
             if errors and errors[index] > TOLERANCE:

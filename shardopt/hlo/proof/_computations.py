@@ -223,14 +223,14 @@ class Walk:
     def _gemm(self, line: Line, gemm: Gemm, operands: list[Value]) -> Result:
         shape, *workspaces = leaves(line.shape)
         array = line._replace(shape=shape)
-        left, right, *others = operands
+        left, right, *addends = operands
         value = _rules.product(array, left, right, gemm.batch, gemm.contracting)
         if gemm.bias:
             last = array._replace(
                 attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast"
             )
-            others[-1] = _rules.apply(last, others[-1:])
-        for other in others:
+            addends[-1] = _rules.apply(last, addends[-1:])
+        for other in addends:
             value = _rules.apply(array._replace(opcode="add"), [value, other])
         if gemm.function:
             value = _rules.apply(array._replace(opcode="tanh"), [value])

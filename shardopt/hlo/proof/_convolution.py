@@ -71,6 +71,6 @@ def convolution(line: Line, values: Sequence[Value]) -> Value:
 
 def _without(value: Value, labels: str, removed: Sequence[str]) -> tuple[Value, str]:
     """Drop the spatial dims of one element that are free in the other operand."""
-    kept = [i for i, label in enumerate(labels) if not (label in removed and label.isdigit())]
-    shape, dims = tuple(value.shape[i] for i in kept), tuple(value.dims[i] for i in kept)
-    return value._replace(shape=shape, dims=dims, data=None), "".join(labels[i] for i in kept)
+    remaining = [i for i, label in enumerate(labels) if not (label in removed and label.isdigit())]
+    shape, dims = tuple(value.shape[i] for i in remaining), tuple(value.dims[i] for i in remaining)
+    return value._replace(shape=shape, dims=dims, data=None), "".join(labels[i] for i in remaining)

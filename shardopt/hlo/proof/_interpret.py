@@ -332,9 +332,12 @@ class Interpreter:
             return direct
 
         def fold(devices, values):
-            kept = [axis for axis in range(values[0].ndim) if axis not in axes]
-            shape = tuple(values[0].shape[axis] for axis in kept)
-            moved = [value.transpose(*kept, *axes).reshape(*shape, -1) for value in values[:count]]
+            remaining_axes = [axis for axis in range(values[0].ndim) if axis not in axes]
+            shape = tuple(values[0].shape[axis] for axis in remaining_axes)
+            moved = [
+                value.transpose(*remaining_axes, *axes).reshape(*shape, -1)
+                for value in values[:count]
+            ]
             total = [
                 np.broadcast_to(value.reshape(-1, *(1,) * (len(shape) - 1)), shape)
                 for value in values[count:]

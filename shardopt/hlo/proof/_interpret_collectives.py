@@ -124,12 +124,12 @@ def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> 
 
 def _unmoved(pairs: str, attributes: dict[str, str], devices: Devices) -> list[tuple[int, int]]:
     """Return the pairs of equal positions, which keep a value and are no traffic."""
-    own = [int(a) for a, b in _pairs(pairs) if a == b]
+    unmoved_ids = [int(a) for a, b in _pairs(pairs) if a == b]
     positions = np.arange(devices.replicas * devices.partitions).reshape(
         devices.replicas, devices.partitions
     )
     lines = positions if "channel_id" in attributes else positions.T
-    return [(int(line[place]), int(line[place])) for line in lines for place in own]
+    return [(int(line[place]), int(line[place])) for line in lines for place in unmoved_ids]
 
 
 def _pairs(text: str) -> list[list[str]]:

@@ -210,13 +210,13 @@ def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return value != 0
     if dtype.kind in "iu" and value.dtype.kind not in "biu":  # XLA clamps, and a NaN becomes 0
         limits = np.iinfo(dtype)
-        whole = np.trunc(
+        integers = np.trunc(
             np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
         )
-        inside = np.clip(whole, float(limits.min), float(limits.max))
+        inside = np.clip(integers, float(limits.min), float(limits.max))
         result = np.where(np.abs(inside) < 2.0**53, inside, 0).astype(dtype)
         return np.where(
-            whole >= limits.max, limits.max, np.where(whole <= limits.min, limits.min, result)
+            integers >= limits.max, limits.max, np.where(integers <= limits.min, limits.min, result)
         ).astype(dtype)
     return value.astype(dtype)
 
@@ -337,23 +337,36 @@ def _concatenate(line: Line) -> Operation:
     return lambda *values: np.concatenate(values, axis)
 
 
-def _starts(
-    starts: Sequence[np.ndarray], operand: Sequence[int], window: Sequence[int]
+def _inside(
+    starts: Sequence[np.ndarray], operand: Sequence[int], lengths: Sequence[int]
 ) -> list[np.ndarray]:
+    """Return starts of windows that are moved into the operand."""
     return [
         np.clip(start.astype(np.int64), 0, size - length)
-        for start, size, length in zip(starts, operand, window, strict=True)
+        for start, size, length in zip(starts, operand, lengths, strict=True)
     ]
 
 
-def _window(starts: list[np.ndarray], lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the index arrays of one window per device."""
-    rank = len(lengths)
+def _windows(
+    starts: Sequence[np.ndarray], lengths: Sequence[int], shown: Sequence[int]
+) -> tuple[np.ndarray, ...]:
+    """Return index arrays [devices, ...batch, ...shown dims] of windows; the first is the device.
+
+    Args:
+      starts: the first index of each window in each dim, [devices, ...batch].
+      lengths: of the windows.
+      shown: the dims of the windows; the others have one element.
+    """
+    batch = starts[0].ndim - 1
+    rank = batch + len(shown)
     indexes = [np.arange(len(starts[0])).reshape(-1, *(1,) * rank)]
-    for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        shape = [1] * (rank + 1)
-        shape[dim + 1] = length
-        indexes.append(start.reshape(-1, *(1,) * rank) + np.arange(length).reshape(shape))
+    for dim, start in enumerate(starts):
+        index = start.reshape(*start.shape, *(1,) * len(shown))
+        if dim in shown:
+            shape = [1] * (rank + 1)
+            shape[1 + batch + shown.index(dim)] = lengths[dim]
+            index = index + np.arange(lengths[dim]).reshape(shape)
+        indexes.append(index)
     return tuple(indexes)
 
 
@@ -361,9 +374,10 @@ def _dynamic_slice(line: Line) -> Operation:
     lengths = line.integers("dynamic_slice_sizes")
 
     def apply(value, *starts):
-        return (
-            value[_window(_starts(starts, value.shape[1:], lengths), lengths)] if lengths else value
-        )
+        if not starts:
+            return value
+        inside = _inside(starts, value.shape[1:], lengths)
+        return value[_windows(inside, lengths, range(len(lengths)))]
 
     return apply
 
@@ -372,10 +386,9 @@ def _dynamic_update_slice(line: Line) -> Operation:
     def apply(value, update, *starts):
         if not starts:
             return update
-        result = value.copy()
-        result[_window(_starts(starts, value.shape[1:], update.shape[1:]), update.shape[1:])] = (
-            update
-        )
+        result, lengths = value.copy(), update.shape[1:]
+        inside = _inside(starts, value.shape[1:], lengths)
+        result[_windows(inside, lengths, range(len(lengths)))] = update
         return result
 
     return apply
@@ -481,9 +494,12 @@ class _GatherDims(NamedTuple):
     index_batch: tuple[int, ...]
     vector: int
 
-    def places(
-        self, operand: Sequence[int], indexes: np.ndarray, lengths: Sequence[int]
-    ) -> list[np.ndarray]:
+    @classmethod
+    def of(cls, line: Line, *keys: str) -> "_GatherDims":
+        """Read the attributes of these names."""
+        return cls._make([*map(line.integers, keys), int(line.attributes["index_vector_dim"])])
+
+    def places(self, rank: int, indexes: np.ndarray) -> list[np.ndarray]:
         """Return the first index of the window in each dim of the operand, [devices, ...batch of
         the indexes].
         """
@@ -494,7 +510,7 @@ class _GatherDims(NamedTuple):
         )
         vectors = vectors.astype(np.int64)
         batch = vectors.shape[1:-1]
-        starts = [np.zeros((len(indexes), *batch), np.int64) for _ in operand]
+        starts = [np.zeros((len(indexes), *batch), np.int64) for _ in range(rank)]
         for column, dim in enumerate(self.starts):
             starts[dim] = vectors[..., column]
         for dim, index_dim in zip(self.operand_batch, self.index_batch, strict=True):
@@ -504,44 +520,25 @@ class _GatherDims(NamedTuple):
             starts[dim] = np.broadcast_to(np.arange(batch[axis]).reshape(shape), starts[dim].shape)
         return starts
 
-    def expand(self, starts: list[np.ndarray], lengths: Sequence[int]) -> list[np.ndarray]:
-        """Return full index arrays [devices, ...batch, ...window]; the first is the device."""
-        shown = [
-            dim
-            for dim in range(len(lengths))
-            if dim not in self.hidden and dim not in self.operand_batch
-        ]
-        batch = starts[0].ndim - 1
-        rank = batch + len(shown)
-        indexes = [np.arange(len(starts[0])).reshape(-1, *(1,) * rank)]
-        for dim, start in enumerate(starts):
-            index = start.reshape(*start.shape, *(1,) * len(shown))
-            if dim in shown:
-                shape = [1] * (rank + 1)
-                shape[1 + batch + shown.index(dim)] = lengths[dim]
-                index = index + np.arange(lengths[dim]).reshape(shape)
-            indexes.append(index)
-        return indexes
+    def shown(self, rank: int) -> list[int]:
+        """Return the dims of the operand that windows have."""
+        return [d for d in range(rank) if d not in self.hidden and d not in self.operand_batch]
 
 
 def _gather(line: Line) -> Operation:
-    dims = _GatherDims(
-        line.integers("offset_dims"),
-        line.integers("collapsed_slice_dims"),
-        line.integers("start_index_map"),
-        line.integers("operand_batching_dims"),
-        line.integers("start_indices_batching_dims"),
-        int(line.attributes["index_vector_dim"]),
+    dims = _GatherDims.of(
+        line,
+        "offset_dims",
+        "collapsed_slice_dims",
+        "start_index_map",
+        "operand_batching_dims",
+        "start_indices_batching_dims",
     )
     lengths, rank = line.integers("slice_sizes"), len(line.dims)
 
     def apply(value, indexes):
-        starts = dims.places(value.shape[1:], indexes, lengths)
-        starts = [
-            np.clip(start, 0, size - length)
-            for start, size, length in zip(starts, value.shape[1:], lengths, strict=True)
-        ]
-        result = value[tuple(dims.expand(starts, lengths))]
+        starts = _inside(dims.places(len(lengths), indexes), value.shape[1:], lengths)
+        result = value[_windows(starts, lengths, dims.shown(len(lengths)))]
         outer = iter(range(1, rank - len(dims.window) + 1))
         inner = {dim: rank - len(dims.window) + 1 + place for place, dim in enumerate(dims.window)}
         return result.transpose(
@@ -555,44 +552,39 @@ def scatter(line: Line, combine: str) -> Operation:
     """Return a scatter that combines by a ufunc of `UFUNCS`, or replaces (`set`)."""
     if len(line.operand_shapes) != 3:
         raise ValueError("scatters of several arrays are not interpreted")
-    dims = _GatherDims(
-        line.integers("update_window_dims"),
-        line.integers("inserted_window_dims"),
-        line.integers("scatter_dims_to_operand_dims"),
-        line.integers("input_batching_dims"),
-        line.integers("scatter_indices_batching_dims"),
-        int(line.attributes["index_vector_dim"]),
+    dims = _GatherDims.of(
+        line,
+        "update_window_dims",
+        "inserted_window_dims",
+        "scatter_dims_to_operand_dims",
+        "input_batching_dims",
+        "scatter_indices_batching_dims",
     )
-    updates_rank = len(line.operand(2).dims)
+    operand_rank, updates_rank = len(line.operand(0).dims), len(line.operand(2).dims)
     batch = [dim for dim in range(updates_rank) if dim not in dims.window]
-    operand_rank = len(line.operand(0).dims)
-    shown = [
-        dim
-        for dim in range(operand_rank)
-        if dim not in dims.hidden and dim not in dims.operand_batch
-    ]
+    shown = dims.shown(operand_rank)
 
     def apply(value, indexes, updates):
         lengths = [1] * operand_rank
         for dim, window_dim in zip(shown, dims.window, strict=True):
             lengths[dim] = updates.shape[1 + window_dim]
-        starts = dims.places(value.shape[1:], indexes, lengths)
+        starts = dims.places(operand_rank, indexes)
         inside = np.ones(starts[0].shape, bool)
         for start, size, length in zip(starts, value.shape[1:], lengths, strict=True):
             inside &= (start >= 0) & (start <= size - length)
-        places = dims.expand([np.where(inside, start, 0) for start in starts], lengths)
+        places = _windows([np.where(inside, start, 0) for start in starts], lengths, shown)
         updates = updates.transpose(0, *(dim + 1 for dim in (*batch, *dims.window)))
         full = [np.broadcast_to(place, updates.shape) for place in places]
         mask = np.broadcast_to(
             inside.reshape(*inside.shape, *(1,) * len(dims.window)), updates.shape
         )
-        where = tuple(place[mask] for place in full)
+        targets = tuple(place[mask] for place in full)
         wide = _sum_dtype(value.dtype)
         result = value.astype(wide)
         if combine == "set":
-            result[where] = updates[mask].astype(wide)
+            result[targets] = updates[mask].astype(wide)
         else:
-            UFUNCS[combine].at(result, where, updates[mask].astype(wide))
+            UFUNCS[combine].at(result, targets, updates[mask].astype(wide))
         return result.astype(value.dtype)
 
     return apply

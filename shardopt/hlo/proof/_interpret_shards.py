@@ -128,7 +128,7 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
     devices = len(shards)
     places = tile_of_device(sharding, shards.ndim - 1, devices)
     local = shards.shape[1:]
-    whole = np.zeros(
+    array = np.zeros(
         [size * tiles for size, tiles in zip(local, places[-1], strict=True)], shards.dtype
     )
     written: dict[tuple[int, ...], int] = {}
@@ -141,10 +141,10 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
             raise ValueError(
                 f"devices {first} and {device} should hold copies, and hold different numbers."
             )
-        whole[window] = shards[device]
+        array[window] = shards[device]
     if len(written) != math.prod(places[-1]):
         raise ValueError("no device holds some of the shards.")
-    return whole
+    return array
 
 
 def error_between(actual: np.ndarray, expected: np.ndarray, smallest: float = 1e-30) -> float:

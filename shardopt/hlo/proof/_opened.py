@@ -45,11 +45,11 @@ def _synchronous(chain: Sequence[Instruction]) -> list[Instruction]:
     """Return the instructions of a chain: nothing, then the instruction with all operands, then its
     value.
     """
-    start, *others = chain
+    start, *later = chain
     # its start is in another computation, such as the turn of a loop before
     if not start.opcode.endswith("-start"):
         return [line._replace(opcode=THROUGH, rest=f"%{operands(line)[0]})") for line in chain]
-    added = [operands(start), *(operands(line)[1:] for line in others)]
+    added = [operands(start), *(operands(line)[1:] for line in later)]
     last = max((i for i, names in enumerate(added) if names), default=0)
     values = ", ".join(f"%{name}" for names in added for name in names)
     kind = start.opcode.removesuffix("-start")

@@ -127,9 +127,9 @@ def with_ones(value: Value, shape: tuple[int, ...]) -> Value:
     parts = []
     for part in value.parts or ():
         dims: list[tuple[Factor, ...]] = [()] * len(shape)
-        kept = [i for i in range(len(value.shape)) if value.shape[i] != 1]
+        sources = [i for i in range(len(value.shape)) if value.shape[i] != 1]
         targets = [i for i in range(len(shape)) if shape[i] != 1]
-        for i, j in zip(kept, targets, strict=True):
+        for i, j in zip(sources, targets, strict=True):
             dims[j] = part.dims[i]
         part_shape = replaced(shape, new, part.shape[old])
         parts.append(part._replace(shape=part_shape, dims=tuple(dims), data=None))

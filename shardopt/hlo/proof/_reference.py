@@ -188,11 +188,11 @@ class _Places:
             size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True)
         )
         windows = self._windows(local)
-        others = [place for axis, place in self._coordinates.items() if axis not in split]
+        unsplit = [place for axis, place in self._coordinates.items() if axis not in split]
         row_of = {int(device): row for row, device in enumerate(devices.positions)}
         result = np.empty((len(targets), *whole_shape), value.dtype)
         for row, target in enumerate(targets):
-            is_neighbour = np.all([place == place[target] for place in others], axis=0)
+            is_neighbour = np.all([place == place[target] for place in unsplit], axis=0)
             for device in np.flatnonzero(np.broadcast_to(is_neighbour, len(windows))).tolist():
                 result[row][windows[device]] = value[row_of[device]]
         return result

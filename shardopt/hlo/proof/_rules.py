@@ -406,9 +406,11 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
     """Return a reduction of one array."""
     removed = line.integers("dimensions")
     if kind != "add":
-        others = [h for h in pending(value) if h.kind != kind]
+        other_reductions = [h for h in pending(value) if h.kind != kind]
         value = value._replace(
-            hidden=tuple(as_own(h, line.order) if h in others else h for h in value.hidden)
+            hidden=tuple(
+                as_own(h, line.order) if h in other_reductions else h for h in value.hidden
+            )
         )
     hidden = reduced(value, removed, kind, line)
     sums = [h for h in hidden if h.kind == "add"]

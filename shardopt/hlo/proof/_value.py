@@ -427,10 +427,10 @@ def _piece(factor: Factor) -> str:
     if factor.size == factor.local:
         return f"all {factor.local} elements"
     starts = factor.at.array[:8].tolist()
-    more = ", ..." if len(factor.at.array) > 8 else ""
+    ellipsis = ", ..." if len(factor.at.array) > 8 else ""
     return (
         f"{factor.local} of {factor.size if factor.size > 0 else 'all'} elements from"
-        f" {starts}{more}"
+        f" {starts}{ellipsis}"
     )
 
 
@@ -519,11 +519,14 @@ def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
     """Return the coordinates of a product: linear in each operand, and in no two at once."""
     hidden: list[tuple[Hidden, ...]] = []
     for i, value in enumerate(values):
-        others = classes_of(h for j, other in enumerate(values) if j != i for h in other.hidden)
+        classes_of_others = classes_of(
+            h for j, other in enumerate(values) if j != i for h in other.hidden
+        )
         hidden.append(
             tuple(
                 as_own(h, order)
-                if h.kind in REDUCTIONS and (h.kind != "add" or partition(h.at) in others)
+                if h.kind in REDUCTIONS
+                and (h.kind != "add" or partition(h.at) in classes_of_others)
                 else h
                 for h in value.hidden
             )
@@ -538,11 +541,11 @@ def without_known_devices(value: Value) -> Value:
     hidden = list(value.hidden)
     for h in value.hidden:
         if h.kind == "device":
-            others = [f.at for dim in value.dims for f in dim if f.size > 0]
-            others += [
+            coordinates = [f.at for dim in value.dims for f in dim if f.size > 0]
+            coordinates += [
                 other.at for other in hidden if other is not h and other.kind in ("dim", "device")
             ]
-            if determines(others, h.at):
+            if determines(coordinates, h.at):
                 hidden.remove(h)
     return value._replace(hidden=tuple(hidden))
 
