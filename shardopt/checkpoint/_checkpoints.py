@@ -35,7 +35,7 @@ from shardopt.checkpoint._run_folder import (
     step_folder,
 )
 from shardopt.checkpoint._sums import LeafSums
-from shardopt.checkpoint._tree import Json, leaves_by_path
+from shardopt.checkpoint._tree import JsonObject, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, format_error
@@ -171,7 +171,7 @@ class Checkpoints:
         state: PyTree,
         *,
         step: int,
-        extra: dict[str, Json] | None = None,
+        extra: JsonObject | None = None,
         sums: LeafSums | None = None,
     ) -> None:
         """Copy this process's shards to the host, and send them to the memory of two hosts in the
@@ -219,7 +219,7 @@ class Checkpoints:
         *,
         step: int,
         metrics: Mapping[str, ArrayLike] | None = None,
-        extra: dict[str, Json] | None = None,
+        extra: JsonObject | None = None,
         sums: LeafSums | None = None,
     ) -> None:
         """Copy a state to the host and write it in the background; first wait for an earlier write.
@@ -310,7 +310,7 @@ class Checkpoints:
     @calling(_CALLER)
     def restore(
         self, target: ShardedOptimizer | PyTree, *, step: int | None = None, params: PyTree = None
-    ) -> tuple[PyTree, dict[str, Json]]:
+    ) -> tuple[PyTree, JsonObject]:
         """Return the state of a checkpoint and its `extra`, by default of the newest.
 
         See `shardopt.restore`.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.checkpoint._tree import Json
+from shardopt.checkpoint._tree import Json, JsonObject
 from shardopt.core._checksum import checksum
 from shardopt.core._errors import CheckpointError, error_text, value_error
 from shardopt.core._types import PyTree, leaves_with_paths
@@ -51,7 +51,7 @@ def without_hashed(state: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
     return state._replace(params=jax.tree.structure(state.params).unflatten(leaves))
 
 
-def record_of(params: PyTree, patterns: Sequence[re.Pattern[str]]) -> dict[str, Json]:
+def record_of(params: PyTree, patterns: Sequence[re.Pattern[str]]) -> JsonObject:
     """Return what a checkpoint stores of the parameters that match."""
     hashed = [(path, leaf) for path, leaf in leaves_with_paths(params) if is_hashed(path, patterns)]
     return {"hash": hash_of_leaves(hashed), "patterns": [pattern.pattern for pattern in patterns]}

@@ -24,7 +24,7 @@ import numpy as np
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._store import describe, from_storable, place, to_storable
 from shardopt.checkpoint._sums import LeafSums, check_sums
-from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, show
+from shardopt.checkpoint._tree import JsonObject, LeafPath, leaves_by_path, show
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
 from shardopt.runtime import _vault as vault
@@ -55,7 +55,7 @@ class MemorySnapshot(NamedTuple):
     """
 
     step: int
-    extra: dict[str, Json]
+    extra: JsonObject
     leaves: dict[LeafPath, tuple[str, dict[Bounds, memoryview]]]
     sums: LeafSums | None = None
 
@@ -111,7 +111,7 @@ class MemoryWriter:
             self._attempt = exchange(str(time.time_ns()))[0]
 
     def save(
-        self, state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None
+        self, state: PyTree, step: int, extra: JsonObject, sums: LeafSums | None = None
     ) -> None:
         """Copy this process's shards to the host and send them in the background.
 
@@ -231,9 +231,7 @@ def complete_steps(
     return complete
 
 
-def pack(
-    state: PyTree, step: int, extra: dict[str, Json], sums: LeafSums | None = None
-) -> bytearray:
+def pack(state: PyTree, step: int, extra: JsonObject, sums: LeafSums | None = None) -> bytearray:
     """Return the shards of this process as bytes: the length of a header, the header as JSON, the
     values.
 

@@ -13,7 +13,7 @@ from shardopt.checkpoint._multihost import on_primary_process
 from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
-from shardopt.checkpoint._store import Leaf, describe, dtype_of
+from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._sums import check_sums
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, rebuild, show
 from shardopt.core._errors import (
@@ -223,7 +223,7 @@ def fill(
 
 
 def check_match(
-    source: str, stored: dict[LeafPath, Leaf], wanted_state: PyTree, target_name: str = "opt"
+    source: str, stored: StoredLeaves, wanted_state: PyTree, target_name: str = "opt"
 ) -> None:
     """Raise CheckpointError if a leaf is missing, left over, or has another shape or dtype than the
     stored leaf.
@@ -270,7 +270,7 @@ def _misfit_fix(lines: list[str], target_name: str) -> str:
 
 
 def _listing(
-    leaves: dict[LeafPath, Leaf], other_leaves: dict[LeafPath, Leaf], verdict: str, max_lines: int
+    leaves: StoredLeaves, other_leaves: StoredLeaves, verdict: str, max_lines: int
 ) -> list[str]:
     """Return one line per leaf, or one per container if these are more than `max_lines`.
 

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint._multihost import assigned_names, exchange
-from shardopt.checkpoint._store import Leaf, check_leaves, describe, dtype_of
+from shardopt.checkpoint._store import Leaf, StoredLeaves, check_leaves, describe, dtype_of
 from shardopt.checkpoint._tree import (
     Json,
+    JsonObject,
     LeafPath,
     check_structure,
     describe_structure,
@@ -57,10 +58,10 @@ class Meta(NamedTuple):
 
     step: int
     mesh_shape: dict[str, int]
-    leaves: dict[LeafPath, Leaf]
+    leaves: StoredLeaves
     params: Json
     metrics: dict[str, float]
-    extra: dict[str, Json]
+    extra: JsonObject
     sums: dict[LeafPath, str] | None = None
 
 
@@ -68,7 +69,7 @@ def describe_state(
     state: PyTree,
     step: int | None = None,
     metrics: Mapping[str, ArrayLike] | None = None,
-    extra: dict[str, Json] | None = None,
+    extra: JsonObject | None = None,
 ) -> Meta:
     """Return the record of a state; refuse a state that cannot be stored.
 
@@ -137,7 +138,7 @@ def read_meta(folder: Path) -> Meta:
     return from_json(source, record)
 
 
-def to_json(meta: Meta) -> dict[str, Json]:
+def to_json(meta: Meta) -> JsonObject:
     """Return the record as JSON, with the package versions that write it."""
     leaves = {
         "/".join(path): {"dtype": leaf.dtype, "shape": list(leaf.shape)}
@@ -190,7 +191,7 @@ def from_json(source: str, record: Json) -> Meta:
         raise _damaged(f"{source} is not a record of a checkpoint", error) from error
 
 
-def _by_path(record: dict[str, Json], read: Callable[[Json], T]) -> dict[LeafPath, T]:
+def _by_path(record: JsonObject, read: Callable[[Json], T]) -> dict[LeafPath, T]:
     return {tuple(path.split("/")): read(value) for path, value in record.items()}
 
 
@@ -266,13 +267,13 @@ def verify(folder: Path) -> list[str]:
     )
 
 
-def _render(body: dict[str, Json]) -> str:
+def _render(body: JsonObject) -> str:
     # The manifest also holds a digest of its own body.
     body_digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     return json.dumps({"manifest": body, "sha256": body_digest}, indent=1, sort_keys=True) + "\n"
 
 
-def _read_manifest(folder: Path) -> tuple[dict[str, Json], list[str]]:
+def _read_manifest(folder: Path) -> tuple[JsonObject, list[str]]:
     source = f"{folder.name}/{MANIFEST_NAME}"
     try:
         text = (folder / MANIFEST_NAME).read_bytes().decode()
@@ -291,7 +292,7 @@ def _read_manifest(folder: Path) -> tuple[dict[str, Json], list[str]]:
         return {}, [f"{source}: cannot be read ({type(error).__name__})"]
 
 
-def _damaged_sizes(folder: Path, records: dict[str, Json]) -> list[str]:
+def _damaged_sizes(folder: Path, records: JsonObject) -> list[str]:
     actual_sizes = file_sizes(folder)
     lines = []
     for name, record in records.items():

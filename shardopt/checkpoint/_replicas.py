@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.checkpoint._store import Leaf, describe
+from shardopt.checkpoint._store import Leaf, StoredLeaves, describe
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
 from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, merge_replicas
@@ -58,7 +58,7 @@ class ResizedLeaf(NamedTuple):
 
 
 def as_stored(
-    source: str, stored: dict[LeafPath, Leaf], wanted: PyTree, target_name: str
+    source: str, stored: StoredLeaves, wanted: PyTree, target_name: str
 ) -> tuple[PyTree, dict[LeafPath, ResizedLeaf]]:
     """Return the wanted state with the stored sizes of stacked leaves, and the changed leaves by
     path.

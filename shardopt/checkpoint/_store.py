@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardopt.checkpoint._tree import leaves_by_path, nest, show, unnest
+from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unnest
 from shardopt.core._errors import CheckpointError, error_text, value_error
 from shardopt.core._types import PyTree, is_array_like
 from shardopt.runtime._progress import waiting
@@ -51,6 +51,10 @@ class Leaf(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+StoredLeaves = dict[LeafPath, Leaf]
+"""The record of each leaf, by path."""
 
 
 def describe(leaf: ArrayLeaf) -> Leaf:

@@ -19,6 +19,8 @@ from shardopt.core._types import PyTree
 Json = Any
 """A value of `json.loads`: dict, list, string, number, boolean or None."""
 
+JsonObject = dict[str, Json]
+
 LeafPath = tuple[str, ...]
 """The escaped names from the root to a leaf."""
 

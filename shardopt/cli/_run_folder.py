@@ -15,8 +15,8 @@ import shardopt as so
 from shardopt.checkpoint._read import check_match, load
 from shardopt.checkpoint._record import Meta, read_meta
 from shardopt.checkpoint._run_folder import committed, step_folder
-from shardopt.checkpoint._store import Leaf, describe, dtype_of
-from shardopt.checkpoint._tree import Json, LeafPath, leaves_by_path, nest, unescape
+from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
+from shardopt.checkpoint._tree import JsonObject, LeafPath, leaves_by_path, nest, unescape
 from shardopt.cli._options import (
     FolderOptions,
     Options,
@@ -134,7 +134,7 @@ def loggers(options: RunOptions, text_bytes: int) -> list[Callable[..., object]]
     return [*log, lambda *_: keep_options(options, text_bytes)]
 
 
-def _read_config(folder: Path, options_type: type[RunOptions]) -> dict[str, Json]:
+def _read_config(folder: Path, options_type: type[RunOptions]) -> JsonObject:
     path = folder / CONFIG
     if not path.is_file():
         fix = "leave out --resume to start one, or name its folder with --run-dir."
@@ -189,7 +189,7 @@ class ConvertingCheckpoints(so.Checkpoints):
     @calling("train")
     def restore(
         self, target: so.ShardedOptimizer, *, step: int | None = None, params: PyTree = None
-    ) -> tuple[TrainState, dict[str, Json]]:
+    ) -> tuple[TrainState, JsonObject]:
         """Return the state of a checkpoint in the form of `target`, and its `extra`."""
         self.wait()
         chosen_step = self.latest() if step is None else step
@@ -214,11 +214,11 @@ class ConvertingCheckpoints(so.Checkpoints):
         return state, extra
 
 
-def _is_combined(leaves: dict[LeafPath, Leaf]) -> bool:
+def _is_combined(leaves: StoredLeaves) -> bool:
     return bool(_num_replicas(leaves)) or any(path[:2] in _REDUCERS for path in leaves)
 
 
-def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
+def _num_replicas(leaves: StoredLeaves) -> int:
     """Return the number of replicas with local updates; 0 without local updates."""
     return next((leaf.shape[0] for path, leaf in leaves.items() if path[:3] == _REPLICA_PARAMS), 0)
 
@@ -226,7 +226,7 @@ def _num_replicas(leaves: dict[LeafPath, Leaf]) -> int:
 @calling("train")
 def _read_base(
     checkpoints: ConvertingCheckpoints, mesh: Mesh, meta: Meta
-) -> tuple[TrainState, dict[str, Json]]:
+) -> tuple[TrainState, JsonObject]:
     """Return the stored state in the form of `checkpoints.base`, and its `extra`."""
     base = checkpoints.base
     abstract_state = base.abstract_state(checkpoints.abstract_params)
