@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from shardopt.config._axes import AxisTable, axes_of
-from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, SequenceDims, View
+from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, View
 from shardopt.config._program_check import ProgramCheck
 from shardopt.config._slots import Differentiate, Slots
 from shardopt.config._sync import SyncConfig
@@ -97,13 +97,6 @@ class LossOptions(NamedTuple):
     separable: bool = False
 
 
-class BatchOptions(NamedTuple):
-    """Options that say which dims of a batch are split."""
-
-    batch_dims: BatchDims = ()
-    sequence_dims: SequenceDims = ()
-
-
 class WireOptions(NamedTuple):
     """Options that say how parameters and gradients travel between devices."""
 
@@ -126,7 +119,6 @@ class UpdateOptions(NamedTuple):
 RECORDS = {
     "layout": LayoutOptions,
     "loss": LossOptions,
-    "batch": BatchOptions,
     "wire": WireOptions,
     "update": UpdateOptions,
 }
@@ -148,7 +140,6 @@ class StrategyConfig(NamedTuple):
       loss: how the loss runs.
       update: how an update runs.
       layout: where every leaf lives.
-      batch: which dims of a batch are split.
       wire: how parameters and gradients travel.
       schedule: of a pipeline; None if every device runs its micro-batches one after another.
       local_updates: how replicas that train by themselves synchronize; None in a synchronous
@@ -171,11 +162,11 @@ class StrategyConfig(NamedTuple):
     loss: LossOptions
     update: UpdateOptions
     layout: LayoutOptions = LayoutOptions()
-    batch: BatchOptions = BatchOptions()
     wire: WireOptions = WireOptions()
     schedule: Schedule | None = None
     local_updates: SyncConfig | None = None
     sync_gradients: bool = False
+    batch_dims: BatchDims = ()
     compiler_options: CompilerOptions | None = None
     check: ProgramCheck | None = None
     axis_names: Axes | None = None

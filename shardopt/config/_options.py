@@ -31,12 +31,14 @@ OptStateLayout = Literal["within", "matrices"]
 owner.
 """
 
-BatchDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts rows or None); the first match counts."""
+LeafDims = int | tuple[int | None, int | None] | None
+"""The dim of a batch leaf that counts rows, or a pair: that dim and the one that counts positions.
 
-SequenceDims = Sequence[tuple[str, int | None]]
-"""(regex of key paths of the batch, the dim that counts positions or None); the first match counts.
+None if there is no such dim.
 """
+
+BatchDims = Sequence[tuple[str, LeafDims]]
+"""(regex of key paths of the batch, dims); the first match counts."""
 
 
 def _unchanged(name: str, value: Any) -> Any:
@@ -129,24 +131,24 @@ def _check_patterns(name: str, patterns: Sequence[str]) -> None:
         raise ValueError(error_text(f"{name} must be regular expressions.", invalid_patterns, fix))
 
 
-def _dims(example: str) -> Callable[[str, Any], Sequence[tuple[str, int | None]]]:
-    def check(name: str, dims: Any) -> Sequence[tuple[str, int | None]]:
-        pairs = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
+def _batch_dims(name: str, dims: Any) -> BatchDims:
+    rules = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
+    if rules is None or not all(map(_is_dims_rule, rules)):
+        problem = (
+            f"{name} must be a sequence of (regex of key paths, row dim), or of (regex, (row dim,"
+            f" position dim)), got {dims!r}."
+        )
+        fix = f"write {name}=[('^frames$', 1), ('^table$', None), ('^image$', (0, 2))]."
+        raise TypeError(error_text(problem, fix=fix))
+    _check_patterns(name, [pattern for pattern, _ in rules])
+    return rules
 
-        def is_pair(pair):
-            return isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
 
-        if pairs is None or not all(
-            is_pair(pair) and (pair[1] is None or is_integer(pair[1])) for pair in pairs
-        ):
-            problem = (
-                f"{name} must be a sequence of (regex of key paths, dim or None), got {dims!r}."
-            )
-            raise TypeError(error_text(problem, fix=f"write {name}={example}."))
-        _check_patterns(name, [pattern for pattern, _ in pairs])
-        return pairs
-
-    return check
+def _is_dims_rule(rule: Any) -> bool:
+    if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
+        return False
+    dims = rule[1] if isinstance(rule[1], tuple) else (rule[1], None)
+    return len(dims) == 2 and all(dim is None or is_integer(dim) for dim in dims)
 
 
 def _dtype(alternative: str) -> Callable[[str, Any], jnp.dtype | None]:
@@ -259,26 +261,18 @@ class SharedOptions(TypedDict, total=False):
     batch_dims: Annotated[
         BatchDims,
         Option(
-            "which dim of a batch leaf counts rows, if it is not dim 0: `[(regex, dim or None),"
-            " ...]`. A regex is searched in the key paths of the batch, and the first match wins."
-            ' `("^frames$", 1)` is for frames [T, B, ...]. None is for a leaf that all rows share,'
-            ' such as a table: every device and micro-batch gets all of it. With `view="global"`'
-            " leaves may have different numbers of rows, such as the nodes and edges of a graph."
-            " Each leaf is then split on the first dim that the number of devices divides; the dim"
-            " of the rows is tried first. A leaf without such a dim is replicated.",
+            "which dims of a batch leaf count rows, and positions: `[(regex, row dim), (regex, (row"
+            " dim, position dim)), ...]`. A regex is searched in the key paths of the batch, and"
+            " the first match wins. By default dim 0 counts rows, and the first other dim counts"
+            ' positions, which matter only to a context axis. `("^frames$", 1)` is for frames [T,'
+            ' B, ...], and `("^labels$", (0, None))` for labels of whole rows. The row dim None is'
+            " for a leaf that all rows share, such as a table: every device and micro-batch gets"
+            ' all of it. With `view="global"` leaves may have different numbers of rows, such as'
+            " the nodes and edges of a graph. Each leaf is then split on the first dim that the"
+            " number of devices divides; the dim of the rows is tried first. A leaf without such a"
+            " dim is replicated.",
             default=(),
-            check=_dims("[('^frames$', 1), ('^table$', None)]"),
-        ),
-    ]
-    sequence_dims: Annotated[
-        SequenceDims,
-        Option(
-            "which dim of a batch leaf counts positions: `[(regex, dim or None), ...]`, as in"
-            " `batch_dims`. By default it is the first dim that does not count rows: dim 1 of"
-            " [rows, positions, ...]. A leaf that all rows share has none. Only used if the mesh"
-            " has a context axis.",
-            default=(),
-            check=_dims("[('^image$', 2), ('^labels$', None)]"),
+            check=_batch_dims,
         ),
     ]
     expert_leaves: Annotated[

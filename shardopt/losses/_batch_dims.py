@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
+from shardopt.config._options import LeafDims
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, path_text
 
@@ -31,7 +32,10 @@ def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
       path: the key path of the leaf.
       ndim: its number of dims.
     """
-    return _matching_dim(config.batch.batch_dims, path, default=0) if ndim else None
+    if not ndim:
+        return None
+    dims = _dims(config, path)
+    return dims[0] if isinstance(dims, tuple) else dims
 
 
 def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
@@ -40,22 +44,23 @@ def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     None if it has none, or no axis splits positions.
 
     Args:
-      config: its `sequence_dims` may name the leaf; otherwise it is the first dim that does not
-        count rows.
+      config: its `batch_dims` may name the dim; otherwise it is the first dim that does not count
+        rows.
       path: the key path of the leaf.
       ndim: its number of dims.
     """
     if not config.axes.positions:
         return None
-    row_index = row_dim(config, path, ndim)
-    default = None if row_index is None or ndim < 2 else int(row_index == 0)
-    return _matching_dim(config.batch.sequence_dims, path, default)
+    dims = _dims(config, path)
+    if isinstance(dims, tuple):
+        return dims[1]
+    return None if dims is None or ndim < 2 else int(dims == 0)
 
 
-def _matching_dim(
-    dims: Sequence[tuple[str, int | None]], path: str, default: int | None
-) -> int | None:
-    return next((dim for pattern, dim in dims if re.search(pattern, path)), default)
+def _dims(config: StrategyConfig, path: str) -> LeafDims:
+    """Return the dims that `batch_dims` give a leaf: by default dim 0 counts rows."""
+    matches = (dims for pattern, dims in config.batch_dims if re.search(pattern, path))
+    return next(matches, 0)
 
 
 def map_rows(
@@ -222,7 +227,7 @@ def resized(
 
 
 def check_row_dims(config: StrategyConfig, batch: PyTree) -> None:
-    """Refuse `batch_dims` that name a dim that a leaf does not have.
+    """Refuse `batch_dims` that name a dim of rows that a leaf does not have.
 
     Raises:
       ValueError: if there is such a leaf.
@@ -247,8 +252,8 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
     """Refuse a batch whose sequences cannot be cut over the context axis.
 
     Raises:
-      ValueError: if `sequence_dims` name a dim that a leaf does not have, or its row dim; if no
-        leaf has positions; or if context does not divide the number of positions.
+      ValueError: if `batch_dims` name a dim of positions that a leaf does not have, or its row dim;
+        if no leaf has positions; or if context does not divide the number of positions.
     """
     shares = config.axes.num_position_shares
     if shares == 1:
@@ -276,16 +281,16 @@ def check_positions(config: StrategyConfig, batch: PyTree) -> None:
     if missing:
         fix = "name a dim that the leaf has and that does not count rows, or None."
         raise ValueError(
-            format_error(config.strategy, "sequence_dims do not fit the batch.", missing, fix)
+            format_error(config.strategy, "batch_dims do not fit the batch.", missing, fix)
         )
     if not lengths:
         problem = f"{axis} splits positions, and no batch leaf has any."
-        fix = "make the mesh with context=1, or name the dim of positions in sequence_dims."
+        fix = "make the mesh with context=1, or name the dim of positions in batch_dims."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
     if uneven:
         problem = f"{plural(len(uneven), 'batch leaf')} cannot be split over {axis}."
         fix = (
             "use a length that it divides, with inputs and targets [B, T] each rather than tokens"
-            " [B, T + 1]; or sequence_dims=[(regex, None)] for leaves without positions."
+            " [B, T + 1]; or batch_dims=[(regex, (0, None))] for leaves without positions."
         )
         raise ValueError(format_error(config.strategy, problem, uneven, fix))

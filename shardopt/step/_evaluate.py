@@ -84,7 +84,7 @@ class Totals:
     def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
         counted = np.arange(self._pieces) < valid
         # they are about the leaves of the batch
-        counted_config = self._config.replace(batch_dims=(), sequence_dims=())
+        counted_config = self._config.replace(batch_dims=())
         return program(
             state.params, place_batch(self._config, batch), place_batch(counted_config, counted)
         )

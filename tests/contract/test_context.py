@@ -178,7 +178,7 @@ def test_axes_of_a_users_mesh_share_the_role(x64):
     assert state.params["w"].sharding.spec == P(None, ("dp", "ring", "ulysses"))
 
 
-def test_sequence_dims_say_where_positions_are(mesh_of, x64):
+def test_batch_dims_say_where_positions_are(mesh_of, x64):
     def loss(params, batch):  # x [B, WIDTH, T]; table [B, 5] has none
         return (
             plain(params, batch | {"x": batch["x"].swapaxes(1, 2)})
@@ -189,7 +189,7 @@ def test_sequence_dims_say_where_positions_are(mesh_of, x64):
         one | {"x": one["x"].swapaxes(1, 2), "table": np.ones((ROWS, 5))} for one in batches()
     ]
     opt = so.ddp(
-        TX, mesh_of(data=2, context=4), loss, sequence_dims=[("^x$", 2), ("^table$", None)]
+        TX, mesh_of(data=2, context=4), loss, batch_dims=[("^x$", (0, 2)), ("^table$", (0, None))]
     )
     _, final = train(TX, loss, params(), turned)
     state = opt.init(params())
@@ -311,7 +311,7 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
 
     whole = batches()[0] | {"whole": batches()[0]["x"]}
     opt = so.ddp(
-        TX, mesh_of(data=2, context=2), loss, view="per_device", sequence_dims=[("^whole$", None)]
+        TX, mesh_of(data=2, context=2), loss, view="per_device", batch_dims=[("^whole$", (0, None))]
     )
     with pytest.raises(
         so.errors.NotSeparableError, match=r"not shown to be a .* mean over positions"
@@ -330,7 +330,7 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
                 " shape (8, 11); dim 1 is 11, remainder 1\n  x: shape (8, 11, 8); dim 1 is 11,"
                 " remainder 1\n  y: shape (8, 11); dim 1 is 11, remainder 1\nFix: use a length that"
                 " it divides, with inputs and targets [B, T] each rather than tokens [B, T + 1]; or"
-                " sequence_dims=[(regex, None)] for leaves without positions."
+                " batch_dims=[(regex, (0, None))] for leaves without positions."
             ),
         ),
         (
@@ -338,14 +338,14 @@ def test_attention_over_what_is_not_split_is_refused(mesh_of):
             {},
             (
                 "ddp: mesh axis 'context' (size 2) splits positions, and no batch leaf has any.\n"
-                "Fix: make the mesh with context=1, or name the dim of positions in sequence_dims."
+                "Fix: make the mesh with context=1, or name the dim of positions in batch_dims."
             ),
         ),
         (
             lambda batch: batch,
-            {"sequence_dims": [("^y$", 2)]},
+            {"batch_dims": [("^y$", (0, 2))]},
             (
-                "ddp: sequence_dims do not fit the batch.\n"
+                "ddp: batch_dims do not fit the batch.\n"
                 "  y: shape (8, 12); no dim 2 for positions\n"
                 "Fix: name a dim that the leaf has and that does not count rows, or None."
             ),
@@ -358,27 +358,6 @@ def test_batches_that_cannot_be_split_are_refused_with_numbers(change, options, 
     with pytest.raises(ValueError, match=r"^ddp: ") as error:
         opt.step(opt.init(params()), change(batches()[0]))
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("dims", "error", "message"),
-    [
-        (
-            "x",
-            TypeError,
-            "sequence_dims must be a sequence of (regex of key paths, dim or None), got 'x'.",
-        ),
-        (
-            [("x", "1")],
-            TypeError,
-            "sequence_dims must be a sequence of (regex of key paths, dim or None)",
-        ),
-        ([("(", 1)], ValueError, "sequence_dims must be regular expressions."),
-    ],
-)
-def test_sequence_dims_are_checked(dims, error, message, mesh_of):
-    with pytest.raises(error, match=re.escape(message)):
-        so.ddp(TX, mesh_of(data=2, context=2), plain, sequence_dims=dims)
 
 
 def test_tables_are_exchanged_over_data_and_context(mesh_of, x64):

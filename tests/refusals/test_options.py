@@ -67,16 +67,24 @@ WRONG = {
             "w",
             TypeError,
             (
-                "{name} must be a sequence of (regex of key paths, dim or None), got 'w'.\nFix:"
-                " write {name}=[...]."
+                "{name} must be a sequence of (regex of key paths, row dim), or of (regex, (row"
+                " dim, position dim)), got 'w'.\nFix: write {name}=[...]."
             ),
         ),
         (
             [("w", 1.5)],
             TypeError,
             (
-                "{name} must be a sequence of (regex of key paths, dim or None), got [('w',"
-                " 1.5)].\nFix: write {name}=[...]."
+                "{name} must be a sequence of (regex of key paths, row dim), or of (regex, (row"
+                " dim, position dim)), got [('w', 1.5)].\nFix: write {name}=[...]."
+            ),
+        ),
+        (
+            [("w", (0, 1.5))],
+            TypeError,
+            (
+                "{name} must be a sequence of (regex of key paths, row dim), or of (regex, (row"
+                " dim, position dim)), got [('w', (0, 1.5))].\nFix: write {name}=[...]."
             ),
         ),
         (

@@ -439,9 +439,9 @@ def local_sgd(*args, **options):
         (
             so.ddp,
             {"data": 2, "context": 2},
-            {"batch_dims": DIMS, "sequence_dims": [("^frames$", 1)]},
+            {"batch_dims": [("^frames$", (1, 1)), *DIMS]},
             (
-                "ddp: sequence_dims do not fit the batch.\n  frames: shape (5, 16, 4); dim 1 counts"
+                "ddp: batch_dims do not fit the batch.\n  frames: shape (5, 16, 4); dim 1 counts"
                 " rows\nFix: name a dim that the leaf has and that does not count rows, or None."
             ),
         ),
@@ -465,23 +465,29 @@ def test_batches_are_refused_before_anything_compiles(strategy, mesh, options, m
     assert compiled == []
 
 
+FORM_OF_DIMS = "(regex of key paths, row dim), or of (regex, (row dim, position dim))"
+FIX_OF_DIMS = "Fix: write batch_dims=[('^frames$', 1), ('^table$', None), ('^image$', (0, 2))]."
+
+
 @pytest.mark.parametrize(
     ("dims", "error", "message"),
     [
         (
             "x",
             TypeError,
-            (
-                "batch_dims must be a sequence of (regex of key paths, dim or None), got 'x'.\n"
-                "Fix: write batch_dims=[('^frames$', 1), ('^table$', None)]."
-            ),
+            (f"batch_dims must be a sequence of {FORM_OF_DIMS}, got 'x'.\n{FIX_OF_DIMS}"),
         ),
         (
             [("x", 1.0)],
             TypeError,
+            (f"batch_dims must be a sequence of {FORM_OF_DIMS}, got [('x', 1.0)].\n{FIX_OF_DIMS}"),
+        ),
+        (
+            [("x", (0, 1, 2))],
+            TypeError,
             (
-                "batch_dims must be a sequence of (regex of key paths, dim or None), got [('x',"
-                " 1.0)].\nFix: write batch_dims=[('^frames$', 1), ('^table$', None)]."
+                f"batch_dims must be a sequence of {FORM_OF_DIMS}, got [('x', (0, 1,"
+                f" 2))].\n{FIX_OF_DIMS}"
             ),
         ),
         (
