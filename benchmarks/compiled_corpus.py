@@ -97,7 +97,7 @@ def transformer_rows() -> Iterator[Row]:
     numbers = so.optimizers.muon_dimension_numbers(gpt.matrices)
     muon = lambda: optax.contrib.muon(0.01, muon_weight_dimension_numbers=numbers)
     soap = lambda: so.optimizers.soap(0.01, matrices=gpt.matrices)
-    expert_leaves = {"expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+    experts = {"rules": moe.rules}
     rows = [
         ("gpt", "ddp", {"data": 8}, {}),
         ("gpt", "ddp", {"data": 4, "tensor": 2}, {"rules": gpt.rules, "micro_batches": 2}),
@@ -145,24 +145,24 @@ def transformer_rows() -> Iterator[Row]:
             {"data": 4, "pipeline": 2},
             {"micro_batches": 4, "schedule": so.schedules.zero_bubble},
         ),
-        ("moe", "fsdp", {"data": 2, "expert": 4}, expert_leaves),
-        ("moe", "ddp", {"data": 4, "expert": 2}, expert_leaves | {"micro_batches": 2}),
+        ("moe", "fsdp", {"data": 2, "expert": 4}, experts),
+        ("moe", "ddp", {"data": 4, "expert": 2}, experts | {"micro_batches": 2}),
         (
             "moe",
             "zero1",
             {"data": 2, "expert": 2, "tensor": 2},
-            expert_leaves | {"rules": moe.rules},
+            experts,
         ),
         (
             "moe",
             "hybrid",
             {"data": 2, "pipeline": 2, "expert": 2},
-            expert_leaves | {"micro_batches": 2},
+            experts | {"micro_batches": 2},
         ),
     ]
     for model, name, sizes, options in rows:
         options = {"tx": lambda: sp.OPTIMIZERS["adamw"], **options}
-        words = [key for key in options if key not in ("tx", "rules", "expert_leaves", "frozen")]
+        words = [key for key in options if key not in ("tx", "rules")]
         mesh = " ".join(f"{axis}={size}" for axis, size in sizes.items())
         tx = options.pop("tx")
         label = (

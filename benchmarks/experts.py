@@ -96,7 +96,7 @@ def main() -> None:
     results = {}
     for name, config in CONTENDERS.items():
         mesh = so.make_mesh(devices=jax.devices()[:1])
-        opt = so.ddp(optax.adamw(rate), mesh, moe.model(config), frozen=moe.frozen)
+        opt = so.ddp(optax.adamw(rate), mesh, moe.model(config), rules=moe.rules)
         runs = [train(opt, config, batches, held_out, seed) for seed, batches in enumerate(drawn)]
         sizes = {
             "parameters": moe.num_parameters(config),

@@ -136,7 +136,7 @@ def run() -> dict:
         "experts": expert_leaves(),
         "router": jax.ShapeDtypeStruct((DIM, EXPERTS), jnp.float32),
     }
-    options = {"mesh": so.make_mesh(data=4, expert=2), "expert_leaves": ["^experts/"]}
+    options = {"mesh": so.make_mesh(data=4, expert=2), "rules": [("^experts/", "experts")]}
     for layout in ("within", "matrices"):
         both = [
             bytes_of_a_step(tx, layout, experts, of_experts, **options)

@@ -45,12 +45,12 @@ SAME = ("jax", "jaxlib", "optax")
 
 
 class Problem(NamedTuple):
-    """A loss with what it is taken of, as shapes; `frozen` leaves are not trained."""
+    """A loss with what it is taken of, as shapes; `rules` freeze leaves."""
 
     loss_fn: Any
     params: Any
     batch: Any
-    frozen: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
 
 
 class Row(NamedTuple):
@@ -130,7 +130,7 @@ PROBLEMS = {
         noisy_loss,
         shapes({"up": (INPUTS, HIDDEN), "out": (HIDDEN, OUTPUTS), "stats": {"mean": (INPUTS,)}}),
         BATCH,
-        frozen=("stats",),
+        rules=(("stats", "frozen"),),
     ),
 }
 PROBLEMS["recomputed blocks"] = PROBLEMS["blocks"]._replace(loss_fn=MODEL._replace(remat="full"))
@@ -192,7 +192,7 @@ def strategy(name, sizes, problem, optimizer="adamw", **options):
     """
     mesh = mesh_of(sizes)
     rules = RULES if "tensor" in sizes else ()
-    options = {"rules": rules, "frozen": problem.frozen} | options
+    options = {"rules": (*rules, *problem.rules)} | options
     return STRATEGIES[name](OPTIMIZERS[optimizer], mesh, problem.loss_fn, **options)
 
 

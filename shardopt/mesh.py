@@ -45,7 +45,7 @@ def make_mesh(
       context: size of the context axis, which splits the positions of sequences. It exists only if
         it is above 1.
       expert: size of the expert axis, which exists only if it is above 1. It splits rows of the
-        batch, as data does, and the experts of the leaves in a strategy's `expert_leaves`.
+        batch, as data does, and the experts of the leaves that a strategy's `rules` call experts.
       devices: the devices to use, in any shape; by default `jax.devices()`.
 
     Returns:

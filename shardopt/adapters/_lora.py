@@ -28,12 +28,12 @@ from shardopt.adapters._quantized_weight import Base, QuantizedWeight, quantize
 from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural, value_error
-from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
+from shardopt.core._types import PyTree, Rule, Rules, TrainState, leaves_with_paths
 from shardopt.models._pretrained import Pretrained, sharding_of_weight
 from shardopt.nn._low_rank import FACTORS, LowRank, low_rank_shapes
 from shardopt.optimizers import Matrix
 from shardopt.optimizers._matrices import Matrices, check_matrices
-from shardopt.partition._rules import check_rules
+from shardopt.partition._rules import CompiledRule, check_rules, first_spec, patterns_of
 from shardopt.runtime._processes import gather_to_host
 from shardopt.step._optimizer import ShardedOptimizer
 
@@ -50,7 +50,7 @@ class Lora:
       dropout: the probability with which a component of the input of A is 0 in training.
       base: the form of frozen weights that have adapters.
       matrices: (regex, `Matrix` or None) for weights with more than two dims.
-      base_rules: the tensor rules of the model without adapters.
+      base_rules: the rules of the model without adapters.
     """
 
     model: LossFn
@@ -60,19 +60,24 @@ class Lora:
     dropout: float
     base: Base
     matrices: Sequence[tuple[re.Pattern[str], Matrix | None]]
-    base_rules: Sequence[tuple[re.Pattern[str], PartitionSpec]]
+    base_rules: Sequence[CompiledRule]
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Regexes for `frozen=` of a strategy: all leaves but A and B."""
+        """Regexes of the leaves that are not trained, all but A and B: for `hash_only` of
+        `so.Checkpoints`.
+        """
         return (rf"^(?!(?:.*/)?(?:{'|'.join(FACTORS)})$)",)
 
     @property
     def rules(self) -> Rules:
-        """Rules for `rules=` of a strategy: base weights as without adapters, A as the input of its
-        weight, B as its output.
+        """Rules for `rules=` of a strategy: all leaves but A and B are frozen. Base weights are
+        split as without adapters, A as the input of its weight, B as its output.
         """
-        return self._spec_of_leaf
+        expert_patterns = patterns_of(self.base_rules, "experts")
+        experts: list[Rule] = [(pattern, "experts") for pattern in expert_patterns]
+        frozen: list[Rule] = [(pattern, "frozen") for pattern in self.frozen]
+        return [self._spec_of_leaf, *experts, *frozen]
 
     @calling("lora")
     def init(self, params: PyTree, rng: jax.Array, *, dtype: DTypeLike = jnp.float32) -> PyTree:
@@ -131,7 +136,7 @@ class Lora:
 
         Args:
           model: the open model; `lora` got its `model` and `rules`.
-          opt: the strategy, made with `model`, `rules` and `frozen` of this object.
+          opt: the strategy, made with `model` and `rules` of this object.
           rng: a random key, of A and of the steps.
           progress: whether the first process shows a bar.
 
@@ -268,7 +273,7 @@ class Lora:
         paths = [path for path, _ in paths_and_leaves]
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         patterns = [("target", target) for target in self.targets]
-        patterns += [("rule", pattern) for pattern, _ in self.base_rules]
+        patterns += [("rule", rule[0]) for rule in self.base_rules if not callable(rule)]
         problems += [
             f"{name} {pattern.pattern!r} matches no parameter, such as: {known}"
             for name, pattern in patterns
@@ -296,9 +301,7 @@ class Lora:
     def _spec_of_leaf(self, path: str, shape: tuple[int, ...]) -> PartitionSpec | None:
         """Return the spec of a leaf of one block; see `Rules`."""
         weight_path, leaf_name = _split_path(path)
-        spec = next(
-            (spec for pattern, spec in self.base_rules if pattern.search(weight_path)), None
-        )
+        spec = first_spec(self.base_rules, weight_path, shape)
         if spec is None or leaf_name in ("", "base", "base/codes"):
             return spec
         if leaf_name == "base/scales":  # the groups of the last dim need not divide over tensor
@@ -333,7 +336,7 @@ def lora(
     dropout: float = 0.0,
     base: Base = "float",
     matrices: Matrices = None,
-    rules: Sequence[tuple[str | re.Pattern[str], PartitionSpec]] = (),
+    rules: Sequence[Rule] = (),
     low_rank_products: bool = False,
 ) -> Lora:
     """Add adapters to a model: each target W becomes W + alpha / rank A B, and only A and B are
@@ -352,7 +355,7 @@ def lora(
         where a block uses them.
       matrices: `[(regex, so.optimizers.Matrix), ...]` for targets with more dims than a matrix,
         such as `gpt.matrices`.
-      rules: the tensor rules of the model without adapters, such as `gpt.rules`.
+      rules: the rules of the model without adapters, such as `gpt.rules`.
       low_rank_products: whether the model multiplies its stacked targets by
         `so.nn.quantized_einsum` alone, as the models of `shardopt.models` do. A step then computes
         x W + alpha / rank (x A) B, and never the gradient of W. Otherwise it computes W + alpha /
@@ -373,7 +376,7 @@ def lora(
       >>> adapted = lora(loss_fn, rank=2, targets=["up", "down"])
       >>> params = adapted.init({"up": jnp.ones((4, 8)), "down": jnp.ones((8, 1))}, jax.random.key(0))
       >>> mesh = so.make_mesh(data=1, devices=jax.devices()[:1])
-      >>> opt = so.fsdp(optax.adam(1e-2), mesh, adapted.model, frozen=adapted.frozen, rules=adapted.rules)
+      >>> opt = so.fsdp(optax.adam(1e-2), mesh, adapted.model, rules=adapted.rules)
       >>> state, metrics = opt.step(opt.init(params), {"x": jnp.ones((2, 4)), "y": jnp.ones((2, 1))})
       >>> adapted.merge(state.params)["up"].shape
       (4, 8)
@@ -407,7 +410,7 @@ def lora(
         raise value_error(
             "dropout acts on the input of A, which a merged weight does not have.", fix=fix
         )
-    if callable(rules):
+    if callable(rules) or any(map(callable, rules)):
         raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
     adapted = Lora(
         model,
@@ -417,7 +420,7 @@ def lora(
         dropout,
         base,
         check_matrices(matrices) or (),
-        cast(Sequence[tuple[re.Pattern[str], PartitionSpec]], check_rules(rules)),
+        check_rules(rules),
     )
     return dataclasses.replace(
         adapted, model=_adapted_model(model, adapted.targets, base, low_rank_products)

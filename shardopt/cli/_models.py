@@ -70,6 +70,4 @@ def model_of(options: ModelOptions) -> TrainedModel:
 
 def strategy_arguments(options: ModelOptions) -> dict[str, Any]:
     """Return the arguments of a strategy that describe the leaves of the model."""
-    if options.model == "gpt":
-        return {"rules": gpt.rules}
-    return {"rules": moe.rules, "expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+    return {"rules": gpt.rules if options.model == "gpt" else moe.rules}

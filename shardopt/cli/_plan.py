@@ -157,7 +157,7 @@ def as_text(plans: Plans, top: int) -> str:
         arguments.append(f"remat={layout.remat!r}".replace("'", '"'))
     if not layout.regather:
         arguments.append("regather=False")
-    if layout.tensor > 1:
+    if layout.tensor * layout.expert > 1:
         arguments.append("rules=rules")
     if layout.placement == "fsdp":
         arguments.append("gather_dtype=jnp.bfloat16")

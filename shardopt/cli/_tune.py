@@ -91,11 +91,7 @@ class _Tuned(NamedTuple):
     @property
     def leaf_arguments(self) -> dict[str, Any]:
         """The arguments of a strategy that describe the leaves."""
-        return {
-            "rules": self.adapters.rules if self.adapters else self.pretrained.rules,
-            "expert_leaves": self.pretrained.expert_leaves,
-            "frozen": self.adapters.frozen if self.adapters else self.pretrained.frozen,
-        }
+        return {"rules": self.adapters.rules if self.adapters else self.pretrained.rules}
 
     @property
     def abstract_params(self) -> PyTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from shardopt.core._block_model import LossFn
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import Report
+from shardopt.partition._rules import patterns_of
 from shardopt.reducers import Reducer
 from shardopt.runtime._compiler_options import CompilerOptions
 
@@ -77,9 +79,17 @@ class LayoutOptions(NamedTuple):
 
     rules: Rules = ()
     min_shard_elements: int = 1
-    frozen: Sequence[str] = ()
-    expert_leaves: Sequence[str] = ()
     opt_state_layout: OptStateLayout = "within"
+
+    @property
+    def frozen(self) -> tuple[str | re.Pattern[str], ...]:
+        """Regexes of the key paths of parameters that are not trained."""
+        return patterns_of(self.rules, "frozen")
+
+    @property
+    def expert_leaves(self) -> tuple[str | re.Pattern[str], ...]:
+        """Regexes of the key paths of expert weights."""
+        return patterns_of(self.rules, "experts")
 
 
 class LossOptions(NamedTuple):

@@ -1,6 +1,5 @@
 """The placement of every leaf of a train state, computed once per parameter structure."""
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeVar, get_args
 
@@ -27,6 +26,7 @@ from shardopt.partition import (
     state_specs,
 )
 from shardopt.partition._counts import Counts, is_even
+from shardopt.partition._rules import matches
 from shardopt.trace._matrix_work import MIN_ELEMENTS, leaves_of_matrix_work
 
 _Leaf = TypeVar("_Leaf")
@@ -91,17 +91,14 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
             rules=config.layout.rules,
             stacked=as_block_model(config.loss.loss_fn) is not None,
             min_shard_elements=config.layout.min_shard_elements,
-            is_trainable=lambda path: (
-                not any(re.search(pattern, path) for pattern in config.layout.frozen)
-            ),
+            is_trainable=lambda path: not matches(config.layout.frozen, path),
             pipelined=config.schedule is not None,
             even=not counts or is_even(counts),
             tables=tables,
-            expert_leaves=config.layout.expert_leaves,
         )
         plans = plan_leaves(abstract_params, config.mesh, options)
     treedef, flat = jax.tree.structure(abstract_params), tuple(jax.tree.leaves(plans))
-    _check_frozen(config, flat)
+    _check_trainable(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
     refuse_lookahead(config.strategy, opt_state)
@@ -274,21 +271,9 @@ def _check_counts(config: StrategyConfig, counts: Counts) -> None:
         raise ValueError(format_error(config.strategy, problem, fix=fix))
 
 
-def _check_frozen(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
-    unmatched = [
-        repr(pattern)
-        for pattern in config.layout.frozen
-        if not any(re.search(pattern, plan.path) for plan in plans)
-    ]
-    if unmatched:
-        example_paths = ", ".join(plan.path for plan in plans[:8])
-        problem = f"{plural(len(unmatched), 'pattern')} of frozen matched no parameter."
-        fix = f"match a key path, such as: {example_paths}."
-        raise ValueError(format_error(config.strategy, problem, unmatched, fix))
+def _check_trainable(config: StrategyConfig, plans: tuple[LeafPlan, ...]) -> None:
     if not any(plan.trainable for plan in plans):
         problem = f"nothing is trainable among {plural(len(plans), 'parameter leaf')}."
         raise ValueError(
-            format_error(
-                config.strategy, problem, fix="pass floating leaves that frozen does not match."
-            )
+            format_error(config.strategy, problem, fix="pass floating leaves that no rule freezes.")
         )

@@ -17,6 +17,7 @@ from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
 from shardopt.core._types import Rules
+from shardopt.partition._rules import check_rules
 from shardopt.reducers import Reducer
 from shardopt.reducers._reducer import check_reducer
 from shardopt.runtime._compiler_options import CompilerOptions
@@ -100,23 +101,8 @@ def _optional_integer(name: str, value: int | None) -> int | None:
 
 
 def _rules(name: str, rules: Any) -> Any:
-    # Stored as a tuple, because the check would exhaust an iterator.
-    is_sequence = (
-        isinstance(rules, Iterable) and not isinstance(rules, str | dict) and not callable(rules)
-    )
-    return tuple(rules) if is_sequence else rules
-
-
-def _regexes(name: str, regexes: Sequence[str]) -> tuple[str, ...]:
-    patterns = (
-        None if isinstance(regexes, str) or not isinstance(regexes, Iterable) else tuple(regexes)
-    )
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError(
-            error_text(f"{name} must be a sequence of regular expressions, got {regexes!r}.")
-        )
-    _check_patterns(name, patterns)
-    return patterns
+    del name
+    return check_rules(rules, axes=None)
 
 
 def _check_patterns(name: str, patterns: Sequence[str]) -> None:
@@ -220,23 +206,18 @@ class SharedOptions(TypedDict, total=False):
     rules: Annotated[
         Rules,
         Option(
-            "which dims the tensor axis splits: `[(regex, PartitionSpec), ...]`, or a function"
-            " `(path, shape) -> PartitionSpec | None`. A regex is searched in key paths such as"
-            ' "blocks/attention/qkv", and the first match wins. For leaves of a BlockModel\'s'
-            ' "blocks" the spec describes one block.',
+            "what holds of the leaves whose key path, such as"
+            ' "blocks/attention/qkv", a regex is found in: `[(regex, PartitionSpec), (regex,'
+            ' "frozen"), (regex, "experts"), ...]`. A `PartitionSpec` says which dims the tensor'
+            ' axis splits; the first one that matches wins. "frozen" leaves are not trained: they'
+            " have no gradient and no optimizer state. Leaves that are not floating are always"
+            " frozen. `loss_fn` may give frozen leaves new values with `Updated`. Strategies that"
+            ' shard parameters shard frozen leaves as well. Dim 0 of leaves of "experts" counts'
+            " experts, and the expert axis splits it. Without an expert axis they are treated like"
+            ' all others. For leaves of a BlockModel\'s "blocks" specs and dims are those of one'
+            " block. A rule may also be a function `(path, shape) -> PartitionSpec | None`.",
             default=(),
             check=_rules,
-        ),
-    ]
-    frozen: Annotated[
-        Sequence[str],
-        Option(
-            "regexes of the key paths of parameters that are not trained. Frozen leaves have no"
-            " gradient and no optimizer state. Leaves that are not floating are always frozen."
-            " `loss_fn` may give frozen leaves new values with `Updated`. Strategies that shard"
-            " parameters shard frozen leaves as well.",
-            default=(),
-            check=_regexes,
         ),
     ]
     evaluate_fn: Annotated[
@@ -273,16 +254,6 @@ class SharedOptions(TypedDict, total=False):
             " dim is replicated.",
             default=(),
             check=_batch_dims,
-        ),
-    ]
-    expert_leaves: Annotated[
-        Sequence[str],
-        Option(
-            "regexes of the key paths of expert weights. Dim 0 of such a leaf counts experts, and"
-            ' the expert axis splits it; for leaves of a BlockModel\'s "blocks" it is dim 0 of one'
-            " block. Without an expert axis these leaves are treated like all others.",
-            default=(),
-            check=_regexes,
         ),
     ]
     compiler_options: Annotated[

@@ -14,8 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._axes import TABLE
 from shardopt.core._errors import error_text
-from shardopt.core._types import PyTree, Rules
+from shardopt.core._types import PyTree, Rule, Rules
 from shardopt.mesh import AXES, on_mesh, spec_axes
+from shardopt.partition._rules import check_rules
 
 
 class Axes(NamedTuple):
@@ -32,7 +33,7 @@ class Axes(NamedTuple):
       pipeline: splits blocks of the model.
       context: splits positions of sequences; leaves that the placement shards are sharded over data
         and context together.
-      expert: splits rows of the batch, and the experts of leaves that `expert_leaves` name. Other
+      expert: splits rows of the batch, and the experts of leaves that `rules` call experts. Other
         leaves that the placement shards are sharded over data and expert together.
 
     Example:
@@ -91,19 +92,15 @@ class UserMesh(NamedTuple):
 
     def rules(self, rules: Rules) -> Rules:
         """Return rules that name the user's axes as rules that name roles."""
-        if callable(rules):
-            return lambda path, shape: self._roles(rules(path, shape))
-        if isinstance(rules, str | dict) or not isinstance(rules, Sequence):
-            return rules  # refused later
-        return tuple(self._rule(rule) for rule in rules)
+        return tuple(self._rule(rule) for rule in check_rules(rules, axes=None))
 
-    def _rule(self, rule: Any) -> Any:
-        if not isinstance(rule, tuple | list) or len(rule) != 2:
-            return rule  # refused later
+    def _rule(self, rule: Rule) -> Rule:
+        if callable(rule):
+            return lambda path, shape: self._roles(rule(path, shape))
         return rule[0], self._roles(rule[1])
 
-    def _roles(self, spec: PartitionSpec | None) -> PartitionSpec | None:
-        return PartitionSpec(*map(self._role, spec)) if isinstance(spec, PartitionSpec) else spec
+    def _roles(self, what: Any) -> Any:
+        return PartitionSpec(*map(self._role, what)) if isinstance(what, PartitionSpec) else what
 
     def _role(self, entry: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         named = set(entry) if isinstance(entry, tuple) else {entry}

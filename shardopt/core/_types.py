@@ -4,7 +4,7 @@ their trees.
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,15 @@ TreeDef = Any
 """The structure of a pytree: `jax.tree_util.PyTreeDef`, which type checkers do not accept as a
 type.
 """
-Rule = tuple[str | re.Pattern[str], PartitionSpec]
 PlaceLeaf = Callable[[str, tuple[int, ...]], PartitionSpec | None]
+LeafRole = PartitionSpec | Literal["frozen", "experts"]
+"""What holds of a leaf: how tensor splits it, that it is not trained, that dim 0 counts experts."""
+Rule = tuple[str | re.Pattern[str], LeafRole] | PlaceLeaf
+"""What holds of the leaves whose key path a regex is found in, or a function that places a leaf."""
 Rules = Sequence[Rule] | PlaceLeaf
-"""`[(regex, PartitionSpec), ...]`, or a callable `(path, shape) -> PartitionSpec | None`."""
+"""`[(regex, PartitionSpec | "frozen" | "experts"), ...]`. A rule, or all of `rules`, may also be a
+function `(path, shape) -> PartitionSpec | None`.
+"""
 
 
 class TrainState(NamedTuple):

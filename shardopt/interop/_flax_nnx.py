@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from shardopt.core._block_model import LossFn, call
 from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree, Updated, Weighted, leaves_with_paths
+from shardopt.core._types import PyTree, Rule, Updated, Weighted, leaves_with_paths
 
 CALLER = "interop.nnx"
 
@@ -22,12 +22,12 @@ class NnxLoss(NamedTuple):
       params: an `nnx.State` of all values in the module except its random keys. For a model given
         as a function of `rngs`, a function `key -> nnx.State`.
       loss_fn: `loss_fn(params, batch, rng=None)`.
-      frozen: regexes of the key paths of leaves that are not trained.
+      rules: rules that freeze the leaves that are not trained.
     """
 
     params: PyTree
     loss_fn: LossFn
-    frozen: tuple[str, ...]
+    rules: tuple[Rule, ...]
 
 
 @calling(CALLER)
@@ -62,8 +62,8 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
       ...         return self.dropout(self.linear(x))
       >>> loss = lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
       >>> model = Net(nnx.Rngs(0))
-      >>> params, loss_fn, frozen = so.interop.nnx(model, loss)
-      >>> opt = so.fsdp(optax.adam(0.1), so.make_mesh(), loss_fn, frozen=frozen)
+      >>> params, loss_fn, rules = so.interop.nnx(model, loss)
+      >>> opt = so.fsdp(optax.adam(0.1), so.make_mesh(), loss_fn, rules=rules)
       >>> state = opt.init(params)
       >>> state, metrics = opt.step(state, {"x": jnp.ones((8, 4)), "y": jnp.ones((8, 2))})
       >>> nnx.update(model, state.params)
@@ -127,10 +127,12 @@ def nnx(model: Any, loss: Callable[..., Any], *, wrt: Any = None) -> NnxLoss:
         return _with_updates(loss_result, changed)
 
     params = state_of(model) if is_module else lambda rng: state_of(model(flax.Rngs(rng)))
-    frozen = tuple(
-        f"^{re.escape(path)}$" for path, _ in leaves_with_paths(values) if path not in trained_paths
-    )
-    return NnxLoss(params, loss_fn, frozen)
+    rules: list[Rule] = [
+        (f"^{re.escape(path)}$", "frozen")
+        for path, _ in leaves_with_paths(values)
+        if path not in trained_paths
+    ]
+    return NnxLoss(params, loss_fn, tuple(rules))
 
 
 def _draw_keys(streams: PyTree, rng: jax.Array) -> PyTree:

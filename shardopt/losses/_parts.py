@@ -211,7 +211,7 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     ]
     if wrong_updates:
         fix = (
-            "return so.losses.Updated with the parameters' own nesting, for leaves named by frozen= or of"
+            "return so.losses.Updated with the parameters' own nesting, for leaves that rules freeze or of"
             " integer type."
         )
         raise ValueError(

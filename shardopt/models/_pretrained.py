@@ -21,7 +21,7 @@ from shardopt.checkpoint._store import barrier
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
 from shardopt.core._errors import calling, error_text, plural
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.core._types import PyTree, Rule, TrainState, leaves_with_paths
 from shardopt.models import decoder
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES, UNFIT
@@ -70,26 +70,14 @@ class Pretrained:
     param_dtype: DTypeLike | None = None
 
     @property
-    def rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
-        """The tensor rules, `decoder.rules(config)`."""
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of a strategy, `decoder.rules(config)`."""
         return decoder.rules(self.config)
 
     @property
     def matrices(self) -> tuple[tuple[str, Matrix], ...]:
         """The leaves that are matrices, `decoder.matrices(config)`."""
         return decoder.matrices(self.config)
-
-    @property
-    def expert_leaves(self) -> tuple[str, ...]:
-        """The `expert_leaves` of a strategy: `decoder.expert_leaves`, or none if the model has no
-        experts.
-        """
-        return decoder.expert_leaves if self.config.experts else ()
-
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """The `frozen` of a strategy: `decoder.frozen`, or none if all leaves are trained."""
-        return decoder.frozen if self.config.experts and self.config.experts.choice_bias else ()
 
     @functools.cached_property
     def places(self) -> dict[str, list[Place]]:

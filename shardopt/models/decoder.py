@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._types import Loss, PyTree, leaves_with_paths
+from shardopt.core._types import LeafRole, Loss, PyTree, leaves_with_paths
 from shardopt.kernels._flash import capped
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import (
@@ -39,8 +39,6 @@ __all__ = [
     "DecoderConfig",
     "ExpertsConfig",
     "Rope",
-    "expert_leaves",
-    "frozen",
     "init",
     "logits_of",
     "matrices",
@@ -72,19 +70,18 @@ _BLOCK_MATRICES = (
     ("(attention/(q|kv)_down|(mlp|shared)/(gate|up|down))$", Matrix(rows=1, columns=2)),
     ("experts/(gate|up|down)$", Matrix(rows=2, columns=3)),
 )
-expert_leaves = ("(^|/)blocks/experts/",)
-"""Leaves of experts, for the `expert_leaves` of a strategy."""
-
-frozen = ("(^|/)blocks/router/choice_bias$",)
-"""Leaves without a gradient, for the `frozen` of a strategy: the biases that balance DeepSeek-V3's
-experts.
-"""
+_KINDS: tuple[tuple[str, LeafRole], ...] = (
+    ("(^|/)blocks/experts/", "experts"),
+    # the biases that balance DeepSeek-V3's experts have no gradient
+    ("(^|/)blocks/router/choice_bias$", "frozen"),
+)
 
 
-def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
-    """Return tensor rules that shard heads, hidden units and the vocabulary.
+def rules(config: DecoderConfig) -> tuple[tuple[str, LeafRole], ...]:
+    """Return the rules of a strategy: tensor splits heads, hidden units and the vocabulary.
 
-    They match below a prefix such as "base/" too.
+    With experts they also name the leaves of experts, and the bias of their choice as frozen. They
+    match below a prefix such as "base/" too.
 
     Example:
       >>> for pattern, spec in rules(DecoderConfig(tied=True)):
@@ -98,10 +95,12 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, P], ...]:
     # one head of keys and values is on every device of tensor
     single_head = (("attention/(k|v|kv)(_bias)?$", ()),) * (config.kv_heads == 1)
     block_rules = (*single_head, *(_FUSED_RULES if config.fused else ()), *_BLOCK_RULES)
-    all_rules = [(f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in block_rules]
+    all_rules: list[tuple[str, LeafRole]] = [
+        (f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in block_rules
+    ]
     all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in block_rules]
     all_rules += [("(^|/)(embedding|head)$", P("tensor")), ("(^|/)head_bias$", P("tensor"))]
-    return _that_match(config, all_rules)
+    return _that_match(config, [*all_rules, *_KINDS])
 
 
 def matrices(config: DecoderConfig) -> tuple[tuple[str, Matrix], ...]:
@@ -278,9 +277,8 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       Attention then uses plain XLA, not the kernel of the devices. Rows in natural order need no
       "order", packed or not.
 
-    A token id outside the vocabulary makes the loss NaN. With experts give strategies
-    `expert_leaves=decoder.expert_leaves`, and `frozen=decoder.frozen` if the choice of experts has
-    a bias.
+    A token id outside the vocabulary makes the loss NaN. Give strategies
+    `rules=decoder.rules(config)` over tensor, and with experts.
 
     **Kinds of blocks**: all blocks run one program. The number of a block goes with the
     activations, and selects its window and its row in a table of frequencies.

@@ -33,18 +33,12 @@ rules = (
     ("(^|/)(blocks/(attention/out|shared/down)|embedding|head)$", P("tensor")),
     ("(^|/)blocks/experts/(gate|up)$", P(None, None, "tensor")),
     ("(^|/)blocks/experts/down$", P(None, "tensor")),
+    ("(^|/)blocks/experts/", "experts"),
+    ("^router_(load|bias)$", "frozen"),
 )
-"""Tensor rules that shard heads, hidden units of each expert and the vocabulary, like the rules of
-the GPT.
-"""
-
-expert_leaves = decoder.expert_leaves
-"""Leaves of experts, for the `expert_leaves` of a strategy: each device of an expert axis holds its
-own experts.
-"""
-
-frozen = ("^router_(load|bias)$",)
-"""Leaves that are not trained, for the `frozen` of a strategy; the loss returns their new values.
+"""The rules of a strategy: tensor splits heads, hidden units of each expert and the vocabulary, like
+the rules of the GPT. Each device of an expert axis holds its own experts. Loads and biases of
+routers are not trained; the loss returns their new values.
 """
 
 
@@ -282,10 +276,9 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
       >>> bool(abs(loss - jnp.log(256)) < 0.05), aux["routers"].values["router_load"].shape
       (True, (2, 4))
 
-    A batch is the same as for `decoder.model`. Give strategies `expert_leaves=moe.expert_leaves`,
-    `frozen=moe.frozen` and, over tensor, `rules=moe.rules`. The loss returns `so.losses.Updated`
-    with "router_load", each expert's share of the choices in this step, and with "router_bias".
-    Metrics:
+    A batch is the same as for `decoder.model`. Give strategies `rules=moe.rules`. The loss returns
+    `so.losses.Updated` with "router_load", each expert's share of the choices in this step, and
+    with "router_bias". Metrics:
 
     - "cross_entropy", without the balance terms;
     - "load_imbalance" of the previous step: the load of the busiest expert over the mean, averaged

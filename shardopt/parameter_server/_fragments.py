@@ -45,7 +45,7 @@ class FragmentPlan(NamedTuple):
 
     num_fragments: int
     stacked: bool
-    frozen: tuple[str, ...]
+    frozen: tuple[str | re.Pattern[str], ...]
 
     def numbers(self, params: PyTree) -> list[int | None]:
         """Return the fragment number of each leaf: -1 for a stacked leaf, which is in all.

@@ -4,7 +4,6 @@ optimizer state.
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from shardopt.core._block_model import BLOCKS
 from shardopt.core._errors import error_text, plural
 from shardopt.core._types import PyTree, Rules, in_averages, leaves_with_paths
 from shardopt.mesh import spec_axes
-from shardopt.partition._rules import match_rules
+from shardopt.partition._rules import match_rules, matches, patterns_of
 
 COLUMNS = 1
 """The dim of the columns of a table [V, D]."""
@@ -160,7 +159,6 @@ class PlanOptions(NamedTuple):
         largest free dim of a block that it divides.
       tables: key paths of leaves [V, D] that data shards by columns, if it divides the columns and
         tensor does not shard them.
-      expert_leaves: regexes of the key paths of leaves whose first dim (of a block) counts experts.
     """
 
     rules: Rules
@@ -170,11 +168,6 @@ class PlanOptions(NamedTuple):
     pipelined: bool = False
     even: bool = True
     tables: Sequence[str] = ()
-    expert_leaves: Sequence[str] = ()
-
-    def counts_experts(self, path: str) -> bool:
-        """Return whether a leaf is named as a leaf of experts."""
-        return any(re.search(pattern, path) for pattern in self.expert_leaves)
 
 
 class _Leaf(NamedTuple):
@@ -186,6 +179,7 @@ class _Leaf(NamedTuple):
       is_block: whether dim 0 counts blocks.
       shape: the shape, of one block if dim 0 counts blocks.
       spec: the spec by the rules, of `shape`.
+      counts_experts: whether the first dim (of a block) counts experts, by the rules.
     """
 
     path: str
@@ -193,6 +187,7 @@ class _Leaf(NamedTuple):
     is_block: bool
     shape: tuple[int, ...]
     spec: PartitionSpec
+    counts_experts: bool
 
 
 def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> PyTree:
@@ -218,8 +213,8 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> Py
     """
     leaves = _ruled_leaves(abstract_params, options)
     _check_tensor(leaves, mesh.shape.get("tensor", 1))
-    experts = _find_expert_leaves(leaves, options.expert_leaves, mesh.shape.get(EXPERT))
-    plans = [_plan_leaf(leaf, mesh, options, experts=leaf.path in experts) for leaf in leaves]
+    _check_experts(leaves, mesh.shape.get(EXPERT))
+    plans = [_plan_leaf(leaf, mesh, options) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
 
 
@@ -234,24 +229,24 @@ def _ruled_leaves(abstract_params: PyTree, options: PlanOptions) -> list[_Leaf]:
     is_block = {path: options.stacked and path.split("/")[0] == BLOCKS for path in paths}
     shapes = {path: array.shape[1:] if is_block[path] else array.shape for path, array in arrays}
     specs = match_rules(options.rules, list(shapes.items()))
+    experts = patterns_of(options.rules, "experts")
     return [
-        _Leaf(path, array, is_block[path], shapes[path], spec)
+        _Leaf(path, array, is_block[path], shapes[path], spec, matches(experts, path))
         for (path, array), spec in zip(arrays, specs, strict=True)
     ]
 
 
-def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions, *, experts: bool) -> LeafPlan:
-    """Return the plan of a leaf; `experts` says whether it is sharded over the expert axis."""
+def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions) -> LeafPlan:
     axes, shape, spec = shard_axes(mesh.shape), leaf.shape, leaf.spec
+    experts = leaf.counts_experts and EXPERT in mesh.shape
     if experts:
         axes = axes.without(EXPERT, mesh.shape)
-    counts_experts = options.counts_experts(leaf.path)
-    if counts_experts and mesh.shape.get("tensor", 1) == 1:
+    if mesh.shape.get("tensor", 1) == 1:
         # a tensor axis of size 1 splits nothing, so data may take the dim that it would split
         spec = PartitionSpec(*[None] * len(shape))
     spec_with_expert = PartitionSpec(EXPERT, *spec[1:]) if experts else spec
     dim, reason = data_dim(shape, spec_with_expert, axes, options.min_shard_elements)
-    if dim is not None and counts_experts:
+    if dim is not None and leaf.counts_experts:
         dim = min(
             divisible_dims(shape, axes.size, tuple(entry is not None for entry in spec_with_expert))
         )
@@ -331,37 +326,31 @@ def data_dim(
     return None, f"shape {shape}: no dim is divisible by {axes}"
 
 
-def _find_expert_leaves(
-    leaves: Sequence[_Leaf], patterns: Sequence[str], size: int | None
-) -> frozenset[str]:
-    """Return the key paths of the expert leaves; an empty set if the mesh has no expert axis."""
-    paths = [leaf.path for leaf in leaves]
-    if unmatched := [
-        repr(pattern) for pattern in patterns if not any(re.search(pattern, path) for path in paths)
-    ]:
-        problem = f"{plural(len(unmatched), 'pattern')} of expert_leaves matched no parameter."
-        fix = f"match a key path, such as: {', '.join(paths[:8])}."
-        raise ValueError(error_text(problem, unmatched, fix))
+def _check_experts(leaves: Sequence[_Leaf], size: int | None) -> None:
+    """Refuse, by a ValueError, leaves of experts that the expert axis cannot split.
+
+    Args:
+      leaves: all leaves.
+      size: the size of the axis; None if the mesh has none.
+    """
     if size is None:
-        return frozenset()
-    indivisible, already_split, expert_paths = [], [], []
-    for path, _, _, shape, spec in leaves:
-        if any(re.search(pattern, path) for pattern in patterns):
-            expert_paths.append(path)
-            if not shape or shape[0] % size:
-                reason = (
-                    f"dim 0 is {shape[0]}, remainder {shape[0] % size}"
-                    if shape
-                    else "no dim counts experts"
-                )
-                indivisible.append(f"{path}: shape {shape}; {reason}")
-            elif spec[0] is not None:
-                already_split.append(f"{path}: shape {shape}")
+        return
+    expert_leaves = [leaf for leaf in leaves if leaf.counts_experts]
+    indivisible = [
+        f"{leaf.path}: shape {leaf.shape}; {_remainder_of_experts(leaf.shape, size)}"
+        for leaf in expert_leaves
+        if not leaf.shape or leaf.shape[0] % size
+    ]
+    already_split = [
+        f"{leaf.path}: shape {leaf.shape}"
+        for leaf in expert_leaves
+        if leaf.shape and leaf.spec[0] is not None
+    ]
     axis = f"mesh axis 'expert' (size {size})"
     if indivisible:
         fix = (
-            "name in expert_leaves only leaves [experts, ...], or choose a size that divides the"
-            " experts."
+            "let rules name only leaves [experts, ...] as experts, or choose a size that divides"
+            " the experts."
         )
         raise ValueError(
             error_text(
@@ -378,25 +367,31 @@ def _find_expert_leaves(
         raise ValueError(
             error_text(problem, already_split, "let the rules name other dims of these leaves.")
         )
-    if size > 1 and not expert_paths:
+    if size > 1 and not expert_leaves:
         problem = f"{axis} is above 1, but no leaf is split over it."
         fix = (
-            "name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make"
-            " the mesh with expert=1."
+            "name the leaves whose first dim counts experts, rules=[(regex, 'experts'), ...], or"
+            " make the mesh with expert=1."
         )
         raise ValueError(error_text(problem, fix=fix))
-    return frozenset(expert_paths)
+
+
+def _remainder_of_experts(shape: tuple[int, ...], size: int) -> str:
+    if not shape:
+        return "no dim counts experts"
+    return f"dim 0 is {shape[0]}, remainder {shape[0] % size}"
 
 
 def _check_tensor(leaves: Sequence[_Leaf], size: int) -> None:
     indivisible, is_split = [], False
-    for path, _, _, shape, spec in leaves:
-        for dim, entry in enumerate(spec):
+    for leaf in leaves:
+        shape = leaf.shape
+        for dim, entry in enumerate(leaf.spec):
             if entry is not None:
                 is_split = True
                 if shape[dim] % size:
                     indivisible.append(
-                        f"{path}: shape {shape}; dim {dim} is {shape[dim]}, remainder"
+                        f"{leaf.path}: shape {shape}; dim {dim} is {shape[dim]}, remainder"
                         f" {shape[dim] % size}"
                     )
     if indivisible:

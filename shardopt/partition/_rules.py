@@ -1,4 +1,4 @@
-"""Rules: they say which dims the tensor axis splits."""
+"""Rules: they say which dims the tensor axis splits, which leaves are frozen, and which are experts."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from jax.sharding import PartitionSpec
 
 from shardopt.core._errors import calling, error_text, plural
-from shardopt.core._types import PlaceLeaf, PyTree, Rule, Rules, leaves_with_paths
+from shardopt.core._types import LeafRole, PlaceLeaf, PyTree, Rules, leaves_with_paths
 from shardopt.mesh import spec_axes
+
+CompiledRule = tuple[re.Pattern[str], LeafRole] | PlaceLeaf
+"""A `Rule` with a compiled regex."""
 
 
 @calling("rules_from_logical_axes")
@@ -97,11 +100,11 @@ def match_rules(
     *,
     axes: Iterable[str] = ("tensor",),
 ) -> list[PartitionSpec]:
-    """Return for each leaf the spec of the first rule that matches its key path.
+    """Return for each leaf the spec of the first rule that gives it one.
 
     Args:
-      rules: `[(regex, PartitionSpec), ...]`, searched in the key path, where the first match wins;
-        or a callable `(path, shape) -> PartitionSpec | None`.
+      rules: `[(regex, PartitionSpec), ...]`, searched in the key path, or functions `(path, shape)
+        -> PartitionSpec | None`; see `Rules`.
       paths_and_shapes: the key path ("blocks/attention/qkv") and shape of each leaf.
       axes: mesh axes that a rule may name.
 
@@ -110,7 +113,7 @@ def match_rules(
       spec without axes.
 
     Raises:
-      TypeError: if `rules` is neither of the two forms.
+      TypeError: if `rules` do not have the form of `Rules`.
       ValueError: if a regex does not compile or matches no leaf, a spec names an axis outside
         `axes` or one twice, or has more entries than the leaf has dims.
 
@@ -120,17 +123,10 @@ def match_rules(
       [(None, 'tensor'), (None,)]
     """
     checked = check_rules(rules, axes=axes)
-    choose = checked if callable(checked) else _first_match(checked, paths_and_shapes)
+    _check_matched(checked, [path for path, _ in paths_and_shapes])
     specs, problems = [], []
     for path, shape in paths_and_shapes:
-        spec = choose(path, shape)
-        spec = PartitionSpec() if spec is None else spec
-        if not isinstance(spec, PartitionSpec):
-            raise TypeError(
-                error_text(
-                    f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."
-                )
-            )
+        spec = first_spec(checked, path, shape) or PartitionSpec()
         if len(spec) > len(shape):
             problems.append(
                 f"{path}: shape {shape} has {plural(len(shape), 'dim')}, its spec {spec} has"
@@ -149,70 +145,115 @@ def match_rules(
     return specs
 
 
-def check_rules(rules: Rules, *, axes: Iterable[str] = ("tensor",)) -> Rules:
+def patterns_of(rules: Rules, kind: str) -> tuple[str | re.Pattern[str], ...]:
+    """Return the regexes of the rules of a kind, "frozen" or "experts".
+
+    Example:
+      >>> patterns_of([("qkv$", PartitionSpec("tensor")), ("^base/", "frozen")], "frozen")
+      ('^base/',)
+    """
+    pairs = () if callable(rules) else [rule for rule in rules if not callable(rule)]
+    return tuple(pattern for pattern, what in pairs if isinstance(what, str) and what == kind)
+
+
+def matches(patterns: Iterable[str | re.Pattern[str]], path: str) -> bool:
+    """Return whether one of the regexes is found in a key path."""
+    return any(re.search(pattern, path) for pattern in patterns)
+
+
+def check_rules(
+    rules: Rules, *, axes: Iterable[str] | None = ("tensor",)
+) -> tuple[CompiledRule, ...]:
     """Check rules before any parameter is known, and return them with compiled regexes.
 
+    Args:
+      rules: the rules.
+      axes: mesh axes that a rule may name; None for any.
+
     Raises:
-      TypeError: if `rules` is not a callable or a sequence of (regex, PartitionSpec) pairs.
+      TypeError: if `rules` do not have the form of `Rules`.
       ValueError: if a regex does not compile, or a spec names an axis outside `axes` or one twice.
     """
     if callable(rules):
-        return rules
+        return (rules,)
     form = (
-        "rules must be [(regex, PartitionSpec), ...] or a callable (path, shape) -> PartitionSpec"
+        "rules must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable (path,"
+        " shape) -> PartitionSpec"
     )
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
         raise TypeError(error_text(f"{form}, got {type(rules).__name__}."))
-    checked, problems = [], []
+    checked: list[CompiledRule] = []
+    problems = []
     for rule in rules:
+        if callable(rule):
+            checked.append(rule)
+            continue
         if not _is_rule(rule):
             raise TypeError(error_text(f"{form}; got the rule {rule!r}."))
-        pattern, spec = rule
+        pattern, what = rule
+        name = repr(pattern.pattern if isinstance(pattern, re.Pattern) else pattern)
         try:
-            checked.append((re.compile(pattern), spec))
+            checked.append((re.compile(pattern), what))
         except (re.error, TypeError, OverflowError, RecursionError) as error:
-            problems.append(f"{pattern!r}: not a regular expression: {error}")
-        problems += [f"{pattern!r}: {problem}" for problem in _axis_problems(spec, axes)]
+            problems.append(f"{name}: not a regular expression: {error}")
+        if axes is not None and isinstance(what, PartitionSpec):
+            problems += [f"{name}: {problem}" for problem in _axis_problems(what, axes)]
     if problems:
-        fix = (
-            f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places the"
-            " other axes."
-        )
+        fix = "escape what is meant literally, with re.escape."
+        if axes is not None:
+            fix = (
+                f"name only {', '.join(map(repr, axes))} in rules, each once; the strategy places"
+                " the other axes."
+            )
         raise ValueError(
             error_text(f"{plural(len(problems), 'rule')} cannot be used.", problems, fix)
         )
     return tuple(checked)
 
 
-def _first_match(
-    rules: Sequence[Rule], paths_and_shapes: Sequence[tuple[str, tuple[int, ...]]]
-) -> PlaceLeaf:
-    paths = [path for path, _ in paths_and_shapes]
-    compiled = [(re.compile(pattern), spec) for pattern, spec in rules]
+def _check_matched(rules: Sequence[CompiledRule], paths: Sequence[str]) -> None:
+    """Refuse, by a ValueError, a regex that is found in none of the key paths."""
     unmatched = [
-        repr(pattern.pattern)
-        for pattern, _ in compiled
-        if not any(pattern.search(path) for path in paths)
+        repr(rule[0].pattern)
+        for rule in rules
+        if not callable(rule) and not any(rule[0].search(path) for path in paths)
     ]
     if unmatched:
         known = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
         problem = f"{plural(len(unmatched), 'rule')} matched no parameter."
         raise ValueError(error_text(problem, unmatched, f"match a key path, such as: {known}."))
-    return lambda path, shape: next(
-        (spec for pattern, spec in compiled if pattern.search(path)), None
-    )
+
+
+def first_spec(
+    rules: Sequence[CompiledRule], path: str, shape: tuple[int, ...]
+) -> PartitionSpec | None:
+    """Return the spec of the first rule that gives a leaf one; None if no rule does."""
+    for rule in rules:
+        if not callable(rule):
+            pattern, what = rule
+            if isinstance(what, PartitionSpec) and pattern.search(path):
+                return what
+            continue
+        spec = rule(path, shape)
+        if spec is not None and not isinstance(spec, PartitionSpec):
+            raise TypeError(
+                error_text(
+                    f"rules({path!r}, {shape}) must return a PartitionSpec or None, got {spec!r}."
+                )
+            )
+        if spec is not None:
+            return spec
+    return None
 
 
 def _is_rule(rule: object) -> bool:
-    if (
-        not isinstance(rule, tuple | list)
-        or len(rule) != 2
-        or not isinstance(rule[1], PartitionSpec)
-    ):
+    if not isinstance(rule, tuple | list) or len(rule) != 2:
         return False
-    return isinstance(rule[0], str) or (
-        isinstance(rule[0], re.Pattern) and isinstance(rule[0].pattern, str)
+    pattern, what = rule
+    is_regex = isinstance(pattern, str) or (
+        isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str)
     )
+    return is_regex and (isinstance(what, PartitionSpec) or what in ("frozen", "experts"))
 
 
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:

@@ -6,7 +6,6 @@
 import functools
 import itertools
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -40,6 +39,7 @@ from shardopt.partition import (
     state_specs,
 )
 from shardopt.partition._report import num_shards
+from shardopt.partition._rules import matches, patterns_of
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._workload import Recompute, Workload
@@ -153,11 +153,8 @@ class Layout(NamedTuple):
         """Return the builder that `so.hybrid` takes as `schedule`."""
         return _builder(self.schedule or "eager_one_f_one_b", self.chunks, self.searched)
 
-    def strategy(self, rules: Rules, expert_leaves: Sequence[str] = ()) -> dict[str, Any]:
-        """Return keyword arguments of `so.hybrid`.
-
-        Tensor rules are passed if tensor is above 1, and expert leaves if expert is above 1.
-        """
+    def strategy(self, rules: Rules) -> dict[str, Any]:
+        """Return keyword arguments of `so.hybrid`."""
         optional: dict[str, Any] = (
             {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
         )
@@ -165,14 +162,12 @@ class Layout(NamedTuple):
             optional["scatter_dtype"] = self.scatter_dtype
         if not self.regather:
             optional["regather"] = False
-        if self.expert > 1:
-            optional["expert_leaves"] = tuple(expert_leaves)
         return {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
             "placement": self.placement,
             "remat": self.remat,
-            "rules": rules if self.tensor > 1 else (),
+            "rules": rules,
             **optional,
         }
 
@@ -379,13 +374,12 @@ def place(
         else ()
     )
     options = PlanOptions(
-        rules=workload.rules if layout.tensor > 1 else (),
+        rules=workload.rules,
         stacked=True,
         min_shard_elements=min_shard_elements if placement.opt_state else 1,
         is_trainable=lambda path: True,
         pipelined=layout.pipeline > 1,
         tables=tables,
-        expert_leaves=() if workload.experts is None else workload.experts.leaves,
     )
     plan_tree = plan_leaves(workload.params, mesh, options)
     plans: list[LeafPlan] = jax.tree.leaves(plan_tree)
@@ -427,9 +421,8 @@ def state_layout_bytes(
 
     model = BlockModel(placeholder, placeholder, placeholder)  # never runs
     options = {
-        "rules": workload.rules if layout.tensor > 1 else (),
+        "rules": workload.rules,
         "min_shard_elements": min_shard_elements,
-        "expert_leaves": () if workload.experts is None else workload.experts.leaves,
     }
     mesh = cast(Mesh, _MeshShape(layout.sizes))
     config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options)
@@ -445,13 +438,13 @@ def _elements(
     plans: list[LeafPlan], mesh: Mesh, workload: Workload, tables: tuple[str, ...]
 ) -> ElementCounts:
     leaves = _LeafSizes(plans, mesh)
-    expert_patterns = () if workload.experts is None else workload.experts.leaves
+    expert_patterns = patterns_of(workload.rules, "experts")
 
     def is_table(plan: LeafPlan) -> bool:
         return plan.path in tables and plan.dim == COLUMNS
 
     def is_expert(plan: LeafPlan) -> bool:
-        return any(re.search(pattern, plan.path) for pattern in expert_patterns)
+        return matches(expert_patterns, plan.path)
 
     outer = leaves.sharded(lambda plan: not plan.stacked and not is_table(plan))
     loss = leaves.sharded(lambda plan: plan.path in workload.loss_reads)

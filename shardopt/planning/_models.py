@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import error_text, format_error, plural
-from shardopt.core._types import PyTree, Rules, leaves_with_paths
+from shardopt.core._types import LeafRole, PyTree, Rules, leaves_with_paths
 from shardopt.planning._attention_kernels import BACKWARD, FORWARD, splash_flops
 from shardopt.planning._workload import (
     AttentionSizes,
@@ -26,7 +26,7 @@ from shardopt.planning._workload import (
     tensor_sums,
 )
 
-RULES = (
+RULES: tuple[tuple[str, LeafRole], ...] = (
     ("^blocks/(q|kv)$", P(None, "tensor", None)),
     ("^blocks/out$", P("tensor", None, None)),
     ("^blocks/up$", P(None, None, "tensor")),
@@ -36,12 +36,11 @@ RULES = (
 """Column then row sharding, so each half of a block needs one sum over tensor (Shoeybi et al.,
 2019, section 3).
 """
-_EXPERT_RULES = (
+_EXPERT_RULES: tuple[tuple[str, LeafRole], ...] = (
     ("^blocks/experts_(gate|up)$", P(None, None, "tensor")),
     ("^blocks/experts_down$", P(None, "tensor", None)),
+    ("^blocks/experts_", "experts"),
 )
-EXPERT_LEAVES = ("^blocks/experts_",)
-"""Leaves whose first dim (of a block) counts experts."""
 
 
 class LatentSizes(NamedTuple):
@@ -186,7 +185,7 @@ class Transformer:
 
     @property
     def rules(self) -> Rules:
-        """Tensor rules, as strategies take them."""
+        """The rules, as strategies take them."""
         paths = [path for path, _ in leaves_with_paths(self.abstract_params())]
         return tuple(
             rule
@@ -314,7 +313,7 @@ class Transformer:
             working=working,
             # logits in fp32; their gradient overwrites them
             ends_working=Bytes(sharded=_FP32_BYTES * T * self.vocab_size),
-            tensor_sums=tensor_sums(params, self.rules, EXPERT_LEAVES),
+            tensor_sums=tensor_sums(params, self.rules),
             model_flops=3 * (self.num_layers * (weight_flops + self._score_flops / 2) + head_flops),
             itemsize=jnp.dtype(self.dtype).itemsize,
             loss_reads=("norm", "embedding" if self.tied else "head"),
@@ -369,7 +368,6 @@ class Transformer:
         )
         buffers = Bytes(share * token_bytes * D, share * token_bytes * (1 + self.gated) * F)
         return ExpertSizes(
-            EXPERT_LEAVES,
             self.num_experts,
             self.top_k,
             tokens=token_bytes * D,

@@ -62,8 +62,7 @@ class Prediction(NamedTuple):
       time: seconds of a step, by cause.
       mfu: model flops utilisation, from 0 to 1.
       tokens_per_second: tokens per second of all chips together.
-      rules: tensor rules of the workload.
-      expert_leaves: regexes of the key paths of its expert leaves.
+      rules: the rules of the workload.
       transfer_seconds: seconds of each of the transfers, those that overlap with computation too.
     """
 
@@ -74,7 +73,6 @@ class Prediction(NamedTuple):
     mfu: float
     tokens_per_second: float
     rules: Rules
-    expert_leaves: tuple[str, ...] = ()
     transfer_seconds: tuple[float, ...] = ()
 
     @property
@@ -85,7 +83,7 @@ class Prediction(NamedTuple):
     @property
     def strategy(self) -> dict[str, Any]:
         """Keyword arguments of `so.hybrid`."""
-        return self.layout.strategy(self.rules, self.expert_leaves)
+        return self.layout.strategy(self.rules)
 
     @property
     def wire_bytes(self) -> dict[str, float]:
@@ -664,7 +662,6 @@ def predict(
         mfu=workload.model_flops * batch_size / (time.total * layout.num_chips * hardware.flops),
         tokens_per_second=workload.tokens * batch_size / time.total,
         rules=workload.rules,
-        expert_leaves=() if workload.experts is None else workload.experts.leaves,
         transfer_seconds=tuple(
             seconds(transfer, layout, hardware, slices=slices) for transfer in transfers
         ),

@@ -4,8 +4,7 @@
 """
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, cast
 
@@ -22,7 +21,7 @@ from shardopt.core._errors import calling, format_error, plural
 from shardopt.core._rounding import Rounding
 from shardopt.core._types import PyTree, Rules, Weighted, leaves_with_paths
 from shardopt.mesh import analysis
-from shardopt.partition._rules import match_rules
+from shardopt.partition._rules import match_rules, matches, patterns_of
 from shardopt.remat._split_backward import split_backward
 from shardopt.trace._jaxprs import cost_of
 from shardopt.trace._marks import (
@@ -116,7 +115,6 @@ class ExpertSizes(NamedTuple):
     """The sizes of the calls of `so.nn.mixture_of_experts` in one block and one row.
 
     Attributes:
-      leaves: regexes of the key paths of expert leaves, as strategies take them.
       num_experts: E.
       top_k: K, experts of a token.
       tokens: bytes of the tokens that are sent to experts, each counted once.
@@ -130,7 +128,6 @@ class ExpertSizes(NamedTuple):
         `Workload.working`.
     """
 
-    leaves: tuple[str, ...]
     num_experts: int
     top_k: int
     tokens: float
@@ -314,7 +311,7 @@ class Workload(NamedTuple):
 
 
 @calling("plan")
-def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ()) -> tuple[int, int]:
+def tensor_sums(params: PyTree, rules: Rules) -> tuple[int, int]:
     """Return how many sums over tensor the (forward, backward) pass of a block needs by its rules.
 
     A weight that is sharded on its first dim, the contracted one, needs a sum of partial results in
@@ -326,8 +323,9 @@ def tensor_sums(params: PyTree, rules: Rules, expert_leaves: Sequence[str] = ())
     specs = match_rules(
         rules, [(path, leaf.shape[path.startswith("blocks/") :]) for path, leaf in leaves]
     )
+    experts = patterns_of(rules, "experts")
     tensor_specs = [
-        (any(re.search(pattern, path) for pattern in expert_leaves), tuple(spec))
+        (matches(experts, path), tuple(spec))
         for (path, _), spec in zip(leaves, specs, strict=True)
         if path.startswith("blocks/") and "tensor" in tuple(spec)
     ]
@@ -342,7 +340,6 @@ def trace(
     abstract_batch: PyTree,
     *,
     rules: Rules = (),
-    expert_leaves: Sequence[str] = (),
     name: str = "model",
     tokens: int = 1,
     compute_dtype: DTypeLike | None = None,
@@ -356,9 +353,7 @@ def trace(
       abstract_params: the parameters of the model, or their shapes: `jax.eval_shape(init, key)`.
       abstract_batch: a batch, or its shapes, with rows as the first dim of every leaf. The number
         of rows does not matter.
-      rules: tensor rules, as strategies take them.
-      expert_leaves: regexes of key paths of leaves whose first dim counts experts, as strategies
-        take them.
+      rules: the rules, as strategies take them.
       name: name for tables.
       tokens: positions of a row.
       compute_dtype: dtype of the weights in blocks, the `gather_dtype` of fsdp; None keeps the
@@ -440,7 +435,7 @@ def trace(
             NamedValue(value, named[value][0], named[value][1], count)
             for value, count in sums.items()
         ),
-        tensor_sums=tensor_sums(params, rules, expert_leaves),
+        tensor_sums=tensor_sums(params, rules),
         model_flops=3.0 * (num_blocks * row["block_flops"] + row["ends_flops"]),
         itemsize=max(leaf.dtype.itemsize for leaf in jax.tree.leaves(functions.boundary(batch))),
         loss_reads=_loss_reads(functions, batch),
@@ -449,7 +444,7 @@ def trace(
         table_numbers=float(sum(value.size for value in looked_up)),
         rounded=blocks.rounded,
         attention=_attention(functions, batch),
-        experts=_experts(functions, batch, tuple(expert_leaves)),
+        experts=_experts(functions, batch) if patterns_of(rules, "experts") else None,
     )
 
 
@@ -584,12 +579,10 @@ def _attention(functions: _ModelFunctions, batch: PyTree) -> AttentionSizes | No
     )
 
 
-def _experts(
-    functions: _ModelFunctions, batch: PyTree, leaves: tuple[str, ...]
-) -> ExpertSizes | None:
+def _experts(functions: _ModelFunctions, batch: PyTree) -> ExpertSizes | None:
     """Return the sizes of a block's calls of `so.nn.mixture_of_experts`; several calls add up."""
     calls = marks_in(_block_jaxpr(functions, batch), EXPERTS)
-    if not calls or not leaves:
+    if not calls:
         return None
     call_sizes = []
     for mark in calls:
@@ -600,7 +593,7 @@ def _experts(
             (inputs[router].shape[1], mark.data["top_k"], _nbytes(inputs[router - 1]))
         )
     num_experts, top_ks, token_bytes = zip(*call_sizes, strict=True)
-    return ExpertSizes(leaves, max(num_experts), max(top_ks), float(sum(token_bytes)))
+    return ExpertSizes(max(num_experts), max(top_ks), float(sum(token_bytes)))
 
 
 def _block_jaxpr(functions: _ModelFunctions, batch: PyTree) -> ClosedJaxpr:

@@ -30,7 +30,7 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
 
     Raises:
       TypeError: if they are a train state, or a leaf is not an array or a number.
-      ValueError: if a leaf is a random key that `frozen` does not name.
+      ValueError: if a leaf is a random key that no rule freezes.
     """
     # flax's has the same name
     if isinstance(params, TrainState) or hasattr(params, "apply_gradients"):
@@ -56,7 +56,7 @@ def check_params(config: StrategyConfig, params: PyTree) -> PyTree:
     return shapes
 
 
-def check_keys(params: PyTree, frozen: Sequence[str] | None = None) -> None:
+def check_keys(params: PyTree, frozen: Sequence[str | re.Pattern[str]] | None = None) -> None:
     """Refuse random keys among the parameters: no optimizer changes them, so a loss would draw the
     same numbers at every step.
 
@@ -65,7 +65,7 @@ def check_keys(params: PyTree, frozen: Sequence[str] | None = None) -> None:
       frozen: the regexes of leaves that are not trained; None if the function has no such argument.
 
     Raises:
-      ValueError: if a leaf is a random key that `frozen` does not name.
+      ValueError: if a leaf is a random key that no rule freezes.
     """
     key_paths = [
         path
@@ -85,7 +85,9 @@ def check_keys(params: PyTree, frozen: Sequence[str] | None = None) -> None:
             " parameters (so.interop.nnx does both for an nnx module)"
         )
         fix += (
-            "." if frozen is None else "; or name them in frozen= if they are to stay as they are."
+            "."
+            if frozen is None
+            else "; or freeze them by rules=[(regex, 'frozen')] if they are to stay as they are."
         )
         raise ValueError(error_text(problem, trained_keys, fix))
 

@@ -78,7 +78,7 @@ def ddp(
     sees whole sequences.
 
     **Expert axis** (`so.make_mesh(expert=4)`): it splits rows, as data does, and it splits the
-    leaves of `expert_leaves` by experts. The loss sees [experts of this device, ...] of such a
+    leaves that `rules` call experts. The loss sees [experts of this device, ...] of such a
     leaf, and sends tokens to the devices of their experts, as `so.nn.mixture_of_experts` does. The
     gradient of such a leaf is complete over expert, and is summed only over replica, data and
     context. Whatever a placement shards of the other leaves is sharded over data, expert and

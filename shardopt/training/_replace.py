@@ -81,7 +81,7 @@ def replace(
       ...     drift = jnp.mean((params["w"] - params["reference"]) ** 2)
       ...     return jnp.mean((batch @ params["w"]) ** 2) + params["kl"] * drift
       >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
-      >>> opt = so.fsdp(tx, so.make_mesh(), loss_fn, frozen=["reference", "kl"])
+      >>> opt = so.fsdp(tx, so.make_mesh(), loss_fn, rules=[("reference|kl", "frozen")])
       >>> w = jnp.ones((8, 8))
       >>> state = opt.init({"w": w, "reference": w, "kl": 0.5})
       >>> state, _ = opt.step(state, jnp.ones((8, 8)))

@@ -1,7 +1,7 @@
 """Small models with a loss and batches, and the same training in plain jax and optax on one device."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,14 +56,8 @@ class Problem(NamedTuple):
     options: dict[str, Any]
 
 
-def make_problem(
-    name: str, num_rows: int, dtype: str, axes: Mapping[str, int] | None = None
-) -> Problem:
-    """Return the problem of this name with `num_rows` rows per step.
-
-    Its options are those for a mesh with these axes.
-    """
-    axes = axes or {}
+def make_problem(name: str, num_rows: int, dtype: str) -> Problem:
+    """Return the problem of this name with `num_rows` rows per step."""
     params, loss_fn, rules, draw_batch = MODELS[name]()
     draw = np.random.default_rng(7)
 
@@ -71,14 +65,7 @@ def make_problem(
         return np.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
 
     batches = tuple(jax.tree.map(cast, draw_batch(draw, num_rows)) for _ in range(STEPS))
-    options: dict[str, Any] = {}
-    if "tensor" in axes:
-        options["rules"] = rules
-    if name == "moe":
-        options["frozen"] = moe.frozen
-    if name == "moe" and "expert" in axes:
-        options["expert_leaves"] = moe.expert_leaves
-    return Problem(jax.tree.map(cast, params), loss_fn, batches, options)
+    return Problem(jax.tree.map(cast, params), loss_fn, batches, {"rules": rules})
 
 
 def split_rows(batch: PyTree, count: int) -> list[PyTree]:

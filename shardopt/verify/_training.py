@@ -222,7 +222,7 @@ def measure_training(training: Training, devices: Devices) -> Measurement:
     num_rows = _ROWS_PER_DEVICE * len(devices)
     losses, wrong = [], ""
     with jax.enable_x64(training.dtype == "float64"), jax.default_matmul_precision("highest"):
-        problem = make_problem(training.model, num_rows, training.dtype, sizes)
+        problem = make_problem(training.model, num_rows, training.dtype)
         expected_params, expected_losses = train_on_one_device(
             training.model, training.optimizer, num_rows, training.dtype, **_sync(training)
         )

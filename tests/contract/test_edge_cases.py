@@ -73,7 +73,11 @@ def test_running_statistics_move_although_gathers_are_narrow(mesh_of):
         return square(params, batch.astype(jnp.bfloat16)), {"m": so.losses.Updated({"mean": moved})}
 
     opt = so.fsdp(
-        optax.sgd(0.0), mesh_of(data=2), loss_fn, frozen=["mean"], gather_dtype=jnp.bfloat16
+        optax.sgd(0.0),
+        mesh_of(data=2),
+        loss_fn,
+        rules=[("mean", "frozen")],
+        gather_dtype=jnp.bfloat16,
     )
     state = opt.init({**PARAMS, "mean": jnp.ones((4,))})
     for _ in range(20):
@@ -117,7 +121,9 @@ def test_fsdp_without_blocks_does_not_keep_the_model_through_micro_batches(mesh_
 
 
 def test_iterators_of_patterns_are_not_used_up_by_the_check(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), square, frozen=(name for name in ["^b$"]))
+    opt = so.ddp(
+        optax.sgd(0.1), mesh_of(data=2), square, rules=(rule for rule in [("^b$", "frozen")])
+    )
     state, _ = opt.step(opt.init(PARAMS), X)
     np.testing.assert_array_equal(state.params["b"], PARAMS["b"])
     assert not np.allclose(state.params["w"], PARAMS["w"])

@@ -23,7 +23,7 @@ from shardopt.trace._marks import marked
 
 EXPERTS, WIDTH, HIDDEN = 8, 4, 6
 TX = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9))
-LEAVES = ["experts/"]
+LEAVES = [("experts/", "experts")]
 
 
 def experts(weights, x, router):
@@ -137,7 +137,7 @@ def strategy(name, mesh, loss, **options):
     if name == "hybrid":
         options["min_shard_elements"] = 1
     return {"hybrid": so.hybrid, **STRATEGIES}[name](
-        TX, mesh, loss, expert_leaves=LEAVES, **options
+        TX, mesh, loss, rules=[*LEAVES, *options.pop("rules", ())], **options
     )
 
 
@@ -259,9 +259,9 @@ def test_experts_used_elsewhere_in_a_block_are_refused(mesh_of):
     ("leaves", "options", "message"),
     [
         ((), {}, "fsdp: mesh axis 'expert' (size 4) is above 1, but no leaf is split over it.\n"
-         "Fix: name the leaves whose first dim counts experts, expert_leaves=[regex, ...], or make the mesh with expert=1."),
+         "Fix: name the leaves whose first dim counts experts, rules=[(regex, 'experts'), ...], or make the mesh with expert=1."),
         (["first/router"], {"min_shard_elements": 1}, None),
-        (["^in$", "scale"], {}, "fsdp: 1 pattern of expert_leaves matched no parameter.\n  'scale'\nFix: match a key path, such as: "
+        (["^in$", "scale"], {}, "fsdp: 1 rule matched no parameter.\n  'scale'\nFix: match a key path, such as: "
          "first/experts/down, first/experts/up, first/router, in, second/experts/down, second/experts/up, second/router."),
         (["experts/"], {"rules": [("up", P("tensor", None, None))]}, "fsdp: rules split the first dim of 2 leaves of experts, "
          "which mesh axis 'expert' (size 4) splits.\n  first/experts/up: shape (8, 4, 6)\n"
@@ -275,7 +275,7 @@ def test_refusals(leaves, options, message, mesh_of):
         TX,
         mesh_of(expert=4, tensor=2 if "rules" in options else 1),
         weighted,
-        expert_leaves=leaves,
+        rules=[*((leaf, "experts") for leaf in leaves), *options.pop("rules", ())],
         **options,
     )
     if message is None:
@@ -291,13 +291,13 @@ def test_experts_that_the_axis_does_not_divide_are_refused(mesh_of):
     }
     message = (
         "ddp: 1 leaf of experts cannot be split over mesh axis 'expert' (size 4).\n "
-        " first/experts/up: shape (6, 4, 6); dim 0 is 6, remainder 2\nFix: name in expert_leaves"
-        " only leaves [experts, ...], or choose a size that divides the experts."
+        " first/experts/up: shape (6, 4, 6); dim 0 is 6, remainder 2\nFix: let rules name only"
+        " leaves [experts, ...] as experts, or choose a size that divides the experts."
     )
     with pytest.raises(ValueError, match=re.escape(message) + "$"):
-        so.ddp(TX, mesh_of(expert=4), weighted, expert_leaves=["up"]).specs(odd)
+        so.ddp(TX, mesh_of(expert=4), weighted, rules=[("up", "experts")]).specs(odd)
 
 
 def test_a_reducer_is_refused(mesh_of):
     with pytest.raises(ValueError, match="those of experts differ along expert"):
-        so.ddp(TX, mesh_of(expert=4), weighted, expert_leaves=LEAVES, reducer=so.reducers.int8())
+        so.ddp(TX, mesh_of(expert=4), weighted, rules=LEAVES, reducer=so.reducers.int8())

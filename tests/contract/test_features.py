@@ -71,7 +71,12 @@ def test_each_step_device_and_micro_batch_has_its_own_key(mesh_of):
 
     params = {**PARAMS, "seen": jnp.zeros((16,))}
     opt = so.ddp(
-        optax.sgd(0.0), mesh_of(data=4), loss_fn, micro_batches=2, frozen=["seen"], view="unproved"
+        optax.sgd(0.0),
+        mesh_of(data=4),
+        loss_fn,
+        micro_batches=2,
+        rules=[("seen", "frozen")],
+        view="unproved",
     )
     rows = np.concatenate([np.arange(1, 17, dtype=np.float32)[:, None], X], axis=1)
     state = opt.init(params, jax.random.key(5))
@@ -121,7 +126,11 @@ def test_frozen_leaves_are_not_trained_and_batch_statistics_can_be_updated(strat
         "stats": {"mean": jnp.zeros((8,)), "steps": jnp.int32(0)},
     }
     opt = STRATEGIES[strategy](
-        optax.adam(0.1), mesh_of(data=4), loss_fn, frozen=["^base$", "^stats/mean"], micro_batches=2
+        optax.adam(0.1),
+        mesh_of(data=4),
+        loss_fn,
+        rules=[("^base$", "frozen"), ("^stats/mean", "frozen")],
+        micro_batches=2,
     )
     state = opt.init(params)
     assert jax.tree.structure(state.opt_state[0].mu) == jax.tree.structure(
@@ -144,7 +153,9 @@ def test_gradients_of_frozen_leaves_are_not_sent(mesh_of):
     params = {
         "blocks": {"base": jnp.ones((3, 8, 8)), "a": jnp.ones((3, 8, 4)), "b": jnp.ones((3, 4, 8))}
     }
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), model, frozen=["base$"], min_shard_elements=1)
+    opt = so.fsdp(
+        optax.sgd(0.1), mesh_of(data=4), model, rules=[("base$", "frozen")], min_shard_elements=1
+    )
     state = opt.init(params)
     program = so.hlo.audit(opt.step, state, np.ones((8, 8), np.float32))
     sent = [
@@ -175,7 +186,7 @@ def test_batch_statistics_of_nnx_live_in_frozen_leaves(mesh_of):
 
     params = {"weights": weights, "rest": rest}
     opt = so.fsdp(
-        optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=["^rest"], view="unproved"
+        optax.adam(1e-2), mesh_of(data=2), loss_fn, rules=[("^rest", "frozen")], view="unproved"
     )  # halves normalise apart
     state = opt.init(params)
     state, _ = opt.step(state, X)
@@ -206,7 +217,7 @@ def test_updates_must_fit(mesh_of):
         str(caught.value)
         == "ddp: so.losses.Updated does not fit the parameters.\n  w: not a frozen parameter leaf\n  z:"
         " not a frozen parameter leaf\n  n: shape (2,), the parameter has ()\nFix: return"
-        " so.losses.Updated with the parameters' own nesting, for leaves named by frozen= or of integer"
+        " so.losses.Updated with the parameters' own nesting, for leaves that rules freeze or of integer"
         " type."
     )
 

@@ -131,12 +131,10 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
         "fixed": np.ones(3),
         "stats": stats,
     }
-    model, frozen = (
-        MODEL._replace(block=block, loss=loss),
-        ["^blocks/frozen", "^blocks/key", "^fixed", "^stats/mean"],
-    )
+    model = MODEL._replace(block=block, loss=loss)
+    rules = [("^(blocks/frozen|blocks/key|fixed|stats/mean)", "frozen")]
     # weights and counts of a piece are no sums over rows
-    trusted = {"frozen": frozen, "view": "unproved"}
+    trusted = {"rules": rules, "view": "unproved"}
     one = hybrid(mesh_of(data=2, pipeline=4), model, schedule, placement="zero2", **trusted)
     state, metrics = run(one, params, {"x": X})
     other = plain(mesh_of(data=2), model, **trusted)
@@ -157,9 +155,13 @@ def test_frozen_updated_and_aux(schedule, mesh_of, x64):
 )
 def test_one_part_alone_is_trained(schedule, frozen, mesh_of, x64):
     state, metrics = run(
-        hybrid(mesh_of(data=2, pipeline=4), MODEL, schedule, frozen=[frozen]), PARAMS, {"x": X}
+        hybrid(mesh_of(data=2, pipeline=4), MODEL, schedule, rules=[(frozen, "frozen")]),
+        PARAMS,
+        {"x": X},
     )
-    expected, wanted = run(plain(mesh_of(data=2), MODEL, frozen=[frozen]), PARAMS, {"x": X})
+    expected, wanted = run(
+        plain(mesh_of(data=2), MODEL, rules=[(frozen, "frozen")]), PARAMS, {"x": X}
+    )
     same((state.params, metrics), (expected.params, wanted))
 
 

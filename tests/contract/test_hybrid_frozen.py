@@ -34,7 +34,7 @@ def test_frozen_blocks_skip_what_nobody_reads(frozen, passes, mesh_of):
         schedule=so.schedules.zero_bubble,
         micro_batches=MICRO_BATCHES,
         placement="ddp",
-        frozen=frozen,
+        rules=[(pattern, "frozen") for pattern in frozen],
     )
     batch = jax.ShapeDtypeStruct((ROWS, 2), jnp.float32)
     compiled = opt.step.lower(opt.abstract_state(PARAMS), batch).compile()

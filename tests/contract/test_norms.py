@@ -78,7 +78,7 @@ PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
 HYBRID = {"micro_batches": 2, "min_shard_elements": 8}
 CASES = {
     "ddp": ("ddp", {"data": 4, "replica": 2}, adam, {"micro_batches": 2}),
-    "zero1 and a frozen leaf": ("zero1", {"data": 8}, adam, {"frozen": ["^in$"]}),
+    "zero1 and a frozen leaf": ("zero1", {"data": 8}, adam, {"rules": [("^in$", "frozen")]}),
     "zero2 and tensor": (
         "zero2",
         {"data": 4, "tensor": 2},

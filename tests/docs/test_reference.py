@@ -54,8 +54,6 @@ ROOMS = {
         [
             "LatentConfig",
             "MoEConfig",
-            "expert_leaves",
-            "frozen",
             "init",
             "logits_of",
             "model",

@@ -31,7 +31,7 @@ adapted = lora(
     rules=model.rules,
     low_rank_products=True,
 )
-options = {"rules": adapted.rules, "frozen": adapted.frozen, "min_shard_elements": 1}
+options = {"rules": adapted.rules, "min_shard_elements": 1}
 opt = so.fsdp(optax.sgd(0.5), so.make_mesh(data=4, tensor=2), adapted.model, **options)
 state = adapted.start(model, opt, jax.random.key(0), progress=False)
 batch = {"tokens": np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 61}

@@ -120,16 +120,32 @@ WRONG = {
             1,
             TypeError,
             (
-                "{name} must be [(regex, PartitionSpec), ...] or a callable (path, shape) ->"
-                " PartitionSpec, got int."
+                "{name} must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable"
+                " (path, shape) -> PartitionSpec, got int."
             ),
         ),
         (
             ["w"],
             TypeError,
             (
-                "{name} must be [(regex, PartitionSpec), ...] or a callable (path, shape) ->"
-                " PartitionSpec; got the rule 'w'."
+                "{name} must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable"
+                " (path, shape) -> PartitionSpec; got the rule 'w'."
+            ),
+        ),
+        (
+            [("w", "expert")],
+            TypeError,
+            (
+                "{name} must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable"
+                " (path, shape) -> PartitionSpec; got the rule ('w', 'expert')."
+            ),
+        ),
+        (
+            [("(", "frozen")],
+            ValueError,
+            (
+                "1 rule cannot be used.\n  '(': not a regular expression: missing ), unterminated"
+                " subpattern at position 0\nFix: escape what is meant literally, with re.escape."
             ),
         ),
     ],

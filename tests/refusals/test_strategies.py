@@ -157,19 +157,16 @@ FIRST_PARAMETERS = [
         "ddp: 1 rule matched no parameter.\n  'kernel'\nFix: match a key path, such as: w.",
     ),
     (
-        lambda: so.ddp(TX, mesh(), square, frozen=["kernel"]).specs(PARAMS),
+        lambda: so.ddp(TX, mesh(), square, rules=[("kernel", "frozen")]).specs(PARAMS),
         ValueError,
-        (
-            "ddp: 1 pattern of frozen matched no parameter.\n  'kernel'\nFix: match a key path,"
-            " such as: w."
-        ),
+        ("ddp: 1 rule matched no parameter.\n  'kernel'\nFix: match a key path, such as: w."),
     ),
     (
-        lambda: so.ddp(TX, mesh(), square, frozen=["w"]).specs(PARAMS),
+        lambda: so.ddp(TX, mesh(), square, rules=[("w", "frozen")]).specs(PARAMS),
         ValueError,
         (
-            "ddp: nothing is trainable among 1 parameter leaf.\nFix: pass floating leaves that"
-            " frozen does not match."
+            "ddp: nothing is trainable among 1 parameter leaf.\nFix: pass floating leaves that no"
+            " rule freezes."
         ),
     ),
 ]

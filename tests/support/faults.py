@@ -164,7 +164,7 @@ def further_strategies(devices):
         for sizes in ({"data": 4}, {"data": 2, "expert": 2})
     )
     options, muon = {"min_shard_elements": 1, "view": "unproved"}, optax.contrib.muon(0.01)
-    experts = {"expert_leaves": ["^experts/"], "view": "unproved"}
+    experts = {"rules": [("^experts/", "experts")], "view": "unproved"}
     return {
         "Muon, zero1": lambda: so.zero(
             muon, mesh, loss, stage=1, opt_state_layout="matrices", **options

@@ -25,7 +25,7 @@ class Case(NamedTuple):
       params: the parameters.
       loss_fn: the loss.
       make_batch: `make_batch(draw) -> batch` of 16 rows.
-      frozen: regexes of leaves that are not trained.
+      rules: rules that freeze the leaves that are not trained.
       mixing: whether rows mix, so that only the global view can have it.
       constrained: whether it says itself how rows are split, which only the global view lets it.
     """
@@ -33,14 +33,14 @@ class Case(NamedTuple):
     params: Any
     loss_fn: Callable[..., Any]
     make_batch: Callable[[np.random.Generator], Any]
-    frozen: tuple[str, ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()
     mixing: bool = False
     constrained: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
         """What a strategy is told of it."""
-        return {"frozen": self.frozen} | (
+        return {"rules": self.rules} | (
             {"view": "global"} if self.mixing or self.constrained else {}
         )
 
@@ -109,7 +109,7 @@ def linen_resnet():
     variables = jax.jit(lambda key: model.init(key, jnp.zeros((1, 8, 8, 3)), False))(
         jax.random.key(0)
     )
-    return Case(variables, loss_fn, images, frozen=("^batch_stats/",), mixing=True)
+    return Case(variables, loss_fn, images, rules=(("^batch_stats/", "frozen"),), mixing=True)
 
 
 def nnx_cnn():
@@ -128,8 +128,8 @@ def nnx_cnn():
     def loss(model, batch):
         return cross_entropy(model(batch["image"]), batch["label"])
 
-    params, loss_fn, frozen = so.interop.nnx(CNN(nnx.Rngs(0)), loss)
-    return Case(params, loss_fn, images, frozen, mixing=True)
+    params, loss_fn, rules = so.interop.nnx(CNN(nnx.Rngs(0)), loss)
+    return Case(params, loss_fn, images, rules, mixing=True)
 
 
 def linen_transformer():
@@ -242,7 +242,11 @@ def equinox_batch_norm():
         return cross_entropy(logits, batch["label"]), {"stats": so.losses.Updated({"state": new})}
 
     return Case(
-        {"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True
+        {"params": params, "state": state},
+        loss_fn,
+        vectors,
+        rules=(("^state/", "frozen"),),
+        mixing=True,
     )
 
 
@@ -299,7 +303,11 @@ def haiku_batch_norm():
         return cross_entropy(logits, batch["label"]), aux
 
     return Case(
-        {"params": params, "state": state}, loss_fn, vectors, frozen=("^state/",), mixing=True
+        {"params": params, "state": state},
+        loss_fn,
+        vectors,
+        rules=(("^state/", "frozen"),),
+        mixing=True,
     )
 
 
@@ -334,7 +342,7 @@ def keras_stateless():
         "trainable": values(model.trainable_variables),
         "other": values(model.non_trainable_variables),
     }
-    return Case(params, loss_fn, vectors, frozen=("^other/",), mixing=True)
+    return Case(params, loss_fn, vectors, rules=(("^other/", "frozen"),), mixing=True)
 
 
 def jraph_graphs():
@@ -508,7 +516,7 @@ def lora():
             jax.nn.gelu(batch["x"] @ weights["up"]) @ weights["down"], batch["label"]
         )
 
-    return Case(params, loss_fn, vectors, frozen=("^base/",))
+    return Case(params, loss_fn, vectors, rules=(("^base/", "frozen"),))
 
 
 def dpo():
@@ -530,7 +538,9 @@ def dpo():
     def make(draw):
         return {name: draw.integers(0, 16, (ROWS, 9)) for name in ("chosen", "rejected")}
 
-    return Case({"policy": start, "reference": start}, loss_fn, make, frozen=("^reference/",))
+    return Case(
+        {"policy": start, "reference": start}, loss_fn, make, rules=(("^reference/", "frozen"),)
+    )
 
 
 def maml_of_tasks():

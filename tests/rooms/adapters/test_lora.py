@@ -159,9 +159,7 @@ def test_steps_equal_one_device(mesh, base, low_rank_products, mesh_of):
         if strategy is not so.ddp or name == "micro_batches"
     }
     adapted = adapted_gpt(base, low_rank_products=low_rank_products)
-    opt = strategy(
-        TX, mesh_of(**sizes), adapted.model, rules=adapted.rules, frozen=adapted.frozen, **options
-    )
+    opt = strategy(TX, mesh_of(**sizes), adapted.model, rules=adapted.rules, **options)
     start = gpt_params(adapted)
     state = opt.init(start)
     for _ in range(3):
@@ -188,7 +186,6 @@ def test_adapters_are_placed_as_their_weights(mesh_of):
         mesh_of(data=2, tensor=2, pipeline=2),
         adapted.model,
         rules=adapted.rules,
-        frozen=adapted.frozen,
         micro_batches=2,
     )
     specs = opt.specs(gpt_params(adapted)).params["blocks"]
@@ -215,7 +212,6 @@ def test_the_order_of_devices_does_not_matter():
             mesh,
             adapted.model,
             rules=adapted.rules,
-            frozen=adapted.frozen,
             min_shard_elements=1,
             view="unproved",
         )
@@ -233,7 +229,7 @@ def test_the_base_travels_in_its_bits_and_only_adapters_are_reduced(mesh_of):
         TX,
         mesh_of(data=4),
         adapted.model,
-        frozen=adapted.frozen,
+        rules=adapted.rules,
         min_shard_elements=1,
         view="unproved",
     )
@@ -275,7 +271,7 @@ def test_weights_of_products_in_8_bits_are_still_gathered_in_8_bits(low_rank_pro
     params = jax.device_get(gpt_params(adapted))
     trained = []
     for devices in 1, 4:
-        options = {"frozen": adapted.frozen, "min_shard_elements": 8}
+        options = {"rules": adapted.rules, "min_shard_elements": 8}
         opt = so.fsdp(TX, mesh_of(data=devices), adapted.model, **options)
         state = opt.init(params)
         program = so.hlo.audit(opt.step, state, BATCH)
@@ -300,7 +296,7 @@ def test_low_rank_products_leave_out_the_gradients_of_weights(mesh_of):
     models = {"full": (gpt.model(CONFIG), {}, params)}
     for products in (False, True):
         adapted = adapted_gpt(low_rank_products=products)
-        models[products] = adapted.model, {"frozen": adapted.frozen}, gpt_params(adapted)
+        models[products] = adapted.model, {"rules": adapted.rules}, gpt_params(adapted)
     for name, (model, options, model_params) in models.items():
         opt = so.ddp(TX, mesh_of(data=1), model, view="unproved", **options)
         lowered = opt.step.lower(opt.init(model_params), {"tokens": TOKENS})
@@ -329,7 +325,7 @@ def test_dropout_scales_what_it_keeps_and_evaluation_drops_nothing(mesh_of):
     with_dropout = adapted_gpt(low_rank_products=True, dropout=0.5)
     plain = adapted_gpt(low_rank_products=True)
     params = gpt_params(with_dropout)
-    opt = so.ddp(optax.sgd(0.0), mesh_of(data=1), with_dropout.model, frozen=with_dropout.frozen)
+    opt = so.ddp(optax.sgd(0.0), mesh_of(data=1), with_dropout.model, rules=with_dropout.rules)
     state = opt.init(params, jax.random.key(3))
     losses = []
     for _ in range(2):
@@ -428,7 +424,7 @@ def test_an_equinox_module_has_adapters(mesh_of):
     results = []
     for size in (1, 4):
         opt = so.fsdp(
-            TX, mesh_of(data=size), adapted.model, frozen=adapted.frozen, min_shard_elements=1
+            TX, mesh_of(data=size), adapted.model, rules=adapted.rules, min_shard_elements=1
         )
         state = opt.init(params)
         for _ in range(2):
@@ -467,8 +463,6 @@ def test_experts_have_adapters_on_every_mesh(mesh_of):
             mesh_of(**sizes),
             adapted.model,
             rules=adapted.rules,
-            frozen=adapted.frozen,
-            expert_leaves=moe.expert_leaves,
             min_shard_elements=1,
             view="per_device",
         )

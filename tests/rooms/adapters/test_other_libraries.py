@@ -117,7 +117,7 @@ def test_a_step_equals_plain_jax(library, mesh_of):
     after = expected(params, loss_fn)
     assert len(after) == 2
     opt = so.fsdp(
-        optax.sgd(RATE), mesh_of(data=4), adapted.model, frozen=adapted.frozen, min_shard_elements=1
+        optax.sgd(RATE), mesh_of(data=4), adapted.model, rules=adapted.rules, min_shard_elements=1
     )
     state, _ = opt.step(opt.init(params), BATCH)
     nodes = [node for node in jax.tree.leaves(state.params, is_leaf=is_node) if is_node(node)]

@@ -69,7 +69,6 @@ def test_a_step_of_adamw_is_that_of_peft_and_comes_out_in_its_files(
         mesh_of(data=2, tensor=2),
         adapted.model,
         rules=adapted.rules,
-        frozen=adapted.frozen,
         min_shard_elements=1,
     )
     state = opt.init(loaded(adapted, opened, folder))
@@ -105,7 +104,6 @@ def test_a_state_starts_from_the_shards_of_an_open_model(base, opened, mesh_of):
         mesh_of(data=2, tensor=2),
         adapted.model,
         rules=adapted.rules,
-        frozen=adapted.frozen,
         min_shard_elements=1,
     )
     state = adapted.start(opened, opt, jax.random.key(0), progress=False)

@@ -31,7 +31,7 @@ def strategy(mesh, **options):
         optax.adam(0.01),
         mesh,
         ADAPTED.model,
-        frozen=ADAPTED.frozen,
+        rules=ADAPTED.rules,
         min_shard_elements=1,
         **options,
     )

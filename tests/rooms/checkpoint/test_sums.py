@@ -32,7 +32,7 @@ def loss_fn(params, batch):
 def opt():
     """A trained matrix, and a frozen one: checkpoints may have a hash in its place."""
     mesh = so.make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES])
-    return so.fsdp(optax.sgd(0.1), mesh, loss_fn, frozen=FROZEN, min_shard_elements=1)
+    return so.fsdp(optax.sgd(0.1), mesh, loss_fn, rules=[("base", "frozen")], min_shard_elements=1)
 
 
 def first_state(opt):

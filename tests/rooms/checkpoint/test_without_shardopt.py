@@ -52,7 +52,11 @@ def saved(tmp_path_factory):
         "nothing": np.zeros((0, 4), np.float32),
     }
     opt = so.fsdp(
-        optax.adam(0.1), so.make_mesh(data=8), loss_fn, frozen=["key"], min_shard_elements=1
+        optax.adam(0.1),
+        so.make_mesh(data=8),
+        loss_fn,
+        rules=[("key", "frozen")],
+        min_shard_elements=1,
     )
     state, _ = opt.step(opt.init(params), np.ones((8, 8), np.float32))
     folder = tmp_path_factory.mktemp("run")

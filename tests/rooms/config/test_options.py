@@ -38,8 +38,8 @@ OF_PLATFORM = ("min_shard_elements",)
 
 MESSAGES = {
     "a misspelt option": (
-        lambda: so.fsdp(optax.sgd(0.1), so.make_mesh(), jnp.sum, expert_leafs=["a"]),
-        "fsdp: unexpected keyword argument 'expert_leafs'.\nFix: write expert_leaves.",
+        lambda: so.fsdp(optax.sgd(0.1), so.make_mesh(), jnp.sum, batch_dim=[("a", 1)]),
+        "fsdp: unexpected keyword argument 'batch_dim'.\nFix: write batch_dims.",
     ),
     "two misspelt options": (
         lambda: so.zero(optax.sgd(0.1), so.make_mesh(), jnp.sum, stages=2, microbatches=2),

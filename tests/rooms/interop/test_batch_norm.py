@@ -199,7 +199,9 @@ def test_equals_the_librarys_own_layer_on_one_device(model, mesh_of, x64):
             has_aux=True,
         )
     )
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=2), loss_of(own[2]), frozen=["^stats"])
+    opt = so.fsdp(
+        optax.sgd(0.1), mesh_of(replica=2, data=2), loss_of(own[2]), rules=[("^stats", "frozen")]
+    )
     state = opt.init({"params": wide(own[0]), "stats": wide(own[1])})
     for batch in (X, X[::-1] ** 2, X + 1):
         (loss, aux), grads = grad(params, stats, batch)

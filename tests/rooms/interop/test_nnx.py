@@ -59,8 +59,8 @@ def kept(model, batch):
 
 def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
     tx, model = optax.sgd(0.1, momentum=0.9), Net(nnx.Rngs(3))
-    params, loss_fn, frozen = so.interop.nnx(model, cross_entropy)
-    opt = so.fsdp(tx, mesh_of(data=1), loss_fn, frozen=frozen, min_shard_elements=1)
+    params, loss_fn, rules = so.interop.nnx(model, cross_entropy)
+    opt = so.fsdp(tx, mesh_of(data=1), loss_fn, rules=rules, min_shard_elements=1)
     state = opt.init(params)
     optimizer, losses = nnx.Optimizer(model, tx, wrt=nnx.Param), []
 
@@ -91,8 +91,8 @@ def test_a_module_trains_as_nnx_trains_it_with_its_statistics(mesh_of):
 
 @pytest.mark.slow
 def test_every_step_has_a_mask_of_its_own_and_evaluation_none(mesh_of):
-    params, loss_fn, frozen = so.interop.nnx(Dropped, kept)
-    assert frozen == ()
+    params, loss_fn, rules = so.interop.nnx(Dropped, kept)
+    assert rules == ()
     key = jax.random.key(0)
     keys, made = jax.random.split(key, 4), params(key)
     assert sorted(made) == ["scale"]
@@ -131,9 +131,9 @@ def test_stacked_modules_have_a_key_each():
 
 
 def test_what_wrt_leaves_out_is_frozen(mesh_of):
-    params, loss_fn, frozen = so.interop.nnx(Adapted(nnx.Rngs(0)), cross_entropy, wrt=nnx.LoRAParam)
-    assert frozen == (r"^linear/bias/value$", r"^linear/kernel/value$")
-    opt = so.zero(optax.adam(1e-2), mesh_of(data=2), loss_fn, frozen=frozen)
+    params, loss_fn, rules = so.interop.nnx(Adapted(nnx.Rngs(0)), cross_entropy, wrt=nnx.LoRAParam)
+    assert rules == (("^linear/bias/value$", "frozen"), ("^linear/kernel/value$", "frozen"))
+    opt = so.zero(optax.adam(1e-2), mesh_of(data=2), loss_fn, rules=rules)
     state, _ = opt.step(opt.init(params), BATCH)
     np.testing.assert_array_equal(
         state.params["linear"]["kernel"][...], params["linear"]["kernel"][...]
@@ -156,9 +156,9 @@ def test_a_model_with_its_keys_passed_as_parameters_is_refused(mesh_of):
         == "ddp: 1 parameter leaf would be the same random key at every step, with the same"
         " dropout.\n  dropout/rngs/key/value\nFix: let the loss take a keyword rng, a new key"
         " each step, and leave keys out of the parameters (so.interop.nnx does both for an nnx"
-        " module); or name them in frozen= if they are to stay as they are."
+        " module); or freeze them by rules=[(regex, 'frozen')] if they are to stay as they are."
     )
-    so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, frozen=["rngs/key"]).specs(whole)
+    so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, rules=[("rngs/key", "frozen")]).specs(whole)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def one_device(case, tx):
     treedef = jax.tree.structure(case.params)
     trained = [
         np.issubdtype(leaf.dtype, np.floating)
-        and not any(re.search(one, path) for one in case.frozen)
+        and not any(re.search(one, path) for one, _ in case.rules)
         for path, leaf in leaves_with_paths(case.params)
     ]
 
@@ -112,7 +112,7 @@ def test_it_trains_as_on_one_device(name, strategy, mesh_of):
 @pytest.mark.parametrize("name", tiered(MODELS, lambda name: name == "nnx_cnn"))
 def test_in_the_per_device_view_it_is_refused_if_rows_mix_and_else_not(name, mesh_of):
     case = MODELS[name]()
-    opt = so.ddp(TX, mesh_of(data=8), case.loss_fn, frozen=case.frozen, view="per_device")
+    opt = so.ddp(TX, mesh_of(data=8), case.loss_fn, rules=case.rules, view="per_device")
     state, batch = opt.init(case.params, jax.random.key(KEY)), case.batches(1)[0]
     if case.mixing:
         with pytest.raises(so.errors.NotSeparableError, match=re.escape("support/others.py")):

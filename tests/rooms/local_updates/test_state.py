@@ -138,7 +138,7 @@ def test_evaluate_takes_the_shared_parameters(
 def test_frozen_leaves_stay_and_are_in_no_fragment(
     strategy_of, new_params, new_batches, steps_on, rows_of
 ):
-    inner = strategy_of("fsdp", options={"frozen": ["^in$"]})
+    inner = strategy_of("fsdp", options={"rules": [("^in$", "frozen")]})
     opt = so.diloco(inner, sync_every=2)
     state, _ = steps_on(opt, opt.init(new_params()), new_batches(4))
     for tree in (jax.device_get(state.params), *rows_of(state)):
@@ -170,7 +170,7 @@ def test_leaves_that_the_loss_updates_are_averaged_when_replicas_agree(
         "ddp",
         optax.sgd(0.01),
         model=with_statistics,
-        options={"frozen": ["^mean$"], "view": "unproved"},
+        options={"rules": [("^mean$", "frozen")], "view": "unproved"},
     )
     opt = so.diloco(inner, sync_every=3, delay=delay)
     batches = new_batches(5)

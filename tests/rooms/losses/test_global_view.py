@@ -215,7 +215,7 @@ def test_keys_weights_metrics_and_updates_are_those_of_one_device(mesh_of, x64):
             mesh_of(data=data),
             noisy,
             min_shard_elements=8,
-            frozen=["mean"],
+            rules=[("mean", "frozen")],
             view=view,
         )
         state = opt.init(params, jax.random.key(3))

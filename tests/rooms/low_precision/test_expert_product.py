@@ -213,13 +213,12 @@ def test_many_devices_round_as_one(sizes, mesh_of, x64):
     config = dataclasses.replace(CONFIG, param_dtype=jnp.float64)
     tokens, leaves = (
         np.random.default_rng(1).integers(0, 32, (4, 9)).astype(np.int32),
-        {"frozen": moe.frozen},
+        {"rules": moe.rules},
     )
     tx, found = optax.sgd(0.3, momentum=0.9), []
     one = so.ddp(
         tx, so.make_mesh(devices=jax.devices()[:1]), moe.model(config), view="global", **leaves
     )
-    leaves |= {"rules": moe.rules} if "tensor" in sizes else {"expert_leaves": moe.expert_leaves}
     many = so.fsdp(tx, mesh_of(**sizes), moe.model(config), min_shard_elements=8, **leaves)
     for opt in (many, one):
         state = opt.init(host_params(moe.init, config))
@@ -252,7 +251,7 @@ def test_on_tpu_experts_multiply_in_eight_bits(topology):
     batch = {"tokens": jax.ShapeDtypeStruct((8, 257), jnp.int32)}
 
     def strategy(mesh):
-        return so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), frozen=moe.frozen)
+        return so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), rules=moe.rules)
 
     text = so.planning.aot(strategy, params, batch, topology=topology).text
     kernels = re.findall(

@@ -246,7 +246,7 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
 
 # Stacks whose first dim expert or tensor splits, and blocks of experts. In the last two rows
 # devices have whole matrices.
-EXPERTS = {"expert_leaves": ["up", "experts"]}
+EXPERTS = {"rules": [("up", "experts"), ("experts", "experts")]}
 SPLIT_STACKS = [
     ("muon", 8, {"data": 4, "expert": 2}, EXPERTS),
     ("soap", 8, {"data": 4, "tensor": 2}, {"rules": [("up", P("tensor"))]}),
@@ -254,7 +254,7 @@ SPLIT_STACKS = [
         "muon",
         6,
         {"data": 2, "expert": 2, "tensor": 2},
-        EXPERTS | {"rules": [("up|experts", P(None, None, "tensor"))]},
+        {"rules": [*EXPERTS["rules"], ("up|experts", P(None, None, "tensor"))]},
     ),
     ("muon", 8, {"data": 1, "expert": 8}, EXPERTS),
     ("shampoo", 8, {"data": 1, "tensor": 8}, {"rules": [("up", P("tensor"))]}),

@@ -60,7 +60,9 @@ def sines(module, config):
 def test_an_export_has_the_logits_that_transformers_computes(
     name, module, config, tmp_path, mesh_of
 ):
-    options = {"min_shard_elements": 1} | ({"frozen": ["router_load"]} if module is moe else {})
+    options = {"min_shard_elements": 1} | (
+        {"rules": [("router_load", "frozen")]} if module is moe else {}
+    )
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), module.model(config), **options)
     params = sines(module, config)
     export_safetensors(tmp_path / "hf", opt.init(params).params, config)

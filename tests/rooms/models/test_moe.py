@@ -32,7 +32,7 @@ SMALL = moe.MoEConfig(
     param_dtype=jnp.float64,
 )
 TX = optax.sgd(0.3, momentum=0.9)
-LEAVES = {"expert_leaves": moe.expert_leaves, "frozen": moe.frozen}
+LEAVES = {"rules": moe.rules}
 
 
 def config_of(**changes):
@@ -136,8 +136,6 @@ TABLE += [
 
 def strategy(name, mesh, config, **options):
     how = {**LEAVES, **options}
-    if mesh.shape.get("tensor", 1) > 1:
-        how["rules"] = moe.rules
     if name == "ddp":
         return so.ddp(TX, mesh, moe.model(config), **how)
     if name.startswith("zero"):

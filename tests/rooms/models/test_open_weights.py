@@ -45,7 +45,7 @@ VARIANTS = [name for name in LATER if FAMILY[name] in map(FAMILY.get, CASES[: CA
 def strategy(mesh, model):
     """A strategy that shards all that it can over the mesh."""
     tx = optax.adamw(oracle.RATE, eps=oracle.EPSILON, weight_decay=oracle.DECAY)
-    options = {"rules": model.rules, "frozen": model.frozen, "min_shard_elements": 1}
+    options = {"rules": model.rules, "min_shard_elements": 1}
     if "pipeline" in mesh.shape:
         return so.hybrid(tx, mesh, model.model, placement="zero3", micro_batches=2, **options)
     return so.fsdp(tx, mesh, model.model, **options)

@@ -69,7 +69,7 @@ EXACT = [
     ({"data": 4}, {"micro_batches": 2}),
     ({"replica": 2, "data": 2}, {"micro_batches": 2}),
     ({"data": 2, "tensor": 2}, {"rules": RULES}),
-    ({"data": 4}, {"frozen": ["table"]}),
+    ({"data": 4}, {"rules": [("table", "frozen")]}),
 ]
 
 
@@ -81,7 +81,7 @@ def test_steps_are_those_of_one_device(sizes, options, mesh_of, x64):
     for batch in batches:
         state, _ = opt.step(state, batch)
     free = {"shift": params["shift"], "blocks": params["blocks"]}
-    if "frozen" in options:
+    if "rules" in options:
 
         def loss(free, batch):
             return MODEL.loss_fn({**free, "table": params["table"]}, batch)

@@ -126,7 +126,7 @@ def problem():
 
 def test_a_loss_is_shown_to_be_a_mean_over_rows_and_trains_as_on_one_device(mesh_of, x64):
     params, batch = problem()
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), loss_of_rows, micro_batches=2, frozen=["bias", "load"],
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), loss_of_rows, micro_batches=2, rules=[("bias", "frozen"), ("load", "frozen")],
                   min_shard_elements=8)  # fmt: skip
     state, _ = opt.step(opt.init(params), batch)
     grads, aux = jax.jit(jax.grad(loss_of_rows, has_aux=True))(params, batch)
@@ -145,9 +145,12 @@ def dropless_loss(params, batch):
 def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
     params, batch = problem()
     params = {name: params[name] for name in ("weights", "router")}
-    rules = [("weights/down", P(None, "tensor")), ("weights/", P(None, None, "tensor"))]
-    opt = so.ddp(optax.sgd(0.1), mesh_of(expert=2, context=2, tensor=2), dropless_loss, expert_leaves=["weights"],
-                 rules=rules)  # fmt: skip
+    rules = [
+        ("weights", "experts"),
+        ("weights/down", P(None, "tensor")),
+        ("weights/", P(None, None, "tensor")),
+    ]
+    opt = so.ddp(optax.sgd(0.1), mesh_of(expert=2, context=2, tensor=2), dropless_loss, rules=rules)
     state, _ = opt.step(opt.init(params), batch)
     grads = jax.jit(jax.grad(dropless_loss))(params, batch)
     assert (

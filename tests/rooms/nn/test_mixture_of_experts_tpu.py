@@ -101,8 +101,7 @@ def test_what_a_step_does_not_hold():
     def make(mesh):
         how = {
             "gather_dtype": jnp.bfloat16,
-            "expert_leaves": moe.expert_leaves,
-            "frozen": moe.frozen,
+            "rules": moe.rules,
         }
         opt = so.fsdp(optax.sgd(0.1), mesh, moe.model(config, remat="full"), **how)
         lowered.append(opt.step.lower(opt.abstract_state(params), batch).as_text())

@@ -176,7 +176,7 @@ def test_new_values_of_frozen_leaves_are_refused(message_of):
         }
 
     opt = so.parameter_server.async_local_sgd(
-        islands(loss_fn, frozen=["count"], make=so.ddp), local_steps=1
+        islands(loss_fn, rules=[("count", "frozen")], make=so.ddp), local_steps=1
     )
     params = {"w": jnp.ones(()), "count": jnp.zeros(())}
     found = message_of(

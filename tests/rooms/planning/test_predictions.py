@@ -47,7 +47,7 @@ def test_experts_in_8_bits_take_a_quarter_of_their_float32(layout):
         )
         params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
         batch = {"tokens": jax.ShapeDtypeStruct((1, 33), jnp.int32)}
-        work = trace(moe.model(config), params, batch, expert_leaves=moe.expert_leaves)
+        work = trace(moe.model(config), params, batch, rules=moe.rules)
         placed = place(work, layout, abstract_opt_state(work, optax.adam(1e-3)))
         gathers = [each for each in traffic(placed, batch_size=8) if each.what == "weights"]
         _, held_at_a_block, _ = _gathered_bytes(placed, 1)

@@ -192,10 +192,10 @@ def test_experts_are_traced():
     model = so.BlockModel(
         lambda outer, batch: batch["x"], block, lambda outer, x, batch: (x**2).mean()
     )
-    leaves = ["^blocks/(gate|up|down)$"]
-    work = so.planning.trace(model, params, {"x": jnp.zeros((4, 10, 16))}, expert_leaves=leaves)
+    rules = [("^blocks/(gate|up|down)$", "experts")]
+    work = so.planning.trace(model, params, {"x": jnp.zeros((4, 10, 16))}, rules=rules)
     assert work.block_flops == 2 * 10 * (16 * 8 + 2 * 3 * 16 * 24)
-    assert work.experts[:4] == (tuple(leaves), 8, 2, 10 * 16 * 4)
+    assert work.experts[:3] == (8, 2, 10 * 16 * 4)
     placed = so.planning._layout.place(work, so.planning.Layout(data=2, expert=4), {})
     # the router is too small to be sharded
     assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)

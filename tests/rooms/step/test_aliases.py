@@ -37,7 +37,9 @@ def stepped(opt, params):
     "strategy", tiered(STRATEGIES, lambda name: name in ("ddp", "zero2", "fsdp"))
 )
 def test_a_leaf_that_is_the_same_array_as_another_is_trained_apart(strategy, mesh_of):
-    opt = STRATEGIES[strategy](optax.adam(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
+    opt = STRATEGIES[strategy](
+        optax.adam(0.1), mesh_of(data=4), from_reference, rules=[("ref", "frozen")]
+    )
     state = stepped(opt, PARAMS)
     policy = np.asarray(state.params["policy"])
     state = state._replace(params={"policy": state.params["policy"], "ref": state.params["policy"]})
@@ -48,7 +50,9 @@ def test_a_leaf_that_is_the_same_array_as_another_is_trained_apart(strategy, mes
 
 
 def test_arrays_that_share_a_buffer_under_two_shardings_are_trained_apart(mesh_of):
-    opt = so.ddp(optax.adam(0.1), mesh := mesh_of(data=4), from_reference, frozen=["ref"])
+    opt = so.ddp(
+        optax.adam(0.1), mesh := mesh_of(data=4), from_reference, rules=[("ref", "frozen")]
+    )
     state = stepped(opt, PARAMS)
     policy = state.params["policy"]
     other = jax.device_put(policy, NamedSharding(mesh, P()))
@@ -64,7 +68,7 @@ def test_arrays_that_share_a_buffer_under_two_shardings_are_trained_apart(mesh_o
 
 
 def test_parameters_that_are_moments_of_the_optimizer_too(mesh_of):
-    opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
+    opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, rules=[("ref", "frozen")])
     state = stepped(opt, PARAMS)
     mean = state.opt_state[0].mu["policy"]
     values = np.array(mean)
@@ -74,9 +78,9 @@ def test_parameters_that_are_moments_of_the_optimizer_too(mesh_of):
 
 def test_a_batch_may_hold_an_array_of_the_state(mesh_of):
     """The batch keeps its memory, and can be used again."""
-    frozen = ["ref", "rows"]
+    rules = [("ref", "frozen"), ("rows", "frozen")]
     opt = so.fsdp(
-        optax.sgd(0.1), mesh := mesh_of(data=2), from_reference, frozen=frozen, min_shard_elements=8
+        optax.sgd(0.1), mesh := mesh_of(data=2), from_reference, rules=rules, min_shard_elements=8
     )
     state = opt.init({**PARAMS, "rows": X})
     for where in (
@@ -91,7 +95,7 @@ def test_a_batch_may_hold_an_array_of_the_state(mesh_of):
 
 
 def test_leaves_may_be_numpy_arrays(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), from_reference, rules=[("ref", "frozen")])
     state = opt.init(PARAMS)._replace(step=np.int32(3))
     state, _ = opt.step(state, X)
     assert int(state.step) == 4
@@ -99,7 +103,8 @@ def test_leaves_may_be_numpy_arrays(mesh_of):
 
 def test_replicas_that_train_apart(mesh_of):
     opt = so.local_sgd(
-        so.ddp(optax.sgd(0.1), mesh_of(replica=2), from_reference, frozen=["ref"]), sync_every=2
+        so.ddp(optax.sgd(0.1), mesh_of(replica=2), from_reference, rules=[("ref", "frozen")]),
+        sync_every=2,
     )
     state = stepped(opt, PARAMS)
     for _ in range(2):
@@ -114,7 +119,7 @@ def test_replicas_that_train_apart(mesh_of):
 
 
 def test_a_state_that_is_handed_back_as_it_came_is_not_looked_at(mesh_of, monkeypatch):
-    opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
+    opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, rules=[("ref", "frozen")])
     state = stepped(opt, PARAMS)
     monkeypatch.setattr(aliases, "_addresses", lambda _: pytest.fail("addresses were read"))
     for _ in range(2):
@@ -123,7 +128,7 @@ def test_a_state_that_is_handed_back_as_it_came_is_not_looked_at(mesh_of, monkey
 
 @pytest.mark.slow  # the other tests of this file
 def test_a_state_that_is_dropped_is_not_kept_alive(mesh_of):
-    opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, frozen=["ref"])
+    opt = so.ddp(optax.adam(0.1), mesh_of(data=4), from_reference, rules=[("ref", "frozen")])
     state = stepped(opt, PARAMS)
     alive = weakref.ref(state.params["policy"])
     del state

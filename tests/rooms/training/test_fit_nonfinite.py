@@ -300,7 +300,7 @@ def test_a_step_that_adds_up_gradients_after_a_skipped_update_is_not_skipped(mes
         return loss, {"stats": so.losses.Updated({"count": params["count"] + 1})}
 
     tx = optax.MultiSteps(so.transforms.skip_anomalies(optax.sgd(0.01), window=2), 3)
-    opt, logged = so.ddp(tx, mesh_of(data=2), loss_fn, frozen=["count"]), {}
+    opt, logged = so.ddp(tx, mesh_of(data=2), loss_fn, rules=[("count", "frozen")]), {}
     result = fit(
         opt,
         opt.init({"w": jnp.zeros(()), "count": jnp.zeros(())}),

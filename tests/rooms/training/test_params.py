@@ -17,7 +17,7 @@ import shardopt as so
 X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 TEACHER = {"layers": [{"w": np.eye(8, dtype=np.float32)}, {"w": 2 * np.eye(8, dtype=np.float32)}]}
 PARAMS = {"w": np.full((8, 8), 0.5, np.float32), "kl": np.float32(0.5), "teacher": TEACHER}
-FROZEN = ["^kl$", "^teacher/"]
+FROZEN = [("^kl$", "frozen"), ("^teacher/", "frozen")]
 NEW = {
     "kl": 0.125,
     "teacher": {"layers": [{"w": np.full((8, 8), 3.0)}, {"w": np.full((8, 8), 0.25, np.float64)}]},
@@ -39,7 +39,7 @@ def as_float32(tree):
 
 @pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name in ("zero1", "fsdp")))
 def test_the_next_step_runs_the_same_program_on_the_new_values(strategy, mesh_of):
-    opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(data=4), distilled, frozen=FROZEN)
+    opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(data=4), distilled, rules=FROZEN)
     state, _ = opt.step(opt.init(PARAMS), X)
     w = np.array(state.params["w"])
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
@@ -54,7 +54,7 @@ def test_the_next_step_runs_the_same_program_on_the_new_values(strategy, mesh_of
 
 
 def test_values_are_found_by_key_paths_in_whatever_containers(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=FROZEN)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, rules=FROZEN)
     state = so.replace(opt.init(PARAMS), params={"teacher/layers/1/w": np.ones((8, 8)), "kl": 0.25})
     np.testing.assert_array_equal(state.params["teacher"]["layers"][0]["w"], np.eye(8))
     np.testing.assert_array_equal(state.params["teacher"]["layers"][1]["w"], 1.0)
@@ -67,7 +67,7 @@ def test_values_are_found_by_key_paths_in_whatever_containers(mesh_of):
 
 
 def test_what_was_passed_outlives_the_step(mesh_of):
-    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), distilled, frozen=FROZEN, min_shard_elements=8)
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), distilled, rules=FROZEN, min_shard_elements=8)
     state = opt.init(PARAMS)
     held, numpy_held = (
         jax.device_put(jnp.full((8, 8), 7.0), state.params["w"].sharding),
@@ -82,7 +82,7 @@ def test_what_was_passed_outlives_the_step(mesh_of):
 
 
 def test_the_policy_becomes_its_own_reference(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), distilled, frozen=FROZEN)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=4), distilled, rules=FROZEN)
     state, _ = opt.step(opt.init(PARAMS), X)
     before = np.array(state.params["w"])
     state, _ = opt.step(
@@ -94,7 +94,7 @@ def test_the_policy_becomes_its_own_reference(mesh_of):
 
 @pytest.mark.parametrize("combine", tiered(["local_sgd", "diloco"], lambda name: name == "diloco"))
 def test_every_replica_gets_the_value(combine, mesh_of):
-    inner = so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), distilled, frozen=FROZEN)
+    inner = so.ddp(optax.sgd(0.1), mesh_of(replica=2, data=2), distilled, rules=FROZEN)
     opt = (
         so.local_sgd(inner, sync_every=2)
         if combine == "local_sgd"
@@ -130,7 +130,7 @@ def test_blocks_of_a_pipeline(mesh_of):
         mesh_of(data=2, pipeline=2),
         model,
         micro_batches=2,
-        frozen=["^scale$", "^blocks/old$"],
+        rules=[("^scale$", "frozen"), ("^blocks/old$", "frozen")],
     )
     state = so.replace(opt.init(params), params={"blocks": {"old": eye}, "scale": 0.5})
     state, metrics = opt.step(state, X)
@@ -143,7 +143,7 @@ def test_a_mesh_with_explicit_axes(mesh_of):
     mesh = jax.make_mesh(
         (4,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4]
     )
-    opt = so.fsdp(optax.sgd(0.1), mesh, distilled, frozen=FROZEN, min_shard_elements=8)
+    opt = so.fsdp(optax.sgd(0.1), mesh, distilled, rules=FROZEN, min_shard_elements=8)
     with jax.set_mesh(mesh):
         state = opt.init(PARAMS)
         sharding = state.params["w"].sharding
@@ -169,7 +169,12 @@ def test_keys_integers_and_half_precision(mesh_of):
         "count": np.int32(1),
         "half": jnp.zeros(4, "bfloat16"),
     }
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), loss_fn, frozen=["key", "count", "half"])
+    opt = so.ddp(
+        optax.sgd(0.1),
+        mesh_of(data=2),
+        loss_fn,
+        rules=[("key", "frozen"), ("count", "frozen"), ("half", "frozen")],
+    )
     state = opt.init(params)
     state = so.replace(state, params={"key": jax.random.key(7), "count": 3, "half": np.ones(4)})
     assert (state.params["count"].dtype, state.params["half"].dtype) == (jnp.int32, jnp.bfloat16)
@@ -230,14 +235,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("values", "kind", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_values_that_do_not_fit_are_refused(values, kind, message, mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=[*FROZEN, "^step$"])
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, rules=[*FROZEN, ("^step$", "frozen")])
     state = opt.init({**PARAMS, "step": np.int32(0)})
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
         so.replace(state, params=values)
 
 
 def test_what_is_no_live_state_is_refused(mesh_of):
-    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, frozen=FROZEN)
+    opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), distilled, rules=FROZEN)
     state = opt.init(PARAMS)
     message = (
         "replace: state must be a TrainState, got dict.\nFix: pass the state that opt.init or"

@@ -111,7 +111,7 @@ def test_beside_the_state_of_a_reducer():
 
 
 def test_what_does_not_fit_is_listed():
-    opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, frozen=["b"])
+    opt = so.ddp(optax.adam(0.1), so.make_mesh(), loss_fn, rules=[("b", "frozen")])
     other = optax.adam(0.1).init({"w": jnp.zeros((5,)), "b": jnp.zeros(())})
     message = (
         "replace: the optimizer state is not that of opt.wrapped over the trained parameters: 0"

@@ -269,7 +269,9 @@ def test_masked_leaves_and_batch_statistics_come_from_the_state(mesh_of):
     average = optax.masked(
         so.transforms.average_params(decay=0.5), {"a": True, "b": False, "count": None}
     )
-    opt = so.ddp(optax.chain(optax.sgd(0.1), average), mesh_of(data=2), loss_fn, frozen=["count"])
+    opt = so.ddp(
+        optax.chain(optax.sgd(0.1), average), mesh_of(data=2), loss_fn, rules=[("count", "frozen")]
+    )
     state = opt.init({"a": jnp.ones(()), "b": jnp.ones(()), "count": jnp.zeros(())})
     for _ in range(3):
         state, _ = opt.step(state, np.ones(4, np.float32))

@@ -192,7 +192,7 @@ def counting_loss(params, batch):
 )
 def test_statistics_of_a_skipped_step_stay(combine, mesh_of):
     tx = so.transforms.skip_anomalies(optax.sgd(0.01))
-    opt = combine(so.ddp(tx, mesh_of(replica=2, data=2), counting_loss, frozen=["mean"]))
+    opt = combine(so.ddp(tx, mesh_of(replica=2, data=2), counting_loss, rules=[("mean", "frozen")]))
     rows = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     state, _ = opt.step(opt.init({"w": jnp.ones(3), "mean": jnp.zeros(())}), rows)
     before = jax.device_get(opt.synchronize(state).params)
