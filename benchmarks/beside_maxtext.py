@@ -240,7 +240,7 @@ def compile_shardopt(row: Row, choice: Choice) -> tuple[dict[str, Any], str]:
                 mesh,
                 model,
                 gather_dtype=jnp.bfloat16,
-                scatter_dtype=jnp.bfloat16,
+                reducer=so.reducers.exact(jnp.bfloat16),
                 rules=RULES if row.tensor > 1 else (),
                 micro_batches=row.micro_batches,
                 compiler_options={

@@ -128,7 +128,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     config = config_of(row)
     params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
     batch = {"tokens": jax.ShapeDtypeStruct((row.beside.chips, LENGTH + 1), jnp.int32)}
-    half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
+    half = {"gather_dtype": jnp.bfloat16, "reducer": so.reducers.exact(jnp.bfloat16)}
     report = so.planning.aot(
         lambda mesh: so.fsdp(
             optimizer(),
@@ -218,7 +218,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     from shardopt.planning._topologies import parse_topology
 
     chips = row.beside.chips
-    half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
+    half = {"gather_dtype": jnp.bfloat16, "reducer": so.reducers.exact(jnp.bfloat16)}
     layout = Layout(
         row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half
     )

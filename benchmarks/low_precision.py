@@ -69,7 +69,7 @@ def compile_llama(topology: str, length: int, rows: int, precision: str | None) 
     devices = len(topology_devices(topology))  # two a chip on tpu7x
     wire = {
         "gather_dtype": jnp.bfloat16,
-        "scatter_dtype": jnp.bfloat16,
+        "reducer": so.reducers.exact(jnp.bfloat16),
         "min_shard_elements": 2**14,
     }
     model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]

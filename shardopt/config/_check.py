@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-import jax.numpy as jnp
 import optax
 
 from shardopt.config._config import StrategyConfig
@@ -123,7 +122,7 @@ def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
             " step needs."
         )
         yield problem, "leave offload out of the strategy inside."
-    if wire.reducer is not None and view == "global":
+    if (wire.reducer is not None or wire.scatter_dtype is not None) and view == "global":
         problem = (
             "a reducer takes each device's own gradient, and with view='global' there is only that"
             " of the whole batch."
@@ -136,26 +135,15 @@ def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
         )
         yield problem, "leave reducer out, or make the mesh with expert=1."
     if wire.reducer is not None and placement.grads:
-        problem = "a reducer takes the mean of unsharded gradients, and this placement shards them."
-        yield problem, "use placement='ddp' or 'zero1', or leave reducer out."
-    if wire.scatter_dtype is not None and not placement.opt_state:
         problem = (
-            "scatter_dtype is for placements that reduce-scatter gradients, and this one"
-            " all-reduces them."
+            f"{wire.reducer.name} takes the mean of unsharded gradients, and this placement shards"
+            " them."
         )
-        name = jnp.dtype(wire.scatter_dtype).name
-        yield problem, f"use reducer=so.reducers.exact(jnp.{name}), or a placement that shards."
-    if wire.scatter_dtype is not None and wire.reducer is not None:
         yield (
-            "scatter_dtype and reducer both say how gradients cross the wire.",
-            "leave one of them out.",
+            problem,
+            "use so.reducers.exact(jnp.bfloat16), ddp or zero1 (so.zero(stage=1)), or leave reducer"
+            " out.",
         )
-    if wire.scatter_dtype is not None and view == "global":
-        problem = (
-            "with view='global' the partitioner sums gradients, in the dtype of the products that"
-            " make them."
-        )
-        yield problem, "leave scatter_dtype out, or use view='per_device'."
 
 
 def _check_remat(config: StrategyConfig, remat: Remat) -> None:

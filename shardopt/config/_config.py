@@ -108,7 +108,11 @@ class LossOptions(NamedTuple):
 
 
 class WireOptions(NamedTuple):
-    """Options that say how parameters and gradients travel between devices."""
+    """Options that say how parameters and gradients travel between devices.
+
+    Attributes:
+      scatter_dtype: the dtype of an exact `reducer`, for placements that reduce-scatter gradients.
+    """
 
     gather_dtype: jax.typing.DTypeLike | None = None
     scatter_dtype: jax.typing.DTypeLike | None = None
@@ -222,8 +226,8 @@ class StrategyConfig(NamedTuple):
 
     @property
     def has_global_view(self) -> bool:
-        """Whether the loss may run on the whole batch: a pipeline, a reducer and `scatter_dtype`
-        need each device's gradient.
+        """Whether the loss may run on the whole batch: a pipeline and a reducer need each device's
+        gradient.
         """
         is_possible = (
             self.schedule is None and self.wire.reducer is None and self.wire.scatter_dtype is None
@@ -306,6 +310,9 @@ def configure(
         # no Mesh is refused below
         platform = mesh.devices.flat[0].platform if isinstance(mesh, Mesh) else ""
         fields["min_shard_elements"] = default_min_shard_elements(platform)
+    reducer = fields.get("reducer")
+    if reducer is not None and reducer.is_exact and placement.opt_state:
+        fields |= {"reducer": None, "scatter_dtype": reducer.dtype}
     return StrategyConfig(
         strategy, mesh, placement, LossOptions(loss_fn), UpdateOptions(tx)
     ).replace(**fields)

@@ -137,21 +137,19 @@ def _is_dims_rule(rule: Any) -> bool:
     return len(dims) == 2 and all(dim is None or is_integer(dim) for dim in dims)
 
 
-def _dtype(alternative: str) -> Callable[[str, Any], jnp.dtype | None]:
-    def check(name: str, dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
-        if dtype is None:
-            return None
-        try:
-            as_dtype = jnp.dtype(dtype)
-        except TypeError:
-            as_dtype = None
-        if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
-            problem = f"{name} must be a floating dtype, got {as_dtype or dtype}."
-            error = TypeError if as_dtype is None and not isinstance(dtype, str) else ValueError
-            raise error(error_text(problem, fix=f"use jnp.bfloat16, or {alternative}."))
-        return as_dtype
-
-    return check
+def _dtype(name: str, dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
+    if dtype is None:
+        return None
+    try:
+        as_dtype = jnp.dtype(dtype)
+    except TypeError:
+        as_dtype = None
+    if as_dtype is None or not jnp.issubdtype(as_dtype, jnp.floating):
+        problem = f"{name} must be a floating dtype, got {as_dtype or dtype}."
+        error = TypeError if as_dtype is None and not isinstance(dtype, str) else ValueError
+        fix = "use jnp.bfloat16, or None to gather what is stored."
+        raise error(error_text(problem, fix=fix))
+    return as_dtype
 
 
 def _choice(choices: Any, fix: str) -> Callable[[str, Any], str]:
@@ -274,6 +272,19 @@ class SharedOptions(TypedDict, total=False):
             check=_program_check,
         ),
     ]
+    reducer: Annotated[
+        Reducer | None,
+        Option(
+            "how gradients are sent, from `so.reducers`; by default they are averaged exactly, in"
+            " the dtype of the parameters, whatever `gather_dtype` is. Each reducer documents its"
+            " effect on the equivalence and on the bytes. Its state is part of the train state; a"
+            " state that differs between devices is stacked, with one entry per device. Placements"
+            " that shard gradients (zero with stage 2, fsdp) only take `so.reducers.exact(dtype)`."
+            " Placements that shard optimizer state cast gradients of sharded leaves to its dtype,"
+            " then reduce-scatter them.",
+            check=_reducer,
+        ),
+    ]
     view: Annotated[
         View,
         Option(
@@ -324,16 +335,6 @@ class ShardingOptions(TypedDict, total=False):
             check=_optional_integer,
         ),
     ]
-    scatter_dtype: Annotated[
-        jax.typing.DTypeLike | None,
-        Option(
-            "the dtype that gradients of sharded leaves are cast to before they are summed over"
-            " data; by default the dtype of the parameters, whatever `gather_dtype` is. So fp32"
-            ' sums of bf16 products are sent unrounded. In `hybrid` it is not for placement "ddp",'
-            " and not for a reducer.",
-            check=_dtype("None to sum in the dtype that is stored"),
-        ),
-    ]
     opt_state_layout: Annotated[
         OptStateLayout,
         Option(
@@ -372,28 +373,12 @@ class GatherOptions(TypedDict, total=False):
             "the dtype that trained floating parameters are cast to before they are gathered and"
             " used; by default their own. Frozen parameters keep their dtype. In `hybrid` it is"
             ' only for placements "fsdp" and "zero3".',
-            check=_dtype("None to gather what is stored"),
+            check=_dtype,
         ),
     ]
 
 
-class ReducerOptions(TypedDict, total=False):
-    """Options of strategies that average whole gradients."""
-
-    reducer: Annotated[
-        Reducer | None,
-        Option(
-            "how gradients are compressed on the wire, from `so.reducers`; by default they are"
-            " averaged exactly. Each reducer documents its effect on the equivalence and on the"
-            " bytes. Its state is part of the train state; a state that differs between devices is"
-            ' stacked, with one entry per device. In `hybrid` it is only for placements "ddp" and'
-            ' "zero1".',
-            check=_reducer,
-        ),
-    ]
-
-
-class DdpOptions(MicroBatchOptions, ReducerOptions, SharedOptions, total=False):
+class DdpOptions(MicroBatchOptions, SharedOptions, total=False):
     """Options of `ddp`."""
 
 
@@ -405,7 +390,7 @@ class FsdpOptions(MicroBatchOptions, GatherOptions, ShardingOptions, SharedOptio
     """Options of `fsdp`."""
 
 
-class HybridOptions(GatherOptions, ShardingOptions, ReducerOptions, SharedOptions, total=False):
+class HybridOptions(GatherOptions, ShardingOptions, SharedOptions, total=False):
     """Options of `hybrid`."""
 
 

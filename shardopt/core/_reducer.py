@@ -58,6 +58,8 @@ class Reducer(NamedTuple):
         mean + sum of residuals over devices = sum of (grads + memory).
       codec: the functions by which a single sender writes its gradients, for
         `so.reducers.compressor`; None for a reducer that a single sender cannot use.
+      is_exact: whether nothing but a cast changes the mean, so that a reduce-scatter can compute it.
+      dtype: the dtype on the wire of a reducer that is exact; None for the dtype of each leaf.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Reducer(NamedTuple):
     wire_bytes: Callable[[PyTree, int], int]
     transmit: Callable[[PyTree, PyTree, PyTree, AxisName], tuple[PyTree, PyTree, PyTree]]
     codec: MessageCodec | None = None
+    is_exact: bool = False
+    dtype: np.dtype | None = None
 
     def reduce(self, grads: PyTree, state: PyTree, axis_name: AxisName) -> tuple[PyTree, PyTree]:
         """Return the mean over the axis of each device's gradients, and the new state.

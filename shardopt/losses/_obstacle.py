@@ -49,10 +49,9 @@ class Obstacle(NamedTuple):
         if self.cause is not None and "\nFix: " in str(self.cause):
             return self.cause
         no_view = "" if config.schedule is None else "a mesh with pipeline=1; or "
-        no_view = no_view or ("no reducer; or " if config.wire.reducer is not None else "")
-        no_view = no_view or (
-            "no scatter_dtype; or " if config.wire.scatter_dtype is not None else ""
-        )
+        wire = config.wire
+        if not no_view and (wire.reducer is not None or wire.scatter_dtype is not None):
+            no_view = "no reducer; or "
         fix = f"{no_view or GLOBAL}{self.fix}"
         return NotSeparableError(
             format_error(config.strategy, self.problem, self.lines, fix), operation=self.operation

@@ -43,6 +43,7 @@ from shardopt.partition._rules import matches, patterns_of
 from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._workload import Recompute, Workload
+from shardopt.reducers import exact
 from shardopt.step._pipelined import Pipelined
 from shardopt.strategies._slots import own_slots, pipelined_slots
 
@@ -159,7 +160,7 @@ class Layout(NamedTuple):
             {"gather_dtype": self.gather_dtype} if self.placement == "fsdp" else {}
         )
         if self.scatter_dtype is not None:
-            optional["scatter_dtype"] = self.scatter_dtype
+            optional["reducer"] = exact(self.scatter_dtype)
         if not self.regather:
             optional["regather"] = False
         return {

@@ -82,7 +82,10 @@ def exact(dtype: DTypeLike | None = None) -> Reducer:
 
     functions = _Exact(requested)
     codec = MessageCodec(functions.write, _read_rounded)
-    return make_reducer(name, send=functions.send, count_bytes=functions.count_bytes, codec=codec)
+    reducer = make_reducer(
+        name, send=functions.send, count_bytes=functions.count_bytes, codec=codec
+    )
+    return reducer._replace(is_exact=True, dtype=requested)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def ddp(
       NotSeparableError: by a step with a new batch shape, if the loss is not proved to be a
         (weighted) mean over rows, and the global view is not available. A context axis needs a mean
         over positions as well. The global view is not available with `view="per_device"`, a
-        reducer, `scatter_dtype` or a pipeline.
+        reducer or a pipeline.
       ValueError: if a number is out of range, rules do not fit, a mesh axis above 1 has nothing to
         split, or `view="global"` is combined with a reducer.
 

@@ -32,8 +32,8 @@ def fsdp(
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: as `ddp`; if `gather_dtype` or `scatter_dtype` is not floating; if `scatter_dtype`
-        is combined with `view="global"`.
+      ValueError: as `ddp`; if `gather_dtype` is not floating; if `reducer` is not
+        `so.reducers.exact`, since each device sums its own shard of the gradients alone.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -47,7 +47,7 @@ def fsdp(
     optax transformation but lookahead.
 
     - With `gather_dtype` it equals one device that computes in that dtype with fp32 master weights.
-    - With `scatter_dtype` g = sum_d round(grad L_d) for each micro-batch: each device rounds once,
+    - With `reducer=so.reducers.exact(dtype)` g = sum_d round(grad L_d) for each micro-batch: each device rounds once,
       before it sends. The sum is taken in fp32 on CPU. Elsewhere it is taken in that dtype, where
       XLA rounds it up to N - 1 times more. The sums over micro-batches and over replicas are taken
       in the dtype of the parameters.
@@ -66,7 +66,8 @@ def fsdp(
       weights of a BlockModel. `tables` of a BlockModel are not gathered at all if `so.nn.embedding`
       finds it cheaper to exchange rows. Weights outside of blocks are gathered once if the compiler
       merges their two gathers (XLA:CPU of jax 0.10 does).
-    - `gather_dtype=bfloat16` halves the gathers. `scatter_dtype=bfloat16` halves the reduce-scatter
+    - `gather_dtype=bfloat16` halves the gathers. `so.reducers.exact(bfloat16)` halves the
+      reduce-scatter
       (on CPU it is an all-to-all of as many bytes). By default gradients are reduced in the dtype
       of the parameters.
     - Replicas add an all-reduce of the 1/N shards over replica, after the last micro-batch, in the

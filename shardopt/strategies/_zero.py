@@ -51,7 +51,7 @@ def zero(
 
     **Equivalence**: training equals one device on the union batch, up to summation order. This
     holds for every optax transformation but lookahead, elementwise or not, because the update runs
-    in the global view. `fsdp` says how `scatter_dtype` rounds; stage 1 rounds the sum of its
+    in the global view. `fsdp` says how `so.reducers.exact(dtype)` rounds; stage 1 rounds the sum of its
     micro-batches.
 
     **Placement** of parameters, gradients (while they accumulate) and optimizer state, with the
@@ -69,7 +69,7 @@ def zero(
     and 2 reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi. Stage 1 does so after
     the last micro-batch, stage 2 reduce-scatters in each micro-batch. With
     `opt_state_layout="matrices"` they reduce-scatter the gradients of blocks that data divides to
-    their owners directly, so nothing more is sent. `scatter_dtype=bfloat16` halves the
+    their owners directly, so nothing more is sent. `so.reducers.exact(bfloat16)` halves the
     reduce-scatter. `fsdp` describes stage 3. Replicas add an all-reduce of the 1/N shards over
     replica.
 

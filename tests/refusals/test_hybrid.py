@@ -88,23 +88,6 @@ CONSTRUCTION = [
         ),
     ),
     (
-        lambda: hybrid(placement="ddp", scatter_dtype=jnp.bfloat16),
-        ValueError,
-        (
-            "hybrid: scatter_dtype is for placements that reduce-scatter gradients, and this one"
-            " all-reduces them.\nFix: use reducer=so.reducers.exact(jnp.bfloat16), or a placement"
-            " that shards."
-        ),
-    ),
-    (
-        lambda: hybrid(placement="zero1", scatter_dtype=jnp.bfloat16, reducer=so.reducers.exact()),
-        ValueError,
-        (
-            "hybrid: scatter_dtype and reducer both say how gradients cross the wire.\nFix: leave"
-            " one of them out."
-        ),
-    ),
-    (
         lambda: hybrid(remat=1),
         TypeError,
         (

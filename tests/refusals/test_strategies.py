@@ -15,6 +15,7 @@ import shardopt as so
 pytestmark = pytest.mark.fast
 
 TX = optax.sgd(0.1)
+FIX_OF_SHARDED = "Fix: use so.reducers.exact(jnp.bfloat16), ddp or zero1 (so.zero(stage=1)), or leave reducer out."
 PARAMS = {"w": jnp.ones((8, 8))}
 X = np.ones((16, 8), np.float32)
 
@@ -108,19 +109,27 @@ CONSTRUCTION = [
         ),
     ),
     (
-        lambda: so.zero(TX, mesh(), square, scatter_dtype="int4"),
+        lambda: so.fsdp(TX, mesh(), square, reducer=so.reducers.int8()),
         ValueError,
         (
-            "zero: scatter_dtype must be a floating dtype, got int4.\n"
-            "Fix: use jnp.bfloat16, or None to sum in the dtype that is stored."
+            "fsdp: int8(block_size=256) takes the mean of unsharded gradients, and this placement"
+            f" shards them.\n{FIX_OF_SHARDED}"
         ),
     ),
     (
-        lambda: so.fsdp(TX, mesh(), square, view="global", scatter_dtype=jnp.bfloat16),
+        lambda: so.zero(TX, mesh(), square, stage=2, reducer=so.reducers.top_k(density=0.1)),
         ValueError,
         (
-            "fsdp: with view='global' the partitioner sums gradients, in the dtype of the products"
-            " that make them.\nFix: leave scatter_dtype out, or use view='per_device'."
+            "zero: top_k(density=0.1) takes the mean of unsharded gradients, and this placement"
+            f" shards them.\n{FIX_OF_SHARDED}"
+        ),
+    ),
+    (
+        lambda: so.fsdp(TX, mesh(), square, view="global", reducer=so.reducers.exact(jnp.bfloat16)),
+        ValueError,
+        (
+            "fsdp: a reducer takes each device's own gradient, and with view='global' there is only"
+            " that of the whole batch.\nFix: leave reducer out, or use view='per_device'."
         ),
     ),
     (

@@ -70,7 +70,7 @@ def test_hidden_units_that_are_kept_are_not_copied(hidden):
     """Fails where libtpu is not installed."""
     shape = Transformer("t", 1024, 3, 8, hidden, 6400, 2048, num_kv_heads=8)
     remat = "save:qkv,attention,attention_out,mlp_hidden"
-    options = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
+    options = {"gather_dtype": jnp.bfloat16, "reducer": so.reducers.exact(jnp.bfloat16)}
     report = so.planning.aot(
         lambda mesh: so.fsdp(
             optax.sgd(0.1), mesh, transformer.model(shape, remat=remat), **options

@@ -421,7 +421,7 @@ def test_gather_dtype_is_for_fsdp_alone():
 def test_scatter_dtype_is_for_all_that_scatter():
     plans = so.plan("gpt2", hardware="v5e", chips=8, batch_size=64, scatter_dtype=jnp.bfloat16)
     for one in plans.ranked:
-        assert one.strategy.get("scatter_dtype") == (
+        assert getattr(one.strategy.get("reducer"), "dtype", None) == (
             None if one.layout.placement == "ddp" else jnp.bfloat16
         )
     wide = so.plan(

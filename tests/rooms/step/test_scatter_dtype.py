@@ -1,4 +1,4 @@
-"""`scatter_dtype`: each device's gradient is rounded once before it is summed over data, and the
+"""An exact reducer with a dtype: each device's gradient is rounded once before it is summed over data, and the
 bytes of the sum halve.
 """
 
@@ -105,7 +105,7 @@ def test_equals_one_device_that_rounds_what_is_sent(strategy, sizes, micro_batch
             MODEL,
             micro_batches=micro_batches,
             rules=rules,
-            scatter_dtype=dtype,
+            reducer=so.reducers.exact(dtype),
         )
         state = opt.init(params)
         for batch in batches:
@@ -139,9 +139,9 @@ def test_by_default_nothing_is_rounded(mesh_of):
         }
         return opt.step.lower(opt.abstract_state(params_of(np.float32)), batch).as_text()
 
-    assert sent() == sent(scatter_dtype=None)
+    assert sent() == sent(reducer=so.reducers.exact())
     assert "bf16" not in sent()
-    assert "bf16" in sent(scatter_dtype=jnp.bfloat16)
+    assert "bf16" in sent(reducer=so.reducers.exact(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_sum_sends_half(strategy, sizes, micro_batches, mesh_of):
             MODEL,
             micro_batches=micro_batches,
             rules=rules,
-            scatter_dtype=dtype,
+            reducer=so.reducers.exact(dtype),
         )
         found = (
             audit(opt.step, opt.abstract_state(params_of(np.float32)), batch)
@@ -190,7 +190,7 @@ def test_in_a_pipeline(placement, mesh_of, x64):
             micro_batches=4,
             placement=placement,
             min_shard_elements=8,
-            scatter_dtype=dtype,
+            reducer=so.reducers.exact(dtype),
         )
         state = opt.init(params)
         for batch in batches:
@@ -235,7 +235,7 @@ def test_on_tpu_it_stays_a_reduce_scatter_of_half_the_bytes():
 
     def sent(dtype):
         def make(mesh):
-            return so.fsdp(optax.sgd(RATE), mesh, MODEL, scatter_dtype=dtype)
+            return so.fsdp(optax.sgd(RATE), mesh, MODEL, reducer=so.reducers.exact(dtype))
 
         report = so.planning.aot(make, params, batch, topology="v5e:2x4")
         # the matrices: XLA may all-reduce a bias
@@ -267,7 +267,7 @@ def test_on_tpu_every_micro_batch_is_scattered(make, options):
     }
 
     def sent(dtype, micro_batches):
-        of = {**options, "micro_batches": micro_batches, "scatter_dtype": dtype}
+        of = {**options, "micro_batches": micro_batches, "reducer": so.reducers.exact(dtype)}
         report = so.planning.aot(
             lambda mesh: make(optax.sgd(RATE), mesh, MODEL, **of), params, batch, topology="v5e:2x4"
         )
