@@ -125,14 +125,14 @@ def transformer_rows() -> Iterator[Row]:
             {"data": 4, "tensor": 2},
             {"rules": gpt.rules, "view": "global", "micro_batches": 2},
         ),
-        ("gpt", "fsdp", {"data": 8}, {"tx": muon, "opt_state_layout": "matrices"}),
+        ("gpt", "fsdp", {"data": 8}, {"tx": muon, "opt_state": "matrices"}),
         (
             "gpt",
             "zero1",
             {"data": 4, "tensor": 2},
-            {"tx": muon, "rules": gpt.rules, "opt_state_layout": "matrices"},
+            {"tx": muon, "rules": gpt.rules, "opt_state": "matrices"},
         ),
-        ("gpt", "fsdp", {"data": 4}, {"tx": soap, "opt_state_layout": "matrices"}),
+        ("gpt", "fsdp", {"data": 4}, {"tx": soap, "opt_state": "matrices"}),
         (
             "gpt",
             "hybrid",

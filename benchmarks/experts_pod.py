@@ -218,7 +218,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     from shardopt.planning._topologies import parse_topology
 
     chips = row.beside.chips
-    half = {"gather_dtype": jnp.bfloat16, "reducer": so.reducers.exact(jnp.bfloat16)}
+    half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
     layout = Layout(
         row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half
     )

@@ -8,8 +8,8 @@ simulated devices. The rows:
 
 - marin's layout, by `jit` and shardings: experts P("expert", ("replica", "data")) in gradients,
   parameters and state. The partitioner places the collectives of optax's Muon;
-- `so.fsdp(opt_state_layout="within")`, which leaves the update to the partitioner too;
-- `so.fsdp(opt_state_layout="matrices")`.
+- `so.fsdp(opt_state="within")`, which leaves the update to the partitioner too;
+- `so.fsdp(opt_state="matrices")`.
 
 Only the update is counted in the first, in which Adam sends nothing, and a whole step in the
 others. So compare the bytes that Muon sends in addition. Nothing runs; bytes are counted in the
@@ -99,7 +99,7 @@ def bytes_of_their_update(tx, data: int) -> int:
 def bytes_of_a_step(tx, layout: str, params, loss, **options) -> int:
     """Return the bytes of a step of `so.fsdp` on eight devices."""
     mesh = options.pop("mesh", None) or so.make_mesh(data=8)
-    opt = so.fsdp(tx, mesh, loss, opt_state_layout=layout, min_shard_elements=8, **options)
+    opt = so.fsdp(tx, mesh, loss, opt_state=layout, min_shard_elements=8, **options)
     batch = jax.ShapeDtypeStruct((ROWS, DIM), jnp.float32)
     return so.hlo.audit(opt.step, opt.abstract_state(params), batch).total_wire_bytes
 

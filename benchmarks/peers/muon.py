@@ -6,7 +6,7 @@ has torch 2.9 or later.
 
 The GPT, batches and first parameters of the other comparison, two processes over gloo, a core each.
 Muon, without Nesterov's step, on the four products of each block, AdamW on the rest; in fp32.
-Contestants: optax's Muon under fsdp with `opt_state_layout="matrices"` and "within";
+Contestants: optax's Muon under fsdp with `opt_state="matrices"` and "within";
 torch.optim.Muon under `fully_shard`, as it is (its Newton-Schulz iteration is always in bf16) and
 with that iteration in fp32; and AdamW under both. All take turns of a few steps.
 

@@ -112,8 +112,8 @@ def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
         yield problem, "make the mesh with pipeline=1, or use view='per_device'."
     if config.layout.opt_state_layout == "matrices" and not placement.opt_state:
         problem = (
-            "opt_state_layout='matrices' says how optimizer state is sharded, and this placement"
-            " replicates it."
+            "opt_state='matrices' says how optimizer state is sharded, and this placement replicates"
+            " it."
         )
         yield problem, "use a placement that shards it (zero, fsdp), or leave it out."
     if config.update.offload and config.per_replica:
@@ -121,7 +121,7 @@ def _conflicts(config: StrategyConfig) -> Iterator[tuple[str, str]]:
             "replicas that train apart keep their parameters in the optimizer state, which every"
             " step needs."
         )
-        yield problem, "leave offload out of the strategy inside."
+        yield problem, "leave 'host' out of opt_state of the strategy inside."
     if (wire.reducer is not None or wire.scatter_dtype is not None) and view == "global":
         problem = (
             "a reducer takes each device's own gradient, and with view='global' there is only that"

@@ -263,11 +263,11 @@ def _check_counts(config: StrategyConfig, counts: Counts) -> None:
     """Refuse unequal stages if matrices live on owners."""
     if config.layout.opt_state_layout == "matrices" and not is_even(counts):
         problem = (
-            "opt_state_layout='matrices' takes stages of equally many blocks, and these have"
+            "opt_state='matrices' takes stages of equally many blocks, and these have"
             f" {', '.join(map(str, counts))}."
         )
         size = len(counts)
-        fix = f"use a multiple of {size} blocks in equal parts, or opt_state_layout='within'."
+        fix = f"use a multiple of {size} blocks in equal parts, or opt_state='within'."
         raise ValueError(format_error(config.strategy, problem, fix=fix))
 
 

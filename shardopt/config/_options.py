@@ -32,6 +32,12 @@ OptStateLayout = Literal["within", "matrices"]
 owner.
 """
 
+OptStatePlace = Literal[OptStateLayout, "host"]
+"""How optimizer state is cut, or that it waits in host memory."""
+
+OptState = OptStatePlace | Sequence[OptStatePlace]
+"""Where optimizer state lives."""
+
 LeafDims = int | tuple[int | None, int | None] | None
 """The dim of a batch leaf that counts rows, or a pair: that dim and the one that counts positions.
 
@@ -180,16 +186,26 @@ def _view_fields(view: View) -> dict[str, Any]:
     return {"view": view, "separable": False}
 
 
-def _offload(name: str, offload: Any) -> tuple[str, ...]:
-    fix = "use offload=('opt_state',), or leave it out."
-    if isinstance(offload, str) or not isinstance(offload, Iterable):
-        raise TypeError(
-            error_text(f"{name} must be a sequence of names, got {offload!r}.", fix=fix)
-        )
-    names = tuple(offload)
-    if unknown := [repr(name) for name in names if name != "opt_state"]:
-        raise ValueError(error_text(f"{name} names what cannot wait in host memory.", unknown, fix))
-    return names
+def _opt_state(name: str, opt_state: Any) -> Any:
+    fix = (
+        "use 'within' (shards of every leaf), 'matrices' (whole matrices on owners), 'host' (in host"
+        " memory between steps) or ('matrices', 'host')."
+    )
+    is_sequence = isinstance(opt_state, Iterable) and not isinstance(opt_state, str)
+    places: tuple[Any, ...] = tuple(opt_state) if is_sequence else (opt_state,)
+    for place in places:
+        check_choice(name, place, get_args(OptStatePlace), fix)
+    if {"within", "matrices"} <= set(places):
+        raise ValueError(error_text(f"{name} is both 'within' and 'matrices'.", fix=fix))
+    return places if is_sequence else opt_state
+
+
+def _opt_state_fields(opt_state: OptState) -> dict[str, Any]:
+    places = (opt_state,) if isinstance(opt_state, str) else opt_state
+    return {
+        "opt_state_layout": "matrices" if "matrices" in places else "within",
+        "offload": ("opt_state",) if "host" in places else (),
+    }
 
 
 def _reducer(name: str, reducer: Reducer | None) -> Reducer | None:
@@ -335,31 +351,21 @@ class ShardingOptions(TypedDict, total=False):
             check=_optional_integer,
         ),
     ]
-    opt_state_layout: Annotated[
-        OptStateLayout,
+    opt_state: Annotated[
+        OptState,
         Option(
-            'how optimizer state is sharded. By default, "within", each leaf is sharded on one of'
-            ' its dims. "matrices" assigns each matrix to one device, its owner, for optimizers of'
+            'where optimizer state lives. By default, "within", each leaf is sharded on one of its'
+            ' dims. "matrices" assigns each matrix to one device, its owner, for optimizers of'
             " matrices (Muon, Shampoo): work on a matrix then needs no collectives. The notes of"
-            ' `so.fsdp` on matrices say what is sent. In `hybrid` it is not for placement "ddp".',
+            ' `so.fsdp` on matrices say what is sent. In `hybrid` it is not for placement "ddp".'
+            ' "host" keeps the state in host memory between steps, 8/N bytes per parameter with'
+            " fp32 Adam. The numbers are the same. A step copies the state to the device and back."
+            " It copies the state of a `BlockModel` block by block if the optimizer treats blocks"
+            " separately and does not ask for the loss. Otherwise, in pipelines and with"
+            ' `("matrices", "host")`, it copies all of the state at once.',
             default="within",
-            check=_choice(
-                OptStateLayout,
-                "use 'within' (shards of every leaf) or 'matrices' (whole matrices on owners).",
-            ),
-        ),
-    ]
-    offload: Annotated[
-        Sequence[str],
-        Option(
-            '`("opt_state",)` keeps optimizer state in host memory between steps, 8/N bytes per'
-            " parameter with fp32 Adam. The numbers are the same. A step copies the state to the"
-            " device and back. It copies the state of a `BlockModel` block by block if the"
-            " optimizer treats blocks separately and does not ask for the loss. Otherwise, in"
-            ' pipelines and with `opt_state_layout="matrices"`, it copies all of the state at'
-            " once.",
-            default=(),
-            check=_offload,
+            check=_opt_state,
+            fields=_opt_state_fields,
         ),
     ]
 

@@ -70,7 +70,7 @@ def product(a: jax.Array, b: jax.Array, *, flip_a: bool = False, flip_b: bool = 
 
     `flip_a` and `flip_b` transpose A and B first. `jnp.matmul` and `jnp.einsum` drop batch dims of
     length 1. The update of one block would then have other equations than the update of several,
-    and `opt_state_layout="matrices"` could not separate the blocks.
+    and `opt_state="matrices"` could not separate the blocks.
     """
     batch_dims = tuple(range(a.ndim - 2))
     contracted_dims = (a.ndim - (2 if flip_a else 1),), (b.ndim - (1 if flip_b else 2),)

@@ -101,7 +101,7 @@ def refresh_every(
     other steps.
 
     Call it once for each leaf. One branch for all leaves would tie their matrices together, and
-    `opt_state_layout="matrices"` could not separate them.
+    `opt_state="matrices"` could not separate them.
     """
     if isinstance(interval, int) and interval == 1:
         return refresh()

@@ -108,10 +108,10 @@ class LayoutBytes(NamedTuple):
     for each state layout.
 
     Attributes:
-      within: about the bytes with `opt_state_layout="within"`. Each product or decomposition
+      within: about the bytes with `opt_state="within"`. Each product or decomposition
         gathers the smallest of its operands and results. Loops with a known number of iterations
         count each iteration.
-      matrices: the bytes with `opt_state_layout="matrices"`.
+      matrices: the bytes with `opt_state="matrices"`.
     """
 
     within: int
@@ -128,7 +128,7 @@ class LayoutBytes(NamedTuple):
             f"'within' sends about {self.within:,} bytes per device and step for matrices,"
             f" 'matrices' {self.matrices:,}"
         )
-        return f"opt_state_layout: {comparison}; recommended: {self.recommended!r}"
+        return f"opt_state: {comparison}; recommended: {self.recommended!r}"
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
@@ -151,8 +151,8 @@ class Report(NamedTuple):
         shards state.
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
-      owners: the owners of matrices, with `opt_state_layout="matrices"`.
-      layouts: the bytes that each `opt_state_layout` sends; None if the optimizer works on no
+      owners: the owners of matrices, with `opt_state="matrices"`.
+      layouts: the bytes that each `opt_state` sends; None if the optimizer works on no
         matrices, or its state is replicated.
       view: one line that names the view of the loss, and the reason.
     """

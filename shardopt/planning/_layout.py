@@ -412,7 +412,7 @@ def place(
 def state_layout_bytes(
     workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int
 ) -> LayoutBytes | None:
-    """Return the bytes that optimizer work on matrices sends with each `opt_state_layout`.
+    """Return the bytes that optimizer work on matrices sends with each `opt_state`.
 
     None without such work.
     """

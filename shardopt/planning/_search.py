@@ -150,7 +150,7 @@ class Plans(NamedTuple):
       batch_size: rows of the global batch.
       limit: bytes of a device's memory that may be used.
       state_layouts: bytes that work on matrices sends under the fastest layout with each
-        `opt_state_layout`, and the recommended one; None if the optimizer does not work on
+        `opt_state`, and the recommended one; None if the optimizer does not work on
         matrices.
       recoveries: with `failures`, one way to survive them for each number of islands, the most
         tokens first.

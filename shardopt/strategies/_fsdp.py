@@ -73,7 +73,7 @@ def fsdp(
     - Replicas add an all-reduce of the 1/N shards over replica, after the last micro-batch, in the
       dtype of the parameters.
 
-    **Matrices** (`opt_state_layout="matrices"`): stacked blocks [L, ...] have their state and
+    **Matrices** (`opt_state="matrices"`): stacked blocks [L, ...] have their state and
     update sharded over L, if data (times pipeline, and times tensor if a rule splits the leaf)
     divides L. An all-to-all sends their gradients to the owners, and another sends the updates
     back: 2 (N-1)/N^2 Psi. Terms of the parameter (weight decay) are added where the parameter

@@ -68,7 +68,7 @@ def zero(
     **Communication** per step and device, for parameters of Psi bytes over N data devices: stages 1
     and 2 reduce-scatter gradients and all-gather parameters, 2(N-1)/N Psi. Stage 1 does so after
     the last micro-batch, stage 2 reduce-scatters in each micro-batch. With
-    `opt_state_layout="matrices"` they reduce-scatter the gradients of blocks that data divides to
+    `opt_state="matrices"` they reduce-scatter the gradients of blocks that data divides to
     their owners directly, so nothing more is sent. `so.reducers.exact(bfloat16)` halves the
     reduce-scatter. `fsdp` describes stage 3. Replicas add an all-reduce of the 1/N shards over
     replica.

@@ -65,7 +65,7 @@ def average_params(
     the replicas.
 
     **Placement**: one copy of the trained parameters, in fp32 at least, sharded as the strategy
-    shards optimizer state: as the parameters with fsdp. With `opt_state_layout="matrices"` it stays
+    shards optimizer state: as the parameters with fsdp. With `opt_state="matrices"` it stays
     with the parameters. `offload` moves it too.
 
     **Communication**: none in a step. Reading it gathers it where the parameters are not sharded.

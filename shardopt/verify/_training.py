@@ -160,7 +160,7 @@ SECOND = (
         for strategy in _SYNCHRONOUS
     ),
     *(
-        Training(strategy, {}, "muon", options={"opt_state_layout": "matrices"})
+        Training(strategy, {}, "muon", options={"opt_state": "matrices"})
         for strategy in ("zero1", "fsdp")
     ),
     *(Training(strategy, axes) for axes in _AXES for strategy in _SYNCHRONOUS),

@@ -85,14 +85,14 @@ CASES = {
         adam,
         {"micro_batches": 2, "rules": RULES},
     ),
-    "fsdp of matrices": ("fsdp", {"data": 4}, muon, {"opt_state_layout": "matrices"}),
+    "fsdp of matrices": ("fsdp", {"data": 4}, muon, {"opt_state": "matrices"}),
     "fsdp in the global view": ("fsdp", {"data": 8}, adam, {"view": "global"}),
     "pipeline": ("hybrid", PIPELINE, adam, HYBRID | {"placement": "fsdp", "rules": RULES}),
     "pipeline of matrices": (
         "hybrid",
         {"data": 2, "pipeline": 2},
         muon,
-        HYBRID | {"opt_state_layout": "matrices"},
+        HYBRID | {"opt_state": "matrices"},
     ),
     "uneven pipeline": (
         "hybrid",

@@ -305,9 +305,10 @@ def test_placements_that_split_gradients_refuse_one(placement, mesh_of):
         )
     assert (
         str(caught.value)
-        == "hybrid: a reducer takes the mean of unsharded gradients, and this placement shards"
-        " them.\n"
-        "Fix: use placement='ddp' or 'zero1', or leave reducer out."
+        == "hybrid: int8(block_size=256) takes the mean of unsharded gradients, and this placement"
+        " shards them.\n"
+        "Fix: use so.reducers.exact(jnp.bfloat16), ddp or zero1 (so.zero(stage=1)), or leave reducer"
+        " out."
     )
 
 

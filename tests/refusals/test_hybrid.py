@@ -253,11 +253,11 @@ FIRST_PARAMETERS = [
         ),
     ),
     (
-        lambda: hybrid(opt_state_layout="matrices").specs(params(7)),
+        lambda: hybrid(opt_state="matrices").specs(params(7)),
         (
-            "hybrid: opt_state_layout='matrices' takes stages of equally many blocks, and these"
+            "hybrid: opt_state='matrices' takes stages of equally many blocks, and these"
             " have 1, 2, 2, 2.\nFix: use a multiple of 4 blocks in equal parts, or"
-            " opt_state_layout='within'."
+            " opt_state='within'."
         ),
     ),
     (

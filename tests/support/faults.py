@@ -166,10 +166,8 @@ def further_strategies(devices):
     options, muon = {"min_shard_elements": 1, "view": "unproved"}, optax.contrib.muon(0.01)
     experts = {"rules": [("^experts/", "experts")], "view": "unproved"}
     return {
-        "Muon, zero1": lambda: so.zero(
-            muon, mesh, loss, stage=1, opt_state_layout="matrices", **options
-        ),
-        "Muon, fsdp": lambda: so.fsdp(muon, mesh, loss, opt_state_layout="matrices", **options),
+        "Muon, zero1": lambda: so.zero(muon, mesh, loss, stage=1, opt_state="matrices", **options),
+        "Muon, fsdp": lambda: so.fsdp(muon, mesh, loss, opt_state="matrices", **options),
         "experts, ddp": lambda: so.ddp(optax.adam(0.01), expert_mesh, expert_loss, **experts),
         "experts, fsdp": lambda: so.fsdp(
             optax.adam(0.01), expert_mesh, expert_loss, min_shard_elements=1, **experts

@@ -77,7 +77,7 @@ def muon(task: Task, layout: str = "matrices"):
         adam_weight_decay=WEIGHT_DECAY,
         muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(WHOLE),
     )
-    opt = so.fsdp(tx, so.make_mesh(), model, opt_state_layout=layout)
+    opt = so.fsdp(tx, so.make_mesh(), model, opt_state=layout)
     state = opt.init(task.params())
     for tokens in task.batches():
         state, metrics = opt.step(state, {"tokens": tokens})

@@ -1,4 +1,4 @@
-"""`opt_state_layout="matrices"`: optimizers of matrices equal one device, each matrix on an owner,
+"""`opt_state="matrices"`: optimizers of matrices equal one device, each matrix on an owner,
 few bytes on the wire.
 """
 
@@ -141,7 +141,7 @@ FAST = ("fsdp", "muon", {"data": 4, "tensor": 2})
 )
 def test_equals_one_device(name, one, sizes, mesh_of, x64):
     params = model_params()
-    opt = strategy(name, OWNED[one](), mesh_of(**sizes), opt_state_layout="matrices")
+    opt = strategy(name, OWNED[one](), mesh_of(**sizes), opt_state="matrices")
     _, expected = train(OWNED[one](), MODEL.loss_fn, params, batches(3))
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
@@ -164,7 +164,7 @@ FAST_UNEVEN = (6, "fsdp", "muon", {"data": 8})
 def test_equals_one_device_where_matrices_do_not_divide(layers, name, one, sizes, mesh_of, x64):
     params, model = (flat_params(), flat_loss) if layers is None else (model_params(layers), MODEL)
     make = ((OWNED | OPTIMIZERS) if layers is None else OWNED)[one]
-    opt = strategy(name, make(), mesh_of(**sizes), model, opt_state_layout="matrices")
+    opt = strategy(name, make(), mesh_of(**sizes), model, opt_state="matrices")
     _, expected = train(make(), model if layers is None else MODEL.loss_fn, params, batches(3))
     assert relative_difference(after(opt, params, 3).params, expected) < 1e-10
 
@@ -176,9 +176,7 @@ def test_equals_one_device_where_some_owners_return_nothing(one, mesh_of, x64):
     instead of sent.
     """
     case = problem("odd", weighted=True, steps=3)
-    opt = strategy(
-        "fsdp", OPTIMIZERS[one](), mesh_of(data=8), case.loss_fn, opt_state_layout="matrices"
-    )
+    opt = strategy("fsdp", OPTIMIZERS[one](), mesh_of(data=8), case.loss_fn, opt_state="matrices")
     _, expected = train(OPTIMIZERS[one](), case.reference, case.params, case.batches)
     state = opt.init(case.params)
     for batch in case.batches:
@@ -225,7 +223,7 @@ def test_a_stack_outside_of_a_block_model_has_one_owner_a_matrix(sizes, mesh_of,
         mesh_of(**sizes),
         stacks_loss,
         min_shard_elements=8,
-        opt_state_layout="matrices",
+        opt_state="matrices",
         **rules,
     )
     owners = opt.config.report(params).owners
@@ -310,7 +308,7 @@ def test_a_stack_whose_first_dim_is_split_has_one_owner_a_matrix(
         model,
         min_shard_elements=8,
         view="global",
-        opt_state_layout="matrices",
+        opt_state="matrices",
         **options,
     )
     owners, step = (
@@ -345,7 +343,7 @@ def test_an_optimizer_without_work_on_matrices_sends_nothing_more(mesh_of):
     params = model_params(dtype=jnp.float32)
     for tx in (optax.adamw(1e-2), optax.lamb(1e-2)):
         within, matrices = (
-            so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout=one)
+            so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state=one)
             for one in ("within", "matrices")
         )
         assert matrices.specs(params) == within.specs(params)
@@ -358,7 +356,7 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
     params = model_params(dtype=jnp.float32)
 
     def sent(tx, layout):
-        opt = strategy(name, tx, mesh_of(data=8), opt_state_layout=layout)
+        opt = strategy(name, tx, mesh_of(data=8), opt_state=layout)
         state = opt.abstract_state(params)
         specs = jax.tree.leaves(opt.specs(params).opt_state, is_leaf=lambda x: isinstance(x, P))
         assert (P("data", None, None) in specs) is (layout == "matrices")
@@ -378,9 +376,7 @@ def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
     params, (batch,) = model_params(layers, jnp.float32), batches(1, jnp.float32)
 
     def flops(tx, devices):
-        opt = so.fsdp(
-            tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state_layout="matrices"
-        )
+        opt = so.fsdp(tx, mesh_of(data=devices), MODEL, min_shard_elements=8, opt_state="matrices")
         return inner_product_flops(opt.step.lower(opt.abstract_state(params), batch).compile())
 
     whole, share = (
@@ -416,20 +412,18 @@ def test_what_soap_sends_where_its_state_is_not_with_its_matrices(blocks, least,
     for name in ("zero1", "fsdp"):
         sent = []
         for tx, one in ((optax.adam(1e-2), "within"), (soap, "matrices")):
-            opt = STRATEGIES[name](tx, mesh_of(data=8), loss, opt_state_layout=one)
+            opt = STRATEGIES[name](tx, mesh_of(data=8), loss, opt_state=one)
             sent.append(audit(opt.step, opt.abstract_state(params), draw(8, 64)).total_wire_bytes)
         assert least <= sent[1] / sent[0] <= most
 
 
 def test_what_is_not_a_layout_is_refused(mesh_of):
+    with pytest.raises(ValueError, match=r"^fsdp: unknown opt_state 'rows'\.\nFix: use 'within'"):
+        so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state="rows")
     with pytest.raises(
-        ValueError, match=r"^fsdp: unknown opt_state_layout 'rows'\.\nFix: use 'within'"
+        TypeError, match=r"^fsdp: opt_state must be a string, got 3\.\nFix: use 'within'"
     ):
-        so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout="rows")
-    with pytest.raises(
-        TypeError, match=r"^fsdp: opt_state_layout must be a string, got 3\.\nFix: use 'within'"
-    ):
-        so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state_layout=3)
+        so.fsdp(muon(), mesh_of(data=8), MODEL, opt_state=3)
     with pytest.raises(
         ValueError, match=r"this placement replicates it\.\nFix: use a placement that shards it"
     ):
@@ -439,14 +433,12 @@ def test_what_is_not_a_layout_is_refused(mesh_of):
             MODEL,
             micro_batches=2,
             placement="ddp",
-            opt_state_layout="matrices",
+            opt_state="matrices",
         )
 
 
 def test_the_report_says_who_owns_what_and_what_it_costs(mesh_of):
-    found = so.fsdp(
-        muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices"
-    )
+    found = so.fsdp(muon(), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
     report = found.config.report(model_params(dtype=jnp.float32))
     assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
         ("blocks/up",): (tuple(range(8)), True),
@@ -471,7 +463,7 @@ def test_the_report_names_the_owners_of_a_pipeline(mesh_of):
         micro_batches=2,
         min_shard_elements=8,
         rules=RULES[:1],
-        opt_state_layout="matrices",
+        opt_state="matrices",
     )
     report = opt.config.report(params)
     assert {row.paths: (row.owners, row.state) for row in report.owners.rows} == {
@@ -507,16 +499,14 @@ def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
         if one == "eight_bit"
         else OWNED[one]()
     )
-    opt = so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices")
+    opt = so.fsdp(tx, mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
     sent = opt.config.report(model_params(dtype=jnp.float32)).owners.bytes_sent
     assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
 
 
 @pytest.mark.parametrize("one", [pytest.param("soap", marks=pytest.mark.slow), "shampoo"])
 def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
-    opt = so.fsdp(
-        OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state_layout="matrices"
-    )
+    opt = so.fsdp(OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
     owners = opt.config.report(model_params(6, jnp.float32)).owners
     assert [len(row.owners) for row in owners.rows] == [6, 6]
     assert sorted(owner for row in owners.rows for owner in row.owners) == sorted(
@@ -537,7 +527,7 @@ def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
 )
 @pytest.mark.parametrize("layers", [6, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, mesh_of):
-    opt = strategy(name, muon(), mesh_of(**sizes), opt_state_layout="matrices")
+    opt = strategy(name, muon(), mesh_of(**sizes), opt_state="matrices")
     params = model_params(layers, dtype=jnp.float32)
     found = audit(opt.step, opt.abstract_state(params), batches(1, jnp.float32)[0])
     assert found.by_kind()["all-to-all"].wire_bytes == opt.config.report(params).owners.bytes_sent
@@ -551,7 +541,7 @@ def test_the_bytes_reported_are_those_of_the_all_to_alls(layers, name, sizes, me
 @pytest.mark.slow  # rooms/checkpoint, and the report of owners below
 def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
     params = model_params()
-    owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state_layout="matrices")
+    owned = strategy("fsdp", muon(), mesh_of(data=8), opt_state="matrices")
     within = strategy("zero1", muon(), mesh_of(data=4, tensor=2))
     state = after(owned, params, 1)
     so.save(tmp_path / "owned", state)
@@ -567,10 +557,10 @@ def test_checkpoints_go_from_any_layout_to_any_other(mesh_of, tmp_path, x64):
 FORMS = {
     "within, 8": ("fsdp", {"data": 8}, {}),
     "within, 4 x 2": ("zero1", {"data": 4, "tensor": 2}, {}),
-    "matrices, 8": ("zero2", {"data": 8}, {"opt_state_layout": "matrices"}),
-    "matrices, 2 x 2": ("fsdp", {"data": 2, "tensor": 2}, {"opt_state_layout": "matrices"}),
-    "offload, 4": ("fsdp", {"data": 4}, {"offload": ("opt_state",)}),
-    "both, 8": ("zero1", {"data": 8}, {"opt_state_layout": "matrices", "offload": ("opt_state",)}),
+    "matrices, 8": ("zero2", {"data": 8}, {"opt_state": "matrices"}),
+    "matrices, 2 x 2": ("fsdp", {"data": 2, "tensor": 2}, {"opt_state": "matrices"}),
+    "offload, 4": ("fsdp", {"data": 4}, {"opt_state": "host"}),
+    "both, 8": ("zero1", {"data": 8}, {"opt_state": ("matrices", "host")}),
     "one device": ("ddp", {"data": 1}, {}),
 }
 
@@ -628,9 +618,7 @@ def test_newton_schulz_has_the_same_bits_on_any_number_of_devices(name, mesh_of)
     params = {"blocks": {"up": SLOPES["up"], "down": SLOPES["down"]}, "flat": SLOPES["flat"]}
     found = []
     for count in (1, 2, 4, 8):
-        opt = STRATEGIES[name](
-            orthogonal(), mesh_of(data=count), LINEAR, opt_state_layout="matrices"
-        )
+        opt = STRATEGIES[name](orthogonal(), mesh_of(data=count), LINEAR, opt_state="matrices")
         found.append(jax.device_get(opt.step(opt.init(params), jnp.ones((8, 1)))[0].params))
     for other in found[1:]:
         same_bits(other, found[0])
@@ -696,7 +684,7 @@ def test_state_within_matrices_is_noticed(mesh_of, monkeypatch):
 def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
     params, states = model_params(layers), []
     for one in ("matrices", "within"):
-        inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state_layout=one)
+        inner = strategy("fsdp", muon(), mesh_of(replica=2, data=4), opt_state=one)
         opt = so.local_sgd(inner, sync_every=2)
         states.append(jax.device_get(after(opt, params, 3).params))
     assert relative_difference(*states) < 1e-10
@@ -705,7 +693,7 @@ def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
 def test_the_report_recommends_a_layout(mesh_of):
     shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
     within, owned, adam = (
-        so.fsdp(tx, mesh_of(data=8), flat_loss, opt_state_layout=one).config.report(shapes)
+        so.fsdp(tx, mesh_of(data=8), flat_loss, opt_state=one).config.report(shapes)
         for tx, one in (
             (optax.contrib.muon(1e-2), "within"),
             (optax.contrib.muon(1e-2), "matrices"),

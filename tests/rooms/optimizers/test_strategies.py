@@ -64,7 +64,7 @@ def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_o
     params = jax.tree.map(lambda x: 2 * x.astype(float), host_params(gpt.init, config))
     batches = [{"tokens": np.random.default_rng(i).integers(0, 32, (16, 9))} for i in range(4)]
     tx, model = OPTIMIZERS[optimizer](gpt.matrices), gpt.model(config)
-    opt = STRATEGIES[strategy](tx, mesh_of(data=8), model, opt_state_layout="matrices")
+    opt = STRATEGIES[strategy](tx, mesh_of(data=8), model, opt_state="matrices")
     state = opt.init(params)
     adam = STRATEGIES[strategy](optax.adam(1e-2), mesh_of(data=8), model)
     sent, least = (

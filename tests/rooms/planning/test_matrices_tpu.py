@@ -117,7 +117,7 @@ ROWS_OF_TABLE = [(*problem, "muon") for problem in PROBLEMS] + [
 def test_at_most_an_eighth_more_than_adam_is_sent(topology, kind, name, strategy):
     def step(tx, layout):
         def make(mesh, loss_fn):
-            return STRATEGIES[strategy](tx, mesh, loss_fn, opt_state_layout=layout)
+            return STRATEGIES[strategy](tx, mesh, loss_fn, opt_state=layout)
 
         return compiled(topology, make, PROBLEMS[topology, kind]())
 
@@ -140,9 +140,7 @@ def memory_of(problem, rows, **options):
 
 
 def test_state_is_on_the_host_and_comes_block_by_block():
-    plain, offloaded = (
-        memory_of(stacked(8), 16, offload=offload) for offload in ((), ("opt_state",))
-    )
+    plain, offloaded = (memory_of(stacked(8), 16, opt_state=place) for place in ("within", "host"))
     # two moments of eight blocks of eight W x W, over four chips
     state = 2 * 8 * 8 * WIDTH**2 * 4 // 4
     assert plain.host_argument_size_in_bytes == plain.host_temp_size_in_bytes == 0
@@ -161,8 +159,7 @@ ROWS_OF_INPUTS = 2**17
 
 def test_inputs_of_blocks_are_on_the_host():
     full, offloaded = (
-        memory_of(stacked(8, remat=remat), ROWS_OF_INPUTS, offload=())
-        for remat in ("full", "offload")
+        memory_of(stacked(8, remat=remat), ROWS_OF_INPUTS) for remat in ("full", "offload")
     )
     inputs = 8 * ROWS_OF_INPUTS // 4 * WIDTH * 4
     assert (full.host_temp_size_in_bytes, offloaded.host_temp_size_in_bytes) == (0, inputs)

@@ -1,4 +1,4 @@
-"""`offload=("opt_state",)`: the state waits in host memory, and values are the same, bit for bit."""
+"""`opt_state="host"`: the state waits in host memory, and values are the same, bit for bit."""
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +28,8 @@ def kinds(tree):
 def test_state_waits_on_the_host_and_values_are_the_same(strategy, mesh_of, tmp_path):
     tx, mesh = optax.adamw(1e-2), mesh_of(data=8)
     plain, offloaded = (
-        STRATEGIES[strategy](tx, mesh, CASE.loss_fn, offload=offload)
-        for offload in ((), ("opt_state",))
+        STRATEGIES[strategy](tx, mesh, CASE.loss_fn, opt_state=place)
+        for place in ("within", "host")
     )
     states = plain.init(CASE.params), offloaded.init(CASE.params)
     for batch in CASE.batches:
@@ -91,8 +91,8 @@ def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, mo
         is_leaf=lambda x: isinstance(x, tuple),
     )
     plain, offloaded = (
-        STRATEGIES[strategy](make(), mesh_of(data=8), BLOCKS, offload=offload)
-        for offload in ((), ("opt_state",))
+        STRATEGIES[strategy](make(), mesh_of(data=8), BLOCKS, opt_state=place)
+        for place in ("within", "host")
     )
     looped = []
     loop = streamed_update._loop
@@ -111,19 +111,14 @@ def test_blocks_are_streamed_and_values_are_the_same(strategy, name, mesh_of, mo
 
 
 def test_what_cannot_wait_there_is_refused(mesh_of):
-    fix = r"\nFix: use offload=\('opt_state',\), or leave it out\.$"
+    fix = r"\nFix: use 'within' .* or \('matrices', 'host'\)\.$"
+    with pytest.raises(ValueError, match=r"^fsdp: unknown opt_state 'params'\." + fix):
+        so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, opt_state=("params",))
     with pytest.raises(
-        ValueError,
-        match=r"^fsdp: offload names what cannot wait in host memory\.\n  'params'" + fix,
+        ValueError, match=r"^fsdp: opt_state is both 'within' and 'matrices'\." + fix
     ):
-        so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, offload=("params",))
-    with pytest.raises(
-        TypeError, match=r"^fsdp: offload must be a sequence of names, got 'opt_state'\." + fix
-    ):
-        so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, offload="opt_state")
-    inner = so.fsdp(
-        optax.sgd(0.1), mesh_of(replica=2, data=4), CASE.loss_fn, offload=("opt_state",)
-    )
+        so.fsdp(optax.sgd(0.1), mesh_of(data=8), CASE.loss_fn, opt_state=("matrices", "within"))
+    inner = so.fsdp(optax.sgd(0.1), mesh_of(replica=2, data=4), CASE.loss_fn, opt_state="host")
     with pytest.raises(
         ValueError, match=r"^local_sgd: replicas that train apart keep their parameters in"
     ):

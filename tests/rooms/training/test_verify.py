@@ -140,7 +140,7 @@ REFUSED = {
         "the replicas of local_sgd train apart",
     ),
     "offload": (
-        lambda: so.fsdp(optax.adam(0.1), so.make_mesh(data=8), loss_fn, offload=("opt_state",)),
+        lambda: so.fsdp(optax.adam(0.1), so.make_mesh(data=8), loss_fn, opt_state="host"),
         "the state is offloaded to the host",
     ),
     "another step": (

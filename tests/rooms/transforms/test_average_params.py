@@ -91,10 +91,8 @@ ROWS = [
         "zero1", {"data": 4, "tensor": 2}, "adamw", {"micro_batches": 4}, marks=pytest.mark.slow
     ),
     pytest.param("zero2", {"replica": 2, "data": 4}, "muon", {}, marks=pytest.mark.slow),
-    pytest.param(
-        "fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow
-    ),
-    pytest.param("fsdp", {"data": 8}, "adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "muon", {"opt_state": "matrices"}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "adamw", {"opt_state": "host"}, marks=pytest.mark.slow),
 ]
 
 
@@ -116,7 +114,7 @@ def test_a_pipeline_averages_as_one_device(layout, mesh_of):
         case = block_problem("pytree", weighted=False, num_blocks=2, rows=8, steps=STEPS)
         mesh, options = (
             mesh_of(data=2, pipeline=2),
-            {"min_shard_elements": 8, "opt_state_layout": layout},
+            {"min_shard_elements": 8, "opt_state": layout},
         )
         opt = so.hybrid(
             averaging(INNER["adamw"]()),
@@ -160,7 +158,7 @@ def test_the_average_lies_as_its_parameters(mesh_of):
     parameters.
     """
     opt = STRATEGIES["fsdp"](
-        averaging(stacked_muon()), mesh_of(data=8), BLOCKS, opt_state_layout="matrices"
+        averaging(stacked_muon()), mesh_of(data=8), BLOCKS, opt_state="matrices"
     )
     state = opt.abstract_state(BLOCK_PARAMS)
     average = state.opt_state[1].average
@@ -178,7 +176,7 @@ def test_a_step_sends_nothing_more(strategy, layout, mesh_of):
     """
     sent = []
     for tx in (stacked_muon(), averaging(stacked_muon())):
-        opt = STRATEGIES[strategy](tx, mesh_of(data=8), BLOCKS, opt_state_layout=layout)
+        opt = STRATEGIES[strategy](tx, mesh_of(data=8), BLOCKS, opt_state=layout)
         opt_state = opt.init(BLOCK_PARAMS)
         sent.append(
             [

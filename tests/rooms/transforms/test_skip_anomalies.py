@@ -90,12 +90,8 @@ ROWS = [
     pytest.param("ddp", {"data": 8}, "momentum", {"view": "global"}, marks=pytest.mark.slow),
     pytest.param("zero1", {"data": 8}, "momentum", {"micro_batches": 4}, marks=pytest.mark.slow),
     pytest.param("zero2", {"replica": 2, "data": 4}, "clip_adamw", {}, marks=pytest.mark.slow),
-    pytest.param(
-        "fsdp", {"data": 8}, "muon", {"opt_state_layout": "matrices"}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-        "fsdp", {"data": 8}, "clip_adamw", {"offload": ["opt_state"]}, marks=pytest.mark.slow
-    ),
+    pytest.param("fsdp", {"data": 8}, "muon", {"opt_state": "matrices"}, marks=pytest.mark.slow),
+    pytest.param("fsdp", {"data": 8}, "clip_adamw", {"opt_state": "host"}, marks=pytest.mark.slow),
 ]
 
 
