@@ -70,12 +70,12 @@ def record_of_field(field):
     """Return the class of the record that has a field of the config."""
     if field not in RECORD_OF:
         return StrategyConfig
-    return get_type_hints(StrategyConfig)[RECORD_OF[field]]
+    return type_of(StrategyConfig, RECORD_OF[field])
 
 
-def type_of_field(field):
-    """Return the type of a field of the config."""
-    return get_type_hints(record_of_field(field))[field]
+def type_of(record, field):
+    """Return the type of a field of a record."""
+    return get_type_hints(record, localns={"Schedule": so.schedules.Schedule})[field]
 
 
 def default_of_field(field):
@@ -96,7 +96,7 @@ def test_an_option_has_a_meaning_a_type_a_default_and_a_field(name):
     assert re.fullmatch(r"\S.{30,}\.", option.meaning)
     fields = option.read(name, option.default)
     if name in fields:
-        expected = type_of_field(name)
+        expected = type_of(record_of_field(name), name)
         assert types[name] == (expected | None if name in OF_PLATFORM else expected)
     assert {field: default_of_field(field) for field in fields if name not in OF_PLATFORM} == {
         field: value for field, value in fields.items() if name not in OF_PLATFORM
