@@ -31,13 +31,11 @@ def gather_leaves(
 
 
 def _gather(config: StrategyConfig, leaf: jax.Array, plan: LeafPlan) -> jax.Array:
+    gather_dtype = config.slots.wire(config.wire, plan).gather_dtype
+
     def gather_one(x: jax.Array) -> jax.Array:
-        if (
-            config.wire.gather_dtype is not None
-            and plan.trainable
-            and jnp.issubdtype(plan.dtype, jnp.floating)
-        ):
-            x = x.astype(config.wire.gather_dtype)
+        if gather_dtype is not None:
+            x = x.astype(gather_dtype)
         # The cast would otherwise follow the gather.
         x = constrain(config.mesh, x, plan.spec(sharded=config.placement.params))
         return checkpoint_name(constrain(config.mesh, x, plan.spec(sharded=False)), GATHERED)

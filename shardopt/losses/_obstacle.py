@@ -5,7 +5,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.config._config import StrategyConfig
@@ -224,12 +223,8 @@ def as_gathered(config: StrategyConfig, layout: Layout) -> PyTree:
     """Return the parameters as the loss gets them."""
 
     def gathered(leaf: jax.ShapeDtypeStruct, plan: LeafPlan) -> jax.ShapeDtypeStruct:
-        cast = (
-            config.wire.gather_dtype is not None
-            and plan.trainable
-            and jnp.issubdtype(leaf.dtype, jnp.floating)
-        )
-        return jax.ShapeDtypeStruct(leaf.shape, config.wire.gather_dtype if cast else leaf.dtype)
+        dtype = config.slots.wire(config.wire, plan).gather_dtype or leaf.dtype
+        return jax.ShapeDtypeStruct(leaf.shape, dtype)
 
     leaves = layout.treedef.flatten_up_to(layout.abstract.params)
     return layout.treedef.unflatten(
