@@ -18,10 +18,10 @@ from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import calling
+from shardopt.core._reducer import Reducer
 from shardopt.core._types import PyTree, Rules
 from shardopt.partition import Report
 from shardopt.partition._rules import patterns_of
-from shardopt.reducers import Reducer
 from shardopt.runtime._compiler_options import CompilerOptions
 
 if TYPE_CHECKING:

@@ -16,10 +16,9 @@ from shardopt.config._user_mesh import Axes
 from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
+from shardopt.core._reducer import Reducer, check_reducer
 from shardopt.core._types import Rules
 from shardopt.partition._rules import check_rules
-from shardopt.reducers import Reducer
-from shardopt.reducers._reducer import check_reducer
 from shardopt.runtime._compiler_options import CompilerOptions
 
 View = Literal["auto", "per_device", "global", "unproved"]

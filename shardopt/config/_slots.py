@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardopt.config._config import StrategyConfig, WireOptions
     from shardopt.config._layout import Layout
     from shardopt.config._transformation import ExtraArgs
+    from shardopt.remat._gathered_block import BlockRemat
 
 
 class StepInputs(NamedTuple):
@@ -196,6 +197,7 @@ class Slots(NamedTuple):
       reduce: makes the reduction of some trained leaves.
       update: one update of the optimizer.
       wire: how a leaf travels.
+      remat: chooses what a block whose weights are gathered keeps for its backward pass.
       counts: returns for some parameters how many blocks each virtual stage of a pipeline runs.
     """
 
@@ -203,4 +205,5 @@ class Slots(NamedTuple):
     reduce: Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]
     update: Update
     wire: Wire
+    remat: BlockRemat
     counts: Callable[[StrategyConfig, PyTree], Counts] = lambda config, params: ()

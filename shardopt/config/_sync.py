@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import optax
 
-from shardopt.reducers import Reducer
+from shardopt.core._reducer import Reducer
 
 
 class SyncConfig(NamedTuple):

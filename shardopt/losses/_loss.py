@@ -139,7 +139,8 @@ class BlockLoss:
         if self.config.gathers:
             params = self._with_probes(params)
             gather_outer = self.gather_outer
-            run_block = gathered_block(self.config.strategy, self.model, self.gather_block)
+            remat = self.config.slots.remat
+            run_block = gathered_block(self.config.strategy, self.model, self.gather_block, remat)
             if self.config.layout.expert_leaves and self._tables and self._is_per_device:
                 before_loss = self.gather_before_loss
         if not self._is_per_device:

@@ -40,7 +40,7 @@ from shardopt.pipeline._stage import (
     make_setup,
     make_stage,
 )
-from shardopt.remat._split_backward import Arrays
+from shardopt.trace._parts import Arrays
 
 Row = dict[str, jax.Array]
 """A row of the schedule's table, for this stage."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from shardopt.collectives import shard_by_shard
 from shardopt.core._types import PyTree
 from shardopt.pipeline._schedule import Schedule
-from shardopt.remat._split_backward import Arrays
+from shardopt.trace._parts import Arrays
 
 PIPELINE = "pipeline"
 

@@ -17,7 +17,7 @@ from shardopt.partition._counts import Counts
 from shardopt.pipeline._cut import stage_rows
 from shardopt.pipeline._messages import PIPELINE
 from shardopt.pipeline._schedule import Schedule
-from shardopt.remat._split_backward import Arrays
+from shardopt.trace._parts import Arrays
 
 Dims = Sequence[int | None]
 """The dim of each leaf that is sharded over pipeline; None if each stage stores the whole leaf."""

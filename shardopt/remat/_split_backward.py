@@ -18,6 +18,7 @@ from shardopt.trace._parts import (
     MOST,
     Arrays,
     Atom,
+    Shapes,
     Trace,
     abstract_value,
     bytes_of,
@@ -30,8 +31,6 @@ from shardopt.trace._parts import (
     trace_of,
 )
 from shardopt.trace._primitives import ARITHMETIC
-
-Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 
 
 class Passes(NamedTuple):

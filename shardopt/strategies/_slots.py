@@ -11,6 +11,7 @@ from shardopt.core._rounding import Rounding
 from shardopt.losses._global_view import GlobalView
 from shardopt.losses._sums import leaf_wire
 from shardopt.partition import LayoutBytes, LeafPlan, Owners
+from shardopt.remat._gathered_block import BlockRemat
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
 from shardopt.step._pipelined import Pipelined
 from shardopt.step._update import PlainUpdate
@@ -25,6 +26,7 @@ def own_slots(config: StrategyConfig) -> Slots:
         reduce=_reduce(config),
         update=_update(config),
         wire=_wire(config),
+        remat=_remat(config),
     )
 
 
@@ -56,6 +58,14 @@ def _wire(config: StrategyConfig) -> Wire:
         return leaf_wire(wire, plan)._replace(form=form)
 
     return rounded_wire
+
+
+def _remat(config: StrategyConfig) -> BlockRemat:
+    if as_block_model(config.loss.loss_fn) is None:
+        return lambda f, arguments, x: f(arguments, x)
+    from shardopt.remat._min_cut import min_cut_remat
+
+    return min_cut_remat
 
 
 def _update(config: StrategyConfig) -> Update:

@@ -15,6 +15,7 @@ from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._marks import has_mark
 
 Arrays = list[jax.Array]
+Shapes = Sequence[jax.Array | jax.ShapeDtypeStruct]
 Atom = jex.Var | jex.Literal
 MOST = 2**30
 """The capacity in `min_cut` of edges that must not be cut: larger than the sum of all others."""
