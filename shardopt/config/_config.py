@@ -161,7 +161,7 @@ class StrategyConfig(NamedTuple):
         first dim.
       sync_gradients: whether gradients are averaged over replicas that have their own parameters,
         as in a warm-up.
-      axis_names: the option `axes`.
+      axis_names: the names of the axes of the user's mesh; None for those of `so.make_mesh`.
       user_mesh: where state, batch and metrics live; None until checked.
       sums: whether the gradients of a step come with the sums of each device's own gradient, see
         `diagnose._verified`.
@@ -291,7 +291,7 @@ def default_min_shard_elements(platform: str) -> int:
 def configure(
     strategy: str,
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | Axes,
     loss_fn: LossFn,
     placement: Placement,
     options: Mapping[str, Any],
@@ -303,6 +303,9 @@ def configure(
       ValueError: if an option has a wrong value.
     """
     fields: dict[str, Any] = {}
+    if isinstance(mesh, Axes):
+        fields["axis_names"] = mesh
+        mesh = mesh.mesh
     with calling(strategy):
         for name, value in options.items():
             fields |= OPTIONS[name].read(name, value)

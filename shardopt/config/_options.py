@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from shardopt.config._program_check import ProgramCheck
-from shardopt.config._user_mesh import Axes
 from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import error_text
@@ -82,8 +81,11 @@ ARGUMENTS = {
         " sophia). The gradient of that loss is `grad_fn` (for sam with `opaque_mode=True`)."
     ),
     "mesh": (
-        "the devices: a mesh from `so.make_mesh`, or your own mesh together with `axes`. A replica"
-        " axis acts as a second data axis."
+        "the devices: a mesh from `so.make_mesh`, or your own mesh with the names of its axes,"
+        ' `so.Axes(mesh, data=("dp", "fsdp"), tensor="tp")`. A replica axis acts as a second data'
+        " axis. State and metrics live on your mesh, with Auto or Explicit axes, whatever"
+        " `jax.set_mesh` says. Rules, and a loss in the global view, use your names. A loss in the"
+        " per-device view uses the names data, tensor, replica, pipeline, context and expert."
     ),
     "loss_fn": (
         "the loss: a function `loss_fn(params, batch)`, or a `BlockModel`. The function returns a"
@@ -239,17 +241,6 @@ class SharedOptions(TypedDict, total=False):
             "the loss that `opt.evaluate` and `so.training.evaluation` run, on the parameters where"
             " they are placed; by default the loss of training. It has the form of `loss_fn`, and"
             " gets no random key. In a pipeline it must be a `BlockModel`.",
-        ),
-    ]
-    axes: Annotated[
-        Axes | None,
-        Option(
-            'the names of the axes of your own mesh, such as `so.Axes(data=("dp", "fsdp"),'
-            ' tensor="tp")`; by default the names of `so.make_mesh`. State and metrics live on your'
-            " mesh, with Auto or Explicit axes, whatever `jax.set_mesh` says. Rules, and a loss in"
-            " the global view, use your names. A loss in the per-device view uses the names data,"
-            " tensor, replica, pipeline, context and expert.",
-            fields=lambda axes: {"axis_names": axes},
         ),
     ]
     batch_dims: Annotated[

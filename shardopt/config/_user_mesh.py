@@ -20,13 +20,14 @@ from shardopt.partition._rules import check_rules
 
 
 class Axes(NamedTuple):
-    """The axis names of your own mesh: for each role one name, or several names.
+    """Your own mesh, and the names of its axes: for each role one name, or several names.
 
-    A role without an axis in the mesh has size 1. Several names are one merged axis:
-    `Axes(data=("dp", "fsdp"))` shards over both axes. `Axes(replica="dp", data="fsdp")` copies over
+    A role without an axis in the mesh has size 1. Several names are one merged axis: `Axes(mesh,
+    data=("dp", "fsdp"))` shards over both axes. `Axes(mesh, replica="dp", data="fsdp")` copies over
     dp and shards over fsdp (HSDP).
 
     Attributes:
+      mesh: the mesh.
       data: splits rows of the batch, and all leaves that the placement shards.
       tensor: splits inner dims of leaves, by rule. Rules use the names of the mesh.
       replica: splits rows of the batch; parameters are copied.
@@ -40,12 +41,13 @@ class Axes(NamedTuple):
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
       >>> mesh = jax.make_mesh((len(jax.devices()), 1), ("dp", "tp"))
       >>> loss_fn = lambda params, batch: jnp.mean((batch @ params["w"]) ** 2)
-      >>> opt = so.fsdp(optax.sgd(0.1), mesh, loss_fn, axes=so.Axes(data="dp", tensor="tp"))
+      >>> opt = so.fsdp(optax.sgd(0.1), so.Axes(mesh, data="dp", tensor="tp"), loss_fn)
       >>> state = opt.init({"w": jnp.ones((4,))})
       >>> state.params["w"].sharding.mesh == mesh
       True
     """
 
+    mesh: Mesh
     data: str | Sequence[str] = "data"
     tensor: str | Sequence[str] = "tensor"
     replica: str | Sequence[str] = "replica"
@@ -152,13 +154,13 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
                 " so.make_mesh()."
             )
         )
-    axes = _axes_of_roles(mesh, Axes() if names is None else names)
+    axes = _axes_of_roles(mesh, Axes(mesh) if names is None else names)
     for role in ("data", "pipeline") if pipelined else ("data",):
         if role not in axes:
             problem = f"the mesh has axes {mesh.axis_names}, none of them {role!r}."
             fix = (
                 f"make the mesh with so.make_mesh({role}=...), or say which axis it is:"
-                f" axes=so.Axes({role}=...)."
+                f" so.Axes(mesh, {role}=...)."
             )
             raise ValueError(error_text(problem, fix=fix))
     role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
@@ -166,7 +168,7 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
     for axis, size in mesh.shape.items():
         if size > 1 and role_of.get(axis) not in known_roles:
             problem = f"mesh axis {axis!r} (size {size}) is above 1, but nothing is split over it."
-            roles = f"axes=so.Axes(data={(*axes['data'], axis)!r}), or tensor={axis!r}"
+            roles = f"so.Axes(mesh, data={(*axes['data'], axis)!r}), or tensor={axis!r}"
             fix = (
                 "use the axes data, tensor, pipeline, context, expert, replica, or say what it is:"
                 f" {roles}."
@@ -185,21 +187,21 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
 
 
 def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
-    fix = 'write axes=so.Axes(data="dp", tensor="tp"); several axes of one role as a tuple.'
-    if not isinstance(names, Axes):
-        raise TypeError(error_text(f"axes must be so.Axes, got {names!r}.", fix=fix))
+    fix = 'write so.Axes(mesh, data="dp", tensor="tp"); several axes of one role as a tuple.'
     axes_of_roles: dict[str, tuple[str, ...]] = {}
-    for role, names_of_role in names._asdict().items():
+    for role, names_of_role in zip(names._fields[1:], names[1:], strict=True):
         axes = (names_of_role,) if isinstance(names_of_role, str) else names_of_role
         if not isinstance(axes, Sequence) or not all(isinstance(axis, str) for axis in axes):
             raise TypeError(
-                error_text(f"axes.{role} must name mesh axes, got {names_of_role!r}.", fix=fix)
+                error_text(
+                    f"{role} of so.Axes must name mesh axes, got {names_of_role!r}.", fix=fix
+                )
             )
         if names_of_role != role and (
             missing := [axis for axis in axes if axis not in mesh.axis_names]
         ):
             problem = (
-                f"axes.{role} names {', '.join(map(repr, missing))}, but the mesh has axes"
+                f"{role} of so.Axes names {', '.join(map(repr, missing))}, but the mesh has axes"
                 f" {mesh.axis_names}."
             )
             raise ValueError(error_text(problem, fix="name axes of the mesh."))
@@ -208,7 +210,7 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
             axes_of_roles[role] = ordered_axes
     named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
     if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
-        problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names}."
+        problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names[1:]}."
         raise ValueError(error_text(problem, fix="give each axis one role."))
     return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
 

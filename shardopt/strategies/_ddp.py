@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from shardopt.config._config import DDP, configure
 from shardopt.config._options import DdpOptions
+from shardopt.config._user_mesh import Axes
 from shardopt.core._block_model import LossFn
 from shardopt.step._build import build
 from shardopt.step._optimizer import ShardedOptimizer
@@ -17,7 +18,7 @@ from shardopt.strategies._slots import own_slots
 @with_options
 def ddp(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | Axes,
     loss_fn: LossFn,
     **options: Unpack[DdpOptions],
 ) -> ShardedOptimizer:

@@ -11,9 +11,9 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.config._config import PLACEMENTS, configure
-from shardopt.config._options import OPTIONS, HybridOptions
+from shardopt.config._options import HybridOptions
 from shardopt.config._program_check import ProgramCheck
-from shardopt.config._user_mesh import read_mesh
+from shardopt.config._user_mesh import Axes, read_mesh
 from shardopt.core._arguments import check_choice, check_count, check_flag
 from shardopt.core._block_model import BlockModel, as_block_model
 from shardopt.core._errors import error_text, plural
@@ -30,7 +30,7 @@ from shardopt.strategies._slots import own_slots, pipelined_slots
 @with_options
 def hybrid(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | Axes,
     model: BlockModel,
     *,
     schedule: Schedule | Callable[[int, int], Schedule] = schedules.eager_one_f_one_b,
@@ -174,7 +174,7 @@ def hybrid(
         )
     check_count("micro_batches", micro_batches, minimum=1)
     config = configure("hybrid", tx, mesh, blocks, PLACEMENTS[placement], options)
-    sizes = read_mesh(mesh, config.axis_names, pipelined=True)[0].shape
+    sizes = read_mesh(config.mesh, config.axis_names, pipelined=True)[0].shape
     num_stages = sizes["pipeline"]
     built_schedule = _build_schedule(schedule, num_stages, micro_batches)
     if not regather and num_stages == 1:
@@ -193,8 +193,8 @@ def hybrid(
         blocks = blocks._replace(remat=remat)
     elif num_stages == 1 and remat and blocks.remat is None:
         blocks = blocks._replace(remat="full")
-    check = OPTIONS["check"].check("check", config.check)
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    check = config.check
+    on_cpu = config.mesh.devices.flat[0].platform == "cpu"
     if on_cpu and num_stages > 1 and sizes["tensor"] > 1:
         check = _with_permutes_checked(check, sizes)
     config = config.replace(

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from shardopt.config._config import STAGES, configure
 from shardopt.config._options import ZeroOptions
+from shardopt.config._user_mesh import Axes
 from shardopt.core._block_model import LossFn
 from shardopt.core._errors import format_error
 from shardopt.step._build import build
@@ -18,7 +19,7 @@ from shardopt.strategies._slots import own_slots
 @with_options
 def zero(
     tx: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | Axes,
     loss_fn: LossFn,
     *,
     stage: int = 1,

@@ -165,9 +165,8 @@ def test_axes_of_a_users_mesh_share_the_role(x64):
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("dp", "ring", "ulysses"))
     opt = so.fsdp(
         TX,
-        mesh,
+        so.Axes(mesh, data="dp", context=("ring", "ulysses")),
         weighted,
-        axes=so.Axes(data="dp", context=("ring", "ulysses")),
         min_shard_elements=8,
     )
     _, final = train(TX, on_one_device(weighted), params(), batches())

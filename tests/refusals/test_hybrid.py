@@ -119,7 +119,7 @@ CONSTRUCTION = [
         ValueError,
         (
             "hybrid: the mesh has axes ('data',), none of them 'pipeline'.\nFix: make the mesh with"
-            " so.make_mesh(pipeline=...), or say which axis it is: axes=so.Axes(pipeline=...)."
+            " so.make_mesh(pipeline=...), or say which axis it is: so.Axes(mesh, pipeline=...)."
         ),
     ),
     (
@@ -127,7 +127,7 @@ CONSTRUCTION = [
         ValueError,
         (
             "hybrid: the mesh has axes ('pipeline',), none of them 'data'.\nFix: make the mesh with"
-            " so.make_mesh(data=...), or say which axis it is: axes=so.Axes(data=...)."
+            " so.make_mesh(data=...), or say which axis it is: so.Axes(mesh, data=...)."
         ),
     ),
     (

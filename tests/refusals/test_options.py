@@ -159,9 +159,6 @@ WRONG = {
             ),
         )
     ],
-    so.Axes | None: [
-        ("data", TypeError, "{name} must be so.Axes, got 'data'.\nFix: write {name}=so.Axes(...")
-    ],
     CompilerOptions | None: [
         (
             "fast",

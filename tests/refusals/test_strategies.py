@@ -78,7 +78,7 @@ CONSTRUCTION = [
         ValueError,
         (
             "ddp: the mesh has axes ('model',), none of them 'data'.\nFix: make the mesh with"
-            " so.make_mesh(data=...), or say which axis it is: axes=so.Axes(data=...)."
+            " so.make_mesh(data=...), or say which axis it is: so.Axes(mesh, data=...)."
         ),
     ),
     (
@@ -87,7 +87,7 @@ CONSTRUCTION = [
         (
             "ddp: mesh axis 'model' (size 2) is above 1, but nothing is split over it.\nFix: use"
             " the axes data, tensor, pipeline, context, expert, replica, or say what it is:"
-            " axes=so.Axes(data=('data', 'model')), or tensor='model'."
+            " so.Axes(mesh, data=('data', 'model')), or tensor='model'."
         ),
     ),
     (
