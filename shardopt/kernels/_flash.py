@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, wide_dtype
 
 NAME = "attention"
 """The `checkpoint_name` of the mixed values, and of the logarithm of the softmax sum."""
@@ -138,7 +138,7 @@ def heads_last(mixed: Float[Array, "B G R T K"]) -> Float[Array, "B T H K"]:
 
 def empty_state(query: Float[Array, "B G R T K"]) -> State:
     """Return the state before the first block of keys."""
-    wide = _wide_dtype(query)
+    wide = wide_dtype(query.dtype)
     return State(
         jnp.full(query.shape[:-1], HIDDEN, wide),
         jnp.zeros(query.shape[:-1], wide),
@@ -238,7 +238,7 @@ def gradients(
     With p = exp(score - logsumexp) over all keys, and delta = sum_k out dout: dv = p^T dout, ds = p
     (dout v^T - delta).
     """
-    wide = _wide_dtype(queries.query)
+    wide = wide_dtype(queries.query.dtype)
     query_tiles, key_tiles = _split_queries(queries), _split_keys(keys)
     d_key_tiles = jnp.zeros(key_tiles.key.shape, wide), jnp.zeros(key_tiles.value.shape, wide)
 
@@ -293,7 +293,7 @@ def _absorb_tile(
 def _tile_gradients(queries: Queries, keys: Keys, rule: MaskRule) -> tuple[Array, Array, Array]:
     query, d_out, logsumexp, delta, query_marks = queries
     key, value, _ = keys
-    product = functools.partial(jnp.einsum, preferred_element_type=_wide_dtype(query))
+    product = functools.partial(jnp.einsum, preferred_element_type=wide_dtype(query.dtype))
     scores = _scores(query, query_marks, keys, rule)
     p = jnp.exp(scores - logsumexp[..., None])
     dp = product("bgrtk,bgsk->bgrts", d_out, value)
@@ -310,7 +310,7 @@ def _scores(
     query: Array, query_marks: Marks, keys: Keys, rule: MaskRule
 ) -> Float[Array, "B G R T S"]:
     scores = jnp.einsum(
-        "bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=_wide_dtype(query)
+        "bgrtk,bgsk->bgrts", query, keys.key, preferred_element_type=wide_dtype(query.dtype)
     )
     mask_bias = jnp.where(sees(query_marks, keys.marks, rule), 0, HIDDEN).astype(scores.dtype)
     return capped(rule.scaled(scores, query.shape[-1]), rule.softcap) + mask_bias[:, None, None]
@@ -429,7 +429,3 @@ def _scan(f: Callable, carry: Carry, xs: PyTree) -> tuple[Carry, PyTree]:
         return lax.scan(f, carry, xs)
     carry, y = f(carry, jax.tree.map(lambda x: x[0], xs))
     return carry, jax.tree.map(lambda y: y[None], y)
-
-
-def _wide_dtype(x: Array) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)

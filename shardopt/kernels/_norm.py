@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from shardopt.kernels._devices import kernels_run_on, num_shards, vmem
-from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, pl
 from shardopt.mesh import device_kind_or_default
 
 
@@ -23,8 +23,6 @@ def rsqrt_of_mean_square(
 
 def inverse_rms(x: Float[Array, "B T D"], epsilon: float) -> Float[Array, "B T"]:
     """Return 1 / sqrt(mean of squares + epsilon) of every vector, in one pass."""
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
     B, T, D = x.shape
     block = _block(x, 1)
     (inverse,) = call_kernel(
@@ -62,8 +60,6 @@ def gradient_of_norm(
       grad: the gradient of x by all other terms.
       norm_grads: gradients of the norm; the kernel adds them up.
     """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
     B, T, D = x.shape
     block = _block(x, len(norm_grads))
     arrays = [x, *norm_grads, grad]

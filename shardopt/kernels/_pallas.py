@@ -1,7 +1,6 @@
-"""Shared parts of Pallas kernels: where they run, their calls, products and masks of a tile, and
-the memory that they may use.
-"""
+"""Shared parts of Pallas kernels: calls, blocks, strips and products."""
 
+import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +16,24 @@ from shardopt.mesh import device_kind_or_default
 
 LANES = 128
 """The kernels need tiles of a multiple of so many positions, and pad heads to a multiple of it."""
+
+
 ROWS = 32
 """Rows of a register of int8; a whole number of registers in wider dtypes."""
+
+
+class _Late:
+    """A module that is imported when an attribute is read, since the import takes long."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
+
+
+pl: Any = _Late("jax.experimental.pallas")
+pltpu: Any = _Late("jax.experimental.pallas.tpu")
 
 
 def product(a: Array, b: Array, dim_a: int, dim_b: int, dtype: DTypeLike = jnp.float32) -> Array:
@@ -28,8 +43,6 @@ def product(a: Array, b: Array, dim_a: int, dim_b: int, dtype: DTypeLike = jnp.f
 
 def by_strips(size: int, strip: int, run: Any) -> None:
     """Run a function on each strip of a block: a loop has less code, which compiles faster."""
-    from jax.experimental import pallas as pl
-
     lax.fori_loop(
         0, size // strip, lambda i, _: run(pl.ds(pl.multiple_of(i * strip, strip), strip)), None
     )
@@ -55,6 +68,7 @@ def call_kernel(
     *,
     name: str,
     flops: int = 0,
+    transcendentals: int = 0,
     scratch_shapes: Any = (),
     sequential: int = 0,
     scalars: Sequence[Array] = (),
@@ -66,9 +80,6 @@ def call_kernel(
     `scalars` are arrays of integers that it gets before the inputs, and index maps after the
     indices of the grid.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
     bytes_accessed = sum(
         math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape)
@@ -87,7 +98,7 @@ def call_kernel(
             dimension_semantics=semantics, vmem_limit_bytes=vmem()
         ),
         cost_estimate=pl.CostEstimate(
-            flops=flops, transcendentals=0, bytes_accessed=bytes_accessed
+            flops=flops, transcendentals=transcendentals, bytes_accessed=bytes_accessed
         ),
         name=name,
         interpret=not device_kind_or_default().startswith("TPU"),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt.kernels._devices import kernels_run_on, vmem
-from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, pl, pltpu
 from shardopt.mesh import device_kind_or_default
 
 
@@ -19,8 +19,6 @@ def rotate_halves(
 
     Cosines and sines get no gradient.
     """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
     heads = x.swapaxes(1, 2)
     B, H, T, K = heads.shape
     block = largest_block(T, 256, ROWS, _bytes_per_row(x))
@@ -45,8 +43,6 @@ def rotate_halves(
 
 
 def _rotate_halves(x: Any, cos: Any, sin: Any, out: Any) -> None:
-    from jax.experimental.pallas import tpu as pltpu
-
     def rotate(head: Any) -> None:
         wide = x[head].astype(jnp.float32)
         swapped = pltpu.roll(wide, wide.shape[-1] // 2, 2)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float
 
 from shardopt.kernels._devices import vmem
 from shardopt.kernels._flash import TILE, Keys, Marks, MaskRule, Queries, capped
-from shardopt.kernels._pallas import LANES, product
+from shardopt.kernels._pallas import LANES, pl, pltpu, product
 from shardopt.kernels._splash_tiles import divisors, hide, padded
 from shardopt.mesh import device_kind_or_default
 
@@ -169,9 +169,6 @@ def _piece_gradients(
     heads: int,
     dtype: DTypeLike,
 ) -> tuple[Array, Array, Array]:
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-    from jax.experimental.pallas import tpu as pltpu
-
     (B, H, T, K), (G, V) = queries.query.shape, keys.value.shape[1::2]
     R, tiles = H // G, _tiles(T, query_lead, block, rule)
 
@@ -253,8 +250,6 @@ def _add_tile(
 
     Scores and weights are [keys, queries of the heads], so numbers per query are rows.
     """
-    from jax.experimental import pallas as pl
-
     query, d_out, logsumexp, delta, key, value, *segments = (ref[...] for ref in refs[:-6])
     out, (dq, dk, dv) = refs[-6:-3], refs[-3:]
     heads = query.shape[0]  # columns of a tile are the queries of all heads

@@ -24,9 +24,8 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.kernels._devices import vmem
 from shardopt.kernels._flash import TILE, MaskRule, capped
-from shardopt.kernels._pallas import LANES, product
+from shardopt.kernels._pallas import LANES, call_kernel, pl, pltpu, product
 from shardopt.kernels._splash_tiles import divisors, hide, padded
-from shardopt.mesh import device_kind_or_default
 
 
 def heads_of_step(
@@ -72,9 +71,6 @@ def attend(
     T is a multiple of 128, and a step has a head. A query that sees no key has a logarithm near
     `HIDDEN`, and some mean of values.
     """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-    from jax.experimental.pallas import tpu as pltpu
-
     (B, H, T, K), (G, V) = query.shape, value.shape[1::2]
     block, R = math.gcd(T, TILE), H // G
     heads = heads_of_step(query.shape, key.shape, V, value.dtype, vmem())
@@ -101,30 +97,18 @@ def attend(
     ]
     rows, blocks = heads * block, T // block
     tiles = sum(_last(i, blocks, rule) - _first(i, block, rule, max) for i in range(blocks))
-    kernel = pl.pallas_call(
+    mixed, logsumexp = call_kernel(
         functools.partial(_mix, rule=rule, block=block),
-        grid=(B, H // heads, blocks),
-        in_specs=in_specs,
-        out_specs=[
-            query_spec(V),
-            pl.BlockSpec((None, heads, 1, block), lambda b, h, i: (b, h, 0, i)),
-        ],
-        out_shape=out_shape,
-        scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, V)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * 3, vmem_limit_bytes=vmem()
-        ),
-        cost_estimate=pl.CostEstimate(
-            flops=2 * block**2 * tiles * B * H * (K + V),
-            transcendentals=block**2 * tiles * B * H,
-            bytes_accessed=sum(x.size * x.dtype.itemsize for x in (*inputs, *out_shape)),
-        ),
+        (B, H // heads, blocks),
+        inputs,
+        in_specs,
+        [query_spec(V), pl.BlockSpec((None, heads, 1, block), lambda b, h, i: (b, h, 0, i))],
+        out_shape,
         name="splash_forward",
-        interpret=not device_kind_or_default().startswith("TPU"),
+        flops=2 * block**2 * tiles * B * H * (K + V),
+        transcendentals=block**2 * tiles * B * H,
+        scratch_shapes=[pltpu.VMEM((rows, width), jnp.float32) for width in (LANES, LANES, V)],
     )
-    # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function: the forward
-    # pass would run again
-    mixed, logsumexp = jax.jit(kernel)(*inputs)
     return mixed, logsumexp[:, :, 0]
 
 
@@ -145,8 +129,6 @@ def _mix(
 
     Rows are the queries of all heads.
     """
-    from jax.experimental import pallas as pl
-
     *segments, out, logsumexp, top, total, mixed = refs
     heads, V, i = query_ref.shape[0], value_ref.shape[1], pl.program_id(2)
 

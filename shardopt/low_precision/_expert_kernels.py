@@ -1,7 +1,7 @@
 """Pallas kernels for TPU that round rows sorted by expert to 8 bits, and multiply them by the
 weights of their experts.
 
-The experts are the parts of one matrix, see `core._rounded_weight.Form`. A step of a kernel visits
+The experts are the parts of one matrix, see `low_precision._weight.Form`. A step of a kernel visits
 the rows of one expert in one tile of rows. Rows of no expert are neither rounded nor multiplied.
 
 Suffixes: M rows, E experts, K summed dims, N channels, V visits.
@@ -19,7 +19,16 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._rounding import Precision
 from shardopt.kernels._devices import vmem
-from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, product
+from shardopt.kernels._pallas import (
+    LANES,
+    ROWS,
+    by_strips,
+    call_kernel,
+    largest_block,
+    pl,
+    pltpu,
+    product,
+)
 from shardopt.low_precision._first_order import first_order
 from shardopt.low_precision._numbers import (
     as_bits,
@@ -195,8 +204,6 @@ def round_by_expert(
 
     Rows of no expert are not defined.
     """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
     M, K = x.shape
     block = largest_block(512, 512, ROWS, _BYTES * K)
     visits = Visits.of(sizes, M, block, by_expert=False)
@@ -220,8 +227,6 @@ def round_by_expert(
 
 
 def _round_by_expert(tile: Any, expert: Any, first: Any, end: Any, x: Any, *refs: Any) -> None:
-    from jax.experimental import pallas as pl
-
     *factor, numbers, scale = refs
     visit = pl.program_id(0)
     start = tile[visit] * x.shape[0]
@@ -283,8 +288,6 @@ def multiply(
       summed_rows: whether rows of the matrix are summed.
       dtype: of the result.
     """
-    from jax.experimental import pallas as pl
-
     (M, K), E = rows.numbers.shape, sizes.shape[0]
     N = matrix.shape[1] // E if summed_rows else matrix.shape[0]
     tile_rows, columns = tile_of(_TILE_ROWS, N, K, largest=2048)
@@ -328,8 +331,6 @@ def _multiply(
     matrix: Any,
     *refs: Any,
 ) -> None:
-    from jax.experimental import pallas as pl
-
     *channel_scale, out = refs
     visit, rows = pl.program_id(1), out.shape[0]
 
@@ -357,9 +358,6 @@ def gradient_of_experts(
     a: Float[Array, "M R"], b: Float[Array, "M C"], sizes: Int[Array, " E"], *, dtype: DTypeLike
 ) -> Float[Array, "R EC"]:
     """Return the sum over the rows of each expert of outer(a, b), for all experts side by side."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     (M, R), C, E = a.shape, b.shape[1], sizes.shape[0]
     side, tile_rows = 2048 if vmem() >= 96 * 2**20 else 1024, 512
     height, width = math.gcd(R, side), math.gcd(C, side)
@@ -389,8 +387,6 @@ def gradient_of_experts(
 def _gradient_of_experts(
     tile: Any, expert: Any, first: Any, end: Any, a: Any, b: Any, out: Any, sums: Any
 ) -> None:
-    from jax.experimental import pallas as pl
-
     visit, last = pl.program_id(2), pl.num_programs(2) - 1
 
     @pl.when(_begins(expert, visit))

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block
+from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, pl, pltpu
 from shardopt.low_precision._first_order import first_order
 from shardopt.low_precision._numbers import (
     as_bits,
@@ -163,9 +163,6 @@ def round_rows_of(
       factors: for each function what its columns are multiplied by before they are rounded.
       dtypes: for each function the dtype of its rounded results.
     """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-    from jax.experimental.pallas import tpu as pltpu
-
     B, _, T, W = inputs[0].shape
     widths = [_count(function, len(inputs)) * W for function in functions]
     block = largest_block(T, 256, ROWS, 2 * (2 * len(inputs) * W + sum(widths)))
@@ -197,8 +194,6 @@ def round_rows_of(
 def _round_rows_of(
     functions: Sequence[Elementwise], has_factor: Sequence[bool], *refs: Any
 ) -> None:
-    from jax.experimental import pallas as pl
-
     count, num_factors = len(functions), sum(has_factor)
     inputs, refs = refs[: -num_factors - 3 * count], refs[-num_factors - 3 * count :]
     factors, results, wides = (
@@ -253,9 +248,6 @@ def round_columns_of(
     """Return each result of a function of the inputs times a factor of each position, rounded, and
     a scale for each row and column.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     B, _, T, W = inputs[0].shape
     count = _count(function, len(inputs))
 
@@ -281,8 +273,6 @@ def round_columns_of(
 
 
 def _round_columns_of(function: Elementwise, num_inputs: int, *refs: Any) -> None:
-    from jax.experimental import pallas as pl
-
     inputs, factor, refs = refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :]
     count = len(refs) // 3
     results, wides = refs[: 2 * count], refs[2 * count :]

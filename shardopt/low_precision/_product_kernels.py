@@ -8,7 +8,7 @@ for tests.
 
 Activations are "B H T W": the T positions of a row, and H heads of W components, as attention has
 them in memory. Without heads H is 1. A weight is a matrix of its K summed dims and C parts of N
-channels, see `core._rounded_weight.Form`.
+channels, see `low_precision._weight.Form`.
 """
 
 import functools
@@ -25,7 +25,16 @@ from jaxtyping import Array, Float, Shaped
 from shardopt.core._rounding import Precision
 from shardopt.kernels._devices import vmem
 from shardopt.kernels._norm import rsqrt_of_mean_square
-from shardopt.kernels._pallas import LANES, ROWS, by_strips, call_kernel, largest_block, product
+from shardopt.kernels._pallas import (
+    LANES,
+    ROWS,
+    by_strips,
+    call_kernel,
+    largest_block,
+    pl,
+    pltpu,
+    product,
+)
 from shardopt.low_precision._first_order import first_order
 from shardopt.low_precision._numbers import (
     as_bits,
@@ -191,8 +200,6 @@ def round_rows(
     """Return parts side by side, times a factor of each column, rounded, and a scale for each token
     over all of them.
     """
-    from jax.experimental import pallas as pl  # imported late, since the import takes long
-
     B, H, T, W = parts[0].shape
     S = len(parts) * H * W
     block = largest_block(T, 512, ROWS, _BYTES * S)
@@ -232,8 +239,6 @@ def norm_and_round(
     x: Float[Array, "B T D"], scale: Float[Array, " D"], epsilon: float, dtype: DTypeLike
 ) -> RoundedTokens:
     """Return `rms_norm(x, scale, epsilon)` rounded, in one pass over x."""
-    from jax.experimental import pallas as pl
-
     B, T, D = x.shape
     block = largest_block(T, 512, ROWS, _BYTES * D)
     rounded = call_kernel(
@@ -274,8 +279,6 @@ def round_columns(
     """Return heads side by side, times a factor of each position, rounded, and a scale for each row
     and column over T.
     """
-    from jax.experimental import pallas as pl
-
     B, H, T, W = x.shape
     block = largest_block(W, 512, LANES, _BYTES * T)
     in_specs = [pl.BlockSpec((None, None, T, block), lambda b, h, j: (b, h, 0, j))]
@@ -346,8 +349,6 @@ def _write(out: Any, columns: Any, value: Array) -> None:
         if out.shape[0] == 1:
             out[0, :, columns] = value
         else:
-            from jax.experimental import pallas as pl
-
             first = pl.multiple_of(lax.rem(start, width), size)
             out[lax.div(start, width), :, pl.ds(first, size)] = value
         return
@@ -369,8 +370,6 @@ def forward(
     """Return the product of activations and a part of a weight over K, with their scales, plus
     `added`.
     """
-    from jax.experimental import pallas as pl
-
     (B, T, K), N = x.shape, weight_scale.shape[1] // sizes.parts
     tile = tile_of(T, N, K)
     result = _ResultBlocks.of(B, sizes.heads, T, N, tile)
@@ -427,9 +426,6 @@ def gradient_of_tokens(
 
     The gradients contain the scales of the weight.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     (B, T, S), C = grad.shape, sizes.parts
     N, K = S // C, weight.size // S
     tile = tile_of(T, K, N)
@@ -460,8 +456,6 @@ def gradient_of_tokens(
 def _gradient_of_tokens(
     summed: int, grad: Any, grad_scale: Any, weight: Any, out: Any, sums: Any
 ) -> None:
-    from jax.experimental import pallas as pl
-
     part, last, size = pl.program_id(3), pl.num_programs(3) - 1, sums.shape[1]
 
     def multiply_strip(columns: Any) -> None:
@@ -494,9 +488,6 @@ def gradient_of_weight(
 
     The gradients contain the scales of x.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
     (B, T, K), N = x.shape, grad.shape[2]
     by_channel, (rows, columns) = sizes.by_channel, (N, K) if sizes.by_channel else (K, N)
     # whole rows of x need no sums in VMEM
@@ -530,8 +521,6 @@ def gradient_of_weight(
 def _gradient_of_weight(
     row_factor: Any, column_factor: Any, scale: Any, out: Any, row_sums: Any, sums: Any
 ) -> None:
-    from jax.experimental import pallas as pl
-
     row, piece = pl.program_id(2), pl.program_id(3)
     last_row, last_piece = pl.num_programs(2) - 1, pl.num_programs(3) - 1
 

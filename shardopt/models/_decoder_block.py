@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 
 from shardopt import nn
 from shardopt.core._rounding import Rounding
+from shardopt.core._types import wide_dtype
 from shardopt.low_precision._einsum import Normed, plain
 from shardopt.mesh import is_analysed
 from shardopt.models import _layers as layers
@@ -317,7 +318,7 @@ def _rotation(
     factors = np.array([rope.attention_factor if rope else 1.0 for rope in ropes])
 
     def rotate(x: Array, scale: float = 1.0) -> Array:
-        wide = jnp.promote_types(x.dtype, jnp.float32)
+        wide = wide_dtype(x.dtype)
         if kind is None or len(set(ropes)) == 1:
             frequencies, factor = jnp.asarray(table[0], wide), float(factors[0])
         else:

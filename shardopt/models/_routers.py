@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt import nn
-from shardopt.core._types import PyTree, Updated, Weighted
+from shardopt.core._types import PyTree, Updated, Weighted, wide_dtype
 from shardopt.losses._rows import batch_mean
 from shardopt.models._decoder_config import ExpertsConfig
 from shardopt.models._inputs import Params
@@ -51,7 +51,7 @@ def _append(old: Array, new: Array) -> Array:
 def first_routers(experts: ExpertsConfig, outer: Params, x: Float[Array, "B T D"]) -> Routers:
     """Return the statistics before the first block with experts."""
     B, (L, E) = x.shape[0], outer["router_load"].shape
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     needed = {
         "probability": experts.balance in ("loss", "sequence_loss"),
         "z_loss": bool(experts.z_loss),

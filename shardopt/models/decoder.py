@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
-from shardopt.core._types import LeafRole, Loss, PyTree, leaves_with_paths
+from shardopt.core._types import LeafRole, Loss, PyTree, leaves_with_paths, wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_block import (
@@ -203,7 +203,7 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
         if name.endswith("norm"):
             return jnp.full(shape, 0 if config.norm.endswith("plus_one") else 1, config.param_dtype)
         if name.startswith("router_"):
-            return jnp.zeros(shape, jnp.promote_types(config.param_dtype, jnp.float32))
+            return jnp.zeros(shape, wide_dtype(config.param_dtype))
         if name.endswith("bias") or name == "sinks":
             return jnp.zeros(shape, config.param_dtype)
         return scales.get(name, 0.02) * jax.random.normal(next(keys), shape, config.param_dtype)
@@ -396,7 +396,7 @@ def last_logits(
     cost a digit of the loss.
     """
     normed, head = _final_norm_and_head(config, outer, x)
-    wide = jnp.promote_types(normed.dtype, jnp.float32)
+    wide = wide_dtype(normed.dtype)
     return capped(
         jnp.einsum("btd,vd->btv", normed, head, preferred_element_type=wide), config.logits_softcap
     )

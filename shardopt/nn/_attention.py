@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
+from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.kernels._flash import NAME, Marks, MaskRule, capped, factor_of_scores, sees
 from shardopt.kernels._pallas import LANES
@@ -427,7 +428,7 @@ def masked_attention(
     divided, not S. Of the arrays of size S, only the exponentials are stored for the backward pass.
     """
     B, T, H, K = query.shape
-    wide, query_dims, key_dims = jnp.promote_types(query.dtype, jnp.float32), "h", "h"
+    wide, query_dims, key_dims = wide_dtype(query.dtype), "h", "h"
     if (G := key.shape[2]) != H:  # R heads of queries to each of the G heads of keys
         query, query_dims, key_dims = query.reshape(B, T, G, H // G, K), "gr", "g"
     mask_bias = jnp.expand_dims(
@@ -477,42 +478,39 @@ def _check(
     method: str | None,
 ) -> None:
     H, G = query.shape[2], key.shape[2]
-    if H % G:
-        problem = f"{H} heads of queries are not a multiple of {G} heads of keys and values."
-        raise ValueError(
-            format_error(
-                "attention", problem, fix="give keys and values a number of heads that divides it."
-            )
-        )
-    if value.shape[3] > query.shape[3]:
-        problem = (
-            f"values are {value.shape[3]} wide, wider than the {query.shape[3]} of queries and"
-            " keys."
-        )
-        raise ValueError(
-            format_error(
-                "attention", problem, fix="pad queries and keys with zeros, and give `scale`."
-            )
-        )
+    key_width, value_width = query.shape[3], value.shape[3]
     if window is not None:
         check_count("window", window, minimum=1)
-        if not causal:
-            problem = "a window looks back from each position, so it needs causal=True."
-            raise ValueError(
-                format_error("attention", problem, fix="pass causal=True, or leave window out.")
-            )
-    if implementation is not None and implementation not in get_args(Implementation):
-        problem = f"unknown implementation {implementation!r}."
-        raise ValueError(
-            format_error(
-                "attention",
-                problem,
-                fix="use 'splash', 'cudnn', 'xla', or None to choose by device.",
-            )
-        )
-    if method is not None and method not in get_args(Method):
-        fix = "use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length."
-        raise ValueError(format_error("attention", f"unknown method {method!r}.", fix=fix))
+    rules = [
+        (
+            H % G > 0,
+            f"{H} heads of queries are not a multiple of {G} heads of keys and values.",
+            "give keys and values a number of heads that divides it.",
+        ),
+        (
+            value_width > key_width,
+            f"values are {value_width} wide, wider than the {key_width} of queries and keys.",
+            "pad queries and keys with zeros, and give `scale`.",
+        ),
+        (
+            window is not None and not causal,
+            "a window looks back from each position, so it needs causal=True.",
+            "pass causal=True, or leave window out.",
+        ),
+        (
+            implementation not in (None, *get_args(Implementation)),
+            f"unknown implementation {implementation!r}.",
+            "use 'splash', 'cudnn', 'xla', or None to choose by device.",
+        ),
+        (
+            method not in (None, *get_args(Method)),
+            f"unknown method {method!r}.",
+            "use 'ring', 'all_to_all', 'all_gather', or None to choose by heads and length.",
+        ),
+    ]
+    for is_wrong, problem, fix in rules:
+        if is_wrong:
+            raise ValueError(error_text(problem, fix=fix))
 
 
 @calling("attention")

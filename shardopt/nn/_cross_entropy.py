@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling
+from shardopt.core._types import wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
 
@@ -100,7 +101,7 @@ def _nats(
     dtype: DTypeLike | None,
     softcap: float | None,
 ) -> Float[Array, "B T"]:
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     logits = jnp.einsum("btd,vd->btv", x, head, preferred_element_type=dtype or wide)
     if logits.dtype == wide or is_analysed():
         return _nats_of_logits(logits, targets, wide, softcap)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shardopt.core._types import wide_dtype
 from shardopt.low_precision._weight import RoundedWeight
 from shardopt.optimizers import Matrix
 
@@ -73,7 +74,7 @@ class LowRank:
         """Return W + scale A B as an array, in the dtype of W."""
         weight = _LETTERS[: self.ndim]
         first, second = self._factor_letters(weight)
-        wide = jnp.promote_types(self.lora_a.dtype, jnp.float32)
+        wide = wide_dtype(self.lora_a.dtype)
         update = jnp.einsum(
             f"{first},{second}->{weight}", self.lora_a, self.lora_b, preferred_element_type=wide
         )

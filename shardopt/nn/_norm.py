@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._norm import gradient_of_norm, inverse_rms, rsqrt_of_mean_square, takes_norm
 from shardopt.nn._quantized_einsum import add_bias
@@ -31,7 +32,7 @@ def rms_norm(
     References:
       Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019, equation 4.
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wide_dtype(x.dtype))
     return _scaled(wide, rsqrt_of_mean_square(wide, epsilon), scale, x.dtype)
 
 
@@ -42,7 +43,7 @@ def rms_norm_plus_one(
     """Return `rms_norm` with the factor 1 + weight, rounded to the dtype of x after this factor
     alone (Gemma).
     """
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wide_dtype(x.dtype))
     return _scaled_plus_one(wide, rsqrt_of_mean_square(wide, epsilon), weight, x.dtype)
 
 
@@ -55,7 +56,7 @@ def _scaled_plus_one(wide: Array, inverse: Array, weight: Array, dtype: DTypeLik
 
 
 def _plus_one(weight: Array) -> Array:
-    return 1 + weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+    return 1 + weight.astype(wide_dtype(weight.dtype))
 
 
 def norm_of_stream(
@@ -135,13 +136,13 @@ def apply_norm(
         return norm(x, scale, epsilon)
     if kind == "layer_plus_one":
         assert scale is not None
-        scale = 1 + scale.astype(jnp.promote_types(x.dtype, jnp.float32))
+        scale = 1 + scale.astype(wide_dtype(x.dtype))
     return _layer_norm(x, scale, bias, epsilon)
 
 
 @functools.partial(jax.checkpoint, static_argnums=3)
 def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    wide = x.astype(wide_dtype(x.dtype))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = (centred * rsqrt_of_mean_square(centred, epsilon)).astype(x.dtype)
     normed = (

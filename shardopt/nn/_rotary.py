@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import on_tensor_shards
 from shardopt.kernels._flash import factor_of_scores
 from shardopt.kernels._rotary import rotate_halves, takes_rotation
@@ -30,7 +31,7 @@ def rotate_by(
       Embedding", 2021, equation 34; the pairs here are components i and i + K/2.
     """
     half = x.shape[-1] // 2
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = wide_dtype(x.dtype)
     angles = positions.astype(wide)[..., None] * jnp.expand_dims(frequencies, range(positions.ndim))
     angles = angles.reshape(-1, positions.shape[-1], 1, half)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
