@@ -47,7 +47,7 @@ def check_permutes(text: str, sizes: Mapping[str, int]) -> None:
     )
     fix = (
         "do not shift, cut or join a dim that a rule splits over tensor: give gate and value, or"
-        " halves, a dim or a weight of their own (as shardopt/models/_layers.py does), or change"
+        " halves, a dim or a weight of their own (as shardopt/nn/_memory_layout.py does), or change"
         " the rule."
     )
     raise ValueError(error_text(problem, sorted(places), fix))
