@@ -142,7 +142,6 @@ STRATEGIES = {
     "ddp": so.ddp,
     "zero1": lambda *args, **options: so.zero(*args, stage=1, min_shard_elements=8, **options),
     "zero2": lambda *args, **options: so.zero(*args, stage=2, min_shard_elements=8, **options),
-    "zero3": lambda *args, **options: so.zero(*args, stage=3, min_shard_elements=8, **options),
     "fsdp": lambda *args, **options: so.fsdp(*args, min_shard_elements=8, **options),
     "hybrid": lambda *args, **options: so.hybrid(*args, min_shard_elements=8, **options),
 }

@@ -39,7 +39,7 @@ _REDUCER_OPTIONS = ("reducer", *_REDUCER_WARMUP)
 
 
 def _gathers(options: RunOptions) -> bool:
-    return options.where.strategy in ("fsdp", "hybrid") and options.placement in ("fsdp", "zero3")
+    return options.placement == "fsdp"
 
 
 def _averages_whole_gradients(options: RunOptions) -> bool:

@@ -90,8 +90,8 @@ class DeviceOptions:
 
     strategy: Strategy = "fsdp"
     """Which arrays are sharded over data: none (ddp), optimizer state (zero1), gradients too
-    (zero2), parameters too (zero3, fsdp; fsdp gathers one block at a time). Hybrid also divides the
-    model into stages, one for each position on the pipeline axis.
+    (zero2), parameters too (fsdp, which gathers one block at a time). Hybrid also divides the model
+    into stages, one for each position on the pipeline axis.
     """
 
     micro_batches: Annotated[
@@ -112,7 +112,7 @@ class DeviceOptions:
             DtypeName,
             help=(
                 f"{meaning('gather_dtype')} Masters stay float32. For fsdp, and for hybrid with"
-                " --placement fsdp or zero3."
+                " --placement fsdp."
             ),
         ),
     ] = None

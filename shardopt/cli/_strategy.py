@@ -167,7 +167,7 @@ def make_base(
     arguments = vars(options.where) | vars(options.pipeline) | dict(leaf_arguments)
     arguments |= {
         "micro_batches": num_micro_batches(options, mesh),
-        "placement": options.placement,
+        "placement": options.placement if options.pipeline.regather else "fsdp_once",
         "reducer": reducer,
         "schedule": so.schedules.send_ahead(schedule) if options.pipeline.send_ahead else schedule,
     }

@@ -56,18 +56,17 @@ ZERO_3 = Placement(params=True, grads=True, opt_state=True)
 """Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
 """
 
-STAGES = {1: ZERO_1, 2: ZERO_2, 3: ZERO_3}
+STAGES = {1: ZERO_1, 2: ZERO_2}
 
-PlacementName = Literal["ddp", "zero1", "zero2", "zero3", "fsdp"]
+PlacementName = Literal["ddp", "zero1", "zero2", "fsdp"]
 
 PLACEMENTS: dict[str, Placement] = {
     "ddp": DDP,
     "zero1": ZERO_1,
     "zero2": ZERO_2,
-    "zero3": ZERO_3,
     "fsdp": ZERO_3,
 }
-"""Placement names of `hybrid` -> placement."""
+"""Name of a placement -> placement."""
 
 
 def _no_report(abstract_params: PyTree = None) -> Report:

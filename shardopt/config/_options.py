@@ -368,7 +368,7 @@ class GatherOptions(TypedDict, total=False):
         Option(
             "the dtype that trained floating parameters are cast to before they are gathered and"
             " used; by default their own. Frozen parameters keep their dtype. In `hybrid` it is"
-            ' only for placements "fsdp" and "zero3".',
+            ' only for placements "fsdp" and "fsdp_once".',
             check=_dtype,
         ),
     ]

@@ -161,12 +161,10 @@ class Layout(NamedTuple):
         )
         if self.scatter_dtype is not None:
             optional["reducer"] = exact(self.scatter_dtype)
-        if not self.regather:
-            optional["regather"] = False
         return {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
-            "placement": self.placement,
+            "placement": self.placement if self.regather else "fsdp_once",
             "remat": self.remat,
             "rules": rules,
             **optional,

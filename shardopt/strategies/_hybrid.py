@@ -14,7 +14,7 @@ from shardopt.config._config import PLACEMENTS, configure
 from shardopt.config._options import HybridOptions
 from shardopt.config._program_check import ProgramCheck
 from shardopt.config._user_mesh import Axes, read_mesh
-from shardopt.core._arguments import check_choice, check_count, check_flag
+from shardopt.core._arguments import check_choice, check_count
 from shardopt.core._block_model import BlockModel, as_block_model
 from shardopt.core._errors import error_text, plural
 from shardopt.pipeline import Schedule, schedules
@@ -25,6 +25,9 @@ from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.step._pipelined import Pipelined
 from shardopt.strategies._keywords import with_options
 from shardopt.strategies._slots import own_slots, pipelined_slots
+
+_PLACEMENTS = PLACEMENTS | {"fsdp_once": PLACEMENTS["fsdp"]}
+"""Placement names of `hybrid` -> placement."""
 
 
 @with_options
@@ -38,7 +41,6 @@ def hybrid(
     blocks_per_stage: Sequence[int] | None = None,
     placement: str = "fsdp",
     remat: bool | str = False,
-    regather: bool = True,
     **options: Unpack[HybridOptions],
 ) -> ShardedOptimizer:
     """Train a model that is split over data, tensor and pipeline axes at once.
@@ -64,17 +66,16 @@ def hybrid(
         divide them. `so.schedules.balance` computes them, and counts the work of embedding and head
         in blocks.
       placement: which parts of the train state are sharded over data, as in the strategies of these
-        names: "ddp", "zero1", "zero2", "zero3" or "fsdp" (the same as "zero3").
+        names: "ddp", "zero1", "zero2" or "fsdp". "fsdp_once", for pipelines, is "fsdp" between
+        steps. In a step it gathers the blocks of a stage over data once, and scatters their
+        gradients once, instead of in every pass: M times fewer bytes on data. A stage then holds
+        all its weights in `gather_dtype`, and the sums of all its gradients in fp32, as "zero1"
+        does.
       remat: True keeps only the input of each chunk, and runs its forward pass again in its
         backward pass. That is a third more work, for a memory of one activation per slot. "fsdp"
         then gathers a block three times per micro-batch, not twice. A schedule that delays weight
         passes keeps the values that they need from the backward pass on. A string replaces the
         `remat` of the model, as plans of `so.plan` do.
-      regather: False gathers the blocks of a stage over data once a step, and scatters their
-        gradients once, instead of in every pass: M times fewer bytes on data. During the step a
-        stage then holds all its weights in `gather_dtype`, and the sums of all its gradients in
-        fp32, as "zero1" does. Between steps they stay sharded. Only for "fsdp" and "zero3" in a
-        pipeline.
 
     Returns:
       A `ShardedOptimizer`.
@@ -154,17 +155,13 @@ def hybrid(
             )
         )
     check_choice(
-        "placement", placement, PLACEMENTS, f"use one of {', '.join(map(repr, PLACEMENTS))}."
+        "placement", placement, _PLACEMENTS, f"use one of {', '.join(map(repr, _PLACEMENTS))}."
     )
-    if options.get("gather_dtype") is not None and not PLACEMENTS[placement].params:
+    if options.get("gather_dtype") is not None and not _PLACEMENTS[placement].params:
         problem = f"gather_dtype is for placements that gather parameters, not for {placement!r}."
         raise ValueError(
             error_text(problem, fix="use placement='fsdp', or leave gather_dtype out.")
         )
-    check_flag("regather", regather)
-    if not regather and not PLACEMENTS[placement].params:
-        problem = f"regather=False is for placements that gather parameters, not for {placement!r}."
-        raise ValueError(error_text(problem, fix="use placement='fsdp', or leave regather out."))
     if not isinstance(remat, bool | str):
         problem = (
             f"remat must be True, False or a string that BlockModel.remat can be, got {remat!r}."
@@ -173,14 +170,15 @@ def hybrid(
             error_text(problem, fix="give a policy to the model: model._replace(remat=policy).")
         )
     check_count("micro_batches", micro_batches, minimum=1)
-    config = configure("hybrid", tx, mesh, blocks, PLACEMENTS[placement], options)
+    config = configure("hybrid", tx, mesh, blocks, _PLACEMENTS[placement], options)
     sizes = read_mesh(config.mesh, config.axis_names, pipelined=True)[0].shape
     num_stages = sizes["pipeline"]
     built_schedule = _build_schedule(schedule, num_stages, micro_batches)
+    regather = placement != "fsdp_once"
     if not regather and num_stages == 1:
-        problem = "regather=False is for pipelines, and there is one stage."
+        problem = "placement='fsdp_once' is for pipelines, and there is one stage."
         raise ValueError(
-            error_text(problem, fix="use a mesh with pipeline above 1, or leave regather out.")
+            error_text(problem, fix="use a mesh with pipeline above 1, or placement='fsdp'.")
         )
     if blocks_per_stage is not None and num_stages == 1:
         problem = "blocks_per_stage is for pipelines, and there is one stage."

@@ -1,4 +1,4 @@
-"""ZeRO: data parallel, with optimizer state, then gradients, then parameters sharded."""
+"""ZeRO: data parallel, with optimizer state, then gradients sharded."""
 
 from typing import Unpack
 
@@ -25,22 +25,21 @@ def zero(
     stage: int = 1,
     **options: Unpack[ZeroOptions],
 ) -> ShardedOptimizer:
-    """Train data parallel without redundant copies: stages 1 to 3 shard more and more over the data
-    axis.
+    """Train data parallel with fewer redundant copies.
 
-    Stage 1 shards the optimizer state, stage 2 the gradients as well, stage 3 the parameters too
-    (it is `fsdp`). Each device reduces and updates its own shard of every leaf: p_k <- p_k + u(g_k)
-    for shard k.
+    Stage 1 shards the optimizer state over the data axis, stage 2 the gradients as well. Stage 3,
+    which shards the parameters too, is `fsdp`. Each device reduces and updates its own shard of
+    every leaf: p_k <- p_k + u(g_k) for shard k.
 
     Args:
-      stage: 1, 2 or 3.
+      stage: 1 or 2.
 
     Returns:
       A `ShardedOptimizer`.
 
     Raises:
       TypeError: if an argument has the wrong type.
-      ValueError: if `stage` is not 1, 2 or 3; otherwise as `fsdp`.
+      ValueError: if `stage` is not 1 or 2; otherwise as `fsdp`.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -60,7 +59,6 @@ def zero(
 
     - Stage 1: parameters and gradients replicated, optimizer state sharded: 8 + 8/N bytes.
     - Stage 2: parameters replicated, gradients and optimizer state sharded: 4 + 12/N bytes.
-    - Stage 3: all three sharded: 16/N bytes.
 
     A leaf is sharded on its largest dim that the data axis divides and tensor does not take; a leaf
     of experts on the first such dim. A leaf of 2^20 or more elements prefers dims whose shards fill
@@ -71,7 +69,7 @@ def zero(
     the last micro-batch, stage 2 reduce-scatters in each micro-batch. With
     `opt_state="matrices"` they reduce-scatter the gradients of blocks that data divides to
     their owners directly, so nothing more is sent. `so.reducers.exact(bfloat16)` halves the
-    reduce-scatter. `fsdp` describes stage 3. Replicas add an all-reduce of the 1/N shards over
+    reduce-scatter. Replicas add an all-reduce of the 1/N shards over
     replica.
 
     References:
@@ -79,8 +77,8 @@ def zero(
       2020.
     """
     if isinstance(stage, bool) or not isinstance(stage, int):
-        raise TypeError(f"zero: stage must be 1, 2 or 3, got {stage!r} ({type(stage).__name__}).")
+        raise TypeError(f"zero: stage must be 1 or 2, got {stage!r} ({type(stage).__name__}).")
     if stage not in STAGES:
-        fix = "use so.ddp to shard nothing, stage=1, 2 or 3 for more."
-        raise ValueError(format_error("zero", f"stage must be 1, 2 or 3, got {stage!r}.", fix=fix))
+        fix = "use so.ddp to shard nothing, stage=1 or 2 for more, or so.fsdp for parameters too."
+        raise ValueError(format_error("zero", f"stage must be 1 or 2, got {stage!r}.", fix=fix))
     return build(configure("zero", tx, mesh, loss_fn, STAGES[stage], options), own_slots)

@@ -55,7 +55,6 @@ _STRATEGIES: dict[str, Callable[..., ShardedOptimizer]] = {
     "ddp": ddp,
     "zero1": functools.partial(zero, stage=1, min_shard_elements=8),
     "zero2": functools.partial(zero, stage=2, min_shard_elements=8),
-    "zero3": functools.partial(zero, stage=3, min_shard_elements=8),
     "fsdp": functools.partial(fsdp, min_shard_elements=8),
     "hybrid": functools.partial(hybrid, min_shard_elements=8),
 }
@@ -106,7 +105,7 @@ def _short(value: object) -> str:
     return getattr(value, "__name__", str(value))
 
 
-_SYNCHRONOUS = ("ddp", "zero1", "zero2", "zero3", "fsdp")
+_SYNCHRONOUS = ("ddp", "zero1", "zero2", "fsdp")
 _PIPELINE = {"micro_batches": 4}
 _GLOBAL = {"view": "global"}
 _INTERLEAVED = functools.partial(schedules.interleaved, num_chunks=2)

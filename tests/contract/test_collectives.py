@@ -28,13 +28,7 @@ MESHES = [
     {"replica": 2, "data": 2, "tensor": 2},
     {"data": 1},
 ]
-TABLE = [
-    (name, sizes, count)
-    for name in STRATEGIES
-    if name != "zero3"
-    for sizes in MESHES
-    for count in (1, 2)
-]
+TABLE = [(name, sizes, count) for name in STRATEGIES for sizes in MESHES for count in (1, 2)]
 # Of every strategy data alone in micro-batches, and of zero1 and fsdp all axes in one step. The
 # rest is slow.
 QUICK = [({"replica": 2, "data": 2, "tensor": 2}, 1), ({"data": 8}, 2)]
@@ -88,7 +82,7 @@ def stated_table(strategy, opt, micro_batches, axes=("replica", "data")):
         table.append(Expected("reduce-scatter", "data", both, in_loop=False))
     if strategy == "zero2":
         table.append(Expected("reduce-scatter", "data", both * micro_batches, in_loop=looped))
-    if strategy in ("zero3", "fsdp"):
+    if strategy == "fsdp":
         bias = LAYERS * WIDTH * 4 if data > 1 else 0  # not needed in the backward pass
         table.append(
             Expected(
@@ -148,7 +142,7 @@ def test_the_compiled_step_sends_what_the_table_says(strategy, sizes, micro_batc
 
 @pytest.mark.parametrize(
     "strategy",
-    tiered([name for name in STRATEGIES if name != "zero3"], lambda name: name in ("ddp", "fsdp")),
+    tiered(list(STRATEGIES), lambda name: name in ("ddp", "fsdp")),
 )
 def test_wire_bytes_are_those_of_algorithms_md(strategy, mesh_of):
     """Of the ring formulas, with Psi the bytes of all leaves (those left whole are less than a

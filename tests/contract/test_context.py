@@ -88,7 +88,7 @@ TABLE = [
     ("zero2", {"context": 2, "data": 1, "replica": 2}, weighted, {"micro_batches": 2}),
     ("fsdp", {"context": 2, "data": 2}, weighted, {"micro_batches": 2}),
     ("fsdp", {"context": 4, "data": 1}, plain, {}),
-    ("zero3", {"context": 2, "data": 2, "replica": 2}, weighted, {}),
+    ("fsdp", {"context": 2, "data": 2, "replica": 2}, weighted, {}),
     ("ddp", {"context": 4, "data": 2}, weighted, {"view": "global"}),
     ("zero1", {"context": 2, "data": 2}, weighted, {"view": "global", "micro_batches": 2}),
     ("fsdp", {"context": 2, "data": 2, "replica": 2}, plain, {"view": "global"}),

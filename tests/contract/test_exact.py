@@ -34,7 +34,6 @@ OPTIMIZER_OF = {
     "ddp": "clip_adamw",
     "zero1": "adafactor",
     "zero2": "adamw",
-    "zero3": "lamb",
     "fsdp": "momentum",
 }
 FAST = [

@@ -108,7 +108,7 @@ TABLE = [
     ("fsdp", {"expert": 8, "data": 1}, weighted, {}),
     ("fsdp", {"expert": 4, "data": 2}, MODEL, {}),
     ("zero1", {"expert": 2, "data": 4}, MODEL, {"micro_batches": 2}),
-    ("zero3", {"expert": 2, "data": 2, "replica": 2}, MODEL, {"micro_batches": 2}),
+    ("fsdp", {"expert": 2, "data": 2, "replica": 2}, MODEL, {"micro_batches": 2}),
     ("hybrid", {"expert": 2, "data": 2, "pipeline": 2}, MODEL, {"micro_batches": 2}),
     (
         "hybrid",

@@ -32,7 +32,7 @@ MESHES = [
 LATER = ("searched", "zero_bubble_v_ahead")
 FACTORS = {
     "schedule": [name for name in SCHEDULES if name not in LATER],
-    "placement": ["ddp", "zero1", "zero2", "zero3", "fsdp"],
+    "placement": ["ddp", "zero1", "zero2", "fsdp"],
     "mesh": MESHES,
     "micro_batches": list(MICRO_BATCHES),
     "optimizer": ["momentum", "clip_adamw", "muon", "adafactor"],
@@ -138,19 +138,6 @@ def test_residuals_that_fill_tiles(schedule, remat, mesh_of, x64):
     }
     opt = so.hybrid(tx, mesh_of(data=2, tensor=2, pipeline=2), model, **how)
     trains_as_one_device(opt, case, tx)
-
-
-def test_zero3_is_the_placement_of_fsdp(mesh_of):
-    """So that the rows of one stand for the other."""
-    model, mesh = (
-        block_problem("pytree", weighted=False, num_blocks=4, rows=4, steps=1).loss_fn,
-        mesh_of(data=2, pipeline=2),
-    )
-    configs = [
-        so.hybrid(optax.sgd(0.1), mesh, model, micro_batches=2, placement=name).config
-        for name in ("zero3", "fsdp")
-    ]
-    assert configs[0].placement == configs[1].placement
 
 
 def test_the_rows_cover_every_pair():

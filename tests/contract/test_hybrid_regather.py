@@ -1,4 +1,4 @@
-"""`hybrid(regather=False)`: blocks gathered once a step equal one device, send once what is sent
+"""`hybrid(placement="fsdp_once")`: blocks gathered once a step equal one device, send once what is sent
 every pass, and hold it.
 """
 
@@ -50,7 +50,7 @@ def test_equals_one_device(model, schedule, sizes, remat, mesh_of, x64):
         rules=case.rules if "tensor" in sizes else (),
         min_shard_elements=8,
         remat=remat,
-        regather=False,
+        placement="fsdp_once",
     )
     expected, final = train(tx, case.reference, case.params, case.batches)
     state = opt.init(case.params)
@@ -75,7 +75,7 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
     mesh, stage = mesh_of(**SIZES), 4 * WIDTH**2 * LAYERS // SIZES["pipeline"]
     once, again, zero1 = (
         make(mesh, **options)
-        for options in ({"regather": False}, {"regather": True}, {"placement": "zero1"})
+        for options in ({"placement": "fsdp_once"}, {}, {"placement": "zero1"})
     )
     compiled = [
         opt.step.lower(opt.abstract_state(PARAMS), BATCH).compile() for opt in (once, again, zero1)
@@ -114,24 +114,14 @@ def test_what_it_sends_and_what_it_holds(mesh_of):
     ("options", "sizes", "error", "message"),
     [
         (
-            {"regather": False, "placement": "zero1"},
-            SIZES,
-            ValueError,
-            (
-                "hybrid: regather=False is for placements that gather parameters, not for"
-                " 'zero1'.\nFix: use placement='fsdp', or leave regather out."
-            ),
-        ),
-        (
-            {"regather": False},
+            {"placement": "fsdp_once"},
             {"data": 8, "pipeline": 1},
             ValueError,
             (
-                "hybrid: regather=False is for pipelines, and there is one stage.\n"
-                "Fix: use a mesh with pipeline above 1, or leave regather out."
+                "hybrid: placement='fsdp_once' is for pipelines, and there is one stage.\n"
+                "Fix: use a mesh with pipeline above 1, or placement='fsdp'."
             ),
         ),
-        ({"regather": None}, SIZES, TypeError, "hybrid: regather must be True or False, got None."),
     ],
 )
 def test_refusals(options, sizes, error, message, mesh_of):

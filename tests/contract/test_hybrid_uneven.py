@@ -76,9 +76,9 @@ ROWS = [
         "gpipe",
         None,
         {"data": 2, "tensor": 2, "pipeline": 2},
-        "fsdp",
+        "fsdp_once",
         "clip_adamw",
-        {"regather": False},
+        {},
     ),
     (
         "nnx",

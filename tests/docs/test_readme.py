@@ -62,13 +62,13 @@ def test_the_commands_shown_exist():
     assert set(re.findall(r"--optimizer (\S+)", shown)) <= set(optimizers())
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero(stage=1)", "zero(stage=2)", "zero(stage=3)"])
+@pytest.mark.parametrize("name", ["ddp", "zero(stage=1)", "zero(stage=2)", "fsdp"])
 def test_the_table_tells_the_bytes_a_parameter(name, mesh_of):
     (row,) = re.findall(rf"^\| `so\.{re.escape(name)}`.*$", README, re.MULTILINE)
     said = eval(row.split("|")[4], {"N": 8})
 
     options = {"stage": int(name[-2])} if "stage" in name else {}
-    make = so.zero if options else so.ddp
+    make = getattr(so, name.split("(")[0])
     opt = make(
         optax.adam(0.1),
         mesh_of(data=8),

@@ -67,8 +67,8 @@ CONSTRUCTION = [
         lambda: hybrid(placement="zero4"),
         ValueError,
         (
-            "hybrid: unknown placement 'zero4'.\nFix: use one of 'ddp', 'zero1', 'zero2', 'zero3',"
-            " 'fsdp'."
+            "hybrid: unknown placement 'zero4'.\nFix: use one of 'ddp', 'zero1', 'zero2', 'fsdp',"
+            " 'fsdp_once'."
         ),
     ),
     (
@@ -76,7 +76,7 @@ CONSTRUCTION = [
         TypeError,
         (
             "hybrid: placement must be a string, got ['ddp'].\nFix: use one of 'ddp', 'zero1',"
-            " 'zero2', 'zero3', 'fsdp'."
+            " 'zero2', 'fsdp', 'fsdp_once'."
         ),
     ),
     (

@@ -56,14 +56,22 @@ CONSTRUCTION = [
         lambda: so.zero(TX, mesh(), square, stage=4),
         ValueError,
         (
-            "zero: stage must be 1, 2 or 3, got 4.\nFix: use so.ddp to shard nothing, stage=1, 2 or"
-            " 3 for more."
+            "zero: stage must be 1 or 2, got 4.\nFix: use so.ddp to shard nothing, stage=1 or 2 for"
+            " more, or so.fsdp for parameters too."
+        ),
+    ),
+    (
+        lambda: so.zero(TX, mesh(), square, stage=3),
+        ValueError,
+        (
+            "zero: stage must be 1 or 2, got 3.\nFix: use so.ddp to shard nothing, stage=1 or 2 for"
+            " more, or so.fsdp for parameters too."
         ),
     ),
     (
         lambda: so.zero(TX, mesh(), square, stage=True),
         TypeError,
-        "zero: stage must be 1, 2 or 3, got True (bool).",
+        "zero: stage must be 1 or 2, got True (bool).",
     ),
     (
         lambda: so.ddp(TX, mesh(data=4, pipeline=2), square),

@@ -6,7 +6,6 @@ STRATEGIES = {
     "ddp": so.ddp,
     "zero1": lambda *args, **kw: so.zero(*args, stage=1, min_shard_elements=8, **kw),
     "zero2": lambda *args, **kw: so.zero(*args, stage=2, min_shard_elements=8, **kw),
-    "zero3": lambda *args, **kw: so.zero(*args, stage=3, min_shard_elements=8, **kw),
     "fsdp": lambda *args, **kw: so.fsdp(*args, min_shard_elements=8, **kw),
 }
 MESHES = [

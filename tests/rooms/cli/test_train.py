@@ -254,7 +254,6 @@ def test_a_damaged_config_is_named(train, tmp_path):
         ("ddp", DDP),
         ("zero1", ZERO_1),
         ("zero2", ZERO_2),
-        ("zero3", ZERO_3),
         ("fsdp", ZERO_3),
     ],
 )

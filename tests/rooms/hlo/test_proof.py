@@ -738,7 +738,7 @@ def corpus():
         yield script
 
 
-TABLE = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "local_sgd", "diloco", "gpt", "moe")
+TABLE = ("ddp", "zero1", "zero2", "fsdp", "hybrid", "local_sgd", "diloco", "gpt", "moe")
 
 
 @pytest.mark.slow

@@ -47,7 +47,7 @@ def strategy(mesh, model):
     tx = optax.adamw(oracle.RATE, eps=oracle.EPSILON, weight_decay=oracle.DECAY)
     options = {"rules": model.rules, "min_shard_elements": 1}
     if "pipeline" in mesh.shape:
-        return so.hybrid(tx, mesh, model.model, placement="zero3", micro_batches=2, **options)
+        return so.hybrid(tx, mesh, model.model, micro_batches=2, **options)
     return so.fsdp(tx, mesh, model.model, **options)
 
 

@@ -313,7 +313,7 @@ def test_steps_in_tiles_are_those_of_one_device(sizes, mesh_of, x64, monkeypatch
     params, batches = params_of(), batches_of()
     _, expected = train(TX, MODEL.loss_fn, params, batches)
     monkeypatch.setattr(_embedding, "_adds_by_atomics", lambda: True)
-    opt = so.zero(TX, mesh_of(**sizes), MODEL, stage=3, rules=RULES if "tensor" in sizes else ())
+    opt = so.fsdp(TX, mesh_of(**sizes), MODEL, rules=RULES if "tensor" in sizes else ())
     state = opt.init(params)
     for batch in batches:
         state, _ = opt.step(state, batch)

@@ -357,7 +357,7 @@ def test_unknown_names_list_the_known_ones():
     names += "zero_bubble_2, zero_bubble_lockstep, zero_bubble_v"
     with refused(ValueError, f"plan: unknown schedule 'two_f'.\nFix: use some of {names}."):
         so.plan("gpt2", hardware="v5p", chips=8, batch_size=8, schedules=["two_f"])
-    message = "plan: unknown placement 'zero9'.\nFix: use some of ddp, zero1, zero2, zero3, fsdp."
+    message = "plan: unknown placement 'zero9'.\nFix: use some of ddp, zero1, zero2, fsdp."
     with refused(ValueError, message):
         so.plan("gpt2", hardware="v5p", chips=8, batch_size=8, placements=["zero9"])
 

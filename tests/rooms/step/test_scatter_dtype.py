@@ -84,7 +84,7 @@ EXACT = [
     ("zero2", {"data": 2, "tensor": 2}, 2),
     ("fsdp", {"data": 2, "tensor": 2}, 1),
     ("fsdp", {"replica": 2, "data": 2}, 2),
-    ("zero3", {"data": 4}, 1),
+    ("fsdp", {"data": 4}, 1),
 ]
 
 

@@ -72,11 +72,10 @@ W = np.linspace(-1, 1, 24, dtype=np.float32).reshape(8, 3)
 
 OPTIMIZERS = {
     "ddp": lambda: so.ddp(optax.sgd(0.1), so.make_mesh(), token_loss),
-    "replicas": lambda: so.zero(
+    "replicas": lambda: so.fsdp(
         optax.sgd(0.1),
         so.make_mesh(replica=2, data=4),
         token_loss,
-        stage=3,
         micro_batches=2,
         min_shard_elements=1,
     ),

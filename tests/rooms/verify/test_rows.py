@@ -251,7 +251,6 @@ def test_the_first_rows_have_every_strategy_and_axis_and_no_row_comes_twice():
         "ddp",
         "zero1",
         "zero2",
-        "zero3",
         "fsdp",
         "hybrid",
         "local_sgd",
