@@ -1,5 +1,5 @@
 """What a step with norms of each leaf and layer costs next to the same step without them:
-`so.fit(metrics_every=k)`.
+`so.fit(norms_every=k)`.
 
     python benchmarks/norms_cost.py [--rounds 30]
 

@@ -1,4 +1,4 @@
-"""Silent corruption: faults that `fit(verify_every=k)` finds and names, false alarms, and the cost
+"""Silent corruption: faults that `fit(cross_check_every=k)` finds and names, false alarms, and the cost
 of each k.
 
     python benchmarks/silent_corruption.py --part cost
@@ -141,7 +141,7 @@ def clean_part(steps, output):
             except so.errors.SilentCorruptionError as error:
                 alarms += 1
                 print(error, flush=True)
-                verification.forget()
+                verification.go_back(step, {})
                 state, _ = opt.step(state, rows[step % 16])
             done[name] = step + 1
             if step % 1000 == 999:

@@ -183,7 +183,7 @@ class Checkpoints:
           state: pytree of arrays.
           step: steps taken.
           extra: JSON values.
-          sums: the sums of the state, which `fit(verify_every=...)` passes.
+          sums: the sums of the state, which `fit(cross_check_every=...)` passes.
         """
         if self._memory is not None:
             self._memory.save(state, step, extra or {}, sums)
@@ -233,7 +233,7 @@ class Checkpoints:
           metrics: scalars by name; `best` names one of them.
           extra: JSON values that `restore` returns; with several processes the values of process 0
             are saved.
-          sums: the sums of the state, which `fit(verify_every=...)` passes. `restore` compares
+          sums: the sums of the state, which `fit(cross_check_every=...)` passes. `restore` compares
             them.
 
         Raises:

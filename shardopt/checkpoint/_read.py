@@ -67,7 +67,7 @@ def restore(
       TypeError: if `target` is neither an optimizer nor an abstract state with shardings.
       StepNotFoundError: if there is no such checkpoint.
       DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that
-        `fit(verify_every=...)` stored; the message names it.
+        `fit(cross_check_every=...)` stored; the message names it.
       CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also
         if a leaf is missing, left over, or of another shape or dtype; the message lists key paths.
         Also if `params` have another hash than the checkpoint. It is a ValueError, and the two

@@ -118,7 +118,7 @@ CONDITIONS = (
         " gradients instead: --sync-every",
     ),
     Condition(
-        ("metrics_every",),
+        ("norms_every",),
         lambda options: not _is_local(options),
         "for norms of one gradient; with --sync-every the replicas train apart",
         "train without --sync-every",

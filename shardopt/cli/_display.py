@@ -21,6 +21,7 @@ from shardopt.core._errors import plural
 from shardopt.core._figures import new_figure
 from shardopt.data import Windows
 from shardopt.pipeline import Schedule
+from shardopt.training._fit import FitResult
 
 
 def open_screen() -> Console:
@@ -132,9 +133,7 @@ def show_order_changes(screen: Console, changes: list[str]) -> None:
         )
 
 
-def show_stopped(
-    screen: Console, options: RunOptions, result: so.training.FitResult, steps: int
-) -> None:
+def show_stopped(screen: Console, options: RunOptions, result: FitResult, steps: int) -> None:
     """Show that a signal ended the run, and the command that continues it."""
     say(screen, f"\n{result.goodput}")
     screen.print(f"Stopped at step {result.step} of {steps}; everything is saved. Go on with")
@@ -155,7 +154,7 @@ def say(screen: Console, line: str) -> None:
 def show_result(
     screen: Console,
     options: TrainOptions,
-    result: so.training.FitResult,
+    result: FitResult,
     prompt: str,
     text: str,
     traffic: SentBytes | None,
@@ -169,7 +168,7 @@ def show_result(
     show_files(screen, options, result)
 
 
-def show_loss(screen: Console, result: so.training.FitResult, unit: str) -> None:
+def show_loss(screen: Console, result: FitResult, unit: str) -> None:
     """Show the last validation loss, in nats per `unit`."""
     losses = [line["val_loss"] for line in result.history if "val_loss" in line]
     if not losses:
@@ -187,9 +186,7 @@ def show_loss(screen: Console, result: so.training.FitResult, unit: str) -> None
     )
 
 
-def show_files(
-    screen: Console, options: RunOptions, result: so.training.FitResult, *names: str
-) -> None:
+def show_files(screen: Console, options: RunOptions, result: FitResult, *names: str) -> None:
     """Show the goodput and the files of the run, `names` first."""
     say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir

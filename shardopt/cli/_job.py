@@ -23,6 +23,7 @@ from shardopt.cli._run_folder import (
 )
 from shardopt.core._types import PyTree, TrainState
 from shardopt.pipeline import Schedule
+from shardopt.training._fit import FitResult
 
 
 class RunInFolder(NamedTuple):
@@ -48,7 +49,7 @@ class RunInFolder(NamedTuple):
         batches: Iterable[PyTree],
         held_out: list[PyTree],
         checkpoints: so.Checkpoints,
-    ) -> so.training.FitResult | None:
+    ) -> FitResult | None:
         """Train from the state that `start` makes.
 
         Return None if a signal ended the run, after saying so.
@@ -65,9 +66,8 @@ class RunInFolder(NamedTuple):
                 start(),
                 batches,
                 num_steps=self.steps,
-                evaluate=so.training.evaluation(self.opt, held_out),
-                evaluate_every=run.evaluate_every,
-                metrics_every=run.metrics_every,
+                evaluate=(so.training.evaluation(self.opt, held_out), run.evaluate_every),
+                norms_every=run.norms_every,
                 checkpoints=checkpoints,
                 log=loggers(options, self.num_bytes),
             )

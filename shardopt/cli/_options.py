@@ -306,7 +306,7 @@ class FolderOptions:
     evaluate_every: int = 50
     """Steps between validations."""
 
-    metrics_every: More[Annotated[int | None, _INT]] = None
+    norms_every: More[Annotated[int | None, _INT]] = None
     """Steps between norms of gradients, updates and parameters, of each layer; norms.png shows them
     as heat maps. By default none.
     """

@@ -32,6 +32,7 @@ from shardopt.core._types import PyTree, TrainState, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
 from shardopt.step._compressed import CompressedOptState
+from shardopt.training._loggers import TensorBoard
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
@@ -130,7 +131,7 @@ def loggers(options: RunOptions, text_bytes: int) -> list[Callable[..., object]]
     run = options.run
     log: list[Callable[..., object]] = [so.training.jsonl(run.run_dir / METRICS)]
     if run.tensorboard:
-        log.append(so.training.tensorboard(run.run_dir / "tensorboard"))
+        log.append(TensorBoard(run.run_dir / "tensorboard"))
     return [*log, lambda *_: keep_options(options, text_bytes)]
 
 

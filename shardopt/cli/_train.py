@@ -24,6 +24,7 @@ from shardopt.core._extras import require
 from shardopt.core._types import PyTree
 from shardopt.models import gpt
 from shardopt.runtime._devices import start_devices
+from shardopt.training._fit import FitResult
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
@@ -72,7 +73,7 @@ class _Setup(NamedTuple):
         )
 
     def traffic(
-        self, opt: so.ShardedOptimizer, result: so.training.FitResult, batch: PyTree
+        self, opt: so.ShardedOptimizer, result: FitResult, batch: PyTree
     ) -> SentBytes | None:
         """Return the bytes that a step at the end of the run sends; None if no step was made."""
         if not result.history:

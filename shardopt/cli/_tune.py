@@ -26,6 +26,7 @@ from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.data._corpus import Batch
 from shardopt.models import Pretrained, decoder, from_pretrained
 from shardopt.runtime._devices import start_devices
+from shardopt.training._fit import FitResult
 
 if TYPE_CHECKING:
     import grain
@@ -280,9 +281,7 @@ def _show(
     display.show_placement(screen, options, opt)
 
 
-def _show_result(
-    screen: Any, options: TuneOptions, result: so.training.FitResult, out: Path
-) -> None:
+def _show_result(screen: Any, options: TuneOptions, result: FitResult, out: Path) -> None:
     display.show_loss(screen, result, "token")
     display.show_files(screen, options, result, out.name)
     what, call = "model", "transformers.AutoModelForCausalLM"

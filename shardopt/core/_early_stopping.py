@@ -113,7 +113,7 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str] = "fit") -> 
         problem = (
             f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         )
-        fix = "watch one of these, or return it from evaluate and give evaluate_every."
+        fix = "watch one of these, or return it from evaluate, every few steps."
         raise ValueError(error_text(problem, sorted(known), fix))
 
 

@@ -112,7 +112,7 @@ class LaunchedJob:
     - The train state comes from the memory of programs that outlive the processes, if
       `so.Checkpoints(memory_every=...)` puts it there.
 
-    A process that ends with code 117 has a device that computes wrong (`fit(verify_every=...)`).
+    A process that ends with code 117 has a device that computes wrong (`fit(cross_check_every=...)`).
     The next attempt runs without it, or a spare runs instead. If neither is possible, the job ends
     with code 117. SHARDOPT_PLACE is JAX_PROCESS_ID at first. No later process gets the place of a
     wrong one. So a command that chooses its device by its place

@@ -29,7 +29,7 @@ def probe_devices() -> list[float]:
     for no other process. A process is named if its products take 1.5 times as long as the others'
     products, twice in a row.
 
-    `fit` calls this at every tenth `agree_every` if it is watched. Your own loop can call it now
+    `fit` calls this at every tenth `log_every` if it is watched. Your own loop can call it now
     and then, on every process, when no step is in progress. It finds shared or slow cores and
     throttled clocks, but not slow links or slow memory.
 

@@ -1,4 +1,4 @@
-"""Loggers of metrics: a progress bar or lines for people, JSON lines, TensorBoard, or any `(step,
+"""Loggers of metrics: a progress bar or lines for people, JSON lines, or any `(step,
 metrics) -> None`.
 """
 
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Log = Callable[[int, Mapping[str, float]], object]
-OpenedLog = tuple[Log, Callable[[], object]]
-"""The functions that log a step and that close the log."""
-
 ShowBatches = Callable[[int, int | None], None]
 
 
@@ -53,47 +50,49 @@ def jsonl(path: str | os.PathLike[str]) -> Log:
       >>> path.read_text()
       '{"step": 10, "loss": 2.5}\n'
     """
-    file = _path(path)
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            error_text(f"the path must be a string or a pathlib.Path, got {type(path).__name__}.")
+        )
+    file = Path(path)
     if file.is_dir():
         fix = f"name a file in it, such as {str(file / 'metrics.jsonl')!r}."
         raise ValueError(format_error("jsonl", f"{str(file)!r} is a folder.", fix=fix))
     return _JsonLines(file)
 
 
-@calling("tensorboard")
-def tensorboard(directory: str | os.PathLike[str]) -> Log:
-    """Return a logger that writes TensorBoard scalars, one for each metric.
+class TensorBoard:
+    """A logger that writes TensorBoard scalars, one for each metric, for `shardopt train`.
 
-    After a resume, TensorBoard hides the later steps of the interrupted run.
+    The first metric opens a file of events; after `close`, the next metric opens another one.
+    TensorBoard then hides the steps that are taken again.
 
     Args:
-      directory: the folder of event files; it is made if needed.
+      folder: the folder of event files; it is made if needed.
 
     Raises:
       ModuleNotFoundError: if tensorboardX, of the extra "tensorboard", is not installed.
-      TypeError: if `directory` is not a path.
-      ValueError: if `directory` is a file.
     """
-    folder = _path(directory)
-    require("tensorboardX", extra="tensorboard")
-    if folder.is_file():
-        raise ValueError(
-            format_error("tensorboard", f"{str(folder)!r} is a file.", fix="name a folder.")
-        )
 
-    def start(step: int) -> OpenedLog:
-        from tensorboardX import SummaryWriter  # an extra
+    def __init__(self, folder: Path):
+        with calling("tensorboard"):
+            require("tensorboardX", extra="tensorboard")
+        self._folder, self._writer = folder, None
 
-        writer = SummaryWriter(str(folder), purge_step=step)
+    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from tensorboardX import SummaryWriter  # an extra
 
-        def log(step: int, metrics: Mapping[str, float]) -> None:
-            for name, value in metrics.items():
-                writer.add_scalar(name, value, step)
-            writer.flush()
+            self._writer = SummaryWriter(str(self._folder), purge_step=step)
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
-        return log, writer.close
-
-    return ReopenedLog(start)
+    def close(self) -> None:
+        """Close the file of events, if it is open."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
 
 def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
@@ -103,10 +102,7 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
     loggers = log if isinstance(log, list | tuple) and not callable(log) else (log,)
     if not_callable := [type(logger).__name__ for logger in loggers if not callable(logger)]:
         problem = f"log must be callables (step, metrics) -> None, got {', '.join(not_callable)}."
-        fix = (
-            "pass so.training.jsonl(path), so.training.tensorboard(directory) or a function of your"
-            " own."
-        )
+        fix = "pass so.training.jsonl(path) or a function of your own."
         raise TypeError(format_error("fit", problem, fix=fix))
     return tuple(logger for logger in loggers if callable(logger))
 
@@ -194,35 +190,6 @@ def _is_before(line: str, step: int) -> bool:
         return line.endswith("\n") and json.loads(line)["step"] < step
     except (ValueError, TypeError, KeyError):
         return False
-
-
-class ReopenedLog:
-    """A logger whose first metric opens a log by `start(step)`.
-
-    After `close`, the next metric opens it again.
-    """
-
-    def __init__(self, start: Callable[[int], OpenedLog]):
-        self._start = start
-        self._opened: OpenedLog | None = None
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._opened = self._opened or self._start(step)
-        self._opened[0](step, metrics)
-
-    def close(self) -> None:
-        """Close the log, if it is open."""
-        opened, self._opened = self._opened, None
-        if opened is not None:
-            opened[1]()
-
-
-def _path(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise TypeError(
-            error_text(f"the path must be a string or a pathlib.Path, got {type(path).__name__}.")
-        )
-    return Path(path)
 
 
 class Display(NamedTuple):

@@ -74,10 +74,8 @@ class Meter:
         """
         if self._pending is None and not self._newest_metrics:
             _check_metrics(metrics)
-        previous, self._pending = (
-            self._pending,
-            _Pending(step, position, metrics, examples, reported, tolerated),
-        )
+        previous = self._pending
+        self._pending = _Pending(step, position, metrics, examples, reported, tolerated)
         if previous is None:
             return None
         fetched = self._fetch(previous, all_metrics=previous.reported)
@@ -97,18 +95,14 @@ class Meter:
 
     def _fetch(self, pending: "_Pending", *, all_metrics: bool) -> dict[str, float]:
         tolerated = pending.tolerated is not None and bool(jax.device_get(pending.tolerated))
-        names = (
-            [*pending.metrics]
-            if all_metrics or tolerated
-            else ["grad_norm"]
-            if self._watch is not None
-            else []
-        )
-        requested = {
-            name: pending.metrics[name] for name in ("loss", *names) if name in pending.metrics
-        }
+        # the loss first
+        requested = {"loss": pending.metrics["loss"]}
+        if all_metrics or tolerated:
+            requested |= pending.metrics
+        elif self._watch is not None and "grad_norm" in pending.metrics:
+            requested["grad_norm"] = pending.metrics["grad_norm"]
         fetched = jax.device_get(requested)
-        # jax sorts dicts; the loss should come first
+        # jax sorts dicts
         values = {name: fetched[name].item() for name in requested}
         if tolerated:
             self._report_skipped(pending.step, pending.position, values)
@@ -126,13 +120,13 @@ class Meter:
         self._steps, self._examples = self._steps + 1, self._examples + examples
         if not finished:
             return {}
-        seconds, steps, num_examples = (
-            max(now - self._measured_from, 1e-9),
-            self._steps,
-            self._examples,
-        )
+        seconds = max(now - self._measured_from, 1e-9)
+        speed = {
+            "steps_per_second": self._steps / seconds,
+            "examples_per_second": self._examples / seconds,
+        }
         self._measured_from, self._steps, self._examples = now, 0, 0
-        return {"steps_per_second": steps / seconds, "examples_per_second": num_examples / seconds}
+        return speed
 
 
 class _Pending(NamedTuple):

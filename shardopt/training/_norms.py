@@ -2,18 +2,20 @@
 step late.
 """
 
-import jax
+from collections.abc import Mapping
 
+from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._norms import Norms
-from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.step._optimizer import Metrics, ShardedOptimizer
+from shardopt.training._hooks import Hook, TakeStep
 from shardopt.training._loggers import Log
 
 
-def check_metrics_every(
-    opt: ShardedOptimizer, metrics_every: int | None, verify_every: int | None
+def check_norms_every(
+    opt: ShardedOptimizer, norms_every: int | None, cross_check_every: int | None
 ) -> None:
     """Check the argument of `fit`.
 
@@ -22,71 +24,62 @@ def check_metrics_every(
       ValueError: if it is below 1, the replicas of the strategy train apart, or every step is
         verified.
     """
-    if metrics_every is None:
+    if norms_every is None:
         return
-    check_count("metrics_every", metrics_every)
+    check_count("norms_every", norms_every)
     if opt.config.per_replica:
         problem = (
-            f"metrics_every takes norms of one gradient, and the replicas of {opt.config.strategy}"
+            f"norms_every takes norms of one gradient, and the replicas of {opt.config.strategy}"
             " train apart."
         )
-        raise ValueError(format_error("fit", problem, fix="leave metrics_every out."))
-    if verify_every == 1:
+        raise ValueError(format_error("fit", problem, fix="leave norms_every out."))
+    if cross_check_every == 1:
         problem = (
-            "metrics_every takes norms in steps that are not verified, and verify_every=1 verifies"
+            "norms_every takes norms in steps that are not verified, and cross_check_every=1 verifies"
             " each step."
         )
         raise ValueError(
             format_error(
-                "fit", problem, fix="take verify_every=2 or more, or leave metrics_every out."
+                "fit", problem, fix="take cross_check_every=2 or more, or leave norms_every out."
             )
         )
 
 
-class NormLog:
-    """Takes steps.
+class NormLog(Hook):
+    """Takes a step with norms every `every` steps, and logs them once they have arrived.
 
-    Every `every` steps it takes the step with norms, and logs them once they have arrived.
+    A step that another hook takes has no norms; those that were due are those of the next step.
 
     Args:
       opt: the strategy.
-      every: the steps between norms; None for none.
+      every: the steps between norms.
       write_log: writes metrics of a step.
+      step: the steps taken before the run.
     """
 
-    def __init__(self, opt: ShardedOptimizer, every: int | None, write_log: Log):
+    def __init__(self, opt: ShardedOptimizer, every: int, write_log: Log, step: int):
         self._opt, self._every, self._write_log = opt, every, write_log
+        self._last_step = step
+        self._computing: Norms | None = None
         self._pending: tuple[int, Norms] | None = None
-        self._late = False
 
-    def due(self, number: int) -> bool:
-        """Return whether the step with this number computes norms."""
-        return self._late or (self._every is not None and (number + 1) % self._every == 0)
+    def before_step(self, step: int, position: int) -> TakeStep | None:
+        """Take the step if norms are due."""
+        is_due = (step + 1) // self._every > self._last_step // self._every
+        return self._take_step if is_due else None
 
-    def leave_to_next(self, number: int) -> None:
-        """Let the next step compute the norms, if this one is due and was taken by a program
-        without norms.
-        """
-        self._late = self.due(number)
-
-    def step(
-        self, number: int, state: TrainState, batch: PyTree
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
-        """Return `opt.step(state, batch)`, the step with this number, counted from 0.
-
-        The norms of an earlier step are written while the device computes this one.
-        """
-        if not self.due(number):
-            results = self._opt.step(state, batch)
-            self.write()
-            return results
-        state, metrics, norms = self._opt.step.with_norms(state, batch)
-        self.write()
-        self._late = False
-        self._pending = number + 1, norms
+    def _take_step(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        state, metrics, self._computing = self._opt.step.with_norms(state, batch)
         return state, metrics
 
-    def write(self) -> None:
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        """Write the norms of an earlier step while the device computes this one."""
+        self.at_wait()
+        if self._computing is not None:
+            self._last_step = step + 1
+            self._pending, self._computing = (step + 1, self._computing), None
+
+    def at_wait(self) -> None:
         """Write the norms of the last step that computed them, unless they are written.
 
         Wait for that step.
@@ -95,6 +88,6 @@ class NormLog:
             (step, norms), self._pending = self._pending, None
             self._write_log(step, norms.metrics())
 
-    def drop(self) -> None:
+    def go_back(self, step: int, extra: Mapping[str, Json]) -> None:
         """Forget the norms of a step that the run goes back from."""
-        self._pending = None
+        self._last_step, self._pending = step, None

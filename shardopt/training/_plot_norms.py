@@ -42,7 +42,7 @@ class HeatMap(NamedTuple):
 def plot_norms(
     log: str | os.PathLike[str] | Sequence[Mapping[str, float]], *, path: FilePath = None
 ) -> "Figure":
-    """Draw the norms that `so.fit(metrics_every=...)` logged as heat maps over layers and steps,
+    """Draw the norms that `so.fit(norms_every=...)` logged as heat maps over layers and steps,
     with logarithmic colours.
 
     The row of a layer is the norm of all its leaves together. Leaves that are not stacked have rows
@@ -71,7 +71,7 @@ def plot_norms(
         if (heat_map := read_norms(lines, kind)) is not None
     }
     if not maps:
-        fix = "train with so.fit(..., metrics_every=10, log=so.training.jsonl(path))."
+        fix = "train with so.fit(..., norms_every=10, log=so.training.jsonl(path))."
         raise ValueError(error_text("the log has no norms.", fix=fix))
     height = max(1.9, min(4.5, 0.17 * max(len(heat_map.rows) for heat_map in maps.values()) + 0.7))
     figure = new_figure(10, height * len(maps) + 0.5, dpi=150)

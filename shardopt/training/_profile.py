@@ -9,8 +9,9 @@ import jax
 
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
 from shardopt.runtime._processes import handled_signals
+from shardopt.step._optimizer import Metrics
+from shardopt.training._hooks import Hook
 
 SIGNALLED_STEPS = 5
 """The number of steps in a profile that a signal asks for."""
@@ -19,7 +20,7 @@ STEP = "train"
 """The name of the annotation of each step, which xprof groups operations by."""
 
 
-class Profiler:
+class Profiler(Hook):
     """Records profiles of some steps, with an annotation for each step.
 
     Every process records its own devices.
@@ -35,6 +36,7 @@ class Profiler:
         self._directory, self._steps, self._say = directory, steps, say
         self._signalled = False
         self._end: int | None = None
+        self._annotation = contextlib.ExitStack()
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
@@ -48,28 +50,30 @@ class Profiler:
             finally:
                 self._stop()
 
-    def before(self, step: int) -> contextlib.AbstractContextManager[object]:
-        """Start a profile if one is due; return the annotation of the step."""
+    def before_step(self, step: int, position: int) -> None:
+        """Start a profile if one is due, and annotate the step."""
         count = self._steps[1] if self._steps is not None and self._steps[0] == step else None
         if self._signalled and self._end is None:
             self._signalled, count = False, SIGNALLED_STEPS
         if count is not None and self._end is None:
             jax.profiler.start_trace(str(self._directory))
             self._end = step + count
-        if self._end is None:
-            return contextlib.nullcontext()
-        return jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+        if self._end is not None:
+            annotation = jax.profiler.StepTraceAnnotation(STEP, step_num=step)
+            self._annotation.enter_context(annotation)
 
-    def after(self, step: int, results: PyTree) -> None:
+    def after_step(self, step: int, metrics: Metrics) -> None:
         """Wait for the last step of a profile, and write the profile."""
+        self._annotation.close()
         if self._end is not None and step + 1 >= self._end:
-            jax.block_until_ready(results)
+            jax.block_until_ready(metrics)
             self._stop()
 
     def _request(self, *_: object) -> None:
         self._signalled = True
 
     def _stop(self) -> None:
+        self._annotation.close()
         if self._end is not None:
             self._end = None
             jax.profiler.stop_trace()

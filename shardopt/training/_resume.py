@@ -2,27 +2,22 @@
 finish all writes.
 """
 
-import base64
 import dataclasses
-import json
 import re
 import signal
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
 from shardopt.checkpoint._checkpoints import Checkpoints, check_may_resume
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.checkpoint._memory import MemorySnapshot, place_snapshot
-from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core import _early_stopping as stopping
 from shardopt.core._early_stopping import EarlyStopping, StoppingState
@@ -31,14 +26,13 @@ from shardopt.core._errors import (
     DamagedCheckpointError,
     NonFiniteLossError,
     format_error,
-    plural,
 )
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.runtime._processes import handled_signals
-from shardopt.step._batches import as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._spikes import Spikes
+from shardopt.training._stream import BatchStream
 
 
 class DeferredInit(NamedTuple):
@@ -90,7 +84,7 @@ class SavedStates:
     def begin(
         self,
         state: TrainState | DeferredInit,
-        stream: "Stream",
+        stream: BatchStream,
         rule: EarlyStopping | None,
         spikes: Spikes | None,
     ) -> tuple[TrainState, StoppingState]:
@@ -250,7 +244,10 @@ def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
 
 
 def pack(
-    stream: "Stream", rule: EarlyStopping | None, state: StoppingState, spikes: Spikes | None = None
+    stream: BatchStream,
+    rule: EarlyStopping | None,
+    state: StoppingState,
+    spikes: Spikes | None = None,
 ) -> dict[str, Json]:
     """Return the position of the batches, and the states of early stopping and of the search for
     spikes, for a checkpoint.
@@ -337,177 +334,3 @@ def catch_signals() -> Iterator[Callable[[], str | None]]:
         record,
     ):
         yield lambda: verdicts[0] if verdicts else None
-
-
-END = object()
-"""The return value of `Stream.draw` when there are no more batches."""
-
-
-class Stream:
-    """Batches, drawn one at a time and never ahead, so that the position counts exactly the used
-    batches.
-
-    An iterator with `get_state` and `set_state` (grain's) is moved by its own state. Any other
-    iterator is moved by drawing as many batches from a fresh one, so it must give the same batches
-    in the same order every time. The checkpoint holds a checksum of the last batch, to detect
-    another order.
-
-    If each process draws its own rows (`jax.make_array_from_process_local_data`), an iterator state
-    is only valid for one number of processes. With another number, batches are drawn again too. The
-    values of the last batch must then equal the values that the other processes drew, in any order.
-
-    Attributes:
-      drawn: how many batches were drawn since the first one, including batches before a restored
-        checkpoint.
-    """
-
-    def __init__(self, batches: Iterable[PyTree]):
-        self._iterator: Any = iter(batches)
-        self._last_batch: PyTree = None
-        self.drawn = 0
-
-    def draw(self) -> PyTree:
-        """Return the next batch, or `END`."""
-        batch = next(self._iterator, END)
-        if batch is not END:
-            self._last_batch, self.drawn = batch, self.drawn + 1
-        return batch
-
-    def position(self) -> dict[str, Json]:
-        """Return the position as JSON; all processes must call it."""
-        position: dict[str, Json] = {"drawn": self.drawn, "state": None}
-        if self._has_state():
-            position["state"] = _encode(self._iterator.get_state())
-        elif self.drawn:
-            position["last"] = _checksum(self._last_batch)
-        if self.drawn and _is_split_over_processes(self._last_batch):
-            position |= {
-                "processes": jax.process_count(),
-                "values": _checksum_of_values(self._last_batch),
-            }
-        return position
-
-    def restore(self, position: Mapping[str, Json]) -> str:
-        """Move to a saved position; return a text about how it was done.
-
-        Raises:
-          ValueError: if the iterator refuses the state, ends before the position, or gives other
-            rows to other processes.
-        """
-        count = position["drawn"]
-        processes_changed = position.get("processes", jax.process_count()) != jax.process_count()
-        if position["state"] is not None and self._has_state() and not processes_changed:
-            try:
-                self._iterator.set_state(_decode(position["state"]))
-            except Exception as error:
-                problem = (
-                    "the batches cannot be put back to their position after"
-                    f" {plural(count, 'batch')}: {error}"
-                )
-                fix = "pass batches made as in the run that saved it."
-                raise ValueError(format_error("fit", problem, fix=fix)) from error
-            self.drawn = count
-            return "the data from its saved state"
-        while self.drawn < count:
-            if self.draw() is END:
-                problem = (
-                    f"the batches end after {self.drawn}, but the checkpoint was saved after"
-                    f" {count}."
-                )
-                raise ValueError(
-                    format_error("fit", problem, fix="pass a fresh iterator over the same data.")
-                )
-        if processes_changed and _checksum_of_values(self._last_batch) != position["values"]:
-            before, now = (
-                plural(number, "process") for number in (position["processes"], jax.process_count())
-            )
-            problem = (
-                f"{before} drew other rows in batch {count - 1} than {now}: rows would be seen"
-                " twice, or never."
-            )
-            fix = (
-                "let the rows of a global batch not depend on the number of processes: shuffle"
-                " first, then let process p of n take rows p, p + n, ... of each global batch; or"
-                " let every process draw the whole global batch."
-            )
-            raise ValueError(format_error("fit", problem, fix=fix))
-        saved_checksum = position.get("last") if jax.process_index() == 0 else None
-        if saved_checksum is not None and _checksum(self._last_batch) not in (None, saved_checksum):
-            problem = (
-                "the batches do not come as in the run that saved the checkpoint: batch"
-                f" {count - 1} is another."
-            )
-            fix = (
-                "shuffle by a fixed seed, the same each time the iterator is made, or give it"
-                " get_state and set_state, as grain's have; or some rows are seen twice, and others"
-                " not at all."
-            )
-            warnings.warn(format_error("fit", problem, fix=fix), stacklevel=2)
-        return f"the data by drawing {plural(count, 'batch')}"
-
-    def _has_state(self) -> bool:
-        return callable(getattr(self._iterator, "get_state", None)) and hasattr(
-            self._iterator, "set_state"
-        )
-
-
-def _checksum(batch: PyTree) -> int | None:
-    """Return a number that distinguishes batches by their first rows.
-
-    None if some rows lie on another process.
-    """
-    checksum = 0
-    for leaf in jax.tree.leaves(as_arrays("fit", batch)):
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return None
-        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
-            checksum = zlib.crc32(
-                np.asarray(leaf[:8] if np.ndim(leaf) else leaf).tobytes(), checksum
-            )
-    return checksum
-
-
-def _is_split_over_processes(batch: PyTree) -> bool:
-    """Return whether each process holds only its own rows."""
-    return any(
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        for leaf in jax.tree.leaves(batch)
-    )
-
-
-def _checksum_of_values(batch: PyTree) -> int:
-    """Return a number that distinguishes global batches by their values, in any order.
-
-    All processes must call it.
-    """
-    local_checksum = 0
-    for leaf in jax.tree.leaves(batch):
-        if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            for shard in leaf.addressable_shards:
-                if shard.replica_id == 0:
-                    values = (
-                        np.ascontiguousarray(shard.data)
-                        .view(f"u{leaf.dtype.itemsize}")
-                        .astype(np.uint64)
-                    )
-                    mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
-                    local_checksum += int(np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64))
-    return sum(int(text) for text in exchange(str(local_checksum))) % 2**64
-
-
-def _encode(state: object) -> dict[str, Json]:
-    if isinstance(state, bytes):  # grain's DataLoader
-        return {"base64": base64.b64encode(state).decode("ascii")}
-    try:
-        survives_json = json.loads(json.dumps(state)) == state
-    except TypeError:
-        survives_json = False
-    if not survives_json:
-        problem = f"the state of the batch iterator does not survive JSON: {state!r:.200}"
-        fix = "let get_state return bytes, or dicts, lists, strings and numbers."
-        raise TypeError(format_error("fit", problem, fix=fix))
-    return {"json": state}
-
-
-def _decode(saved: Mapping[str, Json]) -> Json:
-    return base64.b64decode(saved["base64"]) if "base64" in saved else saved["json"]

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import optax
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, states_of
 from shardopt.step._optimizer import ShardedOptimizer
+from shardopt.training._hooks import Hook
 from shardopt.transforms._skip_anomalies import (
     DEVIATIONS,
     SMALLEST_DEVIATION,
@@ -39,21 +39,25 @@ class Spike(NamedTuple):
     position: int
     values: dict[str, float]
 
+    def __str__(self) -> str:
+        values = ", ".join(f"{name} {value:.4g}" for name, value in self.values.items())
+        return (
+            f"spike at step {self.step - 1} (batch {self.position}, both counted from 0): {values}"
+        )
 
-class Spikes:
+
+class Spikes(Hook):
     """Finds the spikes of a run, by the rule of `skip_anomalies`, from values that are equal on all
     processes.
 
-    Args:
-      includes_nonfinite: whether a loss or norm that is not finite is a spike.
+    A loss or norm that is not finite is a spike too.
 
     Attributes:
       pending: the first spike since the last rollback, which the run will go back from; or None.
       rollbacks: the number of rollbacks to the snapshot of a step.
     """
 
-    def __init__(self, *, includes_nonfinite: bool):
-        self._includes_nonfinite = includes_nonfinite
+    def __init__(self):
         self._values: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self.pending: Spike | None = None
         self.rollbacks: dict[int, int] = {}
@@ -63,16 +67,13 @@ class Spikes:
         if self.pending is not None:
             return True
         pair = values["loss"], values.get("grad_norm", 0.0)
-        if not all(map(math.isfinite, pair)):
-            is_spike = self._includes_nonfinite
-        else:
-            is_spike = any(self._is_above(x, i) for i, x in enumerate(pair))
-            if not is_spike:
-                self._values.append(pair)
-        if is_spike:
-            named = {name: values[name] for name in ("loss", "grad_norm") if name in values}
-            self.pending = Spike(step, position, named)
-        return is_spike
+        is_finite = all(map(math.isfinite, pair))
+        if is_finite and not any(self._is_above(x, i) for i, x in enumerate(pair)):
+            self._values.append(pair)
+            return False
+        named = {name: values[name] for name in ("loss", "grad_norm") if name in values}
+        self.pending = Spike(step, position, named)
+        return True
 
     def _is_above(self, x: float, column: int) -> bool:
         past = np.array([pair[column] for pair in self._values])
@@ -91,34 +92,31 @@ class Spikes:
         self._values = deque(((loss, norm) for loss, norm in saved or []), maxlen=WINDOW)
         self.pending = None
 
+    def go_back(self, step: int, extra: Mapping[str, Json]) -> None:
+        """Count a rollback, and take the window of the snapshot."""
+        self.rollbacks = {step: self.rollbacks.get(step, 0) + 1}
+        self.restore(extra.get("spikes"))
+
 
 def spikes_of(
     opt: ShardedOptimizer,
     opt_state: PyTree,
-    on_nonfinite: str,
     on_spike: str | None,
     checkpoints: Checkpoints | None,
 ) -> Spikes | None:
-    """Check three arguments of `fit`.
+    """Check the argument `on_spike` of `fit`.
 
     Return the search for spikes, or None if the run never goes back.
 
     Raises:
-      ValueError: if an argument has another value, or the optimizer or the checkpoints cannot do
+      ValueError: if it has another value, or the optimizer or the checkpoints cannot do
         what it asks for.
     """
-    if on_nonfinite not in ("raise", "skip"):
-        raise ValueError(
-            format_error(
-                "fit", f"on_nonfinite must be 'raise' or 'skip', got {on_nonfinite!r:.80}."
-            )
-        )
     if on_spike not in (None, "skip", "rollback"):
         problem = f"on_spike must be None, 'skip' or 'rollback', got {on_spike!r:.80}."
         raise ValueError(format_error("fit", problem))
     wrap = "wrap the optimizer: so.transforms.skip_anomalies(tx)"
-    skips_spikes = bool(states_of(SkipAnomaliesState, opt_state))
-    if on_spike == "skip" and not skips_spikes:
+    if on_spike == "skip" and not states_of(SkipAnomaliesState, opt_state):
         problem = (
             "on_spike='skip' needs an optimizer that skips spikes, before they change its state."
         )
@@ -130,9 +128,4 @@ def spikes_of(
         )
         fix = f"pass checkpoints=so.Checkpoints(...) and a synchronous strategy, or {wrap}."
         raise ValueError(format_error("fit", problem, fix=fix))
-    skips = skips_spikes or bool(states_of(optax.ApplyIfFiniteState, opt_state))
-    if on_nonfinite == "skip" and not skips and on_spike != "rollback":
-        problem = "on_nonfinite='skip' needs an optimizer that skips steps which are not finite."
-        fix = f"{wrap}, or optax.apply_if_finite(tx, n), or use on_spike='rollback' too."
-        raise ValueError(format_error("fit", problem, fix=fix))
-    return Spikes(includes_nonfinite=on_nonfinite == "skip") if on_spike == "rollback" else None
+    return Spikes() if on_spike == "rollback" else None

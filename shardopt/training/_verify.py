@@ -1,11 +1,12 @@
-"""`fit(verify_every=k)`: every k-th step is computed on two devices.
+"""`fit(cross_check_every=k)`: every k-th step is computed on two devices.
 
 A difference ends the run before it is saved.
 """
 
 import dataclasses
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -13,13 +14,11 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._sums import LeafSums, leaf_sums, total_of
+from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import CORRUPTED, SilentCorruptionError, format_error, plural
 from shardopt.core._types import PyTree, TrainState
-from shardopt.diagnose._verified import STATE, Evidence, VerifiedStep, state_sums, verified_step
-from shardopt.runtime._processes import use_exit_codes
-from shardopt.step._optimizer import Metrics, ShardedOptimizer
-from shardopt.training._verdict import (
+from shardopt.diagnose._verdict import (
     NAMED,
     NOT_DETERMINISTIC,
     ONE_OF,
@@ -29,6 +28,10 @@ from shardopt.training._verdict import (
     total,
     written,
 )
+from shardopt.diagnose._verified import STATE, Evidence, VerifiedStep, state_sums, verified_step
+from shardopt.runtime._processes import use_exit_codes
+from shardopt.step._optimizer import Metrics, ShardedOptimizer
+from shardopt.training._hooks import Hook, TakeStep
 
 SAVED = "the state to save"
 """What a checkpoint or snapshot is copied from, next to the phases of `diagnose._verified`."""
@@ -48,7 +51,7 @@ its exit code.
 def verification_of(
     opt: ShardedOptimizer, every: int | None, checkpoints: Checkpoints | None, num_steps: int
 ) -> "Verification | None":
-    """Check the argument `verify_every` of `fit`; return the verification, or None if it is None.
+    """Check the argument `cross_check_every` of `fit`; return the verification, or None if it is None.
 
     Raises:
       TypeError: if it is no integer.
@@ -56,7 +59,7 @@ def verification_of(
     """
     if every is None:
         return None
-    check_count("verify_every", every)
+    check_count("cross_check_every", every)
     config = opt.config
     problems = {
         "the mesh has one device, and no other one can compute the same": config.mesh.size == 1,
@@ -67,13 +70,13 @@ def verification_of(
     if any(problems.values()):
         reasons = [reason for reason, holds in problems.items() if holds]
         fix = (
-            "leave verify_every out, or use a synchronous strategy on several devices, without"
+            "leave cross_check_every out, or use a synchronous strategy on several devices, without"
             " offload."
         )
         raise ValueError(
             format_error(
                 "fit",
-                "verify_every computes a step on two devices, which cannot be done.",
+                "cross_check_every computes a step on two devices, which cannot be done.",
                 reasons,
                 fix,
             )
@@ -83,7 +86,7 @@ def verification_of(
 
 
 @dataclasses.dataclass
-class Verification:
+class Verification(Hook):
     """Takes verified steps, and remembers the sums of the last state.
 
     Attributes:
@@ -109,6 +112,12 @@ class Verification:
         )
         return is_saved or number % self.every == 0 or number == self.num_steps
 
+    def before_step(self, step: int, position: int) -> TakeStep | None:
+        """Take the step if it is verified."""
+        if not self.due(step):
+            return None
+        return functools.partial(self.take_step, step=step, position=position)
+
     def take_step(
         self, state: TrainState, batch: PyTree, step: int, position: int
     ) -> tuple[TrainState, Metrics]:
@@ -132,7 +141,7 @@ class Verification:
         self.recorded = step + 1, written(first)
         return new_state, metrics
 
-    def forget(self) -> None:
+    def go_back(self, step: int, extra: Mapping[str, Json]) -> None:
         """Forget the sums of the last state, since another one takes its place."""
         self.recorded = None
 
@@ -209,7 +218,7 @@ def corruption_text(verdict: Verdict, devices: Sequence[Any], moment: str) -> st
         )
         fix = (
             "use deterministic operations (on GPUs XLA_FLAGS=--xla_gpu_deterministic_ops=true), or"
-            " leave verify_every out."
+            " leave cross_check_every out."
         )
     else:
         problem = (

@@ -42,12 +42,13 @@ def refused(call):
 
 from shardopt import data, models
 from shardopt.cli import main
+from shardopt.training._loggers import TensorBoard
 gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
 refused(schedule.plot)
 refused(lambda: so.planning.plot_placement(opt))
 refused(so.plan("gpt2", hardware="a100", chips=1, batch_size=1).plot)
 refused(so.parameter_server.simulate(2, num_updates=3).log.plot)
-refused(lambda: so.training.tensorboard(folder))
+refused(lambda: TensorBoard(folder))
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: so.interop.nnx(None, None))
 print(main(["plan"]))

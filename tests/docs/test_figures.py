@@ -607,7 +607,7 @@ def test_norms():
     told = [[strategy, size.strip().partition(",")[0], *shares] for strategy, size, *shares in told]
     assert rows(name, "strategy | width x layers") == told
     assert (
-        f"With `metrics_every={max(row['smallest k']['seconds'] for row in found.values())}` or"
+        f"With `norms_every={max(row['smallest k']['seconds'] for row in found.values())}` or"
         " more" in page(name)
     )
     read = [row["share of a step"]["bytes accessed"] for row in found.values()]

@@ -13,12 +13,10 @@ pytestmark = pytest.mark.fast
 GOOD = {
     "num_steps": 3,
     "evaluate": None,
-    "evaluate_every": None,
     "early_stopping": None,
     "checkpoints": None,
     "log": None,
     "log_every": 10,
-    "agree_every": 10,
     "progress": True,
 }
 ITERABLE = (
@@ -35,23 +33,23 @@ ITERABLE = (
         ({"num_steps": True}, TypeError, "fit: num_steps must be an integer, got True (bool)."),
         ({"log_every": 0}, ValueError, "fit: log_every must be at least 1, got 0."),
         ({"log_every": None}, TypeError, "fit: log_every must be an integer, got None (NoneType)."),
-        ({"agree_every": 0}, ValueError, "fit: agree_every must be at least 1, got 0."),
+        ({"evaluate": (print, 0)}, ValueError, "fit: evaluate[1] must be at least 1, got 0."),
         (
-            {"evaluate": print, "evaluate_every": 0},
-            ValueError,
-            "fit: evaluate_every must be at least 1, got 0.",
-        ),
-        (
-            {"evaluate_every": 5},
-            ValueError,
-            "fit: evaluate_every needs evaluate.\nFix: pass evaluate, or drop it.",
+            {"evaluate": (None, 5)},
+            TypeError,
+            (
+                "fit: evaluate must be a callable (state) -> dict of numbers, or a pair of it and"
+                " the steps between evaluations, got NoneType.\nFix: pass"
+                " so.training.evaluation(opt, batches) or your own function."
+            ),
         ),
         (
             {"evaluate": {"val_loss": 1}},
             TypeError,
             (
-                "fit: evaluate must be a callable (state) -> dict of numbers, got dict.\n"
-                "Fix: pass so.training.evaluation(opt, batches) or your own function."
+                "fit: evaluate must be a callable (state) -> dict of numbers, or a pair of it and"
+                " the steps between evaluations, got dict.\nFix: pass"
+                " so.training.evaluation(opt, batches) or your own function."
             ),
         ),
         (
@@ -76,7 +74,7 @@ ITERABLE = (
             TypeError,
             (
                 "fit: log must be callables (step, metrics) -> None, got str.\nFix: pass"
-                " so.training.jsonl(path), so.training.tensorboard(directory) or a function of your"
+                " so.training.jsonl(path) or a function of your"
                 " own."
             ),
         ),
@@ -151,8 +149,7 @@ def test_fit_refuses_before_anything_runs(opt, new_state, wrong):
 def test_accepted(opt, new_state, memory):
     options = {
         "num_steps": np.int64(3),
-        "evaluate": print,
-        "evaluate_every": 2,
+        "evaluate": (print, 2),
         "early_stopping": EarlyStopping("loss", patience=1),
         "log": [print, print],
     }

@@ -71,7 +71,7 @@ def test_parameters_that_all_set_live_where_they_did(told):
 
 def test_only_the_first_process_logs_and_shows(told):
     (first, second), (shown, silent) = told
-    assert first["whole"]["logged"] == [10, 20, 30]
+    assert first["whole"]["logged"] == [5, 10, 15, 20, 25, 30]
     assert second["whole"]["logged"] == []
     losses = [[record["loss"] for record in found["whole"]["history"]] for found in (first, second)]
     assert losses[0] == losses[1]

@@ -50,7 +50,7 @@ def new_state():
 
 def run(name, state, data, **options):
     logged = []
-    options = {"num_steps": 30, "agree_every": 5, "progress": True} | options
+    options = {"num_steps": 30, "log_every": 5, "progress": True} | options
     result = fit(opt, state, data, log=lambda step, metrics: logged.append(step), **options)
     found[name] = {
         "step": result.step,
@@ -79,8 +79,7 @@ run(
     "early",
     new_state(),
     batches(40),
-    evaluate=lambda state: {"mine": 1.0 if rank == 1 else -float(state.step)},
-    evaluate_every=4,
+    evaluate=(lambda state: {"mine": 1.0 if rank == 1 else -float(state.step)}, 4),
     early_stopping=EarlyStopping("mine", patience=2),
 )
 run("exhausted", new_state(), batches(17))

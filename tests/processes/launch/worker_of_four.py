@@ -16,7 +16,12 @@ opt, state = small_job.strategy_and_state()
 batches = map(small_job.batch_of, range(steps))
 with so.Checkpoints(folder / "checkpoints", every=20, keep=2) as checkpoints:
     result = so.fit(
-        opt, state, batches, num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5
+        opt,
+        state,
+        batches,
+        num_steps=steps,
+        checkpoints=checkpoints,
+        log_every=5,
     )
 small_job.leave_params(folder, opt, result)
 print(result.stopped, result.step)

@@ -90,6 +90,11 @@ def batches():
 opt, state = small_job.strategy_and_state(width=33)
 with so.Checkpoints(folder / "checkpoints", every=10, keep=2) as checkpoints:
     result = so.fit(
-        opt, state, batches(), num_steps=steps, checkpoints=checkpoints, log_every=5, agree_every=5
+        opt,
+        state,
+        batches(),
+        num_steps=steps,
+        checkpoints=checkpoints,
+        log_every=5,
     )
 small_job.leave_params(folder, opt, result)

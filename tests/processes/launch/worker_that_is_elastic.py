@@ -90,7 +90,6 @@ with where as checkpoints:
         checkpoints=checkpoints,
         log=note,
         log_every=1,
-        agree_every=5,
         progress=False,
     )
 small_job.leave_params(folder, opt, result)

@@ -43,7 +43,7 @@ if __name__ == "__main__":
             batches(),
             num_steps=STEPS,
             checkpoints=checkpoints,
-            verify_every=1,
+            cross_check_every=1,
         )
     if jax.process_index() == 0:
         params = {

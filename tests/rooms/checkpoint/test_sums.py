@@ -16,7 +16,7 @@ from shardopt.checkpoint import _checkpoints, _memory
 from shardopt.checkpoint._sums import leaf_sums, total_of
 
 DEVICES = 2
-VERIFIED = {"verify_every": 4, "progress": False}
+VERIFIED = {"cross_check_every": 4, "progress": False}
 FROZEN = ["base"]
 PARAMS = {
     name: np.random.default_rng(seed).normal(size=(8, 4)).astype(np.float32)

@@ -425,10 +425,10 @@ GRADIENTS = (
             ),
         ),
         (
-            "--replicas 2 --sync-every 4 --metrics-every 5",
+            "--replicas 2 --sync-every 4 --norms-every 5",
             (
                 "train: 1 option for norms of one gradient; with --sync-every the replicas train"
-                " apart.\n  --metrics-every 5\nFix: leave out what is listed, or train without"
+                " apart.\n  --norms-every 5\nFix: leave out what is listed, or train without"
                 " --sync-every."
             ),
         ),

@@ -141,7 +141,7 @@ def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, fold
 
 @pytest.mark.slow
 def test_norms_of_layers_are_logged_and_drawn(train, folder):
-    code, out, _ = train("--run-dir", folder, "--resume", "--steps", 10, "--metrics-every", 1)
+    code, out, _ = train("--run-dir", folder, "--resume", "--steps", 10, "--norms-every", 1)
     assert code == 0
     assert f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png, norms.png" in out
     assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")

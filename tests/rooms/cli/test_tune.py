@@ -98,7 +98,7 @@ def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model
 
 @pytest.mark.slow
 def test_norms_are_logged_and_drawn(tune, tmp_path):
-    code, _, err = tune("--steps", 4, "--metrics-every", 4, "--mesh", "data=8", "--lora-rank", 2)
+    code, _, err = tune("--steps", 4, "--norms-every", 4, "--mesh", "data=8", "--lora-rank", 2)
     assert code == 0, err
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

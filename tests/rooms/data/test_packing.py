@@ -242,10 +242,14 @@ def test_windows_become_inputs_and_targets(tmp_path):
 
 
 def test_the_position_of_a_run_in_packed_rows_is_saved_by_fit():
-    stream = so.training._resume.Stream(data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2))
+    stream = so.training._stream.BatchStream(
+        data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2)
+    )
     stream.draw()
     position = json.loads(json.dumps(stream.position()))
     expected = stream.draw()
-    fresh = so.training._resume.Stream(data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2))
+    fresh = so.training._stream.BatchStream(
+        data.pack([np.arange(1, 8)] * 9, 8, open_rows=3).batch(2)
+    )
     assert fresh.restore(position) == "the data from its saved state"
     assert_same_rows([fresh.draw()], [expected])

@@ -296,8 +296,7 @@ def test_fit_stops_early_on_the_shared_parameters(strategy_of, new_params, new_b
         opt.init(new_params()),
         new_batches(20),
         num_steps=20,
-        evaluate=lambda state: {"held_out": float(opt.evaluate(state, held_out)["loss"])},
-        evaluate_every=2,
+        evaluate=(lambda state: {"held_out": float(opt.evaluate(state, held_out)["loss"])}, 2),
         early_stopping=so.training.EarlyStopping("held_out", patience=2),
         progress=False,
     )

@@ -37,8 +37,7 @@ def test_it_returns_the_mean_and_saves_what_goes_on(
             opt.init(new_params()),
             batches,
             num_steps=6,
-            evaluate=evaluate,
-            evaluate_every=4,
+            evaluate=(evaluate, 4),
             checkpoints=checkpoints,
             progress=False,
         )
@@ -65,8 +64,7 @@ def test_a_scheduled_evaluation_is_of_what_they_share_at_the_last_step_too(
         opt.init(new_params()),
         batches,
         num_steps=6,
-        evaluate=evaluate,
-        evaluate_every=3,
+        evaluate=(evaluate, 3),
         progress=False,
     )
     state, _ = steps_on(opt, opt.init(new_params()), batches)
@@ -115,7 +113,7 @@ def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_ba
     opt = so.local_sgd(strategy_of("ddp"), sync_every=50, warmup_steps=2)
     rule = so.training.EarlyStopping("val_loss", patience=30)
     evaluate = so.training.evaluation(opt, new_batches(1))
-    how = {"evaluate": evaluate, "evaluate_every": 2, "early_stopping": rule, "progress": False}
+    how = {"evaluate": (evaluate, 2), "early_stopping": rule, "progress": False}
     assert so.fit(opt, opt.init(new_params()), new_batches(3), num_steps=3, **how).step == 3
 
 
@@ -131,7 +129,7 @@ def test_in_the_warm_up_they_agree_in_every_step(strategy_of, new_params, new_ba
     ],
 )
 @pytest.mark.parametrize(
-    "scheduled_by", tiered(["evaluate_every", "checkpoints"], lambda by: by == "evaluate_every")
+    "scheduled_by", tiered(["evaluate", "checkpoints"], lambda by: by == "evaluate")
 )
 def test_early_stopping_that_ends_any_run_is_refused(
     how,
@@ -151,13 +149,13 @@ def test_early_stopping_that_ends_any_run_is_refused(
 
     def run(patience, metric="val_loss", evaluate=of_shared):
         rule, state = so.training.EarlyStopping(metric, patience=patience), opt.init(new_params())
-        options = {"evaluate": evaluate, "early_stopping": rule, "num_steps": 40, "progress": False}
-        if scheduled_by == "evaluate_every":
-            return so.fit(opt, state, [], evaluate_every=every, **options)
+        options = {"early_stopping": rule, "num_steps": 40, "progress": False}
+        if scheduled_by == "evaluate":
+            return so.fit(opt, state, [], evaluate=(evaluate, every), **options)
         with so.Checkpoints(
             tmp_path / f"{metric}{patience}{evaluate is None}", every=every, keep=1
         ) as checkpoints:
-            return so.fit(opt, state, [], checkpoints=checkpoints, **options)
+            return so.fit(opt, state, [], evaluate=evaluate, checkpoints=checkpoints, **options)
 
     with pytest.raises(ValueError, match="early_stopping would end any run") as caught:
         run(patience)
@@ -185,8 +183,7 @@ def test_a_run_that_is_just_not_refused_sees_an_agreement(strategy_of, new_param
         opt.init(new_params()),
         [held_out] * 8,
         num_steps=8,
-        evaluate=so.training.evaluation(opt, [held_out]),
-        evaluate_every=2,
+        evaluate=(so.training.evaluation(opt, [held_out]), 2),
         early_stopping=so.training.EarlyStopping("val_loss", patience=2),
         progress=False,
     )

@@ -286,5 +286,5 @@ def test_refusals(regression, message_of):
     assert (
         run(early_stopping=so.training.EarlyStopping("val", patience=1), evaluate_every=1)
         == "async_sgd: early_stopping watches 'val', which is not among the metrics of this run:\n"
-        "  loss\nFix: watch one of these, or return it from evaluate and give evaluate_every."
+        "  loss\nFix: watch one of these, or return it from evaluate, every few steps."
     )

@@ -130,8 +130,7 @@ def test_it_ends_a_run_on_an_evaluation_metric(opt, new_state, batches, memory):
         new_state(),
         batches,
         num_steps=40,
-        evaluate=lambda state: {"val": [9, 5, 1, 3, 4, 2][int(state.step) // 3 - 1]},
-        evaluate_every=3,
+        evaluate=(lambda state: {"val": [9, 5, 1, 3, 4, 2][int(state.step) // 3 - 1]}, 3),
         early_stopping=EarlyStopping("val", patience=2),
         checkpoints=checkpoints,
         progress=False,
@@ -141,8 +140,8 @@ def test_it_ends_a_run_on_an_evaluation_metric(opt, new_state, batches, memory):
     assert checkpoints.disk[15][2]["val"] == 4
 
 
-@pytest.mark.parametrize(("evaluate_every", "stops_after"), [(None, 2), (3, 3)])
-def test_a_metric_that_is_not_there(opt, new_state, batches, evaluate_every, stops_after):
+@pytest.mark.parametrize(("every", "stops_after"), [(None, 2), (3, 3)])
+def test_a_metric_that_is_not_there(opt, new_state, batches, every, stops_after):
     """Found at the first report, or at the first evaluation where one is to come.
 
     Without either at the first report.
@@ -154,8 +153,7 @@ def test_a_metric_that_is_not_there(opt, new_state, batches, evaluate_every, sto
             new_state(),
             (drawn.append(True) or batch for batch in batches),
             num_steps=40,
-            evaluate=lambda state: {"val_loss": 1.0},
-            evaluate_every=evaluate_every,
+            evaluate=(lambda state: {"val_loss": 1.0}, every),
             early_stopping=EarlyStopping("val_los", patience=2),
             log_every=2,
             progress=False,
@@ -164,7 +162,7 @@ def test_a_metric_that_is_not_there(opt, new_state, batches, evaluate_every, sto
     assert str(caught.value) == (
         "fit: early_stopping watches 'val_los', which is not among the metrics of this run:\n"
         f"  error\n{speed}  grad_norm\n  loss\n  steps_per_second\n"
-        + ("  val_loss\n" if evaluate_every else "")
-        + "Fix: watch one of these, or return it from evaluate and give evaluate_every."
+        + ("  val_loss\n" if every else "")
+        + "Fix: watch one of these, or return it from evaluate, every few steps."
     )
     assert len(drawn) == stops_after

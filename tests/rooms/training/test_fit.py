@@ -119,7 +119,7 @@ def test_evaluation_with_each_checkpoint_and_at_the_end(
     }
 
 
-def test_evaluate_every(opt, new_state, batches, memory, metrics_at):
+def test_evaluations_at_an_interval(opt, new_state, batches, memory, metrics_at):
     def evaluate(state):
         return {"at": int(state.step)}
 
@@ -129,8 +129,7 @@ def test_evaluate_every(opt, new_state, batches, memory, metrics_at):
         new_state(),
         batches,
         num_steps=20,
-        evaluate=evaluate,
-        evaluate_every=8,
+        evaluate=(evaluate, 8),
         checkpoints=checkpoints,
         log=lambda step, metrics: logged.append((step, set(metrics) - SPEED)),
         progress=False,
@@ -256,8 +255,7 @@ def test_exceptions_pass_through_after_cleanup(opt, new_state, batches, memory, 
             new_state(),
             failing_batches() if where == "batches" else batches,
             num_steps=30,
-            evaluate=fail if where == "evaluate" else None,
-            evaluate_every=12 if where == "evaluate" else None,
+            evaluate=(fail, 12) if where == "evaluate" else None,
             checkpoints=checkpoints,
             log=Log(),
             log_every=4,

@@ -5,10 +5,9 @@ import json
 import pytest
 
 from shardopt.runtime import _progress as progress
-from shardopt.training import Goodput
 from shardopt.training import _goodput as goodput
 from shardopt.training._fit import fit
-from shardopt.training._goodput import FILE, Ledger
+from shardopt.training._goodput import FILE, Goodput, Ledger
 
 
 @pytest.fixture

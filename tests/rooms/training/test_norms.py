@@ -1,4 +1,4 @@
-"""`fit(metrics_every=...)` logs norms of leaves and layers at its steps, and `plot_norms` draws
+"""`fit(norms_every=...)` logs norms of leaves and layers at its steps, and `plot_norms` draws
 what is in the log.
 """
 
@@ -35,7 +35,7 @@ def test_norms_are_logged_at_their_steps_and_a_resumed_run_logs_each_once(
             "progress": False,
         }
         result = fit(
-            opt, new_state(), batches, num_steps=num_steps, log_every=2, metrics_every=3, **options
+            opt, new_state(), batches, num_steps=num_steps, log_every=2, norms_every=3, **options
         )
         disk.pop(6, None)
     norms = [line for line in lines_of(path) if "gradient_norm/w" in line]
@@ -66,8 +66,8 @@ def test_norms_that_are_due_in_a_verified_step_are_those_of_the_next(new_state, 
     options = {
         "log": so.training.jsonl(path),
         "progress": False,
-        "metrics_every": 2,
-        "verify_every": 4,
+        "norms_every": 2,
+        "cross_check_every": 4,
     }
     fit(OPT, STATE, [BATCH] * 7, num_steps=7, **options)
     assert [line["step"] for line in lines_of(path) if "gradient_norm/w" in line] == [2, 5, 6]
@@ -83,7 +83,7 @@ def test_the_norms_of_a_step_that_ends_the_run_are_logged(opt, new_state, batche
         "progress": False,
     }
     with pytest.raises(so.errors.NonFiniteLossError):
-        fit(opt, new_state(), bad, metrics_every=2, **options)
+        fit(opt, new_state(), bad, norms_every=2, **options)
     step, metrics = logged[-1]
     assert step == 4
     assert math.isnan(metrics["gradient_norm/w"])
@@ -105,7 +105,7 @@ def test_a_run_that_goes_back_logs_each_step_once(opt, new_state, batches, tmp_p
             "on_spike": "rollback",
             "progress": False,
         }
-        fit(opt, new_state(), bad, num_steps=12, metrics_every=3, **options)
+        fit(opt, new_state(), bad, num_steps=12, norms_every=3, **options)
     assert [line["step"] for line in lines_of(path) if "param_norm/w" in line] == [3, 6, 9, 12]
 
 
@@ -188,27 +188,27 @@ def test_the_picture_shows_every_kind_of_cell(tmp_path):
             lambda: so.training.plot_norms([{"step": 1, "loss": 2.0}]),
             (
                 "plot_norms: the log has no norms.\n"
-                "Fix: train with so.fit(..., metrics_every=10, log=so.training.jsonl(path))."
+                "Fix: train with so.fit(..., norms_every=10, log=so.training.jsonl(path))."
             ),
         ),
         (
-            lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=0),
-            "fit: metrics_every must be at least 1, got 0.",
+            lambda: fit(OPT, STATE, [BATCH], num_steps=1, norms_every=0),
+            "fit: norms_every must be at least 1, got 0.",
         ),
         (
             lambda: fit(
-                so.local_sgd(OPT, sync_every=1), STATE, [BATCH], num_steps=1, metrics_every=5
+                so.local_sgd(OPT, sync_every=1), STATE, [BATCH], num_steps=1, norms_every=5
             ),
             (
-                "fit: metrics_every takes norms of one gradient, and the replicas of local_sgd"
-                " train apart.\nFix: leave metrics_every out."
+                "fit: norms_every takes norms of one gradient, and the replicas of local_sgd"
+                " train apart.\nFix: leave norms_every out."
             ),
         ),
         (
-            lambda: fit(OPT, STATE, [BATCH], num_steps=1, metrics_every=5, verify_every=1),
+            lambda: fit(OPT, STATE, [BATCH], num_steps=1, norms_every=5, cross_check_every=1),
             (
-                "fit: metrics_every takes norms in steps that are not verified, and verify_every=1"
-                " verifies each step.\nFix: take verify_every=2 or more, or leave metrics_every"
+                "fit: norms_every takes norms in steps that are not verified, and cross_check_every=1"
+                " verifies each step.\nFix: take cross_check_every=2 or more, or leave norms_every"
                 " out."
             ),
         ),

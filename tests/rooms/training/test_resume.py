@@ -15,9 +15,9 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.training import EarlyStopping
-from shardopt.training import _resume as resume
+from shardopt.training import _stream as stream_module
 from shardopt.training._fit import fit
-from shardopt.training._resume import END, Stream
+from shardopt.training._stream import END, BatchStream
 
 
 def draw(stream, count):
@@ -26,7 +26,7 @@ def draw(stream, count):
 
 def put_back(batches, position):
     """Return a stream at the position, which went through JSON, and how it got there."""
-    stream = Stream(batches)
+    stream = BatchStream(batches)
     how = stream.restore(json.loads(json.dumps(position)))
     return stream, how
 
@@ -53,7 +53,7 @@ POSITIONS = {
 @pytest.mark.parametrize("source", POSITIONS)
 def test_round_trip(source, count):
     make = POSITIONS[source]
-    stream = Stream(make())
+    stream = BatchStream(make())
     draw(stream, count)
     restored, how = put_back(make(), stream.position())
     assert restored.drawn == stream.drawn == count
@@ -66,7 +66,7 @@ def test_round_trip(source, count):
 
 
 def test_the_end():
-    stream = Stream([1, 2])
+    stream = BatchStream([1, 2])
     assert draw(stream, 4) == [1, 2, END, END]
     assert stream.drawn == 2
     restored, _ = put_back([1, 2], stream.position())
@@ -74,7 +74,7 @@ def test_the_end():
 
 
 def test_too_few_batches():
-    stream = Stream(range(9))
+    stream = BatchStream(range(9))
     draw(stream, 5)
     message = (
         "fit: the batches end after 3, but the checkpoint was saved after 5.\n"
@@ -108,10 +108,10 @@ class OfProcess:
 def test_the_state_of_another_number_of_processes_is_not_taken_but_its_last_batch_is_checked(
     monkeypatch,
 ):
-    stream = Stream(OfProcess(lambda rows: rows))
+    stream = BatchStream(OfProcess(lambda rows: rows))
     draw(stream, 3)
     assert stream.position() == {"drawn": 3, "state": {"json": 3}}  # all on this process
-    monkeypatch.setattr(resume, "_is_split_over_processes", lambda batch: True)
+    monkeypatch.setattr(stream_module, "_is_split_over_processes", lambda batch: True)
     position = stream.position() | {"processes": 4}
     # in another order
     restored, how = put_back(OfProcess(lambda rows: rows[::-1].reshape(3, 4)), position)
@@ -148,7 +148,7 @@ class Stateful:
 @pytest.mark.parametrize("state", [{"a": [1, {"b": None}], "c": 1.5}, b"\x00\xff", "text", 3])
 def test_states_that_survive(state):
     assert (
-        put_back(Stateful(state), Stream(Stateful(state)).position())[1]
+        put_back(Stateful(state), BatchStream(Stateful(state)).position())[1]
         == "the data from its saved state"
     )
 
@@ -156,7 +156,7 @@ def test_states_that_survive(state):
 @pytest.mark.parametrize("state", [{1: 2}, {"a": (1, 2)}, object(), {"a": b"x"}])
 def test_states_that_do_not(state):
     with pytest.raises(TypeError) as caught:
-        Stream(Stateful(state)).position()
+        BatchStream(Stateful(state)).position()
     assert (
         str(caught.value)
         == f"fit: the state of the batch iterator does not survive JSON: {state!r}\n"
@@ -170,7 +170,7 @@ def test_a_state_that_is_refused():
         "Fix: pass batches made as in the run that saved it."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        put_back(Stateful("other"), Stream(Stateful("one")).position())
+        put_back(Stateful("other"), BatchStream(Stateful("one")).position())
 
 
 def of_list(batches):
@@ -280,8 +280,7 @@ BROKEN = list(itertools.product(["val", "error"], [1, 6, 9, 12, 13, 15, 18]))
 def test_early_stopping_resumes(opt, new_state, batches, memory, metrics_at, broken_at, metric):
     """The validation metric is lowest at step 9; the training metric stops wherever it stops."""
     options = {
-        "evaluate": lambda state: {"val": abs(int(state.step) - 9.5)},
-        "evaluate_every": 3,
+        "evaluate": (lambda state: {"val": abs(int(state.step) - 9.5)}, 3),
         "log_every": 2,
         "early_stopping": EarlyStopping(metric, patience=3, min_delta=0.1),
         "progress": False,
@@ -406,7 +405,7 @@ def test_data_in_another_order_warns(make):
 
     The same data is not warned of (and warnings are errors here).
     """
-    stream, rows = Stream(make(range(9))), np.random.default_rng(0).permutation(9).tolist()
+    stream, rows = BatchStream(make(range(9))), np.random.default_rng(0).permutation(9).tolist()
     draw(stream, 5)
     put_back(make(range(9)), stream.position())
     message = (

@@ -109,8 +109,7 @@ def test_a_signal_outweighs_early_stopping(opt, new_state, batches):
         new_state(),
         sending(batches, (6, signal.SIGTERM)),
         num_steps=30,
-        evaluate=lambda state: {"constant": 1.0},
-        evaluate_every=2,
+        evaluate=(lambda state: {"constant": 1.0}, 2),
         early_stopping=EarlyStopping("constant", patience=2),
         progress=False,
     )

@@ -1,4 +1,4 @@
-"""`fit(verify_every=k)`: a device that computes wrong is named before its step counts, and without
+"""`fit(cross_check_every=k)`: a device that computes wrong is named before its step counts, and without
 one nothing changes.
 """
 
@@ -69,7 +69,7 @@ def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
         so.Checkpoints(tmp_path, every=2, keep=None) as checkpoints,
         pytest.raises(SilentCorruptionError) as error,
     ):
-        fit(opt, state, data, num_steps=8, verify_every=3, checkpoints=checkpoints, **options)
+        fit(opt, state, data, num_steps=8, cross_check_every=3, checkpoints=checkpoints, **options)
     assert (
         str(error.value)
         == "fit: 1 device has wrong bits in the gradient of its own rows, at step 3 (batch 3, both"
@@ -90,7 +90,7 @@ def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
         assert checkpoints.steps() == [2]
         saved, _ = checkpoints.restore(opt)
     now.update(fault=None)
-    clean = fit(opt, first_state(opt), batches(), num_steps=2, verify_every=3, progress=False)
+    clean = fit(opt, first_state(opt), batches(), num_steps=2, cross_check_every=3, progress=False)
     assert faults.same_bits(saved, clean.state)
 
 
@@ -102,7 +102,12 @@ def test_a_clean_run_is_the_run_without_verification(opt, now, tmp_path):
     plain = fit(opt, first_state(opt), batches(), num_steps=8, log_every=1, progress=False)
     assert now["runs"] == 0
     with so.Checkpoints(tmp_path, every=5, keep=None) as checkpoints:
-        options = {"verify_every": 3, "checkpoints": checkpoints, "log_every": 1, "progress": False}
+        options = {
+            "cross_check_every": 3,
+            "checkpoints": checkpoints,
+            "log_every": 1,
+            "progress": False,
+        }
         verified = fit(opt, first_state(opt), batches(), num_steps=8, **options)
     assert faults.same_bits(plain.state, verified.state)
     losses = [[record["loss"] for record in result.history] for result in (plain, verified)]
@@ -157,12 +162,12 @@ def test_what_cannot_be_computed_twice_is_refused(name):
     """Before the state is initialized."""
     make, reason = REFUSED[name]
     state = so.training.DeferredInit({"w": np.eye(faults.WIDTH, dtype=np.float32)})
-    with pytest.raises(ValueError, match="verify_every") as error:
-        fit(make(), state, batches(), num_steps=8, verify_every=2)
+    with pytest.raises(ValueError, match="cross_check_every") as error:
+        fit(make(), state, batches(), num_steps=8, cross_check_every=2)
     assert (
         str(error.value)
-        == "fit: verify_every computes a step on two devices, which cannot be done.\n "
-        f" {reason}\nFix: leave verify_every out, or use a synchronous strategy on several"
+        == "fit: cross_check_every computes a step on two devices, which cannot be done.\n "
+        f" {reason}\nFix: leave cross_check_every out, or use a synchronous strategy on several"
         " devices, without offload."
     )
 
@@ -170,9 +175,9 @@ def test_what_cannot_be_computed_twice_is_refused(name):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (0, ValueError, "fit: verify_every must be at least 1, got 0."),
-        (2.5, TypeError, "fit: verify_every must be an integer, got 2.5 (float)."),
-        (True, TypeError, "fit: verify_every must be an integer, got True (bool)."),
+        (0, ValueError, "fit: cross_check_every must be at least 1, got 0."),
+        (2.5, TypeError, "fit: cross_check_every must be an integer, got 2.5 (float)."),
+        (True, TypeError, "fit: cross_check_every must be an integer, got True (bool)."),
     ],
 )
 def test_steps_are_counted_in_integers(opt, value, error, message):
@@ -182,7 +187,7 @@ def test_steps_are_counted_in_integers(opt, value, error, message):
             so.training.DeferredInit({"w": np.eye(faults.WIDTH)}),
             batches(),
             num_steps=8,
-            verify_every=value,
+            cross_check_every=value,
         )
     assert str(caught.value).partition("\n")[0] == message
 
@@ -244,7 +249,7 @@ def split_run(request):
 @pytest.mark.parametrize("split_run", tiered(SPLIT, lambda axis: axis == "tensor"), indirect=True)
 def test_pipelines_and_tensor_axes_have_no_false_alarm(split_run, now):
     _, run = split_run
-    assert faults.same_bits(run(verify_every=1), run())
+    assert faults.same_bits(run(cross_check_every=1), run())
     assert now["runs"] == 4
 
 
@@ -254,7 +259,7 @@ def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run
     mesh, run = split_run
     now.update(fault=faults.Fault(2, "gradient", "flip", index=9, bit=20, leaf=0))
     with pytest.raises(SilentCorruptionError) as error:
-        run(verify_every=1)
+        run(cross_check_every=1)
     # they have the rows of the fault
     suspects = [device.id for device in mesh.devices.reshape(2, 2)[1]]
     assert str(error.value) == (
@@ -346,4 +351,4 @@ def test_weights_that_travel_in_8_bits_have_no_false_alarm():
             **options,
         ).state
 
-    assert faults.same_bits(run(verify_every=1), run())
+    assert faults.same_bits(run(cross_check_every=1), run())

@@ -3,6 +3,16 @@
 import numpy as np
 import pytest
 
+from shardopt.diagnose._verdict import (
+    NAMED,
+    NOT_DETERMINISTIC,
+    ONE_OF,
+    UNKNOWN,
+    Verdict,
+    judge,
+    total,
+    written,
+)
 from shardopt.diagnose._verified import (
     GRADIENT,
     METRICS,
@@ -12,16 +22,6 @@ from shardopt.diagnose._verified import (
     WRITTEN,
     Column,
     Evidence,
-)
-from shardopt.training._verdict import (
-    NAMED,
-    NOT_DETERMINISTIC,
-    ONE_OF,
-    UNKNOWN,
-    Verdict,
-    judge,
-    total,
-    written,
 )
 
 pytestmark = pytest.mark.fast

@@ -1,0 +1,424 @@
+"""A run of `fit`: what it holds, and the phases of its loop."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from shardopt.checkpoint._sums import LeafSums
+from shardopt.core._early_stopping import (
+    StoppingState,
+    check_metric,
+    from_json,
+    out_of_patience,
+    update,
+)
+from shardopt.core._errors import NonFiniteLossError, format_error
+from shardopt.core._types import PyTree, TrainState
+from shardopt.losses._batch_dims import num_rows
+from shardopt.runtime._probe import probe_or_warn
+from shardopt.runtime._progress import is_reported
+from shardopt.step._batches import as_arrays
+from shardopt.step._optimizer import Metrics
+from shardopt.training._arguments import Arguments, Due
+from shardopt.training._evaluation import call_evaluate
+from shardopt.training._goodput import Ledger
+from shardopt.training._hooks import Hook
+from shardopt.training._loggers import Display, Log, as_loggers, open_log, reopen, show_progress
+from shardopt.training._metrics import Meter, check_state
+from shardopt.training._norms import NormLog
+from shardopt.training._profile import Profiler
+from shardopt.training._resume import (
+    SIGNALS,
+    DeferredInit,
+    SavedStates,
+    catch_signals,
+    common_verdict,
+    finish_writes,
+    pack,
+    step_of,
+)
+from shardopt.training._spikes import MOST_ROLLBACKS, Spike
+from shardopt.training._stream import END, BatchStream
+from shardopt.training._tolerance import num_skipped, tolerated
+
+_STOP_TEXT = {
+    "exhausted": "there are no more batches",
+    "early": "early stopping",
+    "interrupted": "interrupted from the keyboard",
+    "sigterm": "SIGTERM",
+}
+
+
+@dataclasses.dataclass
+class FitRun:
+    """The state of the loop of `fit`; the methods are the phases of the loop.
+
+    Attributes:
+      arguments: the arguments of `fit`.
+      received_signal: returns the signal that asks to stop, or None.
+      display: shows the run to a person.
+      write_log: writes metrics to all loggers.
+      loggers: the loggers.
+      ledger: the account of the time.
+      stream: the batches.
+      saved: the snapshots and checkpoints to go back to.
+      hooks: what runs next to the steps, in the order in which they are asked for the next step.
+      meter: fetches metrics, one step late.
+      state: the train state.
+      stopping_state: the state of early stopping.
+      step: the steps taken.
+      saved_step: the step of the newest checkpoint, or None.
+      stopped: why the run ends, or None.
+      due: what is due after the last step.
+      evaluation_metrics: the metrics of the evaluation of this state; empty without one.
+      history: the metrics that were reported.
+    """
+
+    arguments: Arguments
+    received_signal: Callable[[], str | None]
+    display: Display
+    write_log: Log
+    loggers: tuple[Log, ...]
+    ledger: Ledger
+    stream: BatchStream
+    saved: SavedStates
+    hooks: Sequence[Hook]
+    meter: Meter
+    state: TrainState
+    stopping_state: StoppingState
+    step: int
+    saved_step: int | None
+    stopped: str | None = None
+    due: Due = dataclasses.field(default_factory=Due)
+    evaluation_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def next_batch(self) -> PyTree:
+        """Return the next batch, or `END` if there is no next step."""
+        num_steps = self.arguments.num_steps
+        if self.arguments.spikes is not None and self.step >= num_steps:
+            self.meter.settle()
+            self.roll_back()
+        if self.stopped is not None or self.step >= num_steps:
+            return END
+        self.ledger.enter("data", self.step)
+        batch = self.stream.draw()
+        self.stopped = "exhausted" if batch is END else None
+        return batch
+
+    def take_step(self, batch: PyTree) -> None:
+        """Take a step, and report the step before it."""
+        batch = as_arrays("fit", batch)
+        self.ledger.enter("step")
+        num_before, position = num_skipped(self.state), self.stream.drawn - 1
+        device_metrics = self._step(batch, position)
+        self.step += 1
+        self.due, self.evaluation_metrics = self.arguments.due(self.step), {}
+        self.ledger.enter("wait")
+        previous_report = self.meter.push(
+            self.step,
+            position,
+            device_metrics,
+            examples=num_rows(self.arguments.opt.config, batch),
+            reported=self.due.log,
+            tolerated=tolerated(self.state, num_before),
+        )
+        self.ledger.enter("log")
+        if previous_report is not None:
+            self.report(*previous_report)
+        self.display.advance(self.step)
+
+    def _step(self, batch: PyTree, position: int) -> Metrics:
+        """Take a step by `opt.step`, or by the first hook that takes it; return its metrics."""
+        take_step = None
+        for hook in self.hooks:
+            take_step = hook.before_step(self.step, position)
+            if take_step is not None:
+                break
+        self.state, metrics = (take_step or self.arguments.opt.step)(self.state, batch)
+        for hook in self.hooks:
+            hook.after_step(self.step, metrics)
+        return metrics
+
+    def evaluate_and_save(self) -> None:
+        """Evaluate, observe and save the state if one of these is due.
+
+        All of them wait for the step.
+        """
+        if self.roll_back() or not self.due.waits:
+            return
+        self.ledger.enter("wait")
+        metrics = self.wait()
+        if self.roll_back():
+            return
+        if self.due.evaluate:
+            self.evaluation_metrics = self.evaluate(self.state, metrics)
+        all_metrics = metrics | self.evaluation_metrics
+        self.ledger.enter("log")
+        if self.due.log or self.due.evaluate:
+            self.report(self.step, all_metrics)
+        self.observe(metrics)
+        if self.due.save:
+            self.check_finite(metrics)
+            self.save(all_metrics)
+        if self.due.save_in_memory:
+            self.check_finite(metrics)
+            self.save_in_memory()
+        self.meter.restart()
+
+    def wait(self) -> dict[str, float]:
+        """Wait for the last step, and return its metrics; empty if no step was taken."""
+        for hook in self.hooks:
+            hook.at_wait()
+        return self.meter.settle()
+
+    def evaluate(self, state: TrainState, metrics: dict[str, float]) -> dict[str, float]:
+        """Return the metrics of the user's `evaluate`; `metrics` are those of training."""
+        evaluate = self.arguments.evaluate
+        if evaluate is None:
+            return {}
+        self.ledger.enter("evaluate")
+        return call_evaluate(evaluate, state, metrics, self.show_evaluation)
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Let early stopping see the metrics that are due."""
+        arguments, rule = self.arguments, self.arguments.early_stopping
+        if self.due.evaluate or not arguments.evaluates_on_schedule:
+            check_metric(rule, known=metrics | self.evaluation_metrics)
+        seen_metrics = metrics if self.due.log else {}
+        if self.due.scheduled:
+            seen_metrics = seen_metrics | self.evaluation_metrics
+        self.stopping_state = update(rule, self.stopping_state, self.step, seen_metrics)
+
+    def agree(self) -> None:
+        """Agree with all processes whether to stop, if that is due.
+
+        Now and then measure the speed of devices.
+        """
+        self.ledger.enter("agree")
+        self.stopped = self.verdict(due=self.due.agree)
+        if self.due.probe and jax.process_count() > 1 and is_reported():
+            # no step is in progress: all processes have just exchanged verdicts
+            self.ledger.enter("agree")
+            probe_or_warn()
+
+    def finish(self) -> TrainState:
+        """Evaluate, report and save the last state; return it, synchronized."""
+        self.ledger.enter("agree")
+        self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        self.wait()
+        self.roll_back()
+        final_state = self.state
+        if self.arguments.local_updates:
+            final_state = self.arguments.opt.synchronize(final_state)
+        metrics = self.meter.settle()
+        if metrics:
+            self.report_last(final_state, metrics)
+            self.check_finite(metrics)
+        self.save(metrics | self.evaluation_metrics)
+        if self.stopped is not None:
+            self.display.say(
+                f"Stopped at step {self.step} of {self.arguments.num_steps}:"
+                f" {_STOP_TEXT[self.stopped]}."
+            )
+        return final_state
+
+    def report_last(self, final_state: TrainState, metrics: dict[str, float]) -> None:
+        """Evaluate the last state if it was not evaluated, and report what was not reported."""
+        is_reported_already = bool(self.history) and self.history[-1]["step"] == self.step
+        last_metrics = {} if is_reported_already else metrics
+        if not self.evaluation_metrics and self.stopped not in SIGNALS:
+            final_metrics = self.evaluate(final_state, metrics)
+            last_metrics = last_metrics | final_metrics
+            if not self.arguments.local_updates:
+                # otherwise the saved state is not the synchronized one
+                self.evaluation_metrics = final_metrics
+        if last_metrics:
+            self.report(self.step, last_metrics)
+
+    def roll_back(self) -> bool:
+        """If a spike was found, go back to the newest snapshot, keep the position in the batches,
+        and return True.
+        """
+        spikes = self.arguments.spikes
+        if spikes is None or (spike := spikes.pending) is None:
+            return False
+        self.ledger.enter("checkpoint")
+        restored = self.saved.restore_newest(self.state)
+        if restored is None:
+            raise _no_way_back(spike, "there is no snapshot yet")
+        if spikes.rollbacks.get(restored[0], 0) == MOST_ROLLBACKS:
+            raise _no_way_back(spike, f"{MOST_ROLLBACKS} rollbacks did not help")
+        self.step, self.state, extra = restored
+        for hook in self.hooks:
+            hook.go_back(self.step, extra)
+        rule = self.arguments.early_stopping
+        self.stopping_state = from_json(rule, extra.get("early_stopping")) or StoppingState()
+        self.meter = new_meter(self.arguments, self.display.say, self.write_log)
+        self.saved_step, self.due, self.evaluation_metrics = self.step, Due(), {}
+        self.history = [record for record in self.history if record["step"] <= self.step]
+        reopen(self.loggers)
+        self.display.say(
+            f"Going back to step {self.step}, from a {spike}. The batches since are skipped."
+        )
+        self.write_log(
+            self.step + 1,
+            {**spike.values, "spike_step": spike.step - 1, "spike_batch": spike.position},
+        )
+        self.display.advance(self.step)
+        return True
+
+    def verdict(self, *, due: bool) -> str | None:
+        """Return the common verdict about signals and early stopping."""
+        early = out_of_patience(self.arguments.early_stopping, self.stopping_state)
+        return common_verdict(self.received_signal(), early, due=due)
+
+    def show_evaluation(self, done: int, total: int | None) -> None:
+        """Show the progress of an evaluation."""
+        self.ledger.enter("evaluate")
+        self.display.evaluate(done, total)
+
+    def report(self, step: int, metrics: dict[str, float]) -> None:
+        """Add metrics to the history, log them and show them."""
+        if "steps_per_second" in metrics:
+            metrics = {**metrics, "goodput": self.ledger.total().fraction}
+        if self.history and self.history[-1]["step"] == step:
+            self.history[-1].update(metrics)
+        else:
+            self.history.append({"step": step, **metrics})
+        self.write_log(step, metrics)
+        self.display.report(step, metrics)
+
+    def check_finite(self, metrics: dict[str, float]) -> None:
+        """Refuse a state that is not finite, before it is saved or returned."""
+        self.ledger.enter("checkpoint")
+        check_state(
+            self.state,
+            metrics,
+            step=self.step - 1,
+            position=self.stream.drawn - 1,
+            checkpoints=self.arguments.checkpoints,
+        )
+
+    def save(self, metrics: dict[str, float]) -> None:
+        """Write a checkpoint, unless there is one of this step."""
+        checkpoints = self.arguments.checkpoints
+        if checkpoints is not None and self.saved_step != self.step:
+            checkpoints.save(
+                self.state,
+                step=self.step,
+                metrics=metrics,
+                extra=self.extra(),
+                **self.sums_to_save(),
+            )
+            self.saved_step = self.step
+
+    def save_in_memory(self) -> None:
+        """Store a snapshot in the memory of the hosts."""
+        checkpoints = self.arguments.checkpoints
+        assert checkpoints is not None
+        checkpoints.save_in_memory(
+            self.state, step=self.step, extra=self.extra(), **self.sums_to_save()
+        )
+
+    def extra(self) -> dict[str, PyTree]:
+        """Return what a checkpoint holds next to the state."""
+        arguments = self.arguments
+        return pack(self.stream, arguments.early_stopping, self.stopping_state, arguments.spikes)
+
+    def sums_to_save(self) -> dict[str, LeafSums]:
+        """Return the sums of the state as an argument of `save`, after comparing it with the last
+        verified step.
+        """
+        verification = self.arguments.verification
+        if verification is None:
+            return {}
+        return {"sums": verification.sums_to_save(self.state, self.step)}
+
+
+def begin(
+    cleanup: ExitStack,
+    arguments: Arguments,
+    state: TrainState | DeferredInit,
+    batches: Iterable[PyTree],
+    log: Log | Sequence[Log] | None,
+    *,
+    progress: bool,
+) -> FitRun:
+    """Return a run from its first state, which is restored if there is a newer checkpoint.
+
+    Until `cleanup` ends, signals are caught, and the display and the logs are open.
+    """
+    received_signal = cleanup.enter_context(catch_signals())
+    display = cleanup.enter_context(show_progress(arguments.num_steps, shown=progress))
+    write_log = cleanup.enter_context(open_log(log))
+    folder = None if arguments.checkpoints is None else Path(arguments.checkpoints.directory)
+    ledger = Ledger(None if jax.process_index() else folder)
+    cleanup.callback(ledger.enter, "")  # runs after the last checkpoint is written
+    ledger.enter("begin", step_of(state))
+    cleanup.enter_context(finish_writes(arguments.checkpoints))
+
+    stream = BatchStream(batches)
+    meter = new_meter(arguments, display.say, write_log)
+    falls_back = arguments.verification is not None
+    saved = SavedStates(arguments.opt, arguments.checkpoints, display.say, falls_back)
+    state, stopping_state = saved.begin(state, stream, arguments.early_stopping, arguments.spikes)
+    step = int(jax.device_get(state.step))
+    saved_step = None if arguments.checkpoints is None else arguments.checkpoints.latest()
+    profiler = Profiler((folder or Path()) / "profile", arguments.profile, display.say)
+    cleanup.enter_context(profiler.opened())
+    hooks: list[Hook | None] = [profiler, arguments.spikes, arguments.verification]
+    if arguments.norms_every is not None:
+        hooks.append(NormLog(arguments.opt, arguments.norms_every, write_log, step))
+    run = FitRun(
+        arguments,
+        received_signal,
+        display,
+        write_log,
+        as_loggers(log),
+        ledger,
+        stream,
+        saved,
+        [hook for hook in hooks if hook is not None],
+        meter,
+        state,
+        stopping_state,
+        step,
+        saved_step,
+    )
+    display.advance(step)
+    run.stopped = run.verdict(due=True)
+    return run
+
+
+def new_meter(arguments: Arguments, say: Callable[[str], None], write_log: Log) -> Meter:
+    """Return a meter, which reports skipped steps and lets the search for spikes see each step."""
+    # a method of the run would make a cycle, and memory of the device would wait for the garbage
+    # collector
+    report_skipped = partial(_report_skipped, say, write_log)
+    watch = None if arguments.spikes is None else arguments.spikes.watch
+    return Meter(arguments.checkpoints, report_skipped, watch)
+
+
+def _report_skipped(
+    say: Callable[[str], None], write_log: Log, step: int, position: int, metrics: dict[str, float]
+) -> None:
+    """Say and log that the optimizer skipped a step."""
+    values = ", ".join(
+        f"{name} {metrics[name]:.4g}" for name in ("loss", "grad_norm") if name in metrics
+    )
+    say(f"The optimizer skipped step {step - 1} (batch {position}, both counted from 0): {values}.")
+    write_log(step, {**metrics, "skipped_batch": position})
+
+
+def _no_way_back(spike: Spike, reason: str) -> NonFiniteLossError:
+    fix = (
+        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or save more"
+        " often."
+    )
+    error_text = format_error("fit", f"{spike}, and {reason}.", fix=fix)
+    return NonFiniteLossError(error_text, step=spike.step - 1, position=spike.position)

@@ -1,0 +1,204 @@
+"""The batches of a run: drawn one at a time, and moved to a saved position."""
+
+import base64
+import json
+import warnings
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.checkpoint._multihost import exchange
+from shardopt.checkpoint._tree import Json
+from shardopt.core._errors import format_error, plural
+from shardopt.core._types import PyTree
+from shardopt.step._batches import as_arrays
+
+END = object()
+"""The return value of `BatchStream.draw` when there are no more batches."""
+
+
+class BatchStream:
+    """Batches, drawn one at a time and never ahead, so that the position counts exactly the used
+    batches.
+
+    An iterator with `get_state` and `set_state` (grain's) is moved by its own state. Any other
+    iterator is moved by drawing as many batches from a fresh one, so it must give the same batches
+    in the same order every time. The checkpoint holds a checksum of the last batch, to detect
+    another order.
+
+    If each process draws its own rows (`jax.make_array_from_process_local_data`), an iterator state
+    is only valid for one number of processes. With another number, batches are drawn again too. The
+    values of the last batch must then equal the values that the other processes drew, in any order.
+
+    Attributes:
+      drawn: how many batches were drawn since the first one, including batches before a restored
+        checkpoint.
+    """
+
+    def __init__(self, batches: Iterable[PyTree]):
+        self._iterator: Any = iter(batches)
+        self._last_batch: PyTree = None
+        self.drawn = 0
+
+    def draw(self) -> PyTree:
+        """Return the next batch, or `END`."""
+        batch = next(self._iterator, END)
+        if batch is not END:
+            self._last_batch, self.drawn = batch, self.drawn + 1
+        return batch
+
+    def position(self) -> dict[str, Json]:
+        """Return the position as JSON; all processes must call it."""
+        position: dict[str, Json] = {"drawn": self.drawn, "state": None}
+        if self._has_state():
+            position["state"] = _encode(self._iterator.get_state())
+        elif self.drawn:
+            position["last"] = _checksum(self._last_batch)
+        if self.drawn and _is_split_over_processes(self._last_batch):
+            position |= {
+                "processes": jax.process_count(),
+                "values": _checksum_of_values(self._last_batch),
+            }
+        return position
+
+    def restore(self, position: Mapping[str, Json]) -> str:
+        """Move to a saved position; return a text about how it was done.
+
+        Raises:
+          ValueError: if the iterator refuses the state, ends before the position, or gives other
+            rows to other processes.
+        """
+        count = position["drawn"]
+        processes_changed = position.get("processes", jax.process_count()) != jax.process_count()
+        if position["state"] is not None and self._has_state() and not processes_changed:
+            self._set_state(position["state"], count)
+            return "the data from its saved state"
+        while self.drawn < count:
+            if self.draw() is END:
+                problem = (
+                    f"the batches end after {self.drawn}, but the checkpoint was saved after"
+                    f" {count}."
+                )
+                fix = "pass a fresh iterator over the same data."
+                raise ValueError(format_error("fit", problem, fix=fix))
+        if processes_changed:
+            self._check_values(position)
+        self._check_order(position)
+        return f"the data by drawing {plural(count, 'batch')}"
+
+    def _set_state(self, state: Mapping[str, Json], count: int) -> None:
+        try:
+            self._iterator.set_state(_decode(state))
+        except Exception as error:
+            problem = (
+                f"the batches cannot be put back to their position after {plural(count, 'batch')}:"
+                f" {error}"
+            )
+            fix = "pass batches made as in the run that saved it."
+            raise ValueError(format_error("fit", problem, fix=fix)) from error
+        self.drawn = count
+
+    def _check_values(self, position: Mapping[str, Json]) -> None:
+        """Refuse a last batch whose rows are not those that another number of processes drew."""
+        if _checksum_of_values(self._last_batch) == position["values"]:
+            return
+        before = plural(position["processes"], "process")
+        now = plural(jax.process_count(), "process")
+        problem = (
+            f"{before} drew other rows in batch {self.drawn - 1} than {now}: rows would be seen"
+            " twice, or never."
+        )
+        fix = (
+            "let the rows of a global batch not depend on the number of processes: shuffle first,"
+            " then let process p of n take rows p, p + n, ... of each global batch; or let every"
+            " process draw the whole global batch."
+        )
+        raise ValueError(format_error("fit", problem, fix=fix))
+
+    def _check_order(self, position: Mapping[str, Json]) -> None:
+        """Warn if the last batch is not the one that was drawn before the save."""
+        saved_checksum = position.get("last")
+        if jax.process_index() or saved_checksum is None:
+            return
+        if _checksum(self._last_batch) not in (None, saved_checksum):
+            problem = (
+                "the batches do not come as in the run that saved the checkpoint: batch"
+                f" {self.drawn - 1} is another."
+            )
+            fix = (
+                "shuffle by a fixed seed, the same each time the iterator is made, or give it"
+                " get_state and set_state, as grain's have; or some rows are seen twice, and others"
+                " not at all."
+            )
+            warnings.warn(format_error("fit", problem, fix=fix), stacklevel=3)
+
+    def _has_state(self) -> bool:
+        return callable(getattr(self._iterator, "get_state", None)) and hasattr(
+            self._iterator, "set_state"
+        )
+
+
+def _checksum(batch: PyTree) -> int | None:
+    """Return a number that distinguishes batches by their first rows.
+
+    None if some rows lie on another process.
+    """
+    checksum = 0
+    for leaf in jax.tree.leaves(as_arrays("fit", batch)):
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return None
+        if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
+            checksum = zlib.crc32(
+                np.asarray(leaf[:8] if np.ndim(leaf) else leaf).tobytes(), checksum
+            )
+    return checksum
+
+
+def _is_split_over_processes(batch: PyTree) -> bool:
+    """Return whether each process holds only its own rows."""
+    return any(
+        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+        for leaf in jax.tree.leaves(batch)
+    )
+
+
+def _checksum_of_values(batch: PyTree) -> int:
+    """Return a number that distinguishes global batches by their values, in any order.
+
+    All processes must call it.
+    """
+    local_checksum = 0
+    for leaf in jax.tree.leaves(batch):
+        if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            for shard in leaf.addressable_shards:
+                if shard.replica_id == 0:
+                    values = (
+                        np.ascontiguousarray(shard.data)
+                        .view(f"u{leaf.dtype.itemsize}")
+                        .astype(np.uint64)
+                    )
+                    mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+                    local_checksum += int(np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64))
+    return sum(int(text) for text in exchange(str(local_checksum))) % 2**64
+
+
+def _encode(state: object) -> dict[str, Json]:
+    if isinstance(state, bytes):  # grain's DataLoader
+        return {"base64": base64.b64encode(state).decode("ascii")}
+    try:
+        survives_json = json.loads(json.dumps(state)) == state
+    except TypeError:
+        survives_json = False
+    if not survives_json:
+        problem = f"the state of the batch iterator does not survive JSON: {state!r:.200}"
+        fix = "let get_state return bytes, or dicts, lists, strings and numbers."
+        raise TypeError(format_error("fit", problem, fix=fix))
+    return {"json": state}
+
+
+def _decode(saved: Mapping[str, Json]) -> Json:
+    return base64.b64decode(saved["base64"]) if "base64" in saved else saved["json"]
