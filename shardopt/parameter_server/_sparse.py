@@ -232,32 +232,12 @@ def _check_by_row(
     is known to be 0, but its parameters are not known. So a norm of the gradients over some rows
     equals the norm over all rows, and a norm of the parameters does not.
     """
-    params, _, pushes = args
     param_owners = [
         i if x.shape != (0,) else DENSE for i, x in enumerate(jax.tree.leaves(row_indices))
     ]
-    all_counts = [
-        leaf.shape[0] if i != DENSE else 0
-        for i, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
-    ]
-    # each differs from the counts of other leaves, so that rows of two leaves are not mixed
-    some_counts: list[int] = []
-    for indices, all_count in zip(jax.tree.leaves(row_indices), all_counts, strict=True):
-        taken = {*some_counts, all_count}
-        some_counts.append(next(n for n in itertools.count(indices.shape[0]) if n not in taken))
-    owners: list[int] = [*param_owners, *state_owners]
-    zeros = [None] * len(owners)
-    for _, *loss_and_metrics in pushes.pushed:
-        num_scalars = len(jax.tree.leaves(loss_and_metrics))
-        owners += [*param_owners, *[DENSE] * num_scalars]
-        zeros += [*[0.0] * len(param_owners), *[None] * num_scalars]
-    owners += [DENSE, *([] if pushes.pulled is None else param_owners), DENSE]
+    all_counts, some_counts = _row_counts(args[0], param_owners, row_indices)
+    owners, labels = _owners_and_labels(args, param_owners, state_owners)
     leaves, treedef = jax.tree.flatten(abstract(args))
-    zeros += [None] * (len(leaves) - len(zeros))
-    labels = [
-        Label(SAME) if owner == DENSE else Label(ELEMENT, pad_value=zero)
-        for owner, zero in zip(owners, zeros, strict=True)
-    ]
 
     def traced(counts):
         sized_leaves = [
@@ -289,6 +269,41 @@ def _check_by_row(
             " leave sparse out."
         )
         raise ValueError(format_error(CALLER, problem, fix=fix))
+
+
+def _row_counts(
+    params: PyTree, param_owners: list[int], row_indices: PyTree
+) -> tuple[list[int], list[int]]:
+    """Return the number of all rows of each leaf, and a smaller or larger number of some rows."""
+    all_counts = [
+        leaf.shape[0] if owner != DENSE else 0
+        for owner, leaf in zip(param_owners, jax.tree.leaves(params), strict=True)
+    ]
+    # each differs from the counts of other leaves, so that rows of two leaves are not mixed
+    some_counts: list[int] = []
+    for indices, all_count in zip(jax.tree.leaves(row_indices), all_counts, strict=True):
+        taken = {*some_counts, all_count}
+        some_counts.append(next(n for n in itertools.count(indices.shape[0]) if n not in taken))
+    return all_counts, some_counts
+
+
+def _owners_and_labels(
+    args: tuple[Any, ...], param_owners: list[int], state_owners: list[int]
+) -> tuple[list[int], list[Label]]:
+    """Return the owner of each leaf of the arguments of an update, and the label of its rows."""
+    pushes = args[2]
+    owners, zeros = [*param_owners, *state_owners], [None] * len(param_owners + state_owners)
+    for _, *loss_and_metrics in pushes.pushed:
+        num_scalars = len(jax.tree.leaves(loss_and_metrics))
+        owners += [*param_owners, *[DENSE] * num_scalars]
+        zeros += [*[0.0] * len(param_owners), *[None] * num_scalars]
+    owners += [DENSE, *([] if pushes.pulled is None else param_owners), DENSE]
+    zeros += [None] * (len(owners) - len(zeros))
+    labels = [
+        Label(SAME) if owner == DENSE else Label(ELEMENT, pad_value=zero)
+        for owner, zero in zip(owners, zeros, strict=True)
+    ]
+    return owners, labels
 
 
 def _resized(leaf: jax.ShapeDtypeStruct, count: int) -> jax.ShapeDtypeStruct:

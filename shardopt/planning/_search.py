@@ -5,6 +5,7 @@ not fit.
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax.numpy as jnp
@@ -288,42 +289,12 @@ def plan(
         _check_islands(islands, chips, batch_size, slices)
     opt_state = abstract_opt_state(workload, tx)
     limit = device.memory_bytes * (1 - headroom)
-    fitting, dropped = [], []
     remat_choices = workload.remat_choices() if remat is None else tuple(remat)
     for choice in remat_choices:
         workload.recompute(choice)  # raises for names that blocks do not have
     dtypes = gather_dtype, scatter_dtype
     machine = {"hardware": device, "batch_size": batch_size, "slices": slices}
-    placed_models: dict[object, PlacedModel] = {}
-
-    def placed_as(layout: Layout) -> PlacedModel:
-        """Layouts that differ in schedule, micro-batches and remat alone have equal parameters:
-        reuse them.
-        """
-        key = layout.placement, *layout.sizes.items()
-        if key not in placed_models:
-            placed_models[key] = place(workload, layout, opt_state, tiled=device.torus_dims > 0)
-        return placed_models[key]._replace(layout=layout)
-
-    def rank(layouts: Iterable[Layout]) -> None:
-        for layout in layouts:
-            try:
-                if layout.schedule == "search":
-                    layout = with_search_arguments(placed_as(layout), **machine, limit=limit)
-                prediction = predict(workload, layout, **machine, placed=placed_as(layout))
-            except ValueError as error:  # a dim that tensor does not divide
-                dropped.append(
-                    Dropped(layout, str(error).splitlines()[0].removeprefix("plan: "), 0.0)
-                )
-                continue
-            if prediction.memory.total > limit:
-                missing = prediction.memory.total - limit
-                dropped.append(
-                    Dropped(layout, f"needs {missing / 1e9:.2f} GB more than a device has", missing)
-                )
-            else:
-                fitting.append(prediction)
-
+    ranking = _Ranking(workload, opt_state, machine, limit)
     fixed_schedules = [name for name in schedules if name != "search"]
     tried_schedules = fixed_schedules or SCHEDULES[:1]
     space = _Space(
@@ -336,11 +307,12 @@ def plan(
         remat_choices,
         dtypes,
     )
-    rank(space.layouts())
+    ranking.add(space.layouts())
     # "search" and gathering once are tried on the best layouts alone
     if "search" in schedules:
-        rank(_layouts_to_search(fitting, dropped))
-    rank(_gathered_once(fitting))
+        ranking.add(_layouts_to_search(ranking.fitting, ranking.dropped))
+    ranking.add(_gathered_once(ranking.fitting))
+    fitting, dropped = ranking.fitting, ranking.dropped
     if not fixed_schedules:
         fitting = [
             prediction for prediction in fitting if prediction.layout.schedule in (None, "search")
@@ -363,6 +335,59 @@ def plan(
         plan, workload, hardware=chip, tx=tx, headroom=headroom, **tried, **dtypes_by_name
     )
     return plans._replace(recoveries=_recoveries(failures, plans, slices, plan_island))
+
+
+@dataclass
+class _Ranking:
+    """The layouts that were tried.
+
+    Attributes:
+      workload: the model.
+      opt_state: the abstract optimizer state.
+      machine: the arguments `hardware`, `batch_size` and `slices` of `predict`.
+      limit: bytes of a device's memory that may be used.
+      fitting: the predictions of the layouts that fit.
+      dropped: the layouts that cannot be used.
+      placed: placed models. Layouts that differ in schedule, micro-batches and remat alone have
+        equal parameters, and share one.
+    """
+
+    workload: Workload
+    opt_state: PyTree
+    machine: dict[str, Any]
+    limit: float
+    fitting: list[Prediction] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    placed: dict[object, PlacedModel] = field(default_factory=dict)
+
+    def add(self, layouts: Iterable[Layout]) -> None:
+        """Predict layouts, and drop those that cannot be used."""
+        for layout in layouts:
+            try:
+                prediction = self._predict(layout)
+            except ValueError as error:  # a dim that tensor does not divide
+                reason = str(error).splitlines()[0].removeprefix("plan: ")
+                self.dropped.append(Dropped(layout, reason, 0.0))
+                continue
+            missing = prediction.memory.total - self.limit
+            if missing > 0:
+                reason = f"needs {missing / 1e9:.2f} GB more than a device has"
+                self.dropped.append(Dropped(prediction.layout, reason, missing))
+            else:
+                self.fitting.append(prediction)
+
+    def _predict(self, layout: Layout) -> Prediction:
+        if layout.schedule == "search":
+            placed = self._placed(layout)
+            layout = with_search_arguments(placed, **self.machine, limit=self.limit)
+        return predict(self.workload, layout, **self.machine, placed=self._placed(layout))
+
+    def _placed(self, layout: Layout) -> PlacedModel:
+        key = layout.placement, *layout.sizes.items()
+        if key not in self.placed:
+            tiled = self.machine["hardware"].torus_dims > 0
+            self.placed[key] = place(self.workload, layout, self.opt_state, tiled=tiled)
+        return self.placed[key]._replace(layout=layout)
 
 
 def _recoveries(
