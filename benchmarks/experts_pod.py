@@ -212,14 +212,14 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from shardopt.models._decoder_block import roundings
-    from shardopt.planning import Layout, predict
+    from shardopt.planning import ParallelLayout, predict
     from shardopt.planning._costs import step_flops
     from shardopt.planning._layout import stored_bytes
     from shardopt.planning._topologies import parse_topology
 
     chips = row.beside.chips
     half = {"gather_dtype": jnp.bfloat16, "scatter_dtype": jnp.bfloat16}
-    layout = Layout(
+    layout = ParallelLayout(
         row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half
     )
     work, chip = shape_of(row).workload(), parse_topology(row.topology)[0]

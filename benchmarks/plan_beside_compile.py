@@ -29,34 +29,36 @@ def layouts():
     """Return the layouts of 16 chips."""
     import jax.numpy as jnp
 
-    from shardopt.planning import Layout
+    from shardopt.planning import ParallelLayout
 
     half = {"gather_dtype": jnp.bfloat16}
     return [
-        Layout(data=16, placement="ddp"),
-        Layout(data=16, placement="zero1"),
-        Layout(data=16, placement="zero2", micro_batches=2),
-        Layout(data=16, **half),
-        Layout(data=16, remat=True, **half),
-        Layout(data=16, micro_batches=4, **half),
-        Layout(replica=2, data=8, **half),
-        Layout(replica=4, data=4, remat=True, **half),
-        Layout(data=8, tensor=2, **half),
-        Layout(data=8, tensor=2, placement="ddp"),
-        Layout(data=4, tensor=4, **half),
-        Layout(data=4, tensor=4, remat=True, **half),
-        Layout(data=4, tensor=4, placement="zero1", micro_batches=2),
-        Layout(data=2, tensor=8, placement="ddp"),
-        Layout(data=8, pipeline=2, schedule="eager_one_f_one_b", micro_batches=4, **half),
-        Layout(data=8, pipeline=2, schedule="gpipe", micro_batches=4, placement="ddp"),
-        Layout(
+        ParallelLayout(data=16, placement="ddp"),
+        ParallelLayout(data=16, placement="zero1"),
+        ParallelLayout(data=16, placement="zero2", micro_batches=2),
+        ParallelLayout(data=16, **half),
+        ParallelLayout(data=16, remat=True, **half),
+        ParallelLayout(data=16, micro_batches=4, **half),
+        ParallelLayout(replica=2, data=8, **half),
+        ParallelLayout(replica=4, data=4, remat=True, **half),
+        ParallelLayout(data=8, tensor=2, **half),
+        ParallelLayout(data=8, tensor=2, placement="ddp"),
+        ParallelLayout(data=4, tensor=4, **half),
+        ParallelLayout(data=4, tensor=4, remat=True, **half),
+        ParallelLayout(data=4, tensor=4, placement="zero1", micro_batches=2),
+        ParallelLayout(data=2, tensor=8, placement="ddp"),
+        ParallelLayout(data=8, pipeline=2, schedule="eager_one_f_one_b", micro_batches=4, **half),
+        ParallelLayout(data=8, pipeline=2, schedule="gpipe", micro_batches=4, placement="ddp"),
+        ParallelLayout(
             data=8, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, placement="zero1"
         ),
-        Layout(data=4, pipeline=4, schedule="one_f_one_b", micro_batches=4, remat=True, **half),
-        Layout(
+        ParallelLayout(
+            data=4, pipeline=4, schedule="one_f_one_b", micro_batches=4, remat=True, **half
+        ),
+        ParallelLayout(
             data=4, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"
         ),
-        Layout(
+        ParallelLayout(
             data=4, pipeline=2, tensor=2, schedule="zero_bubble_lockstep", micro_batches=4, **half
         ),
     ]

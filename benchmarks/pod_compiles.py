@@ -9,7 +9,7 @@ import optax
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
-from shardopt.planning import Layout, predict
+from shardopt.planning import ParallelLayout, predict
 from shardopt.planning._costs import step_flops
 from shardopt.planning._layout import stored_bytes
 from shardopt.planning._models import RULES, find_model
@@ -111,7 +111,7 @@ def compared(facts):
     shape = shape_of(facts["case"])
     chip, chips = parse_topology(topology)[0], facts["chips"]
     batch_size = rows * chips // tensor
-    layout = Layout(
+    layout = ParallelLayout(
         replica=replica,
         data=chips // replica // tensor,
         tensor=tensor,

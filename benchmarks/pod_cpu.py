@@ -12,7 +12,7 @@ from common import spearman
 import shardopt as so
 from shardopt.hlo import inner_product_flops, memory
 from shardopt.models import _transformer as transformer
-from shardopt.planning import Hardware, Layout, Transformer, predict, trace
+from shardopt.planning import Hardware, ParallelLayout, Transformer, predict, trace
 from shardopt.planning._costs import step_flops
 from shardopt.planning._models import RULES
 
@@ -27,30 +27,32 @@ SIZES = {
 SHAPE = Transformer("small", dim=128, hidden=384, length=64, fused_attention=False, **SIZES)
 PIPE = {"schedule": "eager_one_f_one_b", "pipeline": 2, "micro_batches": 4}
 LAYOUTS = [
-    (Layout(data=8, placement="ddp"), 16),
-    (Layout(data=8, placement="ddp", micro_batches=2), 32),
-    (Layout(data=8, placement="ddp", remat=True), 64),
-    (Layout(data=8, placement="zero1"), 16),
-    (Layout(data=4, tensor=2, placement="zero1"), 16),
-    (Layout(data=8, placement="zero2", micro_batches=2), 32),
-    (Layout(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
-    (Layout(data=8), 16),
-    (Layout(data=8, micro_batches=4), 64),
-    (Layout(data=8, remat=True), 64),
-    (Layout(data=4, tensor=2), 32),
-    (Layout(data=4, tensor=2, remat=True), 64),
-    (Layout(data=2, tensor=4), 32),
-    (Layout(replica=2, data=4), 16),
-    (Layout(replica=2, data=4, remat=True, micro_batches=2), 64),
-    (Layout(data=4, **PIPE), 64),
-    (Layout(data=4, **PIPE, remat=True), 64),
-    (Layout(data=4, **PIPE, placement="ddp"), 64),
-    (Layout(data=4, **PIPE, placement="ddp", remat=True), 64),
+    (ParallelLayout(data=8, placement="ddp"), 16),
+    (ParallelLayout(data=8, placement="ddp", micro_batches=2), 32),
+    (ParallelLayout(data=8, placement="ddp", remat=True), 64),
+    (ParallelLayout(data=8, placement="zero1"), 16),
+    (ParallelLayout(data=4, tensor=2, placement="zero1"), 16),
+    (ParallelLayout(data=8, placement="zero2", micro_batches=2), 32),
+    (ParallelLayout(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
+    (ParallelLayout(data=8), 16),
+    (ParallelLayout(data=8, micro_batches=4), 64),
+    (ParallelLayout(data=8, remat=True), 64),
+    (ParallelLayout(data=4, tensor=2), 32),
+    (ParallelLayout(data=4, tensor=2, remat=True), 64),
+    (ParallelLayout(data=2, tensor=4), 32),
+    (ParallelLayout(replica=2, data=4), 16),
+    (ParallelLayout(replica=2, data=4, remat=True, micro_batches=2), 64),
+    (ParallelLayout(data=4, **PIPE), 64),
+    (ParallelLayout(data=4, **PIPE, remat=True), 64),
+    (ParallelLayout(data=4, **PIPE, placement="ddp"), 64),
+    (ParallelLayout(data=4, **PIPE, placement="ddp", remat=True), 64),
     (
-        Layout(data=2, tensor=2, **PIPE | {"schedule": "zero_bubble_lockstep"}, placement="zero1"),
+        ParallelLayout(
+            data=2, tensor=2, **PIPE | {"schedule": "zero_bubble_lockstep"}, placement="zero1"
+        ),
         32,
     ),
-    (Layout(data=2, tensor=2, **PIPE | {"schedule": "interleaved"}, chunks=2), 32),
+    (ParallelLayout(data=2, tensor=2, **PIPE | {"schedule": "interleaved"}, chunks=2), 32),
 ]
 
 
@@ -65,21 +67,26 @@ HELD_OUT_SHAPE = Transformer(
     **SIZES | {"num_heads": 6, "num_kv_heads": 2, "vocab_size": 1024},
 )
 HELD_OUT = [
-    (Layout(data=8, placement="ddp", micro_batches=4, remat=True), 64),
-    (Layout(data=8, placement="zero1", micro_batches=2), 32),
-    (Layout(data=8, placement="zero2", micro_batches=4, remat=True), 64),
-    (Layout(replica=4, data=2), 32),
-    (Layout(replica=2, data=2, tensor=2), 32),
-    (Layout(data=4, tensor=2, placement="ddp", remat=True), 32),
-    (Layout(data=4, tensor=2, micro_batches=2), 64),
+    (ParallelLayout(data=8, placement="ddp", micro_batches=4, remat=True), 64),
+    (ParallelLayout(data=8, placement="zero1", micro_batches=2), 32),
+    (ParallelLayout(data=8, placement="zero2", micro_batches=4, remat=True), 64),
+    (ParallelLayout(replica=4, data=2), 32),
+    (ParallelLayout(replica=2, data=2, tensor=2), 32),
+    (ParallelLayout(data=4, tensor=2, placement="ddp", remat=True), 32),
+    (ParallelLayout(data=4, tensor=2, micro_batches=2), 64),
     (
-        Layout(
+        ParallelLayout(
             data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, placement="zero1"
         ),
         64,
     ),
-    (Layout(data=2, pipeline=4, schedule="gpipe", micro_batches=4), 32),
-    (Layout(data=4, pipeline=2, schedule="zero_bubble_lockstep", micro_batches=4, chunks=2), 64),
+    (ParallelLayout(data=2, pipeline=4, schedule="gpipe", micro_batches=4), 32),
+    (
+        ParallelLayout(
+            data=4, pipeline=2, schedule="zero_bubble_lockstep", micro_batches=4, chunks=2
+        ),
+        64,
+    ),
 ]
 
 
@@ -109,14 +116,14 @@ def memory_rows(only):
 
 
 FLOPS = [
-    (Layout(data=8, placement="ddp"), 64),
-    (Layout(data=8, placement="zero1"), 64),
-    (Layout(data=8), 64),
-    (Layout(data=8, remat=True), 64),
-    (Layout(replica=2, data=4), 64),
-    (Layout(data=4, tensor=2), 64),
-    (Layout(data=4, tensor=2, placement="zero1", remat=True), 64),
-    (Layout(data=2, tensor=4), 32),
+    (ParallelLayout(data=8, placement="ddp"), 64),
+    (ParallelLayout(data=8, placement="zero1"), 64),
+    (ParallelLayout(data=8), 64),
+    (ParallelLayout(data=8, remat=True), 64),
+    (ParallelLayout(replica=2, data=4), 64),
+    (ParallelLayout(data=4, tensor=2), 64),
+    (ParallelLayout(data=4, tensor=2, placement="zero1", remat=True), 64),
+    (ParallelLayout(data=2, tensor=4), 32),
 ]
 
 
@@ -185,18 +192,18 @@ def ranking_rows(only):
 
 
 RANKED = [
-    (Layout(data=8, placement="ddp"), 8),
-    (Layout(data=8, placement="zero1"), 32),
-    (Layout(data=8), 16),
-    (Layout(data=8, remat=True), 64),
-    (Layout(data=8, remat=True), 16),
-    (Layout(data=8, micro_batches=4), 32),
-    (Layout(data=4, tensor=2), 16),
-    (Layout(data=2, tensor=4), 32),
-    (Layout(data=4, tensor=2, remat=True), 64),
-    (Layout(replica=2, data=4), 48),
-    (Layout(data=4, **PIPE), 32),
-    (Layout(data=2, tensor=2, **PIPE), 16),
+    (ParallelLayout(data=8, placement="ddp"), 8),
+    (ParallelLayout(data=8, placement="zero1"), 32),
+    (ParallelLayout(data=8), 16),
+    (ParallelLayout(data=8, remat=True), 64),
+    (ParallelLayout(data=8, remat=True), 16),
+    (ParallelLayout(data=8, micro_batches=4), 32),
+    (ParallelLayout(data=4, tensor=2), 16),
+    (ParallelLayout(data=2, tensor=4), 32),
+    (ParallelLayout(data=4, tensor=2, remat=True), 64),
+    (ParallelLayout(replica=2, data=4), 48),
+    (ParallelLayout(data=4, **PIPE), 32),
+    (ParallelLayout(data=2, tensor=2, **PIPE), 16),
 ]
 
 

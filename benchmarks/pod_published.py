@@ -6,7 +6,15 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from shardopt.planning import HARDWARE, MODELS, Hardware, Layout, Replicas, Transformer, predict
+from shardopt.planning import (
+    HARDWARE,
+    MODELS,
+    Hardware,
+    ParallelLayout,
+    Replicas,
+    Transformer,
+    predict,
+)
 
 # Google's figures for a v3 chip: 123 Tflop/s, 32 GiB, 900 GB/s, four links of 70 GB/s; its pod is a
 # torus of two axes
@@ -84,7 +92,7 @@ RUNS = [
 ]
 # its layout and batch, but 64 blocks instead of 61, as 16 stages ask for; H800s have slower links,
 # its products were in 8 bits
-DEEPSEEK = Layout(
+DEEPSEEK = ParallelLayout(
     data=2,
     pipeline=16,
     expert=64,
@@ -110,7 +118,7 @@ def published_rows(only):
         shape = dataclasses.replace(MODELS[model], length=length)
         if only not in shape.name:
             continue
-        layout = Layout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
+        layout = ParallelLayout(data=chips, remat=remat, gather_dtype=jnp.bfloat16)
         if mfu is None:
             mfu, layout, shape = deepseek_mfu(), DEEPSEEK, dataclasses.replace(shape, num_layers=64)
         told = predict(

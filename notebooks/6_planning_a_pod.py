@@ -144,7 +144,7 @@ predictions = []
 for name, chip, chips, rows, length, _, _ in published:
     shape = so.planning.MODELS[name]
     assert shape.length in (length, 4096)
-    layout = so.planning.Layout(data=chips, remat=True, gather_dtype=jnp.bfloat16)
+    layout = so.planning.ParallelLayout(data=chips, remat=True, gather_dtype=jnp.bfloat16)
     hardware = so.planning.HARDWARE[chip]
     predictions.append(
         so.planning.predict(shape.workload(), layout, hardware=hardware, batch_size=rows * chips)

@@ -21,7 +21,7 @@ from shardopt.pipeline._kinds import KINDS
 from shardopt.planning import Failures
 from shardopt.planning._aot import AotReport
 from shardopt.planning._compiled_time import StepSeconds
-from shardopt.planning._layout import Layout, named_builder
+from shardopt.planning._layout import ParallelLayout, named_builder
 from shardopt.planning._models import find_model
 from shardopt.planning._search import Plans
 from shardopt.planning._topologies import parse_topology
@@ -166,7 +166,7 @@ def as_text(plans: Plans, top: int) -> str:
     )
 
 
-def _builder_text(layout: Layout, name: str) -> str:
+def _builder_text(layout: ParallelLayout, name: str) -> str:
     """Return the code that makes `layout.builder()`."""
     text, kind = f"so.schedules.{name}", KINDS[name]
     arguments: dict[str, object] = {}

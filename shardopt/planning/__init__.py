@@ -8,7 +8,7 @@ from shardopt.planning._compiled_time import step_seconds
 from shardopt.planning._diloco import Replicas
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware
-from shardopt.planning._layout import Layout
+from shardopt.planning._layout import ParallelLayout
 from shardopt.planning._models import MODELS, Transformer
 from shardopt.planning._plots import plot_placement
 from shardopt.planning._recovery import plan_recovery
@@ -21,7 +21,7 @@ __all__ = [
     "MODELS",
     "Failures",
     "Hardware",
-    "Layout",
+    "ParallelLayout",
     "Replicas",
     "Transformer",
     "aot",

@@ -10,7 +10,7 @@ from shardopt.nn._attention import choose_method
 from shardopt.nn._embedding import exchange_bytes
 from shardopt.pipeline._messages import rounds_to_schedule
 from shardopt.planning._hardware import Hardware
-from shardopt.planning._layout import ElementCounts, Layout, PlacedModel
+from shardopt.planning._layout import ElementCounts, ParallelLayout, PlacedModel
 from shardopt.planning._workload import Workload
 
 _FP32_BYTES = 4
@@ -570,7 +570,7 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
 
 
 def step_flops(
-    workload: Workload, layout: Layout, *, batch_size: int, hardware: Hardware | None = None
+    workload: Workload, layout: ParallelLayout, *, batch_size: int, hardware: Hardware | None = None
 ) -> float:
     """Return the flops of inner products of one device in a step, on average over the stages of a
     pipeline.
@@ -793,7 +793,7 @@ def _gradient_seconds(placed: PlacedModel, hardware: Hardware) -> tuple[float, f
 
 
 def seconds(
-    transfer: StepTransfer, layout: Layout, hardware: Hardware, *, slices: int = 1
+    transfer: StepTransfer, layout: ParallelLayout, hardware: Hardware, *, slices: int = 1
 ) -> float:
     """Return the seconds of a transfer per step, in rings at full bandwidth.
 

@@ -1,4 +1,4 @@
-"""`Layout`: one way to distribute a model over chips.
+"""`ParallelLayout`: one way to distribute a model over chips.
 
 `place`: its bytes per device by the strategies' own rules.
 """
@@ -66,7 +66,7 @@ class SearchArguments(NamedTuple):
     memory: int
 
 
-class Layout(NamedTuple):
+class ParallelLayout(NamedTuple):
     """One way to distribute training: the arguments of `so.make_mesh` and `so.hybrid`, as plain
     values.
 
@@ -295,7 +295,7 @@ class PlacedModel(NamedTuple):
     """
 
     workload: Workload
-    layout: Layout
+    layout: ParallelLayout
     elements: ElementCounts
     params: int
     opt_state: int
@@ -348,7 +348,7 @@ class _MeshShape(NamedTuple):
 @calling("plan")
 def place(
     workload: Workload,
-    layout: Layout,
+    layout: ParallelLayout,
     opt_state: PyTree,
     *,
     min_shard_elements: int | None = None,
@@ -408,7 +408,11 @@ def place(
 
 
 def state_layout_bytes(
-    workload: Workload, layout: Layout, tx: optax.GradientTransformation, *, min_shard_elements: int
+    workload: Workload,
+    layout: ParallelLayout,
+    tx: optax.GradientTransformation,
+    *,
+    min_shard_elements: int,
 ) -> LayoutBytes | None:
     """Return the bytes that optimizer work on matrices sends with each `opt_state`.
 

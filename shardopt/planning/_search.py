@@ -34,7 +34,7 @@ from shardopt.planning._costs import (
 from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import (
-    Layout,
+    ParallelLayout,
     PlacedModel,
     abstract_opt_state,
     place,
@@ -67,7 +67,7 @@ class Prediction(NamedTuple):
       transfer_seconds: seconds of each of the transfers, those that overlap with computation too.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     memory: Footprint
     transfers: tuple[StepTransfer, ...]
     time: StepTime
@@ -119,7 +119,7 @@ class Dropped(NamedTuple):
       missing_bytes: bytes by which it exceeds the memory; 0 if it is dropped for another reason.
     """
 
-    layout: Layout
+    layout: ParallelLayout
     why: str
     missing_bytes: float
 
@@ -360,7 +360,7 @@ class _Ranking:
     dropped: list[Dropped] = field(default_factory=list)
     placed: dict[object, PlacedModel] = field(default_factory=dict)
 
-    def add(self, layouts: Iterable[Layout]) -> None:
+    def add(self, layouts: Iterable[ParallelLayout]) -> None:
         """Predict layouts, and drop those that cannot be used."""
         for layout in layouts:
             try:
@@ -376,13 +376,13 @@ class _Ranking:
             else:
                 self.fitting.append(prediction)
 
-    def _predict(self, layout: Layout) -> Prediction:
+    def _predict(self, layout: ParallelLayout) -> Prediction:
         if layout.schedule == "search":
             placed = self._placed(layout)
             layout = with_search_arguments(placed, **self.machine, limit=self.limit)
         return predict(self.workload, layout, **self.machine, placed=self._placed(layout))
 
-    def _placed(self, layout: Layout) -> PlacedModel:
+    def _placed(self, layout: ParallelLayout) -> PlacedModel:
         key = layout.placement, *layout.sizes.items()
         if key not in self.placed:
             tiled = self.machine["hardware"].torus_dims > 0
@@ -439,7 +439,9 @@ _SCHEDULE_NAMES = tuple(
 _MAX_TRIES = 6
 
 
-def _layouts_to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]) -> list[Layout]:
+def _layouts_to_search(
+    fitting: Sequence[Prediction], dropped: Sequence[Dropped]
+) -> list[ParallelLayout]:
     """Return the layouts with the schedule "search": the fastest pipelines, and pipelines that
     almost fit.
     """
@@ -457,7 +459,7 @@ def _layouts_to_search(fitting: Sequence[Prediction], dropped: Sequence[Dropped]
     return [layout for layouts in searched for layout in list(dict.fromkeys(layouts))[:_MAX_TRIES]]
 
 
-def _gathered_once(fitting: Sequence[Prediction]) -> list[Layout]:
+def _gathered_once(fitting: Sequence[Prediction]) -> list[ParallelLayout]:
     """Return the fastest pipelines of fsdp, changed to gather blocks once per step."""
     fastest = [prediction.layout for prediction in _fastest(fitting)]
     layouts = [layout for layout in fastest if layout.pipeline > 1 and layout.placement == "fsdp"]
@@ -524,7 +526,7 @@ class _Space(NamedTuple):
     remat: Sequence[bool | str]
     dtypes: tuple[DTypeLike | None, DTypeLike | None]
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[ParallelLayout]:
         """Yield the layouts of `devices` devices whose sizes divide the model and the batch.
 
         - tensor and pipeline: powers of two up to 64, or small divisors of the number of devices.
@@ -554,9 +556,11 @@ class _Space(NamedTuple):
                 for replica in sorted({1, self.slices}):
                     if copies % replica == 0:
                         sizes = replica, copies // replica, pipeline, tensor
-                        yield from self._options(Layout(*sizes, context=context, expert=expert))
+                        yield from self._options(
+                            ParallelLayout(*sizes, context=context, expert=expert)
+                        )
 
-    def _options(self, sizes: Layout) -> Iterator[Layout]:
+    def _options(self, sizes: ParallelLayout) -> Iterator[ParallelLayout]:
         """Yield the layouts with these sizes of the mesh."""
         pipeline, rows = (
             sizes.pipeline,
@@ -636,7 +640,7 @@ def _divisors(count: int, largest: int, small: int = 8) -> list[int]:
 
 def predict(
     workload: Workload,
-    layout: Layout,
+    layout: ParallelLayout,
     *,
     hardware: Hardware,
     batch_size: int,

@@ -5,12 +5,12 @@ activations that fit.
 from shardopt.core._errors import format_error
 from shardopt.planning._costs import footprint, pass_seconds, traffic
 from shardopt.planning._hardware import Hardware
-from shardopt.planning._layout import Layout, PlacedModel, SearchArguments
+from shardopt.planning._layout import ParallelLayout, PlacedModel, SearchArguments
 
 
 def with_search_arguments(
     base: PlacedModel, *, hardware: Hardware, batch_size: int, limit: float, slices: int = 1
-) -> Layout:
+) -> ParallelLayout:
     """Return the layout with the times and the memory for its schedule "search".
 
     Args:

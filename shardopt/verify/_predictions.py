@@ -16,7 +16,7 @@ from shardopt.core._types import PyTree
 from shardopt.hlo import audit, memory
 from shardopt.mesh import make_mesh
 from shardopt.models import _transformer as transformer
-from shardopt.planning import HARDWARE, Hardware, Layout, Transformer, trace
+from shardopt.planning import HARDWARE, Hardware, ParallelLayout, Transformer, trace
 from shardopt.planning._costs import by_axis, footprint, step_time, traffic
 from shardopt.planning._hardware import hardware_of
 from shardopt.planning._layout import abstract_opt_state, place
@@ -75,7 +75,7 @@ def measure_prediction(options: dict[str, Any], devices: Devices) -> Measurement
     names = ("replica", "pipeline", "context", "tensor")
     axes = {name: options[name] for name in names if name in options}
     options = options | mesh_sizes(axes, devices)
-    layout = Layout(**options)
+    layout = ParallelLayout(**options)
     platform, batch_size = devices[0].platform, _ROWS_PER_DEVICE * len(devices)
     shape, tx = model_shape(platform), optax.adamw(1e-3)
     model, params = transformer.model(shape), shape.abstract_params()

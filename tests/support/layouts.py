@@ -13,7 +13,7 @@ import optax
 import shardopt as so
 from shardopt.hlo import inner_product_flops, memory
 from shardopt.models import _transformer as transformer
-from shardopt.planning import Layout, Transformer, trace
+from shardopt.planning import ParallelLayout, Transformer, trace
 from shardopt.planning._costs import by_axis, footprint, step_flops, traffic
 from shardopt.planning._layout import abstract_opt_state, place
 from shardopt.planning._models import RULES
@@ -31,49 +31,56 @@ THREE_LAYERS = dataclasses.replace(SHAPE, num_layers=3)
 TX = optax.adamw(1e-3)
 
 LAYOUTS = {
-    "ddp": (Layout(data=8, placement="ddp"), 16),
-    "ddp, micro-batches": (Layout(data=8, placement="ddp", micro_batches=2), 32),
-    "ddp, remat": (Layout(data=8, placement="ddp", remat=True), 64),
-    "ddp, saved": (Layout(data=8, placement="ddp", remat="save:qkv"), 64),
-    "zero1": (Layout(data=8, placement="zero1"), 16),
-    "zero1, tensor": (Layout(data=4, tensor=2, placement="zero1"), 16),
-    "zero2": (Layout(data=8, placement="zero2", micro_batches=2), 32),
-    "zero2, tensor": (Layout(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
-    "fsdp": (Layout(data=8), 16),
-    "fsdp, micro-batches": (Layout(data=8, micro_batches=4), 64),
-    "fsdp, remat": (Layout(data=8, remat=True), 64),
-    "fsdp, scattered in half": (Layout(data=8, scatter_dtype="bfloat16"), 16),
+    "ddp": (ParallelLayout(data=8, placement="ddp"), 16),
+    "ddp, micro-batches": (ParallelLayout(data=8, placement="ddp", micro_batches=2), 32),
+    "ddp, remat": (ParallelLayout(data=8, placement="ddp", remat=True), 64),
+    "ddp, saved": (ParallelLayout(data=8, placement="ddp", remat="save:qkv"), 64),
+    "zero1": (ParallelLayout(data=8, placement="zero1"), 16),
+    "zero1, tensor": (ParallelLayout(data=4, tensor=2, placement="zero1"), 16),
+    "zero2": (ParallelLayout(data=8, placement="zero2", micro_batches=2), 32),
+    "zero2, tensor": (ParallelLayout(data=4, tensor=2, placement="zero2", micro_batches=4), 32),
+    "fsdp": (ParallelLayout(data=8), 16),
+    "fsdp, micro-batches": (ParallelLayout(data=8, micro_batches=4), 64),
+    "fsdp, remat": (ParallelLayout(data=8, remat=True), 64),
+    "fsdp, scattered in half": (ParallelLayout(data=8, scatter_dtype="bfloat16"), 16),
     "zero2, scattered in half": (
-        Layout(data=8, placement="zero2", micro_batches=2, scatter_dtype="bfloat16"),
+        ParallelLayout(data=8, placement="zero2", micro_batches=2, scatter_dtype="bfloat16"),
         32,
     ),
-    "fsdp, saved": (Layout(data=8, remat="save:attention,mlp_hidden"), 64),
-    "fsdp, tensor": (Layout(data=4, tensor=2), 32),
-    "fsdp, tensor, remat": (Layout(data=4, tensor=2, remat=True), 64),
-    "fsdp, tensor, saved": (Layout(data=4, tensor=2, remat="save:qkv,attention_out"), 64),
-    "fsdp, tensor=4": (Layout(data=2, tensor=4), 32),
-    "hsdp": (Layout(replica=2, data=4), 16),
-    "hsdp, remat": (Layout(replica=2, data=4, remat=True, micro_batches=2), 64),
-    "fsdp, context": (Layout(data=2, context=4), 16),
-    "fsdp, context, remat": (Layout(data=2, context=2, tensor=2, remat=True, micro_batches=2), 32),
-    "zero1, context": (Layout(data=4, context=2, placement="zero1"), 32),
+    "fsdp, saved": (ParallelLayout(data=8, remat="save:attention,mlp_hidden"), 64),
+    "fsdp, tensor": (ParallelLayout(data=4, tensor=2), 32),
+    "fsdp, tensor, remat": (ParallelLayout(data=4, tensor=2, remat=True), 64),
+    "fsdp, tensor, saved": (ParallelLayout(data=4, tensor=2, remat="save:qkv,attention_out"), 64),
+    "fsdp, tensor=4": (ParallelLayout(data=2, tensor=4), 32),
+    "hsdp": (ParallelLayout(replica=2, data=4), 16),
+    "hsdp, remat": (ParallelLayout(replica=2, data=4, remat=True, micro_batches=2), 64),
+    "fsdp, context": (ParallelLayout(data=2, context=4), 16),
+    "fsdp, context, remat": (
+        ParallelLayout(data=2, context=2, tensor=2, remat=True, micro_batches=2),
+        32,
+    ),
+    "zero1, context": (ParallelLayout(data=4, context=2, placement="zero1"), 32),
     "1f1b, context": (
-        Layout(
+        ParallelLayout(
             data=2, pipeline=2, context=2, schedule="eager_one_f_one_b", micro_batches=4, remat=True
         ),
         64,
     ),
-    "1f1b": (Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8), 64),
+    "1f1b": (ParallelLayout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8), 64),
     "1f1b, remat": (
-        Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True),
+        ParallelLayout(
+            data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, remat=True
+        ),
         64,
     ),
     "1f1b, gathered once": (
-        Layout(data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, regather=False),
+        ParallelLayout(
+            data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, regather=False
+        ),
         64,
     ),
     "interleaved, gathered once, remat": (
-        Layout(
+        ParallelLayout(
             data=4,
             pipeline=2,
             schedule="interleaved",
@@ -85,7 +92,7 @@ LAYOUTS = {
         64,
     ),
     "zero bubble on a V, sent ahead": (
-        Layout(
+        ParallelLayout(
             data=2,
             pipeline=4,
             placement="zero1",
@@ -96,7 +103,7 @@ LAYOUTS = {
         64,
     ),
     "1f1b, ddp, remat": (
-        Layout(
+        ParallelLayout(
             data=4,
             pipeline=2,
             placement="ddp",
@@ -107,11 +114,13 @@ LAYOUTS = {
         64,
     ),
     "1f1b, ddp": (
-        Layout(data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4),
+        ParallelLayout(
+            data=4, pipeline=2, placement="ddp", schedule="eager_one_f_one_b", micro_batches=4
+        ),
         64,
     ),
     "zero bubble, zero1, tensor": (
-        Layout(
+        ParallelLayout(
             data=2,
             pipeline=2,
             tensor=2,
@@ -122,26 +131,34 @@ LAYOUTS = {
         32,
     ),
     "interleaved, tensor": (
-        Layout(data=2, pipeline=2, tensor=2, schedule="interleaved", chunks=2, micro_batches=4),
+        ParallelLayout(
+            data=2, pipeline=2, tensor=2, schedule="interleaved", chunks=2, micro_batches=4
+        ),
         32,
     ),
     "interleaved, remat": (
-        Layout(data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
+        ParallelLayout(
+            data=4, pipeline=2, schedule="interleaved", chunks=2, micro_batches=4, remat=True
+        ),
         64,
     ),
     "1f1b, zero2": (
-        Layout(
+        ParallelLayout(
             data=2, pipeline=4, placement="zero2", schedule="eager_one_f_one_b", micro_batches=8
         ),
         64,
     ),
     "three stages of one block, remat": (
-        Layout(data=2, pipeline=3, schedule="eager_one_f_one_b", micro_batches=6, remat=True),
+        ParallelLayout(
+            data=2, pipeline=3, schedule="eager_one_f_one_b", micro_batches=6, remat=True
+        ),
         24,
         THREE_LAYERS,
     ),
     "chunks of one block, remat": (
-        Layout(data=2, pipeline=4, schedule="interleaved", chunks=2, micro_batches=4, remat=True),
+        ParallelLayout(
+            data=2, pipeline=4, schedule="interleaved", chunks=2, micro_batches=4, remat=True
+        ),
         32,
     ),
 }

@@ -14,7 +14,7 @@ from shardopt.cli import _plan, main
 from shardopt.cli._plan import _builder_text
 from shardopt.hlo import Memory, inner_product_flops
 from shardopt.hlo.proof._prove import Source
-from shardopt.planning import Layout
+from shardopt.planning import ParallelLayout
 from shardopt.planning._aot import AotReport
 from shardopt.planning._layout import SearchArguments
 from shardopt.planning._models import find_model
@@ -51,10 +51,10 @@ def test_what_to_type_is_python(capsys):
 @pytest.mark.parametrize(
     "layout",
     [
-        Layout(pipeline=4, micro_batches=8, schedule="eager_one_f_one_b"),
-        Layout(pipeline=4, micro_batches=8, schedule="interleaved", chunks=2),
-        Layout(pipeline=4, micro_batches=8, schedule="zero_bubble_v", chunks=2),
-        Layout(
+        ParallelLayout(pipeline=4, micro_batches=8, schedule="eager_one_f_one_b"),
+        ParallelLayout(pipeline=4, micro_batches=8, schedule="interleaved", chunks=2),
+        ParallelLayout(pipeline=4, micro_batches=8, schedule="zero_bubble_v", chunks=2),
+        ParallelLayout(
             pipeline=2,
             micro_batches=4,
             schedule="search",

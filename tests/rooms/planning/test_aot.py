@@ -19,7 +19,7 @@ import shardopt as so
 from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
 from shardopt.models import _transformer as transformer
-from shardopt.planning import HARDWARE, Layout, Transformer, predict, topology_devices
+from shardopt.planning import HARDWARE, ParallelLayout, Transformer, predict, topology_devices
 from shardopt.planning import _aot as aot_module
 from shardopt.planning._aot import AotReport, _compile
 from shardopt.planning._compiled_time import StepSeconds
@@ -251,7 +251,7 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
     shards = 8 // sizes.get("replica", 1)
     formula = 12 * SHAPE.num_parameters / shards + 32 / 8 * sizes.get("tensor", 1) * 65 * 4
     assert report.argument_bytes - report.argument_padding == pytest.approx(formula, rel=0.01)
-    layout = Layout(data=shards // sizes.get("tensor", 1), **sizes)
+    layout = ParallelLayout(data=shards // sizes.get("tensor", 1), **sizes)
     told = predict(SHAPE.workload(), layout, hardware=HARDWARE["v5e"], batch_size=32).memory
     rows = stored_bytes((32 // 8 * sizes.get("tensor", 1), 65), 4)
     # and a few scalars
@@ -384,7 +384,7 @@ def test_a_step_for_gpus(name):
         )
 
     report = compiled(make, topology=f"{name}:4", num_slices=2, tensor=2)
-    layout = Layout(data=4, tensor=2, gather_dtype=jnp.bfloat16)
+    layout = ParallelLayout(data=4, tensor=2, gather_dtype=jnp.bfloat16)
     told = predict(SHAPE.workload(), layout, hardware=HARDWARE[name], batch_size=32)
     assert report.argument_bytes == pytest.approx(
         told.memory.params + told.memory.opt_state + 32 / 4 * 65 * 4, abs=4096

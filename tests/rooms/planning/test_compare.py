@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.hlo._program import Memory
-from shardopt.planning import HARDWARE, Layout, compare, predict, trace
+from shardopt.planning import HARDWARE, ParallelLayout, compare, predict, trace
 from shardopt.planning._aot import AotReport
 from shardopt.planning._compiled_time import CompiledOperation, StepSeconds
 from shardopt.planning._profile import read_profile
@@ -51,7 +51,7 @@ def test_a_recorded_profile_beside_a_plan(recorded):
     folder, opt, state, batch = recorded
     workload = trace(MODEL, jax.eval_shape(lambda: state.params), batch, rules=RULES)
     prediction = predict(
-        workload, Layout(data=4, tensor=2), hardware=HARDWARE["h100"], batch_size=8
+        workload, ParallelLayout(data=4, tensor=2), hardware=HARDWARE["h100"], batch_size=8
     )
     compared = compare(folder, prediction, opt.step, state, batch)
     audited = so.hlo.audit(opt.step, state, batch).collectives
@@ -235,7 +235,8 @@ def test_without_numbered_runs_annotated_steps_count(tmp_path):
         (lambda folder: compare(folder, 3), TypeError, "plan must be a plan, got int."),
         (
             lambda folder: compare(
-                folder, predict(work(), Layout(data=4), hardware=HARDWARE["v5e"], batch_size=8)
+                folder,
+                predict(work(), ParallelLayout(data=4), hardware=HARDWARE["v5e"], batch_size=8),
             ),
             ValueError,
             "without the program, operations of the profile cannot be told apart.",

@@ -7,7 +7,7 @@ from support.paths import PROGRAMS
 
 from shardopt.hlo._hlo_text import tiled_nbytes
 from shardopt.hlo._program import argument_padding
-from shardopt.planning import HARDWARE, Layout, predict
+from shardopt.planning import HARDWARE, ParallelLayout, predict
 from shardopt.planning._layout import abstract_opt_state, place, stored_bytes
 from shardopt.planning._models import find_model
 
@@ -50,7 +50,7 @@ def test_arrays_are_stored_as_the_compiler_lays_them_out(shape, layout):
 )
 def test_arguments_are_those_of_the_placement_formula(name, chip, chips, rows, planned):
     shape = dataclasses.replace(find_model(name), length=1024)
-    layout = Layout(data=chips)
+    layout = ParallelLayout(data=chips)
     workload = shape.workload()
     placed = place(
         workload, layout, abstract_opt_state(workload, None), min_shard_elements=2**10, tiled=True
@@ -68,7 +68,7 @@ def test_small_leaves_stay_whole_by_the_default_of_the_platform():
     opt_state = abstract_opt_state(workload, None)
 
     def opt_state_bytes(**options):
-        return place(workload, Layout(data=64), opt_state, **options).opt_state
+        return place(workload, ParallelLayout(data=64), opt_state, **options).opt_state
 
     norms = 5 * 4096 * 2 * 4  # five norms, two moments
     assert opt_state_bytes(min_shard_elements=2**14) - opt_state_bytes() == norms * 63 // 64

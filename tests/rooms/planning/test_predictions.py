@@ -11,7 +11,7 @@ from support.layouts import LAYOUTS, disagreements, predicted
 from support.tiers import tiered
 
 from shardopt.models import moe
-from shardopt.planning import Layout, trace
+from shardopt.planning import ParallelLayout, trace
 from shardopt.planning._costs import _gathered_bytes, traffic
 from shardopt.planning._layout import abstract_opt_state, place
 
@@ -27,7 +27,7 @@ def test_a_block_in_8_bits_takes_a_quarter_of_its_float32():
     """XLA:CPU multiplies int8 in wider types, so a program compiled here says nothing about this
     memory.
     """
-    layout = Layout(data=8, remat=True)
+    layout = ParallelLayout(data=8, remat=True)
     placed, held, sent = predicted(layout, 16)
     _, held_rounded, sent_rounded = predicted(layout, 16, precision="int8")
 
@@ -38,7 +38,7 @@ def test_a_block_in_8_bits_takes_a_quarter_of_its_float32():
 
 
 @pytest.mark.parametrize(
-    "layout", [Layout(data=8), Layout(data=4, expert=2)], ids=["data", "expert"]
+    "layout", [ParallelLayout(data=8), ParallelLayout(data=4, expert=2)], ids=["data", "expert"]
 )
 def test_experts_in_8_bits_take_a_quarter_of_their_float32(layout):
     def weight_bytes(precision):

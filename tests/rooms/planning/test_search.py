@@ -17,7 +17,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
-from shardopt.planning import HARDWARE, Hardware, Layout, predict
+from shardopt.planning import HARDWARE, Hardware, ParallelLayout, predict
 from shardopt.planning._costs import StepTransfer, seconds, torus_axes, traffic
 from shardopt.planning._hardware import find_hardware
 from shardopt.planning._layout import place
@@ -112,7 +112,7 @@ def test_plans_are_ranked_by_time_and_fit():
 def test_the_fastest_recomputes_least_of_what_fits():
     work = so.planning.MODELS["llama3-8b"].workload()
     _, everything, most, *_, least, full = work.remat_choices()
-    layout = Layout(data=16, gather_dtype=jnp.bfloat16)
+    layout = ParallelLayout(data=16, gather_dtype=jnp.bfloat16)
     none, most, little, all_again = (
         predict(work, layout._replace(remat=remat), hardware=HARDWARE["v5p"], batch_size=16)
         for remat in (False, most, least, full)
@@ -144,7 +144,9 @@ def test_names_are_not_predicted_in_pipelines():
         " False there."
     )
     with refused(ValueError, message):
-        predict(WORK, Layout(data=2, pipeline=2, remat="save:qkv"), hardware=CHIP, batch_size=8)
+        predict(
+            WORK, ParallelLayout(data=2, pipeline=2, remat="save:qkv"), hardware=CHIP, batch_size=8
+        )
 
 
 def test_a_table_and_json():
@@ -174,7 +176,7 @@ def test_slices_hold_a_copy_each_or_share_one():
 
 
 def test_the_optimizer_counts():
-    layout = Layout(data=8, placement="ddp")
+    layout = ParallelLayout(data=8, placement="ddp")
     size = WORK.num_parameters * 4
     for tx, copies in (
         (optax.sgd(0.1), 0),
@@ -194,14 +196,14 @@ def test_the_optimizer_counts():
 def test_bytes_a_parameter_are_those_of_the_placement_table(placement, params, state):
     work = so.planning.MODELS["llama3-8b"].workload()
     found = predict(
-        work, Layout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8
+        work, ParallelLayout(data=8, placement=placement), hardware=HARDWARE["v5p"], batch_size=8
     )
     assert found.memory.params == pytest.approx(4 * work.num_parameters / params, rel=1e-3)
     assert found.memory.opt_state == pytest.approx(8 * work.num_parameters / state, rel=1e-3)
 
 
 def test_rings_on_a_switch_and_beyond():
-    layout = Layout(data=4, tensor=4)
+    layout = ParallelLayout(data=4, tensor=4)
 
     def reduce(axis):
         return seconds(StepTransfer("all-reduce", axis, "x", 1e9, 1), layout, CHIP)
@@ -212,7 +214,7 @@ def test_rings_on_a_switch_and_beyond():
     assert reduce("data") == pytest.approx(2 * 1 / 2 * 1e9 / 1e10 + 2 * 1 / 2 * 1e9 / 2 / 1e9)
     gather = seconds(StepTransfer("all-gather", "tensor", "x", 1e9, 3), layout, CHIP)
     assert gather == pytest.approx(3 * 3 / 4 * 1e9 / 1e10)
-    send = Layout(data=1, pipeline=16)
+    send = ParallelLayout(data=1, pipeline=16)
     assert seconds(
         StepTransfer("collective-permute", "pipeline", "x", 1e9, 1), send, CHIP
     ) == pytest.approx(1.0)
@@ -221,7 +223,7 @@ def test_rings_on_a_switch_and_beyond():
 def test_a_gather_over_a_torus_takes_half_of_an_all_reduce():
     gather = StepTransfer("all-gather", "data", "weights", 1e9, 1)
     for name, chips, axes in (("v5p", 64, 3), ("v6e", 256, 2)):
-        chip, whole = HARDWARE[name], Layout(data=chips)
+        chip, whole = HARDWARE[name], ParallelLayout(data=chips)
         expected = (chips - 1) / chips * 1e9 / (axes * chip.link_bandwidth)
         assert seconds(gather, whole, chip) == pytest.approx(expected)
         assert seconds(gather._replace(kind="all-reduce"), whole, chip) == pytest.approx(
@@ -237,7 +239,7 @@ def test_of_a_torus_a_mesh_axis_has_whole_axes_to_itself():
 
 
 def test_what_a_chip_cannot_hide_is_waited_for():
-    layout = Layout(data=8)
+    layout = ParallelLayout(data=8)
     found = {
         kinds: (
             predict(
@@ -261,9 +263,9 @@ def test_what_a_chip_cannot_hide_is_waited_for():
 
 
 def test_gradients_of_micro_batches_come_and_go():
-    one = predict(WORK, Layout(data=2, placement="ddp"), hardware=CHIP, batch_size=8)
+    one = predict(WORK, ParallelLayout(data=2, placement="ddp"), hardware=CHIP, batch_size=8)
     two = predict(
-        WORK, Layout(data=2, placement="ddp", micro_batches=2), hardware=CHIP, batch_size=8
+        WORK, ParallelLayout(data=2, placement="ddp", micro_batches=2), hardware=CHIP, batch_size=8
     )
     # the same activations and products in two halves; weights take less time than products
     moved = 2 * 4 * WORK.num_parameters / CHIP.memory_bandwidth
@@ -275,11 +277,14 @@ def test_time_without_communication_is_flops_over_peak():
         CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30
     )
     for tensor in (1, 2):
-        found = predict(WORK, Layout(data=2, tensor=tensor), hardware=fast, batch_size=8)
+        found = predict(WORK, ParallelLayout(data=2, tensor=tensor), hardware=fast, batch_size=8)
         flops = 3 * (WORK.num_blocks * WORK.block_flops + WORK.ends_flops) * 8
         assert found.time.total == pytest.approx(flops / (2 * tensor) / 1e12)
-    again = predict(WORK, Layout(data=2, remat=True), hardware=fast, batch_size=8)
-    assert again.time.total > predict(WORK, Layout(data=2), hardware=fast, batch_size=8).time.total
+    again = predict(WORK, ParallelLayout(data=2, remat=True), hardware=fast, batch_size=8)
+    assert (
+        again.time.total
+        > predict(WORK, ParallelLayout(data=2), hardware=fast, batch_size=8).time.total
+    )
 
 
 def test_a_pipeline_idles_as_its_schedule_says():
@@ -287,7 +292,7 @@ def test_a_pipeline_idles_as_its_schedule_says():
         CHIP, memory_bandwidth=1e30, link_bandwidth=1e30, network_bandwidth=1e30
     )
     bare = WORK._replace(ends_flops=0.0)
-    layout = Layout(pipeline=4, schedule="eager_one_f_one_b", micro_batches=8)
+    layout = ParallelLayout(pipeline=4, schedule="eager_one_f_one_b", micro_batches=8)
     time = predict(bare, layout, hardware=fast, batch_size=8).time
     assert time.bubble / time.total == pytest.approx(layout.table().program_bubble_fraction)
 
@@ -295,7 +300,7 @@ def test_a_pipeline_idles_as_its_schedule_says():
 def test_a_searched_schedule_keeps_what_fits_and_is_what_a_user_runs():
     """On a chip that has no room for a fourth activation the search is told so."""
     work, chip = find_model("gpt2").workload(), HARDWARE["v5p"]
-    layout = Layout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble")
+    layout = ParallelLayout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble")
     known = predict(work, layout, hardware=chip, batch_size=8)
     each = known.memory.activations / (layout.table().num_slots + 1)  # and what waits
     how = {
@@ -326,7 +331,7 @@ def test_a_searched_schedule_keeps_what_fits_and_is_what_a_user_runs():
 
 
 def test_messages_that_are_sent_ahead_hide_behind_passes():
-    layout = Layout(
+    layout = ParallelLayout(
         pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble_v", chunks=2
     )
     found = predict(WORK, layout, hardware=CHIP, batch_size=8)
@@ -411,7 +416,7 @@ def test_gather_dtype_is_for_fsdp_alone():
     for placement in ("zero1", "fsdp"):
         found = predict(
             work,
-            Layout(data=8, placement=placement, gather_dtype=jnp.bfloat16),
+            ParallelLayout(data=8, placement=placement, gather_dtype=jnp.bfloat16),
             hardware=CHIP,
             batch_size=8,
         )
@@ -468,7 +473,7 @@ def test_keys_and_values_cross_context_by_the_method_of_attention(heads, size, k
     gathers, C - 1 hops in fp32.
     """
     shape = dataclasses.replace(find_model("llama3-8b"), length=32_768, num_kv_heads=heads)
-    placed = place(shape.workload(), Layout(data=2, context=size), {})
+    placed = place(shape.workload(), ParallelLayout(data=2, context=size), {})
     found = [one for one in traffic(placed, batch_size=2) if one.axis == "context"]
     assert {one.kind for one in found} == {kind}
     blocks, T, K = 32, 32_768 // size, 128
@@ -505,7 +510,7 @@ def test_tokens_travel_to_experts_whose_gradients_do_not():
     """
     sent = {}
     for remat in (False, True, "save:qkv"):
-        layout = Layout(data=2, expert=4, placement="ddp", remat=remat)
+        layout = ParallelLayout(data=2, expert=4, placement="ddp", remat=remat)
         placed = place(EXPERTS.workload(), layout, {})
         sent[remat] = traffic(placed, batch_size=16)
     # 2 rows on a device, 2 experts a token, 2 bytes
@@ -525,7 +530,10 @@ def test_experts_on_devices_are_bytes_and_room_for_the_tokens_that_could_come():
     work = EXPERTS.workload()
     alone, shared = (
         predict(work, layout, hardware=HARDWARE["v5p"], batch_size=64, tx=tx)
-        for layout in (Layout(data=8, placement="ddp"), Layout(data=2, expert=4, placement="ddp"))
+        for layout in (
+            ParallelLayout(data=8, placement="ddp"),
+            ParallelLayout(data=2, expert=4, placement="ddp"),
+        )
     )
     experts, rest = 4 * 4 * 8 * 4096 * 3 * 1024, alone.memory.params
     assert 0 <= rest - shared.memory.params - experts * 3 / 4 < 0.001 * rest

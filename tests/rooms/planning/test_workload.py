@@ -13,7 +13,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
-from shardopt.planning import HARDWARE, MODELS, Layout, Transformer, trace
+from shardopt.planning import HARDWARE, MODELS, ParallelLayout, Transformer, trace
 from shardopt.planning._costs import step_flops
 from shardopt.planning._models import RULES, find_model
 from shardopt.planning._workload import count_flops
@@ -162,7 +162,7 @@ def test_attention_on_a_tpu_is_what_splash_computes():
             * (shape.width + (shape.latent.rope if shape.latent else 0) + 128)
         )
         for remat, passes in ((False, 1), ("save:attention", 1), (True, 2), ("save:qkv", 2)):
-            work, layout = shape.workload(), Layout(data=8, remat=remat)
+            work, layout = shape.workload(), ParallelLayout(data=8, remat=remat)
             plain, found = (
                 step_flops(work, layout, batch_size=8, hardware=on)
                 for on in (None, HARDWARE["v5p"])
@@ -196,7 +196,7 @@ def test_experts_are_traced():
     work = so.planning.trace(model, params, {"x": jnp.zeros((4, 10, 16))}, rules=rules)
     assert work.block_flops == 2 * 10 * (16 * 8 + 2 * 3 * 16 * 24)
     assert work.experts[:3] == (8, 2, 10 * 16 * 4)
-    placed = so.planning._layout.place(work, so.planning.Layout(data=2, expert=4), {})
+    placed = so.planning._layout.place(work, so.planning.ParallelLayout(data=2, expert=4), {})
     # the router is too small to be sharded
     assert placed.params == 3 * 4 * (8 * 3 * 16 * 24 // 8 + 16 * 8)
 
