@@ -668,9 +668,9 @@ def predict(
         pipeline.
 
     Example:
-      >>> from shardopt.planning import HARDWARE, MODELS, Layout
+      >>> from shardopt.planning import HARDWARE, MODELS, ParallelLayout
       >>> work = MODELS["llama3-8b"].workload()
-      >>> prediction = predict(work, Layout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
+      >>> prediction = predict(work, ParallelLayout(data=64, remat=True), hardware=HARDWARE["v5p"], batch_size=128)
       >>> round(prediction.memory.params / 1e9, 3), 0.5 < prediction.mfu < 1
       (0.503, True)
     """
