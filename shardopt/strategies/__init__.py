@@ -1,8 +1,4 @@
-"""Synchronous strategies that equal single-device training, each with its own placement."""
+"""Synchronous strategies that equal single-device training, each with its own placement.
 
-from shardopt.strategies._ddp import ddp
-from shardopt.strategies._fsdp import fsdp
-from shardopt.strategies._hybrid import hybrid
-from shardopt.strategies._zero import zero
-
-__all__ = ["ddp", "fsdp", "hybrid", "zero"]
+Each has a module of its own: `ddp`, `zero` and `fsdp` load no pipeline, which `hybrid` needs.
+"""

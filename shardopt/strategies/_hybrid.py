@@ -10,9 +10,10 @@ import optax
 from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
-from shardopt.config._config import PLACEMENTS, configure
+from shardopt.config._config import PLACEMENTS, StrategyConfig, configure
 from shardopt.config._options import HybridOptions
 from shardopt.config._program_check import ProgramCheck
+from shardopt.config._slots import Slots
 from shardopt.config._user_mesh import Axes, read_mesh
 from shardopt.core._arguments import check_choice, check_count
 from shardopt.core._block_model import BlockModel, as_block_model
@@ -21,10 +22,11 @@ from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._cut import check_counts
 from shardopt.pipeline._permutes import check_permutes
 from shardopt.step._build import build
+from shardopt.step._gradients import PerDeviceView
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.step._pipelined import Pipelined
 from shardopt.strategies._keywords import with_options
-from shardopt.strategies._slots import own_slots, pipelined_slots
+from shardopt.strategies._slots import own_slots
 
 _PLACEMENTS = PLACEMENTS | {"fsdp_once": PLACEMENTS["fsdp"]}
 """Placement names of `hybrid` -> placement."""
@@ -205,8 +207,14 @@ def hybrid(
     if num_stages == 1:
         return build(config, own_slots)
     stages = Pipelined(built_schedule, counts, remat is True, regather)
-    slots = functools.partial(pipelined_slots, device_loss=stages)
+    slots = functools.partial(_pipelined_slots, device_loss=stages)
     return build(config.replace(schedule=built_schedule), slots)
+
+
+def _pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> Slots:
+    """Return the slots of a pipeline, which has no global view."""
+    views = {"per_device": PerDeviceView(device_loss)}
+    return own_slots(config)._replace(differentiate=views, counts=device_loss.counts)
 
 
 def _with_permutes_checked(check: ProgramCheck | None, sizes: Mapping[str, int]) -> ProgramCheck:

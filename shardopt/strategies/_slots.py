@@ -13,7 +13,6 @@ from shardopt.losses._sums import leaf_wire
 from shardopt.partition import LayoutBytes, LeafPlan, Owners
 from shardopt.remat._gathered_block import BlockRemat
 from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
-from shardopt.step._pipelined import Pipelined
 from shardopt.step._update import PlainUpdate
 
 # Packages that few strategies need are imported where an option asks for them.
@@ -28,12 +27,6 @@ def own_slots(config: StrategyConfig) -> Slots:
         wire=_wire(config),
         remat=_remat(config),
     )
-
-
-def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> Slots:
-    """Return the slots of a pipeline, which has no global view."""
-    views = {"per_device": PerDeviceView(device_loss)}
-    return own_slots(config)._replace(differentiate=views, counts=device_loss.counts)
 
 
 def _reduce(config: StrategyConfig) -> Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]:

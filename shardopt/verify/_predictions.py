@@ -22,7 +22,7 @@ from shardopt.planning._hardware import hardware_of
 from shardopt.planning._layout import abstract_opt_state, place
 from shardopt.planning._models import RULES
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.strategies import hybrid
+from shardopt.strategies._hybrid import hybrid
 from shardopt.verify._rows import Devices, Measurement, Row, agree, mesh_sizes
 
 _ROWS_PER_DEVICE = 4

@@ -22,7 +22,10 @@ from shardopt.mesh import make_mesh
 from shardopt.parameter_server._async_sgd import async_sgd
 from shardopt.pipeline import schedules
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.strategies import ddp, fsdp, hybrid, zero
+from shardopt.strategies._ddp import ddp
+from shardopt.strategies._fsdp import fsdp
+from shardopt.strategies._hybrid import hybrid
+from shardopt.strategies._zero import zero
 from shardopt.verify._problems import (
     LENGTH,
     OPTIMIZERS,
