@@ -45,7 +45,8 @@ from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._workload import Recompute, Workload
 from shardopt.reducers import exact
 from shardopt.step._pipelined import Pipelined
-from shardopt.strategies._slots import own_slots, pipelined_slots
+from shardopt.strategies._hybrid import pipelined_slots
+from shardopt.strategies._slots import own_slots
 
 
 class SearchArguments(NamedTuple):

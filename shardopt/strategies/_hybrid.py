@@ -207,11 +207,11 @@ def hybrid(
     if num_stages == 1:
         return build(config, own_slots)
     stages = Pipelined(built_schedule, counts, remat is True, regather)
-    slots = functools.partial(_pipelined_slots, device_loss=stages)
+    slots = functools.partial(pipelined_slots, device_loss=stages)
     return build(config.replace(schedule=built_schedule), slots)
 
 
-def _pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> Slots:
+def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> Slots:
     """Return the slots of a pipeline, which has no global view."""
     views = {"per_device": PerDeviceView(device_loss)}
     return own_slots(config)._replace(differentiate=views, counts=device_loss.counts)
