@@ -122,9 +122,8 @@ def strategy_of(mesh_of, model_of):
         sizes = {"replica": 2, "data": 2} | sizes
         rules = RULES if sizes.get("tensor", 1) > 1 else ()
         tx = optax.adamw(1e-2, eps=1e-4) if tx is None else tx
-        return STRATEGIES[name](
-            tx, mesh_of(**sizes), model or model_of(weighted), rules=rules, **dict(options)
-        )
+        options = {"rules": rules} | dict(options)
+        return STRATEGIES[name](tx, mesh_of(**sizes), model or model_of(weighted), **options)
 
     return make
 
