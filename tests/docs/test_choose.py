@@ -47,6 +47,6 @@ def test_nothing_that_trains_is_left_out():
         "local_sgd",
         "diloco",
         "async_sgd",
-        "async_local_sgd",
+        "parameter_server.async_local_sgd",
     ):
         assert f"`so.{name}" in text

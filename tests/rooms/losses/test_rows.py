@@ -118,7 +118,7 @@ def distance(build, mesh, loss, tx=None, dtype=np.float64, **options):
     """Train by a strategy and on one device; return how far losses and parameters are apart."""
     params, batches = setup(dtype)
     tx = tx or optax.adamw(1e-2, eps=1e-4)
-    opt = build(tx, mesh, lambda params, batch: loss(so, params, batch), **options)
+    opt = build(tx, mesh, lambda params, batch: loss(so.losses, params, batch), **options)
     history, expected = train(
         tx, lambda params, batch: loss(ONE_DEVICE, params, batch), params, batches
     )
@@ -250,7 +250,7 @@ def test_in_blocks_that_are_gathered_one_at_a_time(strategy, remat, mesh_of, x64
         "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])},
     }
     tx = optax.adam(1e-2, eps=1e-4)
-    opt = STRATEGIES[strategy](tx, mesh_of(data=4), deep(so, remat))
+    opt = STRATEGIES[strategy](tx, mesh_of(data=4), deep(so.losses, remat))
     history, expected = train(tx, deep(ONE_DEVICE).loss_fn, params, batches)
     state = opt.init(params)
     for batch, (loss, _) in zip(batches, history, strict=True):
@@ -288,7 +288,7 @@ def both(rows, params, batch):
 def test_half_precision_beside_a_tensor_axis(mesh_of):
     params, (batch, *_) = setup(jnp.bfloat16)
     opt = so.fsdp(
-        optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so, *args), rules=RULES
+        optax.sgd(0.1), mesh_of(data=2, tensor=2), lambda *args: both(so.losses, *args), rules=RULES
     )
     state, metrics = opt.step(opt.init(params), batch)
     wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, batch))
@@ -331,7 +331,7 @@ def test_a_function_that_the_user_jitted_is_traced_again_where_the_rows_are_else
     "name", tiered(["gather_batch", "batch_mean", "batch_sum"], lambda name: name == "batch_sum")
 )
 def test_what_sees_a_part_of_the_batch_is_refused(name, mesh_of):
-    function = getattr(so, name)
+    function = getattr(so.losses, name)
 
     def loss_fn(params, x):
         return (params * function(x)).sum()

@@ -128,7 +128,7 @@ def test_a_weight_that_is_trained_is_refused_or_differentiated(
     if view == "per_device":
         with pytest.raises(
             so.errors.NotSeparableError,
-            match=r"weight( 2)? of so\.Weighted depends on the parameters",
+            match=r"weight( 2)? of so\.losses\.Weighted depends on the parameters",
         ):
             opt.step(state, BATCH)
         return
