@@ -388,7 +388,9 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
     tx = optax.sgd(0.1, momentum=0.9)
     opt = strategy(tx, mesh_of(data=4), trained_weight)
     state, own, moments = opt.init(params), params, tx.init(params)
-    with pytest.warns(UserWarning, match=r"the weight of so\.losses\.Weighted depends on the parameters"):
+    with pytest.warns(
+        UserWarning, match=r"the weight of so\.losses\.Weighted depends on the parameters"
+    ):
         state, _ = opt.step(state, batches[0])
     for batch in batches[1:]:
         state, _ = opt.step(state, batch)
@@ -398,7 +400,8 @@ def test_a_weight_that_is_trained_has_its_gradient(strategy, mesh_of, x64):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), state.params, own)
     refusing = strategy(tx, mesh_of(data=4), trained_weight, view="per_device")
     with pytest.raises(
-        so.errors.NotSeparableError, match=r"the weight of so\.losses\.Weighted depends on the parameters"
+        so.errors.NotSeparableError,
+        match=r"the weight of so\.losses\.Weighted depends on the parameters",
     ):
         refusing.step(refusing.init(params), batches[0])
 
