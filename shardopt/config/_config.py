@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from shardopt.config._axes import AxisTable, axes_of
 from shardopt.config._options import OPTIONS, BatchDims, OptStateLayout, View
 from shardopt.config._program_check import ProgramCheck
-from shardopt.config._slots import Differentiate, Slots
+from shardopt.config._slots import Differentiate, StepSlots
 from shardopt.config._sync import SyncConfig
 from shardopt.config._user_mesh import Axes, UserMesh
 from shardopt.core._block_model import LossFn
@@ -185,7 +185,7 @@ class StrategyConfig(NamedTuple):
     axis_names: Axes | None = None
     user_mesh: UserMesh | None = None
     sums: bool = False
-    filled: Slots | None = None
+    filled: StepSlots | None = None
     report: Callable[..., Report] = _no_report
 
     def replace(self, **fields: Any) -> StrategyConfig:
@@ -213,7 +213,7 @@ class StrategyConfig(NamedTuple):
         return self.user_mesh
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> StepSlots:
         """What fills the slots of the step."""
         assert self.filled is not None
         return self.filled

@@ -165,7 +165,7 @@ class Wire(Protocol):
         ...
 
 
-class Update(Protocol):
+class OptimizerUpdate(Protocol):
     """Slot 3: one update of the optimizer, in the global view."""
 
     def __call__(
@@ -189,7 +189,7 @@ class Update(Protocol):
         ...
 
 
-class Slots(NamedTuple):
+class StepSlots(NamedTuple):
     """What fills the slots of a step.
 
     Attributes:
@@ -203,7 +203,7 @@ class Slots(NamedTuple):
 
     differentiate: Mapping[str, Differentiate]
     reduce: Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]
-    update: Update
+    update: OptimizerUpdate
     wire: Wire
     remat: BlockRemat
     counts: Callable[[StrategyConfig, PyTree], Counts] = lambda config, params: ()

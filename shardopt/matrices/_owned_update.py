@@ -36,7 +36,7 @@ from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
 
 
 class OwnedUpdate:
-    """An update whose work on matrices is done at owners; see `Update`."""
+    """An update whose work on matrices is done at owners; see `OptimizerUpdate`."""
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import HOST, to_device
-from shardopt.config._slots import Update
+from shardopt.config._slots import OptimizerUpdate
 from shardopt.config._transformation import ExtraArgs
 from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
@@ -53,7 +53,7 @@ class Stream(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StreamedUpdate:
-    """An update of a state in host memory; see `Update`. Streamed blocks of the new state stay
+    """An update of a state in host memory; see `OptimizerUpdate`. Streamed blocks of the new state stay
     there.
 
     If the optimizer does the same to every block and never mixes blocks, a loop copies the state of
@@ -65,7 +65,7 @@ class StreamedUpdate:
       update: the update of a state that is on the device.
     """
 
-    update: Update
+    update: OptimizerUpdate
 
     def describe(
         self, config: StrategyConfig, layout: Layout

@@ -11,7 +11,7 @@ import jax
 from shardopt.config._check import check_config
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
-from shardopt.config._slots import Slots
+from shardopt.config._slots import StepSlots
 from shardopt.core._errors import format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import Metric, PyTree, TrainState
@@ -229,7 +229,7 @@ class StrategyFunctions:
 
 def build(
     config: StrategyConfig,
-    fill: Callable[[StrategyConfig], Slots] | None = None,
+    fill: Callable[[StrategyConfig], StepSlots] | None = None,
     compile_step: Callable[[StrategyConfig, Layout], CompiledStep] = compile_step,
 ) -> ShardedOptimizer:
     """Check the config and return its optimizer.

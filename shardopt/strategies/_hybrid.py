@@ -13,7 +13,7 @@ from jax.stages import Compiled, Lowered
 from shardopt.config._config import PLACEMENTS, StrategyConfig, configure
 from shardopt.config._options import HybridOptions
 from shardopt.config._program_check import ProgramCheck
-from shardopt.config._slots import Slots
+from shardopt.config._slots import StepSlots
 from shardopt.config._user_mesh import Axes, read_mesh
 from shardopt.core._arguments import check_choice, check_count
 from shardopt.core._block_model import BlockModel, as_block_model
@@ -211,7 +211,7 @@ def hybrid(
     return build(config.replace(schedule=built_schedule), slots)
 
 
-def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> Slots:
+def pipelined_slots(config: StrategyConfig, device_loss: Pipelined) -> StepSlots:
     """Return the slots of a pipeline, which has no global view."""
     views = {"per_device": PerDeviceView(device_loss)}
     return own_slots(config)._replace(differentiate=views, counts=device_loss.counts)

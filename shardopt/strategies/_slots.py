@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from shardopt.collectives import LeafWire
 from shardopt.config._config import StrategyConfig, WireOptions
 from shardopt.config._layout import Layout
-from shardopt.config._slots import Reduce, Slots, Update, Wire
+from shardopt.config._slots import OptimizerUpdate, Reduce, StepSlots, Wire
 from shardopt.core._block_model import as_block_model
 from shardopt.core._rounding import Rounding
 from shardopt.losses._global_view import GlobalView
@@ -18,9 +18,9 @@ from shardopt.step._update import PlainUpdate
 # Packages that few strategies need are imported where an option asks for them.
 
 
-def own_slots(config: StrategyConfig) -> Slots:
+def own_slots(config: StrategyConfig) -> StepSlots:
     """Return the slots of a strategy without a pipeline."""
-    return Slots(
+    return StepSlots(
         differentiate={"per_device": PerDeviceView(MicroBatches()), "global": GlobalView()},
         reduce=_reduce(config),
         update=_update(config),
@@ -61,9 +61,9 @@ def _remat(config: StrategyConfig) -> BlockRemat:
     return min_cut_remat
 
 
-def _update(config: StrategyConfig) -> Update:
+def _update(config: StrategyConfig) -> OptimizerUpdate:
     if not config.placement.opt_state:
-        update: Update = PlainUpdate()
+        update: OptimizerUpdate = PlainUpdate()
     elif config.layout.opt_state_layout == "matrices":
         from shardopt.matrices._owned_update import OwnedUpdate
 
