@@ -189,6 +189,11 @@ class OptimizerUpdate(Protocol):
         ...
 
 
+def no_stages(config: StrategyConfig, params: PyTree) -> Counts:
+    """Return (): there is no pipeline."""
+    return ()
+
+
 class StepSlots(NamedTuple):
     """What fills the slots of a step.
 
@@ -206,4 +211,4 @@ class StepSlots(NamedTuple):
     update: OptimizerUpdate
     wire: Wire
     remat: BlockRemat
-    counts: Callable[[StrategyConfig, PyTree], Counts] = lambda config, params: ()
+    counts: Callable[[StrategyConfig, PyTree], Counts] = no_stages

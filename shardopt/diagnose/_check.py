@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import make_layout
+from shardopt.config._slots import no_stages
 from shardopt.core._block_model import LossFn, as_block_model, takes_rng
 from shardopt.core._errors import NotSeparableError, calling, format_error
 from shardopt.core._tracebacks import api_boundary
@@ -18,7 +19,7 @@ from shardopt.losses._global_view import GlobalView
 from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
 from shardopt.mesh import on_mesh
-from shardopt.step._gradients import ExactSum
+from shardopt.step._gradients import exact_sum
 from shardopt.step._inputs import check_batch, check_state, place_batch
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 
@@ -115,12 +116,10 @@ def check(
         loss_fn=_without_key(config.loss.loss_fn), reducer=None, scatter_dtype=None, view=view
     )
     in_one_piece = in_pieces.replace(view="global", micro_batches=1, schedule=None)
-    own_slots = config.slots._replace(reduce=lambda config, trained: ExactSum())
-    in_pieces = in_pieces._replace(filled=own_slots)
-    whole = {"global": GlobalView()}
-    in_one_piece = in_one_piece._replace(
-        filled=own_slots._replace(differentiate=whole, counts=lambda config, params: ())
-    )
+    slots = config.slots._replace(reduce=exact_sum)
+    slots_of_whole = slots._replace(differentiate={"global": GlobalView()}, counts=no_stages)
+    in_pieces = in_pieces._replace(filled=slots)
+    in_one_piece = in_one_piece._replace(filled=slots_of_whole)
     actual_values, expected_values = (
         _evaluate(variant, state, placed) for variant in (in_pieces, in_one_piece)
     )

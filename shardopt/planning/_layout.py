@@ -496,9 +496,10 @@ class _LeafSizes(NamedTuple):
 def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:
     """Return whether fsdp gathers the weight in 8 bits."""
     rounding = workload.rounded.get(plan.path.removeprefix(f"{BLOCKS}/"))
-    block = plan.of_block() if plan.stacked else plan
-    form = wire_form(tuple(block.shape), block.dim, block.tensor, rounding)
-    return plan.stacked and form is not None
+    if not plan.stacked:
+        return False
+    block = plan.of_block()
+    return wire_form(tuple(block.shape), block.dim, block.tensor, rounding) is not None
 
 
 def _device_bytes(

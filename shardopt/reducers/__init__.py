@@ -7,7 +7,6 @@ from shardopt.core._device_state import (
     PerDevice,
     Stacked,
 )
-from shardopt.core._device_state import state_specs as state_specs
 from shardopt.core._reducer import Reducer
 from shardopt.reducers._blockwise import int8, sign
 from shardopt.reducers._compressor import compressor

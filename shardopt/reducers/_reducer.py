@@ -10,8 +10,6 @@ from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName, axis_size
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._reducer import check_reducer as check_reducer
-from shardopt.core._reducer import grouped as grouped
 from shardopt.core._types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import check_not_summed
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from shardopt.losses._sums import (
     sum_parts,
 )
 from shardopt.mesh import device_kind
+from shardopt.partition import LeafPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,6 +172,11 @@ class ExactSum:
     def split(self, opt_state: PyTree) -> tuple[PyTree, PyTree]:
         """Return the optimizer state, and None."""
         return opt_state, None
+
+
+def exact_sum(config: StrategyConfig, trained: Sequence[LeafPlan]) -> ExactSum:
+    """Return the exact sum, which is the same for all leaves: it fills the slot `reduce`."""
+    return ExactSum()
 
 
 def _sum_over_devices(

@@ -12,7 +12,7 @@ from shardopt.losses._global_view import GlobalView
 from shardopt.losses._sums import leaf_wire
 from shardopt.partition import LayoutBytes, LeafPlan, Owners
 from shardopt.remat._gathered_block import BlockRemat
-from shardopt.step._gradients import ExactSum, MicroBatches, PerDeviceView
+from shardopt.step._gradients import MicroBatches, PerDeviceView, exact_sum
 from shardopt.step._update import PlainUpdate
 
 # Packages that few strategies need are imported where an option asks for them.
@@ -31,7 +31,7 @@ def own_slots(config: StrategyConfig) -> StepSlots:
 
 def _reduce(config: StrategyConfig) -> Callable[[StrategyConfig, Sequence[LeafPlan]], Reduce]:
     if config.wire.reducer is None:
-        return lambda config, trained: ExactSum()
+        return exact_sum
     from shardopt.step._compressed import compressed_mean
 
     return compressed_mean
@@ -55,6 +55,7 @@ def _wire(config: StrategyConfig) -> Wire:
 
 def _remat(config: StrategyConfig) -> BlockRemat:
     if as_block_model(config.loss.loss_fn) is None:
+        # never called: a loss without blocks has no block whose weights are gathered
         return lambda f, arguments, x: f(arguments, x)
     from shardopt.remat._min_cut import min_cut_remat
 
