@@ -311,9 +311,6 @@ class FolderOptions:
     as heat maps. By default none.
     """
 
-    tensorboard: bool = False
-    """Write TensorBoard events too."""
-
     debug: bool = False
     """Show the traceback of an error."""
 
@@ -365,18 +362,14 @@ class TrainOptions(PlacedOptions):
 
 @dataclasses.dataclass(frozen=True)
 class TunedModelOptions:
-    """The model, its chat template and its adapters."""
+    """The model and its adapters."""
 
     FIXED: ClassVar = ("model", "lora_rank", "lora_alpha", "lora_targets", "base")
     """The options that determine what is trained."""
 
     model: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
-    """A folder of Hugging Face with config.json, safetensors and tokenizer.json. No code of it
-    runs.
+    """A folder of Hugging Face with config.json and safetensors. No code of it runs.
     """
-
-    chat_template: More[OptionalPath] = None
-    """A jinja file with a chat template in place of the folder's own."""
 
     length: Count = 2048
     """Tokens of a row. Conversations are packed into rows; a longer conversation is left out, and
@@ -414,8 +407,8 @@ class TuningOptions:
     """Conversations, epochs, batches and optimizer."""
 
     data: Annotated[Path | None, tyro.conf.arg(metavar="JSONL")] = None
-    """One conversation a line: {"messages": [{"role": ..., "content": ...}]} or {"prompt": ...,
-    "completion": ...}.
+    """One conversation a line: {"tokens": [...], "weights": [...]}, as apply_chat_template of
+    transformers makes them. The loss is on tokens with a weight.
     """
 
     epochs: Positive = 3.0

@@ -32,7 +32,6 @@ from shardopt.core._types import PyTree, TrainState, merge_replicas
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.runtime._files import write_atomic
 from shardopt.step._compressed import CompressedOptState
-from shardopt.training._loggers import TensorBoard
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
 CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
@@ -128,11 +127,8 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
 
 def loggers(options: RunOptions, text_bytes: int) -> list[Callable[..., object]]:
     """Return the functions that log the metrics of a run."""
-    run = options.run
-    log: list[Callable[..., object]] = [so.training.jsonl(run.run_dir / METRICS)]
-    if run.tensorboard:
-        log.append(TensorBoard(run.run_dir / "tensorboard"))
-    return [*log, lambda *_: keep_options(options, text_bytes)]
+    metrics = so.training.jsonl(options.run.run_dir / METRICS)
+    return [metrics, lambda *_: keep_options(options, text_bytes)]
 
 
 def _read_config(folder: Path, options_type: type[RunOptions]) -> JsonObject:

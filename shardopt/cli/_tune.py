@@ -125,9 +125,8 @@ def tune(options: TuneOptions) -> None:
     _check(options)
     assert options.model.model is not None
     assert training.data is not None
-    tokenizer = data.open_chat(options.model.model, template=options.model.chat_template)
     tuned = _open_model(options)
-    rows = _read_rows(options, tokenizer, tuned.pretrained.config.vocab_size)
+    rows = _read_rows(options, tuned.pretrained.config.vocab_size)
     steps = training.steps or max(
         1, math.ceil(training.epochs * rows.num_rows / training.batch_size)
     )
@@ -162,9 +161,6 @@ def tune(options: TuneOptions) -> None:
         job.draw("token")
     multihost_utils.sync_global_devices("the folder of the model is free")
     tuned.save(out, result.state.params)
-    template = options.model.chat_template  # the one that the model was tuned with
-    if template is not None and jax.process_index() == 0:
-        shutil.copyfile(template, out / "chat_template.jinja")
     _show_result(screen, options, result, out)
 
 
@@ -172,12 +168,11 @@ def _check(options: TuneOptions) -> None:
     """Refuse options that cannot work, as far as this is known without reading the model."""
     for module in ("grain", "matplotlib"):
         require(module, extra="cli")
-    for module in ("safetensors", "tokenizers", "jinja2"):
-        require(module, extra="huggingface")
+    require("safetensors", extra="huggingface")
     paths = {"--model": options.model.model, "--data": options.training.data}
     missing = [flag for flag, path in paths.items() if path is None]
     if missing:
-        fix = "shardopt tune --model FOLDER --data chat.jsonl"
+        fix = "shardopt tune --model FOLDER --data tokens.jsonl"
         raise value_error(f"{' and '.join(missing)} must be given.", fix=fix)
     if not Path(str(options.model.model)).is_dir():
         problem = f"--model {options.model.model} is no folder."
@@ -223,17 +218,20 @@ def _open_model(options: TuneOptions) -> _Tuned:
     return tuned
 
 
-def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: int) -> _Rows:
+def _read_rows(options: TuneOptions, vocab_size: int) -> _Rows:
     """Read the conversations, hold some of them out, and count the rows of an epoch."""
     training, length = options.training, options.model.length
     assert training.data is not None
-    chats = data.read_chats(training.data)
-    tokenized = data.tokenize_chats(chats, tokenizer, length, vocab_size)
-    documents, count = tokenized.documents, len(tokenized.documents)
+    conversations = data.read_tokens(training.data, vocab_size=vocab_size)
+    documents = [document for document in conversations if len(document["tokens"]) <= length]
+    count = len(documents)
+    longest = max(len(document["tokens"]) for document in conversations)
     if count < 2:
-        raise value_error(
-            "one conversation cannot be both trained on and held out.", fix="add another one."
+        problem = (
+            f"{plural(count, 'conversation')} of at most {length} tokens cannot be both trained on"
+            f" and held out; the longest has {longest}."
         )
+        raise value_error(problem, fix="add another one, or choose a larger --length.")
     order = np.random.default_rng(training.seed).permutation(count)
     num_held_out = min(max(1, round(training.validation * count)), count - 1)
     held_out = [documents[i] for i in order[:num_held_out]]
@@ -243,10 +241,10 @@ def _read_rows(options: TuneOptions, tokenizer: data.ChatTokenizer, vocab_size: 
         f"{plural(len(trained), 'conversation')} of {training.data} in {plural(num_rows, 'row')},"
         f" {num_held_out} held out"
     )
-    if tokenized.num_too_long:
+    if count < len(conversations):
         text += (
-            f"; {tokenized.num_too_long} left out with more than {length} tokens (the longest has"
-            f" {tokenized.longest})"
+            f"; {len(conversations) - count} left out with more than {length} tokens (the longest"
+            f" has {longest})"
         )
     return _Rows(trained, list(data.pack(held_out, length)), num_rows, text)
 

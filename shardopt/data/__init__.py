@@ -1,17 +1,9 @@
-"""Training data: a corpus of bytes, conversations as tokens, cut into windows or packed as
+"""Training data: a corpus of bytes, documents as tokens, cut into windows or packed as
 documents, and read in batches.
 
 No other package of shardopt imports this one, except the command line.
 """
 
-from shardopt.data._chat import (
-    Chat,
-    ChatTokenizer,
-    TokenizedChats,
-    open_chat,
-    read_chats,
-    tokenize_chats,
-)
 from shardopt.data._corpus import (
     Corpus,
     Documents,
@@ -25,24 +17,20 @@ from shardopt.data._corpus import (
     spread_batches,
 )
 from shardopt.data._packing import pack, padding_share
+from shardopt.data._tokens import read_tokens
 
 __all__ = [
-    "Chat",
-    "ChatTokenizer",
     "Corpus",
     "Documents",
-    "TokenizedChats",
     "Windows",
     "batches",
     "decode",
     "encode",
     "next_token",
-    "open_chat",
     "open_corpus",
     "pack",
     "padding_share",
-    "read_chats",
+    "read_tokens",
     "split",
     "spread_batches",
-    "tokenize_chats",
 ]

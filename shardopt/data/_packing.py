@@ -36,7 +36,7 @@ def pack(
         documents; a grain dataset, to shuffle and repeat them
         (`grain.MapDataset.source(documents).shuffle(seed=0).repeat()`). Any other iterable is read
         into memory at once. A document can be a dict with "tokens" and "weights", one of each for
-        every token, as `tokenize_chats` returns: a token is a target with its weight.
+        every token, as `read_tokens` returns: a token is a target with its weight.
       length: T, the number of positions in a row.
       open_rows: the number of rows that are filled at the same time. More rows leave less padding,
         and mix documents that are further apart.

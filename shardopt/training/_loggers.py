@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._extras import is_installed, require
+from shardopt.core._extras import is_installed
 from shardopt.runtime._files import write_atomic
 
 if TYPE_CHECKING:
@@ -59,40 +59,6 @@ def jsonl(path: str | os.PathLike[str]) -> Log:
         fix = f"name a file in it, such as {str(file / 'metrics.jsonl')!r}."
         raise ValueError(format_error("jsonl", f"{str(file)!r} is a folder.", fix=fix))
     return _JsonLines(file)
-
-
-class TensorBoard:
-    """A logger that writes TensorBoard scalars, one for each metric, for `shardopt train`.
-
-    The first metric opens a file of events; after `close`, the next metric opens another one.
-    TensorBoard then hides the steps that are taken again.
-
-    Args:
-      folder: the folder of event files; it is made if needed.
-
-    Raises:
-      ModuleNotFoundError: if tensorboardX, of the extra "tensorboard", is not installed.
-    """
-
-    def __init__(self, folder: Path):
-        with calling("tensorboard"):
-            require("tensorboardX", extra="tensorboard")
-        self._folder, self._writer = folder, None
-
-    def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter  # an extra
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=step)
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Close the file of events, if it is open."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
 
 
 def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:

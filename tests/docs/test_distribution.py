@@ -130,13 +130,10 @@ def test_what_is_imported_is_required(built):
     optional = {
         "flax",
         "grain",
-        "jinja2",
         "matplotlib",
         "ray",
         "rich",
         "safetensors",
-        "tensorboardx",
-        "tokenizers",
         "tyro",
     }
     # each in an extra, which the message names where it is missing

@@ -13,7 +13,7 @@ import sys
 
 class Hide:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("rich", "tyro", "matplotlib", "tensorboardX", "grain", "safetensors", "flax"):
+        if name.split(".")[0] in ("rich", "tyro", "matplotlib", "grain", "safetensors", "flax"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Hide())
@@ -42,13 +42,11 @@ def refused(call):
 
 from shardopt import data, models
 from shardopt.cli import main
-from shardopt.training._loggers import TensorBoard
 gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
 refused(schedule.plot)
 refused(lambda: so.planning.plot_placement(opt))
 refused(so.plan("gpt2", hardware="a100", chips=1, batch_size=1).plot)
 refused(so.parameter_server.simulate(2, num_updates=3).log.plot)
-refused(lambda: TensorBoard(folder))
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: so.interop.nnx(None, None))
 print(main(["plan"]))
@@ -86,7 +84,7 @@ def test_the_error_names_the_extra(without_extras):
         ("plot_placement", "matplotlib", "plot"),
         ("plot", "matplotlib", "plot"),
         ("plot", "matplotlib", "plot"),
-        ("tensorboard", "tensorboardX", "tensorboard"),
+        ("tensorboard", "tensorboard"),
         ("data.batches", "grain", "data"),
         ("interop.nnx", "flax", "flax"),
     ]

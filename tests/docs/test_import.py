@@ -14,7 +14,6 @@ HEAVY = [
     "rich",
     "tyro",
     "grain",
-    "tensorboardX",
     "safetensors",
     "flax",
     "torch",

@@ -72,7 +72,6 @@ def test_all_help_of_train_names_every_option_with_its_default(capsys):
         "--resume": "False",
         "--checkpoint-every": "100",
         "--evaluate-every": "50",
-        "--tensorboard": "False",
         "--debug": "False",
     }.items():
         assert re.search(rf"{option}\b[^()]*(\([^()]*\)[^()]*)*\(default: {default}\)", words), (
@@ -90,7 +89,7 @@ def shown_options(capsys, *words):
 
 @pytest.mark.parametrize(
     ("options", "command", "total"),
-    [(TrainOptions(), "train", 47), (TuneOptions(), "tune", 38)],
+    [(TrainOptions(), "train", 46), (TuneOptions(), "tune", 36)],
 )
 def test_help_shows_at_most_30_options_and_says_where_the_others_are(
     capsys, options, command, total
@@ -119,12 +118,10 @@ def test_an_option_that_help_leaves_out_works():
 @pytest.mark.parametrize("before", [False, True])
 def test_flags_can_be_given_whatever_the_run_before_had(before):
     """A run that is resumed takes its saved options for defaults, and was perhaps resumed itself."""
-    saved = TrainOptions(
-        run=dataclasses.replace(TrainOptions().run, resume=before, tensorboard=before)
-    )
-    given = parse(["train", "--resume", "--tensorboard"], saved).run
-    assert (given.resume, given.tensorboard) == (True, True)
-    assert not parse(["train", "--no-tensorboard"], saved).run.tensorboard
+    saved = TrainOptions(run=dataclasses.replace(TrainOptions().run, resume=before, debug=before))
+    given = parse(["train", "--resume", "--debug"], saved).run
+    assert (given.resume, given.debug) == (True, True)
+    assert not parse(["train", "--no-debug"], saved).run.debug
 
 
 def test_help_starts_no_device():

@@ -1,4 +1,4 @@
-"""`shardopt tune` from end to end: it trains on the assistant's tokens, resumes, writes what others
+"""`shardopt tune` from end to end: it trains on the tokens with a weight, resumes, writes what others
 load, and refuses.
 """
 
@@ -10,31 +10,32 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from support import chats, oracle
+from support import oracle
 
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli import main
 from shardopt.models import from_pretrained
 
-WORDS = sorted({word for line in chats.CORPUS for word in line.split() if word.isalpha()})
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny Llama with a tokenizer of words, as a folder."""
+    """A tiny Llama as a folder, with a file that is no weight."""
     config, shapes, _ = oracle.read_case("llama3")
     folder = oracle.write_folder(tmp_path_factory.mktemp("model") / "llama", config, shapes)
-    return chats.write_tokenizer(folder, chats.plain(chats.CHATML), kind="words")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
 
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory):
-    """200 questions; the answer is the first word of the question."""
+    """200 questions between two marks; the answer is the first word of the question."""
     draw, lines = np.random.default_rng(0), []
     for _ in range(200):
-        words = draw.choice(WORDS, draw.integers(3, 6)).tolist()
-        lines.append(json.dumps({"messages": chats.chat(" ".join(words), words[0])}))
-    path = tmp_path_factory.mktemp("data") / "chat.jsonl"
+        question = draw.integers(2, 14, draw.integers(3, 6)).tolist()
+        tokens = [0, *question, 1, question[0], 1]
+        weights = [0] * (len(tokens) - 2) + [1, 1]
+        lines.append(json.dumps({"tokens": tokens, "weights": weights}))
+    path = tmp_path_factory.mktemp("data") / "tokens.jsonl"
     path.write_text("\n".join(lines))
     return path
 
@@ -146,25 +147,13 @@ def test_what_is_written_has_the_same_loss_in_transformers_and_in_peft(
     )
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "lora" / "adapters")
-    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "full" / "model")
     lines = conversations.read_text().splitlines()
-    held_out = [
-        json.loads(lines[i])["messages"]
-        for i in np.random.default_rng(0).permutation(len(lines))[:10]
-    ]
+    held_out = [json.loads(lines[i]) for i in np.random.default_rng(0).permutation(200)[:10]]
     for run_dir, theirs in (("full", full), ("lora", adapted)):
         total, count = 0.0, 0
-        for messages in held_out:
-            encoded = tokenizer.apply_chat_template(
-                messages,
-                chat_template=chats.marked(chats.CHATML),
-                return_assistant_tokens_mask=True,
-                return_dict=True,
-            )
-            tokens, mask = (
-                torch.as_tensor([encoded["input_ids"]]),
-                torch.as_tensor(encoded["assistant_masks"])[1:],
-            )
+        for document in held_out:
+            tokens = torch.as_tensor([document["tokens"]])
+            mask = torch.as_tensor(document["weights"])[1:]
             with torch.no_grad():
                 logits = theirs.eval()(input_ids=tokens[:, :-1]).logits[0]
             nats = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
@@ -208,7 +197,10 @@ def test_every_strategy_tunes(tune, tmp_path):
         ("--epochs 0", "tune: --epochs must be finite, above 0; got 0.0."),
         (
             "--length 4",
-            "tokenize_chats: all 200 conversations have more than 4 tokens; the longest has ",
+            (
+                "tune: 0 conversations of at most 4 tokens cannot be both trained on and held out;"
+                " the longest has 9."
+            ),
         ),
         (
             "--strategy ddp --gather-dtype bfloat16",
@@ -226,7 +218,6 @@ def test_every_strategy_tunes(tune, tmp_path):
             "--lora-rank 2 --lora-targets embedding",
             "tune: peft has no form for 1 weight.\n  model.embed_tokens.weight: is not",
         ),
-        ("--chat-template {run}/none.jinja", "open_chat: {run}/none.jinja is no file."),
         ("--resume", "tune: there is no run in '{run}' to go on with."),
     ],
 )

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import struct
 from pathlib import Path
 
 import pytest
@@ -14,31 +13,13 @@ from rich.progress import Progress
 
 from shardopt.training import evaluation, jsonl
 from shardopt.training._fit import fit
-from shardopt.training._loggers import TensorBoard, as_loggers, metrics_text, show_progress
+from shardopt.training._loggers import as_loggers, metrics_text, show_progress
 
 pytestmark = pytest.mark.fast
 
 
 def lines(path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-
-
-def scalars(directory):
-    """Read TensorBoard's event files: [length: u64, its crc: u32, protobuf event, its crc: u32]
-    each.
-    """
-    from tensorboardX.proto.event_pb2 import Event
-
-    found = {}
-    for path in sorted(directory.iterdir()):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            event = Event.FromString(data[12 : 12 + length])
-            data = data[12 + length + 4 :]
-            for value in event.summary.value:
-                found[value.tag, event.step] = value.simple_value
-    return found
 
 
 def test_json_lines_of_a_run(opt, new_state, batches, tmp_path):
@@ -48,30 +29,10 @@ def test_json_lines_of_a_run(opt, new_state, batches, tmp_path):
     assert [line["step"] for line in lines(path)] == [10, 20, 25]
 
 
-@pytest.mark.slow  # the loggers without a run above
-def test_tensorboard_of_a_run(opt, new_state, batches, tmp_path):
-    result = fit(
-        opt,
-        new_state(),
-        batches,
-        num_steps=25,
-        log=TensorBoard(tmp_path / "deep" / "tb"),
-        progress=False,
-    )
-    found = scalars(tmp_path / "deep" / "tb")
-    expected = {
-        (name, record["step"]): value for record in result.history for name, value in record.items()
-    }
-    assert found == pytest.approx(
-        {key: value for key, value in expected.items() if key[0] != "step"}, rel=1e-6
-    )
-
-
 def test_several_loggers_get_the_same(opt, new_state, batches, tmp_path):
     seen = []
     logs = [
         jsonl(tmp_path / "a.jsonl"),
-        TensorBoard(tmp_path / "tb"),
         lambda step, metrics: seen.append((step, metrics)),
     ]
     result = fit(opt, new_state(), batches, num_steps=10, log=logs, progress=False)
@@ -79,7 +40,6 @@ def test_several_loggers_get_the_same(opt, new_state, batches, tmp_path):
         (10, {name: value for name, value in result.history[0].items() if name != "step"})
     ]
     assert lines(tmp_path / "a.jsonl") == result.history
-    assert len(scalars(tmp_path / "tb")) == len(seen[0][1])
 
 
 def test_lines_are_there_at_once_and_no_number_is_null(tmp_path):
@@ -176,22 +136,6 @@ def test_logs_that_are_no_callables():
         as_loggers(["a", print, 3])
     assert as_loggers(None) == ()
     assert as_loggers(print) == as_loggers([print]) == (print,)
-
-
-@pytest.mark.slow  # docs/test_import.py
-def test_importing_needs_neither_rich_nor_tensorboard():
-    import subprocess
-    import sys
-
-    program = (
-        "import sys, shardopt.training, jax\nassert not jax._src.xla_bridge._backends, 'importing"
-        " started a backend'\nprint([name for name in ('rich', 'tensorboardX', 'grain', 'orbax') if"
-        " name in sys.modules])\n"
-    )
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert run.stdout == "[]\n"
 
 
 def test_a_file_deleted_under_the_run_is_made_anew(tmp_path):
