@@ -3,6 +3,7 @@ deleted.
 """
 
 import contextlib
+import datetime
 import logging
 import math
 import os
@@ -38,7 +39,13 @@ from shardopt.checkpoint._sums import LeafSums
 from shardopt.checkpoint._tree import JsonObject, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import CheckpointError, DamagedCheckpointError, calling, format_error
+from shardopt.core._errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    calling,
+    format_error,
+    value_error,
+)
 from shardopt.core._types import PyTree
 from shardopt.runtime import _progress as progress
 from shardopt.step._optimizer import ShardedOptimizer
@@ -92,7 +99,7 @@ class Checkpoints:
     def __init__(
         self,
         directory: str | os.PathLike[str],
-        every: int,
+        every: int | datetime.timedelta,
         keep: int | None = _REQUIRED,
         *,
         best: str | None = None,
@@ -105,7 +112,8 @@ class Checkpoints:
 
         Args:
           directory: the folder of the run.
-          every: steps between checkpoints, at least 1.
+          every: steps between checkpoints, at least 1. Or the time between them, such as
+            `datetime.timedelta(minutes=10)`, by the clock of process 0.
           keep: how many of the newest checkpoints to keep, at least 1; None for all. It has no
             default.
           best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints
@@ -126,12 +134,13 @@ class Checkpoints:
 
         Raises:
           TypeError: if an argument is of the wrong kind.
-          ValueError: if `every`, `keep` or `memory_every` is below 1, if `mode` is neither "min"
-            nor "max", or if no process can hold snapshots.
+          ValueError: if `every`, `keep` or `memory_every` is below 1, if the time between
+            checkpoints is not positive, if `mode` is neither "min" nor "max", or if no process can
+            hold snapshots.
           CheckpointInUseError: if another job writes to the folder.
           CheckpointError: if the folder cannot be written to.
         """
-        check_count("every", every)
+        _check_every(every)
         if keep is _REQUIRED:
             fix = "pass keep=3 for the newest three, or keep=None for all."
             raise TypeError(
@@ -151,6 +160,8 @@ class Checkpoints:
         self.directory = run_folder(directory)
         self.every, self.keep, self.best, self.mode, self.resume = every, keep, best, mode, resume
         self._pid, self._closed = os.getpid(), False
+        self._save_time = _clock()
+        self._last_answer = (0, False)  # of `due`, and the step that it is about
         self._pending: Future[None] | None = None
         self._lock = RunLock(_CALLER, self.directory)
         weakref.finalize(self, self._lock.release)
@@ -159,8 +170,23 @@ class Checkpoints:
         self._writer = store.Writer()
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint should be saved after this step."""
-        return step > 0 and step % self.every == 0
+        """Return whether a checkpoint should be saved after this step.
+
+        If `every` is a time, process 0 decides, and all processes must ask about the same steps.
+        Each question then waits for the other processes, so a loop of your own asks at some steps
+        only. The first question about a step decides.
+        """
+        if not isinstance(self.every, datetime.timedelta):
+            return step > 0 and step % self.every == 0
+        if step <= 0:
+            return False
+        if self._last_answer[0] != step:
+            self._last_answer = (step, on_primary_process(self._is_time_over))
+        return self._last_answer[1]
+
+    def _is_time_over(self) -> bool:
+        assert isinstance(self.every, datetime.timedelta)
+        return _clock() - self._save_time >= self.every.total_seconds()
 
     def due_in_memory(self, step: int) -> bool:
         """Return whether a snapshot should be taken after this step."""
@@ -252,6 +278,7 @@ class Checkpoints:
         if on_primary_process(lambda: self._prepare(meta.step)):
             failure = None  # the failed write was deleted with the folder
         raise_together(failure, unless=FilesGoneError)
+        self._save_time = _clock()
         commit = start_write(self._lock, self._writer, state, meta)
         self._pending = self._thread.submit(self._commit_and_rotate, commit, meta.step)
 
@@ -403,6 +430,31 @@ class Checkpoints:
             raise
         finally:
             progress.mark("", lane=progress.SAVING)
+
+
+_clock = time.monotonic
+
+
+def _check_every(every: int | datetime.timedelta) -> None:
+    if not isinstance(every, datetime.timedelta):
+        check_count("every", every)
+    elif every <= datetime.timedelta():
+        fix = "pass a positive time, such as datetime.timedelta(minutes=10), or a number of steps."
+        raise value_error(f"every must be above 0, got {every!r}.", fix=fix)
+
+
+def is_save_due(checkpoints: Checkpoints | None, step: int, *, agree_every: int) -> bool:
+    """Return whether a loop saves after this step.
+
+    If the checkpoints are due by time, several processes ask only at every `agree_every`-th step,
+    where they wait for each other anyway.
+    """
+    if checkpoints is None:
+        return False
+    by_time = isinstance(checkpoints.every, datetime.timedelta)
+    if by_time and jax.process_count() > 1 and step % agree_every:
+        return False
+    return checkpoints.due(step)
 
 
 def check_may_resume(caller: str, checkpoints: Checkpoints, step: int) -> None:

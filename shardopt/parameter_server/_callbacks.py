@@ -2,6 +2,7 @@
 progress.
 """
 
+import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -67,6 +68,10 @@ class Callbacks:
         check_count("evaluate_every", self.evaluate_every, minimum=1)
         evaluates = self.early_stopping is not None or self.evaluate is not None
         save_every = None if self.checkpoints is None else self.checkpoints.every
+        if isinstance(save_every, datetime.timedelta):
+            problem = "checkpoints of an asynchronous run are due by its updates, not by time."
+            fix = "pass so.Checkpoints(folder, every=100, keep=3), with a number of updates."
+            raise ValueError(error_text(problem, fix=fix))
         self.policy = SavePolicy(save_every, int(self.evaluate_every) if evaluates else None)
         self.show = make_show(self.caller, shown=self.progress)
         self.stopping_state = StoppingState()

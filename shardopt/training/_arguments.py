@@ -1,6 +1,7 @@
 """The arguments of `fit`: their checks before a step runs, and the record that the run reads."""
 
 import dataclasses
+import datetime
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from typing import NamedTuple, cast
 import jax
 import numpy as np
 
-from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping
@@ -91,7 +92,7 @@ class Arguments:
         """Return what is due after this many steps."""
         checkpoints = self.checkpoints
         log = step % self.log_every == 0
-        save = checkpoints is not None and checkpoints.due(step)
+        save = is_save_due(checkpoints, step, agree_every=self.log_every)
         scheduled = save if self.evaluate_every is None else step % self.evaluate_every == 0
         is_last = step == self.num_steps and not self.local_updates
         evaluate = self.evaluate is not None and (scheduled or is_last)
@@ -253,7 +254,7 @@ def check_rounds(
     opt: ShardedOptimizer,
     num_steps: int,
     evaluate: Evaluate | None,
-    evaluate_every: int | None,
+    evaluate_every: int | datetime.timedelta | None,
     early_stopping: EarlyStopping | None,
 ) -> None:
     """Refuse a run that ends before replicas synchronize, or that early stopping would end in any
@@ -278,7 +279,9 @@ def check_rounds(
         fix = "train for as many steps at least, or make sync_every smaller."
         raise ValueError(format_error("fit", problem, fix=fix))
     # Metrics of another function, and training metrics, may change between synchronizations.
-    if early_stopping is None or evaluate_every is None or not isinstance(evaluate, Evaluation):
+    if early_stopping is None or not isinstance(evaluate, Evaluation):
+        return
+    if not isinstance(evaluate_every, int):  # no step is known before the run
         return
     unchanged_evaluations = max(first_change - 1, local_updates.stride) // evaluate_every
     if (

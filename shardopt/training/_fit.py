@@ -1,5 +1,6 @@
 """`fit`: the training loop."""
 
+import datetime
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import Literal, NamedTuple
@@ -98,7 +99,8 @@ def fit(
         state.
       early_stopping: when to stop; reads training metrics every `log_every` steps, other metrics at
         scheduled evaluations.
-      checkpoints: where to save; a state that is not finite is never saved.
+      checkpoints: where to save; a state that is not finite is never saved. If they are due by
+        time, several processes save at the first multiple of `log_every` after it.
       log: `log(step, metrics)`, or several: `so.training.jsonl` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second,
         examples_per_second and goodput (`FitResult.goodput`). At these steps several processes
@@ -200,7 +202,7 @@ def fit(
     check_hash_only(opt, state, checkpoints)
     as_loggers(log)
     check_flag("progress", progress)
-    scheduled_every = evaluate_every
+    scheduled_every: int | datetime.timedelta | None = evaluate_every
     if scheduled_every is None and checkpoints is not None:
         scheduled_every = checkpoints.every
     check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
@@ -221,7 +223,7 @@ def fit(
         norms_every,
         profile,
         spikes,
-        verification_of(opt, cross_check_every, checkpoints, num_steps),
+        verification_of(opt, cross_check_every, checkpoints, num_steps, log_every),
     )
     with ExitStack() as cleanup:
         run = begin(cleanup, arguments, state, batches, log, progress=progress)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
-from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._sums import LeafSums, leaf_sums, total_of
 from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
@@ -49,7 +49,11 @@ its exit code.
 
 
 def verification_of(
-    opt: ShardedOptimizer, every: int | None, checkpoints: Checkpoints | None, num_steps: int
+    opt: ShardedOptimizer,
+    every: int | None,
+    checkpoints: Checkpoints | None,
+    num_steps: int,
+    log_every: int,
 ) -> "Verification | None":
     """Check the argument `cross_check_every` of `fit`; return the verification, or None if it is None.
 
@@ -82,7 +86,7 @@ def verification_of(
             )
         )
     use_exit_codes()
-    return Verification(opt, every, checkpoints, num_steps)
+    return Verification(opt, every, checkpoints, num_steps, log_every)
 
 
 @dataclasses.dataclass
@@ -94,6 +98,7 @@ class Verification(Hook):
       every: steps between verified steps.
       checkpoints: the step before each save is verified too.
       num_steps: the last step is verified too.
+      log_every: steps between agreements of the processes.
       recorded: the step and the sums of the state that the last verified step wrote, or None.
     """
 
@@ -101,16 +106,16 @@ class Verification(Hook):
     every: int
     checkpoints: Checkpoints | None
     num_steps: int
+    log_every: int = 1
     recorded: tuple[int, np.ndarray] | None = None
     verified: VerifiedStep | None = None
 
     def due(self, step: int) -> bool:
         """Return whether the step from `step` to `step + 1` is verified."""
         number, checkpoints = step + 1, self.checkpoints
-        is_saved = checkpoints is not None and (
-            checkpoints.due(number) or checkpoints.due_in_memory(number)
-        )
-        return is_saved or number % self.every == 0 or number == self.num_steps
+        is_saved = is_save_due(checkpoints, number, agree_every=self.log_every)
+        is_copied = checkpoints is not None and checkpoints.due_in_memory(number)
+        return is_saved or is_copied or number % self.every == 0 or number == self.num_steps
 
     def before_step(self, step: int, position: int) -> TakeStep | None:
         """Take the step if it is verified."""

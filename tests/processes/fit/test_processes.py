@@ -79,3 +79,7 @@ def test_only_the_first_process_logs_and_shows(told):
     assert "Resuming from step 15" in shown
     assert "step 10/30" not in silent
     assert "Resuming" not in silent
+
+
+def test_checkpoints_by_time_follow_the_clock_of_process_0_where_all_agree(told):
+    assert [found["by time"]["saved"] for found in told[0]] == [[12, 24, 30]] * 2

@@ -3,6 +3,7 @@
 Prints what it saw as one JSON line. See test_processes.py.
 """
 
+import datetime
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 
 import shardopt as so
+from shardopt.checkpoint import _checkpoints as clocks
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core import NonFiniteLossError
 from shardopt.training import EarlyStopping, evaluation, hyperparams
@@ -100,4 +102,18 @@ found["replace"] = [np.asarray(gather(w)).tolist() for w in (of_one, of_all, twi
 found["replace"].append(
     [str(w.sharding) == str(state.params["w"].sharding) for w in (of_one, of_all, twice)]
 )
+
+seconds = [0.0]
+clocks._clock = lambda: seconds[0] * (1 if rank == 0 else 1000)  # only that of process 0 counts
+
+
+def minutes(source):
+    for batch in source:
+        seconds[0] += 60
+        yield batch
+
+
+with Checkpoints(folder / "by_time", datetime.timedelta(minutes=10), keep=None) as checkpoints:
+    run("by time", new_state(), minutes(batches(40)), checkpoints=checkpoints, log_every=4)
+    found["by time"]["saved"] = checkpoints.steps()
 print(json.dumps(found), flush=True)
