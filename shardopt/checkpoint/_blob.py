@@ -92,7 +92,8 @@ def from_bytes(
     key path, shape and dtype of every leaf.
 
     Args:
-      target: an optimizer of any strategy on any mesh, or an abstract state; see `restore`.
+      target: an optimizer of any strategy on any mesh, or an abstract state or a part of one; see
+        `restore`.
       data: the bytes that `to_bytes` returned.
       abstract_params: the abstract parameters, if the optimizer has not seen parameters yet; see
         `restore`.

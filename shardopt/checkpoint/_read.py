@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,8 +42,9 @@ def restore(
     """Read a checkpoint into the placement of an optimizer: of any strategy, on any mesh.
 
     Every file is compared with its SHA-256 in the manifest, and every leaf's key path, shape and
-    dtype with the target, before any array is loaded. A checkpoint is restored completely or not at
-    all. If the newest checkpoint is damaged, an older one is restored only if `step` asks for it.
+    dtype with the target, before any array is loaded. For an optimizer, a checkpoint is restored
+    completely or not at all. If the newest checkpoint is damaged, an older one is restored only if
+    `step` asks for it.
 
     With several processes all must call it.
 
@@ -50,8 +52,10 @@ def restore(
       directory: the folder of the run, the same as for `save` or `Checkpoints`.
       target: the optimizer to continue with; it need not have seen parameters. Or an abstract
         state: a pytree of `jax.ShapeDtypeStruct` with shardings, in the form of the saved state,
-        such as `opt.abstract_state()`. A folder that orbax wrote without shardopt needs an abstract
-        state; it may be a part of the saved state.
+        such as `opt.abstract_state()`, or a part of it, such as `{"params": {"backbone": ...}}`.
+        Only the arrays of the part are read, so their files are compared by size, without SHA-256.
+        What was left is printed. A folder that orbax wrote without shardopt needs an abstract
+        state.
       step: the number of the checkpoint; by default the newest.
       abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not
         seen them. Without this, they are rebuilt from the checkpoint, if their containers are only
@@ -151,8 +155,13 @@ def load(
         )
         raise CheckpointError(error_text(problem, fix=fix))
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
-    _check_undamaged(path, chosen_step)
     folder = step_folder(path, chosen_step)
+    is_part = False
+    if not isinstance(target, ShardedOptimizer):
+        _check_undamaged(path, chosen_step, arrays=False)
+        is_part = not read_meta(folder).leaves.keys() <= leaves_by_path(target).keys()
+    if not is_part:
+        _check_undamaged(path, chosen_step)
     meta, source = read_meta(folder), f"step {chosen_step} in {path}"
 
     def read(abstract_state: PyTree) -> PyTree:
@@ -160,7 +169,8 @@ def load(
         check_sums(source, state, meta.sums)
         return state
 
-    if (record := meta.extra.pop(KEY, None)) is None:
+    record = meta.extra.pop(KEY, None)
+    if record is None or (is_part and params is None):
         return fill(source, meta, target, abstract_params, read), meta
     patterns = check_hash(source, record, params)
     if isinstance(target, ShardedOptimizer):
@@ -217,9 +227,29 @@ def fill(
     target_name, wanted_state = "the abstract state", target
     if isinstance(target, ShardedOptimizer):
         target_name, wanted_state = "opt", _abstract_state(target, meta, abstract_params)
-    readable, changes = as_stored(source, meta.leaves, wanted_state, target_name)
-    check_match(source, meta.leaves, readable, target_name)
-    return to_wanted(read(readable), changes)
+    stored = meta.leaves
+    if target_name != "opt":
+        stored = {path: stored[path] for path in leaves_by_path(target) if path in stored}
+    readable, changes = as_stored(source, stored, wanted_state, target_name)
+    check_match(source, stored, readable, target_name)
+    state = to_wanted(read(readable), changes)
+    if len(stored) < len(meta.leaves):
+        _tell_part(source, meta.leaves, stored)
+    return state
+
+
+def _tell_part(source: str, leaves: StoredLeaves, part: StoredLeaves) -> None:
+    """Print which leaves of a checkpoint were left out."""
+    left = {path: leaf for path, leaf in leaves.items() if path not in part}
+    lines = _listing(left, part, "left in the checkpoint", MAX_LISTED)
+    text = f"{source}: {len(part)} of {plural(len(leaves), 'leaf')} were read."
+    tell("\n  ".join([text, *lines]))
+
+
+def tell(text: str) -> None:
+    """Print a message about restoring on standard error, on process 0."""
+    if jax.process_index() == 0:
+        print(error_text(text), file=sys.stderr, flush=True)
 
 
 def check_match(
@@ -260,7 +290,7 @@ def check_match(
 
 def _misfit_fix(lines: list[str], target_name: str) -> str:
     if target_name != "opt":
-        return "pass an abstract state of the form that was saved."
+        return "pass key paths, shapes and dtypes that were saved; parts of them are enough."
     if all(line.startswith(("opt_state/", "opt_state:")) for line in lines):
         return (
             "build opt with the optax chain that the checkpoint was saved with; or start another"
@@ -378,8 +408,15 @@ def _is_flax_file(file: Path) -> bool:
     return bool(first_byte) and (0x80 <= first_byte[0] <= 0x8F or first_byte[0] in (0xDE, 0xDF))
 
 
-def _check_undamaged(directory: Path, step: int) -> None:
-    damage_lines = verify(step_folder(directory, step))
+def _check_undamaged(directory: Path, step: int, *, arrays: bool = True) -> None:
+    """Refuse a step whose files are not those that were written.
+
+    Args:
+      directory: the folder of the run.
+      step: the number of the checkpoint.
+      arrays: whether all bytes of the arrays are read and compared; else their files' sizes only.
+    """
+    damage_lines = verify(step_folder(directory, step), arrays=arrays)
     if not damage_lines:
         return
     # A silent return to an older step would lose work or hide a failing disk. So the message names

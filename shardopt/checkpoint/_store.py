@@ -256,7 +256,9 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
         restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values())
     )
     with ocp.Checkpointer(handler) as reader:
-        restored = reader.restore(folder / _ITEM, _restore_args(nest(nonempty_leaves)))
+        # other arrays of the folder are not read
+        arguments = _restore_args(nest(nonempty_leaves), partial_restore=True)
+        restored = reader.restore(folder / _ITEM, arguments)
     arrays = dict(zip(nonempty_leaves, unnest(restored, list(nonempty_leaves)), strict=True))
     for path, leaf in stored_leaves.items():
         if path not in arrays:

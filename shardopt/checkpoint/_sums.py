@@ -52,17 +52,19 @@ def total_of(sums: LeafSums) -> tuple[int, int]:
 def check_sums(source: str, state: PyTree, sums: Mapping[LeafPath, str] | None) -> None:
     """Refuse a state whose sums are not the stored ones; with several processes all must call it.
 
+    The state may be a part of the stored one.
+
     Raises:
       DamagedCheckpointError: if a leaf has another sum.
     """
     if sums is None:
         return
-    actual = leaf_sums(state)
-    if changed := [
-        f"{show(path)}: sum {actual[path]}, not {text}"
-        for path, text in sums.items()
-        if actual[path] != text
-    ]:
+    changed = [
+        f"{show(path)}: sum {text}, not {sums[path]}"
+        for path, text in leaf_sums(state).items()
+        if sums[path] != text
+    ]
+    if changed:
         problem = f"{source} does not hold the state that it was saved from."
         raise DamagedCheckpointError(
             error_text(problem, changed, fix="go back to an earlier step.")
