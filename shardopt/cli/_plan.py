@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from jax.sharding import Mesh
@@ -18,7 +18,6 @@ from shardopt.core._errors import calling, value_error
 from shardopt.hlo import Audit, inner_product_flops
 from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
-from shardopt.planning import Failures
 from shardopt.planning._aot import AotReport
 from shardopt.planning._compiled_time import StepSeconds
 from shardopt.planning._layout import ParallelLayout, named_builder
@@ -57,10 +56,6 @@ class PlanOptions:
     optimizer: str = "adamw"
     """Any optax optimizer with a learning rate, for the bytes of its state."""
 
-    failures: Annotated[str | None, tyro.conf.arg(metavar="NAME=NUMBER,...")] = None
-    """How often chips fail and what a failure costs, such as mtbf=5y,restart=300,save=5: the fields
-    of so.planning.Failures. Lists when to save, spares, and goodput."""
-
     top: int = 10
     """How many layouts to list."""
 
@@ -79,7 +74,6 @@ def plan(options: PlanOptions) -> None:
     if options.length is not None:
         check_count("--length", options.length)
         shape = dataclasses.replace(shape, length=options.length)
-    failures = None if options.failures is None else parse_failures(options.failures)
     factory, arguments = find_optimizer(options.optimizer)
     plans = so.plan(
         shape,
@@ -88,59 +82,10 @@ def plan(options: PlanOptions) -> None:
         slices=options.slices,
         batch_size=2 * options.chips if options.batch_size is None else options.batch_size,
         tx=factory(1e-3, **arguments),
-        failures=failures,
     )
     if options.png is not None:
         plans.plot(plans.ranked[: options.top], path=options.png)
     print(as_json(plans, options.top) if options.json else as_text(plans, options.top))
-
-
-UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "y": 365 * 86400.0}
-
-
-def parse_failures(text: str) -> Failures:
-    """Return the failures in a text of names and numbers; a time is in seconds, or has a unit.
-
-    Raises:
-      ValueError: if the text cannot be read, or a number is out of range.
-
-    Example:
-      >>> parse_failures("mtbf=5y,restart=5min,save=2,islands=1+4")
-      Failures(mtbf=157680000.0, restart=300.0, save=2.0, detect=0.0, replace=0.0, host_chips=8, snapshot=None, wide=0.0, \
-islands=(1, 4), exchange=0.0, stall=0.0)
-    """
-    names = {field.name: field for field in dataclasses.fields(Failures)}
-    values: dict[str, Any] = {}
-    problems = []
-    for part in text.split(","):
-        name, _, number = (piece.strip() for piece in part.partition("="))
-        if name not in names:
-            problems.append(f"{part.strip()!r}: there is no {name!r}")
-        elif name in values:
-            problems.append(f"{part.strip()!r}: {name} is there twice")
-        else:
-            try:
-                values[name] = _value(name, number)
-            except (ValueError, KeyError):
-                problems.append(f"{part.strip()!r}: {number!r} is no number")
-    required = [name for name, field in names.items() if field.default is dataclasses.MISSING]
-    problems += [f"{name} is missing" for name in required if name not in values and not problems]
-    if problems:
-        fix = (
-            f"write --failures mtbf=5y,restart=300,save=5; the names are {', '.join(names)}, the"
-            f" units {', '.join(UNITS)}."
-        )
-        raise value_error(f"--failures {text} cannot be read.", problems, fix)
-    return Failures(**values)
-
-
-def _value(name: str, number: str) -> float | int | tuple[int, ...]:
-    if name == "islands":
-        return tuple(int(count) for count in number.split("+"))
-    if name == "host_chips":
-        return int(number)
-    digits = number.rstrip("smindhy")
-    return float(digits) * (UNITS[number[len(digits) :]] if digits != number else 1.0)
 
 
 def as_text(plans: Plans, top: int) -> str:
@@ -169,14 +114,8 @@ def as_text(plans: Plans, top: int) -> str:
 def _builder_text(layout: ParallelLayout, name: str) -> str:
     """Return the code that makes `layout.builder()`."""
     text, kind = f"so.schedules.{name}", KINDS[name]
-    arguments: dict[str, object] = {}
-    if layout.searched is not None:
-        arguments = layout.searched._asdict()
-    elif layout.chunks > 1 and kind.takes_chunks:
-        arguments = {"num_chunks": layout.chunks}
-    if arguments:
-        arguments_text = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        text = f"functools.partial({text}, {arguments_text})"
+    if layout.chunks > 1 and kind.takes_chunks:
+        text = f"functools.partial({text}, num_chunks={layout.chunks})"
     return text if kind.in_lockstep else f"so.schedules.send_ahead({text})"
 
 
@@ -196,14 +135,6 @@ def as_json(plans: Plans, top: int) -> str:
         "fitting": len(plans.ranked),
         "ranked": [entry.to_json() for entry in plans.ranked[:top]],
         "dropped": dropped[:top],
-        "recoveries": [
-            entry.recovery.to_json()
-            | {
-                "layout": str(entry.prediction.layout),
-                "tokens_per_second": entry.tokens_per_second,
-            }
-            for entry in plans.recoveries
-        ],
     }
     return json.dumps(report, indent=2)
 

@@ -57,7 +57,7 @@ def send_ahead(
     backward takes only its own time, and messages travel while passes run.
 
     **Bubble**: `program_time` comes near `table_time`, even if stages run different kinds of passes
-    at a time (`zero_bubble_2`, `zero_bubble_v`, `dual_pipe_v`, schedules of `search`). Schedules
+    at a time (`zero_bubble_2`, `zero_bubble_v`, `dual_pipe_v`). Schedules
     that already run in lockstep gain nothing. `one_f_one_b`, with its S activations, waits as much
     longer for messages as it saves.
 

@@ -32,5 +32,4 @@ KINDS = {
     "zero_bubble_lockstep": ScheduleKind(takes_chunks=True, in_lockstep=True),
     "zero_bubble_v": ScheduleKind(2, on_a_v=True),
     "dual_pipe_v": ScheduleKind(2, on_a_v=True),
-    "search": ScheduleKind(),
 }

@@ -10,7 +10,6 @@ from shardopt.pipeline._construct import from_order, from_ticks
 from shardopt.pipeline._cut import balance
 from shardopt.pipeline._orders import lockstep_ticks, stage_order
 from shardopt.pipeline._schedule import Schedule
-from shardopt.pipeline._search import search
 from shardopt.pipeline._zero_bubbles import zero_bubble, zero_bubble_2, zero_bubble_lockstep
 
 __all__ = [
@@ -24,7 +23,6 @@ __all__ = [
     "interleaved",
     "looped_breadth_first",
     "one_f_one_b",
-    "search",
     "send_ahead",
     "zero_bubble",
     "zero_bubble_2",

@@ -396,7 +396,7 @@ class Footprint(NamedTuple):
         return sum(self)
 
 
-def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> Footprint:
+def footprint(placed: PlacedModel, *, batch_size: int) -> Footprint:
     """Return the bytes on a device.
 
     There are k blocks on a stage and r rows in a micro-batch. Tensor shards activations as the
@@ -405,7 +405,6 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
     Args:
       placed: the model under a layout.
       batch_size: rows of the global batch.
-      extra_slots: slots of a pipeline in addition to the slots of its schedule.
 
     - gradients: one sum, sharded by the placement. With micro-batches and no pipeline, also the
       gradients of one micro-batch before they are added. In a pipeline two sums, because each tick
@@ -458,7 +457,6 @@ def footprint(placed: PlacedModel, *, batch_size: int, extra_slots: int = 0) -> 
             boundary + saved if layout.remat else residuals,
             residuals,
             deferred,
-            extra_slots,
         ),
         gathered=gathered + _reordered_bytes(placed),
         working=working,
@@ -493,7 +491,6 @@ def _activation_bytes(
     block_bytes: float,
     residuals: float,
     deferred: float,
-    extra_slots: int,
 ) -> float:
     layout, table = placed.layout, placed.layout.table()
     if table is None:
@@ -502,12 +499,14 @@ def _activation_bytes(
     waiting_messages = (
         table.num_input_slots + table.num_cotangent_slots + 2 * table.ticks.message_ticks
     )
-    slots, splits_weight_pass = table.num_slots + extra_slots, table.ticks.weight is not None
-    deferred_slots = table.num_deferred_slots + extra_slots * splits_weight_pass
-    deferred_bytes = deferred_slots * blocks_per_chunk * deferred
+    deferred_bytes = table.num_deferred_slots * blocks_per_chunk * deferred
     if layout.remat:
-        return (slots + waiting_messages) * boundary + deferred_bytes
-    return slots * blocks_per_chunk * residuals + waiting_messages * boundary + deferred_bytes
+        return (table.num_slots + waiting_messages) * boundary + deferred_bytes
+    return (
+        table.num_slots * blocks_per_chunk * residuals
+        + waiting_messages * boundary
+        + deferred_bytes
+    )
 
 
 def _chunk_residuals(placed: PlacedModel, residuals: float) -> float:
@@ -723,9 +722,7 @@ def pass_seconds(
     batch_size: int,
     slices: int = 1,
 ) -> PassSeconds:
-    """Return the times that `so.schedules.search` takes as arguments, with the assumptions of
-    `step_time`.
-    """
+    """Return the times of passes, with the assumptions of `step_time`."""
     workload, layout = placed.workload, placed.layout
     rows = batch_size / layout.pieces
     tensor = sum(

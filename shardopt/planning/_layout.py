@@ -23,7 +23,7 @@ from shardopt.config._config import (
 )
 from shardopt.config._layout import make_layout
 from shardopt.core._block_model import BLOCKS, BlockModel
-from shardopt.core._errors import calling, plural
+from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, Rules
 from shardopt.low_precision._weight import wire_form
 from shardopt.matrices._owned_update import layout_bytes
@@ -49,24 +49,6 @@ from shardopt.strategies._hybrid import pipelined_slots
 from shardopt.strategies._slots import own_slots
 
 
-class SearchArguments(NamedTuple):
-    """The arguments of `so.schedules.search`, for S stages and one micro-batch.
-
-    Attributes:
-      forward: seconds of the forward pass of each stage, [S].
-      backward: seconds of the gradient of the stage's input, [S].
-      weight: seconds of the gradient of the stage's weights, [S].
-      communication: seconds of one message.
-      memory: the largest number of activations that a stage may hold.
-    """
-
-    forward: tuple[float, ...]
-    backward: tuple[float, ...]
-    weight: tuple[float, ...]
-    communication: float
-    memory: int
-
-
 class ParallelLayout(NamedTuple):
     """One way to distribute training: the arguments of `so.make_mesh` and `so.hybrid`, as plain
     values.
@@ -90,8 +72,6 @@ class ParallelLayout(NamedTuple):
       context: size of the context axis: devices that share the positions of every row.
       expert: size of the expert axis: devices that share the experts. Each also has rows of its
         own.
-      searched: the times and the memory for which the schedule "search" is searched; None for other
-        schedules.
       regather: whether fsdp in a pipeline gathers a block in every pass. False gathers it once per
         step.
     """
@@ -109,7 +89,6 @@ class ParallelLayout(NamedTuple):
     scatter_dtype: DTypeLike | None = None
     context: int = 1
     expert: int = 1
-    searched: SearchArguments | None = None
     regather: bool = True
 
     @property
@@ -149,11 +128,11 @@ class ParallelLayout(NamedTuple):
         """Return the built schedule; None without a pipeline."""
         if self.schedule is None:
             return None
-        return _table(self.schedule, self.pipeline, self.micro_batches, self.chunks, self.searched)
+        return _table(self.schedule, self.pipeline, self.micro_batches, self.chunks)
 
     def builder(self) -> Callable[[int, int], Schedule]:
         """Return the builder that `so.hybrid` takes as `schedule`."""
-        return _builder(self.schedule or "eager_one_f_one_b", self.chunks, self.searched)
+        return _builder(self.schedule or "eager_one_f_one_b", self.chunks)
 
     def strategy(self, rules: Rules) -> dict[str, Any]:
         """Return keyword arguments of `so.hybrid`."""
@@ -187,11 +166,6 @@ class ParallelLayout(NamedTuple):
                     else ""
                 )
             )
-            words += (
-                [f"at most {plural(self.searched.memory, 'activation')}"]
-                if self.searched is not None
-                else []
-            )
             words += ["sent ahead"] if not KINDS[self.schedule].in_lockstep else []
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
@@ -201,14 +175,8 @@ class ParallelLayout(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def _table(
-    name: str,
-    num_stages: int,
-    num_micro_batches: int,
-    chunks: int,
-    searched: SearchArguments | None,
-) -> Schedule:
-    return _builder(name, chunks, searched)(num_stages, num_micro_batches)
+def _table(name: str, num_stages: int, num_micro_batches: int, chunks: int) -> Schedule:
+    return _builder(name, chunks)(num_stages, num_micro_batches)
 
 
 def named_builder(name: str, chunks: int | None = None) -> Callable[[int, int], Schedule]:
@@ -221,12 +189,8 @@ def named_builder(name: str, chunks: int | None = None) -> Callable[[int, int], 
     )
 
 
-def _builder(
-    name: str, chunks: int, searched: SearchArguments | None
-) -> Callable[[int, int], Schedule]:
+def _builder(name: str, chunks: int) -> Callable[[int, int], Schedule]:
     builder = named_builder(name, chunks)
-    if searched is not None:
-        builder = functools.partial(builder, **searched._asdict())
     return builder if KINDS[name].in_lockstep else schedules.send_ahead(builder)
 
 

@@ -2,9 +2,8 @@
 not fit.
 """
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +30,6 @@ from shardopt.planning._costs import (
     step_time,
     traffic,
 )
-from shardopt.planning._failures import Failures
 from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
 from shardopt.planning._layout import (
     ParallelLayout,
@@ -42,14 +40,18 @@ from shardopt.planning._layout import (
 )
 from shardopt.planning._models import Transformer, find_model
 from shardopt.planning._plots import plot_plans
-from shardopt.planning._recovery import Recovery, check_islands, duration, plan_recovery
-from shardopt.planning._searched import with_search_arguments
 from shardopt.planning._workload import Workload
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SCHEDULES = ("eager_one_f_one_b", "interleaved", "zero_bubble_lockstep", "zero_bubble_v", "search")
+SCHEDULES = (
+    "eager_one_f_one_b",
+    "interleaved",
+    "zero_bubble_lockstep",
+    "zero_bubble_2",
+    "zero_bubble_v",
+)
 """No other schedule is predicted to be faster than all of these with the same memory."""
 
 
@@ -124,21 +126,6 @@ class Dropped(NamedTuple):
     missing_bytes: float
 
 
-class PlannedRecovery(NamedTuple):
-    """A way to survive failures, with the layout that it needs.
-
-    Attributes:
-      recovery: islands, spares, periods, goodput.
-      prediction: the fastest layout of one island, which is the whole job if there is one island.
-      tokens_per_second: tokens per second of all islands together, times the share of time that
-        counts.
-    """
-
-    recovery: Recovery
-    prediction: Prediction
-    tokens_per_second: float
-
-
 class Plans(NamedTuple):
     """The result of `plan`; `print` shows a table.
 
@@ -153,8 +140,6 @@ class Plans(NamedTuple):
       state_layouts: bytes that work on matrices sends under the fastest layout with each
         `opt_state`, and the recommended one; None if the optimizer does not work on
         matrices.
-      recoveries: with `failures`, one way to survive them for each number of islands, the most
-        tokens first.
     """
 
     ranked: tuple[Prediction, ...]
@@ -165,7 +150,6 @@ class Plans(NamedTuple):
     batch_size: int
     limit: float
     state_layouts: LayoutBytes | None = None
-    recoveries: tuple[PlannedRecovery, ...] = ()
 
     @property
     def best(self) -> Prediction:
@@ -222,7 +206,6 @@ def plan(
     gather_dtype: DTypeLike | None = jnp.bfloat16,
     scatter_dtype: DTypeLike | None = None,
     headroom: float = 0.1,
-    failures: Failures | None = None,
 ) -> Plans:
     """Rank all ways to distribute a model over chips by their predicted step time.
 
@@ -239,10 +222,8 @@ def plan(
         default `optax.adamw`.
       slices: number of pods, joined by the data-centre network; each has an equal number of chips.
       placements: placements to try, among "ddp", "zero1", "zero2" and "fsdp".
-      schedules: names of `so.schedules` to try, for layouts with a pipeline. "search" runs
-        `so.schedules.search` with the predicted times and the activations that fit. It is tried on
-        layouts that are fastest, or nearly fit, with another schedule. Schedules that do not run in
-        lockstep are predicted with `so.schedules.send_ahead`.
+      schedules: names of `so.schedules` to try, for layouts with a pipeline. Schedules
+        that do not run in lockstep are predicted with `so.schedules.send_ahead`.
       remat: values of `remat` to try: False recomputes nothing, True recomputes all,
         "save:NAME,..." saves the values of these names. By default all three are tried. Names of
         the model's blocks that avoid most flops per byte are saved first, so the fastest layout is
@@ -253,9 +234,6 @@ def plan(
       scatter_dtype: dtype of the reduce-scatters of gradients, except under ddp; None is the dtype
         of the weights.
       headroom: share of a chip's memory that stays free for costs that the formulas do not count.
-      failures: how often chips fail, and the cost of a failure. Then `.recoveries` has the period
-        of checkpoints and snapshots, spares, and goodput for each number of islands in it. See
-        `so.planning.plan_recovery`.
 
     Returns:
       `Plans`: `.best` and `.ranked` have `.mesh` for `so.make_mesh(**...)` and `.strategy` for
@@ -285,8 +263,6 @@ def plan(
     chip = find_hardware(hardware)
     device = chip.per_device()
     _check(chips, batch_size, slices, placements, schedules, headroom)
-    for islands in failures.islands if failures else ():
-        _check_islands(islands, chips, batch_size, slices)
     opt_state = abstract_opt_state(workload, tx)
     limit = device.memory_bytes * (1 - headroom)
     remat_choices = workload.remat_choices() if remat is None else tuple(remat)
@@ -295,28 +271,20 @@ def plan(
     dtypes = gather_dtype, scatter_dtype
     machine = {"hardware": device, "batch_size": batch_size, "slices": slices}
     ranking = _Ranking(workload, opt_state, machine, limit)
-    fixed_schedules = [name for name in schedules if name != "search"]
-    tried_schedules = fixed_schedules or SCHEDULES[:1]
     space = _Space(
         workload,
         chips * chip.devices,
         batch_size,
         slices,
         placements,
-        tried_schedules,
+        schedules,
         remat_choices,
         dtypes,
     )
     ranking.add(space.layouts())
-    # "search" and gathering once are tried on the best layouts alone
-    if "search" in schedules:
-        ranking.add(_layouts_to_search(ranking.fitting, ranking.dropped))
+    # gathering once is tried on the best layouts alone
     ranking.add(_gathered_once(ranking.fitting))
     fitting, dropped = ranking.fitting, ranking.dropped
-    if not fixed_schedules:
-        fitting = [
-            prediction for prediction in fitting if prediction.layout.schedule in (None, "search")
-        ]
     dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
     fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
@@ -326,15 +294,7 @@ def plan(
         elements = default_min_shard_elements("tpu" if device.torus_dims else "")
         layouts = state_layout_bytes(workload, plans.best.layout, tx, min_shard_elements=elements)
         plans = plans._replace(state_layouts=layouts)
-    if failures is None:
-        return plans
-
-    tried = {"placements": placements, "schedules": schedules, "remat": remat}
-    dtypes_by_name = {"gather_dtype": gather_dtype, "scatter_dtype": scatter_dtype}
-    plan_island = functools.partial(
-        plan, workload, hardware=chip, tx=tx, headroom=headroom, **tried, **dtypes_by_name
-    )
-    return plans._replace(recoveries=_recoveries(failures, plans, slices, plan_island))
+    return plans
 
 
 @dataclass
@@ -364,7 +324,8 @@ class _Ranking:
         """Predict layouts, and drop those that cannot be used."""
         for layout in layouts:
             try:
-                prediction = self._predict(layout)
+                placed = self._placed(layout)
+                prediction = predict(self.workload, layout, **self.machine, placed=placed)
             except ValueError as error:  # a dim that tensor does not divide
                 reason = str(error).splitlines()[0].removeprefix("plan: ")
                 self.dropped.append(Dropped(layout, reason, 0.0))
@@ -376,57 +337,12 @@ class _Ranking:
             else:
                 self.fitting.append(prediction)
 
-    def _predict(self, layout: ParallelLayout) -> Prediction:
-        if layout.schedule == "search":
-            placed = self._placed(layout)
-            layout = with_search_arguments(placed, **self.machine, limit=self.limit)
-        return predict(self.workload, layout, **self.machine, placed=self._placed(layout))
-
     def _placed(self, layout: ParallelLayout) -> PlacedModel:
         key = layout.placement, *layout.sizes.items()
         if key not in self.placed:
             tiled = self.machine["hardware"].torus_dims > 0
             self.placed[key] = place(self.workload, layout, self.opt_state, tiled=tiled)
         return self.placed[key]._replace(layout=layout)
-
-
-def _recoveries(
-    failures: Failures, plans: Plans, slices: int, plan_island: Callable[..., Plans]
-) -> tuple[PlannedRecovery, ...]:
-    """Return a recovery for each number of islands, the most tokens first."""
-    recoveries = []
-    for islands in failures.islands:
-        chips, rows = plans.chips // islands, plans.batch_size // islands
-        best = plans.best
-        if islands > 1:
-            best = plan_island(chips=chips, batch_size=rows, slices=max(slices // islands, 1)).best
-        recovery = plan_recovery(
-            failures, chips=plans.chips, islands=islands, step_seconds=best.time.total
-        )
-        tokens_per_second = islands * best.tokens_per_second * recovery.training_share
-        recoveries.append(PlannedRecovery(recovery, best, tokens_per_second))
-    return tuple(sorted(recoveries, key=lambda entry: -entry.tokens_per_second))
-
-
-def _check_islands(islands: int, chips: int, batch_size: int, slices: int) -> None:
-    check_islands(islands, chips)
-    if batch_size % islands:
-        problem = (
-            f"{plural(batch_size, 'row')} per batch cannot be spread evenly over"
-            f" {plural(islands, 'island')}."
-        )
-        raise ValueError(
-            format_error("plan", problem, fix=f"choose a batch_size divisible by {islands}.")
-        )
-    if slices % islands and islands % slices:
-        problem = (
-            f"{plural(islands, 'island')} cannot be spread evenly over {plural(slices, 'slice')}."
-        )
-        raise ValueError(
-            format_error(
-                "plan", problem, fix="choose islands that divide the slices, or the reverse."
-            )
-        )
 
 
 _SCHEDULE_NAMES = tuple(
@@ -437,26 +353,6 @@ _SCHEDULE_NAMES = tuple(
 
 
 _MAX_TRIES = 6
-
-
-def _layouts_to_search(
-    fitting: Sequence[Prediction], dropped: Sequence[Dropped]
-) -> list[ParallelLayout]:
-    """Return the layouts with the schedule "search": the fastest pipelines, and pipelines that
-    almost fit.
-    """
-    almost_fitting = sorted(
-        (entry for entry in dropped if entry.missing_bytes), key=lambda entry: entry.missing_bytes
-    )
-    pipelines = (
-        [entry.layout for entry in entries if entry.layout.schedule]
-        for entries in (_fastest(fitting), almost_fitting)
-    )
-    searched = (
-        [layout._replace(schedule="search", chunks=1) for layout in layouts]
-        for layouts in pipelines
-    )
-    return [layout for layouts in searched for layout in list(dict.fromkeys(layouts))[:_MAX_TRIES]]
 
 
 def _gathered_once(fitting: Sequence[Prediction]) -> list[ParallelLayout]:
@@ -776,27 +672,8 @@ def _table(plans: Plans, count: int) -> str:
                 else []
             ),
             *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
-            *([] if not plans.recoveries else ["", *_recovery_lines(plans.recoveries)]),
         ]
     )
-
-
-def _recovery_lines(recoveries: Sequence[PlannedRecovery]) -> list[str]:
-    """Return a table of the ways to survive failures, and the time that the best one loses."""
-    best = recoveries[0].recovery
-    rows = [["islands", "spares", "checkpoint", "snapshot", "failure", "goodput", "tokens/s"]]
-    for entry in recoveries:
-        recovery = entry.recovery
-        step_counts = recovery.save_steps, recovery.snapshot_steps
-        periods = ["-" if count is None else plural(count, "step") for count in step_counts]
-        rates = (
-            f"every {duration(recovery.interval)}",
-            f"{recovery.goodput:.1%}",
-            f"{entry.tokens_per_second:,.0f}",
-        )
-        rows.append([str(recovery.islands), str(recovery.spares), *periods, *rates])
-    lost = ", ".join(f"{cause} {share:.1%}" for cause, share in best.lost.items())
-    return [*aligned(rows, lambda *_: True), f"the first one loses: {lost}"]
 
 
 def _row(prediction: Prediction, columns: Sequence[str]) -> list[str]:

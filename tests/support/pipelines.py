@@ -27,14 +27,6 @@ def v_shaped(num_stages: int, num_micro_batches: int) -> so.schedules.Schedule:
     )
 
 
-def searched(num_stages: int, num_micro_batches: int) -> so.schedules.Schedule:
-    """What is found for stages whose input gradient takes longest and that keep at most S
-    activations.
-    """
-    times = {"forward": 2.0, "backward": 3.0, "weight": 1.0, "communication": 0.5}
-    return so.schedules.search(num_stages, num_micro_batches, **times, memory=num_stages)
-
-
 SCHEDULES = {
     "gpipe": so.schedules.gpipe,
     "eager_one_f_one_b": so.schedules.eager_one_f_one_b,
@@ -49,7 +41,6 @@ SCHEDULES = {
     "dual_pipe_v": so.schedules.dual_pipe_v,
     "looped_breadth_first": so.schedules.looped_breadth_first,
     "v_shaped": v_shaped,
-    "searched": searched,
     "zero_bubble_v_ahead": so.schedules.send_ahead(so.schedules.zero_bubble_v),
 }
 IN_GROUPS = ("interleaved", "zero_bubble_lockstep_2", "interleaved_zero_bubble")

@@ -16,7 +16,6 @@ from shardopt.hlo import Memory, inner_product_flops
 from shardopt.hlo.proof._prove import Source
 from shardopt.planning import ParallelLayout
 from shardopt.planning._aot import AotReport
-from shardopt.planning._layout import SearchArguments
 from shardopt.planning._models import find_model
 
 pytestmark = pytest.mark.fast
@@ -54,12 +53,7 @@ def test_what_to_type_is_python(capsys):
         ParallelLayout(pipeline=4, micro_batches=8, schedule="eager_one_f_one_b"),
         ParallelLayout(pipeline=4, micro_batches=8, schedule="interleaved", chunks=2),
         ParallelLayout(pipeline=4, micro_batches=8, schedule="zero_bubble_v", chunks=2),
-        ParallelLayout(
-            pipeline=2,
-            micro_batches=4,
-            schedule="search",
-            searched=SearchArguments((0.15, 0.15), (0.15, 0.218), (0.163, 0.163), 0.000336, 2),
-        ),
+        ParallelLayout(pipeline=2, micro_batches=4, schedule="zero_bubble_2"),
     ],
     ids=lambda layout: layout.schedule,
 )

@@ -13,16 +13,15 @@ from shardopt.pipeline._kinds import KINDS
 pytestmark = pytest.mark.fast
 
 MAKERS = {"Schedule", "balance", "from_order", "from_ticks", "send_ahead"}
-TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0}
 
 
 def schedule_of(name: str) -> Schedule:
-    return getattr(schedules, name)(4, 8, **(TIMES if name == "search" else {}))
+    return getattr(schedules, name)(4, 8)
 
 
 def test_every_schedule_has_a_kind():
     assert set(KINDS) == set(schedules.__all__) - MAKERS
-    assert set(get_args(ScheduleName)) == set(KINDS) - {"search"}
+    assert set(get_args(ScheduleName)) == set(KINDS)
 
 
 @pytest.mark.parametrize("name", KINDS)

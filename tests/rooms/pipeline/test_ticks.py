@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from support.fuzz import fuzz
-from support.pipelines import searched, v_shaped
+from support.pipelines import v_shaped
 from support.tiers import tiered
 
 from shardopt.pipeline import schedules
@@ -127,7 +127,6 @@ SCHEDULES = {
         p, m if v == 1 else p * -(-m // p), v
     ),
     "v_shaped": lambda p, m, v: v_shaped(p, m),
-    "searched": lambda p, m, v: searched(p, m),
     "interleaved, sent ahead": lambda p, m, v: schedules.send_ahead(
         SCHEDULES["interleaved"](p, m, v)
     ),

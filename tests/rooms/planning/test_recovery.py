@@ -8,9 +8,6 @@ import re
 import pytest
 from support.scripts import imported
 
-import shardopt as so
-from shardopt.cli import main
-from shardopt.cli._plan import parse_failures
 from shardopt.planning import Failures, plan_recovery
 from shardopt.planning._recovery import best_period
 
@@ -200,78 +197,3 @@ def test_failures_refuse(change, error, message):
 def test_plan_recovery_refuses(arguments, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         plan_recovery(Failures(**BASE), **arguments)
-
-
-GPT2 = {"model": "gpt2", "hardware": "a100", "chips": 8, "batch_size": 16, "schedules": ()}
-
-
-def test_a_plan_lists_the_ways_to_survive_failures():
-    failures = Failures(mtbf=1000 * HOUR, restart=300, save=5, islands=(1, 4), host_chips=1)
-    plans = so.plan(**GPT2, failures=failures)
-    synchronous, islands = plans.recoveries
-    assert (synchronous.recovery.islands, islands.recovery.islands) == (1, 4)
-    assert synchronous.tokens_per_second > islands.tokens_per_second
-    assert synchronous.recovery.goodput < islands.recovery.goodput
-    assert synchronous.prediction == plans.best
-    assert math.prod(islands.prediction.mesh.values()) == 2
-    for entry in plans.recoveries:
-        step = entry.prediction.time.total
-        assert entry.recovery == plan_recovery(
-            failures, chips=8, islands=entry.recovery.islands, step_seconds=step
-        )
-        tokens = (
-            entry.prediction.tokens_per_second
-            * entry.recovery.islands
-            * entry.recovery.training_share
-        )
-        assert entry.tokens_per_second == pytest.approx(tokens)
-    header, first, second, lost = plans.table(1).splitlines()[-4:]
-    assert header.split() == [
-        "islands",
-        "spares",
-        "checkpoint",
-        "snapshot",
-        "failure",
-        "goodput",
-        "tokens/s",
-    ]
-    assert [first.split()[0], second.split()[0]] == ["1", "4"]
-    assert lost.startswith("the first one loses: ")
-    assert so.plan(**GPT2).recoveries == ()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"islands": (3,)}, "plan: 8 chips cannot be spread evenly over 3 islands."),
-        (
-            {"islands": (8,), "batch_size": 12},
-            "plan: 12 rows per batch cannot be spread evenly over 8 islands.",
-        ),
-        (
-            {"islands": (4,), "chips": 12, "slices": 6, "batch_size": 24},
-            "plan: 4 islands cannot be spread evenly over 6 slices.",
-        ),
-    ],
-)
-def test_a_plan_refuses_islands_that_do_not_divide(change, message):
-    failures = Failures(**BASE, islands=change.pop("islands"))
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        so.plan(**GPT2 | change, failures=failures)
-
-
-def test_the_command_line_reads_failures(capsys):
-    failures = parse_failures("mtbf=5y,restart=5min,save=2,islands=1+4,host_chips=4,snapshot=0.5")
-    assert failures == Failures(
-        mtbf=5 * 365 * 24 * HOUR, restart=300, save=2, islands=(1, 4), host_chips=4, snapshot=0.5
-    )
-    words = ["plan", "--model", "gpt2", "--hardware", "a100", "--chips", "4", "--top", "1"]
-    assert main([*words, "--json", "--failures", "mtbf=500h,restart=5min,save=2"]) == 0
-    assert '"save_steps"' in capsys.readouterr().out
-    assert main([*words, "--failures", "mtbf=5w,mtbf=3,start=3"]) != 0
-    shown = capsys.readouterr().err
-    assert "--failures mtbf=5w,mtbf=3,start=3 cannot be read." in shown
-    assert "'mtbf=5w': '5w' is no number" in shown
-    assert "'start=3': there is no 'start'" in shown
-    assert main([*words, "--failures", "mtbf=5h,save=3"]) != 0
-    assert "restart is missing" in capsys.readouterr().err

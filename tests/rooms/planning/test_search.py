@@ -297,39 +297,6 @@ def test_a_pipeline_idles_as_its_schedule_says():
     assert time.bubble / time.total == pytest.approx(layout.table().program_bubble_fraction)
 
 
-def test_a_searched_schedule_keeps_what_fits_and_is_what_a_user_runs():
-    """On a chip that has no room for a fourth activation the search is told so."""
-    work, chip = find_model("gpt2").workload(), HARDWARE["v5p"]
-    layout = ParallelLayout(pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble")
-    known = predict(work, layout, hardware=chip, batch_size=8)
-    each = known.memory.activations / (layout.table().num_slots + 1)  # and what waits
-    how = {
-        "chips": 4,
-        "batch_size": 8,
-        "placements": ["ddp"],
-        "schedules": ["search"],
-        "remat": [False],
-        "headroom": 0.0,
-    }
-
-    def of(plans):
-        (one,) = [x for x in plans.ranked if x.mesh == layout.sizes and x.layout.micro_batches == 8]
-        return one, one.layout.table()
-
-    small = dataclasses.replace(chip, memory_bytes=int(known.memory.total - each))
-    (tight, few), (free, many) = (of(so.plan(work, hardware=one, **how)) for one in (small, chip))
-    assert tight.memory.total <= small.memory_bytes
-    assert few.num_slots <= tight.layout.searched.memory < 4 < many.num_slots
-    assert free.time.total <= tight.time.total
-    assert tight.strategy["schedule"](4, 8).ticks == few.ticks
-    assert few.ticks.message_ticks == 2
-    bound = tight.layout.searched.memory
-    assert (
-        str(tight.layout)
-        == f"pipeline=4, ddp, search, at most {bound} activations, sent ahead, 8 micro-batches"
-    )
-
-
 def test_messages_that_are_sent_ahead_hide_behind_passes():
     layout = ParallelLayout(
         pipeline=4, placement="ddp", micro_batches=8, schedule="zero_bubble_v", chunks=2
