@@ -59,7 +59,7 @@ RunUpdate = Callable[[PyTree, tuple[PyTree, PyTree], Pushes], UpdateResult]
 
 @dataclass(frozen=True)
 class Programs:
-    """The programs that a server runs on its trained leaves, or on a fragment of them.
+    """The programs that a server runs on its trained leaves.
 
     `args` are `run_arguments` of these leaves, of their states, and of updates with their
     gradients.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,11 @@ import optax
 
 from shardopt.config._check import check_optimizer
 from shardopt.core._arguments import check_count, is_integer
-from shardopt.core._block_model import as_block_model
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import Devices, PyTree, TrainState
 from shardopt.parameter_server._async_sgd import check_not_shared
 from shardopt.parameter_server._clock import check_max_staleness
-from shardopt.parameter_server._fragments import FragmentPlan, check_fragments
-from shardopt.parameter_server._islands import (
-    Island,
-    Islands,
-    Streaming,
-    check_streaming,
-)
+from shardopt.parameter_server._islands import Island, Islands, copy_params
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._run import BatchesOf, RunSpec, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
@@ -53,9 +45,6 @@ def async_local_sgd(
     max_staleness: int | None = None,
     rule: StalenessRule | None = None,
     reducer: Reducer | None = None,
-    fragments: int = 1,
-    delay: int = 0,
-    mix: float = 0.0,
     backend: str = "threads",
     nonfinite: str = "raise",
     devices: int = 1,
@@ -83,11 +72,6 @@ def async_local_sgd(
       local_steps: H; or one number for each island, for instance from `rules.dynamic_local_steps`.
       max_staleness: the bound in pushes; None for no bound.
       rule: the treatment of late changes, from `parameter_server.rules`.
-      fragments: P, the number of fragments, which are pushed one after another; divides H.
-      delay: steps that an island takes while a push and its answer travel; below H / P. After these
-        steps the island waits.
-      mix: the share of its own parameters that an island keeps when it takes the server's, from 0
-        to 1.
       reducer: the encoding of changes on their way to the server, as for `async_sgd`.
       backend: "threads", with islands in this process; or "ray", with one process or several for
         each island.
@@ -104,7 +88,7 @@ def async_local_sgd(
         are killed.
 
     Returns:
-      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H / P of the
+      An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H of the
       global batches of `batches_of(worker)`. `metrics["history"]` has the means over these steps of
       all metrics of the strategies. `so.losses.Sum` is added up over the steps; `so.losses.Max` and
       `so.losses.Min` are the largest and the smallest.
@@ -112,8 +96,7 @@ def async_local_sgd(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if there are no islands, two islands share devices, a number is out of range, the
-        backend is unknown, one sender cannot encode the reducer, or there are more fragments than
-        blocks and leaves.
+        backend is unknown, or one sender cannot encode the reducer.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -126,15 +109,8 @@ def async_local_sgd(
       >>> result.metrics["stopped"], abs(float(result.params["w"]) - 1) < 0.1
       ('completed', True)
 
-    With P fragments, a delay or a mix this is Streaming DiLoCo. An island pushes after every H / P
-    steps: push k has only fragment f = k mod P, with the same fragments as `diloco`. The island
-    continues to train while the push travels. `delay` steps later it takes the server's current
-    fragment: theta_f <- (1 - mix) theta'_f + mix theta_i,f. Each fragment has its own outer
-    optimizer state. A pull has one fragment too; only the first pull has all.
-
     **Equivalence**: with max_staleness=0 the changes of a round are averaged and applied once. The
-    result is equal to `diloco` with `sync_every=local_steps` and the same fragments, delay and mix,
-    up to summation order. Otherwise the result is equal to the replay of its own event log, bit for
+    result is equal to `diloco` with `sync_every=local_steps`, up to summation order. Otherwise the result is equal to the replay of its own event log, bit for
     bit.
 
     **State**: an island that joins again begins with a fresh optimizer state. A loss with `rng`
@@ -143,13 +119,12 @@ def async_local_sgd(
     **Placement**: each island places its parameters by its strategy. The server keeps parameters
     and the outer optimizer's state, replicated, on the first device of the first island.
 
-    **Communication** for each push, every H / P steps: a fragment of the parameters to the island,
-    and its change to the server, both during the next `delay` steps.
+    **Communication** for each push, every H steps: the parameters to the island, and their change
+    to the server.
 
     References:
       Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024; Douillard et al.,
-      "DiLoCo: Distributed Low-Communication Training of Language Models", 2023; Douillard et al.,
-      "Streaming DiLoCo with overlapping communication", 2025.
+      "DiLoCo: Distributed Low-Communication Training of Language Models", 2023.
     """
     check_max_staleness(max_staleness)
     outer = optax.sgd(0.7, momentum=0.9, nesterov=True) if outer is None else outer
@@ -175,30 +150,19 @@ def async_local_sgd(
         island_makers = islands = _check_islands(strategies)
         check_not_shared([island.mesh for island in islands], "island")
     steps, codec = _check_local_steps(local_steps, len(islands)), check_codec(reducer)
-    check_streaming(steps, fragments, delay, mix)
-    streaming = Streaming(is_streaming=False)
-    if (fragments, delay, mix) != (1, 0, 0):
-        config = islands[0].config
-        plan = FragmentPlan(
-            int(fragments),
-            as_block_model(config.loss.loss_fn) is not None,
-            tuple(config.layout.frozen),
-        )
-        streaming = Streaming(plan, int(delay), float(mix))
-    plan = streaming.fragments if streaming.is_streaming else None
-    settings = ServerSettings(max_staleness, rule, nonfinite, reducer, plan)
+    settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
     spec = RunSpec(
         CALLER,
         len(islands),
         settings.maker(outer),
-        IslandsProblem(island_makers, devices_per_island, steps, codec, streaming).make_compute,
-        {"local_steps": steps, **codec_header(codec), **streaming.header()},
+        IslandsProblem(island_makers, devices_per_island, steps, codec).make_compute,
+        {"local_steps": steps, **codec_header(codec)},
         backend,
         devices=[int(devices)] * len(islands),
         address=address,
         max_restarts=int(max_restarts),
         hang_timeout=hang_timeout,
-        check_params=check_sgd_params if plan is None else partial(check_fragments, plan),
+        check_params=check_sgd_params,
         hosts=int(hosts_per_island),
     )
     meshes = tuple(island.mesh for island in islands)
@@ -224,14 +188,12 @@ class IslandsProblem:
       devices: the number of devices of an island on Ray.
       local_steps: H of each island.
       codec: the encoder of pushes, or None.
-      streaming: the schedule of fragments.
     """
 
     strategies: Sequence[ShardedOptimizer | MakeIsland]
     devices: int
     local_steps: Sequence[int]
     codec: Compressor | None
-    streaming: Streaming
 
     def make_compute(
         self, batches_of: BatchesOf, key: np.ndarray, worker: int | None = None
@@ -248,21 +210,11 @@ class IslandsProblem:
 
         def first_state(worker: int, params: PyTree, clock: int) -> TrainState:
             island_key = jax.random.fold_in(jax.random.wrap_key_data(jnp.asarray(key)), worker)
-            return islands[worker].init(_copy(params), jax.random.fold_in(island_key, clock))
+            return islands[worker].init(copy_params(params), jax.random.fold_in(island_key, clock))
 
-        num_fragments = self.streaming.fragments.num_fragments
-        streams = Streams(
-            CALLER, batches_of, [steps // num_fragments for steps in self.local_steps]
-        )
-        made_islands = {worker: Island(opt, self.streaming) for worker, opt in islands.items()}
-        return Islands(
-            made_islands, self.streaming, first_state, streams, WorkerCompressors(self.codec)
-        ).compute()
-
-
-@jax.jit
-def _copy(params: PyTree) -> PyTree:
-    return jax.tree.map(jnp.copy, params)
+        streams = Streams(CALLER, batches_of, self.local_steps)
+        made_islands = {worker: Island(opt) for worker, opt in islands.items()}
+        return Islands(made_islands, first_state, streams, WorkerCompressors(self.codec)).compute()
 
 
 def _check_islands(strategies: Sequence[ShardedOptimizer | MakeIsland]) -> list[ShardedOptimizer]:

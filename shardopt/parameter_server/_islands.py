@@ -1,79 +1,24 @@
-"""Islands that push the change of their parameters: all of it, or one fragment at a time (Streaming
-DiLoCo).
-"""
+"""Islands that push the change of their parameters."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from shardopt.core._arguments import check_count
-from shardopt.core._errors import error_text, format_error
-from shardopt.core._types import Metric, PyTree, TrainState, Weighted, wide_dtype
-from shardopt.local_updates._build import check_delay_and_mix
+from shardopt.core._errors import format_error
+from shardopt.core._types import Metric, PyTree, TrainState, Weighted, leaves_with_paths, wide_dtype
 from shardopt.losses._metrics import combined
-from shardopt.parameter_server._fragments import (
-    FragmentPlan,
-    FragmentTree,
-    put_fragment,
-    take_fragment,
-)
 from shardopt.parameter_server._run import WorkerCompute
-from shardopt.parameter_server._updates import Update, finiteness
+from shardopt.parameter_server._updates import Update, finiteness, replace_trained, trained
 from shardopt.parameter_server._worker import Streams, WorkerCompressors, to_device
+from shardopt.partition._rules import matches
 from shardopt.step._inputs import put
 from shardopt.step._optimizer import ShardedOptimizer
 
 StepMetrics = dict[str, jax.Array | Metric]
-
-
-class Streaming(NamedTuple):
-    """The schedule by which an island sends and takes fragments.
-
-    By default all parameters are one push.
-
-    Attributes:
-      fragments: the assignment of parameters to fragments.
-      delay: steps between a push and the use of its answer.
-      mix: the share of its own parameters that an island keeps.
-      is_streaming: whether pushes and pulls are fragments, and the island trains while they travel.
-    """
-
-    fragments: FragmentPlan = FragmentPlan(1, stacked=False, frozen=())
-    delay: int = 0
-    mix: float = 0.0
-    is_streaming: bool = True
-
-    def header(self) -> dict[str, object]:
-        """Return the settings that the log records."""
-        settings = {"fragments": self.fragments.num_fragments, "delay": self.delay, "mix": self.mix}
-        return settings if self.is_streaming else {}
-
-
-def check_streaming(local_steps: Sequence[int], fragments: int, delay: int, mix: float) -> None:
-    """Refuse arguments that cannot be combined.
-
-    Raises:
-      TypeError: if a count is not an integer, or the mix not a number.
-      ValueError: if a number is out of range, fragments do not divide the local steps, or the delay
-        is too long.
-    """
-    check_count("fragments", fragments, minimum=1)
-    check_count("delay", delay, minimum=0)
-    if indivisible := sorted({steps for steps in local_steps if steps % fragments}):
-        steps = indivisible[0]
-        problem = (
-            f"local_steps={steps} is not divisible by fragments={fragments}, remainder"
-            f" {steps % fragments}."
-        )
-        raise ValueError(
-            error_text(problem, fix=f"use local_steps={(steps // fragments + 1) * fragments}.")
-        )
-    check_delay_and_mix(delay, mix, min(local_steps) // fragments, every="local_steps", verb="push")
 
 
 class Island:
@@ -83,17 +28,15 @@ class Island:
       opt: the strategy of the island.
       device: the island's first device that belongs to this process.
       state: the train state; None if the island has not joined.
-      base: the server's parameters on the island's first device, each fragment as the island last
-        took it.
+      base: the server's parameters on the island's first device, as the island last took them.
       step_metrics: the metrics of each step since the last push.
     """
 
-    def __init__(self, opt: ShardedOptimizer, streaming: Streaming):
-        self.opt, self._streaming, self.device = opt, streaming, first_local_device(opt)
+    def __init__(self, opt: ShardedOptimizer):
+        self.opt, self.device = opt, first_local_device(opt)
         self.state: TrainState | None = None
         self.base: PyTree = None
         self.step_metrics: list[StepMetrics] = []
-        self._mix: Callable[..., PyTree] | None = None
 
     def leave(self) -> None:
         """Forget everything except compiled programs."""
@@ -102,14 +45,6 @@ class Island:
     def join(self, state: TrainState, params: PyTree) -> None:
         """Begin from a train state that has the server's parameters."""
         self.state, self.base, self.step_metrics = state, jax.device_put(params, self.device), []
-        if self._mix is None:
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, state.params)
-            self._mix = jax.jit(
-                partial(_mixed, self._streaming),
-                static_argnums=1,
-                donate_argnums=0,
-                out_shardings=shardings,
-            )
 
     def step(self, batches: Sequence[PyTree]) -> None:
         """Take a local step on each batch."""
@@ -118,96 +53,69 @@ class Island:
             self.state, metrics = self.opt.step.with_kinds(self.state, batch)
             self.step_metrics.append(metrics)
 
-    def merge(self, number: int, params: PyTree) -> None:
-        """Mix a fragment of the server's parameters into the island's.
-
-        `params` is this fragment, or all parameters.
-        """
+    def take(self, params: PyTree) -> None:
+        """Take the server's parameters."""
         assert self.state is not None
-        assert self._mix is not None
-        plan = self._streaming.fragments
-        fragment = (
-            params.tree if isinstance(params, FragmentTree) else take_fragment(plan, params, number)
+        self.base = jax.device_put(params, self.device)
+        placed = jax.tree.map(
+            lambda leaf, own: put(leaf, own.sharding), trained(params), trained(self.state.params)
         )
-        self.base = put_fragment(plan, self.base, number, jax.device_put(fragment, self.device))
-        leaves, treedef = jax.tree.flatten(self.state.params)
-        placed = map(self._placed, treedef.flatten_up_to(fragment), leaves)
-        self.state = self.state._replace(
-            params=self._mix(self.state.params, number, treedef.unflatten(placed))
-        )
+        # copied, since the next step takes over the memory of its parameters
+        own_params = replace_trained(self.state.params, copy_params(placed))
+        self.state = self.state._replace(params=own_params)
 
-    def take_push(self, number: int) -> tuple[PyTree, PyTree, list[StepMetrics]]:
-        """Return the fragment as it was taken, the fragment as it is now, and the metrics since the
-        last push.
+    def take_push(self) -> tuple[PyTree, PyTree, list[StepMetrics]]:
+        """Return the trained parameters as they were taken and as they are now, and the metrics
+        since the last push.
 
         Raises:
           ValueError: if leaves that are not trained have changed: they are not pushed, so each
             island would have others.
         """
         assert self.state is not None
-        plan = self._streaming.fragments
-        frozen = FragmentPlan(
-            1, stacked=False, frozen=tuple(self.opt.config.layout.frozen)
-        ).untrained
-        end = take_fragment(plan, self.state.params, number), frozen(self.state.params)
-        (end, end_frozen), step_metrics = jax.device_put(
-            gather_to_local_device((end, self.step_metrics)), self.device
+        end, step_metrics = jax.device_put(
+            gather_to_local_device((self.state.params, self.step_metrics)), self.device
         )
+        frozen = self.opt.config.layout.frozen
+        pairs = zip(leaves_with_paths(self.base), jax.tree.leaves(end), strict=True)
         if changed := [
             path
-            for path, leaf in frozen(self.base).items()
-            if not jnp.array_equal(leaf, end_frozen[path])
+            for (path, old), new in pairs
+            if (matches(frozen, path) or not jnp.issubdtype(old.dtype, jnp.inexact))
+            and not jnp.array_equal(old, new)
         ]:
             problem = "loss_fn returns so.losses.Updated, for which islands have no common value."
             fix = "train such leaves with ddp, zero, fsdp or diloco."
             raise ValueError(format_error("async_local_sgd", problem, changed, fix))
         self.step_metrics = []
-        return take_fragment(plan, self.base, number), end, step_metrics
+        return trained(self.base), trained(end), step_metrics
 
-    def _placed(
-        self, leaf: jax.Array | np.ndarray | None, island_leaf: jax.Array
-    ) -> jax.Array | None:
-        """Return a leaf placed like the island's.
 
-        A slice of a stacked leaf on all devices of the island.
-        """
-        if leaf is None:
-            return None
-        sharding = (
-            island_leaf.sharding
-            if leaf.shape == island_leaf.shape
-            else jax.NamedSharding(self.opt.mesh, jax.P())
-        )
-        return put(leaf, sharding)
+@jax.jit
+def copy_params(params: PyTree) -> PyTree:
+    """Return a copy of parameters."""
+    return jax.tree.map(jnp.copy, params)
 
 
 @dataclass(frozen=True)
 class Islands:
-    """The work of islands: in round k each takes its steps and pushes fragment k mod P.
+    """The work of islands: in each round each takes its steps and pushes the change.
 
     Attributes:
       islands: the islands in this process, by number.
-      streaming: the schedule of fragments.
       first_state: `first_state(worker, params, clock)`, the train state of an island that joins.
       streams: the data.
       compressors: the encoders of pushes.
     """
 
     islands: Mapping[int, Island]
-    streaming: Streaming
     first_state: Callable[[int, PyTree, int], TrainState]
     streams: Streams
     compressors: WorkerCompressors
 
     def compute(self) -> WorkerCompute:
-        """Return the work as a run takes it.
-
-        A fragment travels while its island takes the next `delay` steps.
-        """
-        ahead = self.ahead if self.streaming.is_streaming else None
-        return WorkerCompute(
-            self.begin, self.streams.next_batch, self.update, self.on_server, ahead
-        )
+        """Return the work as a run takes it."""
+        return WorkerCompute(self.begin, self.streams.next_batch, self.update, self.on_server)
 
     def on_server(self, tree: PyTree) -> PyTree:
         """Return arrays on the device of the server, the first device of the first island."""
@@ -216,29 +124,19 @@ class Islands:
     def begin(self, worker: int, position: int) -> None:
         """Let an island join or resume, with its data only: it has no optimizer state."""
         self.streams.begin(worker, position)
-        for number in range(self.streaming.fragments.num_fragments):
-            self.compressors.begin((worker, number))
+        self.compressors.begin(worker)
         self.islands[worker].leave()
 
-    def ahead(self, worker: int, batches: Sequence[PyTree]) -> None:
-        """Take the first steps of a round, while the previous push and its answer travel."""
-        if self.islands[worker].state is not None:
-            self.islands[worker].step(batches[: self.streaming.delay])
-
     def update(self, worker: int, params: PyTree, batches: Sequence[PyTree], clock: int) -> Update:
-        """Take the steps of a round, and return the change of its fragment."""
-        island, count = self.islands[worker], self.streaming.fragments.num_fragments
+        """Take the steps of a round, and return the change of the parameters."""
+        island = self.islands[worker]
         if island.state is None:
             island.join(self.first_state(worker, params, clock), params)
         else:
-            # A replay does not call `ahead`.
-            island.step(batches[len(island.step_metrics) : self.streaming.delay])
-            island.merge((clock - 1) % count, params)
-        island.step(batches[len(island.step_metrics) :])
-        update = _change(*island.take_push(clock % count))._replace(rows=1)
-        update = self.compressors.encode((worker, clock % count), update)
-        if self.streaming.is_streaming:
-            update = update._replace(grads=FragmentTree(update.grads, clock % count))
+            island.take(params)
+        island.step(batches)
+        update = _change(*island.take_push())._replace(rows=1)
+        update = self.compressors.encode(worker, update)
         return jax.block_until_ready(to_device(update, next(iter(self.islands.values())).device))
 
 
@@ -268,22 +166,6 @@ def first_local_device(opt: ShardedOptimizer) -> Any:
     return next(
         device for device in opt.mesh.devices.flat if device.process_index == jax.process_index()
     )
-
-
-def _mixed(
-    streaming: Streaming, island_params: PyTree, number: int, server_fragment: PyTree
-) -> PyTree:
-    fragments, mix = streaming.fragments, streaming.mix
-    if mix:
-        island_fragment = fragments.take(island_params, number)
-        server_fragment = jax.tree.map(
-            lambda server_leaf, island_leaf: ((1 - mix) * server_leaf + mix * island_leaf).astype(
-                island_leaf.dtype
-            ),
-            server_fragment,
-            island_fragment,
-        )
-    return fragments.put(island_params, number, server_fragment)
 
 
 @jax.jit

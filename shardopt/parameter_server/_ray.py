@@ -31,7 +31,6 @@ from shardopt.parameter_server._coordinator import (
     Milestone,
     WorkerTask,
 )
-from shardopt.parameter_server._fragments import FragmentTree
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._ray_groups import (
     CoordinatorError,
@@ -496,17 +495,13 @@ class ServerProcess:
         if snapshot is not None:
             restore_run(spec.caller, run, snapshot)
         self.coordinator = Coordinator(run, job.num_updates, job.availability, policy)
-        # A version, and references to its parameters: fragment number -> fragment, None -> all
-        # parameters.
-        self.shared_params: tuple[int, dict[int | None, ObjectRef]] = (-1, {})
-        # workers that get all parameters at their next pull, not a fragment
-        self.new_workers: set[int] = set()
+        # a version, and the reference to its parameters
+        self.shared_params: tuple[int, ObjectRef | None] = (-1, None)
         self.share_lock = threading.Lock()
 
     def enter(self, token: str, worker: int, incarnation: int) -> int | None:
         """See `Coordinator.enter`."""
         check_token(self.token, token)
-        self.new_workers.add(worker)
         return self.coordinator.enter(worker, incarnation)
 
     def pull(self, token: str, worker: int, incarnation: int, ready: bool) -> WorkerTask | None:
@@ -516,7 +511,7 @@ class ServerProcess:
         """
         check_token(self.token, token)
         task = self.coordinator.pull(worker, incarnation, ready)
-        return None if task is None else task._replace(params=self._share_params(task, worker))
+        return None if task is None else task._replace(params=self._share_params(task))
 
     def push(
         self, token: str, worker: int, incarnation: int, update: Update, version: int
@@ -561,22 +556,13 @@ class ServerProcess:
         snapshot = jax.device_get(take_snapshot(run)) if with_snapshot else None
         return result._replace(params=jax.device_get(result.params)), snapshot
 
-    def _share_params(self, task: WorkerTask, worker: int) -> list[ObjectRef]:
-        """Return a reference to the parameters, or to the fragment that the worker pushed last if
-        it has the others.
-        """
-        fragments, params, number = self.coordinator.run.server.fragments, task.params, None
+    def _share_params(self, task: WorkerTask) -> list[ObjectRef | None]:
+        """Return a reference to the parameters."""
         with self.share_lock:
-            if fragments is not None and worker not in self.new_workers:
-                number = (task.clock - 1) % fragments.num_fragments
-                params = FragmentTree(fragments.take(params, number), number)
-            self.new_workers.discard(worker)
             if self.shared_params[0] != task.version:
-                self.shared_params = (task.version, {})
-            references = self.shared_params[1]
-            if number not in references:
-                references[number] = ray.put(jax.device_get(params))
-            return [references[number]]  # in a list, or Ray would send the parameters themselves
+                self.shared_params = task.version, ray.put(jax.device_get(task.params))
+            # in a list, or Ray would send the parameters themselves
+            return [self.shared_params[1]]
 
 
 class GroupPlace(NamedTuple):

@@ -42,15 +42,12 @@ class WorkerCompute(NamedTuple):
         server.
       on_server: `on_server(tree) -> tree`, moved to the device of the server: the first device of
         the first worker.
-      ahead: `ahead(worker, batch)`: do the steps of a round that do not need its pull, while this
-        pull and the previous push travel. None if every step needs the pull.
     """
 
     begin: Callable[[int, int], None]
     next_batch: Callable[[int], PyTree | None]
     update: Callable[[int, PyTree, PyTree, int], Update | None]
     on_server: Callable[[PyTree], PyTree]
-    ahead: Callable[[int, PyTree], None] | None = None
 
 
 class MakeCompute(Protocol):

@@ -15,7 +15,6 @@ from shardopt.core._types import PyTree
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Programs
 from shardopt.parameter_server._clock import Clock, PersistentMap
-from shardopt.parameter_server._fragments import FragmentPlan
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._mathematics import Mathematics
 from shardopt.parameter_server._updates import (
@@ -24,6 +23,7 @@ from shardopt.parameter_server._updates import (
     Update,
     check_params,
     faults,
+    trained,
 )
 from shardopt.parameter_server.rules import StalenessRule, plain
 from shardopt.reducers import Reducer, compressor
@@ -38,7 +38,6 @@ class ServerSettings(NamedTuple):
     rule: StalenessRule | None = None
     nonfinite: str = "raise"
     reducer: Reducer | None = None
-    fragments: FragmentPlan | None = None
 
     def maker(self, tx: optax.GradientTransformation | None) -> "Callable[..., ParameterServer]":
         """Return the function that makes the server with these settings."""
@@ -97,8 +96,6 @@ class ParameterServer:
       rule: the staleness rule.
       nonfinite: "raise" or "skip".
       reducer: the name of the reducer that encodes pushes; None without a reducer.
-      fragments: the assignment of parameters to fragments, if they are pushed and pulled in
-        fragments.
     """
 
     mathematics: Mathematics | None
@@ -106,7 +103,6 @@ class ParameterServer:
     rule: StalenessRule
     nonfinite: str
     reducer: str | None = None
-    fragments: FragmentPlan | None = None
 
     @calling(CALLER)
     def init(self, params: PyTree) -> ServerState:
@@ -209,7 +205,7 @@ class ParameterServer:
     def _faults(self, state: ServerState, update: Any) -> list[str]:
         if self.mathematics is None:
             return []
-        return faults(update, self.mathematics.changed_by(update, state.params))
+        return faults(update, trained(state.params))
 
     def _refuse_or_raise(self, worker: int, step: int, reasons: list[str]) -> bool:
         """Return whether there is a reason to refuse a push; raise with nonfinite="raise"."""
@@ -257,7 +253,6 @@ def make_server(
     nonfinite: str = "raise",
     donate: bool = False,
     reducer: Reducer | None = None,
-    fragments: FragmentPlan | None = None,
 ) -> ParameterServer:
     """Return a parameter server: a state machine without threads, wall-clock time or randomness.
 
@@ -278,8 +273,6 @@ def make_server(
         `so.reducers.compressor`.
       donate: let each update take over the memory of the previous optimizer state, which must not
         be used afterwards.
-      fragments: the assignment of parameters to fragments: a push then updates one fragment. By
-        default a push updates all parameters.
 
     Returns:
       A `ParameterServer`.
@@ -340,7 +333,5 @@ def make_server(
     codec = None if reducer is None else compressor(reducer)
     mathematics = None
     if tx is not None:
-        mathematics = Mathematics(Programs(tx, rule, donate, codec), fragments)
-    return ParameterServer(
-        mathematics, max_staleness, rule, nonfinite, codec and codec.name, fragments
-    )
+        mathematics = Mathematics(Programs(tx, rule, donate, codec))
+    return ParameterServer(mathematics, max_staleness, rule, nonfinite, codec and codec.name)

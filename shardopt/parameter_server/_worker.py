@@ -4,8 +4,7 @@ push.
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,10 +26,9 @@ from shardopt.losses._loss import step_key
 from shardopt.losses._parts import loss_parts
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
-from shardopt.parameter_server._coordinator import CoordinatorClient, WorkerTask
+from shardopt.parameter_server._coordinator import CoordinatorClient
 from shardopt.parameter_server._run import BatchesOf, RunSpec, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
-from shardopt.parameter_server._settings import capture_settings
 from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
 from shardopt.parameter_server._updates import (
     Update,
@@ -54,52 +52,17 @@ def run_worker(
     """Run a worker through all its periods of availability.
 
     `incarnation` is the number of its restarts.
-
-    With `compute.ahead` it takes the first steps of a round while its pull and the previous push
-    travel.
     """
-    settings, ahead = capture_settings(), compute.ahead
-    wire = (
-        None
-        if ahead is None
-        else ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"wire-{worker}")
-    )
-
-    def send(update: Update | None, version: int) -> bool:
-        with settings():
-            return coordinator.push(worker, incarnation, update, version)
-
-    def pull(pushed: Future[bool] | None, ready: bool) -> WorkerTask | None:
-        # `wire` has one thread, so the push has ended
-        if pushed is not None and not pushed.result():
-            return None
-        with settings():
-            return coordinator.pull(worker, incarnation, ready)
-
-    try:
-        while (position := coordinator.enter(worker, incarnation)) is not None:
-            compute.begin(worker, position)
-            pushed, goes_on = None, True
-            while goes_on:
-                batch = compute.next_batch(worker)
-                if wire is None or ahead is None:
-                    task = pull(None, batch is not None)
-                else:
-                    pulled = wire.submit(pull, pushed, batch is not None)
-                    if batch is not None:
-                        ahead(worker, batch)
-                    task = pulled.result()
-                if task is None:
-                    break
-                update = compute.update(worker, task.params, batch, task.clock)
-                if wire is None:
-                    goes_on = send(update, task.version)
-                else:
-                    pushed = wire.submit(send, update, task.version)
-    finally:
-        if wire is not None:
-            # without waiting, because after an error the server may never answer
-            wire.shutdown(wait=False)
+    while (position := coordinator.enter(worker, incarnation)) is not None:
+        compute.begin(worker, position)
+        goes_on = True
+        while goes_on:
+            batch = compute.next_batch(worker)
+            task = coordinator.pull(worker, incarnation, batch is not None)
+            if task is None:
+                break
+            update = compute.update(worker, task.params, batch, task.clock)
+            goes_on = coordinator.push(worker, incarnation, update, task.version)
 
 
 def sgd_spec(
@@ -459,21 +422,19 @@ class WorkerCompressors:
 
     Each has its own error feedback, on the device of its gradient.
 
-    With fragments, `worker` is a pair of the worker and the number of the fragment.
-
     Attributes:
       codec: the codec of all workers; None to leave the updates unchanged.
       memories: the error memory of each worker.
     """
 
     codec: Compressor | None
-    memories: dict[Hashable, CompressorState] = field(default_factory=dict)
+    memories: dict[int, CompressorState] = field(default_factory=dict)
 
-    def begin(self, worker: Hashable) -> None:
+    def begin(self, worker: int) -> None:
         """Clear the worker's error memory, at each join."""
         self.memories.pop(worker, None)
 
-    def encode(self, worker: Hashable, update: Update) -> Update:
+    def encode(self, worker: int, update: Update) -> Update:
         """Return the update with a message in place of the gradient."""
         if self.codec is None:
             return update

@@ -46,20 +46,11 @@ def test_islands_of_two_processes_are_those_of_one_with_two_devices(regression):
     same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
 
 
-STREAMING = {
-    "local_steps": 4,
-    "fragments": 2,
-    "delay": 1,
-    "mix": 0.25,
-    "reducer": so.reducers.error_feedback(so.reducers.int8()),
-}
+QUANTISED = {"local_steps": 4, "reducer": so.reducers.error_feedback(so.reducers.int8())}
 
 
-def test_fragments_of_islands_of_two_processes_are_those_of_threads(regression):
-    """Streaming DiLoCo, quantised: pushes travel between processes while these go on, and every bit
-    is as in one process.
-    """
-    opt = islands(regression, max_staleness=0, **STREAMING)
+def test_quantised_pushes_of_islands_of_two_processes_are_those_of_threads(regression):
+    opt = islands(regression, max_staleness=0, **QUANTISED)
     result = opt.run(regression.params, regression.batches_of(2), num_updates=6)
     meshes = [so.make_mesh(devices=jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
     made = [
@@ -67,7 +58,7 @@ def test_fragments_of_islands_of_two_processes_are_those_of_threads(regression):
         for mesh in meshes
     ]
     threads = so.parameter_server.async_local_sgd(
-        made, outer=optax.sgd(0.5), max_staleness=0, **STREAMING
+        made, outer=optax.sgd(0.5), max_staleness=0, **QUANTISED
     )
     same_bits(
         threads.run(regression.params, regression.batches_of(2), num_updates=6).params,
@@ -77,7 +68,7 @@ def test_fragments_of_islands_of_two_processes_are_those_of_threads(regression):
     assert not np.array_equal(result.params["w"], regression.params["w"])
 
 
-@pytest.mark.parametrize("options", [{}, STREAMING], ids=["whole", "fragments"])
+@pytest.mark.parametrize("options", [{}, QUANTISED], ids=["exact", "quantised"])
 @pytest.mark.parametrize(
     ("rank", "max_restarts"), [(0, 1), (1, 1), (1, 0)], ids=["first", "second", "for good"]
 )
