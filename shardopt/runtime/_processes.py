@@ -138,10 +138,14 @@ def _follow_launcher() -> None:
     def hook(
         error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
+        if os.getpid() != pid:  # a fork, whose error is its own
+            previous_hook(error_type, error, traceback)
+            return
         report_failure()
         sys.__excepthook__(error_type, error, traceback)
         end_at_once(getattr(error, "exit_code", 1))
 
+    pid, previous_hook = os.getpid(), sys.excepthook
     sys.excepthook = hook
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -160,18 +164,65 @@ def handled_signals(
 ) -> Iterator[None]:
     """Handle signals while the context lasts.
 
-    Python allows it in the main thread only; in others this does nothing.
+    Python allows it in the main thread only; in others this does nothing. A process that is forked
+    meanwhile, such as a worker of a loader, gets the previous handlers back.
     """
-    previous_handlers = {}
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous_handlers: _Handlers = {}
+    _replaced_handlers.append(previous_handlers)
     try:
-        if threading.current_thread() is threading.main_thread():
-            for number in numbers:
-                previous_handlers[number] = signal.signal(number, handler)
+        for number in numbers:
+            previous_handlers[number] = signal.getsignal(number)
+            signal.signal(number, handler)
         yield
     finally:
-        for number, previous in previous_handlers.items():
-            # None means a handler that was not installed from Python, so Python cannot restore it.
-            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        _restore(previous_handlers)
+        _replaced_handlers[:] = [
+            replaced for replaced in _replaced_handlers if replaced is not previous_handlers
+        ]
+
+
+_Handlers = dict[int, Any]
+_replaced_handlers: list[_Handlers] = []
+"""The handlers that `handled_signals` has replaced and must restore, the innermost last."""
+
+
+def _restore(handlers: _Handlers) -> None:
+    for number, handler in handlers.items():
+        # None means a handler that was not installed from Python, so Python cannot restore it.
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)
+    handlers.clear()
+
+
+_mask_before_fork = threading.local()
+
+
+def _before_fork() -> None:
+    """Block the signals that we handle: one that a child gets before it restores the handlers would
+    be lost.
+    """
+    numbers = {number for handlers in _replaced_handlers for number in handlers}
+    _mask_before_fork.value = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+
+
+def _after_fork_in_parent() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.value)
+
+
+def _after_fork_in_child() -> None:
+    """Restore all handlers, since `handled_signals` will not, and then let signals in."""
+    while _replaced_handlers:
+        _restore(_replaced_handlers.pop())
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.value)
+
+
+os.register_at_fork(
+    before=_before_fork,
+    after_in_parent=_after_fork_in_parent,
+    after_in_child=_after_fork_in_child,
+)
 
 
 def num_processes() -> int:

@@ -222,6 +222,8 @@ def open_stacks(path: Path) -> int:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
     faulthandler.register(STACKS_SIGNAL, file=descriptor, all_threads=True, chain=False)
+    # the file is for the stacks of this process, not of its forks
+    os.register_at_fork(after_in_child=lambda: faulthandler.unregister(STACKS_SIGNAL))
     return descriptor
 
 
@@ -231,7 +233,7 @@ def _report(
     """Report until the watch is gone, and answer its requests."""
     try:
         with Client(watch_address, authkey=token) as watch:
-            atexit.register(_send_bye, watch, rank)
+            atexit.register(_send_bye, watch, rank, os.getpid())
             while True:
                 _send(watch, {"rank": rank, **current()})
                 if watch.poll(beat):
@@ -255,8 +257,10 @@ def _answer(watch: Connection, rank: int, request: bytes, stacks: int | None) ->
         _send(watch, {"rank": rank, "stacks": text})
 
 
-def _send_bye(watch: Connection, rank: int) -> None:
+def _send_bye(watch: Connection, rank: int, pid: int) -> None:
     _exiting.set()
+    if os.getpid() != pid:  # a fork ends, and this process goes on
+        return
     with contextlib.suppress(OSError):
         _send(watch, {"rank": rank, "bye": True})
 
