@@ -24,7 +24,6 @@ from shardopt.strategies._zero import zero
 if TYPE_CHECKING:
     from shardopt import (
         adapters,
-        checkpoint,
         hlo,
         interop,
         nn,
@@ -58,7 +57,6 @@ __all__ = [
     "adapters",
     "async_sgd",
     "check",
-    "checkpoint",
     "ddp",
     "diloco",
     "errors",

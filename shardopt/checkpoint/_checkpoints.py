@@ -39,13 +39,7 @@ from shardopt.checkpoint._sums import LeafSums
 from shardopt.checkpoint._tree import JsonObject, leaves_by_path
 from shardopt.checkpoint._write import start_write, write_error
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import (
-    CheckpointError,
-    DamagedCheckpointError,
-    calling,
-    format_error,
-    value_error,
-)
+from shardopt.core._errors import CheckpointError, calling, format_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.runtime import _progress as progress
 from shardopt.step._optimizer import ShardedOptimizer
@@ -319,20 +313,8 @@ class Checkpoints:
         """Return the step with the best metric, or None if no checkpoint has the metric.
 
         If several steps are equally good, the earliest is returned.
-
-        Raises:
-          DamagedCheckpointError: if the record of a checkpoint cannot be read, since this
-            checkpoint may be the best. During training such a checkpoint is kept, whatever `keep`
-            says, and a warning is logged.
         """
-        values, read_errors = _metrics(self.directory, self.best)
-        if read_errors:
-            problem = f"the best step in {self.directory} by {self.best!r} cannot be determined."
-            fix = "bring the file back from a copy, or delete the folder of its step."
-            raise DamagedCheckpointError(
-                format_error(_CALLER, problem, list(read_errors.values()), fix=fix)
-            )
-        return _best(values, self.mode)
+        return _best(self.directory, self.best, self.mode)
 
     @calling(_CALLER)
     def restore(
@@ -465,21 +447,8 @@ def check_may_resume(caller: str, checkpoints: Checkpoints, step: int) -> None:
         raise ValueError(format_error(caller, problem, fix=fix))
 
 
-def surplus(steps: list[int], keep: int | None, best: int | None) -> list[int]:
-    """Return the steps that are neither among the newest `keep` nor the best.
-
-    Example:
-      >>> surplus([10, 20, 30, 40], keep=2, best=10)
-      [20]
-    """
-    newest = set(steps if keep is None else steps[-keep:])
-    return [step for step in steps if step not in newest and step != best]
-
-
 def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None, mode: str) -> None:
-    """Delete the checkpoints that `keep` does not retain.
-
-    Keep a checkpoint that may be the best, and log a warning.
+    """Delete the checkpoints that are neither among the newest `keep` nor the best.
 
     Args:
       directory: the folder of the run.
@@ -491,11 +460,10 @@ def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None,
     Raises:
       CheckpointError: if a checkpoint cannot be deleted.
     """
-    values, read_errors = _metrics(directory, metric)
-    for old_step in surplus(committed(directory), keep, _best(values, mode)):
-        if old_step in read_errors:
-            text = "%s: step %d in %s is kept, because it may be the best by %r: %s"
-            _LOG.warning(text, _CALLER, old_step, directory, metric, read_errors[old_step])
+    older = [] if keep is None else committed(directory)[:-keep]
+    best = _best(directory, metric, mode) if older else None
+    for old_step in older:
+        if old_step == best:
             continue
         try:
             discard(directory, old_step)
@@ -509,22 +477,18 @@ def _rotate(directory: Path, step: int, *, keep: int | None, metric: str | None,
 
 
 @calling(_CALLER)  # a thread writes, and then rotates
-def _metrics(directory: Path, metric: str | None) -> tuple[dict[int, float], dict[int, str]]:
-    """Return the metric by step, and the error by step for each record that cannot be read."""
+def _best(directory: Path, metric: str | None, mode: str) -> int | None:
+    """Return the step with the best metric, the earliest of equal ones; None if none has it.
+
+    A checkpoint whose record cannot be read is not the best: it cannot be restored.
+    """
     values: dict[int, float] = {}
-    read_errors: dict[int, str] = {}
-    if metric is None:
-        return values, read_errors
-    for step in committed(directory):
+    for step in committed(directory) if metric is not None else []:
         try:
-            values[step] = float(
-                read_meta(step_folder(directory, step)).metrics.get(metric, math.nan)
-            )
+            value = float(read_meta(step_folder(directory, step)).metrics.get(metric, math.nan))
         except CheckpointError as error:
-            read_errors[step] = str(error).partition("\n")[0].removeprefix(f"{_CALLER}: ")
-    return {step: value for step, value in values.items() if not math.isnan(value)}, read_errors
-
-
-def _best(values: dict[int, float], mode: str) -> int | None:
-    sign = 1.0 if mode == "min" else -1.0
-    return min(values, key=lambda step: (sign * values[step], step), default=None)
+            _LOG.warning("%s: step %d in %s is not the best: %s", _CALLER, step, directory, error)
+            continue
+        if not math.isnan(value):
+            values[step] = value if mode == "min" else -value
+    return min(values, key=lambda step: (values[step], step), default=None)

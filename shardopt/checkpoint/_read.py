@@ -1,7 +1,6 @@
 """`restore`: check everything, then read each shard on the process of its device."""
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -358,18 +357,9 @@ def _choose_step(directory: Path, step: int | None) -> int:
     if (directory / MANIFEST_NAME).exists():
         problem = f"{directory} is the folder of one step, not of a run."
         fix = f"pass {str(directory.parent)!r} and step={directory.name}."
-    elif (file := _flax_file(directory)) is not None:
-        problem = f"{file} was written by flax (msgpack), not by shardopt."
-        fix = (
-            "read it by tree = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()),"
-            " then so.replace(opt.init(tree['params']), opt_state=tree['opt_state'], step=int(tree['step']))."
-        )
     elif directory.is_file():
         problem = f"{directory} is a file, and checkpoints are folders."
-        fix = (
-            "pass the folder that was given to save or Checkpoints; so.checkpoint.from_bytes reads"
-            " what so.checkpoint.to_bytes returned."
-        )
+        fix = "pass the folder that was given to save or Checkpoints."
     elif step is None or not steps:
         problem = f"there is no checkpoint in {directory}" + (
             "." if directory.is_dir() else ", which does not exist."
@@ -383,29 +373,6 @@ def _choose_step(directory: Path, step: int | None) -> int:
             " newest."
         )
     raise StepNotFoundError(error_text(problem, fix=fix))
-
-
-def _flax_file(path: Path) -> Path | None:
-    """Return the file that flax wrote, or None: the path itself, or the newest such file in the
-    folder.
-
-    Such a file is recognised by its name and by its first byte, which starts a msgpack map.
-    """
-    files = sorted(path.iterdir(), key=_number_and_name) if path.is_dir() else [path]
-    return next((file for file in reversed(files) if _is_flax_file(file)), None)
-
-
-def _number_and_name(file: Path) -> tuple[int, str]:
-    digits = re.search(r"\d+$", file.stem)
-    return int(digits[0]) if digits else -1, file.name
-
-
-def _is_flax_file(file: Path) -> bool:
-    if not (file.suffix == ".msgpack" or re.fullmatch(r".*_\d+", file.name)) or not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        first_byte = opened.read(1)
-    return bool(first_byte) and (0x80 <= first_byte[0] <= 0x8F or first_byte[0] in (0xDE, 0xDF))
 
 
 def _check_undamaged(directory: Path, step: int, *, arrays: bool = True) -> None:

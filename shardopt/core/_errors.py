@@ -131,7 +131,7 @@ class StepNotFoundError(CheckpointError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A checkpoint, or the result of `to_bytes`, was damaged: a file or a part is missing,
+    """A checkpoint was damaged: a file or a part is missing,
     truncated or changed.
     """
 

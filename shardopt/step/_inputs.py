@@ -141,10 +141,7 @@ def check_placement(
       ValueError: if the optimizer state has another structure, or a leaf another shape, dtype or
         sharding.
     """
-    fix = (
-        "move a state between strategies and meshes with so.save and so.restore, or"
-        " so.checkpoint.to_bytes and so.checkpoint.from_bytes."
-    )
+    fix = "move a state between strategies and meshes with so.save and so.restore."
     if jax.tree.structure(state) != jax.tree.structure(abstract):
         problem = "the optimizer state is not that of this optimizer: its structure differs."
         raise ValueError(format_error(config.strategy, problem, fix=fix))

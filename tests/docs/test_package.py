@@ -22,7 +22,6 @@ MODULES = sorted(
 
 LONG = [
     "shardopt.adapters._lora",
-    "shardopt.checkpoint._blob",
     "shardopt.checkpoint._checkpoints",
     "shardopt.data._corpus",
     "shardopt.diagnose._check",

@@ -16,7 +16,6 @@ from support.paths import ROOT
 import shardopt
 from shardopt import (
     adapters,
-    checkpoint,
     data,
     errors,
     hlo,
@@ -37,7 +36,6 @@ from shardopt.models import decoder, gpt, moe
 ROOMS = {
     "": (shardopt, shardopt.__all__),
     "adapters.": (adapters, adapters.__all__),
-    "checkpoint.": (checkpoint, checkpoint.__all__),
     "data.": (data, data.__all__),
     "errors.": (errors, errors.__all__),
     "hlo.": (hlo, hlo.__all__),

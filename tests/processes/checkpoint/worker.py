@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.checkpoint import _write as write
-from shardopt.checkpoint import from_bytes, to_bytes
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._read import restore
@@ -137,10 +136,6 @@ def main(rank, folder):
     moved = restore(folder / "run", other, step=7)
     there = jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state().params)
     found["moved"] = equal(moved.params, jax.device_put(state.params, there))
-    data = to_bytes(opt, state)
-    found["blob"] = equal(from_bytes(opt, data), state)
-    if rank == 0:
-        (folder / "blob").write_bytes(data)
     save(folder / "spoiled", state, step=1)
     save(folder / "spoiled", state, step=2)
     if rank == 0:

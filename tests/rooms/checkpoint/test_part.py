@@ -157,15 +157,6 @@ def test_what_the_checkpoint_does_not_hold_is_refused(wrong, line, saved):
     assert str(error.value).endswith(fix)
 
 
-def test_a_part_of_bytes_is_taken(saved, capsys):
-    _, state = saved
-    data = so.checkpoint.to_bytes(make_opt(), state)
-    wanted = abstract({"params": {"head": state.params["head"]}}, so.make_mesh())
-    restored = so.checkpoint.from_bytes(wanted, data)
-    np.testing.assert_array_equal(restored["params"]["head"], state.params["head"])
-    assert "from_bytes: the state of step 1: 1 of 12 leaves were read." in capsys.readouterr().err
-
-
 def test_a_checkpoint_with_hashes_gives_the_part_that_it_holds(tmp_path):
     opt = make_opt()
     state = opt.init(make_params())

@@ -346,41 +346,6 @@ def test_what_nothing_can_be_restored_into(target, listed, tmp_path, complaint_o
         complaint_of(lambda: restore(tmp_path, target), TypeError)
         == f"restore: {what}\n{listed}{fix}"
     )
-    assert (
-        complaint_of(lambda: so.checkpoint.from_bytes(target, b""), TypeError)
-        == f"from_bytes: {what}\n{listed}{fix}"
-    )
-
-
-@pytest.mark.parametrize("how", tiered(["file", "folder", "named"], lambda how: how == "file"))
-def test_what_flax_wrote_is_named_and_its_remedy_works(how, tmp_path, complaint_of, same):
-    from flax import serialization
-
-    opt = so.fsdp(
-        optax.adam(0.1),
-        so.make_mesh(),
-        lambda params, batch: jnp.mean((batch @ params["dense"]["w"]) ** 2),
-    )
-    state, _ = opt.step(opt.init({"dense": {"w": jnp.ones((8, 8))}}), jnp.ones((8, 8)))
-    state = state._replace(step=state.step + 9)
-    for step in (9, 10):
-        file = tmp_path / (f"step{step}.msgpack" if how == "named" else f"checkpoint_{step}")
-        file.write_bytes(serialization.to_bytes(jax.device_get(state._asdict())))
-    (tmp_path / "notes").mkdir()
-    assert (
-        complaint_of(
-            lambda: restore(file if how == "file" else tmp_path, opt), so.errors.StepNotFoundError
-        )
-        == f"restore: {file} was written by flax (msgpack), not by shardopt.\nFix: read it by tree"
-        " = flax.serialization.msgpack_restore(pathlib.Path(file).read_bytes()), then"
-        " so.replace(opt.init(tree['params']), opt_state=tree['opt_state'],"
-        " step=int(tree['step']))."
-    )
-    tree = serialization.msgpack_restore(file.read_bytes())
-    adopted = so.replace(
-        opt.init(tree["params"]), opt_state=tree["opt_state"], step=int(tree["step"])
-    )
-    assert same(adopted, state)
 
 
 def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
@@ -390,8 +355,7 @@ def test_a_file_is_no_folder(tmp_path, trained, complaint_of):
         assert (
             complaint_of(lambda file=file: restore(file, trained[0]), so.errors.StepNotFoundError)
             == f"restore: {file} is a file, and checkpoints are folders.\nFix: pass the folder that"
-            " was given to save or Checkpoints; so.checkpoint.from_bytes reads what"
-            " so.checkpoint.to_bytes returned."
+            " was given to save or Checkpoints."
         )
 
 

@@ -37,17 +37,8 @@ def test_of_random_keys_the_first_is_taken():
     assert jnp.array_equal(jax.random.key_data(merge_replicas(KEYS)), jax.random.key_data(KEYS[0]))
 
 
-@pytest.mark.parametrize(
-    ("new", "how"),
-    [
-        (3, "folder"),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in [(1, "folder"), (1, "bytes"), (3, "bytes")]
-        ),
-    ],
-)
-def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
+@pytest.mark.parametrize("new", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_restored_replicas_follow_it(new, tmp_path):
     own = PerReplica({rule: stacked for rule, (stacked, _) in RULE.items()} | {"keys": KEYS})
     state = so.TrainState(jnp.int32(1), {"w": jnp.ones(2)}, own, jnp.zeros(2, jnp.uint32))
     placed = jax.tree.map(
@@ -58,11 +49,8 @@ def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
         return jax.ShapeDtypeStruct((new, *leaf.shape[1:]), leaf.dtype, sharding=HERE)
 
     wanted = placed._replace(opt_state=jax.tree.map(stack, own))
-    if how == "folder":
-        so.save(tmp_path, state)
-        found = so.restore(tmp_path, wanted)
-    else:
-        found = so.checkpoint.from_bytes(wanted, so.checkpoint.to_bytes(make_opt(), state))
+    so.save(tmp_path, state)
+    found = so.restore(tmp_path, wanted)
     for name, leaf in found.opt_state.value.items():
         merged = merge_replicas(own.value[name])
         assert leaf.shape == (new, *merged.shape)
@@ -70,8 +58,7 @@ def test_restored_replicas_follow_it(new, how, tmp_path, make_opt):
             assert jnp.array_equal(*map(as_numbers, (replica, merged)))
 
 
-@pytest.mark.parametrize("how", ["folder", "bytes"])
-def test_there_is_no_mean_of_codes(how, tmp_path, make_opt):
+def test_there_is_no_mean_of_codes(tmp_path):
     codes = EightBitState(
         {"mu": jnp.ones((2, 4), jnp.uint8), "count": jnp.ones(2, int)}, {"mu": jnp.ones((2, 1))}
     )
@@ -85,21 +72,17 @@ def test_there_is_no_mean_of_codes(how, tmp_path, make_opt):
         opt_state=jax.tree.map(lambda x: x.update(shape=(3, *x.shape[1:])), placed.opt_state)
     )
 
-    def restore(into):
-        return (
-            so.restore(tmp_path, into) if how == "folder" else so.checkpoint.from_bytes(into, blob)
-        )
-
     so.save(tmp_path, state)
-    blob = so.checkpoint.to_bytes(make_opt(), state)
     with pytest.raises(
         so.errors.CheckpointError,
         match="moments in 8 bits of each replica, and there is no mean of codes",
     ) as error:
-        restore(wanted)
+        so.restore(tmp_path, wanted)
     assert "opt_state/value/state/mu: the checkpoint holds uint8[2, 4], " in str(error.value)
     assert str(error.value).count("the checkpoint holds") == 1, "counts and scales are numbers"
-    assert jnp.array_equal(restore(placed).opt_state.value.state["mu"], codes.state["mu"])
+    assert jnp.array_equal(
+        so.restore(tmp_path, placed).opt_state.value.state["mu"], codes.state["mu"]
+    )
 
 
 def as_numbers(leaf):

@@ -26,16 +26,11 @@ def same(a, b):
 
 @pytest.fixture
 def trip(tmp_path, steps_on, new_params, new_batches):
-    """Return a function: train `source`, save, restore into `target`, as a folder and as bytes.
+    """Return a function: train `source`, save, restore into `target`, return both states."""
 
-    (saved, restored).
-    """
-
-    def run(source, target, steps, how):
+    def run(source, target, steps):
         state, _ = steps_on(source, source.init(new_params()), new_batches(steps, rows=16))
         values = jax.device_get(state)
-        if how == "bytes":
-            return values, so.checkpoint.from_bytes(target, so.checkpoint.to_bytes(source, state))
         so.save(tmp_path / "run", state)
         return values, so.restore(tmp_path / "run", target)
 
@@ -54,20 +49,17 @@ def combined(strategy_of, kind, **sizes):
 
 @pytest.mark.slow  # test_fit.py saves what goes on
 @pytest.mark.parametrize(
-    ("kind", "how"),
-    tiered(
-        [("local_sgd", "bytes"), ("inner reducer", "folder"), ("streaming", "folder")],
-        lambda row: row[0] == "streaming",
-    ),
+    "kind",
+    tiered(["local_sgd", "inner reducer", "streaming"], lambda kind: kind == "streaming"),
 )
 def test_in_place_training_goes_on_bit_for_bit(
-    kind, how, strategy_of, trip, steps_on, new_params, new_batches
+    kind, strategy_of, trip, steps_on, new_params, new_batches
 ):
     """In the middle of a round, with a fragment on its way (sent after step 2, mixed in after step
     3).
     """
     opt, fresh = combined(strategy_of, kind), combined(strategy_of, kind)
-    saved, restored = trip(opt, fresh, 3, how)  # the target has seen no parameters
+    saved, restored = trip(opt, fresh, 3)  # the target has seen no parameters
     assert same(restored, saved)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
         lambda x: x.sharding, fresh.abstract_state()
@@ -84,7 +76,7 @@ def test_another_data_and_tensor_split_holds_the_same_values(
 ):
     source = so.diloco(strategy_of("fsdp", data=4), sync_every=4, fragments=2, delay=1)
     target = so.diloco(strategy_of("zero1", data=2, tensor=2), sync_every=4, fragments=2, delay=1)
-    saved, restored = trip(source, target, 3, "folder")
+    saved, restored = trip(source, target, 3)
     assert same(restored, saved)
     rest = new_batches(6, rows=16)[3:]
     placed = jax.tree.map(lambda x: x.sharding, source.abstract_state())
@@ -93,18 +85,16 @@ def test_another_data_and_tensor_split_holds_the_same_values(
     assert apart(found.params, jax.device_get(wanted.params)) < 1e-10
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "how"), tiered([(2, 4, "folder"), (4, 2, "bytes")], lambda row: False)
-)
+@pytest.mark.parametrize(("old", "new"), tiered([(2, 4), (4, 2)], lambda row: False))
 def test_another_number_of_replicas_takes_the_mean(
-    old, new, how, strategy_of, trip, steps_on, new_batches
+    old, new, strategy_of, trip, steps_on, new_batches
 ):
     def make(replica):
         return so.diloco(
             strategy_of("fsdp", replica=replica), sync_every=4, fragments=2, delay=1, reducer=INT8
         )
 
-    saved, restored = trip(make(old), make(new), 3, how)
+    saved, restored = trip(make(old), make(new), 3)
     assert same(restored.params, saved.params)
     assert same(restored.opt_state.outer, saved.opt_state.outer)
     assert same(restored.opt_state.pending, saved.opt_state.pending)
@@ -129,7 +119,7 @@ def test_integers_take_the_maximum_and_keys_the_first(strategy_of, trip):
         )
         return so.local_sgd(strategy_of("ddp", tx, replica=replica), sync_every=9)
 
-    saved, restored = trip(make(2), make(4), 2, "bytes")
+    saved, restored = trip(make(2), make(4), 2)
     old, new = saved.opt_state.optimizer.value[0], restored.opt_state.optimizer.value[0]
     assert np.asarray(new.inner_state.count).tolist() == [2] * 4
     assert np.asarray(new.last_finite).tolist() == [True] * 4
@@ -154,7 +144,8 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(
     source, target = make(old), make(new)
     state, _ = source.step(source.init(new_params()), batch)
     saved = jax.device_get(state)
-    restored = so.checkpoint.from_bytes(target, so.checkpoint.to_bytes(source, state))
+    so.save(tmp_path, state)
+    restored = so.restore(tmp_path, target)
     assert same(
         (restored.params, restored.opt_state.optimizer), (saved.params, saved.opt_state.optimizer)
     )
@@ -177,12 +168,12 @@ def test_a_warm_start_goes_along(mesh_of, model_of, trip):
     def make(**sizes):
         return so.ddp(optax.sgd(0.1), mesh_of(**sizes), model_of(), reducer=power)
 
-    saved, restored = trip(make(replica=2, data=2), make(replica=1, data=2), 2, "folder")
+    saved, restored = trip(make(replica=2, data=2), make(replica=1, data=2), 2)
     assert same(restored.opt_state.reducer[0].inner, saved.opt_state.reducer[0].inner)
     assert any(np.any(leaf) for leaf in jax.tree.leaves(saved.opt_state.reducer[0].inner))
 
 
-def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_params):
+def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_params, tmp_path):
     exact = R.exact()
     tied = exact._replace(
         init=lambda params: R.PerDevice(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), params)),
@@ -195,13 +186,13 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
     def make(data):
         return so.ddp(optax.sgd(0.1), mesh_of(data=data), model_of(), reducer=tied)
 
-    data = so.checkpoint.to_bytes(make(2), make(2).init(new_params()))
+    so.save(tmp_path, make(2).init(new_params()))
     with pytest.raises(so.errors.CheckpointError) as caught:
-        so.checkpoint.from_bytes(make(4), data)
+        so.restore(tmp_path, make(4))
     lines = str(caught.value).splitlines()
     assert (
         lines[0]
-        == "from_bytes: the state of step 0 has state that belongs to its device, which cannot be"
+        == f"restore: step 0 in {tmp_path} has state that belongs to its device, which cannot be"
         " carried to another number of devices."
     )
     assert (
@@ -216,7 +207,7 @@ def test_state_that_belongs_to_its_device_is_refused(mesh_of, model_of, new_para
         == "Fix: restore on as many devices as it was saved from; or start the optimizer again on"
         " its parameters: new_opt.init(restore(directory, old_opt).params)."
     )
-    assert same(so.checkpoint.from_bytes(make(2), data), make(2).init(new_params()))
+    assert same(so.restore(tmp_path, make(2)), make(2).init(new_params()))
 
 
 def test_whatever_else_differs_is_named(strategy_of, new_params, tmp_path):
