@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from shardopt import errors, losses
 from shardopt.config._user_mesh import Axes
 from shardopt.core import BlockModel, TrainState
+from shardopt.losses._per_row import per_row
 from shardopt.mesh import make_mesh
 from shardopt.runtime._processes import initialize
 from shardopt.step._optimizer import ShardedOptimizer
@@ -73,6 +74,7 @@ __all__ = [
     "nn",
     "optimizers",
     "parameter_server",
+    "per_row",
     "plan",
     "planning",
     "reducers",

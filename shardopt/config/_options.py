@@ -124,7 +124,8 @@ def _check_patterns(name: str, patterns: Sequence[str]) -> None:
         raise ValueError(error_text(f"{name} must be regular expressions.", invalid_patterns, fix))
 
 
-def _batch_dims(name: str, dims: Any) -> BatchDims:
+def check_batch_dims(name: str, dims: Any) -> BatchDims:
+    """Return `batch_dims` as a tuple of rules; refuse what is none."""
     rules = None if isinstance(dims, str) or not isinstance(dims, Iterable) else tuple(dims)
     if rules is None or not all(map(_is_dims_rule, rules)):
         problem = (
@@ -257,7 +258,7 @@ class SharedOptions(TypedDict, total=False):
             " number of devices divides; the dim of the rows is tried first. A leaf without such a"
             " dim is replicated.",
             default=(),
-            check=_batch_dims,
+            check=check_batch_dims,
         ),
     ]
     compiler_options: Annotated[

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from shardopt.core._block_remat import Remat, checkpointed
 from shardopt.core._rounding import Rounding
@@ -153,7 +154,8 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
     if not takes_rng(fn):
         return fn(*args)
     if rng is not None:
-        return fn(*args, rng=jax.random.fold_in(rng, index))
+        key = rng if is_key_of_each_row(rng) else jax.random.fold_in(rng, index)
+        return fn(*args, rng=key)
     if (
         as_block_model(fn) is None
         and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty
@@ -164,6 +166,11 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
             " default None."
         )
     return fn(*args)
+
+
+def is_key_of_each_row(rng: jax.Array) -> bool:
+    """Return whether this is a random key for each row [rows], for a loss of `so.per_row`."""
+    return jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) and rng.ndim == 1
 
 
 def takes_rng(fn: Any) -> bool:

@@ -79,7 +79,7 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
         raise ValueError(error_text(problem, fix="search in the strategy that was combined."))
     layout = make_layout(config, abstract(state.params))
     cuts = cuts_of(config, layout, batch)
-    pieces = list(pieces_of(config, state, cuts))
+    pieces = list(pieces_of(config, state, batch, cuts))
     with (
         jax.debug_nans(False),
         jax.debug_infs(False),

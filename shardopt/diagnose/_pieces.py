@@ -64,7 +64,9 @@ def cuts_of(config: StrategyConfig, layout: Layout, batch: PyTree) -> Cuts:
     )
 
 
-def pieces_of(config: StrategyConfig, state: TrainState, cuts: Cuts) -> Iterator[Piece]:
+def pieces_of(
+    config: StrategyConfig, state: TrainState, batch: PyTree, cuts: Cuts
+) -> Iterator[Piece]:
     """Yield the pieces of a step: the rows of each device and micro-batch.
 
     All rows if the loss sees all at once.
@@ -76,14 +78,21 @@ def pieces_of(config: StrategyConfig, state: TrainState, cuts: Cuts) -> Iterator
     step, rng = values_on_host(state.step), values_on_host(state.rng)
     for d in range(config.axes.num_row_shares if per_device else 1):
         for m in range(1 if rows is None else rows.shape[1]):
-            key = (
-                step_key(config, step, rng, m, device=d * config.axes.num_position_shares)
-                if takes_key
-                else None
-            )
-            yield Piece(
-                None if rows is None else rows[d, m] if per_device else rows[:, m].reshape(-1), key
-            )
+            piece_rows = _rows_of_piece(cuts, d, m)
+            numbers = np.arange(num_rows(config, batch)) if piece_rows is None else piece_rows
+            device = d * config.axes.num_position_shares
+            key = None
+            if takes_key:
+                key = step_key(config, step, rng, m, device, row_numbers=lambda: numbers)  # noqa: B023
+            yield Piece(piece_rows, key)
+
+
+def _rows_of_piece(cuts: Cuts, device: int, micro_batch: int) -> np.ndarray | None:
+    if cuts.rows is None:
+        return None
+    if cuts.per_device:
+        return cuts.rows[device, micro_batch]
+    return cuts.rows[:, micro_batch].reshape(-1)
 
 
 def values_on_host(leaf: PyTree) -> PyTree:

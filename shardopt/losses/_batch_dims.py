@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardopt.config._config import StrategyConfig
-from shardopt.config._options import LeafDims
+from shardopt.config._options import BatchDims, LeafDims
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, leaves_with_paths, path_text
 
@@ -32,9 +32,14 @@ def row_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
       path: the key path of the leaf.
       ndim: its number of dims.
     """
+    return row_dim_by_rules(config.batch_dims, path, ndim)
+
+
+def row_dim_by_rules(batch_dims: BatchDims, path: str, ndim: int) -> int | None:
+    """Return the dim of a batch leaf that counts rows, see `row_dim`."""
     if not ndim:
         return None
-    dims = _dims(config, path)
+    dims = _dims(batch_dims, path)
     return dims[0] if isinstance(dims, tuple) else dims
 
 
@@ -51,15 +56,15 @@ def sequence_dim(config: StrategyConfig, path: str, ndim: int) -> int | None:
     """
     if not config.axes.positions:
         return None
-    dims = _dims(config, path)
+    dims = _dims(config.batch_dims, path)
     if isinstance(dims, tuple):
         return dims[1]
     return None if dims is None or ndim < 2 else int(dims == 0)
 
 
-def _dims(config: StrategyConfig, path: str) -> LeafDims:
+def _dims(batch_dims: BatchDims, path: str) -> LeafDims:
     """Return the dims that `batch_dims` give a leaf: by default dim 0 counts rows."""
-    matches = (dims for pattern, dims in config.batch_dims if re.search(pattern, path))
+    matches = (dims for pattern, dims in batch_dims if re.search(pattern, path))
     return next(matches, 0)
 
 

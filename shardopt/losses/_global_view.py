@@ -22,6 +22,7 @@ from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
 from shardopt.losses._obstacle import as_gathered
+from shardopt.losses._per_row import row_numbers
 from shardopt.losses._separable import Cut, LossCall, find_mixing
 from shardopt.losses._sums import accumulate, parts_of_micro_batches, scale, sum_parts
 from shardopt.mesh import on_mesh
@@ -61,7 +62,7 @@ class GlobalView:
 
         def loss(params, batch, step=None, rng=None):
             def key_of(index):
-                return step_key(config, step, rng, index, device=0)
+                return _key(config, StepInputs(params, batch, step, rng), index, count)
 
             count = num_micro_batches(config, layout, batch, training=rng is not None)
             parts = _parts(config, layout, params, batch, count, key_of)
@@ -134,8 +135,25 @@ class _GlobalBatch:
         return shard_grads(self.config, grads, self.layout.trained)
 
     def key(self, index: jax.Array) -> jax.Array | None:
-        step, rng = self.inputs.step, self.inputs.rng
-        return step_key(self.config, step, rng, index, device=self.replica)
+        return _key(self.config, self.inputs, index, self.count, self.replica)
+
+
+def _key(
+    config: StrategyConfig,
+    inputs: StepInputs,
+    index: jax.Array,
+    count: int,
+    replica: jax.Array | int = 0,
+) -> jax.Array | None:
+    """Return the random key of a micro-batch, or the keys of its rows."""
+
+    def numbers():
+        # A micro-batch is a part of the rows of each device, see `cut_rows`.
+        blocks = config.axes.num_row_shares if count > 1 else 1
+        rows = num_rows(config, inputs.batch) // (count * blocks)
+        return row_numbers(replica * blocks + jnp.arange(blocks), index, count, rows)
+
+    return step_key(config, inputs.step, inputs.rng, index, device=replica, row_numbers=numbers)
 
 
 def _parts(
@@ -214,8 +232,8 @@ def num_micro_batches(
         f" be a (weighted) mean over rows: {mixing.reason}"
     )
     fix = (
-        "use micro_batches=1, which is the same; or view='unproved' if you know that it is such a"
-        " mean."
+        "use micro_batches=1, which is the same; so.per_row(a loss of one row), which needs no"
+        " proof; or view='unproved' if you know that it is such a mean."
     )
     warnings.warn(format_error(config.strategy, problem, mixing.lines, fix), stacklevel=2)
     return 1

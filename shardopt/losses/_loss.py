@@ -33,6 +33,7 @@ from shardopt.losses._batch_dims import num_rows
 from shardopt.losses._constraints import gather_leaves, shard_activations
 from shardopt.losses._explain import explained
 from shardopt.losses._parts import loss_parts
+from shardopt.losses._per_row import PerRow, row_keys
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import gathered_block
@@ -299,13 +300,29 @@ def step_key(
     rng: jax.Array | None,
     micro_batch: ArrayLike,
     device: ArrayLike | None = None,
+    *,
+    row_numbers: Callable[[], ArrayLike] | None = None,
 ) -> jax.Array | None:
     """Return a different key for each step, micro-batch, and device along the data axes (by default
     this device); None outside of training.
+
+    A loss of one row (`PerRow`) gets a key for each row instead, [rows].
+
+    Args:
+      config: of the step.
+      step: the number of the step; None outside of training.
+      rng: the key data of the state.
+      micro_batch: the number of the micro-batch.
+      device: the number of the device.
+      row_numbers: returns the numbers of the rows in the global batch, [rows].
     """
     if step is None or rng is None or not takes_rng(config.loss.loss_fn):
         return None
     key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
+    if isinstance(config.loss.loss_fn, PerRow) and row_numbers is not None:
+        if device is None and config.axes.positions:  # each share of the positions draws its own
+            key = jax.random.fold_in(key, jax.lax.axis_index(config.axes.positions))
+        return row_keys(key, jnp.asarray(row_numbers()))
     if device is None:
         device = jax.lax.axis_index((*config.axes.rows, *config.axes.positions))
     return jax.random.fold_in(jax.random.fold_in(key, device), micro_batch)

@@ -15,6 +15,7 @@ from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_dim, sequence_dim
 from shardopt.losses._explain import explained
 from shardopt.losses._operation_text import operation_line, operation_name
+from shardopt.losses._per_row import PerRow
 from shardopt.losses._rows import row_context, with_rows
 from shardopt.losses._separable import Cut, LossCall, find_mixing
 from shardopt.mesh import analysis, on_mesh
@@ -59,8 +60,14 @@ class Obstacle(NamedTuple):
 
 GLOBAL = 'view="global", which is exact for every loss; or '
 FIX = (
-    "so.losses.gather_batch, so.losses.batch_mean or so.losses.batch_sum for what a row needs of the whole batch, and"
-    " so.losses.Weighted for a normaliser that depends on the rows; or view='unproved' if you know better."
+    "so.per_row(a loss of one row), which needs no proof; so.losses.gather_batch,"
+    " so.losses.batch_mean or so.losses.batch_sum for what a row needs of the whole batch, and"
+    " so.losses.Weighted for a normaliser that depends on the rows; or view='unproved' if you know"
+    " better."
+)
+FIX_ROW = (
+    "a loss of a row without it, see so.per_row; or view='unproved' if you know that the mean over"
+    " rows is exact."
 )
 FIX_POSITIONS = (
     "so.nn.attention for what a position needs of the others, and so.nn.positions for its index;"
@@ -153,7 +160,8 @@ def _find_obstacle(
         f"{mixing.result} is not shown to be a (weighted) mean over rows, so {cut} could train on"
         f" another: {mixing.reason}"
     )
-    return Obstacle(problem, mixing.lines, FIX, mixing.operation, mixing.cause)
+    fix = FIX_ROW if isinstance(config.loss.loss_fn, PerRow) else FIX
+    return Obstacle(problem, mixing.lines, fix, mixing.operation, mixing.cause)
 
 
 def _row_cuts(config: StrategyConfig, rows: int) -> list[tuple[int, int]]:

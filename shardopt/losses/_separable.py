@@ -12,13 +12,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
+from jax._src.custom_batching import custom_vmap_p
 
 from shardopt.core._block_model import LossFn, as_block_model, call
+from shardopt.core._errors import format_error
 from shardopt.core._trace_context import RowContext
-from shardopt.core._types import Max, Min, PyTree, Sum, Updated, Weighted, leaves_with_paths
+from shardopt.core._types import Loss, Max, Min, PyTree, Sum, Updated, Weighted, leaves_with_paths
 from shardopt.losses._operation_text import operation_line, operation_name
 from shardopt.losses._parts import loss_parts
+from shardopt.losses._per_row import PerRow
 from shardopt.losses._rows import with_rows
 from shardopt.mesh import analysis
 from shardopt.remat._gathered_block import leaves_like
@@ -39,6 +44,13 @@ from shardopt.separability._relations import (
     ratio_tolerance,
 )
 from shardopt.separability._walk import relate_jaxprs
+from shardopt.trace._jaxprs import equations
+
+CUSTOM_VMAP = "jax.custom_batching.custom_vmap in it may mix rows."
+TRAINED_WEIGHT = (
+    "{} of so.losses.Weighted depends on the parameters, so the mean has a gradient of the weight."
+)
+"""The reason of a loss whose weight is trained, to be filled with the name of the weight."""
 
 
 class Mixing(NamedTuple):
@@ -170,6 +182,8 @@ def find_mixing(
     lengths, num_params = cut.lengths(leaves), len(jax.tree.leaves(params))
     if any(length % (cut.pieces * cut.blocks) for length in lengths):
         return Mixing("the loss", f"its {cut.unit} cannot be cut into {cut.pieces} equal pieces.")
+    if isinstance(loss_fn, PerRow) and not cut.positions:
+        return _find_row_mixing(loss_fn, params, batch, cut, loss_call)
     # an error on the whole batch is an error of the loss itself, so it is not caught
     whole_jaxpr, results = _trace_loss(loss_call.on_whole_batch(cut.pieces), loss_fn, params, batch)
     dims = [dim for _, dim in cut.dims_of(leaves)]
@@ -214,10 +228,100 @@ def find_mixing(
     ):
         return Mixing(
             "the loss",
-            f"{name} of so.losses.Weighted depends on the parameters, so the mean has a gradient of the"
-            " weight.",
+            TRAINED_WEIGHT.format(name),
         )
     return mixing
+
+
+def _find_row_mixing(
+    loss: PerRow, params: PyTree, batch: PyTree, cut: Cut, loss_call: LossCall
+) -> Mixing | None:
+    """Return why the mean over rows of a loss of one row is not exact on pieces; None if it is.
+
+    The loss of a row is traced once. It sees no other row, so only four things are left to refuse:
+    see `per_row`.
+
+    Raises:
+      ValueError: if rows are in other dims than those that the strategy cuts.
+    """
+    leaves, treedef = jax.tree.flatten(batch)
+    dims = [dim for _, dim in cut.dims_of(leaves)]
+    _check_same_dims(loss_call.caller, loss, batch, dims)
+    row = treedef.unflatten(
+        [_without_dim(leaf, dim) for leaf, dim in zip(leaves, dims, strict=True)]
+    )
+    row_call = dataclasses.replace(
+        loss_call,
+        context=None,
+        axis_sizes={axis: loss_call.axis_sizes[axis] for axis in loss_call.other_axes},
+    )
+
+    def loss_of_row(params: PyTree, row: PyTree, rng: jax.Array | None = None) -> Loss:
+        return loss.of_row(params, row, rng)
+
+    try:
+        jaxpr, results = _trace_loss(row_call, loss_of_row, params, row)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        return Mixing("the loss", f"a row names a mesh axis that carries rows: {error}.")
+    if _has_custom_vmap(jaxpr):
+        return Mixing("the loss", CUSTOM_VMAP)
+    if not loss_call.training:
+        return None
+    num_params = len(jax.tree.leaves(params))
+    try:
+        backward_pass = _backward_pass(jaxpr, num_params)
+    except NotImplementedError as error:  # a custom_vmap within a custom derivative
+        reason = f"its backward pass cannot be traced for one row: {error}."
+        return Mixing("the loss", reason, cause=error)
+    if _has_custom_vmap(backward_pass):
+        return Mixing("the loss", CUSTOM_VMAP)
+    if name := _trained_weight_name(jaxpr, results, num_params):
+        return Mixing("the loss", TRAINED_WEIGHT.format(name))
+    proof = Proof(relate_jaxprs, cut.pieces, other_axes=row_call.other_axes, training=True)
+    # One row is the same on every piece, so only a custom derivative can be unknown.
+    relations = relate_jaxprs(proof, jaxpr, jaxpr, [Same()] * len(jaxpr.in_avals))
+    unknown = [relation for relation in relations if isinstance(relation, Unknown)]
+    return _mixing_of_unknown("the loss", unknown[0]) if unknown else None
+
+
+def _has_custom_vmap(jaxpr: jex.ClosedJaxpr) -> bool:
+    return any(eqn.primitive is custom_vmap_p for eqn in equations(jaxpr))
+
+
+def _check_same_dims(caller: str, loss: PerRow, batch: PyTree, dims: Sequence[int | None]) -> None:
+    row_dims = jax.tree.leaves(loss.row_dims(batch), is_leaf=lambda dim: dim is None)
+    differing = [
+        f"{path or 'batch'}: dim {row_dim} in so.per_row, dim {dim} in {caller}"
+        for (path, _), row_dim, dim in zip(leaves_with_paths(batch), row_dims, dims, strict=True)
+        if row_dim != dim
+    ]
+    if differing:
+        fix = "pass the same batch_dims to both: so.per_row(loss_of_row, batch_dims=[...])."
+        problem = "rows of the batch are in other dims than the loss takes them from."
+        raise ValueError(format_error(caller, problem, differing, fix))
+
+
+def _backward_pass(jaxpr: jex.ClosedJaxpr, num_params: int) -> jex.ClosedJaxpr:
+    """Return the trace of a loss with its gradient, so that custom derivatives are in it."""
+
+    def gradient(*arguments: PyTree) -> PyTree:
+        params, others = arguments[:num_params], arguments[num_params:]
+
+        def of_params(*params: PyTree) -> list[jax.Array]:
+            return jex.jaxpr_as_fun(jaxpr)(*params, *others)
+
+        results, pull_back = jax.vjp(of_params, *params)
+        return pull_back([_cotangent(result) for result in results])
+
+    return jax.make_jaxpr(gradient)(*jaxpr.in_avals)
+
+
+def _cotangent(result: jax.Array) -> Any:
+    if jnp.issubdtype(result.dtype, jnp.inexact):
+        return jnp.ones_like(result)
+    return np.zeros(result.shape, jax.dtypes.float0)
 
 
 def _find_unproved(
@@ -353,6 +457,12 @@ def _with_checked_blocks(caller: str, loss_fn: LossFn) -> LossFn:
         )
 
     return model._replace(block=block)
+
+
+def _without_dim(leaf: jax.ShapeDtypeStruct, dim: int | None) -> jax.ShapeDtypeStruct:
+    if dim is None:
+        return leaf
+    return jax.ShapeDtypeStruct((*leaf.shape[:dim], *leaf.shape[dim + 1 :]), leaf.dtype)
 
 
 def _cut(leaf: jax.ShapeDtypeStruct, dim: int | None, pieces: int) -> jax.ShapeDtypeStruct:

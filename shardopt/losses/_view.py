@@ -15,6 +15,7 @@ from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
 from shardopt.losses._batch_dims import FIX_ROWS, row_counts, shown_leaves
 from shardopt.losses._obstacle import Obstacle, find_obstacle
+from shardopt.losses._per_row import PerRow
 
 
 class ViewChoice(NamedTuple):
@@ -94,6 +95,8 @@ class Views:
                 reason = (
                     "view='unproved' says that the loss is a mean over rows; this was not checked."
                 )
+            elif isinstance(config.loss.loss_fn, PerRow):
+                reason = "so.per_row runs the loss of each row by itself."
             elif config.num_pieces == 1:
                 reason = "one device runs the whole batch."
             else:

@@ -24,6 +24,7 @@ from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import num_rows, resized, row_counts, row_dim
 from shardopt.losses._loss import step_key
 from shardopt.losses._parts import loss_parts
+from shardopt.losses._per_row import row_numbers
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._coordinator import CoordinatorClient
@@ -298,7 +299,8 @@ def _check_mean(
         f" {num_workers} workers could train on another than so.ddp: {mixing.reason}"
     )
     fix = (
-        "so.ddp, which sees all rows; or max_staleness=1, with which the loss is that of each"
+        "so.per_row(a loss of one row), which needs no proof; so.ddp, which sees all rows; or"
+        " max_staleness=1, with which the loss is that of each"
         " worker's own batch."
     )
     raise NotSeparableError(
@@ -312,7 +314,11 @@ def _program(config: StrategyConfig) -> Callable[..., Update]:
     def program(
         params: PyTree, batch: PyTree, rng: jax.Array, worker: jax.Array, clock: jax.Array
     ) -> Update:
-        key = step_key(config, clock, jnp.asarray(rng), 0, device=worker)
+        def numbers():
+            return row_numbers(worker, 0, 1, num_rows(config, batch))
+
+        rng = jnp.asarray(rng)
+        key = step_key(config, clock, rng, 0, device=worker, row_numbers=numbers)
 
         def loss_total(trained_params: PyTree) -> tuple[jax.Array, LossParts]:
             parts = _loss(config, replace_trained(params, trained_params), batch, key)

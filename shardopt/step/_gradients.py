@@ -19,6 +19,7 @@ from shardopt.core._types import PyTree, Weighted
 from shardopt.losses._batch_dims import batch_specs, num_rows
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, neutral, objective, of_rows
+from shardopt.losses._per_row import row_numbers
 from shardopt.losses._sums import (
     accumulate,
     all_reduce_grads,
@@ -293,7 +294,14 @@ class _MicroBatches:
         )
 
     def key(self, index: jax.Array) -> jax.Array | None:
-        return step_key(self.config, self.inputs.step, self.inputs.rng, index)
+        config, inputs = self.config, self.inputs
+
+        def numbers():
+            count = config.loss.micro_batches
+            device = jax.lax.axis_index(config.axes.rows)
+            return row_numbers(device, index, count, num_rows(config, inputs.batch) // count)
+
+        return step_key(config, inputs.step, inputs.rng, index, row_numbers=numbers)
 
 
 def _keep_in_loop(grads: list[jax.Array]) -> list[jax.Array]:

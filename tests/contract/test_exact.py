@@ -31,11 +31,11 @@ EXACT = [
     if row["dtype"] == "float64" and row["model"] != "gpt" and row["mesh"] != {"data": 1}
 ]
 FAST_PAIRS = [
-    ("ddp", "muon"),
-    ("zero1", "adafactor"),
+    ("ddp", "adafactor"),
     ("zero1", "clip_adamw"),
-    ("zero2", "adamw"),
-    ("zero2", "lamb"),
+    ("zero1", "muon"),
+    ("zero2", "adafactor"),
+    ("fsdp", "lamb"),
     ("fsdp", "momentum"),
 ]
 FAST = [

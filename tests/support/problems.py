@@ -1,4 +1,6 @@
-"""Models with a loss and batches: a GPT, flax nnx, flax linen, a plain pytree of odd sizes."""
+"""Models with a loss and batches: a GPT, flax nnx, flax linen, a plain pytree of odd sizes, a loss
+of one row.
+"""
 
 from typing import Any, NamedTuple
 
@@ -154,4 +156,26 @@ def _odd(weighted: bool):
     return params, loss_fn, rules, regression_batch(7, 5)
 
 
-MODELS = {"gpt": _gpt, "nnx": _nnx, "linen": _linen, "odd": _odd}
+def _row(weighted: bool):
+    draw = np.random.default_rng(5)
+    params = {
+        "up": draw.normal(size=(6, 24)) * 0.3,
+        "square": np.eye(5) + 0.1 * draw.normal(size=(5, 5)),
+        "down": draw.normal(size=(24, 5)) * 0.3,
+    }
+
+    @so.per_row
+    def loss_fn(params, row):
+        hidden = jnp.tanh(row["x"] @ params["up"])
+        # a triangular solve, which no rule of the proof knows
+        out = jnp.linalg.solve(params["square"], hidden @ params["down"])
+        loss = ((out - row["y"]) ** 2).mean()
+        if weighted:
+            return so.losses.Weighted(loss * row["weights"], row["weights"])
+        return loss
+
+    rules = [(r"up", P(None, "tensor")), (r"down", P("tensor"))]
+    return params, loss_fn, rules, regression_batch(6, 5)
+
+
+MODELS = {"gpt": _gpt, "nnx": _nnx, "linen": _linen, "odd": _odd, "row": _row}

@@ -244,8 +244,8 @@ def test_derivative_rules_of_what_all_rows_share():
 
 
 FIX = (
-    'view="global", which is exact for every loss; or so.losses.gather_batch, so.losses.batch_mean or'
-    " so.losses.batch_sum for what a row needs of the whole batch, and so.losses.Weighted for a normaliser that"
+    'view="global", which is exact for every loss; or so.per_row(a loss of one row), which needs no'
+    " proof; so.losses.gather_batch, so.losses.batch_mean or so.losses.batch_sum for what a row needs of the whole batch, and so.losses.Weighted for a normaliser that"
     " depends on the rows; or view='unproved' if you know better."
 )
 
