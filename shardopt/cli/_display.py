@@ -16,7 +16,7 @@ from rich.text import Text
 import shardopt as so
 from shardopt.cli._communication import SentBytes, describe, size, traffic_text
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
-from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, NORMS, SCHEDULE
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
 from shardopt.core._errors import plural
 from shardopt.core._figures import new_figure
 from shardopt.data import Windows
@@ -190,7 +190,7 @@ def show_files(screen: Console, options: RunOptions, result: FitResult, *names: 
     """Show the goodput and the files of the run, `names` first."""
     say(screen, f"\n{result.goodput}")
     folder = options.run.run_dir
-    drawn = [name for name in (SCHEDULE, NORMS) if (folder / name).is_file()]
+    drawn = [SCHEDULE] if (folder / SCHEDULE).is_file() else []
     say(
         screen, f"\nin {folder}: {', '.join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn])}"
     )

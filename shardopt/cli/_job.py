@@ -14,7 +14,6 @@ from shardopt.cli import _display as display
 from shardopt.cli._options import RunOptions
 from shardopt.cli._run_folder import (
     CURVE,
-    NORMS,
     SCHEDULE,
     loggers,
     order_changes,
@@ -77,12 +76,9 @@ class RunInFolder(NamedTuple):
         return result
 
     def draw(self, unit: str) -> None:
-        """Draw the losses in nats per `unit`, and the norms if some were logged."""
+        """Draw the losses in nats per `unit`."""
         folder = self.options.run.run_dir
-        metrics = read_metrics(folder)
-        display.draw_curve(metrics, folder / CURVE, unit=unit)
-        if any(name.startswith("gradient_norm/") for line in metrics for name in line):
-            so.training.plot_norms(metrics, path=folder / NORMS)
+        display.draw_curve(read_metrics(folder), folder / CURVE, unit=unit)
 
 
 def write_schedule(schedule: Schedule | None, path: Path) -> None:

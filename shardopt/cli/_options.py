@@ -286,8 +286,8 @@ class FolderOptions:
     """Folder, checkpoints and logs of the run."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json, loss.png, with a pipeline schedule.png,
-    and norms.png.
+    """Folder for checkpoints, metrics.jsonl, config.json, loss.png, and with a pipeline
+    schedule.png.
     """
 
     resume: bool = False
@@ -307,8 +307,8 @@ class FolderOptions:
     """Steps between validations."""
 
     norms_every: More[Annotated[int | None, _INT]] = None
-    """Steps between norms of gradients, updates and parameters, of each layer; norms.png shows them
-    as heat maps. By default none.
+    """Steps between norms of gradients, updates and parameters, of each layer, in metrics.jsonl.
+    By default none.
     """
 
     debug: bool = False

@@ -34,7 +34,7 @@ from shardopt.runtime._files import write_atomic
 from shardopt.step._compressed import CompressedOptState
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
-CURVE, SCHEDULE, NORMS = "loss.png", "schedule.png", "norms.png"
+CURVE, SCHEDULE = "loss.png", "schedule.png"
 
 
 def check_run_folder(options: RunOptions) -> None:

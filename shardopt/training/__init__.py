@@ -4,7 +4,6 @@ from shardopt.core._early_stopping import EarlyStopping
 from shardopt.training._evaluation import evaluation
 from shardopt.training._hyperparams import hyperparams
 from shardopt.training._loggers import jsonl
-from shardopt.training._plot_norms import plot_norms
 from shardopt.training._resume import DeferredInit
 
 __all__ = [
@@ -13,5 +12,4 @@ __all__ = [
     "evaluation",
     "hyperparams",
     "jsonl",
-    "plot_norms",
 ]

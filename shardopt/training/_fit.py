@@ -107,9 +107,8 @@ def fit(
         agree whether to stop.
       norms_every: steps between norms of the gradient, the update and the parameters, of each
         leaf and each layer of stacked blocks; by default none. The log gets
-        "gradient_norm/PATH/layer_0", "update_norm/..." and "param_norm/...", which
-        `so.training.plot_norms` draws. Other steps stay as they are; these steps are a second
-        compiled program. Norms that are due in a verified step are those of the next step.
+        "gradient_norm/PATH/layer_0", "update_norm/..." and "param_norm/...". Other steps stay as
+        they are; these steps are a second compiled program. Norms that are due in a verified step are those of the next step.
       progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and
         lines elsewhere, on standard error. Messages about resuming are printed even if False.
       on_spike: what happens at a spike, which is a loss or gradient norm far above the ones before.

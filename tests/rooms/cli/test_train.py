@@ -140,11 +140,10 @@ def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, fold
 
 
 @pytest.mark.slow
-def test_norms_of_layers_are_logged_and_drawn(train, folder):
+def test_norms_of_layers_are_logged(train, folder):
     code, out, _ = train("--run-dir", folder, "--resume", "--steps", 10, "--norms-every", 1)
     assert code == 0
-    assert f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png, norms.png" in out
-    assert (folder / "norms.png").read_bytes().startswith(b"\x89PNG")
+    assert f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png" in out
     gradients = {
         line["step"]: line
         for line in logged(folder)

@@ -98,7 +98,7 @@ def test_a_run_learns_and_leaves_a_folder_that_from_pretrained_reads(tune, model
 
 
 @pytest.mark.slow
-def test_norms_are_logged_and_drawn(tune, tmp_path):
+def test_norms_are_logged(tune, tmp_path):
     code, _, err = tune("--steps", 4, "--norms-every", 4, "--mesh", "data=8", "--lora-rank", 2)
     assert code == 0, err
     lines = [
@@ -107,7 +107,6 @@ def test_norms_are_logged_and_drawn(tune, tmp_path):
     names = {name for line in lines for name in line if name.startswith("gradient_norm/")}
     assert names
     assert all("/lora_" in name for name in names)
-    assert (tmp_path / "run" / "norms.png").is_file()
 
 
 @pytest.mark.slow

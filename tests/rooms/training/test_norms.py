@@ -1,6 +1,4 @@
-"""`fit(norms_every=...)` logs norms of leaves and layers at its steps, and `plot_norms` draws
-what is in the log.
-"""
+"""`fit(norms_every=...)` logs norms of leaves and layers at its steps."""
 
 import json
 import math
@@ -14,7 +12,6 @@ import shardopt as so
 from shardopt.step._norms import Norms
 from shardopt.training import _spikes as spikes
 from shardopt.training._fit import fit
-from shardopt.training._plot_norms import read_norms
 
 pytestmark = pytest.mark.fast
 KINDS = ("gradient_norm", "update_norm", "param_norm")
@@ -120,77 +117,9 @@ def test_layers_have_numbers_of_their_own():
     assert len(metrics) == 12
 
 
-LINES = [
-    {"step": 10, "loss": 1.0},
-    {"step": 10, "gradient_norm/out/0": 1.0}
-    | {
-        f"gradient_norm/blocks/{leaf}/layer_{i}": x
-        for leaf, x in (("up", 3.0), ("down", 4.0))
-        for i in range(11)
-    },
-    {"step": 20, "gradient_norm/out/0": 0.0, "gradient_norm/blocks/up/layer_10": None},
-    {
-        "step": 20,
-        "gradient_norm/out/0": 2.0,
-        "gradient_norm/blocks/up/layer_10": None,
-        "update_norm/out/0": 0.0,
-    },
-]
-
-
-def test_a_layer_is_the_norm_of_its_leaves():
-    """Layers are in the order of their numbers, a step that was taken again counts once, null is
-    NaN.
-    """
-    rows, num_leaves, steps, values = read_norms(LINES, "gradient_norm")
-    assert rows == ("out/0", *(f"layer_{i}" for i in range(11)))
-    assert (num_leaves, steps.tolist()) == (1, [10, 20])
-    assert values[0].tolist() == [1, 2]
-    assert values[1:, 0].tolist() == [5.0] * 11
-    assert values[1:11, 1].tolist() == [-1] * 10
-    assert math.isnan(values[11, 1])
-    assert read_norms(LINES, "param_norm") is None
-
-
-def test_norms_whose_squares_overflow():
-    line = {
-        "step": 10,
-        "gradient_norm/blocks/up/layer_0": 3e200,
-        "gradient_norm/blocks/down/layer_0": 4e200,
-    }
-    assert read_norms([line], "gradient_norm").values.tolist() == [[pytest.approx(5e200)]]
-
-
-def test_the_picture_shows_every_kind_of_cell(tmp_path):
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    figure = so.training.plot_norms(tmp_path / "log.jsonl", path=tmp_path / "norms")
-    assert (tmp_path / "norms").read_bytes().startswith(b"\x89PNG")
-    gradient, update, *_ = figure.axes
-    assert [gradient.get_title("left"), update.get_title("left")] == ["gradient", "update"]
-    drawn, not_finite = (mesh.get_array() for mesh in gradient.collections)
-    assert drawn.count() == 13  # of 24 cells: ten are not logged, one is NaN
-    assert [*zip(*np.nonzero(~not_finite.mask), strict=True)] == [(11, 1)]
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
-        "NaN or infinite",
-        "zero",
-        "not logged",
-    ]
-    assert [label.get_text() for label in gradient.get_yticklabels()] == [
-        "out/0",
-        *(f"layer {i}" for i in range(11)),
-    ]
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: so.training.plot_norms([{"step": 1, "loss": 2.0}]),
-            (
-                "plot_norms: the log has no norms.\n"
-                "Fix: train with so.fit(..., norms_every=10, log=so.training.jsonl(path))."
-            ),
-        ),
         (
             lambda: fit(OPT, STATE, [BATCH], num_steps=1, norms_every=0),
             "fit: norms_every must be at least 1, got 0.",
