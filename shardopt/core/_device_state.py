@@ -87,8 +87,8 @@ class Stacked:
     def init(self, params: PyTree) -> PyTree:
         """Return the first state of all devices; call it outside of `shard_map`.
 
-        It also works for transformations whose `init` needs the axis (`so.transforms.shard_updates`),
-        and for abstract parameters under `jax.eval_shape`.
+        It also works for transformations whose `init` needs the axis, and for abstract parameters
+        under `jax.eval_shape`.
 
         Args:
           params: parameters, the same on all devices.

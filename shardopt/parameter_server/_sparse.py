@@ -13,8 +13,7 @@ import optax
 
 from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
-from shardopt.transforms._elementwise import compare
-from shardopt.transforms._primitives import ELEMENT, SAME, SHAPE, Label, LeafSplit
+from shardopt.parameter_server._by_row import ROWS, SAME, SHAPE, UNIFORM, RowLabel, compare
 
 CALLER = "parameter_server"
 FIX = "use an optimizer and a rule whose state is elementwise, or leave sparse out."
@@ -252,9 +251,9 @@ def _check_by_row(
         problem = "the optimizer or the rule cannot be traced for some rows of a sparse leaf."
         raise ValueError(format_error(CALLER, problem, [str(error).split("\n")[0]], FIX)) from error
     mixing_operations = frozenset[str]()
-    result_labels = compare(all_rows, some_rows, labels, LeafSplit(by_rows=True))
+    result_labels = compare(all_rows, some_rows, labels)
     for label, a, b in zip(result_labels, all_rows.out_avals, some_rows.out_avals, strict=True):
-        if label.kind != (SAME if a.shape == b.shape else ELEMENT):
+        if label.kind not in ((SAME,) if a.shape == b.shape else (ROWS, UNIFORM)):
             mixing_operations |= label.primitives or {SHAPE}
     if mixing_operations:
         operations = (
@@ -289,7 +288,7 @@ def _row_counts(
 
 def _owners_and_labels(
     args: tuple[Any, ...], param_owners: list[int], state_owners: list[int]
-) -> tuple[list[int], list[Label]]:
+) -> tuple[list[int], list[RowLabel]]:
     """Return the owner of each leaf of the arguments of an update, and the label of its rows."""
     pushes = args[2]
     owners, zeros = [*param_owners, *state_owners], [None] * len(param_owners + state_owners)
@@ -300,7 +299,7 @@ def _owners_and_labels(
     owners += [DENSE, *([] if pushes.pulled is None else param_owners), DENSE]
     zeros += [None] * (len(owners) - len(zeros))
     labels = [
-        Label(SAME) if owner == DENSE else Label(ELEMENT, pad_value=zero)
+        RowLabel(SAME) if owner == DENSE else RowLabel(ROWS, at_zero=zero)
         for owner, zero in zip(owners, zeros, strict=True)
     ]
     return owners, labels

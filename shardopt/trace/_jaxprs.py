@@ -82,15 +82,6 @@ def cost_of(eqn: JaxprEqn, cost: Callable[[JaxprEqn], float | None]) -> float:
     return sum(costs) * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
-def axes_of(eqn: JaxprEqn) -> frozenset[str]:
-    """Return the mesh axes that the parameters of a primitive name."""
-    axes: list[object] = []
-    for key in ("axes", "axis_name"):
-        value = eqn.params.get(key, ())
-        axes += value if isinstance(value, tuple | list) else [value]
-    return frozenset(name for name in axes if isinstance(name, str))
-
-
 def scan_carry(eqn: JaxprEqn, body: Jaxpr) -> tuple[int, int]:
     """Return the number of values that a scan carries, and the index of the first among its
     arguments.

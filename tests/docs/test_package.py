@@ -67,10 +67,8 @@ LONG = [
     "shardopt.training._resume",
     "shardopt.transforms._average_gradients",
     "shardopt.transforms._average_params",
-    "shardopt.transforms._clip_by_global_norm",
     "shardopt.transforms._dynamic_map",
     "shardopt.transforms._eight_bit",
-    "shardopt.transforms._shard_updates",
     "shardopt.transforms._skip_anomalies",
     "shardopt.transforms._stochastic_round",
 ]

@@ -164,6 +164,14 @@ def on_table(f):
     return stateless(lambda updates, params: {**updates, "table": f(updates["table"])})
 
 
+ALL_DIMS = ((0, 1), (0, 1)), ((), ())
+
+
+def square(g):
+    """As many copies of the sum of each row as there are rows."""
+    return jnp.broadcast_to(g.sum(1, keepdims=True), (g.shape[0], g.shape[0]))
+
+
 def row_norms(updates, params):
     g = updates["table"]
     return {**updates, "table": g / (1e-3 + jnp.linalg.norm(g, axis=1, keepdims=True))}
@@ -196,6 +204,22 @@ NOT_BY_ROW = {
     "noise": (
         on_table(lambda g: g * jax.random.bernoulli(jax.random.key(0), 0.5, g.shape)),
         "random_bits",
+    ),
+    "number of rows by a sum": (
+        on_table(lambda g: g * jnp.ones((DIM, g.shape[0])).sum(1)[None]),
+        "reduce_sum",
+    ),
+    "copies of a row, added up": (
+        on_table(lambda g: g * square(g).sum(1, keepdims=True)),
+        "reduce_sum",
+    ),
+    "copies of a row, multiplied": (
+        on_table(lambda g: g * jax.lax.dot_general(square(g), square(g), ALL_DIMS)),
+        "dot_general",
+    ),
+    "largest number of rows": (
+        on_table(lambda g: g * jnp.full((DIM, g.shape[0]), 0.5).sum(1).max()),
+        "reduce_sum",
     ),
     "norm of momentum": (
         optax.chain(optax.trace(0.9), optax.clip_by_global_norm(0.01)),
@@ -295,7 +319,10 @@ def test_refusals(message_of):
         message_of(ValueError, run, optax.sgd(0.1), rule=stateful, max_staleness=1, workers=1)
         == f"parameter_server: a rule with a state cannot take sparse pushes.\n{fix}"
     )
-    late = optax.chain(so.transforms.delay_gradients(2), optax.sgd(0.1))
+    late = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros((2, *p.shape)), params),
+        lambda updates, state, params=None: (updates, state),
+    )
     assert (
         message_of(ValueError, after, late, sparse=True)
         == "parameter_server: the optimizer keeps state that has no row for each row of a sparse"

@@ -1,0 +1,93 @@
+"""`average_gradients` against one device, wherever an axis can be bound, inside optax's combinators."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+from support.tiers import tiered
+from support.trajectory import trajectory
+
+import shardopt as so
+
+N, STEPS = 3, 5
+DRAW = np.random.default_rng(0)
+SHAPES = {"w": (4, 3), "b": (5,), "s": ()}
+PARAMS = {name: DRAW.normal(size=shape) for name, shape in SHAPES.items()}
+GRADS = {name: DRAW.normal(size=(N, STEPS, *shape)) for name, shape in SHAPES.items()}
+LABELS = {"w": "one", "b": "two", "s": "two"}
+ONLY_W = {"w": True, "b": False, "s": False}
+R = so.reducers
+
+average = functools.partial(so.transforms.average_gradients, "data")
+EQUAL = {
+    "average": (optax.chain(average(), optax.adamw(0.1)), optax.adamw(0.1)),
+    "multi_transform": (
+        optax.multi_transform(
+            {"one": optax.chain(average(), optax.sgd(0.1)), "two": average()}, LABELS
+        ),
+        optax.multi_transform({"one": optax.sgd(0.1), "two": optax.identity()}, LABELS),
+    ),
+    "masked": (
+        optax.chain(optax.masked(average(), ONLY_W), average(), optax.sgd(0.1)),
+        optax.sgd(0.1),
+    ),
+    "injected": (
+        optax.chain(
+            average(),
+            optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0, 9)),
+        ),
+        optax.adam(optax.linear_schedule(0.1, 0, 9)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", tiered(EQUAL, lambda name: name in ("injected", "masked")))
+def test_equal_to_one_device_wherever_the_axis_is_bound(name, ways, x64):
+    tx, reference = EQUAL[name]
+    means = jax.tree.map(lambda g: g.mean(0), GRADS)
+    expected = jax.tree.map(
+        lambda x: jnp.stack([x] * N), jax.jit(trajectory(reference, PARAMS))(means)
+    )
+    for way in ways if name == "average" else ("vmap", "shard_map"):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=1e-12),
+            ways[way](trajectory(tx, PARAMS), N)(GRADS),
+            expected,
+        )
+
+
+def program(tx, mesh, size=4):
+    """Return a jitted step over the stored form of the state, the state, and gradients."""
+    params = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
+    stacked = R.Stacked(tx, "data", size)
+    state = stacked.init(params)
+    specs = stacked.specs(state)
+
+    def step(state, grads):
+        updates, new_state = stacked.update(jax.tree.map(lambda g: g[0], grads), state, params)
+        return jax.tree.map(lambda u: u[None], updates), new_state
+
+    run = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P("data")), out_specs=(P("data"), specs), check_vma=False
+    )
+    grads = jax.tree.map(lambda p: jnp.stack([p * (d + 1) for d in range(size)]), params)
+    return jax.jit(run), state, grads
+
+
+def test_it_sends_what_its_reducer_states(mesh_of):
+    for reducer in (None, R.int8(), R.error_feedback(R.sign())):
+        step, state, grads = program(average(reducer), mesh_of(data=4))
+        audit = so.hlo.audit(step, state, grads, mesh=mesh_of(data=4))
+        params = jax.tree.map(lambda g: g[0], grads)
+        assert audit.total_wire_bytes == (reducer or R.exact()).wire_bytes(params, 4)
+
+
+def test_a_second_step_does_not_compile(mesh_of):
+    step, state, grads = program(average(R.error_feedback(R.int8())), mesh_of(data=4))
+    for _ in range(4):
+        _, state = jax.block_until_ready(step(state, grads))
+    assert step._cache_size() <= 2, "once for the state as it was made, once as it is returned"
