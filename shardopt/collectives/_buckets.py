@@ -80,8 +80,12 @@ def reduce_scatter_buckets(
             for part, shard_rows in zip(parts, all_shard_rows, strict=True)
         ]
 
-    return _move_in_buckets(
-        xs, dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), scatter_bucket
+    parts, join = real_parts(xs)
+    part_dims = [dim for x, dim in zip(xs, dims, strict=True) for _ in real_parts([x])[0]]
+    return join(
+        _move_in_buckets(
+            parts, part_dims, bucket_bytes, lambda x, dim: scatter(x, axis, dim), scatter_bucket
+        )
     )
 
 
@@ -99,9 +103,35 @@ def all_reduce_buckets(xs: Sequence[jax.Array], axes: tuple[str, ...]) -> list[j
         return [part.reshape(x.shape) for part, x in zip(parts, bucket, strict=True)]
 
     limit = BUCKET_BYTES if jax.process_count() > 1 else 0
-    return _move_in_buckets(
-        xs, [0] * len(xs), limit, lambda x, _: jax.lax.psum(x, axes), reduce_bucket
+    parts, join = real_parts(xs)
+    return join(
+        _move_in_buckets(
+            parts, [0] * len(parts), limit, lambda x, _: jax.lax.psum(x, axes), reduce_bucket
+        )
     )
+
+
+def real_parts(
+    xs: Sequence[jax.Array],
+) -> tuple[list[jax.Array], Callable[[list[jax.Array]], list[jax.Array]]]:
+    """Return arrays with each complex one as its real and its imaginary part, and the inverse.
+
+    XLA:CPU aborts on a sum over devices of complex zeros, such as the gradient of a parameter that
+    the loss does not read (jaxlib 0.10.2).
+    """
+    is_complex = [jnp.issubdtype(x.dtype, jnp.complexfloating) for x in xs]
+    parts = []
+    for x, has_parts in zip(xs, is_complex, strict=True):
+        parts += [x.real, x.imag] if has_parts else [x]
+
+    def join(parts: list[jax.Array]) -> list[jax.Array]:
+        remaining = iter(parts)
+        return [
+            jax.lax.complex(next(remaining), next(remaining)) if has_parts else next(remaining)
+            for has_parts in is_complex
+        ]
+
+    return parts, join
 
 
 def _move_in_buckets(

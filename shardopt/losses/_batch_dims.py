@@ -155,13 +155,14 @@ def batch_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
 def placed_specs(config: StrategyConfig, batch: PyTree) -> PyTree:
     """Return where the leaves of a step's batch live, as `PartitionSpec`.
 
-    In the global view leaves need not agree on a number of rows; the leaves of a graph do not. Each
-    leaf is then split along its rows if the devices divide them, else along its first dim that they
-    divide, else not at all.
+    In the global view leaves need not agree on a number of rows; the leaves of a graph do not. Nor
+    need the devices divide it. Each leaf is then split along its rows if the devices divide them,
+    else along its first dim that they divide, else not at all.
     """
-    if len(row_counts(config, batch)) < 2:
-        return batch_specs(config, batch)
     devices = math.prod(config.axes.sizes[axis] for axis in config.axes.rows)
+    counts = row_counts(config, batch)
+    if len(counts) < 2 and not any(count % devices for count in counts):
+        return batch_specs(config, batch)
 
     def spec_of(path: jax.tree_util.KeyPath, leaf: PyTree) -> PartitionSpec:
         name, shape = path_text(path), np.shape(leaf)

@@ -21,6 +21,21 @@ def constrain(mesh: Mesh, x: jax.Array, spec: PartitionSpec) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
+def moved(tree: PyTree, old: Mesh, new: Mesh) -> PyTree:
+    """Return arrays of one mesh as arrays of another mesh with the same devices.
+
+    Their placement is left to the partitioner. Two constraints, so that gradients move back.
+    """
+    if old == new:
+        return tree
+
+    def move(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * jnp.ndim(x))
+        return constrain(new, constrain(old, x, spec), spec)
+
+    return jax.tree.map(move, tree)
+
+
 def gather_leaves(
     config: StrategyConfig, leaves: Sequence[jax.Array], plans: Sequence[LeafPlan]
 ) -> list[jax.Array]:

@@ -18,7 +18,7 @@ from shardopt.core._errors import format_error
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.losses._batch_dims import FIX_ROWS, num_rows, row_counts, row_dim, shown_leaves
-from shardopt.losses._constraints import cut_by_replica, cut_rows, shard_grads
+from shardopt.losses._constraints import cut_by_replica, cut_rows, moved, shard_grads
 from shardopt.losses._loss import loss_of_rows, step_key
 from shardopt.losses._metrics import factor, objective, of_rows, value_of
 from shardopt.losses._obstacle import as_gathered
@@ -124,6 +124,8 @@ class _GlobalBatch:
         parts = _loss_of_rows(self.config, self.layout, params, rows, key)
         if self.count == 1:  # with the gradient of the weight, if it has one
             return value_of(parts.loss), parts
+        if weights is None and isinstance(parts.loss.weight, tuple):  # only shapes are asked for
+            weights = parts.loss.weight
         return objective(parts.loss, self.count, weights), parts
 
     def sum_weights(self) -> list[jax.Array]:
@@ -177,14 +179,15 @@ def _parts(
 def _loss_of_rows(config: StrategyConfig, layout: Layout, *args: PyTree) -> LossParts:
     """Return the parts of the loss of a micro-batch.
 
-    The loss may constrain shardings on the user's mesh.
+    The loss may constrain shardings on the user's mesh. Arrays that the step computed are on ours,
+    such as the random key, and jax refuses operations on arrays of both.
     """
     run = functools.partial(loss_of_rows, config, layout)
-    return (
-        run(*args)
-        if config.per_replica
-        else on_mesh(config.home.auto, run, config.home.axes)(*args)
-    )
+    if config.per_replica:
+        return run(*args)
+    home = config.home.auto
+    parts = on_mesh(home, run, config.home.axes)(*moved(args, config.mesh, home))
+    return moved(parts, home, config.mesh)
 
 
 def num_micro_batches(

@@ -201,6 +201,10 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
     have another shape.
     """
     frozen = {plan.path: plan for plan in plans if not plan.trainable}
+
+    def is_key(dtype):
+        return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
     wrong_updates = [
         f"{path}: not a frozen parameter leaf" for path in updates if path not in frozen
     ]
@@ -208,6 +212,11 @@ def check_updated(caller: str, plans: Sequence[LeafPlan], updates: Mapping[str, 
         f"{path}: shape {value.shape}, the parameter has {frozen[path].shape}"
         for path, value in updates.items()
         if path in frozen and value.shape != frozen[path].shape
+    ]
+    wrong_updates += [
+        f"{path}: {value.dtype}, the parameter is {frozen[path].dtype}"
+        for path, value in updates.items()
+        if path in frozen and is_key(value.dtype) != is_key(frozen[path].dtype)
     ]
     if wrong_updates:
         fix = (

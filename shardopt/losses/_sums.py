@@ -151,13 +151,15 @@ def scale(grad: jax.Array, factor: jax.Array) -> jax.Array:
 def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
     """Add parts up over stacked micro-batches and over devices.
 
-    Updates take the mean, or the maximum if they are integers.
+    Updates take the mean, or the maximum if they are integers, or the first if they are random keys.
 
     In a pipeline the parts are zeros on all stages but the last block's, so a sum over pipeline
     gives them to all stages.
     """
 
     def combine_update(value: jax.Array) -> jax.Array:
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            return _first_key(value[0], axes)
         if axes.stages:
             (value,) = all_reduce(
                 [value.astype(jnp.int32) if value.dtype == bool else value], axes.stages
@@ -196,3 +198,13 @@ def sum_parts(parts: LossParts, axes: AxisTable) -> LossParts:
     return LossParts(
         loss, metrics, {path: combine_update(value) for path, value in parts.updates.items()}
     )
+
+
+def _first_key(key: jax.Array, axes: AxisTable) -> jax.Array:
+    """Return the random key of the first device along the summed axes; keys have no mean."""
+    numbers = jax.random.key_data(key)
+    if axes.summed:
+        is_first = jax.lax.axis_index(axes.summed) == 0
+        (numbers,) = all_reduce([jnp.where(is_first, numbers, 0)], axes.summed)
+    (numbers,) = all_reduce([numbers], axes.stages)
+    return jax.random.wrap_key_data(numbers, impl=jax.random.key_impl(key))

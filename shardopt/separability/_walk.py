@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.separability import _derivatives as derivatives
@@ -152,15 +153,21 @@ def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
         and np.array_equal(whole_value, piece_value)
     ):
         return Same()
-    local = all(
-        not isinstance(value, jax.Array) or value.is_fully_addressable
-        for value in (whole_value, piece_value)
-    )
-    numbers = [as_numbers(value) for value in (whole_value, piece_value)] if local else [None]
+    readable = all(map(_is_readable, (whole_value, piece_value)))
+    numbers = [as_numbers(value) for value in (whole_value, piece_value)] if readable else [None]
     if any(value is None for value in numbers):
         return Same() if whole_value is piece_value else Unknown("traces")
     known = Known(*numbers)  # pyright: ignore[reportArgumentType]
     return Same() if shapes[0] == shapes[1] != () and known.same_numbers else known
+
+
+def _is_readable(value: Any) -> bool:
+    """Return whether this process can read a constant: not a tracer of the user's own `jit`, nor an
+    array of other processes.
+    """
+    if isinstance(value, Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def _relate_equation(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:

@@ -132,9 +132,9 @@ class StrategyFunctions:
 
         `rng` also seeds the steps.
         """
-        check_not_traced(self.config, params, rng)
         with jax.transfer_guard("allow"):  # init must copy parameters to devices
             key = typed_key(self.config, rng)
+            check_not_traced(self.config, params, key)
             init_key = key if rng is None else rng
             shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
             compiled = self.cache.of(check_params(self.config, shapes))

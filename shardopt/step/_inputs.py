@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from collections.abc import Sequence
 
 import jax
@@ -220,11 +221,15 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
             divisors += f" x {micro_batches} micro-batches"
         nearest_sizes = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
         problem = f"a global batch of {size} is not divisible by {divisors} = {pieces}."
-        fix = (
-            f"use a batch of {' or '.join(map(str, nearest_sizes))}, or another mesh or"
-            " micro_batches."
-        )
-        raise ValueError(format_error(config.strategy, problem, fix=fix))
+        sizes = f"use a batch of {' or '.join(map(str, nearest_sizes))}"
+        if size == 0 or config.loss.view != "global" or config.per_replica:
+            fix = f"{sizes}, or another mesh or micro_batches."
+            raise ValueError(format_error(config.strategy, problem, fix=fix))
+        lines = [
+            "The whole batch runs at once, and devices repeat work on rows. The step is exact."
+        ]
+        text = format_error(config.strategy, problem, lines, f"{sizes}.")
+        warnings.warn(text, stacklevel=2)
     check_positions(config, batch)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, all_reduce, per_device
 from shardopt.config._config import StrategyConfig
@@ -138,10 +139,14 @@ def _replace_updated(
     leaves = layout.treedef.flatten_up_to(params)
     return layout.treedef.unflatten(
         [
-            updates[plan.path].astype(plan.dtype) if plan.path in updates else leaf
+            _cast(updates[plan.path], plan.dtype) if plan.path in updates else leaf
             for leaf, plan in zip(leaves, layout.plans, strict=True)
         ]
     )
+
+
+def _cast(value: jax.Array, dtype: DTypeLike) -> jax.Array:
+    return value if value.dtype == dtype else value.astype(dtype)  # a random key has no astype
 
 
 def gradient_norm(config: StrategyConfig, layout: Layout, grads: PyTree) -> jax.Array:

@@ -355,3 +355,48 @@ def test_a_loss_that_cannot_do_without_a_key_says_so_when_evaluated(mesh_of):
         == "loss_fn: there is no random key to give outside of training.\nFix: give rng the default"
         " None."
     )
+
+
+@pytest.mark.parametrize("view", tiered(["auto", "global"], lambda view: view == "auto"))
+@pytest.mark.parametrize(
+    "constant", tiered(["number", "array", "integer"], lambda x: x == "number")
+)
+def test_a_loss_may_close_over_a_value_that_the_user_traces(constant, view, mesh_of):
+    """The proof reads constants of a loss, and a tracer has no numbers."""
+    values = {"number": jnp.float32(2), "array": jnp.full((8, 8), 2.0), "integer": jnp.int32(2)}
+    mesh, value = mesh_of(data=4), values[constant]
+    state = so.fsdp(optax.sgd(0.1), mesh, square).init(PARAMS)
+
+    @jax.jit
+    def loss_at(value, state):
+        def scaled(params, batch):
+            return square({**params, "w": params["w"] * value}, batch)
+
+        return so.fsdp(optax.sgd(0.1), mesh, scaled, view=view).step(state, X)[1]["loss"]
+
+    expected = square({**PARAMS, "w": PARAMS["w"] * 2}, X)
+    np.testing.assert_allclose(loss_at(value, state), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", tiered([3, 13, 15], lambda rows: rows == 13))
+@pytest.mark.parametrize("strategy", tiered(STRATEGIES, lambda name: name == "fsdp"))
+def test_the_global_view_takes_rows_that_the_devices_do_not_divide(strategy, rows, mesh_of):
+    batch = {"x": X[:rows], "weights": np.arange(1.0, rows + 1, dtype=np.float32)}
+
+    def loss_fn(params, batch):
+        per_row = ((batch["x"] @ params["w"]) ** 2).mean(-1)
+        return (per_row * batch["weights"]).sum() / batch["weights"].sum()
+
+    loss, grads = jax.value_and_grad(loss_fn)(PARAMS, batch)
+    opt = STRATEGIES[strategy](optax.sgd(0.1), mesh_of(data=4), loss_fn, view="global")
+    state = opt.init(PARAMS)
+    with pytest.warns(UserWarning, match="a global batch") as warned:
+        state, metrics = opt.step(state, batch)
+    sizes = {3: "4", 13: "12 or 16", 15: "12 or 16"}[rows]
+    assert [str(warning.message) for warning in warned] == [
+        f"{opt.config.strategy}: a global batch of {rows} is not divisible by 4 devices along data ="
+        " 4.\n  The whole batch runs at once, and devices repeat work on rows. The step is exact.\n"
+        f"Fix: use a batch of {sizes}."
+    ]
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 0.1 * grads["w"], rtol=1e-5)

@@ -163,6 +163,7 @@ MISUSES = {
         NO_TRANSFORMATION,
     ),
     "jit": (lambda opt: jax.jit(opt.init)(PARAMS), UNDER_A_TRACE),
+    "jit of nothing": (lambda opt: jax.jit(lambda: opt.init(PARAMS))(), UNDER_A_TRACE),
     "jit of a key": (
         lambda opt: jax.jit(lambda key: opt.init(lambda _: PARAMS, key))(jax.random.key(0)),
         UNDER_A_TRACE,
