@@ -32,12 +32,6 @@ class Condition(NamedTuple):
     choice: str
 
 
-_OUTER_RATES = ("outer_lr", "outer_momentum")
-_OUTER_OPTIONS = (*_OUTER_RATES, "fragments", "delay", "mix")
-_REDUCER_WARMUP = ("error_feedback", "reducer_warmup_steps")
-_REDUCER_OPTIONS = ("reducer", *_REDUCER_WARMUP)
-
-
 def _gathers(options: RunOptions) -> bool:
     return options.placement == "fsdp"
 
@@ -86,31 +80,19 @@ CONDITIONS = (
         "add --lora-rank 16",
     ),
     Condition(
-        ("outer", "warmup_sync_steps", *_OUTER_OPTIONS),
+        ("outer",),
         _is_local,
         "for local updates, and no --sync-every",
         "give the steps between synchronizations: --sync-every 50",
     ),
     Condition(
-        (*_OUTER_OPTIONS, *_REDUCER_OPTIONS),
+        ("reducer",),
         lambda options: not (_is_local(options) and _is_average(options)),
         "for an outer optimizer; --outer average has none",
         "choose --outer sgd, which averages by default too",
     ),
     Condition(
-        ("warmup_sync_steps",),
-        _is_average,
-        "for --outer average",
-        "choose --outer average",
-    ),
-    Condition(
-        _REDUCER_WARMUP,
-        lambda options: options.communication.reducer is not None,
-        "for a reducer, and there is none",
-        "choose one with --reducer",
-    ),
-    Condition(
-        _REDUCER_OPTIONS,
+        ("reducer",),
         lambda options: _is_local(options) or _averages_whole_gradients(options),
         "for the mean of replicated gradients; {options.strategy_text} shards them or what they"
         " update",
@@ -144,15 +126,10 @@ def saved_defaults(saved: Options, current: Options) -> Options:
     dropped = {
         name for condition in CONDITIONS if not condition.holds(current) for name in condition.names
     }
-    pipeline, communication = current.pipeline, current.communication
-    if pipeline.schedule != saved.pipeline.schedule:
+    if current.pipeline.schedule != saved.pipeline.schedule:
         dropped.add("chunks")
-    if communication.outer != saved.communication.outer:
-        dropped.update(_OUTER_RATES)
     if _is_local(current) != _is_local(saved):
-        dropped.update(_REDUCER_OPTIONS)  # the reducer would compress other gradients
-    if communication.reducer != saved.communication.reducer:
-        dropped.update(_REDUCER_WARMUP)
+        dropped.add("reducer")  # it would compress other gradients
 
     def without(group):
         defaults = vars(type(group)())

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 import shardopt as so
-from shardopt.cli._communication import SentBytes, describe, size, traffic_text
+from shardopt.cli._communication import describe, size
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
 from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
 from shardopt.core._errors import plural
@@ -157,12 +157,9 @@ def show_result(
     result: FitResult,
     prompt: str,
     text: str,
-    traffic: SentBytes | None,
 ) -> None:
-    """Show the validation loss, the bytes sent, a sample of text, and the files of the run."""
+    """Show the validation loss, a sample of text, and the files of the run."""
     show_loss(screen, result, "byte")
-    if traffic is not None and traffic.ddp:
-        say(screen, traffic_text(traffic))
     screen.print("\nWhat it writes (given the dimmed beginning):\n")
     screen.print(Text.assemble("  ", (indented(prompt), "dim"), indented(text)), soft_wrap=True)
     show_files(screen, options, result)

@@ -130,9 +130,9 @@ def read_call(option: str, text: str, *, example: str) -> tuple[str, dict[str, A
 
 
 def check_keywords(
-    function_text: str, arguments: dict[str, object], keywords: Sequence[str], note: str = ""
+    function_text: str, arguments: dict[str, object], keywords: Sequence[str]
 ) -> None:
     """Refuse arguments that are not among the allowed keywords."""
     if unknown_names := sorted(set(arguments) - set(keywords)):
         problem = f"{function_text} has no argument {' or '.join(map(repr, unknown_names))}."
-        raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}{note}.")
+        raise value_error(problem, fix=f"it takes {', '.join(keywords) or 'none'}.")

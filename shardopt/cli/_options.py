@@ -170,38 +170,10 @@ class CommunicationOptions:
     or without; or the average of their parameters. By default nesterov.
     """
 
-    outer_lr: More[OptionalPositive] = None
-    """Learning rate of the outer step. By default 0.7 for nesterov, 1 for sgd."""
-
-    outer_momentum: More[Annotated[float | None, _FLOAT, Check(check_number, below=1)]] = None
-    """Momentum of the outer step. By default 0.9 for nesterov, 0 for sgd."""
-
-    fragments: More[Count] = 1
-    """Parts of the model that synchronize one after another, each every --sync-every steps
-    (Streaming DiLoCo).
-    """
-
-    delay: More[CountFromZero] = 0
-    """Steps that replicas train while a synchronization is in progress."""
-
-    mix: More[float] = 0.0
-    """Weight of a replica's own parameters in the mixture at a synchronization."""
-
-    warmup_sync_steps: More[CountFromZero] = 0
-    """Number of first steps in which gradients are averaged over replicas, with --outer average."""
-
     reducer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """How a mean is sent in fewer bits: bf16, int8, sign, top_k or power_sgd, optionally with
     arguments, 'top_k(density=0.05)'. It reduces the gradients of ddp or hybrid; with --sync-every
-    the outer gradients.
-    """
-
-    error_feedback: More[bool] = True
-    """Send the error of a reducer in later steps. Not for bf16."""
-
-    reducer_warmup_steps: More[CountFromZero] = 0
-    """Number of first steps, or synchronizations of replicas, with exact means instead of the
-    reducer.
+    the outer gradients. Errors are sent in later steps, but for bf16.
     """
 
 

@@ -12,19 +12,17 @@ from rich.console import Console
 import shardopt as so
 from shardopt import data
 from shardopt.cli import _display as display
-from shardopt.cli._communication import SentBytes, as_sent, measure
 from shardopt.cli._job import RunInFolder
 from shardopt.cli._models import TrainedModel, model_of
 from shardopt.cli._optimizer import make_optimizer
 from shardopt.cli._options import TrainOptions
-from shardopt.cli._run_folder import ConvertingCheckpoints, check_run_folder, checkpoint_settings
-from shardopt.cli._strategy import check_options, fitted, make_base, make_strategy, mesh_of
+from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
+from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
 from shardopt.models import gpt
 from shardopt.runtime._devices import start_devices
-from shardopt.training._fit import FitResult
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
@@ -63,30 +61,6 @@ class _Setup(NamedTuple):
         # context splits positions, so inputs and targets need equal lengths
         return batches.map(data.next_token), [data.next_token(batch) for batch in held_out]
 
-    def checkpoints(self) -> ConvertingCheckpoints:
-        """Become the writer of the run's folder."""
-        return ConvertingCheckpoints(
-            **checkpoint_settings(self.options.run),
-            base=make_base(self.options, self.tx, self.mesh, self.model.block_model),
-            abstract_params=jax.eval_shape(self.model.init, jax.random.key(0)),
-            say=lambda line: display.say(self.screen, line),
-        )
-
-    def traffic(
-        self, opt: so.ShardedOptimizer, result: FitResult, batch: PyTree
-    ) -> SentBytes | None:
-        """Return the bytes that a step at the end of the run sends; None if no step was made."""
-        if not result.history:
-            return None
-        if not self.options.communication.reducer_warmup_steps:
-            return measure(opt, result.state, batch)
-        # a program with a warm-up holds both the exact and the reduced means
-        final_opt = make_strategy(
-            as_sent(self.options, result.step), self.tx, self.mesh, self.model.block_model
-        )
-        state = final_opt.abstract_state(jax.eval_shape(lambda: result.state.params))
-        return measure(final_opt, state, batch)
-
 
 @calling("train")
 def train(options: TrainOptions) -> None:
@@ -101,7 +75,8 @@ def train(options: TrainOptions) -> None:
     display.show_placement(screen, options, opt)
     batches, held_out_batches = setup.batches()
     job = RunInFolder(options, opt, screen, setup.num_bytes, training.steps)
-    result = job.run(lambda: initial_state, batches, held_out_batches, setup.checkpoints())
+    checkpoints = so.Checkpoints(**checkpoint_settings(options.run))
+    result = job.run(lambda: initial_state, batches, held_out_batches, checkpoints)
     if result is None:
         return
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
@@ -110,8 +85,7 @@ def train(options: TrainOptions) -> None:
     )
     if jax.process_index() == 0:
         job.draw("byte")
-    traffic = setup.traffic(opt, result, held_out_batches[0])
-    display.show_result(screen, options, result, data.decode(prompt), text, traffic)
+    display.show_result(screen, options, result, data.decode(prompt), text)
 
 
 def _set_up(options: TrainOptions) -> _Setup:

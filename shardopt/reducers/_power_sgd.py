@@ -15,7 +15,6 @@ from shardopt.core._axis import AxisName
 from shardopt.core._errors import calling, format_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
-from shardopt.reducers._error_feedback import warm_up
 from shardopt.reducers._mean import mean_bytes, mean_of
 from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
@@ -52,7 +51,6 @@ class Matrices(NamedTuple):
 def power_sgd(
     rank: int = 4,
     *,
-    start_step: int = 0,
     min_ratio: float = 2.0,
     stacked: str = STACKED,
     seed: int = 0,
@@ -65,8 +63,6 @@ def power_sgd(
 
     Args:
       rank: the number of columns of the factors.
-      start_step: calls before this one send the exact mean: short for `warm_up(power_sgd(...),
-        start_step)`.
       min_ratio: a leaf is sent uncompressed if the factors are not smaller than the leaf by this
         ratio. Leaves with fewer than two dims, not counting the dim of layers, are sent
         uncompressed too.
@@ -79,7 +75,7 @@ def power_sgd(
 
     Raises:
       TypeError: if an argument is of the wrong kind.
-      ValueError: if `rank` is below 1, `start_step` or `min_ratio` below 0, or `stacked` no regular
+      ValueError: if `rank` is below 1, `min_ratio` below 0, or `stacked` no regular
         expression.
 
     Example:
@@ -112,20 +108,18 @@ def power_sgd(
     """
     check_count("rank", rank)
     check_is_number("min_ratio", min_ratio)
-    check_count("start_step", start_step, minimum=0)
     if min_ratio < 0:
         raise ValueError(
             format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}.")
         )
     functions = _PowerSGD(int(rank), min_ratio, _compile_pattern(stacked), seed)
-    reducer = make_reducer(
+    return make_reducer(
         f"power_sgd(rank={rank})",
         init=functions.init,
         send=functions.send,
         count_bytes=functions.count_bytes,
         codec=MessageCodec(_write_factors, _read_factors),
     )
-    return warm_up(reducer, start_step) if start_step else reducer
 
 
 @dataclasses.dataclass(frozen=True)

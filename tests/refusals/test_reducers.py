@@ -56,19 +56,9 @@ CONSTRUCTION = [
     (lambda: R.power_sgd(0), ValueError, "power_sgd: rank must be at least 1, got 0."),
     (lambda: R.power_sgd(True), TypeError, "power_sgd: rank must be an integer, got True (bool)."),
     (
-        lambda: R.power_sgd(start_step=-1),
-        ValueError,
-        "power_sgd: start_step must be at least 0, got -1.",
-    ),
-    (
         lambda: R.power_sgd(min_ratio=-1.0),
         ValueError,
         "power_sgd: min_ratio must not be negative, got -1.0.",
-    ),
-    (
-        lambda: R.power_sgd(start_step=1.5),
-        TypeError,
-        "power_sgd: start_step must be an integer, got 1.5 (float).",
     ),
     (
         lambda: R.power_sgd(stacked="("),

@@ -89,7 +89,7 @@ def shown_options(capsys, *words):
 
 @pytest.mark.parametrize(
     ("options", "command", "total"),
-    [(TrainOptions(), "train", 46), (TuneOptions(), "tune", 36)],
+    [(TrainOptions(), "train", 38), (TuneOptions(), "tune", 36)],
 )
 def test_help_shows_at_most_30_options_and_says_where_the_others_are(
     capsys, options, command, total

@@ -206,7 +206,7 @@ def test_refusals(message_of):
         == f"async_sgd: reducer={INT8.name} and sparse=('w',) cannot be combined: sparse rows"
         " travel as they are.\nFix: leave one of them out."
     )
-    late = R.power_sgd(start_step=1)
+    late = R.warm_up(R.power_sgd(), 1)
     for do in (
         lambda: so.async_sgd(optax.sgd(1), loss_fn, workers=1, reducer=late),
         lambda: so.parameter_server.async_local_sgd(

@@ -158,7 +158,7 @@ def test_refusals():
         "Fix: use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a"
         " warm-up."
     )
-    late = reducers.power_sgd(rank=2, start_step=5)
+    late = reducers.warm_up(reducers.power_sgd(rank=2), 5)
     for reducer, name in (
         (late, "warm_up(power_sgd(rank=2), steps=5)"),
         (reducers.error_feedback(late), "error_feedback(warm_up(power_sgd(rank=2), steps=5))"),

@@ -30,7 +30,6 @@ KINDS = {
     "power_sgd": st.builds(
         R.power_sgd,
         st.integers(1, 9),
-        start_step=st.integers(0, 1),
         min_ratio=st.sampled_from([0.0, 1.0, 2.0]),
     ),
     "warm_up": st.builds(R.warm_up, BLOCK.map(R.int8), st.integers(1, 2)),
@@ -240,7 +239,7 @@ def test_power_sgd_is_one_step_of_power_iteration(x64, on_devices, draw_gradient
 
 def test_power_sgd_sends_everything_before_its_first_step(x64, on_devices, draw_gradients):
     grads = draw_gradients([(12, 9)], 2, dtype=np.float64)
-    means, _ = on_devices(calls(R.power_sgd(1, min_ratio=0, start_step=1), 2), 2, grads)
+    means, _ = on_devices(calls(R.warm_up(R.power_sgd(1, min_ratio=0), 1), 2), 2, grads)
     exact = np.asarray(grads["leaf0"]).mean(0)
     np.testing.assert_allclose(means[0]["leaf0"][0], exact, rtol=1e-13)
     assert np.abs(means[1]["leaf0"][0] - 2 * exact).max() > 0.01

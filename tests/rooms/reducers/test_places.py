@@ -18,7 +18,7 @@ PLAIN = [
     R.int8(8),
     R.sign(16),
     R.top_k(0.2),
-    R.power_sgd(2, start_step=1),
+    R.warm_up(R.power_sgd(2), 1),
 ]
 PLAIN.append(R.warm_up(R.top_k(0.2, momentum=0.5), 1))
 REDUCERS = [
