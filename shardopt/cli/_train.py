@@ -23,6 +23,7 @@ from shardopt.core._extras import require
 from shardopt.core._types import PyTree
 from shardopt.models import gpt
 from shardopt.runtime._devices import start_devices
+from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 
 _VALIDATION_BATCHES = 4
 _SAMPLE_BYTES = 400
@@ -66,6 +67,11 @@ class _Setup(NamedTuple):
 def train(options: TrainOptions) -> None:
     """Train, validate and sample, and leave a run folder that can be resumed."""
     setup = _set_up(options)
+    with stored_programs("train", options.run.run_dir / FOLDER_NAME):
+        _train(setup)
+
+
+def _train(setup: _Setup) -> None:
     options, model, screen = setup.options, setup.model, setup.screen
     training = options.training
     opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)

@@ -26,6 +26,7 @@ from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.data._corpus import Batch
 from shardopt.models import Pretrained, decoder, from_pretrained
 from shardopt.runtime._devices import start_devices
+from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 from shardopt.training._fit import FitResult
 
 if TYPE_CHECKING:
@@ -134,34 +135,34 @@ def tune(options: TuneOptions) -> None:
     tx = make_optimizer(
         training.optimizer, learning_rate=learning_rate, steps=steps, clip=training.clip
     )
-    mesh = mesh_of(
-        options.where.mesh, start_devices(options.where.devices), pipelined=options.is_hybrid
-    )
+    devices = start_devices(options.where.devices)
+    mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid)
     opt = make_base(options, tx, mesh, tuned.model, leaf_arguments=tuned.leaf_arguments)
     opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters
 
     screen, num_bytes = display.open_screen(), training.data.stat().st_size
     _show(screen, options, opt, tuned, rows, learning_rate, steps)
-    hash_only = tuned.adapters.frozen if tuned.adapters else ()
-    checkpoints = so.Checkpoints(**checkpoint_settings(run), hash_only=hash_only)
-    job = RunInFolder(options, opt, screen, num_bytes, steps)
-    batches = rows.batches(options.model.length, training.batch_size, training.seed)
+    with stored_programs("tune", run.run_dir / FOLDER_NAME):
+        hash_only = tuned.adapters.frozen if tuned.adapters else ()
+        checkpoints = so.Checkpoints(**checkpoint_settings(run), hash_only=hash_only)
+        job = RunInFolder(options, opt, screen, num_bytes, steps)
+        batches = rows.batches(options.model.length, training.batch_size, training.seed)
 
-    result = job.run(
-        lambda: tuned.start(opt, jax.random.key(training.seed)),
-        batches,
-        rows.held_out_batches(training.batch_size),
-        checkpoints,
-    )
-    if result is None:
-        return
-    out = run.run_dir / ("adapters" if tuned.adapters else "model")
-    if jax.process_index() == 0:
-        shutil.rmtree(out, ignore_errors=True)  # from before a resume
-        job.draw("token")
-    multihost_utils.sync_global_devices("the folder of the model is free")
-    tuned.save(out, result.state.params)
-    _show_result(screen, options, result, out)
+        result = job.run(
+            lambda: tuned.start(opt, jax.random.key(training.seed)),
+            batches,
+            rows.held_out_batches(training.batch_size),
+            checkpoints,
+        )
+        if result is None:
+            return
+        out = run.run_dir / ("adapters" if tuned.adapters else "model")
+        if jax.process_index() == 0:
+            shutil.rmtree(out, ignore_errors=True)  # from before a resume
+            job.draw("token")
+        multihost_utils.sync_global_devices("the folder of the model is free")
+        tuned.save(out, result.state.params)
+        _show_result(screen, options, result, out)
 
 
 def _check(options: TuneOptions) -> None:

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardopt.core._errors import format_error
 from shardopt.core._extras import version_numbers, version_of
+from shardopt.runtime._stored_programs import ORDER_FLAG
 from shardopt.trace._jaxprs import called_jaxprs
 
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "numpy")
@@ -25,9 +26,6 @@ _SETTINGS = (
     "jax_debug_nans",
     "jax_disable_jit",
 )
-
-
-_ORDER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 
 
 class KnownError(NamedTuple):
@@ -207,7 +205,7 @@ def known_errors(
                 "XLA:CPU stored-programs",
                 "a program from jax's compilation cache may mix up collectives that can run at the"
                 " same time, or hang.",
-                f"set XLA_FLAGS={_ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip"
+                f"set XLA_FLAGS={ORDER_FLAG}=false, unset jax_compilation_cache_dir, or pip"
                 " install 'jax>=0.12.0.1' (Python 3.12).",
             ),
         ),
@@ -261,5 +259,5 @@ def _topology(devices: list[Any]) -> str | None:
 
 
 def _stores_programs() -> bool:
-    is_sequential = f"{_ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
+    is_sequential = f"{ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
     return bool(jax.config.values.get("jax_compilation_cache_dir")) and not is_sequential

@@ -26,6 +26,7 @@ from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
+from shardopt.runtime._stored_programs import FOLDER_NAME, open_folder, order_environment
 from shardopt.runtime._vault import Vaults, end_program
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
 
@@ -780,10 +781,11 @@ def _cache_environment(log_dir: Path) -> dict[str, str]:
     The user's values take precedence.
     """
     defaults = {
-        "JAX_COMPILATION_CACHE_DIR": str(log_dir / "compiled"),
+        "JAX_COMPILATION_CACHE_DIR": str(open_folder(log_dir / FOLDER_NAME)),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    return {name: os.environ.get(name, value) for name, value in defaults.items()}
+    variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    return variables | order_environment() if _runs_on_cpus() else variables
 
 
 def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:

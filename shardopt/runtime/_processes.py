@@ -363,6 +363,8 @@ def share_compiled_programs() -> None:
     from jax._src import cache_key
 
     hash_topology = cache_key._hash_accelerator_config
+    if getattr(hash_topology, "is_shared", False):
+        return
 
     def hash_devices(key_hash: Any, devices: np.ndarray) -> None:
         if all(device.platform == "cpu" for device in devices.flat):
@@ -372,6 +374,7 @@ def share_compiled_programs() -> None:
         else:
             hash_topology(key_hash, devices)
 
+    hash_devices.is_shared = True
     cache_key._hash_accelerator_config = hash_devices
 
 

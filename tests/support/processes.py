@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from shardopt.runtime._stored_programs import order_environment
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,8 +39,14 @@ def run_processes(script, count, folder, *, strict=True, timeout=300) -> list[Sa
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, *(["-W", "error"] if strict else []), str(script)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "")
+        flags = order_environment()
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"} | flags
+    # a process may read a program that process 0 is writing; it then compiles it
+    half_written = "ignore:Error reading persistent compilation cache entry"
+    warnings = ["-W", "error", "-W", half_written] if strict else []
+    command = [sys.executable, *warnings, str(script)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
     processes = [
         subprocess.Popen([*command, str(rank), str(port), str(folder)], **pipes)
