@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardopt.core._arguments import check_integer
 from shardopt.core._errors import calling, format_error
+from shardopt.core._place import check_joined
 from shardopt.core._trace_context import trace_context, within_trace
 from shardopt.core._tracebacks import api_boundary
 
@@ -54,7 +55,8 @@ def make_mesh(
     Raises:
       TypeError: if a size is not an integer.
       ValueError: if a size is zero or below -1, two sizes are -1, the product is not the device
-        count, or there are no devices.
+        count, or there are no devices. If a launcher states several processes, and this one did not
+        join them by `initialize`.
 
     Example:
       >>> import jax, shardopt as so
@@ -65,13 +67,20 @@ def make_mesh(
     context, expert, pipeline, data and replica. On TPU the mesh follows the physical torus. Several
     slices are put on replica and data.
     """
-    devices = jax.devices() if devices is None else list(np.asarray(devices, dtype=object).flat)
+    if devices is None:
+        # before `jax.devices()`: alone, each process would take the memory of all GPUs
+        with calling("make_mesh"):
+            check_joined()
+        devices = jax.devices()
+    devices = list(np.asarray(devices, dtype=object).flat)
     if not devices:
         raise ValueError(
             format_error(
                 "make_mesh", "there are no devices.", fix="pass some, or leave devices out."
             )
         )
+    with calling("make_mesh"):
+        check_joined(devices[0])
     requested_sizes = {"replica": replica, "data": data, "pipeline": pipeline}
     requested_sizes |= {"expert": expert, "context": context, "tensor": tensor}
     on_cpu = devices[0].platform == "cpu"

@@ -9,6 +9,7 @@ from shardopt.config._user_mesh import read_mesh
 from shardopt.core._block_model import as_block_model
 from shardopt.core._block_remat import Named, Remat, read_remat
 from shardopt.core._errors import calling, error_text
+from shardopt.core._place import check_joined
 from shardopt.partition._rules import check_rules
 from shardopt.trace._marks import BLOCK_INPUT
 
@@ -31,6 +32,7 @@ def _check_config(config: StrategyConfig) -> StrategyConfig:
     mesh, user_mesh = config.mesh, config.user_mesh
     if user_mesh is None:  # a combinator passes a config that is checked already
         mesh, user_mesh = read_mesh(mesh, config.axis_names, pipelined=config.schedule is not None)
+        check_joined(mesh.devices.flat[0])
     model = as_block_model(config.loss.loss_fn)
     if model is None and not callable(config.loss.loss_fn):
         problem = "loss_fn must be a function (params, batch) -> loss, or a BlockModel"

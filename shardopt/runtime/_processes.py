@@ -23,23 +23,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardopt.core._errors import calling
+from shardopt.core._place import settle
 from shardopt.runtime import _progress as progress
 
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
-_CLUSTER_VARIABLES = (
-    "SLURM_JOB_ID",
-    "OMPI_MCA_orte_hnp_uri",
-    "OMPI_COMM_WORLD_SIZE",
-    "JAX_COORDINATOR_ADDRESS",
-    "JOB_COMPLETION_INDEX",
-    "TPU_WORKER_HOSTNAMES",
-    "MEGASCALE_COORDINATOR_ADDRESS",
-    "CLOUD_TPU_TASK_ID",
-)
-_PLACE_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-"""All variables that `initialize` needs. `shardopt launch` sets them, and any other launcher can.
-"""
 _CONNECT_SECONDS = 20.0
 """Seconds for which the address of process 0 is tried. Then jax tries it, and raises if it cannot
 be reached.
@@ -52,6 +41,8 @@ def initialize(
     coordinator_address: str | None = None,
     num_processes: int | None = None,
     process_id: int | None = None,
+    *,
+    alone: bool = False,
 ) -> None:
     """Join this process to the other processes of the job; call it before any code uses a device.
 
@@ -59,16 +50,26 @@ def initialize(
       coordinator_address: `"host:port"` of process 0.
       num_processes: how many processes the job has.
       process_id: the number of this process, from 0.
+      alone: whether this process trains by itself, although a launcher started several. Otherwise
+        `make_mesh`, strategies and `fit` refuse a process that did not join the others.
 
     Raises:
-      ValueError: if only some of the three arguments are passed.
+      TypeError: if `alone` is not True or False.
+      ValueError: if only some of the three arguments are passed, or one of them and `alone`. If a
+        launcher states several processes, but not where this one finds them.
       RuntimeError: if devices were already used in this process.
 
-    Without arguments, the place of this process comes from JAX_COORDINATOR_ADDRESS,
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID, if all three are set; `shardopt launch` sets them.
-    Otherwise the cluster is detected from the environment (SLURM, Open MPI, indexed jobs of
-    Kubernetes, Cloud TPU). On a single machine without a launcher it does nothing. On CPU,
-    collectives between processes use gloo.
+    Without arguments, the place of this process comes from the first of these that states it:
+
+    - JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which `shardopt launch` sets;
+    - Ray Train, in a worker of it: rank and number from `ray.train.get_context()`, the address from
+      the first worker;
+    - torchrun: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. With several processes on a machine,
+      each gets the GPU with the number LOCAL_RANK;
+    - Open MPI, other MPIs if mpi4py is installed, SLURM, indexed jobs of Kubernetes, Cloud TPU.
+
+    On a single machine without a launcher it does nothing, and in a process that has joined
+    already. On CPU, collectives between processes use gloo.
 
     Under `shardopt launch`:
 
@@ -78,18 +79,19 @@ def initialize(
     - SIGTERM ends this process, until `fit` handles the signal. jax's own preemption notice, which
       would ignore SIGTERM, is switched off.
     """
-    missing = [coordinator_address, num_processes, process_id].count(None)
-    if missing in (1, 2):
-        raise ValueError(
-            "initialize: coordinator_address, num_processes and process_id go together, got"
-            f" {coordinator_address!r}, {num_processes!r}, {process_id!r}.\nFix: give all three, or"
-            " none where SLURM, Open MPI, Kubernetes or Cloud TPU started the job."
+    from shardopt.runtime import _connection  # a program of one process can do without
+
+    with calling("initialize"):
+        connection = _connection.passed_connection(
+            coordinator_address, num_processes, process_id, alone
         )
-    place = coordinator_address, num_processes, process_id
-    if missing:
-        place = _place_in_environment()
-    address, _, rank = place
-    if address is None and not any(name in os.environ for name in _CLUSTER_VARIABLES):
+        # Ray's JaxTrainer has joined processes with GPUs and TPUs
+        is_settled = alone or jax.distributed.is_initialized()
+        if connection is None and not is_settled:
+            connection = _connection.stated_connection()
+    if connection is None:
+        if is_settled:
+            settle()
         return
     is_launched = "SHARDOPT_LAUNCHED" in os.environ
     if is_launched:
@@ -99,22 +101,14 @@ def initialize(
         progress.start_reports(int(os.environ["JAX_PROCESS_ID"]))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with progress.waiting("join"):
-        if address is not None and rank:
-            _wait_for_address(address)
-        jax.distributed.initialize(*place)
+        if connection.address is not None and connection.rank:
+            _wait_for_address(connection.address)
+        jax.distributed.initialize(*connection[:3], **(connection.options or {}))
+    settle()
     if is_launched and threading.current_thread() is threading.main_thread():
         # jax has installed a handler for SIGTERM in C++ that Python does not know: restore Python's
         # handler.
         signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM) or signal.SIG_DFL)
-
-
-def _place_in_environment() -> tuple[str | None, int | None, int | None]:
-    """Return coordinator address, number of processes and rank, or None for each."""
-    values = [os.environ.get(name) for name in _PLACE_VARIABLES]
-    if None in values:
-        return None, None, None
-    address, count, rank = map(str, values)
-    return address, int(count), int(rank)
 
 
 def _wait_for_address(address: str) -> None:

@@ -9,6 +9,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count, check_flag
 from shardopt.core._early_stopping import EarlyStopping, best
 from shardopt.core._errors import calling
+from shardopt.core._place import check_joined
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._optimizer import ShardedOptimizer
@@ -191,6 +192,7 @@ def fit(
     batches. A signal or early stopping on one process stops all at the same step. The first process
     shows progress and writes logs.
     """
+    check_joined()
     check_optimizer_and_state(opt, state)
     check_batches(batches)
     check_count("num_steps", num_steps, minimum=0)

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 import shardopt as so
+from shardopt.runtime import _connection
 from shardopt.runtime import _processes as processes
 
 
@@ -19,7 +20,7 @@ def test_initialize_wants_all_or_nothing():
 
 
 def test_initialize_does_nothing_outside_a_launcher(monkeypatch):
-    for name in processes._CLUSTER_VARIABLES:
+    for name in _connection._DETECTED_BY_JAX:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_: pytest.fail("must not be called"))
     so.initialize()
