@@ -165,26 +165,29 @@ def _result_label(eqns: Equations, labels: list[RowLabel]) -> RowLabel:
         return mixed(name, of=labels)
     if name == "broadcast_in_dim" or (name in _MOVES and kinds != {SAME}):
         return _MOVES[name](eqns, labels) or mixed(name)
-    if not _same_params(eqns):
-        return mixed(name)
-    if kinds <= {SAME}:
-        shapes = [[shape_of(x) for x in (*eqn.invars, *eqn.outvars)] for eqn in eqns]
-        kind = SAME if shapes[0] == shapes[1] else MIXED
-    else:
-        in_place = all(
-            _is_in_place(eqn, i, label) for eqn in eqns for i, label in enumerate(labels)
-        )
-        kind = MIXED
-        if in_place and name in _IN_PLACE:
-            pairs = zip(eqns[0].invars, labels, strict=True)
-            is_uniform = all(
-                label.kind == UNIFORM or math.prod(shape_of(x)) == 1 for x, label in pairs
-            )
-            kind = UNIFORM if ROWS not in kinds and is_uniform else ROWS
-    if kind == MIXED:
+    kind = _kind_of_same(eqns) if kinds <= {SAME} else _kind_in_place(eqns, labels)
+    if kind == MIXED or not _same_params(eqns):
         return mixed(name)
     at_zero = _at_zero(eqns[0], labels) if name in _IN_PLACE else None
     return RowLabel(kind, at_zero=at_zero, nonnegative=_is_nonnegative(eqns[0], labels))
+
+
+def _kind_of_same(eqns: Equations) -> str:
+    """Return the kind of a result whose operands are equal in both traces."""
+    first, second = ([shape_of(x) for x in (*eqn.invars, *eqn.outvars)] for eqn in eqns)
+    return SAME if first == second else MIXED
+
+
+def _kind_in_place(eqns: Equations, labels: list[RowLabel]) -> str:
+    """Return the kind of a result if the primitive acts on rows in place."""
+    is_in_place = all(_is_in_place(eqn, i, label) for eqn in eqns for i, label in enumerate(labels))
+    if not is_in_place or eqns[0].primitive.name not in _IN_PLACE:
+        return MIXED
+    is_uniform = all(
+        label.kind == UNIFORM or (label.kind == SAME and math.prod(shape_of(x)) == 1)
+        for x, label in zip(eqns[0].invars, labels, strict=True)
+    )
+    return UNIFORM if is_uniform else ROWS
 
 
 def _is_in_place(eqn: JaxprEqn, i: int, label: RowLabel) -> bool:
@@ -283,18 +286,21 @@ def _at_zero(eqn: JaxprEqn, labels: Sequence[RowLabel]) -> float | None:
     name, values = eqn.primitive.name, [label.at_zero for label in labels]
     if name in _COPIES and _is_inexact(eqn.outvars[0]):
         return values[0]
-    if name in ("mul", "and") and 0 in values:
-        return 0.0
-    if name in ("div", "rem") and values[0] == 0:
+    if 0 in values[: _ABSORBED_BY_ZERO.get(name, 0)]:
         return 0.0
     if name == "select_n":
         return values[1] if len(set(values[1:])) == 1 else None
     known = [value for value in values if value is not None]
     if len(known) < len(values):
         return None
-    if name in ("max", "min"):
-        return max(known) if name == "max" else min(known)
+    if name in _EXTREMES:
+        return _EXTREMES[name](known)
     return 0.0 if name in _KEEPS_ZERO and not any(known) else None
+
+
+_EXTREMES = {"max": max, "min": min}
+_ABSORBED_BY_ZERO = {"mul": 2, "and": 2, "div": 1, "rem": 1}
+"""Primitive -> how many of its first operands make the result 0 if one of them is 0."""
 
 
 def _is_nonnegative(eqn: JaxprEqn, labels: Sequence[RowLabel]) -> bool:

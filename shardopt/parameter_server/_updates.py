@@ -216,11 +216,6 @@ def trained(params: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf if _is_trained(leaf) else None, params)
 
 
-def untrained(params: PyTree) -> PyTree:
-    """Return the parameters with None in place of the leaves that are trained."""
-    return jax.tree.map(lambda leaf: None if _is_trained(leaf) else leaf, params)
-
-
 def replace_trained(params: PyTree, new_leaves: PyTree) -> PyTree:
     """Return the parameters with their trained leaves replaced by `new_leaves`."""
     values = iter(jax.tree.leaves(new_leaves))

@@ -3,7 +3,6 @@ without a device.
 """
 
 from shardopt.planning._aot import aot
-from shardopt.planning._compare import compare
 from shardopt.planning._compiled_time import step_seconds
 from shardopt.planning._diloco import Replicas
 from shardopt.planning._failures import Failures
@@ -25,7 +24,6 @@ __all__ = [
     "Replicas",
     "Transformer",
     "aot",
-    "compare",
     "plan_recovery",
     "plot_placement",
     "predict",

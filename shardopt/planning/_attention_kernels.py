@@ -2,8 +2,10 @@
 mask.
 """
 
+import csv
 import math
 import re
+from pathlib import Path
 from typing import NamedTuple
 
 from shardopt.hlo._hlo_text import Instruction, arrays, elements
@@ -92,69 +94,12 @@ class Bundles(NamedTuple):
     row: float
 
 
-_BUNDLES = {
-    "v5p": {
-        512: {
-            "splash_forward_4": (1009, 0, 391),
-            "splash_backward_4": (2439.75, 0, 144.46875),
-            "splash_forward_2": (1004.5, 0, 360),
-            "splash_backward_2": (2680, 0, 144.875),
-            "splash_forward_1": (1053, 0, 447),
-            "splash_backward_1": (2924, 0, 145.6875),
-            "splash_forward_4_segmented": (1089, 0, 208),
-            "splash_backward_4_segmented": (2513.5, 0, 144.46875),
-            "splash_forward_2_segmented": (1154.5, 0, 262.5),
-            "splash_backward_2_segmented": (2815.5, 0, 144.875),
-            "splash_forward_1_segmented": (1073, 0, 473),
-            "splash_backward_1_segmented": (3390, 0, 145.6875),
-            "fwd": (319, 1199, 507),
-            "dq": (251, 1457, 109),
-            "dkv": (347, 1832, 51.25),
-            "fwd_segmented": (398, 1183, 507),
-            "dq_segmented": (264, 1496, 109),
-            "dkv_segmented": (366, 1907, 51.25),
-        },
-        1024: {
-            "fwd": (312, 4846, 995),
-            "fused": (514, 9138, 99.25),
-            "fwd_segmented": (386, 4933, 995),
-            "fused_segmented": (528, 9174, 99.25),
-        },
-    },
-    "v6e": {
-        512: {
-            "splash_forward_4": (644, 0, 219),
-            "splash_backward_4": (1578.5, 0, 84.46875),
-            "splash_forward_2": (741, 0, 171.5),
-            "splash_backward_2": (1718, 0, 84.875),
-            "splash_forward_1": (895, 0, 216),
-            "splash_backward_1": (2021, 0, 85.6875),
-            "splash_forward_4_segmented": (830.5, 0, 83.75),
-            "splash_backward_4_segmented": (1648.25, 0, 84.46875),
-            "splash_forward_2_segmented": (952.5, 0, 28),
-            "splash_backward_2_segmented": (1855.5, 0, 84.875),
-            "splash_forward_1_segmented": (1103, 0, 43),
-            "splash_backward_1_segmented": (2197, 0, 85.6875),
-            "fwd": (244, 911, 252),
-            "dq": (103, 1008, 68),
-            "dkv": (148, 1274, 31.25),
-            "fwd_segmented": (243, 992, 252),
-            "dq_segmented": (114, 1171, 68),
-            "dkv_segmented": (155, 1446, 31.25),
-        },
-        1024: {
-            "fwd": (251, 3481, 476),
-            "fused": (238, 5713, 59.5),
-            "fwd_segmented": (256, 4752, 476),
-            "fused_segmented": (246, 6046, 59.5),
-        },
-    },
-}
+_FILE = Path(__file__).with_name("kernel_schedules.csv")
 SCHEDULED = {
-    (chip, kernel, block, 128): Bundles(*bundles)
-    for chip, blocks in _BUNDLES.items()
-    for block, kernels in blocks.items()
-    for kernel, bundles in kernels.items()
+    (row["chip"], row["kernel"], int(row["block"]), 128): Bundles(
+        *(float(row[name]) for name in Bundles._fields)
+    )
+    for row in csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines())
 }
 """(chip, kernel, block, width of a head) -> bundles, by libtpu 0.0.52
 (`benchmarks/results/kernel_schedules.json`).
