@@ -4,16 +4,14 @@ It needs no extras.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from shardopt.core._errors import calling, plural, value_error
-from shardopt.core._extras import is_installed
 from shardopt.runtime._processes import end_at_once
 
 
@@ -78,7 +76,7 @@ def verify(options: VerifyOptions) -> int:
     import jax
 
     from shardopt.runtime._devices import start_devices
-    from shardopt.verify import Result, Row, all_rows, run_rows
+    from shardopt.verify import Result, all_rows, run_rows
 
     devices = start_devices(options.devices)
     rows = [row for row in all_rows(devices) if options.only in f"{row.group}: {row.name}"]
@@ -86,59 +84,30 @@ def verify(options: VerifyOptions) -> int:
         problem = f"no row contains {options.only!r}."
         groups = ", ".join(dict.fromkeys(row.group for row in all_rows(devices)))
         raise value_error(problem, fix=f"use a group, such as {groups}, or a part of a name.")
-    with _screen(jax.process_index() == 0) as (show, show_current):
-        processes = plural(jax.process_count(), "process")
-        show(f"{len(devices)} x {devices[0].device_kind}, {processes}, jax {jax.__version__}", "")
-        show(_line("status", "group", "row", "measured"), "")
+    is_first = jax.process_index() == 0
 
-        def begin_row(row: Row) -> None:
-            show_current(f"{row.group}: {row.name}")
+    def show(line: str) -> None:
+        if is_first:
+            print(line, flush=True)
 
-        def end_row(result: Result) -> None:
-            if result.status != "out of time":
-                line = _line(result.status, result.group, result.name, result.detail)
-                show(line, _COLOURS.get(result.status, "yellow"))
+    def end_row(result: Result) -> None:
+        if result.status != "out of time":
+            show(_line(result.status, result.group, result.name, result.detail))
 
-        report = run_rows(
-            rows, devices, seconds=60 * options.minutes, begin_row=begin_row, end_row=end_row
-        )
-        if late := Counter(
-            result.group for result in report.results if result.status == "out of time"
-        ):
-            groups = ", ".join(f"{count} {group}" for group, count in late.items())
-            remedy = "raise --minutes; the JSON lists them as not_run"
-            show(_line("out of time", plural(late.total(), "row"), groups, remedy), "yellow")
-        counts = ", ".join(f"{count} {status}" for status, count in report.counts.items())
-        show(
-            f"{counts}; {report.seconds:.0f} s; exit code {report.exit_code}; {options.output}",
-            "bold",
-        )
-    if jax.process_index() == 0:
+    processes = plural(jax.process_count(), "process")
+    show(f"{len(devices)} x {devices[0].device_kind}, {processes}, jax {jax.__version__}")
+    show(_line("status", "group", "row", "measured"))
+    report = run_rows(rows, devices, seconds=60 * options.minutes, end_row=end_row)
+    if late := Counter(result.group for result in report.results if result.status == "out of time"):
+        groups = ", ".join(f"{count} {group}" for group, count in late.items())
+        remedy = "raise --minutes; the JSON lists them as not_run"
+        show(_line("out of time", plural(late.total(), "row"), groups, remedy))
+    counts = ", ".join(f"{count} {status}" for status, count in report.counts.items())
+    show(f"{counts}; {report.seconds:.0f} s; exit code {report.exit_code}; {options.output}")
+    if is_first:
         options.output.write_text(json.dumps(report.to_json(devices), indent=2) + "\n")
     return report.exit_code
 
 
-_COLOURS = {"passed": "green", "failed": "bold red"}
-
-
 def _line(status: str, group: str, name: str, detail: str) -> str:
     return f"{status:21} {group:12} {name:58} {detail}"
-
-
-@contextlib.contextmanager
-def _screen(is_shown: bool) -> Iterator[tuple[Callable[[str, str], None], Callable[[str], None]]]:
-    """Give a function that prints a line in a style, and one that shows the current row while it
-    runs.
-    """
-    if not (is_shown and is_installed("rich")):
-        yield (lambda text, style: print(text, flush=True) if is_shown else None), lambda text: None
-        return
-    from rich.console import Console
-
-    # in a notebook rich would take a pipe for a terminal
-    console = Console(highlight=False, force_terminal=sys.stdout.isatty())
-    with console.status("") as status:
-        yield (
-            (lambda text, style: console.print(text, style=style, markup=False, soft_wrap=True)),
-            status.update,
-        )

@@ -30,9 +30,6 @@ START = "start"
 one.
 """
 
-OWN_WORK = ("data", "log")
-"""Phases of a process's own work, without waiting for devices or other processes."""
-
 STACKS_SIGNAL = signal.SIGUSR2
 """This signal makes a reporting process write the stacks of its threads to its file, even in native
 code.
@@ -83,8 +80,6 @@ class ProgressMark(NamedTuple):
 _lanes: dict[str, ProgressMark] = {}
 _durations: dict[tuple[str, str], tuple[int, float]] = {}
 """By lane and phase: how often the phase ended, and how many seconds it may take."""
-_own_seconds: float = 0.0
-_steps: int = 0
 _devices: tuple[int, list[float]] = (0, [])
 """How often the devices were probed, and the seconds of each device in the last probe."""
 _send_lock = threading.Lock()
@@ -103,8 +98,7 @@ def report_progress(step: int, phase: str = "step") -> None:
     Args:
       step: steps taken.
       phase: the phase that begins now, such as "data", "step", "checkpoint" or "evaluate"; "" to
-        stop being watched. Time in "data" and "log" counts as this process's own work, which shows
-        a slow process.
+        stop being watched.
 
     Raises:
       TypeError: if `step` is not an integer or `phase` not a string.
@@ -125,13 +119,9 @@ def report_progress(step: int, phase: str = "step") -> None:
 
 def mark(phase: str, step: int | None = None, *, lane: str = MAIN) -> None:
     """Record that a lane begins a phase; by default the step is the lane's current step."""
-    global _own_seconds, _steps
     now, previous = time.monotonic(), _lanes.get(lane)
     step = (previous.step if previous else 0) if step is None else step
     is_new_step = previous is None or step != previous.step
-    if lane == MAIN and previous is not None:
-        _own_seconds += now - previous.began if previous.phase in OWN_WORK else 0.0
-        _steps += is_new_step
     if previous is not None:
         _note_duration(lane, previous.phase, now - previous.began)
     expected_seconds = -1.0 if phase == START else _durations.get((lane, phase), (0, -1.0))[1]
@@ -183,14 +173,8 @@ def current() -> dict[str, object]:
     """Return the current report as JSON values."""
     now = time.monotonic()
     lanes = {name: last._replace(began=now - last.began) for name, last in list(_lanes.items())}
-    report = {
-        "pid": os.getpid(),
-        "host": socket.gethostname(),
-        "lanes": lanes,
-        "own": _own_seconds,
-        "steps": _steps,
-    }
-    return {**report, "devices": _devices}
+    host = socket.gethostname()
+    return {"pid": os.getpid(), "host": host, "lanes": lanes, "devices": _devices}
 
 
 def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:

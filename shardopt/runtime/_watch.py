@@ -1,7 +1,6 @@
-"""Find hangs: collect the reports of a job's processes, and find the process that lags behind or is
-slow.
+"""Find hangs: collect the reports of a job's processes, and find the process that lags behind.
 
-`Watch` listens; `find_hang`, `find_slow` and `find_slow_devices` are functions of the reports. A
+`Watch` listens; `find_hang` and `find_slow_devices` are functions of the reports. A
 rank hangs if it has begun nothing new for longer than the timeout *and no rank is behind it*: ranks
 that wait for it in a collective are ahead of it. A rank without reports is stopped, cut off, or in
 native code that holds the interpreter lock. Messages are JSON, over connections whose peers have
@@ -45,8 +44,6 @@ process.
 """
 
 _MESSAGE_BYTES = 2**19
-_WINDOW_STEPS = 20
-"""Steps over which ranks are compared, to find a slow one."""
 _SHOWN_FRAMES = 8
 """Frames of a stack in the message; the file holds the complete stack."""
 _ANSWER_SECONDS = 5.0
@@ -59,8 +56,6 @@ class RankReport(NamedTuple):
     Attributes:
       ago: seconds since the report arrived.
       lanes: the last mark of each lane; `began` is in seconds before the report was made.
-      own_seconds: seconds of the rank's own work since it began.
-      steps: steps taken since it began.
       pid: the process on its host.
       host: the name of the host.
       probes: how often the devices were probed.
@@ -69,8 +64,6 @@ class RankReport(NamedTuple):
 
     ago: float
     lanes: dict[str, ProgressMark]
-    own_seconds: float
-    steps: int
     pid: int
     host: str
     probes: int = 0
@@ -148,28 +141,6 @@ def _allowed_seconds(mark: ProgressMark, timeout: float) -> float:
     return max(timeout, mark.expected_seconds)
 
 
-def find_slow(own_seconds: Mapping[int, float], step: float) -> list[int]:
-    """Return the ranks whose own work delays all others.
-
-    The own work of such a rank is more than twice the median of the others, and exceeds it by more
-    than a tenth of a step.
-
-    Args:
-      own_seconds: by rank, seconds of its own work in a step.
-      step: seconds of a step.
-
-    Example:
-      >>> find_slow({0: 0.01, 1: 0.05, 2: 0.01}, step=0.1)
-      [1]
-    """
-    medians = {rank: _median_of_others(own_seconds, rank) for rank in own_seconds}
-    return [
-        rank
-        for rank, seconds in own_seconds.items()
-        if seconds > 2 * medians[rank] and seconds - medians[rank] > 0.1 * step
-    ]
-
-
 def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
     """Return the ranks with a slow device.
 
@@ -227,8 +198,7 @@ class Watch:
         self._timeout, self._say, self._start = timeout, say, time.monotonic()
         self._last_reports: dict[int, tuple[float, RankReport] | None] = dict.fromkeys(range(count))
         self._connections: dict[int, Connection] = {}
-        self._window_values: dict[int, tuple[float, int]] = {}
-        self._window_start, self._slow, self._warned_no_reports = self._start, [], False
+        self._warned_no_reports = False
         self._probes, self._suspects, self._slow_devices = 0, [], []
         self.stacks: dict[int, str] = {}
         token = secrets.token_hex(16)
@@ -239,8 +209,7 @@ class Watch:
         self.environment = {ADDRESS: address, TOKEN: token, BEAT: str(beat)}
 
     def check(self) -> Hang | None:
-        """Return the hang of the job, or None. Name slow ranks and slow devices."""
-        self._check_speed()
+        """Return the hang of the job, or None. Name slow devices."""
         self._check_devices()
         since_start = time.monotonic() - self._start
         reports = self.reports()
@@ -297,36 +266,6 @@ class Watch:
             else:
                 self._last_reports[rank] = time.monotonic(), _read(message)
 
-    def _check_speed(self) -> None:
-        values = {
-            rank: (last.own_seconds, last.steps)
-            for rank, last in self.reports().items()
-            if last is not None
-        }
-        if values.keys() != self._window_values.keys() or not values:
-            self._window_values, self._window_start = values, time.monotonic()
-            return
-        steps = {rank: count - self._window_values[rank][1] for rank, (_, count) in values.items()}
-        if min(steps.values()) < _WINDOW_STEPS:
-            return
-        own_seconds = {
-            rank: (seconds - self._window_values[rank][0]) / steps[rank]
-            for rank, (seconds, _) in values.items()
-        }
-        step_seconds = (time.monotonic() - self._window_start) / min(steps.values())
-        slow = find_slow(own_seconds, step_seconds)
-        if slow != self._slow:
-            for rank in slow:
-                median_seconds = _median_of_others(own_seconds, rank)
-                self._say(
-                    f"launch: process {rank} is slow: {own_seconds[rank]:.3g} s of its own in each"
-                    f" step (drawing batches, logging), the others {median_seconds:.3g} s; a step"
-                    f" takes {step_seconds:.3g} s."
-                )
-            if not slow:
-                self._say(f"launch: process {' and '.join(map(str, self._slow))} is slow no more.")
-        self._window_values, self._window_start, self._slow = values, time.monotonic(), slow
-
     def _check_devices(self) -> None:
         """Name the ranks that were slow in two consecutive probes of all ranks."""
         reports = {
@@ -373,8 +312,6 @@ def _read(message: Mapping) -> RankReport:
     return RankReport(
         ago=0.0,
         lanes=lanes,
-        own_seconds=float(message["own"]),
-        steps=int(message["steps"]),
         pid=int(message["pid"]),
         host=str(message["host"]),
         probes=int(probes),

@@ -100,7 +100,6 @@ def run_rows(
     devices: Devices,
     *,
     seconds: float,
-    begin_row: Callable[[Row], None] = lambda row: None,
     end_row: Callable[[Result], None] = lambda result: None,
 ) -> VerifyReport:
     """Run the rows in their order.
@@ -115,7 +114,6 @@ def run_rows(
         if agree(np.array(time.monotonic() - begin)) >= seconds:
             result = Result(row.group, row.name, "out of time", "")
         else:
-            begin_row(row)
             result = _run_row(row, devices)
         end_row(result)
         results.append(result)

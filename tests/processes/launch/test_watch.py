@@ -27,7 +27,6 @@ from shardopt.runtime._watch import (
     Watch,
     describe,
     find_hang,
-    find_slow,
     main_frames,
 )
 
@@ -35,7 +34,7 @@ from shardopt.runtime._watch import (
 def heard(step, nth, phase, at, *, ago=0.0, new=False, usual=0.0, **lanes):
     marks = {MAIN: ProgressMark(step, nth, phase, at, -1.0 if new else usual, 7)}
     marks |= {name: ProgressMark(*one, 0.0, 8) for name, one in lanes.items()}
-    return RankReport(ago, marks, 0.0, step, 100, "here")
+    return RankReport(ago, marks, 100, "here")
 
 
 @pytest.mark.fast
@@ -95,49 +94,6 @@ def test_the_one_that_lags_is_found_not_those_that_wait_for_it(ranks, hang):
 def test_one_that_stopped_before_its_first_report_is_named_once_others_wait():
     assert find_hang({0: None, 1: heard(5, 2, "wait", 2)}, 10, 50) is None
     assert find_hang({0: None, 1: heard(5, 2, "wait", 11)}, 10, 50) == Hang((0,), True, MAIN, 11)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("own", "slow"),
-    [
-        ([0.01, 0.01, 0.2], [2]),
-        ([0.01, 0.012, 0.009], []),
-        ([0.001, 0.001, 0.009], []),
-        ([0.2], []),
-        ([0.5, 0.1], [0]),
-    ],
-)
-def test_the_slow_one_is_found(own, slow):
-    assert find_slow(dict(enumerate(own)), step=0.3) == slow
-
-
-def test_a_slow_process_is_named_from_what_all_report_and_again_when_it_is_not(monkeypatch):
-    """Steps of a second; one process needs half of that for its data, first 20 steps long."""
-    now, said = [0.0], []
-    watch = Watch(3, 60, say=said.append)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    watch._window_start = 0.0
-
-    def report(steps, own):
-        now[0] = float(steps)
-        for rank, seconds in enumerate(own):
-            marks = {MAIN: ProgressMark(steps, 0, "data", 0.0, 0.0, 7)}
-            watch._last_reports[rank] = now[0], RankReport(0.0, marks, seconds, steps, 100, "here")
-        watch.check()
-
-    try:
-        for steps, slow in ((0, 0.0), (10, 5.0), (20, 10.0), (30, 10.2), (40, 10.4)):
-            report(steps, [0.02 * steps, 0.02 * steps, slow])
-    finally:
-        watch.close()
-    assert said == [
-        (
-            "launch: process 2 is slow: 0.5 s of its own in each step (drawing batches, logging),"
-            " the others 0.02 s; a step takes 1 s."
-        ),
-        "launch: process 2 is slow no more.",
-    ]
 
 
 def test_a_process_whose_device_is_slow_in_two_probes_is_named():
