@@ -8,7 +8,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import read_mesh
 from shardopt.core._block_model import as_block_model
 from shardopt.core._block_remat import Named, Remat, read_remat
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, value_error
 from shardopt.core._place import check_joined
 from shardopt.partition._rules import check_rules
 from shardopt.trace._marks import BLOCK_INPUT
@@ -43,7 +43,7 @@ def _check_config(config: StrategyConfig) -> StrategyConfig:
     )
     check_rules(config.layout.rules)
     for problem, fix in _conflicts(config):
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     if model is not None:
         _check_remat(config, model.remat)
     return config
@@ -161,4 +161,4 @@ def _check_remat(config: StrategyConfig, remat: Remat) -> None:
             else f"'save:{','.join(parsed_remat.names)}' or 'full'"
         )
         fix = f"use {remedy}, or a mesh with pipeline=1."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from shardopt.config._program_check import ProgramCheck
 from shardopt.core._arguments import check_choice, check_count, is_integer
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import error_text
+from shardopt.core._errors import error_text, value_error
 from shardopt.core._reducer import Reducer, check_reducer
 from shardopt.core._types import Rules
 from shardopt.partition._rules import check_rules
@@ -121,7 +121,7 @@ def _check_patterns(name: str, patterns: Sequence[str]) -> None:
             invalid_patterns.append(f"{pattern!r}: {error}")
     if invalid_patterns:
         fix = "escape what is meant literally, with re.escape."
-        raise ValueError(error_text(f"{name} must be regular expressions.", invalid_patterns, fix))
+        raise value_error(f"{name} must be regular expressions.", invalid_patterns, fix)
 
 
 def check_batch_dims(name: str, dims: Any) -> BatchDims:
@@ -198,7 +198,7 @@ def _opt_state(name: str, opt_state: Any) -> Any:
     for place in places:
         check_choice(name, place, get_args(OptStatePlace), fix)
     if {"within", "matrices"} <= set(places):
-        raise ValueError(error_text(f"{name} is both 'within' and 'matrices'.", fix=fix))
+        raise value_error(f"{name} is both 'within' and 'matrices'.", fix=fix)
     return places if is_sequence else opt_state
 
 

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._axes import TABLE
-from shardopt.core._errors import error_text
+from shardopt.core._errors import error_text, value_error
 from shardopt.core._types import PyTree, Rule, Rules
 from shardopt.mesh import AXES, on_mesh, spec_axes
 from shardopt.partition._rules import check_rules
@@ -162,7 +162,7 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
                 f"make the mesh with so.make_mesh({role}=...), or say which axis it is:"
                 f" so.Axes(mesh, {role}=...)."
             )
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
     role_of = {axis: role for role, role_axes in axes.items() for axis in role_axes}
     known_roles = {role for role, row in TABLE.items() if pipelined or row.splits != "blocks"}
     for axis, size in mesh.shape.items():
@@ -175,7 +175,7 @@ def read_mesh(mesh: Mesh, names: Axes | None, *, pipelined: bool) -> tuple[Mesh,
             )
             if axis in role_of:
                 fix = "use so.hybrid, or make the mesh with pipeline=1."
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
     _check_neighbours(mesh, role_of)
     # The same devices with all axes, as Auto: jax.make_mesh makes Explicit axes, and the
     # partitioner can only handle the tensor axis if it is Auto.
@@ -204,14 +204,14 @@ def _axes_of_roles(mesh: Mesh, names: Axes) -> dict[str, tuple[str, ...]]:
                 f"{role} of so.Axes names {', '.join(map(repr, missing))}, but the mesh has axes"
                 f" {mesh.axis_names}."
             )
-            raise ValueError(error_text(problem, fix="name axes of the mesh."))
+            raise value_error(problem, fix="name axes of the mesh.")
         ordered_axes = tuple(axis for axis in mesh.axis_names if axis in axes)
         if ordered_axes:
             axes_of_roles[role] = ordered_axes
     named_axes = [axis for role_axes in axes_of_roles.values() for axis in role_axes]
     if repeated := sorted({axis for axis in named_axes if named_axes.count(axis) > 1}):
         problem = f"mesh axis {', '.join(map(repr, repeated))} has two roles: {names[1:]}."
-        raise ValueError(error_text(problem, fix="give each axis one role."))
+        raise value_error(problem, fix="give each axis one role.")
     return {role: axes_of_roles[role] for role in AXES if role in axes_of_roles}
 
 
@@ -223,6 +223,4 @@ def _check_neighbours(mesh: Mesh, role_of: dict[str, str]) -> None:
             f"the axes of {' and '.join(separated)} are not next to each other in the mesh"
             f" {dict(mesh.shape)}."
         )
-        raise ValueError(
-            error_text(problem, fix="make the mesh with the axes of one role side by side.")
-        )
+        raise value_error(problem, fix="make the mesh with the axes of one role side by side.")

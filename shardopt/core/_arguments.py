@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import error_text, value_error
 from shardopt.core._types import PyTree
 
 
@@ -54,7 +54,7 @@ def check_choice(name: str, value: str, choices: Collection[str], fix: str) -> N
     if not isinstance(value, str):
         raise TypeError(error_text(f"{name} must be a string, got {value!r}.", fix=fix))
     if value not in choices:
-        raise ValueError(error_text(f"unknown {name} {value!r}.", fix=fix))
+        raise value_error(f"unknown {name} {value!r}.", fix=fix)
 
 
 def check_count(name: str, value: int, *, minimum: int = 1, allow_array: bool = False) -> None:
@@ -76,7 +76,7 @@ def check_count(name: str, value: int, *, minimum: int = 1, allow_array: bool = 
         return
     check_integer(name, value)
     if value < minimum:
-        raise ValueError(error_text(f"{name} must be at least {minimum}, got {value}."))
+        raise value_error(f"{name} must be at least {minimum}, got {value}.")
 
 
 def check_is_number(name: str, value: float) -> None:
@@ -112,7 +112,7 @@ def check_number(
     allowed_range = "above 0" if positive else f"at least {minimum:g}"
     if below != math.inf:
         allowed_range += f" and below {below:g}"
-    raise ValueError(error_text(f"{name} must be finite, {allowed_range}; got {value}."))
+    raise value_error(f"{name} must be finite, {allowed_range}; got {value}.")
 
 
 def check_transformation(
@@ -142,5 +142,5 @@ def check_params(params: PyTree | None) -> PyTree:
     """
     if params is None:
         fix = "call update(grads, state, params)."
-        raise ValueError(error_text("update needs the parameters.", fix=fix))
+        raise value_error("update needs the parameters.", fix=fix)
     return params

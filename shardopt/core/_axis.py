@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import error_text, value_error
 
 AxisName = str | tuple[str, ...]
 """The name of a mesh axis, or a tuple of names that act as one axis; the last name varies fastest.
@@ -22,7 +22,7 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
         problem = f"an axis name is a string or a tuple of strings, got {axis_name!r}."
         raise TypeError(error_text(problem, fix='pass the name of a mesh axis, such as "data".'))
     if len(set(names)) < len(names):
-        raise ValueError(error_text(f"axis names must differ, got {tuple(names)!r}."))
+        raise value_error(f"axis names must differ, got {tuple(names)!r}.")
     return tuple(names)
 
 
@@ -37,7 +37,7 @@ def axis_size(axis_name: AxisName) -> int:
             " partitioner), or inside jax.pmap or jax.vmap with"
             f" axis_name={quoted if len(unbound) == 1 else names}."
         )
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return math.prod(jax.lax.axis_size(name) for name in names)
 
 

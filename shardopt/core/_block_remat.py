@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
-from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.core._errors import calling, format_error, plural, value_error
 from shardopt.trace._marks import BLOCK_INPUT, named_values, value_name
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def read_remat(remat: Remat) -> Named | Policy | Literal["full"] | None:
         "None, 'full', 'save:NAME,...', 'offload', 'offload:NAME,...' or a jax.checkpoint policy"
     )
     fix = "write such as remat='save:qkv,attention'; policies are in jax.checkpoint_policies."
-    raise ValueError(error_text(f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix))
+    raise value_error(f"BlockModel.remat must be {forms}, got {remat!r}.", fix=fix)
 
 
 @calling("BlockModel")

@@ -21,7 +21,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, value_error
 from shardopt.core._types import PyTree, merge_replicas, path_text
 
 
@@ -143,7 +143,7 @@ class Stacked:
         if per_device_paths:
             problem = "state that belongs to its device cannot be carried to another axis size."
             fix = "make it again with init, or use so.zero or so.ddp, whose state can be resharded."
-            raise ValueError(error_text(problem, per_device_paths, fix))
+            raise value_error(problem, per_device_paths, fix)
 
         def merge(leaf: jax.Array) -> jax.Array:
             return jnp.broadcast_to(merge_replicas(leaf), (int(self.axis_size), *leaf.shape[1:]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from shardopt.core._arguments import check_count, check_number
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, value_error
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class EarlyStopping:
         if not isinstance(self.mode, str):
             raise TypeError(error_text(f"mode must be 'min' or 'max', got {self.mode!r}."))
         if not self.metric:
-            raise ValueError(error_text("metric must not be empty."))
+            raise value_error("metric must not be empty.")
         check_count("patience", self.patience)
         check_number("min_delta", self.min_delta)
         if self.mode not in ("min", "max"):
-            raise ValueError(error_text(f"mode must be 'min' or 'max', got {self.mode!r}."))
+            raise value_error(f"mode must be 'min' or 'max', got {self.mode!r}.")
 
 
 class StoppingState(NamedTuple):
@@ -114,7 +114,7 @@ def check_metric(rule: EarlyStopping | None, known: Collection[str] = "fit") -> 
             f"early_stopping watches {rule.metric!r}, which is not among the metrics of this run:"
         )
         fix = "watch one of these, or return it from evaluate, every few steps."
-        raise ValueError(error_text(problem, sorted(known), fix))
+        raise value_error(problem, sorted(known), fix)
 
 
 def to_json(rule: EarlyStopping, state: StoppingState) -> dict[str, Any]:

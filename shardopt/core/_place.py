@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardopt.core._errors import error_text
+from shardopt.core._errors import value_error
 
 _SETTLED = "SHARDOPT_PLACE"
 """The environment variable with the place that this process, or a process that started it, has
@@ -78,7 +78,7 @@ def check_joined(device: Any = None) -> None:
             "call so.initialize() in each process, before any code uses a device. If each shall"
             " train alone, call so.initialize(alone=True)."
         )
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     settle()
 
 

@@ -5,7 +5,7 @@ not finite.
 import jax
 
 from shardopt.config._layout import make_layout
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, value_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, abstract
 from shardopt.diagnose._finding import NonFinite
@@ -76,7 +76,7 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     check_batch(config, batch)
     if config.per_replica:
         problem = "replicas of this strategy train apart, each with its own parameters."
-        raise ValueError(error_text(problem, fix="search in the strategy that was combined."))
+        raise value_error(problem, fix="search in the strategy that was combined.")
     layout = make_layout(config, abstract(state.params))
     cuts = cuts_of(config, layout, batch)
     pieces = list(pieces_of(config, state, batch, cuts))

@@ -3,7 +3,7 @@
 from shardopt.config._check import check_optimizer
 from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count, check_is_number
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, value_error
 from shardopt.core._reducer import check_reducer
 from shardopt.local_updates._step import compile_local_step
 from shardopt.step._build import build
@@ -52,15 +52,13 @@ def check_strategy(strategy: ShardedOptimizer, sync: SyncConfig) -> None:
             f"the mesh of the strategy has axes {dict(strategy.mesh.shape)}, and no replica axis"
             " above 1."
         )
-        raise ValueError(error_text(problem, fix="make the mesh with so.make_mesh(replica=...)."))
+        raise value_error(problem, fix="make the mesh with so.make_mesh(replica=...).")
     if sync.warmup_steps and strategy.config.wire.reducer is not None:
         problem = (
             "warm-up steps average gradients over replicas exactly, which a strategy with a reducer"
             " of its own does not."
         )
-        raise ValueError(
-            error_text(problem, fix="use warmup_steps=0, or a strategy without a reducer.")
-        )
+        raise value_error(problem, fix="use warmup_steps=0, or a strategy without a reducer.")
 
 
 def check_sync(sync: SyncConfig) -> None:
@@ -88,9 +86,7 @@ def check_sync(sync: SyncConfig) -> None:
         multiples = sorted(
             {max(every // fragments, 1) * fragments, (every // fragments + 1) * fragments}
         )
-        raise ValueError(
-            error_text(problem, fix=f"use sync_every={' or '.join(map(str, multiples))}.")
-        )
+        raise value_error(problem, fix=f"use sync_every={' or '.join(map(str, multiples))}.")
     check_delay_and_mix(sync.delay, sync.mix, every // fragments, every="sync_every", verb="sync")
 
 
@@ -115,9 +111,9 @@ def check_delay_and_mix(delay: int, mix: float, stride: int, *, every: str, verb
             f"delay={delay} must be below {every} / fragments = {stride}: the next fragment is sent"
             " then."
         )
-        raise ValueError(
-            error_text(problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often.")
+        raise value_error(
+            problem, fix=f"use a delay of at most {stride - 1}, or {verb} less often."
         )
     check_is_number("mix", mix)
     if not 0 <= mix <= 1:
-        raise ValueError(error_text(f"mix must be between 0 and 1, got {mix}."))
+        raise value_error(f"mix must be between 0 and 1, got {mix}.")

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from shardopt.config._options import BatchDims, check_batch_dims
 from shardopt.core._block_model import as_block_model, is_key_of_each_row, takes_rng
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._trace_context import RowContext
 from shardopt.core._types import (
     Loss,
@@ -170,7 +170,7 @@ class PerRow:
         lines = [f"{path}: {plural(length, 'row')}" for path, length in lengths.items()]
         fix = "name the dim of rows of a leaf, or None if all rows share it: batch_dims=[...]."
         with calling("per_row"):
-            raise ValueError(error_text(problem, lines, fix))
+            raise value_error(problem, lines, fix)
 
 
 def row_keys(key: jax.Array, rows: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.core._axis import AxisName, axis_names
-from shardopt.core._errors import error_text, plural
+from shardopt.core._errors import plural, value_error
 from shardopt.core._types import PyTree, abstract
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def check_not_summed(
             f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or"
             " use check_vma=False."
         )
-        raise ValueError(error_text(problem, summed, fix))
+        raise value_error(problem, summed, fix)
 
 
 def agreeing_cond(

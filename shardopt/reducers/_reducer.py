@@ -8,7 +8,7 @@ import numpy as np
 
 from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName, axis_size
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, abstract, is_array_like, leaves_with_paths, wide_dtype
 from shardopt.reducers._axis import check_not_summed
@@ -129,9 +129,7 @@ def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
       reference: the tree that they must be like.
     """
     if jax.tree.structure(tree) != jax.tree.structure(reference):
-        raise ValueError(
-            error_text(f"the gradients have another tree structure than {reference_name}.")
-        )
+        raise value_error(f"the gradients have another tree structure than {reference_name}.")
     pairs = zip(leaves_with_paths(tree), jax.tree.leaves(reference), strict=True)
     wrong = [
         f"{path}: {leaf.shape}, was {reference_leaf.shape}"
@@ -143,7 +141,7 @@ def check_alike(reference_name: str, tree: PyTree, reference: PyTree) -> None:
             f"{plural(len(wrong), 'gradient leaf')} {'has' if len(wrong) == 1 else 'have'} "
             f"another shape than {reference_name}."
         )
-        raise ValueError(error_text(problem, wrong))
+        raise value_error(problem, wrong)
 
 
 def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:

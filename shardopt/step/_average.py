@@ -12,7 +12,7 @@ import optax
 from jax.sharding import Sharding
 
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
-from shardopt.core._errors import error_text, format_error
+from shardopt.core._errors import format_error, value_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
 from shardopt.step._optimizer import Metrics
@@ -107,7 +107,7 @@ def _sources(state: TrainState) -> dict[str, Source]:
                 "put so.transforms.average_params into the chain of the replicas, or evaluate"
                 " without an average."
             )
-            raise ValueError(error_text(problem, fix=fix))
+            raise value_error(problem, fix=fix)
         else:
             new_sources = {
                 path: (params[path], leaf, node.b1) for path, leaf in leaves_with_paths(node.z)
@@ -116,14 +116,14 @@ def _sources(state: TrainState) -> dict[str, Source]:
         sources |= new_sources
     if repeated:
         fix = "keep one average in the chain: average_params, or schedule-free."
-        raise ValueError(error_text("the optimizer state has several averages.", repeated, fix))
+        raise value_error("the optimizer state has several averages.", repeated, fix)
     if not sources:
         problem = "the optimizer state has no average of the parameters."
         fix = (
             "train with optax.chain(tx, so.transforms.average_params(decay=0.999)), or optax's"
             " schedule-free."
         )
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return sources
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
-from shardopt.core._errors import calling, error_text, format_error, plural
+from shardopt.core._errors import calling, format_error, plural, value_error
 from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.losses._batch_dims import (
     FIX_ROWS,
@@ -90,7 +90,7 @@ def check_keys(params: PyTree, frozen: Sequence[str | re.Pattern[str]] | None = 
             if frozen is None
             else "; or freeze them by rules=[(regex, 'frozen')] if they are to stay as they are."
         )
-        raise ValueError(error_text(problem, trained_keys, fix))
+        raise value_error(problem, trained_keys, fix)
 
 
 def check_not_traced(config: StrategyConfig, params: PyTree, rng: jax.Array | None) -> None:

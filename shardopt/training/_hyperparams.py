@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._errors import calling, error_text
+from shardopt.core._errors import calling, error_text, value_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.local_updates._state import PerReplica
 from shardopt.runtime._processes import gather_to_host
@@ -54,18 +54,14 @@ def set_hyperparams(state: TrainState, values: Mapping[str, Hyperparam]) -> Trai
     injected_by_name = _injected_by_name(state)
     if unknown := sorted(set(values) - set(injected_by_name)):
         fix = f"choose from {', '.join(sorted(injected_by_name))}."
-        raise ValueError(
-            error_text(f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix)
-        )
+        raise value_error(f"no hyperparameter is named {', '.join(map(repr, unknown))}.", fix=fix)
     if scheduled := sorted(name for name in values if injected_by_name[name].scheduled):
         problem = (
             f"{', '.join(map(repr, scheduled))} would be overwritten by a schedule at the next"
             " step."
         )
-        raise ValueError(
-            error_text(
-                problem, fix="inject a number instead of the schedule, and set it as you go."
-            )
+        raise value_error(
+            problem, fix="inject a number instead of the schedule, and set it as you go."
         )
     new_values = {
         injected_by_name[name].path: _placed_like(name, injected_by_name[name], value)
@@ -92,9 +88,7 @@ def _injected_by_name(state: TrainState) -> dict[str, _Injected]:
         raise TypeError(error_text(f"state must be a TrainState, got {type(state).__name__}."))
     entries = list(_injected_entries((), state.opt_state))
     if not entries:
-        raise ValueError(
-            error_text("the optimizer state has no injected hyperparameters.", fix=_REMEDY)
-        )
+        raise value_error("the optimizer state has no injected hyperparameters.", fix=_REMEDY)
     name_counts = Counter(name for _, name, _ in entries)
     return {
         name if name_counts[name] == 1 else f"{path_text}/{name}".lstrip("/"): injected
@@ -157,9 +151,9 @@ def _placed_like(name: str, injected: _Injected, value: Hyperparam) -> jax.Array
     if injected.per_replica and new_value.shape == old.shape[1:]:
         new_value = np.broadcast_to(new_value, old.shape)
     if new_value.shape != old.shape:
-        raise ValueError(error_text(f"{name} has shape {old.shape}, got {new_value.shape}."))
+        raise value_error(f"{name} has shape {old.shape}, got {new_value.shape}.")
     if np.isnan(new_value).any():
-        raise ValueError(error_text(f"{name} must not be NaN."))
+        raise value_error(f"{name} must not be NaN.")
     with np.errstate(over="ignore", invalid="ignore"):
         cast = new_value.astype(old.dtype)
     is_integer = jnp.issubdtype(old.dtype, jnp.integer)
@@ -168,5 +162,5 @@ def _placed_like(name: str, injected: _Injected, value: Hyperparam) -> jax.Array
         if is_integer
         else not np.array_equal(np.isinf(cast), np.isinf(new_value))
     ):
-        raise ValueError(error_text(f"{name} has dtype {old.dtype}, which cannot hold {value!r}."))
+        raise value_error(f"{name} has dtype {old.dtype}, which cannot hold {value!r}.")
     return put(cast, old.sharding) if isinstance(old, jax.Array) else cast

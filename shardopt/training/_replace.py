@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.local_updates._state import PerReplica, Replicas
 from shardopt.step._average import average_of
@@ -118,7 +118,7 @@ def replace(
     if isinstance(params, str):
         if params != _AVERAGE:
             problem = f"params must be a tree of values or 'average', got {params!r:.80}."
-            raise ValueError(error_text(problem))
+            raise value_error(problem)
         state = average_of(state)
     elif params is not None:
         state = _set_params(state, params)
@@ -137,7 +137,7 @@ def _check_state(state: TrainState) -> None:
         )
     if isinstance(state.step, jax.Array) and state.step.is_deleted():
         problem = "this state was given to step already, which takes over its memory."
-        raise ValueError(error_text(problem, fix="pass the state that step returned."))
+        raise value_error(problem, fix="pass the state that step returned.")
 
 
 def _set_opt_state(state: TrainState, opt_state: PyTree) -> TrainState:
@@ -146,7 +146,7 @@ def _set_opt_state(state: TrainState, opt_state: PyTree) -> TrainState:
             "the replicas of local_sgd and diloco keep an optimizer state each, and one was passed."
         )
         fix = "leave opt_state out: each replica goes on with its own."
-        raise ValueError(error_text(problem, fix=fix))
+        raise value_error(problem, fix=fix)
     compressed = isinstance(state.opt_state, CompressedOptState)
     old_opt_state = state.opt_state.optimizer if compressed else state.opt_state
     new_opt_state = _place(_match_structure(opt_state, old_opt_state), old_opt_state)
