@@ -1,7 +1,6 @@
 """The commands that need no device: `shardopt plan`, `shardopt audit` and `shardopt schedule`."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,8 +14,6 @@ from shardopt.cli._options import OptionalCount, OptionalPath, ScheduleName
 from shardopt.cli._strategy import check_chunks, named_strategy, parse_mesh
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, value_error
-from shardopt.hlo import Audit, inner_product_flops
-from shardopt.pipeline import Schedule
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._aot import AotReport
 from shardopt.planning._compiled_time import StepSeconds
@@ -59,9 +56,6 @@ class PlanOptions:
     top: int = 10
     """How many layouts to list."""
 
-    json: bool = False
-    """Print JSON instead of a table."""
-
     png: OptionalPath = None
     """File for a drawing of the memory and traffic of the listed layouts."""
 
@@ -85,7 +79,7 @@ def plan(options: PlanOptions) -> None:
     )
     if options.png is not None:
         plans.plot(plans.ranked[: options.top], path=options.png)
-    print(as_json(plans, options.top) if options.json else as_text(plans, options.top))
+    print(as_text(plans, options.top))
 
 
 def as_text(plans: Plans, top: int) -> str:
@@ -117,26 +111,6 @@ def _builder_text(layout: ParallelLayout, name: str) -> str:
     if layout.chunks > 1 and kind.takes_chunks:
         text = f"functools.partial({text}, num_chunks={layout.chunks})"
     return text if kind.in_lockstep else f"so.schedules.send_ahead({text})"
-
-
-def as_json(plans: Plans, top: int) -> str:
-    """Return the ranked and the dropped layouts as JSON."""
-    dropped = [
-        {"layout": str(entry.layout), "why": entry.why, "missing_bytes": entry.missing_bytes}
-        for entry in plans.dropped
-    ]
-    report = {
-        "model": plans.workload.name,
-        "parameters": plans.workload.num_parameters,
-        "hardware": plans.hardware.name,
-        "chips": plans.chips,
-        "batch_size": plans.batch_size,
-        "usable_bytes": plans.limit,
-        "fitting": len(plans.ranked),
-        "ranked": [entry.to_json() for entry in plans.ranked[:top]],
-        "dropped": dropped[:top],
-    }
-    return json.dumps(report, indent=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,9 +160,6 @@ class AuditOptions:
     were written.
     """
 
-    json: bool = False
-    """Print JSON instead of a table."""
-
     png: OptionalPath = None
     """File for a drawing of the timeline of a step."""
 
@@ -210,60 +181,38 @@ def audit(options: AuditOptions) -> None:
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
         raise value_error(problem, fix=fix)
     if options.program is None:
-        report, step, lines = _audit_model(options)
+        step, lines = _audit_model(options)
     else:
-        report, step, lines = _audit_file(options, options.program)
+        step, lines = _audit_file(options, options.program)
     if options.png is not None and step is not None:
         step.plot(options.png)
-    print(json.dumps(report, indent=2) if options.json else "\n".join(lines))
+    print("\n".join(lines))
 
 
-_Audited = tuple[dict[str, object], StepSeconds | None, list[str]]
-"""A report as JSON values, the time of a step if it is known, and the report as text."""
-
-
-def _audit_file(options: AuditOptions, program: Path) -> _Audited:
+def _audit_file(options: AuditOptions, program: Path) -> tuple[StepSeconds | None, list[str]]:
+    """Return the time of a step, if it is known, and the lines of the report."""
     if options.prove:
         problem = "--prove needs to know where results live, which a file does not tell."
         fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
         raise value_error(problem, fix=fix)
     text, mesh = program.read_text(), mesh_sizes(options.mesh) or None
     file_audit = so.hlo.audit(text, mesh=mesh)
-    report = to_json(file_audit) | {"flops": inner_product_flops(text)}
     if options.hardware is None:
         if options.png is not None:
             fix = "give --hardware, such as v5p."
             raise value_error("--png needs to know the chip.", fix=fix)
-        return report, None, [str(file_audit)]
+        return None, [str(file_audit)]
     step = so.planning.step_seconds(text, mesh=mesh, hardware=options.hardware)
-    return report | {"step_seconds": step.to_json()}, step, [str(file_audit), "", str(step)]
+    return step, [str(file_audit), "", str(step)]
 
 
-def _audit_model(options: AuditOptions) -> _Audited:
+def _audit_model(options: AuditOptions) -> tuple[StepSeconds, list[str]]:
+    """Return the time of a step, and the lines of the report."""
     compiled = compile_model(options)
-    report = compiled.to_json() | {"audit": to_json(compiled.audit)}
     lines = [str(compiled), "", str(compiled.audit)]
     if options.prove:
-        proof = compiled.proof
-        problem = proof.problem and proof.problem._asdict()
-        unknown = [instruction._asdict() for instruction in proof.unknown]
-        report["proof"] = proof._asdict() | {"problem": problem, "unknown": unknown}
-        lines += ["", str(proof)]
-    return report, compiled.step_seconds, lines
-
-
-def to_json(program_audit: Audit) -> dict[str, object]:
-    """Return an audit as JSON values."""
-    return {
-        "program": program_audit.name,
-        "mesh": program_audit.mesh_shape,
-        "collectives": [op._asdict() | {"calls": op.calls} for op in program_audit.collectives],
-        "by_axis": {
-            " x ".join(axes or ("mixed",)): traffic._asdict()
-            for axes, traffic in program_audit.by_axis().items()
-        },
-        "by_kind": {kind: traffic._asdict() for kind, traffic in program_audit.by_kind().items()},
-    }
+        lines += ["", str(compiled.proof)]
+    return compiled.step_seconds, lines
 
 
 @calling("audit")
@@ -326,9 +275,6 @@ class ScheduleOptions:
     """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2),
     zero_bubble and zero_bubble_lockstep (1)."""
 
-    json: bool = False
-    """Print JSON instead of text."""
-
     png: OptionalPath = None
     """File for a drawing of the schedule."""
 
@@ -340,19 +286,4 @@ def schedule(options: ScheduleOptions) -> None:
     table = named_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
     if options.png is not None:
         table.plot(options.png)
-    print(json.dumps(numbers(table), indent=2) if options.json else str(table))
-
-
-def numbers(table: Schedule) -> dict[str, object]:
-    """Return a schedule as JSON values."""
-    return {
-        "name": table.name,
-        "stages": table.num_stages,
-        "micro_batches": table.num_micro_batches,
-        "chunks": table.num_chunks,
-        "ticks": table.num_ticks,
-        "bubble": table.bubble_fraction,
-        "program_bubble": table.program_bubble_fraction,
-        "peak_activations": list(table.peak_activations),
-        "table": {name: column.tolist() for name, column in table.table().items()},
-    }
+    print(table)
