@@ -88,7 +88,14 @@ def job(folder: str, steps: int) -> None:
         lambda rng: {"w": jax.random.normal(rng, (DOCUMENTS,))}, jax.random.key(0)
     )
     with so.Checkpoints(f"{folder}/checkpoints", every=5, keep=2) as checkpoints:
-        so.fit(opt, start, Recorded(), num_steps=steps, checkpoints=checkpoints, progress=False)
+        so.fit(
+            opt,
+            start,
+            so.GlobalRows(Recorded()),
+            num_steps=steps,
+            checkpoints=checkpoints,
+            progress=False,
+        )
     if jax.process_index() == 0:
         Path(folder, f"seen-{steps}.json").write_text(
             json.dumps({"processes": jax.process_count(), "steps": seen})

@@ -17,6 +17,7 @@ from shardopt.core import BlockModel, TrainState
 from shardopt.losses._per_row import per_row
 from shardopt.mesh import make_mesh
 from shardopt.runtime._processes import initialize
+from shardopt.step._global_rows import GlobalRows
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._ddp import ddp
 from shardopt.strategies._fsdp import fsdp
@@ -53,6 +54,7 @@ __all__ = [
     "Axes",
     "BlockModel",
     "Checkpoints",
+    "GlobalRows",
     "ShardedOptimizer",
     "TrainState",
     "adapters",

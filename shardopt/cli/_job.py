@@ -63,9 +63,12 @@ class RunInFolder(NamedTuple):
             result = so.fit(
                 self.opt,
                 start(),
-                batches,
+                so.GlobalRows(batches),
                 num_steps=self.steps,
-                evaluate=(so.training.evaluation(self.opt, held_out), run.evaluate_every),
+                evaluate=(
+                    so.training.evaluation(self.opt, so.GlobalRows(held_out)),
+                    run.evaluate_every,
+                ),
                 norms_every=run.norms_every,
                 checkpoints=checkpoints,
                 log=loggers(options, self.num_bytes),

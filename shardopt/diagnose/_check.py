@@ -19,6 +19,7 @@ from shardopt.losses._global_view import GlobalView
 from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
 from shardopt.mesh import on_mesh
+from shardopt.step._global_rows import rows_of
 from shardopt.step._gradients import exact_sum
 from shardopt.step._inputs import check_batch, check_state, place_batch
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
@@ -104,6 +105,7 @@ def check(
     check_is_strategy(opt)
     config = opt.config
     check_state(config, state)
+    batch = rows_of(config, "check").join(batch)
     check_batch(config, batch)
     if config.per_replica:
         problem = "replicas of this strategy train apart, so there is no one gradient to compare."

@@ -12,7 +12,7 @@ from shardopt.diagnose._finding import NonFinite
 from shardopt.diagnose._piece_loss import PieceLoss
 from shardopt.diagnose._pieces import cuts_of, pieces_of, values_on_host
 from shardopt.diagnose._search import search
-from shardopt.step._batches import as_arrays
+from shardopt.step._global_rows import rows_of
 from shardopt.step._inputs import check_batch, check_state
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 
@@ -72,7 +72,7 @@ def find_nan(opt: ShardedOptimizer, state: TrainState, batch: PyTree) -> NonFini
     check_is_strategy(opt)
     config = opt.config
     check_state(config, state)
-    batch = as_arrays("find_nan", batch)
+    batch = rows_of(config, "find_nan").join(batch)
     check_batch(config, batch)
     if config.per_replica:
         problem = "replicas of this strategy train apart, each with its own parameters."

@@ -19,8 +19,8 @@ from shardopt.losses._metrics import values
 from shardopt.losses._view import Views
 from shardopt.partition import Report
 from shardopt.step._average import EvaluationFn
-from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache, limit_in_flight
+from shardopt.step._global_rows import Rows, rows_of
 from shardopt.step._init import make_state
 from shardopt.step._inputs import (
     check_batch,
@@ -45,8 +45,8 @@ StepCache = LayoutCache[CompiledStep]
 class BatchFn:
     """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
 
-    The batch is a pytree with leaves [global batch, ...]: numpy arrays, which hold the whole global
-    batch on every process, or jax arrays that are global already.
+    The batch is a pytree with leaves [rows, ...]: numpy arrays with the rows of this process,
+    `so.GlobalRows` of arrays with the rows of all processes, or jax arrays that are global already.
 
     Attributes:
       prepare: checks a state and a batch, and returns the program and its arguments.
@@ -113,6 +113,8 @@ class StrategyFunctions:
       caches: the compiled programs, by view and by parameter structure.
       views: chooses the view of each batch shape, for steps.
       evaluation_views: chooses the view of each batch shape, for evaluations.
+      rows: joins the batches of several processes, for steps.
+      evaluation_rows: joins the batches of several processes, for evaluations.
       checked_steps: the ids of the compiled steps that have checked the placement of a state.
     """
 
@@ -120,6 +122,8 @@ class StrategyFunctions:
     caches: dict[str, StepCache]
     views: Views
     evaluation_views: Views
+    rows: Rows
+    evaluation_rows: Rows
     checked_steps: set[int] = dataclasses.field(default_factory=set)
 
     @property
@@ -141,19 +145,21 @@ class StrategyFunctions:
             return make_state(self.config, compiled, params, key, init_key)
 
     def prepare(
-        self, state: TrainState, batch: PyTree, views: Views
+        self, state: TrainState, batch: PyTree, views: Views, rows: Rows
     ) -> tuple[CompiledStep, PyTree]:
         """Check a state and a batch.
 
         Return the programs in the view of the batch, and the placed batch.
         """
-        view, placed = self.prepare_batch(state, batch, views)
+        view, placed = self.prepare_batch(state, batch, views, rows)
         return self.caches[view].of(state.params), placed
 
-    def prepare_batch(self, state: TrainState, batch: PyTree, views: Views) -> tuple[str, PyTree]:
+    def prepare_batch(
+        self, state: TrainState, batch: PyTree, views: Views, rows: Rows
+    ) -> tuple[str, PyTree]:
         """Check a state and a batch; return the view of the batch, and the placed batch."""
         check_state(self.config, state)
-        batch = as_arrays(self.config.strategy, batch)
+        batch = rows.join(batch)
         check_batch(self.config, batch)
         compiled = self.cache.of(state.params)
         # once, because a step returns its state with the right placement
@@ -167,7 +173,7 @@ class StrategyFunctions:
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step and its arguments."""
-        compiled, placed = self.prepare(state, batch, self.views)
+        compiled, placed = self.prepare(state, batch, self.views, self.rows)
         return compiled.step, (state, placed)
 
     def prepare_step_with_norms(
@@ -181,7 +187,7 @@ class StrategyFunctions:
             )
             fix = "use step, or the norms of the strategy inside."
             raise ValueError(format_error(self.config.strategy, problem, fix=fix))
-        compiled, placed = self.prepare(state, batch, self.views)
+        compiled, placed = self.prepare(state, batch, self.views, self.rows)
         assert compiled.step_with_norms is not None
         return compiled.step_with_norms, (state, placed)
 
@@ -189,7 +195,7 @@ class StrategyFunctions:
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of an evaluation and its arguments."""
-        compiled, placed = self.prepare(state, batch, self.evaluation_views)
+        compiled, placed = self.prepare(state, batch, self.evaluation_views, self.evaluation_rows)
         return compiled.evaluate, (state.params, placed)
 
     def synchronize(self, state: TrainState) -> TrainState:
@@ -251,7 +257,14 @@ def build(
         Views(config.of_evaluation, training=False),
     )
     functions, limit = (
-        StrategyFunctions(config, caches, views, evaluation_views),
+        StrategyFunctions(
+            config,
+            caches,
+            views,
+            evaluation_views,
+            rows_of(config, config.strategy),
+            rows_of(config, config.strategy),
+        ),
         limit_in_flight(config),
     )
     return ShardedOptimizer(
@@ -259,7 +272,7 @@ def build(
         step=TrainFn(
             functions.prepare_step,
             limit,
-            functools.partial(functions.prepare_batch, views=functions.views),
+            functools.partial(functions.prepare_batch, views=functions.views, rows=functions.rows),
             NormsFn(functions.prepare_step_with_norms, limit),
         ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),

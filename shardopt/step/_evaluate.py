@@ -13,9 +13,9 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import map_rows
 from shardopt.losses._rows import with_rows
 from shardopt.losses._view import Views
-from shardopt.step._batches import as_arrays
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
+from shardopt.step._global_rows import rows_of
 from shardopt.step._inputs import check_rows, check_state, place_batch
 
 
@@ -39,6 +39,7 @@ class Totals:
 
     def __init__(self, config: StrategyConfig):
         self._config = config.of_evaluation
+        self.rows = rows_of(self._config, "evaluation")
         self._pieces = self._config.num_row_pieces
         self._views = Views(self._config, training=False)
         self._layouts = LayoutCache(self._config, lambda _, layout: layout)
@@ -57,12 +58,11 @@ class Totals:
         self._global_programs = LayoutCache(global_config, compile_totals)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Iterator[LossParts]:
-        """Yield parts that add up to the loss of the batch.
+        """Yield parts that add up to the loss of a batch that `rows` joined.
 
         A plain value has its number of rows as weight.
         """
         check_state(self._config, state)
-        batch = as_arrays(self._config.strategy, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if size == 0:
             return

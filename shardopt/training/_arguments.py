@@ -16,6 +16,7 @@ from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.step._global_rows import unwrap
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._evaluation import Evaluate, Evaluation
 from shardopt.training._resume import DeferredInit
@@ -137,6 +138,7 @@ def check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | Deferre
 
 def check_batches(batches: Iterable[PyTree]) -> None:
     """Refuse, by a TypeError, one batch in place of batches, and what cannot be iterated."""
+    batches, _ = unwrap(batches)
     is_one_batch = isinstance(batches, Mapping | str | bytes | np.ndarray | jax.Array)
     # isinstance(..., Iterable) only checks __iter__; a torch-style dataset or a grain MapDataset
     # has only __getitem__.

@@ -15,6 +15,7 @@ from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
 from shardopt.step._average import check_selection, select_params
 from shardopt.step._evaluate import Totals
+from shardopt.step._global_rows import unwrap
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 from shardopt.training._loggers import ShowBatches
 
@@ -39,8 +40,10 @@ def evaluation(
 
     Args:
       opt: the optimizer that gives placement and loss.
-      batches: a list of batches, or another iterable that starts again each time. With several
-        processes, pass the same batches on each. Leaves are [rows, ...] with any number of rows.
+      batches: a list of batches, or another iterable that starts again each time. Leaves are
+        [rows, ...] with any number of rows. With several processes, pass the rows of each process,
+        or the same batches on all: `so.GlobalRows(batches)`. A process may have fewer rows or fewer
+        batches than another.
       evaluate_fn: a loss to use in place of the loss of `opt.evaluate`, in the form of `loss_fn` of
         `so.ddp`. It gets no random key.
       prefix: put before the name of each metric, since training reports "loss" too.
@@ -76,10 +79,9 @@ def evaluation(
     costs two more programs, each run once.
     """
     check_is_strategy(opt)
-    if iter(batches) is batches:
-        problem = (
-            f"batches must be iterable more than once, got an iterator ({type(batches).__name__})."
-        )
+    inner_batches, _ = unwrap(batches)
+    if iter(inner_batches) is inner_batches:
+        problem = f"batches must be iterable more than once, got an iterator ({type(inner_batches).__name__})."
         raise TypeError(
             format_error("evaluation", problem, fix="pass list(itertools.islice(batches, n)).")
         )
@@ -114,11 +116,12 @@ class Evaluation:
         """
         state = select_params("evaluation", state, self.params)
         sums: dict[str, Metric] = {}
-        done, total = 0, len(self.batches) if isinstance(self.batches, Sized) else None
+        batches, _ = unwrap(self.batches)
+        done, total = 0, len(batches) if isinstance(batches, Sized) else None
         # Results are fetched one batch late: the device computes one batch while the host prepares
         # the next. So the device holds at most two.
         pending = None
-        for done, batch in enumerate(self.batches, 1):
+        for done, batch in enumerate(self.totals.rows.join_all(self.batches), 1):
             if show is not None:
                 show(done - 1, total)
             for parts in self.totals(state, batch):

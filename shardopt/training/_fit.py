@@ -90,8 +90,9 @@ def fit(
       state: the state to start from; its memory is reused for the next state. Or
         `so.training.DeferredInit(params)`, or `so.training.DeferredInit(init_fn, key)`: it is
         initialized only if no checkpoint is restored, so a restart saves that time.
-      batches: an iterable of batches, pytrees with leaves [global batch, ...]; drawn one at a time,
-        never ahead.
+      batches: an iterable of batches, pytrees with leaves [rows, ...]; drawn one at a time, never
+        ahead. With several processes these are the rows of this process; or the rows of all, if
+        each process has them: `so.GlobalRows(batches)`.
       num_steps: the total step count, as in `state.step`, to train to: from step 40 to 100 there
         are 60 steps to take.
       evaluate: `evaluate(state) -> {name: number}`, such as `so.training.evaluation(opt, batches)`;
@@ -105,7 +106,7 @@ def fit(
       log: `log(step, metrics)`, or several: `so.training.jsonl` or any function.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second,
         examples_per_second and goodput (`FitResult.goodput`). At these steps several processes
-        agree whether to stop.
+        agree whether early stopping ends the run.
       norms_every: steps between norms of the gradient, the update and the parameters, of each
         leaf and each layer of stacked blocks; by default none. The log gets
         "gradient_norm/PATH/layer_0", "update_norm/..." and "param_norm/...". Other steps stay as
@@ -139,8 +140,10 @@ def fit(
         on without it.
       TypeError: if an argument is of the wrong kind, or `evaluate` does not return a dict of
         numbers.
+      RuntimeError: if the loader of another process fails.
       ValueError: if one of these is true:
 
+        - the batches of several processes do not fit together;
         - a count is out of range, or the state was donated;
         - the folder has checkpoints and `checkpoints.resume` is not set;
         - the batches cannot be moved to the saved position;
@@ -168,7 +171,7 @@ def fit(
     - Batches with `get_state` and `set_state` (grain) continue from their saved state.
     - For other batches pass a fresh iterator; the batches already used are drawn and dropped. It
       must give the same order as before; if it does not, a UserWarning says so.
-    - With several processes, all restore the position of the first process.
+    - With several processes, each restores its own position.
 
     **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a
     second one raises KeyboardInterrupt) and after the last batch. Then the step is finished, a last
@@ -188,9 +191,10 @@ def fit(
     **Silent corruption.** With `cross_check_every` a run restores only a snapshot or checkpoint whose
     sums are right. A damaged checkpoint is renamed to `<step>.damaged`, and the next copy is used.
 
-    **Several processes.** All call `fit` with the same arguments and draw the same number of
-    batches. A signal or early stopping on one process stops all at the same step. The first process
-    shows progress and writes logs.
+    **Several processes.** All call `fit` with the same arguments. Before each step they agree on
+    the host that all have a batch, and that the rows fit together. If the batches of one process
+    end, all stop, and a message names it. A signal or early stopping on one process stops all at
+    the same step. The first process shows progress and writes logs.
     """
     check_joined()
     check_optimizer_and_state(opt, state)

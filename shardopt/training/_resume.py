@@ -303,12 +303,20 @@ def common_verdict(*verdicts: str | None, due: bool) -> str | None:
       *verdicts: the verdicts of this process, or None.
       due: whether processes exchange verdicts at this step; the same on all processes.
     """
-    code = max((VERDICTS.index(verdict) for verdict in verdicts if verdict is not None), default=-1)
-    if jax.process_count() > 1:
-        if not due:
-            return None
-        code = int(np.max(multihost_utils.process_allgather(np.int32(code))))
+    if jax.process_count() == 1:
+        return strongest(verdicts)
+    if not due:
+        return None
+    verdict = strongest(verdicts)
+    code = -1 if verdict is None else VERDICTS.index(verdict)
+    code = int(np.max(multihost_utils.process_allgather(np.int32(code))))
     return None if code < 0 else VERDICTS[code]
+
+
+def strongest(verdicts: Sequence[str | None]) -> str | None:
+    """Return the strongest verdict by the order of `VERDICTS`, or None if there is none."""
+    known = [verdict for verdict in verdicts if verdict is not None]
+    return max(known, key=VERDICTS.index, default=None)
 
 
 @contextmanager

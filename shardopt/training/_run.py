@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -21,7 +22,7 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
-from shardopt.step._batches import as_arrays
+from shardopt.step._global_rows import rows_of
 from shardopt.step._optimizer import Metrics
 from shardopt.training._arguments import Arguments, Due
 from shardopt.training._evaluation import call_evaluate
@@ -42,8 +43,11 @@ from shardopt.training._resume import (
     step_of,
 )
 from shardopt.training._spikes import MOST_ROLLBACKS, Spike
-from shardopt.training._stream import END, BatchStream
+from shardopt.training._stream import END, BatchStream, OwnBatches, global_batches
 from shardopt.training._tolerance import num_skipped, tolerated
+
+if TYPE_CHECKING:
+    from shardopt.training._agreed_stream import AgreedStream
 
 _STOP_TEXT = {
     "exhausted": "there are no more batches",
@@ -64,7 +68,8 @@ class FitRun:
       write_log: writes metrics to all loggers.
       loggers: the loggers.
       ledger: the account of the time.
-      stream: the batches.
+      stream: the batches of this process.
+      global_batches: draws the batches of all processes together.
       saved: the snapshots and checkpoints to go back to.
       hooks: what runs next to the steps, in the order in which they are asked for the next step.
       meter: fetches metrics, one step late.
@@ -85,6 +90,7 @@ class FitRun:
     loggers: tuple[Log, ...]
     ledger: Ledger
     stream: BatchStream
+    global_batches: "OwnBatches | AgreedStream"
     saved: SavedStates
     hooks: Sequence[Hook]
     meter: Meter
@@ -106,13 +112,11 @@ class FitRun:
         if self.stopped is not None or self.step >= num_steps:
             return END
         self.ledger.enter("data", self.step)
-        batch = self.stream.draw()
-        self.stopped = "exhausted" if batch is END else None
+        batch, self.stopped = self.global_batches.draw(self.received_signal)
         return batch
 
     def take_step(self, batch: PyTree) -> None:
         """Take a step, and report the step before it."""
-        batch = as_arrays("fit", batch)
         self.ledger.enter("step")
         num_before, position = num_skipped(self.state), self.stream.drawn - 1
         device_metrics = self._step(batch, position)
@@ -200,7 +204,8 @@ class FitRun:
         Now and then measure the speed of devices.
         """
         self.ledger.enter("agree")
-        self.stopped = self.verdict(due=self.due.agree)
+        if self.stopped is None:
+            self.stopped = self.verdict(due=self.due.agree)
         if self.due.probe and jax.process_count() > 1 and is_reported():
             # no step is in progress: all processes have just exchanged verdicts
             self.ledger.enter("agree")
@@ -362,7 +367,8 @@ def begin(
     ledger.enter("begin", step_of(state))
     cleanup.enter_context(finish_writes(arguments.checkpoints))
 
-    stream = BatchStream(batches)
+    rows = rows_of(arguments.opt.config, "fit")
+    stream = BatchStream(batches, rows)
     meter = new_meter(arguments, display.say, write_log)
     falls_back = arguments.verification is not None
     saved = SavedStates(arguments.opt, arguments.checkpoints, display.say, falls_back)
@@ -382,6 +388,7 @@ def begin(
         as_loggers(log),
         ledger,
         stream,
+        global_batches(stream, rows, display.say),
         saved,
         [hook for hook in hooks if hook is not None],
         meter,

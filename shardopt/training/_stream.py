@@ -1,11 +1,12 @@
 """The batches of a run: drawn one at a time, and moved to a saved position."""
 
 import base64
+import dataclasses
 import json
 import warnings
 import zlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +17,10 @@ from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree
 from shardopt.step._batches import as_arrays
+from shardopt.step._global_rows import END, GlobalRows, Rows, RowsOfOne, leaves_with_rows, unwrap
 
-END = object()
-"""The return value of `BatchStream.draw` when there are no more batches."""
+if TYPE_CHECKING:
+    from shardopt.training._agreed_stream import AgreedStream
 
 
 class BatchStream:
@@ -30,16 +32,22 @@ class BatchStream:
     in the same order every time. The checkpoint holds a checksum of the last batch, to detect
     another order.
 
-    If each process draws its own rows (`jax.make_array_from_process_local_data`), an iterator state
-    is only valid for one number of processes. With another number, batches are drawn again too. The
-    values of the last batch must then equal the values that the other processes drew, in any order.
+    If each process draws its own rows, each has an iterator state of its own, which is only valid
+    for one number of processes. With another number, batches are drawn again too. The values of the
+    last batch must then equal the values that the other processes drew, in any order.
+
+    Args:
+      batches: the batches of this process.
+      rows: knows which processes pass which rows; None if this process is alone.
 
     Attributes:
       drawn: how many batches were drawn since the first one, including batches before a restored
         checkpoint.
     """
 
-    def __init__(self, batches: Iterable[PyTree]):
+    def __init__(self, batches: Iterable[PyTree], rows: "Rows | None" = None):
+        self._rows = rows
+        batches, self._are_global = unwrap(batches)
         self._iterator: Any = iter(batches)
         self._last_batch: PyTree = None
         self.drawn = 0
@@ -47,23 +55,42 @@ class BatchStream:
     def draw(self) -> PyTree:
         """Return the next batch, or `END`."""
         batch = next(self._iterator, END)
-        if batch is not END:
-            self._last_batch, self.drawn = batch, self.drawn + 1
+        if batch is END:
+            return END
+        if self._are_global:
+            batch = GlobalRows(batch)
+        self._last_batch, self.drawn = batch, self.drawn + 1
         return batch
+
+    def leave_last(self) -> None:
+        """Do not count the last batch: no step uses it."""
+        self.drawn -= 1
+        self._last_batch = None
 
     def position(self) -> dict[str, Json]:
         """Return the position as JSON; all processes must call it."""
         position: dict[str, Json] = {"drawn": self.drawn, "state": None}
         if self._has_state():
-            position["state"] = _encode(self._iterator.get_state())
-        elif self.drawn:
+            states = [json.loads(text) for text in exchange(json.dumps(self._state()))]
+            position["state"] = states[0]
+            if any(state != states[0] for state in states):
+                position["states"] = states
+        elif self._last_batch is not None:
             position["last"] = _checksum(self._last_batch)
-        if self.drawn and _is_split_over_processes(self._last_batch):
+        if self._last_batch is not None:
             position |= {
-                "processes": jax.process_count(),
-                "values": _checksum_of_values(self._last_batch),
+                "processes": self._num_parts(),
+                "values": _checksum_of_values(self._last_batch, self._rows),
             }
         return position
+
+    def _state(self) -> dict[str, Json]:
+        return _encode(self._iterator.get_state())
+
+    def _num_parts(self) -> int:
+        """Return how many processes share the rows of a batch."""
+        is_global = self._are_global or isinstance(self._last_batch, GlobalRows)
+        return 1 if is_global or self._rows is None else len(self._rows.leaders)
 
     def restore(self, position: Mapping[str, Json]) -> str:
         """Move to a saved position; return a text about how it was done.
@@ -73,9 +100,11 @@ class BatchStream:
             rows to other processes.
         """
         count = position["drawn"]
-        processes_changed = position.get("processes", jax.process_count()) != jax.process_count()
+        processes_changed = position.get("processes", self._num_parts()) != self._num_parts()
         if position["state"] is not None and self._has_state() and not processes_changed:
-            self._set_state(position["state"], count)
+            states = position.get("states")
+            state = position["state"] if states is None else states[jax.process_index()]
+            self._set_state(state, count)
             return "the data from its saved state"
         while self.drawn < count:
             if self.draw() is END:
@@ -85,9 +114,11 @@ class BatchStream:
                 )
                 fix = "pass a fresh iterator over the same data."
                 raise ValueError(format_error("fit", problem, fix=fix))
-        if processes_changed:
+        # the last batch may be marked
+        if position.get("processes", self._num_parts()) == self._num_parts():
+            self._check_order(position)
+        elif count:
             self._check_values(position)
-        self._check_order(position)
         return f"the data by drawing {plural(count, 'batch')}"
 
     def _set_state(self, state: Mapping[str, Json], count: int) -> None:
@@ -104,10 +135,10 @@ class BatchStream:
 
     def _check_values(self, position: Mapping[str, Json]) -> None:
         """Refuse a last batch whose rows are not those that another number of processes drew."""
-        if _checksum_of_values(self._last_batch) == position["values"]:
+        if _checksum_of_values(self._last_batch, self._rows) == position["values"]:
             return
         before = plural(position["processes"], "process")
-        now = plural(jax.process_count(), "process")
+        now = plural(self._num_parts(), "process")
         problem = (
             f"{before} drew other rows in batch {self.drawn - 1} than {now}: rows would be seen"
             " twice, or never."
@@ -142,13 +173,49 @@ class BatchStream:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class OwnBatches:
+    """Draws the batches of a mesh of one process; as `AgreedStream`, without others.
+
+    Attributes:
+      stream: the batches.
+      rows: makes arrays of them.
+    """
+
+    stream: BatchStream
+    rows: RowsOfOne
+
+    def draw(self, received_signal: Callable[[], str | None]) -> tuple[PyTree, str | None]:
+        """Return the next batch, or `END`, and why the run ends, or None."""
+        batch = self.stream.draw()
+        return (END, "exhausted") if batch is END else (self.rows.join(batch), None)
+
+
+def global_batches(
+    stream: BatchStream, rows: "Rows", say: Callable[[str], None]
+) -> "OwnBatches | AgreedStream":
+    """Return what draws the global batches of the processes of a mesh.
+
+    Args:
+      stream: the batches of this process.
+      rows: joins them with those of the other processes.
+      say: prints a message.
+    """
+    if isinstance(rows, RowsOfOne):
+        return OwnBatches(stream, rows)
+    # only several processes load it
+    from shardopt.training._agreed_stream import AgreedStream
+
+    return AgreedStream(stream, rows, say)
+
+
 def _checksum(batch: PyTree) -> int | None:
     """Return a number that distinguishes batches by their first rows.
 
     None if some rows lie on another process.
     """
     checksum = 0
-    for leaf in jax.tree.leaves(as_arrays("fit", batch)):
+    for leaf in jax.tree.leaves(as_arrays("fit", unwrap(batch)[0])):
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             return None
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
@@ -158,32 +225,45 @@ def _checksum(batch: PyTree) -> int | None:
     return checksum
 
 
-def _is_split_over_processes(batch: PyTree) -> bool:
-    """Return whether each process holds only its own rows."""
-    return any(
-        isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        for leaf in jax.tree.leaves(batch)
-    )
-
-
-def _checksum_of_values(batch: PyTree) -> int:
+def _checksum_of_values(batch: PyTree, rows: "Rows | None") -> int:
     """Return a number that distinguishes global batches by their values, in any order.
 
     All processes must call it.
+
+    Args:
+      batch: the batch of this process.
+      rows: knows which processes pass which rows; None if this process is alone.
     """
+    batch, is_global = unwrap(batch)
+    batch = as_arrays("fit", batch)
+    is_counted = is_global or rows is None or jax.process_index() in rows.leaders
     local_checksum = 0
-    for leaf in jax.tree.leaves(batch):
-        if isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            for shard in leaf.addressable_shards:
-                if shard.replica_id == 0:
-                    values = (
-                        np.ascontiguousarray(shard.data)
-                        .view(f"u{leaf.dtype.itemsize}")
-                        .astype(np.uint64)
-                    )
-                    mixed = values * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
-                    local_checksum += int(np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64))
-    return sum(int(text) for text in exchange(str(local_checksum))) % 2**64
+    for leaf in jax.tree.leaves(batch) if rows is None else leaves_with_rows(rows.config, batch):
+        for values in _own_values(leaf, is_counted=is_counted):
+            unsigned = np.ascontiguousarray(values).reshape(-1).view(_unsigned(values.dtype))
+            mixed = unsigned.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1)
+            local_checksum += int(np.sum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64))
+    checksums = [int(text) for text in exchange(str(local_checksum))]
+    return checksums[0] if is_global else sum(checksums) % 2**64
+
+
+def _own_values(leaf: Any, *, is_counted: bool) -> list[np.ndarray]:
+    """Return the parts of a leaf that this process passes, in the dtype of the device.
+
+    Arrays of the host are left out unless `is_counted`.
+    """
+    if isinstance(leaf, np.ndarray):
+        is_counted = is_counted and leaf.ndim > 0
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
+        return [np.asarray(leaf, dtype)] if is_counted else []
+    if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return []
+    return [np.asarray(shard.data) for shard in leaf.addressable_shards if shard.replica_id == 0]
+
+
+def _unsigned(dtype: np.dtype) -> str:
+    """Return the unsigned integers of the same size; bytes for sizes that numpy has none of."""
+    return f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "u1"
 
 
 def _encode(state: object) -> dict[str, Json]:

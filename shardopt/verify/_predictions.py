@@ -21,6 +21,7 @@ from shardopt.planning._costs import by_axis, footprint, step_time, traffic
 from shardopt.planning._hardware import hardware_of
 from shardopt.planning._layout import abstract_opt_state, place
 from shardopt.planning._models import RULES
+from shardopt.step._global_rows import GlobalRows
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._hybrid import hybrid
 from shardopt.verify._rows import Devices, Measurement, Row, agree, mesh_sizes
@@ -142,7 +143,7 @@ def _run(
     seconds = []
     for _ in range(1 + _STEPS):
         begin = time.perf_counter()
-        state, metrics = opt.step(state, batch)
+        state, metrics = opt.step(state, GlobalRows(batch))
         jax.block_until_ready((state, metrics))
         seconds.append(time.perf_counter() - begin)
     stats = jax.local_devices()[0].memory_stats() or {}

@@ -21,6 +21,7 @@ from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
 from shardopt.parameter_server._async_sgd import async_sgd
 from shardopt.pipeline import schedules
+from shardopt.step._global_rows import GlobalRows
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.strategies._ddp import ddp
 from shardopt.strategies._fsdp import fsdp
@@ -285,7 +286,7 @@ def _train_synchronously(
         warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
         state, losses = opt.init(problem.params), []
         for batch in problem.batches:
-            state, metrics = opt.step(state, batch)
+            state, metrics = opt.step(state, GlobalRows(batch))
             if not combinator:
                 losses.append(float(metrics["loss"]))
     return state.params, losses

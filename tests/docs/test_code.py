@@ -34,6 +34,18 @@ def without_devices(block):
     )
 
 
+OPTIONAL = ("torch", "datasets")
+"""Packages of examples that are left out where they are not installed."""
+
+
+def can_run(block):
+    return all(
+        importlib.util.find_spec(name) is not None
+        for name in OPTIONAL
+        if re.search(rf"^(?:import|from) {name}\b", block, re.MULTILINE)
+    )
+
+
 @pytest.mark.parametrize(
     "page",
     tiered(
@@ -47,7 +59,7 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     space = {"__name__": "docs"}
     with jax.numpy_rank_promotion("allow"):  # as users have it
-        for block in blocks(page.read_text()):
+        for block in filter(can_run, blocks(page.read_text())):
             exec(compile(without_devices(block), str(page), "exec"), space)
 
 

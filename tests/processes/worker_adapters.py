@@ -37,7 +37,7 @@ state = adapted.start(model, opt, jax.random.key(0), progress=False)
 batch = {"tokens": np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 61}
 losses = []
 for _ in range(2):
-    state, metrics = opt.step(state, batch)
+    state, metrics = opt.step(state, so.GlobalRows(batch))
     losses.append(float(metrics["loss"]))
 adapted.save(folder / "peft", state.params, model=model)
 loaded = adapted.load(folder / "peft", state.params, model=model)

@@ -57,8 +57,8 @@ def make_opt(schedule):
 def run(opt, state, begin, end):
     losses = []
     for step in range(begin, end):
-        losses.append(float(opt.evaluate(state, batch_of(step))["loss"]))
-        state, metrics = opt.step(state, batch_of(step))
+        losses.append(float(opt.evaluate(state, so.GlobalRows(batch_of(step)))["loss"]))
+        state, metrics = opt.step(state, so.GlobalRows(batch_of(step)))
         losses += [float(metrics["loss"]), float(metrics["grad_norm"])]
     return state, losses
 

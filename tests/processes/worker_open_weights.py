@@ -46,8 +46,7 @@ report["shards"] = sum(
     shard.data.nbytes for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards
 )
 report["largest"] = max(tensor.view().nbytes for tensor in model.tensors.values())
-state, metrics = opt.step(
-    opt.init(params), {"tokens": np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 61}
-)
+batch = {"tokens": np.arange(8 * 9, dtype=np.int32).reshape(8, 9) % 61}
+state, metrics = opt.step(opt.init(params), so.GlobalRows(batch))
 model.save(folder / "out", state.params, max_file_bytes=20_000_000, progress=False)
 print(json.dumps(report | {"loss": float(metrics["loss"])}))

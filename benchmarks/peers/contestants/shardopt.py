@@ -27,7 +27,7 @@ def ddp(task: Task):
     opt = so.ddp(tx, so.make_mesh(), model)
     state = opt.init(task.params())
     for tokens in task.batches():
-        state, metrics = opt.step(state, {"tokens": tokens})
+        state, metrics = opt.step(state, so.GlobalRows({"tokens": tokens}))
         yield float(metrics["loss"]), float(metrics["grad_norm"])
 
 
@@ -38,7 +38,7 @@ def zero1(task: Task):
     opt = so.zero(tx, so.make_mesh(), model, stage=1)
     state = opt.init(task.params())
     for tokens in task.batches():
-        state, metrics = opt.step(state, {"tokens": tokens})
+        state, metrics = opt.step(state, so.GlobalRows({"tokens": tokens}))
         yield float(metrics["loss"]), float(metrics["grad_norm"])
 
 
@@ -49,7 +49,7 @@ def fsdp(task: Task):
     opt = so.fsdp(tx, so.make_mesh(), model)
     state = opt.init(task.params())
     for tokens in task.batches():
-        state, metrics = opt.step(state, {"tokens": tokens})
+        state, metrics = opt.step(state, so.GlobalRows({"tokens": tokens}))
         yield float(metrics["loss"]), float(metrics["grad_norm"])
 
 
@@ -80,7 +80,7 @@ def muon(task: Task, layout: str = "matrices"):
     opt = so.fsdp(tx, so.make_mesh(), model, opt_state=layout)
     state = opt.init(task.params())
     for tokens in task.batches():
-        state, metrics = opt.step(state, {"tokens": tokens})
+        state, metrics = opt.step(state, so.GlobalRows({"tokens": tokens}))
         yield float(metrics["loss"]), float(metrics["grad_norm"])
 
 

@@ -27,8 +27,8 @@ def told(tmp_path_factory):
     ("name", "step", "stopped"),
     [
         ("whole", 30, "completed"),
-        # received at step 13 by one of them; they ask each other every five
-        ("sigterm", 15, "sigterm"),
+        # received by one of them when it draws the batch of step 13; they agree before each step
+        ("sigterm", 13, "sigterm"),
         ("resumed", 30, "completed"),
         ("early", 12, "early"),  # process 1 sees 1.0 three times; process 0 would go on
         ("exhausted", 17, "exhausted"),
@@ -76,7 +76,7 @@ def test_only_the_first_process_logs_and_shows(told):
     losses = [[record["loss"] for record in found["whole"]["history"]] for found in (first, second)]
     assert losses[0] == losses[1]
     assert "step 10/30  loss" in shown
-    assert "Resuming from step 15" in shown
+    assert "Resuming from step 13" in shown
     assert "step 10/30" not in silent
     assert "Resuming" not in silent
 

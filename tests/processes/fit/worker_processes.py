@@ -53,7 +53,9 @@ def new_state():
 def run(name, state, data, **options):
     logged = []
     options = {"num_steps": 30, "log_every": 5, "progress": True} | options
-    result = fit(opt, state, data, log=lambda step, metrics: logged.append(step), **options)
+    result = fit(
+        opt, state, so.GlobalRows(data), log=lambda step, metrics: logged.append(step), **options
+    )
     found[name] = {
         "step": result.step,
         "stopped": result.stopped,
@@ -66,7 +68,7 @@ def run(name, state, data, **options):
 gather = jax.jit(
     lambda x: x, out_shardings=jax.sharding.NamedSharding(opt.mesh, jax.sharding.PartitionSpec())
 )
-whole = run("whole", new_state(), batches(40), evaluate=evaluation(opt, fixed))
+whole = run("whole", new_state(), batches(40), evaluate=evaluation(opt, so.GlobalRows(fixed)))
 with Checkpoints(folder, every=10, keep=2) as checkpoints:
     run(
         "sigterm", new_state(), batches(40, stop=12 if rank == 1 else None), checkpoints=checkpoints

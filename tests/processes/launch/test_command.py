@@ -60,7 +60,7 @@ if sys.argv[1] == "fit":
 
     opt = so.fsdp(optax.adam(0.1), so.make_mesh(), lambda p, x: ((x @ p["w"]) ** 2).mean(), min_shard_elements=1)
     with so.Checkpoints("saved", every=5, keep=1) as checkpoints:
-        so.fit(opt, opt.init({"w": np.ones(8, np.float32)}), batches(), num_steps=20, checkpoints=checkpoints)
+        so.fit(opt, opt.init({"w": np.ones(8, np.float32)}), so.GlobalRows(batches()), num_steps=20, checkpoints=checkpoints)
 print("done")
 """
 

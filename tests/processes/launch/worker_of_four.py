@@ -13,7 +13,7 @@ import shardopt as so
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 small_job.begin()
 opt, state = small_job.strategy_and_state()
-batches = map(small_job.batch_of, range(steps))
+batches = so.GlobalRows(map(small_job.batch_of, range(steps)))
 with so.Checkpoints(folder / "checkpoints", every=20, keep=2) as checkpoints:
     result = so.fit(
         opt,

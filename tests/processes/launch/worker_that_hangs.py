@@ -92,7 +92,7 @@ with so.Checkpoints(folder / "checkpoints", every=10, keep=2) as checkpoints:
     result = so.fit(
         opt,
         state,
-        batches(),
+        so.GlobalRows(batches()),
         num_steps=steps,
         checkpoints=checkpoints,
         log_every=5,

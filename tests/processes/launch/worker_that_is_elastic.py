@@ -41,7 +41,7 @@ def example(number):
 mesh = so.make_mesh(tensor=tensor)
 shuffled = grain.MapDataset.range(EXAMPLES).shuffle(seed=SEED).map(example)
 if sys.argv[6] == "each":
-    batches = shuffled.to_iter_dataset().batch(ROWS)
+    batches = so.GlobalRows(shuffled.to_iter_dataset().batch(ROWS))
 else:
     count, rank = jax.process_count(), jax.process_index()
     rows = jax.NamedSharding(mesh, jax.P("data"))

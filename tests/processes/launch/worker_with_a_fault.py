@@ -40,7 +40,7 @@ if __name__ == "__main__":
         result = so.fit(
             opt,
             opt.init(faults.first_params()),
-            batches(),
+            so.GlobalRows(batches()),
             num_steps=STEPS,
             checkpoints=checkpoints,
             cross_check_every=1,

@@ -36,7 +36,7 @@ with where as checkpoints:
     result = so.fit(
         opt,
         state,
-        map(small_job.batch_of, range(steps)),
+        so.GlobalRows(map(small_job.batch_of, range(steps))),
         num_steps=steps,
         checkpoints=checkpoints,
         log=note,

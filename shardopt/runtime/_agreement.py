@@ -1,0 +1,160 @@
+"""Agreement on the host: each process says a value, and every process gets all of them.
+
+The values travel through the key-value store of jax's coordination service. So no device waits, no
+program is compiled, and Python can handle a signal while a process waits for the others. Process 0
+collects the values. If they are equal, its answer is one character.
+"""
+
+import dataclasses
+import functools
+import json
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from shardopt.core._errors import error_text
+from shardopt.runtime._progress import waiting
+
+_ANSWER_MILLISECONDS = 500
+"""How long a process waits for the answer before Python can handle signals."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1e-4, 5e-3
+"""Seconds between two looks of the collecting process."""
+_NOTICE_SECONDS = 30.0
+"""Seconds until the collecting process names the processes that it waits for."""
+_ALL_EQUAL = "="
+
+
+def processes_of(mesh: Mesh) -> tuple[int, ...]:
+    """Return the processes that have devices of a mesh, in order."""
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def agree(place: str, value: Any, processes: Sequence[int]) -> list[Any]:
+    """Return the values of all processes, in the order of `processes`.
+
+    All of them must call it, in the same order. It takes 1.3 ms with two processes and 1.6 ms with
+    four on one machine.
+
+    Args:
+      place: what the process is doing, for messages.
+      value: a JSON value.
+      processes: the processes that take part, from `processes_of`.
+
+    Raises:
+      RuntimeError: if a process is at another place.
+    """
+    if len(processes) == 1:
+        return [value]
+    with waiting("agree"):
+        texts = _channel(_client(), tuple(processes)).exchange(place, json.dumps([place, value]))
+    messages = [json.loads(text) for text in texts]
+    places = [message[0] for message in messages]
+    if len(set(places)) > 1:
+        by_place = groups(places, processes)
+        problem = "the processes do different things: their code is not the same."
+        listed = [f"{who}: {name}" for name, who in by_place.items()]
+        fix = "let all processes call the same functions in the same order, as often."
+        raise RuntimeError(error_text(problem, listed, fix))
+    return [message[1] for message in messages]
+
+
+def groups(values: Sequence[Any], processes: Sequence[int]) -> dict[Any, str]:
+    """Return value -> the processes that have it, as text such as "processes 0 and 2"."""
+    members: dict[Any, list[int]] = {}
+    for process, value in zip(processes, values, strict=True):
+        members.setdefault(value, []).append(process)
+    return {value: process_text(who) for value, who in members.items()}
+
+
+def process_text(processes: Sequence[int]) -> str:
+    """Return `process 1`, `processes 0 and 2` or `processes 0, 1, 2 and 5 others`."""
+    names = [str(process) for process in processes]
+    if len(names) == 1:
+        return f"process {names[0]}"
+    if len(names) > 4:
+        return f"processes {', '.join(names[:3])} and {len(names) - 3} others"
+    return f"processes {', '.join(names[:-1])} and {names[-1]}"
+
+
+@dataclasses.dataclass
+class _Channel:
+    """The agreements of some processes, one after another.
+
+    Attributes:
+      client: the client of jax's coordination service.
+      processes: the processes; the first one collects.
+      count: how many agreements there were.
+    """
+
+    client: Any
+    processes: tuple[int, ...]
+    count: int = 0
+
+    def exchange(self, place: str, text: str) -> list[str]:
+        """Return the texts of all processes."""
+        folder = f"shardopt/agree/{zlib.crc32(repr(self.processes).encode())}"
+        current = f"{folder}/{self.count}/"
+        process = jax.process_index()
+        self.client.key_value_set(f"{current}{process}", text)
+        if process == self.processes[0]:
+            texts = self._collect(place, current)
+            answer = _ALL_EQUAL if len(set(texts)) == 1 else json.dumps(texts)
+            self.client.key_value_set(f"{folder}/answer/{self.count}", answer)
+            if self.count:
+                # all have read it, because all have said something since
+                self.client.key_value_delete(f"{folder}/{self.count - 1}/")
+                self.client.key_value_delete(f"{folder}/answer/{self.count - 1}")
+        else:
+            answer = self._answer(f"{folder}/answer/{self.count}")
+            texts = [text] * len(self.processes) if answer == _ALL_EQUAL else json.loads(answer)
+        self.count += 1
+        return texts
+
+    def _collect(self, place: str, folder: str) -> list[str]:
+        """Return the texts of all processes, when the last one has come."""
+        began = time.monotonic()
+        pause, notice = _FIRST_PAUSE, _NOTICE_SECONDS
+        while True:
+            entries = self.client.key_value_dir_get(folder)
+            texts = {int(key.rpartition("/")[2]): text for key, text in entries}
+            missing = [process for process in self.processes if process not in texts]
+            if not missing:
+                return [texts[process] for process in self.processes]
+            seconds = time.monotonic() - began
+            if seconds > notice:
+                notice *= 2
+                print(
+                    f"{place}: waiting for {process_text(missing)}, for {seconds:.0f} s.",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _answer(self, key: str) -> str:
+        """Return the answer of the process that collects."""
+        while True:
+            try:
+                return self.client.blocking_key_value_get(key, _ANSWER_MILLISECONDS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+
+@functools.cache
+def _channel(client: Any, processes: tuple[int, ...]) -> _Channel:
+    return _Channel(client, processes)
+
+
+def _client() -> Any:
+    from jax._src.distributed import global_state  # jax has no public name for it
+
+    if global_state.client is None:
+        problem = "this process knows no other process, but the mesh has devices of several."
+        raise RuntimeError(error_text(problem, fix="call so.initialize() first of all."))
+    return global_state.client

@@ -1,0 +1,126 @@
+"""A batch of one process: its rows, its form and its digests, to compare with other processes."""
+
+import hashlib
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.config._config import StrategyConfig
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, leaves_with_paths, path_text
+from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, row_dim, shown_leaves
+from shardopt.step._batches import as_arrays
+from shardopt.step._global_rows import unwrap
+
+Claim = Literal["process", "global", "placed"]
+"""Whose rows a batch has: of this process, of all processes, or on the devices already."""
+
+
+class HostBatch(NamedTuple):
+    """A batch as one process passes it.
+
+    Attributes:
+      leaves: the batch; leaves of this host are numpy arrays with the dtype of the device.
+      claim: whose rows it has.
+      rows: how many rows its leaves on this host have.
+    """
+
+    leaves: PyTree
+    claim: Claim
+    rows: int
+
+    def form(self, config: StrategyConfig) -> list[str]:
+        """Return a line for each leaf: all that must be equal on all processes at every step."""
+        return [
+            self._line(path, leaf, row_dim(config, path, np.ndim(leaf)))
+            for path, leaf in leaves_with_paths(self.leaves)
+        ]
+
+    def _line(self, path: str, leaf: Any, dim: int | None) -> str:
+        name = path or "batch"
+        if not hasattr(leaf, "shape"):
+            return f"{name}: {leaf!r}"
+        shape = list(leaf.shape)
+        if dim is not None and self.claim == "process" and is_on_host(leaf):
+            shape[dim] = "rows"
+        return f"{name}: {leaf.dtype}[{', '.join(map(str, shape))}]"
+
+    def digests(self, config: StrategyConfig) -> dict[str, str]:
+        """Return key path -> digest of the values, for leaves on this host.
+
+        The path begins with "rows" if the leaf has rows, else with "shared".
+        """
+        digests = {}
+        for path, leaf in leaves_with_paths(self.leaves):
+            if is_on_host(leaf):
+                has_rows = row_dim(config, path, np.ndim(leaf)) is not None
+                digests[f"{'rows' if has_rows else 'shared'} {path or 'batch'}"] = digest_of(leaf)
+        return digests
+
+    def sample(self, config: StrategyConfig) -> str:
+        """Return a digest of the first row, which costs microseconds."""
+        first_rows = [
+            digest_of(np.take(leaf, range(min(1, leaf.shape[dim])), axis=dim))
+            for path, leaf in leaves_with_paths(self.leaves)
+            if is_on_host(leaf) and (dim := row_dim(config, path, leaf.ndim)) is not None
+        ]
+        return " ".join(first_rows)
+
+    def without_rows(self, config: StrategyConfig) -> PyTree:
+        """Return the same batch with 0 rows."""
+
+        def cut(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+            dim = row_dim(config, path_text(path), np.ndim(leaf))
+            return leaf if dim is None else np.take(leaf, [], axis=dim)
+
+        return jax.tree_util.tree_map_with_path(cut, self.leaves)
+
+
+def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
+    """Return what a process passes as a `HostBatch`.
+
+    Raises:
+      TypeError: if a leaf is no array.
+      ValueError: if the leaves do not agree on a number of rows, and each process has its own.
+    """
+    batch, is_global = unwrap(batch)
+    leaves = jax.tree.map(_on_host, as_arrays(config.strategy, batch))
+    check_row_dims(config, leaves)
+    rows = {
+        leaf.shape[dim]
+        for path, leaf in leaves_with_paths(leaves)
+        if is_on_host(leaf) and (dim := row_dim(config, path, np.ndim(leaf))) is not None
+    }
+    if is_global:
+        return HostBatch(leaves, "global", max(rows, default=0))
+    if not rows:
+        return HostBatch(leaves, "placed", 0)
+    if len(rows) > 1:
+        problem = "the rows of a process must be as many in each leaf."
+        fix = f"{FIX_ROWS}; or pass the global batch on each process: so.GlobalRows(batch)."
+        raise ValueError(format_error(config.strategy, problem, shown_leaves(config, leaves), fix))
+    return HostBatch(leaves, "process", rows.pop())
+
+
+def is_on_host(leaf: Any) -> bool:
+    """Return whether a leaf of a `HostBatch` is not on the devices yet."""
+    return isinstance(leaf, np.ndarray)
+
+
+def digest_of(values: np.ndarray) -> str:
+    """Return a digest of shape, dtype and values."""
+    digest = hashlib.sha256(f"{values.dtype}{values.shape}".encode())
+    digest.update(values.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _on_host(leaf: Any) -> Any:
+    """Return an array that only this process has as numpy, with the dtype of the device."""
+    if isinstance(leaf, jax.Array):
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        return leaf if is_key or not leaf.is_fully_addressable else np.asarray(leaf)
+    if isinstance(leaf, np.ndarray):
+        return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
+    return leaf

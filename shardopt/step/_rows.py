@@ -1,0 +1,345 @@
+"""The batches of several processes become global batches: the one place that joins their rows."""
+
+import base64
+import dataclasses
+import functools
+import hashlib
+import json
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
+
+from shardopt.config._config import StrategyConfig
+from shardopt.core._errors import format_error
+from shardopt.core._types import PyTree, abstract, path_text
+from shardopt.losses._batch_dims import placed_specs, resized, row_dim
+from shardopt.runtime._agreement import agree, groups, processes_of
+from shardopt.step._batches import as_arrays
+from shardopt.step._check_rows import (
+    check_claims,
+    check_forms,
+    check_global,
+    check_own_rows,
+    check_shares,
+    uneven_rows_error,
+)
+from shardopt.step._global_rows import END, unwrap
+from shardopt.step._host_batch import HostBatch, is_on_host, read_batch
+from shardopt.step._inputs import check_batch, place_batch
+
+FIRST_CHECKS, CHECK_EVERY = 3, 1000
+"""The rows of the first batches are compared between processes, then of each 1000th batch."""
+
+
+class Message(NamedTuple):
+    """What a process says about its next batch.
+
+    Attributes:
+      claim: whose rows the batch has; "end" if there is no batch.
+      form: a digest of its form.
+      rows: the number of its rows on this host.
+      sample: a digest of the first row of a global batch, which is compared at every step.
+      digests: digests of the values by leaf; None if they are not due.
+      note: what the caller says to the other processes.
+      error: the error of this process, or None.
+    """
+
+    claim: str = "end"
+    form: str = ""
+    rows: int = 0
+    sample: str = ""
+    digests: dict[str, str] | None = None
+    note: Any = None
+    error: str | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class AgreedRows:
+    """Joins the batches of all processes of a mesh, one after another.
+
+    Before each batch the processes exchange a message on the host, while the devices still compute
+    the step before it. The message has the form of the batch and its number of rows, and a digest
+    of the first row of a global batch. For the first three batches, and then for each 1000th, it
+    has digests of all values too.
+
+    Attributes:
+      config: of the strategy; its mesh and `batch_dims` say which rows a process holds.
+      caller: the function that the user called, for messages.
+      counts: how many batches were joined, by claim.
+    """
+
+    config: StrategyConfig
+    caller: str
+    counts: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    @functools.cached_property
+    def processes(self) -> tuple[int, ...]:
+        """The processes that have devices of the mesh."""
+        return processes_of(self.config.mesh)
+
+    @functools.cached_property
+    def shares(self) -> dict[int, tuple[int, ...]]:
+        """Process -> the shares of the rows that its devices hold, in order."""
+        axes = self.config.axes
+        sharding = self.config.home.shardings(PartitionSpec(axes.rows))
+        held: dict[int, set[int]] = {process: set() for process in self.processes}
+        for device, (rows,) in sharding.devices_indices_map((axes.num_all_row_shares,)).items():
+            held[device.process_index].add(rows.start or 0)
+        shares = {process: tuple(sorted(held[process])) for process in self.processes}
+        check_shares(self.caller, shares)
+        return shares
+
+    def join(self, batch: PyTree) -> PyTree:
+        """Return the global batch of the batches of all processes.
+
+        Batches that are on the devices of all processes already, and shapes, are returned at once.
+
+        Raises:
+          ValueError: if the batches of the processes do not fit together.
+        """
+        if _is_abstract(batch):
+            return as_arrays(self.config.strategy, unwrap(batch)[0])
+        batch, error = self.read(batch)
+        if isinstance(batch, HostBatch) and batch.claim == "placed":
+            return batch.leaves
+        messages = self.exchange(batch, error=error)
+        return self.joined(batch, messages, whole=True)
+
+    def join_all(self, batches: Iterable[PyTree]) -> Iterator[PyTree]:
+        """Yield global batches until the batches of all processes have ended.
+
+        A process without a next batch passes no rows.
+        """
+        iterator = iter(batches)
+        while True:
+            batch, error = self.draw(lambda: next(iterator, END))
+            messages = self.exchange(batch, error=error)
+            if all(message.claim == "end" for message in messages):
+                return
+            yield self.joined(batch, messages)
+
+    def draw(self, next_batch: Callable[[], PyTree]) -> tuple[HostBatch | None, Exception | None]:
+        """Return the next batch, None at `END`; or the error of the loader."""
+        try:
+            batch = next_batch()
+        except Exception as error:
+            return None, error
+        return (None, None) if batch is END else self.read(batch)
+
+    def read(self, batch: PyTree) -> tuple[HostBatch | None, Exception | None]:
+        """Return a batch, or the error that it causes."""
+        try:
+            return read_batch(self.config, batch), None
+        except (TypeError, ValueError) as error:
+            return None, error
+
+    def exchange(
+        self, batch: HostBatch | None, *, note: Any = None, error: Exception | None = None
+    ) -> list[Message]:
+        """Return the messages of all processes; `note` and the batch are of this one.
+
+        Raises:
+          RuntimeError: if another process has an error.
+          Exception: the error of this process.
+        """
+        message = Message(note=note)
+        if error is not None:
+            message = message._replace(error=f"{type(error).__name__}: {error}")
+        elif batch is not None:
+            count = self.counts[batch.claim]
+            self.counts[batch.claim] += 1
+            is_due = count < FIRST_CHECKS or count % CHECK_EVERY == 0
+            message = message._replace(
+                claim=batch.claim,
+                form=hashlib.blake2b(
+                    json.dumps(batch.form(self.config)).encode(), digest_size=8
+                ).hexdigest(),
+                rows=batch.rows,
+                sample=batch.sample(self.config) if batch.claim == "global" else "",
+                digests=batch.digests(self.config) if is_due else None,
+            )
+        messages = [Message(*values) for values in agree(self.caller, message, self.processes)]
+        if error is not None:
+            raise error
+        errors = {
+            process: other.error
+            for process, other in zip(self.processes, messages, strict=True)
+            if other.error is not None
+        }
+        if errors:
+            listed = [f"process {process}: {text}" for process, text in errors.items()]
+            problem = "another process has no next batch, because of an error."
+            raise RuntimeError(format_error(self.caller, problem, listed))
+        return messages
+
+    def placed(self, batch: HostBatch | None, messages: Sequence[Message]) -> PyTree:
+        """Return the global batch of a step, checked and on the devices."""
+        global_batch = self.joined(batch, messages, whole=True)
+        check_batch(self.config, global_batch)
+        return place_batch(self.config, global_batch)
+
+    def joined(
+        self, batch: HostBatch | None, messages: Sequence[Message], *, whole: bool = False
+    ) -> PyTree:
+        """Return the global batch; on the hosts, unless each process has as many rows as it takes.
+
+        Args:
+          batch: the batch of this process, or None.
+          messages: the messages of all processes about their batches; one of them has a batch.
+          whole: whether the devices and micro-batches must divide the rows.
+
+        Raises:
+          ValueError: if the batches do not fit together.
+        """
+        present = {
+            process: message
+            for process, message in zip(self.processes, messages, strict=True)
+            if message.claim != "end"
+        }
+        claims = {message.claim for message in present.values()}
+        has_ended = len(present) < len(messages)
+        if claims != {"process"} or (whole and has_ended):
+            check_claims(self.caller, [message.claim for message in messages], self.processes)
+        if len({message.form for message in present.values()}) > 1:
+            forms = agree(
+                self.caller, None if batch is None else batch.form(self.config), self.processes
+            )
+            check_forms(
+                self.caller,
+                [form for form in forms if form is not None],
+                list(present),
+                is_global=claims == {"global"},
+            )
+        if claims == {"process"}:
+            return self._join_rows(batch, messages, present, whole)
+        assert batch is not None
+        if claims == {"global"}:
+            self._check_global(batch, messages)
+        return batch.leaves
+
+    def _check_global(self, batch: HostBatch, messages: Sequence[Message]) -> None:
+        """Refuse, by a ValueError, a global batch that differs between processes."""
+        digests = [message.digests for message in messages if message.digests is not None]
+        if len({message.sample for message in messages}) > 1:
+            digests = agree(self.caller, batch.digests(self.config), self.processes)
+        if digests:
+            check_global(self.caller, digests, self.processes)
+
+    def _join_rows(
+        self,
+        batch: HostBatch | None,
+        messages: Sequence[Message],
+        present: dict[int, Message],
+        whole: bool,
+    ) -> PyTree:
+        """Return the global batch of rows of the processes: on the devices if each process has as
+        many rows as its devices take, else on each host.
+        """
+        digests = [message.digests for message in present.values() if message.digests is not None]
+        if digests:
+            check_own_rows(self.caller, digests, list(present), self.shares)
+        rows = dict(zip(self.processes, (message.rows for message in messages), strict=True))
+        pieces = self.config.axes.num_all_row_shares * self.config.loss.micro_batches
+        leaders = self.leaders
+        total = sum(rows[process] for process in leaders)
+        is_whole_view = self.config.loss.view == "global" and not self.config.per_replica
+        if whole and (total == 0 or (total % pieces and not is_whole_view)):
+            raise uneven_rows_error(
+                self.caller, {process: rows[process] for process in leaders}, pieces
+            )
+        per_share = {count / len(self.shares[process]) for process, count in rows.items()}
+        if len(per_share) == 1 and total and total % pieces == 0:
+            assert batch is not None
+            return self._place(batch, int(per_share.pop()))
+        return self._gather(batch, rows, leaders)
+
+    @functools.cached_property
+    def leaders(self) -> list[int]:
+        """One process for each part of the rows, in the order of the parts."""
+        by_shares = {self.shares[process]: process for process in reversed(self.processes)}
+        return [by_shares[shares] for shares in sorted(by_shares)]
+
+    def _place(self, batch: HostBatch, rows_per_share: int) -> PyTree:
+        """Return a batch on the devices; each process gives them its own rows."""
+        config = self.config
+        total = rows_per_share * config.axes.num_all_row_shares
+        own_shares = self.shares[jax.process_index()]
+        specs = placed_specs(config, resized(config, abstract(batch.leaves), rows=total))
+
+        def place(path: jax.tree_util.KeyPath, leaf: Any, spec: PartitionSpec) -> Any:
+            dim = row_dim(config, path_text(path), np.ndim(leaf)) if is_on_host(leaf) else None
+            if dim is None:
+                return leaf
+            shape = (*leaf.shape[:dim], total, *leaf.shape[dim + 1 :])
+
+            def rows_of(index: Any) -> np.ndarray:
+                share = (index[dim].start or 0) // rows_per_share
+                first = own_shares.index(share) * rows_per_share
+                own_index = (*index[:dim], slice(first, first + rows_per_share), *index[dim + 1 :])
+                return leaf[own_index]
+
+            return jax.make_array_from_callback(shape, config.home.shardings(spec), rows_of)
+
+        return jax.tree_util.tree_map_with_path(place, batch.leaves, specs)
+
+    def _gather(
+        self, batch: HostBatch | None, rows: dict[int, int], leaders: Sequence[int]
+    ) -> PyTree:
+        """Return the rows of all processes on each host, where their numbers differ."""
+        from jax.experimental import multihost_utils
+
+        if len(self.processes) != jax.process_count():
+            problem = (
+                "processes passed different numbers of rows, and the mesh has not all processes."
+            )
+            fix = "pass as many rows on each, or the global batch: so.GlobalRows(batch)."
+            raise ValueError(format_error(self.caller, problem, fix=fix))
+        leaves = self._own_or_empty(batch)
+        longest = max(rows.values())
+
+        def gather(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
+            dim = row_dim(self.config, path_text(path), np.ndim(leaf)) if is_on_host(leaf) else None
+            if dim is None:
+                return leaf
+            padding = [(0, 0)] * leaf.ndim
+            padding[dim] = (0, longest - leaf.shape[dim])
+            of_all = multihost_utils.process_allgather(np.pad(leaf, padding))
+            return np.concatenate(
+                [np.take(of_all[p], np.arange(rows[p]), axis=dim) for p in leaders], axis=dim
+            )
+
+        return jax.tree_util.tree_map_with_path(gather, leaves)
+
+    def _own_or_empty(self, batch: HostBatch | None) -> PyTree:
+        """Return the batch of this process; if it has none, the batch of another with 0 rows."""
+        own = (
+            "" if batch is None else base64.b64encode(pickle.dumps(batch.without_rows(self.config)))
+        )
+        texts = agree(self.caller, own if isinstance(own, str) else own.decode(), self.processes)
+        if batch is not None:
+            return batch.leaves
+        return pickle.loads(base64.b64decode(next(filter(None, texts))))
+
+
+def ended_text(processes: Sequence[int], messages: Sequence[Message], drawn: int) -> str:
+    """Return a text about the processes whose batches ended before the others; "" if all ended."""
+    states = ["ended" if message.claim == "end" else "went on" for message in messages]
+    by_state = groups(states, processes)
+    if len(by_state) == 1:
+        return ""
+    return (
+        f"The batches of {by_state['ended']} ended after {drawn}; {by_state['went on']} had more,"
+        " which are not used."
+    )
+
+
+def _is_abstract(batch: Any) -> bool:
+    """Return whether a batch has only shapes, or is under a trace."""
+    leaves = jax.tree.leaves(unwrap(batch)[0])
+    return any(isinstance(leaf, jax.ShapeDtypeStruct | Tracer) for leaf in leaves)

@@ -1,0 +1,195 @@
+"""One of several processes with two devices each: `python worker_rows.py RANK PORT COUNT-PART`.
+
+The part of the cases is `some` or `all`.
+
+Prints what each case gave, or its error, as one JSON line. See test_rows.py.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import shardopt as so
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from support.rows import first_params, loss_fn, whole
+
+rank, port = int(sys.argv[1]), sys.argv[2]
+count_text, part = sys.argv[3].split("-")
+count = int(count_text)
+jax.config.update("jax_num_cpu_devices", 2)
+so.initialize(f"127.0.0.1:{port}", count, rank)
+
+
+def own(step, rows=16):
+    """Return the rows of this process, as a loader that is split over processes draws them."""
+    return jax.tree.map(lambda leaf: leaf[rank::count], whole(step, rows))
+
+
+def first(batch, rows):
+    return jax.tree.map(lambda leaf: leaf[:rows], batch)
+
+
+def fsdp(loss=loss_fn, **options):
+    return so.fsdp(optax.adam(0.05), so.make_mesh(), loss, min_shard_elements=1, **options)
+
+
+def begin(opt):
+    return opt.init(first_params())
+
+
+def losses(opt, batches):
+    state, values = begin(opt), []
+    for batch in batches:
+        values.append(float(opt.evaluate(state, batch)["loss"]))
+        state, metrics = opt.step(state, batch)
+        values.append(float(metrics["loss"]))
+    return values
+
+
+def step(batch, opt=None):
+    opt = opt or fsdp()
+    return float(opt.step(begin(opt), batch)[1]["loss"])
+
+
+def train(batches, opt=None, **options):
+    opt = opt or fsdp()
+    result = so.fit(opt, begin(opt), batches, num_steps=20, progress=False, **options)
+    return [result.step, result.stopped]
+
+
+def evaluate(batches):
+    opt = fsdp()
+    return so.training.evaluation(opt, batches)(begin(opt))["val_loss"]
+
+
+def transposed(batch):
+    return {"x": batch["x"].T, "y": batch["y"]}
+
+
+def loss_of_transposed(params, batch):
+    return loss_fn(params, {"x": batch["x"].T, "y": batch["y"]})
+
+
+def scaled_loss(params, batch):
+    return batch["scale"] * loss_fn(params, batch)
+
+
+class Tensor:
+    """An array of another library."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __array__(self, dtype=None, copy=None):
+        return self.values
+
+
+def until_an_error(step):
+    for number in range(20):
+        if number == step and rank == count - 1:
+            raise OSError("the disk is full")
+        yield own(number)
+
+
+def ddp():
+    return so.ddp(optax.adam(0.05), so.make_mesh(), loss_fn)
+
+
+def tensor_parallel():
+    rules = [("w", jax.P("tensor"))]
+    return so.fsdp(optax.adam(0.05), so.make_mesh(data=1, tensor=2 * count), loss_fn, rules=rules)
+
+
+def diloco():
+    inner = so.zero(optax.adam(0.05), so.make_mesh(data=2, replica=count), loss_fn)
+    return so.diloco(inner, sync_every=2)
+
+
+different = {"x": whole(rank)["x"], "y": whole(0)["y"]}
+many_leaves = [whole(0)["x"]] * 5 + [whole(rank)["x"]]
+three = range(3)
+CASES = {
+    # equal to one device
+    "own fsdp": lambda: losses(fsdp(), map(own, three)),
+    "global fsdp": lambda: losses(fsdp(), so.GlobalRows(map(whole, three))),
+    "own ddp": lambda: losses(ddp(), map(own, three)),
+    "own micro-batches": lambda: losses(fsdp(micro_batches=2), map(own, three)),
+    "own diloco": lambda: losses(diloco(), map(own, three))[::2],
+    "own rows in dim 1": lambda: losses(
+        fsdp(loss_of_transposed, batch_dims=[("x", 1)]), (transposed(own(i)) for i in three)
+    ),
+    "same rows, tensor parallel": lambda: losses(tensor_parallel(), map(whole, three)),
+    "own jax arrays": lambda: losses(fsdp(), (jax.tree.map(jnp.asarray, own(i)) for i in three)),
+    "own tensors": lambda: losses(fsdp(), (jax.tree.map(Tensor, own(i)) for i in three)),
+    "own lists": lambda: losses(fsdp(), (jax.tree.map(np.ndarray.tolist, own(i)) for i in three)),
+    "own float64": lambda: losses(fsdp(), (jax.tree.map(np.float64, own(i)) for i in three)),
+    "own with a number": lambda: step({**own(0), "scale": 1.0}, fsdp(scaled_loss)),
+    # a claim that is wrong
+    "not split": lambda: step(whole(0)),
+    "not split, fit": lambda: train(map(whole, range(20))),
+    "not split, evaluation": lambda: evaluate([whole(0)]),
+    "not split, integers": lambda: step({"x": np.ones((16, 4), np.int32), "y": np.arange(16)}),
+    "split over half of the processes": lambda: step(
+        jax.tree.map(lambda leaf: leaf[rank // 2 :: 2], whole(0, 32))
+    ),
+    "split, called global": lambda: step(so.GlobalRows(own(0))),
+    "global, one leaf differs": lambda: step(so.GlobalRows(different)),
+    "global, last rows differ": lambda: step(
+        so.GlobalRows(
+            {"x": np.concatenate([whole(0)["x"][:15], whole(rank)["x"][15:]]), "y": whole(0)["y"]}
+        )
+    ),
+    "global, more rows on one": lambda: step(so.GlobalRows(whole(0, 16 + 16 * (rank == 1)))),
+    "global, dtype differs": lambda: step(
+        so.GlobalRows({**whole(0), "y": whole(0)["y"].astype(np.int32 if rank else np.float32)})
+    ),
+    "global, differs later": lambda: train(
+        so.GlobalRows(whole(i if i < 7 else i + rank) for i in range(20))
+    ),
+    "a leaf more": lambda: step(own(0) | ({"mask": np.ones(16 // count)} if rank else {})),
+    "sequences differ": lambda: step({**own(0), "x": own(0)["x"][:, : 4 - (rank == 1)]}),
+    "a number differs": lambda: step({**own(0), "scale": 1.0 + rank}, fsdp(scaled_loss)),
+    "own on one, global on others": lambda: step(own(0) if rank else so.GlobalRows(whole(0))),
+    "tensor parallel, other rows": lambda: step(own(0), tensor_parallel()),
+    # numbers that differ
+    "fewer rows on one": lambda: step(first(own(0, 16 * count), 8 if rank else 8 - 2 * 2)),
+    "rows that devices do not divide": lambda: step(first(own(0), 3 if rank else 2)),
+    "fewer batches on the first": lambda: train(map(own, range(8 if rank else 5))),
+    "fewer batches on the last": lambda: train(map(own, range(5 if rank == count - 1 else 8))),
+    "no batches on one": lambda: train(map(own, range(8 if rank else 0))),
+    "fewer global batches": lambda: train(so.GlobalRows(map(whole, range(8 if rank else 5)))),
+    "a loader fails": lambda: train(until_an_error(3)),
+    "a loader fails at once": lambda: train(until_an_error(0)),
+    "text in a batch of one": lambda: step({**own(0), "text": ["a"] * 8} if rank == 1 else own(0)),
+    "evaluation, fewer rows": lambda: evaluate([own(0), first(own(1), 3 if rank else 2)]),
+    "evaluation, fewer batches": lambda: evaluate([own(i) for i in range(1 if rank else 3)]),
+    "evaluation, no batches on one": lambda: evaluate([own(0)] if rank else []),
+    "evaluation, global": lambda: evaluate(so.GlobalRows([whole(0), first(whole(1), 7)])),
+}
+
+
+SLOW = (
+    "own ddp",
+    "own micro-batches",
+    "own rows in dim 1",
+    "own tensors",
+    "own lists",
+    "own float64",
+)
+
+
+def outcome(case):
+    try:
+        return case()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+chosen = {name: case for name, case in CASES.items() if part == "all" or name not in SLOW}
+print(json.dumps({name: outcome(case) for name, case in chosen.items()}), flush=True)
