@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint import _store as store
 from shardopt.checkpoint._hashed import KEY, Patterns, compile_patterns, record_of, without_hashed
+from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._memory import MemorySnapshot, MemoryWriter
 from shardopt.checkpoint._multihost import on_primary_process, raise_together
 from shardopt.checkpoint._read import load
@@ -103,7 +104,7 @@ class Checkpoints:
         *,
         best: str | None = None,
         mode: str = "min",
-        resume: bool = True,
+        resume: bool | Literal["new_chain"] | Mapping[str, str | None] = True,
         memory_every: int | None = None,
         hash_only: Patterns = (),
     ):
@@ -119,7 +120,8 @@ class Checkpoints:
             without this metric, or with a NaN, do not count.
           mode: "min" or "max": which value of the metric is best.
           resume: whether `fit` continues from the newest checkpoint in the folder. If False, `fit`
-            refuses a folder with checkpoints.
+            refuses a folder with checkpoints. "new_chain" if the optax chain may be another one
+            since then, or a dict that says which state is which: see `new_chain` of `restore`.
           memory_every: steps between snapshots, at least 1. A snapshot is a copy of the train state
             in the memory of this host and of the next host. Processes that outlive training hold
             the newest two of each. `fit` takes snapshots. If `shardopt launch --max-restarts`
@@ -153,6 +155,9 @@ class Checkpoints:
             raise ValueError(format_error(_CALLER, f"mode must be 'min' or 'max', got {mode!r}."))
         if memory_every is not None:
             check_count("memory_every", memory_every)
+        if not isinstance(resume, bool | Mapping) and resume != "new_chain":
+            problem = f"resume must be True, False, 'new_chain' or a dict of paths, got {resume!r}."
+            raise TypeError(format_error(_CALLER, problem))
         self.hash_only = compile_patterns(hash_only)
         self.memory_every = memory_every
         self._memory = None if memory_every is None else MemoryWriter(_CALLER)
@@ -331,10 +336,15 @@ class Checkpoints:
     ) -> tuple[PyTree, JsonObject]:
         """Return the state of a checkpoint and its `extra`, by default of the newest.
 
-        See `shardopt.restore`.
+        See `shardopt.restore`. `resume` says whether the chain may be another one.
         """
         self.wait()
-        state, meta = load(self.directory, target, step=step, params=params)
+        new_chain: NewChain = self.resume == "new_chain"
+        if isinstance(self.resume, Mapping):
+            new_chain = self.resume
+        if not isinstance(target, ShardedOptimizer):
+            new_chain = False
+        state, meta = load(self.directory, target, step=step, params=params, new_chain=new_chain)
         return state, meta.extra
 
     def __enter__(self) -> "Checkpoints":
@@ -450,7 +460,7 @@ def is_save_due(checkpoints: Checkpoints | None, step: int, *, agree_every: int)
 
 def check_may_resume(caller: str, checkpoints: Checkpoints, step: int) -> None:
     """Refuse a folder with a checkpoint of this step, unless `checkpoints.resume` is set."""
-    if not checkpoints.resume:
+    if checkpoints.resume is False:
         problem = f"{checkpoints.directory} already has checkpoints, the last of step {step}."
         fix = "pass resume=True to so.Checkpoints to go on from there, or choose another folder."
         raise ValueError(format_error(caller, problem, fix=fix))

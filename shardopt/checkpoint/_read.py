@@ -1,21 +1,23 @@
 """`restore`: check everything, then read each shard on the process of its device."""
 
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
 
 from shardopt.checkpoint import _store as store
 from shardopt.checkpoint._hashed import KEY, check_hash, with_hashed, without_hashed
+from shardopt.checkpoint._listing import listing, tell
+from shardopt.checkpoint._match import OPT_STATE, NewChain
 from shardopt.checkpoint._multihost import on_primary_process
+from shardopt.checkpoint._new_chain import Chain, fill_new_chain
 from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._sums import check_sums
-from shardopt.checkpoint._tree import LeafPath, leaves_by_path, rebuild, show
+from shardopt.checkpoint._tree import leaves_by_path, rebuild, show
 from shardopt.core._errors import (
     MAX_LISTED,
     CheckpointError,
@@ -37,6 +39,7 @@ def restore(
     step: int | None = None,
     abstract_params: PyTree = None,
     params: PyTree = None,
+    new_chain: NewChain = False,
 ) -> PyTree:
     """Read a checkpoint into the placement of an optimizer: of any strategy, on any mesh.
 
@@ -61,6 +64,11 @@ def restore(
         dicts, lists, tuples and None.
       params: the parameters with the leaves that the checkpoint has only a hash of, see `hash_only`
         of `Checkpoints`. They are placed as the target wants them.
+      new_chain: True if the optax chain of the optimizer may be another one than the saved chain.
+        Each state of the optimizer is then matched by its fields, such as `mu` and `count`, and by
+        its parameters, wherever it lies in the chain. Other states start again from the restored
+        parameters. What was matched, started and dropped is printed. Or a dict that says which
+        stored state is which: `{"opt_state/1": "opt_state/0"}`, and None for one that starts again.
 
     Returns:
       The state, with the shardings of `opt.abstract_state(abstract_params)`, or of the abstract
@@ -71,8 +79,9 @@ def restore(
       StepNotFoundError: if there is no such checkpoint.
       DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that
         `fit(cross_check_every=...)` stored; the message names it.
+      ValueError: if `new_chain` names a state that is not there.
       CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also
-        if a leaf is missing, left over, or of another shape or dtype; the message lists key paths.
+        if several stored states fit one state of a new chain. Also if a leaf is missing, left over, or of another shape or dtype; the message lists key paths.
         Also if `params` have another hash than the checkpoint. It is a ValueError, and the two
         errors above are CheckpointErrors.
 
@@ -101,11 +110,18 @@ def restore(
 
     **Memory**: each process reads only the shards of its own devices.
     """
-    check_target(target, abstract_params)
+    check_target(target, abstract_params, new_chain)
     orbax_folder = _orbax_folder(directory, step)
     if orbax_folder is not None and not isinstance(target, ShardedOptimizer):
         return store.read_orbax(orbax_folder, target)
-    return load(directory, target, step=step, abstract_params=abstract_params, params=params)[0]
+    return load(
+        directory,
+        target,
+        step=step,
+        abstract_params=abstract_params,
+        params=params,
+        new_chain=new_chain,
+    )[0]
 
 
 def _orbax_folder(directory: str | os.PathLike[str], step: int | None) -> Path | None:
@@ -138,9 +154,10 @@ def load(
     step: int | None = None,
     abstract_params: PyTree = None,
     params: PyTree = None,
+    new_chain: NewChain = False,
 ) -> tuple[PyTree, Meta]:
     """Return the state that `restore` returns, and the record of the checkpoint."""
-    check_target(target, abstract_params)
+    check_target(target, abstract_params, new_chain)
     path = run_folder(directory)
     if (orbax_folder := _orbax_folder(directory, step)) is not None:
         problem = (
@@ -170,22 +187,37 @@ def load(
 
     record = meta.extra.pop(KEY, None)
     if record is None or (is_part and params is None):
-        return fill(source, meta, target, abstract_params, read), meta
+        return fill(source, meta, target, abstract_params, read, new_chain), meta
     patterns = check_hash(source, record, params)
+    wanted_state = target
     if isinstance(target, ShardedOptimizer):
-        target = target.abstract_state(jax.eval_shape(lambda: params))
-    state = fill(source, meta, without_hashed(target, patterns), None, read)
-    return with_hashed(state, target.params, params, patterns), meta
+        wanted_state = target.abstract_state(jax.eval_shape(lambda: params))
+
+    def init(state: PyTree) -> PyTree:
+        return target.init(with_hashed(state, wanted_state.params, params, patterns).params)
+
+    chain = Chain(new_chain, init) if new_chain is not False else None
+    state = _fill(source, meta, without_hashed(wanted_state, patterns), read, chain)
+    return with_hashed(state, wanted_state.params, params, patterns), meta
 
 
-def check_target(target: ShardedOptimizer | PyTree, abstract_params: PyTree = None) -> None:
-    """Raise a TypeError if the target is neither an optimizer nor an abstract state with shardings."""
+def check_target(
+    target: ShardedOptimizer | PyTree, abstract_params: PyTree = None, new_chain: NewChain = False
+) -> None:
+    """Refuse what is neither an optimizer nor an abstract state with shardings, and arguments that
+    only an optimizer takes.
+
+    Raises:
+      TypeError: if the target or another argument is of the wrong kind.
+    """
+    if not isinstance(new_chain, bool | Mapping):
+        problem = f"new_chain must be True, False or a dict of paths, got {new_chain!r:.80}."
+        raise TypeError(error_text(problem))
     if isinstance(target, ShardedOptimizer):
         return
-    if abstract_params is not None:
-        raise TypeError(
-            error_text("abstract_params are for an optimizer, not for an abstract state.")
-        )
+    if abstract_params is not None or new_chain is not False:
+        name = "new_chain is" if abstract_params is None else "abstract_params are"
+        raise TypeError(error_text(f"{name} for an optimizer, not for an abstract state."))
     leaves = leaves_by_path(target)
     invalid_leaves = [
         f"{show(path) or 'target'}:"
@@ -210,6 +242,7 @@ def fill(
     target: ShardedOptimizer | PyTree,
     abstract_params: PyTree,
     read: Callable[[PyTree], PyTree],
+    new_chain: NewChain = False,
 ) -> PyTree:
     """Return the state of the target, with the stored values.
 
@@ -219,18 +252,43 @@ def fill(
       target: an optimizer, or an abstract state.
       abstract_params: the abstract parameters, or None.
       read: returns the stored values for an abstract state whose shapes are the stored ones.
+      new_chain: whether the optimizer may have another chain; see `restore`.
 
     Raises:
       CheckpointError: if the stored state does not fit the target.
     """
-    target_name, wanted_state = "the abstract state", target
-    if isinstance(target, ShardedOptimizer):
-        target_name, wanted_state = "opt", _abstract_state(target, meta, abstract_params)
-    stored = meta.leaves
-    if target_name != "opt":
-        stored = {path: stored[path] for path in leaves_by_path(target) if path in stored}
-    readable, changes = as_stored(source, stored, wanted_state, target_name)
-    check_match(source, stored, readable, target_name)
+    if not isinstance(target, ShardedOptimizer):
+        return _fill_part(source, meta, target, read)
+    wanted_state = _abstract_state(target, meta, abstract_params)
+    chain = None
+    if new_chain is not False:
+        chain = Chain(new_chain, lambda state: target.init(state.params))
+    return _fill(source, meta, wanted_state, read, chain)
+
+
+def _fill(
+    source: str,
+    meta: Meta,
+    wanted_state: PyTree,
+    read: Callable[[PyTree], PyTree],
+    chain: Chain | None,
+) -> PyTree:
+    """Return the state of an optimizer, with the stored values."""
+    if chain is not None and chain.is_new(meta, wanted_state):
+        params = {path: leaf for path, leaf in meta.leaves.items() if path[0] != OPT_STATE}
+        check_match(source, params, wanted_state._replace(opt_state=()))
+        return fill_new_chain(source, meta, wanted_state, read, chain)
+    readable, changes = as_stored(source, meta.leaves, wanted_state, "opt")
+    check_match(source, meta.leaves, readable)
+    return to_wanted(read(readable), changes)
+
+
+def _fill_part(source: str, meta: Meta, target: PyTree, read: Callable[[PyTree], PyTree]) -> PyTree:
+    """Return an abstract state, which may be a part of the stored one, with the stored values."""
+    name = "the abstract state"
+    stored = {path: meta.leaves[path] for path in leaves_by_path(target) if path in meta.leaves}
+    readable, changes = as_stored(source, stored, target, name)
+    check_match(source, stored, readable, name)
     state = to_wanted(read(readable), changes)
     if len(stored) < len(meta.leaves):
         _tell_part(source, meta.leaves, stored)
@@ -240,15 +298,9 @@ def fill(
 def _tell_part(source: str, leaves: StoredLeaves, part: StoredLeaves) -> None:
     """Print which leaves of a checkpoint were left out."""
     left = {path: leaf for path, leaf in leaves.items() if path not in part}
-    lines = _listing(left, part, "left in the checkpoint", MAX_LISTED)
+    lines = listing(left, part, "left in the checkpoint", MAX_LISTED)
     text = f"{source}: {len(part)} of {plural(len(leaves), 'leaf')} were read."
     tell("\n  ".join([text, *lines]))
-
-
-def tell(text: str) -> None:
-    """Print a message about restoring on standard error, on process 0."""
-    if jax.process_index() == 0:
-        print(error_text(text), file=sys.stderr, flush=True)
 
 
 def check_match(
@@ -277,8 +329,8 @@ def check_match(
         for path in different
     ]
     max_lines = max(2, MAX_LISTED - len(different)) // (2 if missing and left_over else 1)
-    lines += _listing(missing, stored, "missing from the checkpoint", max_lines)
-    lines += _listing(left_over, wanted, "left over in the checkpoint", max_lines)
+    lines += listing(missing, stored, "missing from the checkpoint", max_lines)
+    lines += listing(left_over, wanted, "left over in the checkpoint", max_lines)
     counts = (
         f"{plural(len(missing), 'leaf')} missing, {len(left_over)} left over, {len(different)}"
         " different"
@@ -292,45 +344,11 @@ def _misfit_fix(lines: list[str], target_name: str) -> str:
         return "pass key paths, shapes and dtypes that were saved; parts of them are enough."
     if all(line.startswith(("opt_state/", "opt_state:")) for line in lines):
         return (
-            "build opt with the optax chain that the checkpoint was saved with; or start another"
-            " chain on its parameters: new_opt.init(restore(directory, old_opt).params)."
+            "build opt with the optax chain that the checkpoint was saved with; or pass"
+            " new_chain=True (to Checkpoints resume='new_chain'), which keeps the states that both"
+            " chains have."
         )
     return "build opt for the model and the optax chain that the checkpoint was saved with."
-
-
-def _listing(
-    leaves: StoredLeaves, other_leaves: StoredLeaves, verdict: str, max_lines: int
-) -> list[str]:
-    """Return one line per leaf, or one per container if these are more than `max_lines`.
-
-    A container is listed only if the other side has no leaf in it. The containers grow until the
-    lines are few enough.
-    """
-    known_paths = {path[:length] for path in other_leaves for length in range(len(path) + 1)}
-    lines: list[str] = []
-    for depth in range(max(map(len, leaves), default=0), -1, -1):
-        groups: dict[LeafPath, list[LeafPath]] = {}
-        for path in leaves:
-            groups.setdefault(path[: _first_unknown(path, known_paths) + depth], []).append(path)
-        lines = [
-            (
-                f"{show(group_paths[0])}: {leaves[group_paths[0]]}, {verdict}"
-                if len(group_paths) == 1
-                else f"{show(group)}: {plural(len(group_paths), 'leaf')} {verdict}"
-            )
-            for group, group_paths in groups.items()
-        ]
-        if len(lines) <= max_lines:
-            break
-    return lines
-
-
-def _first_unknown(path: LeafPath, known_paths: set[LeafPath]) -> int:
-    # The full path always counts as unknown: the other side may have a container there, but not a
-    # leaf.
-    return next(
-        (length for length in range(1, len(path)) if path[:length] not in known_paths), len(path)
-    )
 
 
 def _abstract_state(opt: ShardedOptimizer, meta: Meta, abstract_params: PyTree) -> PyTree:

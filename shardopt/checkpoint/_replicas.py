@@ -12,6 +12,7 @@ reports all other differences.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -95,6 +96,20 @@ def as_stored(
             )
             raise CheckpointError(error_text(f"{source} {reason}", refused[kind], fix=fix))
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
+
+
+def fits(stored: StoredLeaves, wanted: PyTree) -> Callable[[LeafPath, LeafPath], bool]:
+    """Return a function: whether the wanted leaf of a path can be filled by the stored leaf of
+    another path.
+    """
+    kinds, leaves = _kinds(wanted), leaves_by_path(wanted)
+
+    def fits_leaf(path: LeafPath, origin: LeafPath) -> bool:
+        stored_leaf, leaf = stored[origin], leaves[path]
+        is_equal = stored_leaf == describe(leaf)
+        return is_equal or bool(_changed_dims(stored_leaf, leaf, kinds.get(path)))
+
+    return fits_leaf
 
 
 def to_wanted(state: PyTree, changes: dict[LeafPath, ResizedLeaf]) -> PyTree:

@@ -1,0 +1,404 @@
+"""A checkpoint for another optax chain: which stored leaf fills which leaf of the new state.
+
+A leaf is matched by what it is (`mu`, `trace`, `count`) and by its parameter. Its place in the chain
+is no evidence: in chain(clip, trace, trace) and chain(trace, trace) another trace is second.
+
+The leaves of one transformation are a record, such as (count, mu, nu) of Adam. A record is filled
+completely or not at all, since `count` corrects the bias of both moments.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from shardopt.checkpoint._tree import LeafPath, show
+from shardopt.core._errors import CheckpointError, error_text, value_error
+
+NewChain = bool | Mapping[str, str | None]
+"""Whether the chain may be another one; or where states of the new chain lie in the stored one."""
+
+OPT_STATE = "opt_state"
+_CHAIN_FIELDS = ("optimizer", "value")
+"""The fields of `Replicas` and `CompressedOptState` that hold the state of the optax chain."""
+
+_Fits = Callable[[LeafPath, LeafPath], bool]
+
+
+class Match(NamedTuple):
+    """The stored leaves for a state.
+
+    Attributes:
+      sources: the path of the stored leaf, by the path of the leaf that it fills.
+      equal: further stored leaves that must hold the same number, by the path of the leaf.
+      started: the paths of leaves that no stored leaf fills.
+      dropped: the paths of stored leaves that fill none.
+    """
+
+    sources: dict[LeafPath, LeafPath]
+    equal: dict[LeafPath, list[LeafPath]]
+    started: list[LeafPath]
+    dropped: list[LeafPath]
+
+
+class Record(NamedTuple):
+    """The leaves of one transformation.
+
+    Attributes:
+      node: the path of its state.
+      moments: for each field with a leaf for each parameter, the paths by parameter.
+      numbers: the paths of other leaves, by field.
+      containers: the fields with states of other transformations.
+      kind: the name of its type, or "" if it is unknown.
+    """
+
+    node: LeafPath
+    moments: dict[str, dict[LeafPath, LeafPath]]
+    numbers: dict[str, LeafPath]
+    containers: set[str]
+    kind: str
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields with leaves."""
+        return {*self.moments, *self.numbers}
+
+    @property
+    def params(self) -> list[LeafPath | None]:
+        """The parameters with all moments; None stands for a record that has only numbers."""
+        if not self.moments:
+            return [None]
+        first, *others = self.moments.values()
+        return [param for param in first if all(param in paths for paths in others)]
+
+
+def match_leaves(
+    stored: Iterable[LeafPath],
+    wanted: Iterable[LeafPath],
+    fits: _Fits,
+    kinds: tuple[Mapping[LeafPath, str], Mapping[LeafPath, str]],
+    new_chain: NewChain,
+) -> Match:
+    """Return which stored leaf of an optimizer state fills which leaf of another chain.
+
+    Args:
+      stored: the paths of the stored train state.
+      wanted: the paths of the new train state.
+      fits: returns whether a wanted leaf has the shape and dtype of a stored leaf.
+      kinds: the names of types in the stored and in the new optimizer state, by path.
+      new_chain: where states of the new chain lie in the stored one; or True.
+
+    Raises:
+      CheckpointError: if several stored leaves fit, or fit several leaves.
+      ValueError: if `new_chain` names what is not there.
+    """
+    stored, wanted = list(stored), list(wanted)
+    params = {path[1:] for path in wanted if path[0] == "params"}
+    sources, named = _named_sources(new_chain, stored, wanted)
+    equal: dict[LeafPath, list[LeafPath]] = {}
+    roots = [_chain_root(paths) for paths in (stored, wanted)]
+    # a number may fill several leaves: the count of a new schedule goes on from that of Adam
+    moments = {
+        origin
+        for origin in sources.values()
+        if _split(origin, len(roots[0]), params)[2] is not None
+    }
+    free = [
+        [path for path in stored if path not in moments],
+        [path for path in wanted if path not in named],
+    ]
+    old_records, new_records = (
+        _records(paths, root, params, kind)
+        for paths, root, kind in zip(free, roots, kinds, strict=True)
+    )
+    filled: dict[LeafPath, LeafPath] = {}
+    for rule in (_equal_fields, _fewer_fields):
+        _fill(new_records, old_records, rule, fits, filled, equal)
+    _fill_renamed(new_records, old_records, fits, filled, equal)
+    sources |= filled | _other_sources(*free, *roots, fits)
+    used = {*sources.values(), *(path for paths in equal.values() for path in paths)}
+    return Match(
+        sources,
+        equal,
+        [path for path in wanted if path[0] == OPT_STATE and path not in sources],
+        [path for path in stored if path[0] == OPT_STATE and path not in used],
+    )
+
+
+def _named_sources(
+    new_chain: NewChain, stored: list[LeafPath], wanted: list[LeafPath]
+) -> tuple[dict[LeafPath, LeafPath], set[LeafPath]]:
+    """Return the stored leaves that the user named, and the leaves that they named them for."""
+    if isinstance(new_chain, bool):
+        return {}, set()
+    stored_names = {show(path): path for path in stored}
+    sources, named, unknown = {}, set(), []
+    for state, source in new_chain.items():
+        inside = {
+            path: show(path).removeprefix(state)
+            for path in wanted
+            if f"{show(path)}/".startswith(f"{state}/")
+        }
+        named |= inside.keys()
+        if source is not None:
+            sources |= {
+                path: stored_names[f"{source}{end}"]
+                for path, end in inside.items()
+                if f"{source}{end}" in stored_names
+            }
+        if not inside:
+            unknown.append(f"{state}: not in the state of opt")
+        elif source is not None and not inside.keys() & sources.keys():
+            unknown.append(f"{source}: not in the checkpoint, for {state}")
+    if unknown:
+        fix = 'name states by their paths: {"opt_state/1/trace": "opt_state/0/trace"}.'
+        raise value_error("new_chain names states that are not there.", unknown, fix=fix)
+    return sources, named
+
+
+def _chain_root(paths: Iterable[LeafPath]) -> LeafPath:
+    """Return where the state of the optax chain lies: replicas and reducers have states next to
+    it.
+    """
+    prefixes = {path[:length] for path in paths for length in (2, 3)}
+    root: LeafPath = (OPT_STATE,)
+    for field in _CHAIN_FIELDS:
+        if (*root, field) in prefixes:
+            root = (*root, field)
+    return root
+
+
+def _records(
+    paths: list[LeafPath],
+    root: LeafPath,
+    params: set[LeafPath],
+    kinds: Mapping[LeafPath, str],
+) -> list[Record]:
+    records: dict[LeafPath, Record] = {}
+    chain_paths = [path for path in paths if path[: len(root)] == root]
+    for path in chain_paths:
+        node, field, param = _split(path, len(root), params)
+        record = records.setdefault(node, Record(node, {}, {}, set(), kinds.get(node, "")))
+        if param is None:
+            record.numbers[field] = path
+        else:
+            record.moments.setdefault(field, {})[param] = path
+    for node, record in records.items():
+        inner = {path[len(node)] for path in chain_paths if path[: len(node)] == node}
+        record.containers.update(name for name in inner - record.fields if not name.isdecimal())
+    return list(records.values())
+
+
+def _split(
+    path: LeafPath, start: int, params: set[LeafPath]
+) -> tuple[LeafPath, str, LeafPath | None]:
+    """Return the state that a leaf belongs to, its field, and its parameter or None."""
+    for place in range(start, len(path)):
+        if path[place + 1 :] in params and not path[place].isdecimal():
+            return path[:place], path[place], path[place + 1 :]
+    return path[:-1], path[-1], None
+
+
+def _equal_fields(new: Record, old: Record) -> bool:
+    if not new.moments and not _hold_alike(new, old):
+        return False  # the count of a schedule is another than that of inject_hyperparams
+    return new.moments.keys() == old.moments.keys() and new.numbers.keys() == old.numbers.keys()
+
+
+def _hold_alike(new: Record, old: Record) -> bool:
+    return bool(new.containers & old.containers) or not (new.containers or old.containers)
+
+
+def _fewer_fields(new: Record, old: Record) -> bool:
+    if not new.moments:
+        return False  # the count of a schedule is not that of Adam
+    return new.moments.keys() <= old.moments.keys() and new.numbers.keys() <= old.numbers.keys()
+
+
+def _fill(
+    new_records: list[Record],
+    old_records: list[Record],
+    rule: Callable[[Record, Record], bool],
+    fits: _Fits,
+    sources: dict[LeafPath, LeafPath],
+    equal: dict[LeafPath, list[LeafPath]],
+) -> None:
+    """Fill the records that are still open from stored records that are still free, by a rule."""
+    used = set(sources.values())
+    open_records = [record for record in new_records if not _paths(record) & sources.keys()]
+    free_records = [record for record in old_records if not _paths(record) & used]
+    groups: dict[tuple[frozenset[str], bool], list[Record]] = {}
+    for record in open_records:
+        group = frozenset(record.fields), bool(record.containers)
+        groups.setdefault(group, []).append(record)
+    for records in groups.values():
+        fillers = [
+            (new, [old for old in free_records if rule(new, old) and _fits_record(new, old, fits)])
+            for new in records
+        ]
+        for new, olds in _pair([pair for pair in fillers if pair[1]]):
+            _take(new, olds, sources, equal)
+
+
+def _paths(record: Record) -> set[LeafPath]:
+    return {
+        *record.numbers.values(),
+        *(path for paths in record.moments.values() for path in paths.values()),
+    }
+
+
+def _fits_record(new: Record, old: Record, fits: _Fits) -> bool:
+    """Return whether records have parameters in common, and their leaves the same shapes."""
+    common = [param for param in new.params if param in old.params]
+    pairs = [(path, old.numbers[field]) for field, path in new.numbers.items()]
+    for field, paths in new.moments.items():
+        pairs += [(paths[param], old.moments[field][param]) for param in common]
+    return bool(common) and all(fits(*pair) for pair in pairs)
+
+
+def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list[Record]]]:
+    """Return which stored records fill which records.
+
+    Args:
+      fillers: records with the same fields, each with the stored records that fit.
+
+    Raises:
+      CheckpointError: if that is open.
+    """
+    if not fillers:
+        return []
+    claims = [
+        (new.node, old.node, param)
+        for new, olds in fillers
+        for old in olds
+        for param in new.params
+        if param in old.params
+    ]
+    num_filled = len({(node, param) for node, _, param in claims})
+    num_used = len({(node, param) for _, node, param in claims})
+    if num_filled == num_used == len(claims):
+        return fillers
+    new_records = _by_place([new for new, _ in fillers])
+    old_records = _by_place([old for _, olds in fillers for old in olds])
+    if new_records.keys() == old_records.keys():
+        return [(new, [old_records[place]]) for place, new in new_records.items()]
+    if len(fillers) == 1 and not fillers[0][0].moments:
+        return fillers  # the numbers are compared when they are read
+    lines = [
+        f"{show(new.node)} ({', '.join(sorted(new.fields))}):"
+        f" {' or '.join(show(old.node) for old in olds)}"
+        for new, olds in fillers
+    ]
+    example = {show(fillers[0][0].node): show(fillers[0][1][0].node)}
+    problem = "the checkpoint does not say which stored state belongs to which state of opt."
+    fix = (
+        f"name them all, as in new_chain={example}, or in resume= of Checkpoints; None starts a"
+        " state again."
+    )
+    raise CheckpointError(error_text(problem, lines, fix=fix))
+
+
+def _by_place(records: list[Record]) -> dict[LeafPath, Record]:
+    """Return records by their places below the deepest node that holds all of them."""
+    first = records[0].node
+    depth = min(_common_length(first, record.node) for record in records)
+    return {record.node[depth:]: record for record in records}
+
+
+def _common_length(path: LeafPath, other: LeafPath) -> int:
+    """Return the number of names at the start of both paths."""
+    pairs = zip(path, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def without_common_end(path: LeafPath, other: LeafPath) -> tuple[LeafPath, LeafPath]:
+    """Return two paths without the names at the end of both."""
+    length = _common_length(path[::-1], other[::-1])
+    return path[: len(path) - length], other[: len(other) - length]
+
+
+def _take(
+    new: Record,
+    olds: list[Record],
+    sources: dict[LeafPath, LeafPath],
+    equal: dict[LeafPath, list[LeafPath]],
+) -> None:
+    """Fill a record from stored records that hold its parameters."""
+    for old in olds:
+        for field, paths in new.moments.items():
+            sources.update(
+                {
+                    path: old.moments[field][param]
+                    for param, path in paths.items()
+                    if param in old.params
+                }
+            )
+    if olds:
+        for field, path in new.numbers.items():
+            sources[path] = olds[0].numbers[field]
+            equal[path] = [old.numbers[field] for old in olds[1:]]
+
+
+def _fill_renamed(
+    new_records: list[Record],
+    old_records: list[Record],
+    fits: _Fits,
+    sources: dict[LeafPath, LeafPath],
+    equal: dict[LeafPath, list[LeafPath]],
+) -> None:
+    """Fill records whose type, or one of whose moments, has the name of before."""
+    used = set(sources.values())
+    renamed = []
+    for old in old_records:
+        if _paths(old) & used:
+            continue
+        twins = [
+            new for new in new_records if not _paths(new) & sources.keys() and _is_renamed(new, old)
+        ]
+        renamed += [_with_fields_of(old, new) for new in twins]
+    _fill(new_records, renamed, _equal_fields, fits, sources, equal)
+
+
+def _is_renamed(new: Record, old: Record) -> bool:
+    same_counts = len(new.moments) == len(old.moments) and len(new.numbers) == len(old.numbers)
+    same_name = new.kind == old.kind != "" or bool(new.moments.keys() & old.moments.keys())
+    return same_counts and same_name
+
+
+def _with_fields_of(old: Record, new: Record) -> Record:
+    """Return a stored record with the fields of a new record, in the order of the fields."""
+    return old._replace(
+        moments=dict(zip(new.moments, old.moments.values(), strict=True)),
+        numbers=dict(zip(new.numbers, old.numbers.values(), strict=True)),
+        containers=new.containers,
+    )
+
+
+def _other_sources(
+    stored: list[LeafPath],
+    wanted: list[LeafPath],
+    old_root: LeafPath,
+    new_root: LeafPath,
+    fits: _Fits,
+) -> dict[LeafPath, LeafPath]:
+    """Return the sources of leaves outside of the chain, each under its own path.
+
+    Moments of an outer optimizer and buckets of a reducer are numbered. So they are taken only if
+    all of them are there.
+    """
+    old_paths = {path for path in stored if path[: len(old_root)] != old_root}
+    new_paths = [path for path in wanted if path[: len(new_root)] != new_root]
+    numbered = {path for path in {*old_paths, *new_paths} if _is_numbered(path)}
+    keeps_numbers = all(
+        path in old_paths and path in new_paths and fits(path, path) for path in numbered
+    )
+    return {
+        path: path
+        for path in new_paths
+        if path in old_paths
+        and (path[0] != OPT_STATE or fits(path, path))
+        and (keeps_numbers or path not in numbered)
+    }
+
+
+def _is_numbered(path: LeafPath) -> bool:
+    return path[0] == OPT_STATE and path[1:2] != ("params",)

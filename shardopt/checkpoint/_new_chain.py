@@ -1,0 +1,154 @@
+"""Restore into another optax chain: read the stored leaves that fit, start the other ones."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.checkpoint._listing import listing, tell
+from shardopt.checkpoint._match import OPT_STATE, Match, NewChain, match_leaves, without_common_end
+from shardopt.checkpoint._record import Meta
+from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
+from shardopt.checkpoint._store import describe
+from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, type_names, unescape
+from shardopt.core._errors import MAX_LISTED, CheckpointError, error_text, plural
+from shardopt.core._types import PyTree
+
+
+class Chain(NamedTuple):
+    """A chain that may be another one than the stored one.
+
+    Attributes:
+      new_chain: the argument of `restore`.
+      init: returns the first state of the optimizer, for a state with the restored parameters.
+    """
+
+    new_chain: NewChain
+    init: Callable[[PyTree], PyTree]
+
+    def is_new(self, meta: Meta, wanted_state: PyTree) -> bool:
+        """Return whether leaves are matched other than each with its own path."""
+        paths = leaves_by_path(wanted_state)
+        has_names = isinstance(self.new_chain, Mapping) and bool(self.new_chain)
+        if has_names or meta.leaves.keys() != paths.keys():
+            return True
+        fits_leaf = fits(meta.leaves, wanted_state)
+        return not all(fits_leaf(path, path) for path in paths)
+
+
+def fill_new_chain(
+    source: str,
+    meta: Meta,
+    wanted_state: PyTree,
+    read: Callable[[PyTree], PyTree],
+    chain: Chain,
+) -> PyTree:
+    """Return a state with the stored leaves that fit, and the first values of the others.
+
+    Args:
+      source: the name of the stored state, for messages.
+      meta: its record; parameters, step and random key are known to fit.
+      wanted_state: the abstract state.
+      read: returns the stored values for an abstract state whose shapes are the stored ones.
+      chain: the new chain.
+    """
+    wanted = leaves_by_path(wanted_state)
+    match = match_leaves(
+        meta.leaves,
+        wanted,
+        fits(meta.leaves, wanted_state),
+        (meta.types, type_names(wanted_state)),
+        chain.new_chain,
+    )
+    _tell_match(source, meta, wanted_state, match)
+    stored = {path: meta.leaves[origin] for path, origin in match.sources.items()}
+    readable, changes = as_stored(source, stored, wanted_state, "opt")
+    leaves = _read(match.sources, leaves_by_path(readable), read)
+    _check_equal(source, match, leaves, leaves_by_path(readable), read)
+    if match.started:
+        leaves |= _started(chain, wanted_state, leaves, match.started)
+    structure = jax.tree.structure(wanted_state)
+    return to_wanted(structure.unflatten([leaves[path] for path in wanted]), changes)
+
+
+def _read(
+    sources: Mapping[LeafPath, LeafPath],
+    abstract_leaves: Mapping[LeafPath, jax.ShapeDtypeStruct],
+    read: Callable[[PyTree], PyTree],
+) -> dict[LeafPath, jax.Array]:
+    """Return the leaves by path, read from their sources.
+
+    A source of several leaves is read for each of them: a step donates all leaves, so none may
+    share memory.
+    """
+    leaves: dict[LeafPath, jax.Array] = {}
+    while open_paths := [path for path in sources if path not in leaves]:
+        paths = {sources[path]: path for path in open_paths}
+        tree = nest({_names(origin): abstract_leaves[path] for origin, path in paths.items()})
+        restored = leaves_by_path(read(tree))
+        leaves |= {path: restored[origin] for origin, path in paths.items()}
+    return leaves
+
+
+def _names(path: LeafPath) -> LeafPath:
+    return tuple(unescape(name) for name in path)
+
+
+def _check_equal(
+    source: str,
+    match: Match,
+    leaves: Mapping[LeafPath, jax.Array],
+    abstract_leaves: Mapping[LeafPath, jax.ShapeDtypeStruct],
+    read: Callable[[PyTree], PyTree],
+) -> None:
+    """Refuse stored numbers that fill the same leaf, and are not equal."""
+    lines = []
+    for path, others in match.equal.items():
+        for other in others:
+            value = _read({path: other}, abstract_leaves, read)[path]
+            if not jax.jit(jnp.array_equal)(value, leaves[path]):
+                lines.append(f"{show(path)}: {show(match.sources[path])} or {show(other)}")
+    if lines:
+        problem = f"{source} has different numbers for the same leaf of opt."
+        fix = "say which by new_chain={leaf of opt: leaf of the checkpoint}, or None to start it."
+        raise CheckpointError(error_text(problem, lines, fix=fix))
+
+
+def _started(
+    chain: Chain,
+    wanted_state: PyTree,
+    leaves: Mapping[LeafPath, jax.Array],
+    started: list[LeafPath],
+) -> dict[LeafPath, jax.Array]:
+    """Return the first values of leaves; the memory of other first values is freed."""
+    params = wanted_state._replace(opt_state=())
+    params = jax.tree.unflatten(
+        jax.tree.structure(params), [leaves[path] for path in leaves_by_path(params)]
+    )
+    first_leaves = leaves_by_path(chain.init(params))
+    for path, leaf in first_leaves.items():
+        if path not in started:
+            leaf.delete()
+    return {path: first_leaves[path] for path in started}
+
+
+def _tell_match(source: str, meta: Meta, wanted_state: PyTree, match: Match) -> None:
+    """Print what was matched, started and dropped."""
+    wanted = {path: describe(leaf) for path, leaf in leaves_by_path(wanted_state).items()}
+    lines = []
+    moved: dict[tuple[LeafPath, LeafPath], int] = {}
+    for path, origin in match.sources.items():
+        if path[0] == OPT_STATE:
+            pair = without_common_end(path, origin)
+            moved[pair] = moved.get(pair, 0) + 1
+    for (path, origin), count in moved.items():
+        text = f"{show(path)} from {show(origin)}" if path != origin else "under the same paths"
+        lines.append(f"{plural(count, 'leaf')} matched: {text}")
+    started = {path: wanted[path] for path in match.started}
+    dropped = {path: meta.leaves[path] for path in match.dropped}
+    others = {path: leaf for path, leaf in wanted.items() if path not in started}
+    lines += listing(started, others, "started", MAX_LISTED)
+    others = {path: leaf for path, leaf in meta.leaves.items() if path not in dropped}
+    lines += listing(dropped, others, "dropped", MAX_LISTED)
+    tell("\n  ".join([f"{source} has the state of another chain than opt.", *lines]))
