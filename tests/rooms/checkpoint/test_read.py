@@ -197,8 +197,9 @@ CHAINS = {
     "clipped adamw": lambda: optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
 }
 SAME_CHAIN = (
-    "Fix: build opt with the optax chain that the checkpoint was saved with; or start another chain"
-    " on its parameters: new_opt.init(restore(directory, old_opt).params)."
+    "Fix: build opt with the optax chain that the checkpoint was saved with; or pass"
+    " new_chain=True (to Checkpoints resume='new_chain'), which keeps the states that both chains"
+    " have."
 )
 
 
