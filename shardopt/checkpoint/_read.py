@@ -186,19 +186,23 @@ def load(
         return state
 
     record = meta.extra.pop(KEY, None)
-    if record is None or (is_part and params is None):
-        return fill(source, meta, target, abstract_params, read, new_chain), meta
-    patterns = check_hash(source, record, params)
+    has_hash = record is not None and not (is_part and params is None)
+    if not has_hash and not isinstance(target, ShardedOptimizer):
+        return _fill_part(source, meta, target, read), meta
+    patterns = check_hash(source, record, params) if has_hash else ()
     wanted_state = target
     if isinstance(target, ShardedOptimizer):
-        wanted_state = target.abstract_state(jax.eval_shape(lambda: params))
+        shapes = jax.eval_shape(lambda: params) if has_hash else abstract_params
+        wanted_state = _abstract_state(target, meta, shapes)
 
-    def init(state: PyTree) -> PyTree:
-        return target.init(with_hashed(state, wanted_state.params, params, patterns).params)
+    def with_all_params(state: PyTree) -> PyTree:
+        return with_hashed(state, wanted_state.params, params, patterns) if patterns else state
 
-    chain = Chain(new_chain, init) if new_chain is not False else None
-    state = _fill(source, meta, without_hashed(wanted_state, patterns), read, chain)
-    return with_hashed(state, wanted_state.params, params, patterns), meta
+    chain = None
+    if new_chain is not False:
+        chain = Chain(new_chain, lambda state: target.init(with_all_params(state).params))
+    stored_state = without_hashed(wanted_state, patterns) if patterns else wanted_state
+    return with_all_params(_fill(source, meta, stored_state, read, chain)), meta
 
 
 def check_target(
@@ -234,36 +238,6 @@ _TARGET_FIX = (
     "pass opt, or opt.abstract_state(abstract_params); or make leaves by"
     " jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))."
 )
-
-
-def fill(
-    source: str,
-    meta: Meta,
-    target: ShardedOptimizer | PyTree,
-    abstract_params: PyTree,
-    read: Callable[[PyTree], PyTree],
-    new_chain: NewChain = False,
-) -> PyTree:
-    """Return the state of the target, with the stored values.
-
-    Args:
-      source: the name of the stored state, for messages, for instance "step 3 in /runs/a".
-      meta: its record.
-      target: an optimizer, or an abstract state.
-      abstract_params: the abstract parameters, or None.
-      read: returns the stored values for an abstract state whose shapes are the stored ones.
-      new_chain: whether the optimizer may have another chain; see `restore`.
-
-    Raises:
-      CheckpointError: if the stored state does not fit the target.
-    """
-    if not isinstance(target, ShardedOptimizer):
-        return _fill_part(source, meta, target, read)
-    wanted_state = _abstract_state(target, meta, abstract_params)
-    chain = None
-    if new_chain is not False:
-        chain = Chain(new_chain, lambda state: target.init(state.params))
-    return _fill(source, meta, wanted_state, read, chain)
 
 
 def _fill(

@@ -500,7 +500,7 @@ def test_counts_that_differ_are_refused_until_one_is_named(tmp_path):
     assert int(state.opt_state[0].count) == BEFORE
 
 
-def test_fit_and_bytes_go_on_with_another_chain(tmp_path, capsys):
+def test_fit_goes_on_with_another_chain_if_resume_says_so(tmp_path, capsys):
     batches = [make_batch(step) for step in range(BEFORE + AFTER)]
 
     def fit(tx, num_steps, resume):
@@ -515,8 +515,7 @@ def test_fit_and_bytes_go_on_with_another_chain(tmp_path, capsys):
                 progress=False,
             ).state
 
-    state = fit(ADAM, BEFORE, True)
-    data = so.checkpoint.to_bytes(STRATEGIES["fsdp"](ADAM), state)
+    fit(ADAM, BEFORE, True)
     chain = optax.chain(CLIP, ADAM)
     with pytest.raises(so.errors.CheckpointError, match="resume='new_chain'"):
         fit(chain, BEFORE + AFTER, True)
@@ -525,10 +524,7 @@ def test_fit_and_bytes_go_on_with_another_chain(tmp_path, capsys):
     assert "7 leaves matched: opt_state/1 from opt_state\n" in capsys.readouterr().err
     params, old = one_device(ADAM, make_params(), ADAM.init(make_params()), range(BEFORE))
     opt_state = (chain.init(params)[0], old)
-    expected = one_device(chain, params, opt_state, range(BEFORE, BEFORE + AFTER))
-    assert_same(state, *expected)
-    opt = STRATEGIES["ddp"](chain)
-    assert_same(go_on(opt, so.checkpoint.from_bytes(opt, data, new_chain=True)), *expected)
+    assert_same(state, *one_device(chain, params, opt_state, range(BEFORE, BEFORE + AFTER)))
     # where nothing changed, nothing is said
     capsys.readouterr()
     fit(chain, BEFORE + AFTER, {})
