@@ -19,7 +19,7 @@ from shardopt.core._types import PyTree, TrainState, TreeDef, leaves_with_paths
 from shardopt.partition import (
     COLUMNS,
     LeafPlan,
-    PlanOptions,
+    LeafPlanOptions,
     owned_by_blocks,
     plan_leaves,
     shard_axes,
@@ -87,7 +87,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
         _check_counts(config, counts)
     tables = _tables(config, abstract_params)
     with calling(config.strategy):
-        options = PlanOptions(
+        options = LeafPlanOptions(
             rules=config.layout.rules,
             stacked=as_block_model(config.loss.loss_fn) is not None,
             min_shard_elements=config.layout.min_shard_elements,

@@ -7,17 +7,15 @@ from shardopt.hlo._check_proved import check_proved
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import Memory, audit, donated, inner_product_flops, memory
 from shardopt.hlo._report import Audit, Expected, Traffic
-from shardopt.hlo.proof import Problem, Proof, Unknown, prove
+from shardopt.hlo.proof import Proof, prove
 
 __all__ = [
     "Audit",
     "Collective",
     "Expected",
     "Memory",
-    "Problem",
     "Proof",
     "Traffic",
-    "Unknown",
     "audit",
     "check_proved",
     "donated",

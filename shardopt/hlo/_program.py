@@ -133,7 +133,7 @@ def audit(
     return Audit(listed, parsed.sizes, name, unread_starts(parsed.module), source)
 
 
-class Program(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A parsed program and its devices.
 
     Attributes:
@@ -170,7 +170,7 @@ def read_program(
     args: tuple[PyTree, ...],
     *,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None,
-) -> Program:
+) -> CompiledProgram:
     """Compile and parse a program, and find its mesh.
 
     Arguments and errors are the same as in `audit`.
@@ -193,7 +193,9 @@ def read_program(
     slices = _check_devices(sizes, replicas * partitions, several_slices=MEGASCALE in text)
     _check_order(mesh, compiled)
     devices = tuple(known_mesh.devices.flat) if isinstance(known_mesh, Mesh) else ()
-    return Program(text, module, sizes, replicas, partitions, slices, devices, compiled, lowered)
+    return CompiledProgram(
+        text, module, sizes, replicas, partitions, slices, devices, compiled, lowered
+    )
 
 
 def _compiled_text(

@@ -29,7 +29,7 @@ from shardopt.mesh import analysis
 from shardopt.remat._gathered_block import leaves_like
 from shardopt.separability._dependence import LOOP, leaves_used
 from shardopt.separability._numbers import relation_of_numbers
-from shardopt.separability._proof import DifferentTracesError, Proof
+from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
     REASONS,
     Extreme,
@@ -39,7 +39,7 @@ from shardopt.separability._relations import (
     Same,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     close,
     ratio_tolerance,
 )
@@ -279,10 +279,10 @@ def _find_row_mixing(
         return Mixing("the loss", CUSTOM_VMAP)
     if name := _trained_weight_name(jaxpr, results, num_params):
         return Mixing("the loss", TRAINED_WEIGHT.format(name))
-    proof = Proof(relate_jaxprs, cut.pieces, other_axes=row_call.other_axes, training=True)
+    proof = ProofSettings(relate_jaxprs, cut.pieces, other_axes=row_call.other_axes, training=True)
     # One row is the same on every piece, so only a custom derivative can be unknown.
     relations = relate_jaxprs(proof, jaxpr, jaxpr, [Same()] * len(jaxpr.in_avals))
-    unknown = [relation for relation in relations if isinstance(relation, Unknown)]
+    unknown = [relation for relation in relations if isinstance(relation, Unrelated)]
     return _mixing_of_unknown("the loss", unknown[0]) if unknown else None
 
 
@@ -340,7 +340,7 @@ def _find_unproved(
     # derivative rules are traced one by one, which takes longest. So the values are checked without
     # them first.
     for with_derivative_rules in (False, True)[: 1 + loss_call.training]:
-        proof = Proof(
+        proof = ProofSettings(
             relate_jaxprs,
             cut.pieces,
             row_axes=loss_call.row_axes(cut.pieces),
@@ -509,7 +509,7 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
     operation, lines = (operation_name(ops[0]), (operation_line(ops[0]),)) if ops else ("", ())
     for leaf, relation in zip(result.leaves, relations, strict=True):
         relation = _resolve(relation, jnp.asarray(leaf).dtype)
-        if isinstance(relation, Unknown):
+        if isinstance(relation, Unrelated):
             return _mixing_of_unknown(result.name, relation)
         if isinstance(relation, Split):
             reason = (
@@ -573,7 +573,7 @@ def _reworded_for_positions(reason: str) -> str:
     return reason.replace("rows", "positions").replace("each row", "each position")
 
 
-def _mixing_of_unknown(result: str, relation: Unknown) -> Mixing:
+def _mixing_of_unknown(result: str, relation: Unrelated) -> Mixing:
     op, use = relation.op, relation.use
     lines = [] if op is None else [operation_line(op)]
     if op is not None and use is not None and operation_name(use) != operation_name(op):

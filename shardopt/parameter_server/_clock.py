@@ -10,11 +10,11 @@ from shardopt.core._errors import calling, error_text, format_error, plural
 
 CALLER = "parameter_server"
 
-Value = TypeVar("Value")
+Entry = TypeVar("Entry")
 _BITS = 6
 
 
-class PersistentMap(Mapping[int, Value]):
+class PersistentMap(Mapping[int, Entry]):
     """An immutable mapping from integers.
 
     `put` and `drop` return a new mapping that shares most of its memory.
@@ -31,10 +31,10 @@ class PersistentMap(Mapping[int, Value]):
 
     __slots__ = ("_buckets", "_size")
 
-    def __init__(self, _buckets: dict[int, dict[int, Value]] | None = None, _size: int = 0):
+    def __init__(self, _buckets: dict[int, dict[int, Entry]] | None = None, _size: int = 0):
         self._buckets, self._size = _buckets or {}, _size
 
-    def __getitem__(self, key: int) -> Value:
+    def __getitem__(self, key: int) -> Entry:
         return self._buckets[key >> _BITS][key]
 
     def __contains__(self, key: object) -> bool:
@@ -49,7 +49,7 @@ class PersistentMap(Mapping[int, Value]):
     def __repr__(self) -> str:
         return f"PersistentMap({dict(self)})"
 
-    def put(self, key: int, value: Value) -> "PersistentMap[Value]":
+    def put(self, key: int, value: Entry) -> "PersistentMap[Entry]":
         """Return a mapping with this entry added or replaced."""
         old = self._buckets.get(key >> _BITS, {})
         bucket, buckets = old.copy(), self._buckets.copy()
@@ -57,7 +57,7 @@ class PersistentMap(Mapping[int, Value]):
         buckets[key >> _BITS] = bucket
         return PersistentMap(buckets, self._size + (key not in old))
 
-    def drop(self, key: int) -> "PersistentMap[Value]":
+    def drop(self, key: int) -> "PersistentMap[Entry]":
         """Return a mapping without this key; the same mapping if it does not have the key."""
         if key not in self:
             return self

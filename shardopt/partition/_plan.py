@@ -145,7 +145,7 @@ def _first_if_not_none(
     return second if first is None else first
 
 
-class PlanOptions(NamedTuple):
+class LeafPlanOptions(NamedTuple):
     """The part of a strategy's options that decides how leaves are sharded.
 
     Attributes:
@@ -190,7 +190,7 @@ class _Leaf(NamedTuple):
     counts_experts: bool
 
 
-def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> PyTree:
+def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -> PyTree:
     """Plan every leaf: rules place tensor, and data shards the largest dim that it divides (see
     `largest_divisible_dim`).
 
@@ -201,7 +201,7 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> Py
     Args:
       abstract_params: the parameters; only shapes and dtypes are read.
       mesh: the mesh.
-      options: see `PlanOptions`.
+      options: see `LeafPlanOptions`.
 
     Returns:
       A tree like the parameters, of `LeafPlan`.
@@ -218,7 +218,7 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: PlanOptions) -> Py
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
 
 
-def _ruled_leaves(abstract_params: PyTree, options: PlanOptions) -> list[_Leaf]:
+def _ruled_leaves(abstract_params: PyTree, options: LeafPlanOptions) -> list[_Leaf]:
     arrays = leaves_with_paths(abstract_params)
     paths = [path for path, _ in arrays]
     if repeated := sorted({path for path in paths if paths.count(path) > 1}):
@@ -236,7 +236,7 @@ def _ruled_leaves(abstract_params: PyTree, options: PlanOptions) -> list[_Leaf]:
     ]
 
 
-def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: PlanOptions) -> LeafPlan:
+def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
     axes, shape, spec = shard_axes(mesh.shape), leaf.shape, leaf.spec
     experts = leaf.counts_experts and EXPERT in mesh.shape
     if experts:

@@ -15,7 +15,7 @@ from shardopt.core._figures import FilePath
 from shardopt.core._tables import aligned, source_and_name
 from shardopt.core._types import PyTree
 from shardopt.hlo._hlo_text import Instruction
-from shardopt.hlo._program import CanLower, Program, read_program
+from shardopt.hlo._program import CanLower, CompiledProgram, read_program
 from shardopt.hlo._source_lines import Frames, op_name_of, read_frames, source_of
 from shardopt.hlo._walk import check_schedule
 from shardopt.pipeline import Schedule
@@ -225,7 +225,7 @@ def step_seconds(
 
 
 def walk_schedule(
-    program: Program,
+    program: CompiledProgram,
     chip: Hardware | None,
     schedule: Schedule | None = None,
     kernels: Kernels = "scheduled",

@@ -32,7 +32,7 @@ from shardopt.partition import (
     COLUMNS,
     LayoutBytes,
     LeafPlan,
-    PlanOptions,
+    LeafPlanOptions,
     ShardAxes,
     plan_leaves,
     shard_axes,
@@ -337,7 +337,7 @@ def place(
         if placement.params and layout.shards.size > 1 and layout.pipeline == 1
         else ()
     )
-    options = PlanOptions(
+    options = LeafPlanOptions(
         rules=workload.rules,
         stacked=True,
         min_shard_elements=min_shard_elements if placement.opt_state else 1,

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardopt.hlo._collective import Collective
 from shardopt.hlo._hlo_text import Instruction, attributes, nbytes, operands
-from shardopt.hlo._program import Program
+from shardopt.hlo._program import CompiledProgram
 from shardopt.hlo._walk import (
     CollectiveSite,
     callees,
@@ -106,7 +106,7 @@ class Reader:
       costs: seconds by computation.
     """
 
-    program: Program
+    program: CompiledProgram
     chip: Hardware
     clock: float
     schedule: Schedule | None = None

@@ -17,16 +17,16 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from shardopt.core._trace_context import within_trace
 from shardopt.separability._elementwise import is_zero, resolve_numbers, unknown_results
-from shardopt.separability._proof import DifferentTracesError, Proof
+from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
+    EquationPair,
     Known,
     Relation,
     Same,
     Shapes,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     differing_dims,
 )
 from shardopt.trace._parts import abstract_value
@@ -42,9 +42,9 @@ give back this factor: it follows from no size in a program. """
 
 
 def follow_jvp(
-    proof: Proof, site: Site, relations: list[Relation], results: list[Relation]
+    proof: ProofSettings, site: EquationPair, relations: list[Relation], results: list[Relation]
 ) -> list[Relation]:
-    """Return the relations of the results if the jvp rule agrees with them; else `Unknown`.
+    """Return the relations of the results if the jvp rule agrees with them; else `Unrelated`.
 
     The rule maps (operands, tangents) to (results, their tangents). A tangent is a difference of
     two values, so it has the relation of the values. A rule that gives other relations is not the
@@ -84,9 +84,9 @@ def follow_jvp(
 
 
 def follow_vjp(
-    proof: Proof, site: Site, relations: list[Relation], results: list[Relation]
+    proof: ProofSettings, site: EquationPair, relations: list[Relation], results: list[Relation]
 ) -> list[Relation]:
-    """Return the relations of the results if the vjp rule agrees with them; else `Unknown`.
+    """Return the relations of the results if the vjp rule agrees with them; else `Unrelated`.
 
     The rule maps (operands, cotangents of the results) to (results, cotangents of the operands).
     The loss of the whole batch is the sum of the losses of the pieces, times a factor s (see
@@ -159,7 +159,7 @@ def follow_vjp(
     return results if agree else unknown_results(site, results, "backward")
 
 
-def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Relation | None:
+def _derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) -> Relation | None:
     """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`.
 
     None if it is not known.
@@ -177,12 +177,14 @@ def _derivative_relation(site: Site, relation: Relation, shapes: Shapes) -> Rela
     return None
 
 
-def _all_agree(site: Site, rule_results: Sequence[Relation], results: Sequence[Relation]) -> bool:
+def _all_agree(
+    site: EquationPair, rule_results: Sequence[Relation], results: Sequence[Relation]
+) -> bool:
     """Return whether the results of a rule have the relations of the results of its function."""
     return all(_agree(site, *pair) for pair in zip(rule_results, results, strict=True))
 
 
-def _agree(site: Site, a: Relation, b: Relation) -> bool:
+def _agree(site: EquationPair, a: Relation, b: Relation) -> bool:
     """Return whether relation `a` implies relation `b`, up to rounding of the ratios."""
     if isinstance(b, Known):
         return isinstance(a, Known) and a.equals(b)
@@ -194,12 +196,12 @@ def _agree(site: Site, a: Relation, b: Relation) -> bool:
     if isinstance(a, Same | Split | Total) and isinstance(b, type(a)):
         places = [relation.place if isinstance(relation, Split) else None for relation in (a, b)]
         return places[0] == places[1] and site.equal_ratios(a.ratio, b.ratio)  # pyright: ignore[reportAttributeAccessIssue]
-    return a == b and not isinstance(a, Unknown)
+    return a == b and not isinstance(a, Unrelated)
 
 
 def _follow_rule(
-    proof: Proof,
-    site: Site,
+    proof: ProofSettings,
+    site: EquationPair,
     trace: Callable[[JaxprEqn], ClosedJaxpr],
     relations: Sequence[Relation],
 ) -> list[Relation] | None:

@@ -10,16 +10,16 @@ import numpy as np
 from shardopt.separability._numbers import relation_of_numbers
 from shardopt.separability._relations import (
     Columns,
+    EquationPair,
     Extreme,
     Known,
     OperandSite,
     Relation,
     Same,
     Shifted,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     is_exactly_same,
     scaled,
     sizes_of_dim,
@@ -47,24 +47,24 @@ POWERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 SELECT = "select_n"
 
 
-def elementwise(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def elementwise(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of the results of an equation that works entry by entry."""
     return [_elementwise(site, relations)] * site.num_results
 
 
-def first_unknown(relations: Sequence[Relation]) -> Unknown | None:
-    """Return the first `Unknown` among relations; None if there is none."""
-    return next((relation for relation in relations if isinstance(relation, Unknown)), None)
+def first_unknown(relations: Sequence[Relation]) -> Unrelated | None:
+    """Return the first `Unrelated` among relations; None if there is none."""
+    return next((relation for relation in relations if isinstance(relation, Unrelated)), None)
 
 
 def unknown_results(
-    site: Site, relations: Sequence[Relation], reason: str = "mixes"
+    site: EquationPair, relations: Sequence[Relation], reason: str = "mixes"
 ) -> list[Relation]:
-    """Return `Unknown` for each result: the first `Unknown` of the operands, or else this equation."""
+    """Return `Unrelated` for each result: the first `Unrelated` of the operands, or else this equation."""
     return [first_unknown(relations) or site.unknown(reason)] * site.num_results
 
 
-def resolve_numbers(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def resolve_numbers(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of operands.
 
     Known numbers are replaced by the relation that follows from them.
@@ -86,14 +86,14 @@ def is_zero(relation: Relation) -> bool:
     return isinstance(relation, Known) and relation.all_zero
 
 
-def not_linear(site: Site, relation: Relation) -> Unknown:
-    """Return `Unknown` for an equation that cannot take a total or an extreme."""
+def not_linear(site: EquationPair, relation: Relation) -> Unrelated:
+    """Return `Unrelated` for an equation that cannot take a total or an extreme."""
     relation = relation.total if isinstance(relation, Shifted) else relation
     op = relation.op if isinstance(relation, Total | Extreme) else None
-    return Unknown("mixes", op or site.op, site.op)
+    return Unrelated("mixes", op or site.op, site.op)
 
 
-def join(site: Site, relations: Sequence[Relation]) -> Relation:
+def join(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return the relation of a result whose entries are taken from the operands, or are their sums."""
     return unify(
         site, resolve_numbers(site, relations), [is_zero(relation) for relation in relations]
@@ -101,7 +101,7 @@ def join(site: Site, relations: Sequence[Relation]) -> Relation:
 
 
 def unify(
-    site: Site, relations: Sequence[Relation], zeros: Sequence[bool] | None = None
+    site: EquationPair, relations: Sequence[Relation], zeros: Sequence[bool] | None = None
 ) -> Relation:
     """Return the relation that all of several values have.
 
@@ -133,13 +133,13 @@ def unify(
         for term in terms
     ]
     if not all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios):
-        return Unknown(
+        return Unrelated(
             "count", totals[0].op or site.op if totals else site.op, site.op if totals else None
         )
     return (totals or splits or [Same(ratios[0] if ratios else 1.0, drawn)])[0]
 
 
-def _add_rows_and_totals(site: Site, operands: Sequence[Relation]) -> Relation:
+def _add_rows_and_totals(site: EquationPair, operands: Sequence[Relation]) -> Relation:
     """Return the relation of rows plus totals.
 
     Terms that are the same in all pieces count as rows.
@@ -150,10 +150,10 @@ def _add_rows_and_totals(site: Site, operands: Sequence[Relation]) -> Relation:
     split = unify(site, [operand for operand in operands if not isinstance(operand, Total)])
     if isinstance(total, Total) and isinstance(split, Split):
         return Shifted(split, total)
-    return total if isinstance(total, Unknown) else split
+    return total if isinstance(total, Unrelated) else split
 
 
-def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
+def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if unknown := first_unknown(relations):
         return unknown
     # a piece of one row must not be broadcast to several rows
@@ -196,7 +196,7 @@ def _elementwise(site: Site, relations: Sequence[Relation]) -> Relation:
     return Same(ratio, any(isinstance(operand, Same) and operand.drawn for operand in terms))
 
 
-def _select(site: Site, predicate: Same, cases: Sequence[Relation]) -> Relation:
+def _select(site: EquationPair, predicate: Same, cases: Sequence[Relation]) -> Relation:
     if not site.equal_ratios(predicate.ratio, 1.0):
         return site.unknown("count")
     joined = join(OperandSite(site, 1), cases)
@@ -204,7 +204,7 @@ def _select(site: Site, predicate: Same, cases: Sequence[Relation]) -> Relation:
 
 
 def _result_ratio(
-    site: Site, operands: Sequence[Same | Split], zeros: Sequence[bool]
+    site: EquationPair, operands: Sequence[Same | Split], zeros: Sequence[bool]
 ) -> float | None:
     """Return the ratio of the result in the whole trace to the result in a piece.
 
@@ -240,13 +240,13 @@ def _result_ratio(
     return None
 
 
-def _common_ratio(site: Site, ratios: Sequence[float]) -> float | None:
+def _common_ratio(site: EquationPair, ratios: Sequence[float]) -> float | None:
     if not ratios:
         return 1.0
     return ratios[0] if all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios) else None
 
 
-def _stays_floating(site: Site) -> bool:
+def _stays_floating(site: EquationPair) -> bool:
     if site.name != "convert_element_type":
         return True
     dtype = site.params["new_dtype"]
@@ -259,7 +259,7 @@ def _stays_floating(site: Site) -> bool:
     return from_integers and dtype.itemsize >= source_dtype.itemsize  # no integer is cut off
 
 
-def _apply_to_total(site: Site, total: Total, operands: Sequence[Relation]) -> Relation:
+def _apply_to_total(site: EquationPair, total: Total, operands: Sequence[Relation]) -> Relation:
     """Return the relation of f(total): f(c sum P_i) = c sum f(P_i) if f is linear.
 
     A product is linear in one factor if the other factor is the same in all pieces. So is a
@@ -278,7 +278,7 @@ def _apply_to_total(site: Site, total: Total, operands: Sequence[Relation]) -> R
     return not_linear(site, total)
 
 
-def _keeps_order(site: Site) -> bool:
+def _keeps_order(site: EquationPair) -> bool:
     if site.name != "convert_element_type":
         return False
     dtype = site.params["new_dtype"]
@@ -290,7 +290,7 @@ def _keeps_order(site: Site) -> bool:
     )
 
 
-def _apply_to_extreme(site: Site, operands: Sequence[Relation]) -> Relation:
+def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relation:
     """Return the relation of f(extreme): f must preserve the order of numbers, or be a minus, which
     reverses it.
     """
@@ -308,5 +308,5 @@ def _apply_to_extreme(site: Site, operands: Sequence[Relation]) -> Relation:
     return extreme if is_combined else not_linear(site, extreme)
 
 
-def _operand_dtype(site: Site, i: int) -> Any:
+def _operand_dtype(site: EquationPair, i: int) -> Any:
     return getattr(site.whole_eqn.invars[i].aval, "dtype", None)

@@ -17,20 +17,20 @@ from shardopt.separability._moves import take_along_split
 from shardopt.separability._numbers import row_numbers
 from shardopt.separability._relations import (
     Columns,
+    EquationPair,
     Known,
     OperandSite,
     Relation,
     Same,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     differing_dims,
     sizes_of_dim,
 )
 
 
-def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Look up entries.
 
     The rule knows three cases:
@@ -117,7 +117,7 @@ def gather(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [operand if isinstance(operand, Total) else site.unknown("shape")]
 
 
-def _fill_breaks_ratio(site: Site, operand: Relation) -> bool:
+def _fill_breaks_ratio(site: EquationPair, operand: Relation) -> bool:
     """Return whether an index out of bounds gives a number that does not have the operand's ratio."""
     if isinstance(operand, Same | Split) and operand.ratio == 1.0:
         return False
@@ -128,7 +128,7 @@ def _fill_breaks_ratio(site: Site, operand: Relation) -> bool:
     )
 
 
-def _resolve_column(site: Site, column: Relation) -> Relation:
+def _resolve_column(site: EquationPair, column: Relation) -> Relation:
     """Return the relation of a column of the indices.
 
     Known numbers are replaced by the relation that follows from them.
@@ -141,7 +141,7 @@ def _resolve_column(site: Site, column: Relation) -> Relation:
     )[0]
 
 
-def _resolve_indices(site: Site, relations: Sequence[Relation]) -> Relation:
+def _resolve_indices(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return one relation for all columns of the indices."""
     if isinstance(relations[1], Columns):
         return join(site, [_resolve_column(site, column) for column in relations[1].columns])
@@ -149,7 +149,7 @@ def _resolve_indices(site: Site, relations: Sequence[Relation]) -> Relation:
 
 
 def _gather_paired_dims(
-    site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]
+    site: EquationPair, operand: Split, indices: Relation, batch_dims: Sequence[int]
 ) -> Relation:
     """Look up in each row by the indices of this row: the rows are a batching dim of the operand
     and of the indices.
@@ -160,7 +160,9 @@ def _gather_paired_dims(
     return operand.moved_to(batch_dims[dim]) if same_rows else site.unknown("mixes")
 
 
-def _belong_to_rows(site: Site, indices: Sequence[Relation], place: tuple[Any, ...]) -> bool:
+def _belong_to_rows(
+    site: EquationPair, indices: Sequence[Relation], place: tuple[Any, ...]
+) -> bool:
     """Return whether indices are the same in all pieces, or split like rows at a place.
 
     Their ratio must be 1.
@@ -172,7 +174,7 @@ def _belong_to_rows(site: Site, indices: Sequence[Relation], place: tuple[Any, .
 
 
 def _gather_known_rows(
-    site: Site, operand: Split, indices: Relation, batch_dims: Sequence[int]
+    site: EquationPair, operand: Split, indices: Relation, batch_dims: Sequence[int]
 ) -> Relation:
     """Look up entries of rows by row numbers that the trace knows."""
     row_indices = _known_row_indices(
@@ -194,7 +196,7 @@ def _gather_known_rows(
 
 
 def _known_row_indices(
-    site: Site, indices: Relation, index_map: Sequence[int], operand_dim: int
+    site: EquationPair, indices: Relation, index_map: Sequence[int], operand_dim: int
 ) -> tuple[Known, int, list[Relation]] | None:
     """Return the column of the indices with known row numbers, its dim of rows, and the other
     columns; None if not known.
@@ -219,7 +221,7 @@ def _known_row_indices(
     )
 
 
-def _row_dim(site: Site, column: Relation) -> int | None:
+def _row_dim(site: EquationPair, column: Relation) -> int | None:
     """Return the only dim of the indices along which a column of row numbers varies.
 
     None if it is not the only one.
@@ -251,7 +253,7 @@ def _row_dim(site: Site, column: Relation) -> int | None:
 ADDING = frozenset(["scatter-add", "scatter_add", "scatter_sub"])
 
 
-def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def scatter(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Write or add entries.
 
     The rule knows three cases:
@@ -282,14 +284,14 @@ def scatter(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ]
 
 
-def _batch_dims(site: Site) -> list[int]:
+def _batch_dims(site: EquationPair) -> list[int]:
     """Return the dims of the updates that correspond to the dims of the indices, in order."""
     window_dims = site.params["dimension_numbers"].update_window_dims
     return [dim for dim in range(len(site.operand_shapes(2)[0])) if dim not in window_dims]
 
 
 def _scatter_into_rows(
-    site: Site,
+    site: EquationPair,
     dim: int,
     operand: Relation,
     indices: Relation,
@@ -334,12 +336,12 @@ def _scatter_into_rows(
         return site.unknown("mixes")
     combined = _combine_entries(site, operand, updates, zeros)
     if not splits or not isinstance(combined, Same | Split):
-        return combined if isinstance(combined, Same | Unknown) else site.unknown("mixes")
+        return combined if isinstance(combined, Same | Unrelated) else site.unknown("mixes")
     return Split(dim, splits[0].blocks, combined.ratio, splits[0].order)
 
 
 def _combine_entries(
-    site: Site, operand: Relation, updates: Relation, zeros: list[bool]
+    site: EquationPair, operand: Relation, updates: Relation, zeros: list[bool]
 ) -> Relation:
     """Return the relation of entries that come from the operand, from the updates, or from both,
     whatever their place.
@@ -358,7 +360,7 @@ def _combine_entries(
 
 
 def _scatter_into_shared(
-    site: Site, operand: Relation, indices: Relation, updates: Relation, zeros: list[bool]
+    site: EquationPair, operand: Relation, indices: Relation, updates: Relation, zeros: list[bool]
 ) -> Relation:
     """Return the relation of a scatter into an operand without a dim of rows."""
     row_dims, batch_dims = differing_dims(site.operand_shapes(2)), _batch_dims(site)
@@ -375,7 +377,7 @@ def _scatter_into_shared(
     return unify(site, [operand, Total(updates.ratio, site.op)], [zeros[0], False])
 
 
-def _own_row_place(site: Site, indices: Relation) -> Split | None:
+def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
     """Return the place of rows in the indices if each row is written into itself.
 
     None if this is not known.
@@ -400,7 +402,7 @@ def _own_row_place(site: Site, indices: Relation) -> Split | None:
     return place if _belong_to_rows(site, other_columns, place.place) else None
 
 
-def dynamic_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def dynamic_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Take a slice with a start that is an operand: it must take all entries along dims of rows."""
     operand, starts = resolve_numbers(site, relations)[0], resolve_numbers(site, relations)[1:]
     if unknown := first_unknown([operand, *starts]):
@@ -420,7 +422,7 @@ def dynamic_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [operand if isinstance(operand, Same | Split | Total) else site.unknown("shape")]
 
 
-def dynamic_update_slice(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def dynamic_update_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Write a slice with a start that is an operand: it must fill all entries along dims of rows."""
     operand, updates, *starts = resolve_numbers(site, relations)
     if unknown := first_unknown([operand, updates, *starts]):

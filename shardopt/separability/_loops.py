@@ -16,18 +16,18 @@ from shardopt.separability._elementwise import (
     unify,
     unknown_results,
 )
-from shardopt.separability._proof import Proof
+from shardopt.separability._proof import ProofSettings
 from shardopt.separability._relations import (
     Columns,
+    EquationPair,
     Known,
     OperandSite,
     Relation,
     Same,
     Shifted,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     is_exactly_same,
 )
 from shardopt.trace._jaxprs import open_jaxpr
@@ -39,7 +39,7 @@ MAX_ROUNDS = 8
 """
 
 
-def scan(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def scan(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
     """Follow a scan that has equally many turns in both traces, or that takes one row a turn."""
     bodies = site.both_params("jaxpr")
     num_turns = site.both_params("length")
@@ -56,7 +56,7 @@ def scan(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
     return [*carry, *[_stack_turns(site, relation) for relation in turn_results]]
 
 
-def _operand_of_turn(site: Site, relation: Relation, i: int) -> Relation:
+def _operand_of_turn(site: EquationPair, relation: Relation, i: int) -> Relation:
     """Return the relation of the part of a scanned operand that a turn takes."""
     if isinstance(relation, Known):
         (relation,) = resolve_numbers(OperandSite(site, i), [relation])
@@ -66,7 +66,7 @@ def _operand_of_turn(site: Site, relation: Relation, i: int) -> Relation:
     return site.unknown("shape") if isinstance(relation, Columns | Shifted) else relation
 
 
-def _stack_turns(site: Site, relation: Relation) -> Relation:
+def _stack_turns(site: EquationPair, relation: Relation) -> Relation:
     """Return the relation of the stacked results of all turns.
 
     A known number is the number of one turn only.
@@ -79,8 +79,8 @@ def _stack_turns(site: Site, relation: Relation) -> Relation:
 
 
 def _fixed_point(
-    proof: Proof,
-    site: Site,
+    proof: ProofSettings,
+    site: EquationPair,
     bodies: Sequence[Any],
     consts: Sequence[Relation],
     carry: Sequence[Relation],
@@ -104,7 +104,7 @@ def _fixed_point(
     return [unknown] * len(carry), [unknown] * (site.num_results - len(carry))
 
 
-def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
+def _common_relation(site: EquationPair, before: Relation, after: Relation) -> Relation:
     """Return a relation that both values have.
 
     Known numbers that differ become the relation that both numbers have.
@@ -117,7 +117,7 @@ def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
     for relation in (before, after):
         if isinstance(relation, Known):
             if not relation.same_numbers:
-                return Unknown("count", relation.op)
+                return Unrelated("count", relation.op)
             relation = Same()
         relations.append(relation)
     if not all(isinstance(relation, Same | Split | Total) for relation in relations):
@@ -125,7 +125,9 @@ def _common_relation(site: Site, before: Relation, after: Relation) -> Relation:
     return unify(site, relations, [is_zero(before), is_zero(after)])
 
 
-def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def while_loop(
+    proof: ProofSettings, site: EquationPair, relations: list[Relation]
+) -> list[Relation]:
     """Follow a loop whose condition is the same in the whole trace and in every piece, so that it
     has equally many turns.
     """
@@ -134,11 +136,11 @@ def while_loop(proof: Proof, site: Site, relations: list[Relation]) -> list[Rela
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
     if is_exactly_same(condition) or (isinstance(condition, Known) and condition.same_numbers):
         return carry
-    unknown = condition if isinstance(condition, Unknown) else site.unknown("loop")
+    unknown = condition if isinstance(condition, Unrelated) else site.unknown("loop")
     return [unknown] * site.num_results
 
 
-def cond(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
     """Follow all branches.
 
     The index of the branch must be the same in the whole trace and in every piece.
@@ -191,7 +193,9 @@ def _raises(branch: Any) -> bool:
 ADDING = frozenset(["add", "add_any", "sub", "scatter-add", "scatter_add"])
 
 
-def _scan_over_rows(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def _scan_over_rows(
+    proof: ProofSettings, site: EquationPair, relations: list[Relation]
+) -> list[Relation]:
     """Follow a scan that takes one row a turn, and has as many turns as there are rows.
 
     Every turn must do the same in the whole trace as in a piece.

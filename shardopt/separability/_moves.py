@@ -15,15 +15,15 @@ from shardopt.separability._elementwise import (
 )
 from shardopt.separability._relations import (
     Columns,
+    EquationPair,
     Extreme,
     Known,
     Relation,
     Same,
     Shapes,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     differing_dims,
     dim_after_removal,
     growth,
@@ -31,7 +31,7 @@ from shardopt.separability._relations import (
 )
 
 
-def as_split(site: Site, relation: Relation, i: int = 0) -> Relation:
+def as_split(site: EquationPair, relation: Relation, i: int = 0) -> Relation:
     """Return `Split` for equal entries along a dim that is n times as long in the whole trace.
 
     Else the same relation.
@@ -46,7 +46,7 @@ def as_split(site: Site, relation: Relation, i: int = 0) -> Relation:
     return relation
 
 
-def reshape(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def reshape(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Arrange the entries in other dims, in the same order.
 
     The order of entries is [outer, block, piece, j, inner] in the whole trace and [outer, block, j,
@@ -100,7 +100,7 @@ def _keeps_differing_dims(old_shapes: Shapes, new_shapes: Shapes) -> bool:
     return dims(old_shapes) == dims(new_shapes)
 
 
-def broadcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def broadcast(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Repeat entries along new dims."""
     relation, dims = relations[0], site.params["broadcast_dimensions"]
     if isinstance(relation, Split):
@@ -116,13 +116,13 @@ def broadcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def moving(
-    result_dim: Callable[[Site, int], int],
-) -> Callable[[Site, Sequence[Relation]], list[Relation]]:
+    result_dim: Callable[[EquationPair, int], int],
+) -> Callable[[EquationPair, Sequence[Relation]], list[Relation]]:
     """Return the rule of an equation that reorders, removes or adds dims: dim d of the operand is
     dim `result_dim(site, d)`.
     """
 
-    def rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    def rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         relation = relations[0]
         return [
             (
@@ -145,7 +145,7 @@ expand_dims = moving(
 
 
 def take_along_split(
-    site: Site,
+    site: EquationPair,
     relation: Split,
     whole_entries: np.ndarray,
     piece_entries: np.ndarray,
@@ -196,7 +196,7 @@ def take_along_split(
     return site.unknown("mixes")
 
 
-def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def slice_entries(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Take a slice with fixed bounds.
 
     Dims that are not split must have the same bounds in both traces. Along dims of equal entries
@@ -252,7 +252,7 @@ def slice_entries(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [relation]
 
 
-def rev(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def rev(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Reverse the entries along dims."""
     relation = relations[0]
     if isinstance(relation, Split) and relation.dim in site.params["dimensions"]:
@@ -265,7 +265,7 @@ def rev(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [relation]
 
 
-def tile(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Repeat all entries of dims, one copy after the other.
 
     Copies of rows are further blocks. Copies of a value that is the same in all pieces are split,
@@ -309,7 +309,7 @@ def tile(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [site.unknown("position")]
 
 
-def pad(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def pad(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Put a number around the entries, but not along dims of rows."""
     padded_differing_dims = {
         dim
@@ -322,7 +322,7 @@ def pad(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [join(site, relations)]
 
 
-def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def concatenate(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Join operands along a dim.
 
     Along the split dim, operands with blocks of one size give the result more blocks. Along other
@@ -335,7 +335,7 @@ def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
             return unknown_results(site, relations, "position")
         joined = join(site, relations)
         if (
-            isinstance(joined, Unknown)
+            isinstance(joined, Unrelated)
             and dim == len(site.result_shapes()[0]) - 1
             and (columns := _columns(site, relations))
         ):
@@ -370,13 +370,13 @@ def concatenate(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [Split(dim, blocks, ratios[0] if ratios else 1.0)]
 
 
-def _cannot_concatenate(site: Site, relation: Relation) -> Unknown:
+def _cannot_concatenate(site: EquationPair, relation: Relation) -> Unrelated:
     if isinstance(relation, Total | Extreme):
         return not_linear(site, relation)
     return site.unknown("position" if isinstance(relation, Same) else "mixes")
 
 
-def _columns(site: Site, relations: Sequence[Relation]) -> Columns | None:
+def _columns(site: EquationPair, relations: Sequence[Relation]) -> Columns | None:
     """Return the relation of each column if the operands are indices of different dims.
 
     None if a relation is unknown.
@@ -401,7 +401,7 @@ def _columns(site: Site, relations: Sequence[Relation]) -> Columns | None:
     return Columns(tuple(columns))
 
 
-def split(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def split(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Cut a dim into slices."""
     relation, dim, part_sizes = relations[0], site.params["axis"], site.both_params("sizes")
     if isinstance(relation, Split) and relation.dim == dim:
@@ -422,7 +422,7 @@ def split(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [relation] * site.num_results
 
 
-def unstack(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def unstack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Cut a dim into its entries, which must not be the dim of rows."""
     relation, dim = relations[0], site.params["axis"]
     if dim in differing_dims(site.operand_shapes()):
@@ -432,7 +432,7 @@ def unstack(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [relation] * site.num_results
 
 
-def stack(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def stack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Join operands along a new dim."""
     joined, dim = join(site, relations), site.params["axis"]
     if isinstance(joined, Split):

@@ -13,13 +13,13 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardopt.separability._relations import (
+    EquationPair,
     Known,
     Relation,
     Same,
     Shapes,
-    Site,
     Split,
-    Unknown,
+    Unrelated,
     close,
     differing_dims,
     growth,
@@ -96,7 +96,7 @@ def as_numbers(value: Any) -> np.ndarray | None:
     return array if array.dtype.kind in "biufc" else None
 
 
-def fold_constants(site: Site, relations: Sequence[Relation]) -> Known | None:
+def fold_constants(site: EquationPair, relations: Sequence[Relation]) -> Known | None:
     """Return the numbers that an equation computes.
 
     None if an operand is not known or the computation is too large.
@@ -201,7 +201,7 @@ def _compute(
 def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: Any) -> Relation:
     """Return `Same` or `Split` for known numbers, by comparing the numbers.
 
-    `Unknown` if neither is right.
+    `Unrelated` if neither is right.
 
     Args:
       known: the numbers in the whole trace and in the piece trace.
@@ -228,7 +228,7 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
             repeated = np.concatenate([piece_values] * num_pieces, dim)
             if repeated.shape == whole_values.shape and np.array_equal(repeated, whole_values):
                 return Split(dim)
-    return Unknown("position" if dims else "count", known.op)
+    return Unrelated("position" if dims else "count", known.op)
 
 
 def _common_ratio(

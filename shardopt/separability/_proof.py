@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from shardopt.separability._relations import Relation, Site
+from shardopt.separability._relations import EquationPair, Relation
 
 
 class DifferentTracesError(Exception):
@@ -24,7 +24,7 @@ class DifferentTracesError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Proof:
+class ProofSettings:
     """The settings of one proof.
 
     Attributes:
@@ -42,7 +42,7 @@ class Proof:
         loop several times, so it caches them.
     """
 
-    relate_jaxprs: "Callable[[Proof, Any, Any, Sequence[Relation]], list[Relation]]"
+    relate_jaxprs: "Callable[[ProofSettings, Any, Any, Sequence[Relation]], list[Relation]]"
     num_pieces: int
     row_axes: frozenset[str] = frozenset()
     other_axes: frozenset[str] = frozenset()
@@ -52,7 +52,7 @@ class Proof:
     rule_traces: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
 
     def relate(
-        self, site: Site, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]
+        self, site: EquationPair, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]
     ) -> list[Relation]:
         """Return the relations of the results of a function that an equation calls.
 

@@ -6,23 +6,23 @@ from collections.abc import Callable, Sequence
 
 from shardopt.separability._elementwise import join, not_linear
 from shardopt.separability._relations import (
+    EquationPair,
     Extreme,
     Relation,
     Same,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     differing_dims,
     dim_after_removal,
     growth,
     scaled,
 )
 
-Rule = Callable[[Site, Sequence[Relation]], list[Relation]]
+Rule = Callable[[EquationPair, Sequence[Relation]], list[Relation]]
 
 
-def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def reduce_sum(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Add entries up.
 
     Over the split dim, sum_W = r (sum_P0 + ... + sum_Pn-1). Over a dim of equal entries, the sum is
@@ -56,7 +56,7 @@ def reduce_sum(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 EXTREMES = {"reduce_max": "max", "reduce_or": "max", "reduce_min": "min", "reduce_and": "min"}
 
 
-def reduce_extreme(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Take the largest or smallest entry.
 
     Over the split dim, the extreme of the whole batch is the extreme of the pieces' extremes.
@@ -82,7 +82,7 @@ def reduce_extreme(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [relation]
 
 
-def reduce_other(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def reduce_other(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Reduce dims that have one size in both traces, with any function."""
     dims = site.params["axes"]
     if not site.differing_operand_dims.isdisjoint(dims):
@@ -94,7 +94,7 @@ def reduce_other(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     )
 
 
-def argmax(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def argmax(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Find the index of the largest or smallest entry, which a positive ratio does not change."""
     relation = relations[0]
     if isinstance(relation, Same | Split) and relation.ratio > 0:
@@ -111,7 +111,7 @@ def rule_along(param: str, linear: bool = False) -> Rule:
       linear: whether the primitive is linear.
     """
 
-    def rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+    def rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         relation, dims = relations[0], site.params[param]
         dims = dims if isinstance(dims, tuple | list) else (dims,)
         if not site.differing_operand_dims.isdisjoint(dims):
@@ -123,7 +123,7 @@ def rule_along(param: str, linear: bool = False) -> Rule:
     return rule
 
 
-def top_k(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def top_k(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Take the largest entries along a dim, which must have one size in both traces."""
     dim = site.params.get("axis", -1) % len(site.operand_shapes()[0])
     if dim in differing_dims(site.operand_shapes()):
@@ -132,7 +132,7 @@ def top_k(site: Site, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def _row_by_row(
-    site: Site,
+    site: EquationPair,
     relations: Sequence[Relation],
     result_of_split: Callable[[Split], Relation] = lambda split: split,
 ) -> list[Relation]:
@@ -155,8 +155,8 @@ def _row_by_row(
     return [result_of_split(joined) if isinstance(joined, Split) else joined] * site.num_results
 
 
-def _mixed(site: Site, relations: Sequence[Relation]) -> Unknown:
-    """Return `Unknown` for an equation along dims of rows.
+def _mixed(site: EquationPair, relations: Sequence[Relation]) -> Unrelated:
+    """Return `Unrelated` for an equation along dims of rows.
 
     If an operand is a total, the message names the sum.
     """
@@ -164,7 +164,7 @@ def _mixed(site: Site, relations: Sequence[Relation]) -> Unknown:
     return site.unknown("mixes") if total is None else not_linear(site, total)
 
 
-def window(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def window(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Reduce sliding windows, which must hold one entry along dims of rows."""
     params, dims = (
         site.params,
@@ -185,7 +185,7 @@ def window(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return _row_by_row(site, relations)
 
 
-def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def batched(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Decompose matrices.
 
     The last two dims are the dims of a matrix, all other dims are batch dims.
@@ -208,7 +208,7 @@ def batched(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return _row_by_row(site, relations)
 
 
-def fft(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def fft(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Transform the last dims, which must not be dims of rows. A Fourier transform is linear."""
     shapes = site.operand_shapes()
     first_transformed = len(shapes[0]) - len(site.params["fft_lengths"])
@@ -216,7 +216,7 @@ def fft(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [site.unknown("mixes") if mixes else relations[0]]
 
 
-def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Multiply two arrays and add up over the contracted dims.
 
     If the split dim is contracted, the result is a sum over rows: both operands are split, or the
@@ -282,7 +282,7 @@ def dot_general(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [Split(result_dim, relation.blocks, ratio, relation.order)]
 
 
-def convolution(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Convolve images with a kernel.
 
     Rows may be the batch dim of the images. Or they are the feature dim of both operands, over

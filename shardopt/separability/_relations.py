@@ -160,11 +160,11 @@ class Known:
             self.piece_values, other.piece_values
         )
 
-    def as_same(self) -> "Same | Unknown":
+    def as_same(self) -> "Same | Unrelated":
         """Return the relation of a value that has these numbers only sometimes, such as in one turn
         of a loop.
         """
-        return Same() if self.same_numbers else Unknown("count", self.op)
+        return Same() if self.same_numbers else Unrelated("count", self.op)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Columns:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unknown:
+class Unrelated:
     """Nothing is known.
 
     Attributes:
@@ -193,7 +193,7 @@ class Unknown:
     use: Operation | None = dataclasses.field(default=None, compare=False)
 
 
-Relation = Same | Split | Total | Shifted | Extreme | Known | Columns | Unknown
+Relation = Same | Split | Total | Shifted | Extreme | Known | Columns | Unrelated
 Scaled = TypeVar("Scaled", bound=Same | Split | Total)
 
 
@@ -217,7 +217,7 @@ REASONS = {
     "loop": "no rule says what this loop does to rows.",
     "traces": "it does other things on the whole batch than on a piece of it.",
 }
-"""The sentence of an error message for each reason of an `Unknown`."""
+"""The sentence of an error message for each reason of an `Unrelated`."""
 
 
 def _equal(a: np.ndarray, b: np.ndarray) -> bool:
@@ -249,7 +249,7 @@ def ratio_tolerance(dtype: Any) -> float:
     }.get(name, 2.0**-20)
 
 
-class Site:
+class EquationPair:
     """One equation in both traces.
 
     Attributes:
@@ -327,16 +327,16 @@ class Site:
         """Return whether a relation is `Same` or `Split` with ratio 1, up to rounding."""
         return isinstance(relation, Same | Split) and self.equal_ratios(relation.ratio, 1.0)
 
-    def unknown(self, reason: str = "mixes") -> Unknown:
-        """Return `Unknown`, with this equation as the first operation whose result is unknown."""
-        return Unknown(reason, self.op)
+    def unknown(self, reason: str = "mixes") -> Unrelated:
+        """Return `Unrelated`, with this equation as the first operation whose result is unknown."""
+        return Unrelated(reason, self.op)
 
     def both_params(self, name: str) -> tuple[Any, Any]:
         """Return a parameter of the equation in the whole trace and in the piece trace."""
         return self.whole_eqn.params[name], self.piece_eqn.params[name]
 
 
-class OperandSite(Site):
+class OperandSite(EquationPair):
     """An equation whose operands are counted from another one, or are taken to have other shapes.
 
     Args:
@@ -345,7 +345,7 @@ class OperandSite(Site):
       shapes: the shapes to return for every operand; None for the real shapes.
     """
 
-    def __init__(self, site: Site, first: int = 0, shapes: Shapes | None = None):
+    def __init__(self, site: EquationPair, first: int = 0, shapes: Shapes | None = None):
         super().__init__(site.whole_eqn, site.piece_eqn, site.num_pieces, site.callers)
         self._first, self._shapes = first, shapes
 

@@ -23,12 +23,12 @@ from shardopt.separability._elementwise import (
 from shardopt.separability._numbers import fold_constants
 from shardopt.separability._relations import (
     Columns,
+    EquationPair,
     Extreme,
     Known,
     Relation,
     Same,
     Shifted,
-    Site,
     Split,
     Total,
     differing_dims,
@@ -47,12 +47,12 @@ class Rule(NamedTuple):
         them.
       accepts: the relations that `results` can handle. With any other operand the result is
         unknown. Not used if `raw`.
-      raw: whether `results` gets all relations, `Known` and `Unknown` included. If False, known
+      raw: whether `results` gets all relations, `Known` and `Unrelated` included. If False, known
         numbers are replaced by the relation that follows from them, and only relations that
         `results` accepts reach it.
     """
 
-    results: Callable[[Site, Sequence[Relation]], list[Relation]]
+    results: Callable[[EquationPair, Sequence[Relation]], list[Relation]]
     size_params: frozenset[str] = frozenset()
     accepts: tuple[type, ...] = (Same, Split, Total)
     raw: bool = False
@@ -73,7 +73,7 @@ PLACEMENT_PARAMS = frozenset(
 """Parameters that place values on devices, and do not change the values."""
 
 
-def apply_rule(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of the results of an equation, from the relations of its operands."""
     if (numbers := fold_constants(site, relations)) is not None:
         return [numbers]
@@ -104,7 +104,7 @@ LINEAR_IN_ONE = frozenset(
 """Primitives that are linear in one operand if all other operands are the same in all pieces."""
 
 
-def _apply_to_parts(site: Site, rule: Rule, relations: Sequence[Relation]) -> Relation:
+def _apply_to_parts(site: EquationPair, rule: Rule, relations: Sequence[Relation]) -> Relation:
     """Return the relation of f(Q + T) for rows Q and a total T.
 
     If f is linear, it is f(Q) + f(T).
@@ -159,7 +159,7 @@ def equal_params(whole_param: Any, piece_param: Any) -> bool:
         return False
 
 
-def _random(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _random(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Draw random numbers from a key.
 
     Each piece has another key of the loss, so its random numbers for rows are split. Any other key
@@ -191,7 +191,7 @@ def _random(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ]
 
 
-def _fold_in(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _fold_in(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Make a new key of a key and a number.
 
     From the key of the loss and a known number, each piece makes another key.
@@ -202,14 +202,14 @@ def _fold_in(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return elementwise(site, relations)
 
 
-def _threefry(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _threefry(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Make random bits of a key and a counter, as in `_fold_in`."""
     if any(isinstance(key, Same) and key.drawn for key in relations[:2]):
         return _random(site, [Same(1.0, True)]) * site.num_results
     return elementwise(site, relations)
 
 
-def _iota(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _iota(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Count along a dim.
 
     Along a dim of rows, all pieces but the first count other numbers than the whole batch.
@@ -224,7 +224,7 @@ def _iota(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     ]
 
 
-def _constant(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _constant(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the number of the platform, which is one for all pieces: `jnp.diag` and
     `platform_dependent` branch on it.
     """
@@ -232,31 +232,31 @@ def _constant(site: Site, relations: Sequence[Relation]) -> list[Relation]:
     return [Same()]
 
 
-def _identities(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _identities(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return each operand unchanged."""
     del site
     return list(relations)
 
 
-def _no_results(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _no_results(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Print, and return nothing."""
     del site, relations
     return []
 
 
-def _bitcast(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _bitcast(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Read the bits of each entry as another dtype of the same width."""
     if len(site.operand_shapes()[0]) != len(site.result_shapes()[0]):
         return unknown_results(site, relations, "shape")
     return elementwise(site, relations)
 
 
-def _any_of_scalar(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _any_of_scalar(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Follow `equinox`'s any and all over vmapped dims: a single number stays as it is."""
     return list(relations) if not site.operand_shapes()[0] else [site.unknown("primitive")]
 
 
-def _attention_kernel(site: Site, relations: Sequence[Relation]) -> list[Relation]:
+def _attention_kernel(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Follow cuDNN's attention on operands [rows, ...]: the result of a row follows from this row
     alone.
     """

@@ -18,16 +18,16 @@ from shardopt.separability._elementwise import (
     unknown_results,
 )
 from shardopt.separability._numbers import as_numbers
-from shardopt.separability._proof import DifferentTracesError, Proof
+from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
+    EquationPair,
     Extreme,
     Known,
     Relation,
     Same,
-    Site,
     Split,
     Total,
-    Unknown,
+    Unrelated,
     differing_dims,
     is_exactly_same,
 )
@@ -50,7 +50,7 @@ CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr
 
 
 def relate_jaxprs(
-    proof: Proof, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]
+    proof: ProofSettings, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]
 ) -> list[Relation]:
     """Return the relations of the results of two traces of one function.
 
@@ -77,12 +77,14 @@ def relate_jaxprs(
         if isinstance(whole_atom, Literal):
             return _relation_of_constants(whole_atom.val, piece_atom.val)
         return (
-            relation_of[whole_atom] if piece_var_of[whole_atom] is piece_atom else Unknown("traces")
+            relation_of[whole_atom]
+            if piece_var_of[whole_atom] is piece_atom
+            else Unrelated("traces")
         )
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
     for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns, piece_var_of):
-        site = Site(*eqns, proof.num_pieces, proof.callers)
+        site = EquationPair(*eqns, proof.num_pieces, proof.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
         results = _relate_equation(proof, site, operands)
         relation_of.update(zip(eqns[0].outvars, results, strict=True))
@@ -156,7 +158,7 @@ def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
     readable = all(map(_is_readable, (whole_value, piece_value)))
     numbers = [as_numbers(value) for value in (whole_value, piece_value)] if readable else [None]
     if any(value is None for value in numbers):
-        return Same() if whole_value is piece_value else Unknown("traces")
+        return Same() if whole_value is piece_value else Unrelated("traces")
     known = Known(*numbers)  # pyright: ignore[reportArgumentType]
     return Same() if shapes[0] == shapes[1] != () and known.same_numbers else known
 
@@ -170,7 +172,9 @@ def _is_readable(value: Any) -> bool:
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
-def _relate_equation(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def _relate_equation(
+    proof: ProofSettings, site: EquationPair, relations: list[Relation]
+) -> list[Relation]:
     if site.name == "scan":
         return loops.scan(proof, site, relations)
     if site.name == "while":
@@ -188,7 +192,7 @@ def _relate_equation(proof: Proof, site: Site, relations: list[Relation]) -> lis
     return apply_rule(site, relations)
 
 
-def _function_param(site: Site) -> str | None:
+def _function_param(site: EquationPair) -> str | None:
     """Return the name of the parameter that holds the function which an equation calls.
 
     None if there is none.
@@ -196,7 +200,7 @@ def _function_param(site: Site) -> str | None:
     return next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
 
 
-def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
     """Follow the function that an equation calls. A few functions have rules of their own."""
     if proof.positions and has_mark(site.whole_eqn, POSITIONS):
         return [Split(0)]
@@ -215,7 +219,7 @@ def _call(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]
         return unknown_results(site, relations, "traces")
 
 
-def _written_by_jax(site: Site) -> bool:
+def _written_by_jax(site: EquationPair) -> bool:
     """Return whether all equations of a function come from `jax.numpy`, and not from a user's
     function of the same name.
     """
@@ -231,7 +235,7 @@ def _written_by_jax(site: Site) -> bool:
     return True
 
 
-def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
+def _take_along_axis(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return the relation of the result of `jnp.take_along_axis`, which jax writes in another way
     for dims of size 1.
 
@@ -275,7 +279,7 @@ def _take_along_axis(site: Site, relations: Sequence[Relation]) -> Relation:
     return unify(site, operands)
 
 
-def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
+def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return the relation of the largest absolute numbers over positions.
 
     Devices along context take their maximum.
@@ -288,7 +292,7 @@ def _row_maximum(site: Site, relations: Sequence[Relation]) -> Relation:
     return site.unknown("mixes")
 
 
-def _attention(site: Site, relations: Sequence[Relation]) -> Relation:
+def _attention(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     """Return the relation of the result of `so.nn.attention`.
 
     The operands are query, key and value [B, T, ...], and position numbers [B, T] or [T]. The
@@ -307,7 +311,7 @@ def _attention(site: Site, relations: Sequence[Relation]) -> Relation:
 # --- derivative rules -----------------------------------------------------------------------------
 
 
-def _custom(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def _custom(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
     """Follow a function with a custom derivative rule.
 
     Follow the rule too if the loss is differentiated.
@@ -323,7 +327,9 @@ def _custom(proof: Proof, site: Site, relations: list[Relation]) -> list[Relatio
     return derivatives.follow_vjp(proof, site, relations, results)
 
 
-def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def _linear_solve(
+    proof: ProofSettings, site: EquationPair, relations: list[Relation]
+) -> list[Relation]:
     """Follow `custom_linear_solve`: first its solver, then its other functions on the solution.
 
     The derivative needs these other functions. Each must give the relation of the solution again.
@@ -353,7 +359,9 @@ def _linear_solve(proof: Proof, site: Site, relations: list[Relation]) -> list[R
 # --- collectives ----------------------------------------------------------------------------------
 
 
-def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Relation]:
+def _collective(
+    proof: ProofSettings, site: EquationPair, relations: list[Relation]
+) -> list[Relation]:
     """Follow a collective that the loss calls.
 
     Over the axes of the pieces, which have size 1 in the whole trace, a collective combines all
@@ -382,7 +390,7 @@ def _collective(proof: Proof, site: Site, relations: list[Relation]) -> list[Rel
     ]
 
 
-def _collective_over_pieces(site: Site, relation: Relation, i: int) -> Relation:
+def _collective_over_pieces(site: EquationPair, relation: Relation, i: int) -> Relation:
     if site.name in SUMS and isinstance(relation, Total):
         return Same(relation.ratio)
     if site.name in SUMS and isinstance(relation, Same) and not relation.drawn:

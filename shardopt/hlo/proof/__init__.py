@@ -2,7 +2,7 @@
 every piece fits.
 """
 
-from shardopt.hlo.proof._proof import Problem, Proof, Unknown
+from shardopt.hlo.proof._proof import Proof
 from shardopt.hlo.proof._prove import prove
 
-__all__ = ["Problem", "Proof", "Unknown", "prove"]
+__all__ = ["Proof", "prove"]

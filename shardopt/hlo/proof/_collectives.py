@@ -11,12 +11,12 @@ from shardopt.hlo._collective import Groups
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
     SCATTERED,
+    DerivedValue,
     Dim,
     Factor,
     Hidden,
     Positions,
     Unproved,
-    Value,
     Wrong,
     cut,
     cut_beside,
@@ -48,7 +48,7 @@ def _sizes_of(groups: Groups) -> tuple[int, int]:
     return len(members), len(groups[0])
 
 
-def reduced_over(value: Value, kind: str, groups: Groups, order: int) -> Value:
+def reduced_over(value: DerivedValue, kind: str, groups: Groups, order: int) -> DerivedValue:
     """Return the result of an all-reduce."""
     _, n = _sizes_of(groups)
     if n == 1:
@@ -164,7 +164,7 @@ def position_in_group(groups: Groups) -> Positions:
     return _numbered(groups, [range(len(group)) for group in groups])
 
 
-def block(value: Value, dim: int, at: Positions, n: int) -> Value:
+def block(value: DerivedValue, dim: int, at: Positions, n: int) -> DerivedValue:
     """Return one of n blocks of a dim: block `at` of each device."""
     if n == 1:
         return value
@@ -190,7 +190,7 @@ def block(value: Value, dim: int, at: Positions, n: int) -> Value:
     return value.changed(shape=shape, dims=dims, hidden=hidden, fill=value.fill)
 
 
-def gathered(value: Value, dim: int, groups: Groups) -> Value:
+def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     """Return the result of an all-gather along a dim: the pieces of each group, in its order."""
     devices, n = _sizes_of(groups)
     if n == 1:
@@ -245,7 +245,7 @@ def _first(at: Positions, groups: Groups) -> Positions:
 
 
 def _gathered_coordinate(
-    value: Value, groups: Groups, devices: int, minor: int
+    value: DerivedValue, groups: Groups, devices: int, minor: int
 ) -> tuple[tuple[int, Factor] | None, tuple[Dim, ...], tuple[Hidden, ...]]:
     """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim.
 
@@ -302,7 +302,7 @@ def _check_ascending(at: Positions, step: int, groups: Groups) -> None:
             )
 
 
-def exchanged(value: Value, dim: int, groups: Groups) -> Value:
+def exchanged(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     """Return the result of an all-to-all: block i of a dim goes to device i of the group, blocks
     arrive in its order.
     """
@@ -320,8 +320,13 @@ def exchanged(value: Value, dim: int, groups: Groups) -> Value:
 
 
 def _moved_block(
-    received: Value, sent: Value, own: Value, dim: int, size: int, groups: Groups
-) -> Value:
+    received: DerivedValue,
+    sent: DerivedValue,
+    own: DerivedValue,
+    dim: int,
+    size: int,
+    groups: Groups,
+) -> DerivedValue:
     """Return what was gathered from block 0 with the coordinates of the receiver's own block."""
     new_hidden = [h for h in own.hidden if h not in sent.hidden]
     factors = list(received.dims[dim])
@@ -337,7 +342,7 @@ def _moved_block(
     )
 
 
-def permuted(value: Value, senders: np.ndarray, order: int) -> Value:
+def permuted(value: DerivedValue, senders: np.ndarray, order: int) -> DerivedValue:
     """Return the result of a collective-permute from one sender per device, -1 for none."""
     if value.zero:
         return value

@@ -25,7 +25,7 @@ from shardopt.hlo.proof._folded import errors_of_folding
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between, join
 from shardopt.hlo.proof._lines import array_shape, read_shape
-from shardopt.hlo.proof._locate import Recorded, Site, locate, recorded
+from shardopt.hlo.proof._locate import LocatedFault, Recorded, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._shardings import sharding_text
 from shardopt.hlo.proof._text import lowered_text
@@ -46,7 +46,7 @@ branches.
 """
 
 
-class Difference(NamedTuple):
+class ResultDifference(NamedTuple):
     """A result that differs.
 
     Attributes:
@@ -69,7 +69,7 @@ class Comparison(NamedTuple):
       assumption: what holds for the arguments that were compared; "" if they were any.
     """
 
-    difference: Difference | None
+    difference: ResultDifference | None
     refusal: str = ""
     assumption: str = ""
 
@@ -208,7 +208,7 @@ def compare(
                 results = interpreter.run(arguments)
             except CannotInterpretError as error:
                 if error.waits_forever:
-                    return Comparison(Difference(error.instruction, f"{error.reason}."))
+                    return Comparison(ResultDifference(error.instruction, f"{error.reason}."))
                 raise
             errors = [
                 _error(shards, sharding_text(sharding, target.ndim, devices), target)
@@ -232,7 +232,7 @@ def compare(
     return Comparison(None, assumption=f"pieces of the state are equal over {axes}" if axes else "")
 
 
-def _described(result: int, error: float, site: Site | None) -> Difference:
+def _described(result: int, error: float, site: LocatedFault | None) -> ResultDifference:
     reason = (
         f"result {result} differs from that of the program that XLA was given by {error:.1e} of its"
         " largest number"
@@ -243,7 +243,7 @@ def _described(result: int, error: float, site: Site | None) -> Difference:
             " that are not finite"
         )
     if site is None:
-        return Difference(None, f"{reason}.")
+        return ResultDifference(None, f"{reason}.")
     if site.groups:
         step = (
             f"it reads {site.reads} as if it were whole, and the sum of {site.reads} over these"
@@ -251,7 +251,7 @@ def _described(result: int, error: float, site: Site | None) -> Difference:
         )
     else:
         step = "its operands are values of the program that XLA was given, and its result is none"
-    return Difference(site.instruction, f"{step}: {reason}.", site.groups)
+    return ResultDifference(site.instruction, f"{step}: {reason}.", site.groups)
 
 
 def _refusal(interpreter: Interpreter, reference: Reference) -> str:

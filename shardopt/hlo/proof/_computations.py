@@ -18,10 +18,11 @@ from shardopt.hlo.proof._numbers import iota, known, literal
 from shardopt.hlo.proof._opened import THROUGH
 from shardopt.hlo.proof._parts import BY_ELEMENT, along
 from shardopt.hlo.proof._value import (
+    DerivedValue,
+    Facts,
     Fault,
     Hidden,
     Unproved,
-    Value,
     Wrong,
     is_whole,
     joined,
@@ -35,7 +36,7 @@ from shardopt.hlo.proof._value import (
 from shardopt.trace._primitives import words
 
 Result = Any
-"""A `Value`, or a tuple of results."""
+"""A `DerivedValue`, or a tuple of results."""
 
 MAX_TURNS = 12
 _UNNOTED = words("fusion get-tuple-element while conditional optimization-barrier opt-barrier call")
@@ -50,7 +51,7 @@ _MOVES = ("collective-permute", "slice", "copy", THROUGH)
 """These hand on some elements of an array."""
 
 
-class Walk:
+class Derivation:
     """The derivation of one program.
 
     Attributes:
@@ -96,10 +97,10 @@ class Walk:
 
         def evaluate():
             result = self._line(line, operands)
-            if isinstance(result, Value) and line.opcode not in _IN_ORDER:
+            if isinstance(result, DerivedValue) and line.opcode not in _IN_ORDER:
                 result = _reordered(result)
-            if isinstance(result, Value) and line.opcode not in _UNNOTED:
-                return noted(line, [o for o in operands if isinstance(o, Value)], result)
+            if isinstance(result, DerivedValue) and line.opcode not in _UNNOTED:
+                return noted(line, [o for o in operands if isinstance(o, DerivedValue)], result)
             return result
 
         try:
@@ -140,15 +141,15 @@ class Walk:
             return known(ids.astype(np.uint32), line)
         if opcode in KINDS:
             return self._collective(line, opcode, operands)
-        if opcode == "dynamic-slice" and isinstance(interval := operands[0].note, Value):
+        if opcode == "dynamic-slice" and (interval := operands[0].facts.interval) is not None:
             return block_of(line, interval, operands[1:])
         if faults := _faults(operands):
             return faulty(line.shape, faults)
         return self._local(line, list(operands))
 
-    def _local(self, line: Line, operands: list[Value]) -> Result:
+    def _local(self, line: Line, operands: list[DerivedValue]) -> Result:
         opcode = line.opcode
-        if any(not isinstance(operand, Value) for operand in operands):
+        if any(not isinstance(operand, DerivedValue) for operand in operands):
             raise Unproved(f"no rule covers {opcode} of a tuple.")
         if opcode in ("sort", "reduce", "custom-call", "rng-bit-generator", "scatter") and any(
             o.parts for o in operands
@@ -183,7 +184,7 @@ class Walk:
         ]
         return opcodes[0] if len(opcodes) == 1 else None
 
-    def _reduce(self, line: Line, operands: list[Value]) -> Result:
+    def _reduce(self, line: Line, operands: list[DerivedValue]) -> Result:
         kind = self.reduction(line.callee)
         half = len(operands) // 2
         if half == 1 and kind is not None:
@@ -194,9 +195,9 @@ class Walk:
         remaining = [i for i in range(len(values[0].shape)) if i not in removed]
         shape = tuple(values[0].shape[i] for i in remaining)
         dims = tuple(values[0].dims[i] for i in remaining)
-        return line.results([Value(shape, dims, value.hidden) for value in values])
+        return line.results([DerivedValue(shape, dims, value.hidden) for value in values])
 
-    def _custom_call(self, line: Line, operands: list[Value]) -> Result:
+    def _custom_call(self, line: Line, operands: list[DerivedValue]) -> Result:
         target = line.target
         if target in _IDENTITIES:
             return operands[0]
@@ -205,7 +206,7 @@ class Walk:
             (whole_rows,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
             shape = array_shape(leaves(line.shape)[0])
             dims = (*whole_rows.dims[:-1], whole(shape[-1], self.devices))
-            return (Value(shape, dims, whole_rows.hidden),) * 2
+            return (DerivedValue(shape, dims, whole_rows.hidden),) * 2
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
             return self._allocated(line.dims)
         if gemm := read_gemm(line.attributes):
@@ -220,7 +221,7 @@ class Walk:
             )
         raise Unproved(f"no rule covers the custom call {target}.")
 
-    def _gemm(self, line: Line, gemm: Gemm, operands: list[Value]) -> Result:
+    def _gemm(self, line: Line, gemm: Gemm, operands: list[DerivedValue]) -> Result:
         shape, *workspaces = leaves(line.shape)
         array = line._replace(shape=shape)
         left, right, *addends = operands
@@ -239,11 +240,11 @@ class Walk:
         empty = [self._allocated(array_shape(workspace)) for workspace in workspaces]
         return line.results([result, *empty])
 
-    def _allocated(self, shape: tuple[int, ...]) -> Value:
+    def _allocated(self, shape: tuple[int, ...]) -> DerivedValue:
         dims = tuple(same_everywhere(size, self.devices) for size in shape)
-        return Value(shape, dims, constant=True, fill=0)
+        return DerivedValue(shape, dims, constant=True, fill=0)
 
-    def _of_whole_dims(self, line: Line, operands: list[Value], count: int) -> Result:
+    def _of_whole_dims(self, line: Line, operands: list[DerivedValue], count: int) -> Result:
         """Return a function of the last dims, which are whole; the dims before are a batch.
 
         Decompositions read two dims. A kernel reads all dims, and its devices may have their own
@@ -265,12 +266,14 @@ class Walk:
                 )
                 for i, size in enumerate(sizes)
             )
-            results.append(Value(sizes, dims, hidden))
+            results.append(DerivedValue(sizes, dims, hidden))
         return line.results(results)
 
     # pieces of neighbours
 
-    def _joined(self, line: Line, lines: dict[str, Line], values: dict[str, Result]) -> Value:
+    def _joined(
+        self, line: Line, lines: dict[str, Line], values: dict[str, Result]
+    ) -> DerivedValue:
         """Return a concatenation, with the interval that each device joins if its pieces are of one
         value.
         """
@@ -281,11 +284,10 @@ class Walk:
             *(self._piece(name, dim, lines) for name in line.operands), strict=True
         )
         value, sizes = values[names[0]], [lines[name].dims[dim] for name in line.operands]
-        if len(set(names)) > 1 or not isinstance(value, Value):
+        if len(set(names)) > 1 or not isinstance(value, DerivedValue):
             return result
-        return result._replace(
-            note=window(value, dim, np.stack(senders), np.array(starts), np.array(sizes))
-        )
+        interval = window(value, dim, np.stack(senders), np.array(starts), np.array(sizes))
+        return result._replace(facts=Facts(interval=interval))
 
     def _piece(self, name: str, dim: int, lines: dict[str, Line]) -> tuple[str, np.ndarray, int]:
         """Return the name of the value that an operand is a piece of, the devices that send it, and
@@ -351,7 +353,7 @@ class Walk:
             raise Unproved(f"no rule covers {kind}.")
         results = []
         for shape, operand in zip(leaves(line.shape), operands, strict=True):
-            if not isinstance(operand, Value):
+            if not isinstance(operand, DerivedValue):
                 raise Unproved(f"no rule covers {kind} of a tuple.")
             rule = functools.partial(self._one_collective, line, kind, operand)
             results.append(
@@ -359,7 +361,7 @@ class Walk:
             )
         return line.results(results)
 
-    def _one_collective(self, line: Line, kind: str, value: Value) -> Value:
+    def _one_collective(self, line: Line, kind: str, value: DerivedValue) -> DerivedValue:
         if kind == "collective-permute":
             return _collectives.permuted(value, self._senders(line), line.order)
         groups = self._groups(
@@ -392,7 +394,7 @@ class Walk:
             senders[receiver] = sender
         return senders
 
-    def _reduced(self, line: Line, value: Value, groups: Groups) -> Value:
+    def _reduced(self, line: Line, value: DerivedValue, groups: Groups) -> DerivedValue:
         result = _collectives.reduced_over(
             value, self.reduction(line.callee) or "?", groups, line.order
         )
@@ -400,14 +402,14 @@ class Walk:
             self.sums_of_constants.add(line.order)
         return result
 
-    def _by_part(self, value: Value, rule: Any) -> Value:
+    def _by_part(self, value: DerivedValue, rule: Any) -> DerivedValue:
         if not value.parts:
             return rule(value)
         dim = along(value)
         parts = tuple(rule(part) for part in value.parts)
-        return Value(replaced(parts[0].shape, dim, value.shape[dim]), parts=parts)
+        return DerivedValue(replaced(parts[0].shape, dim, value.shape[dim]), parts=parts)
 
-    def _tuple_all_to_all(self, line: Line, operands: Sequence[Value]) -> Result:
+    def _tuple_all_to_all(self, line: Line, operands: Sequence[DerivedValue]) -> Result:
         if faults := _faults(operands):
             return faulty(line.shape, faults)
         if any(operand.parts for operand in operands):
@@ -419,9 +421,9 @@ class Walk:
             raise Unproved("it exchanges arrays of different layouts.")
         n = len(operands)
         hidden = merged_hidden(value.hidden for value in values)
-        stacked = Value((n, *operands[0].shape), (whole(n, self.devices), *common), hidden)
+        stacked = DerivedValue((n, *operands[0].shape), (whole(n, self.devices), *common), hidden)
         received = _collectives.exchanged(stacked, 0, groups)
-        element = Value(operands[0].shape, received.dims[1:], received.hidden)
+        element = DerivedValue(operands[0].shape, received.dims[1:], received.hidden)
         return (element,) * n
 
 
@@ -437,7 +439,9 @@ _IDENTITIES = words(
 )
 
 
-def _exchanged(value: Value, dim: int, groups: Groups, order: tuple[int, ...]) -> Value:
+def _exchanged(
+    value: DerivedValue, dim: int, groups: Groups, order: tuple[int, ...]
+) -> DerivedValue:
     """Return the result of an all-to-all of an array in memory, where an element of a dim is to the
     left of others.
     """
@@ -445,7 +449,7 @@ def _exchanged(value: Value, dim: int, groups: Groups, order: tuple[int, ...]) -
     return _rules.transposed(stored, tuple(map(order.index, range(len(order)))))
 
 
-def _reordered(value: Value) -> Value:
+def _reordered(value: DerivedValue) -> DerivedValue:
     """Return a value of whose hidden dims the place in the array is unknown."""
     if all(h.minor < 0 for h in value.hidden):
         return value
@@ -467,13 +471,13 @@ def faulty(shape: str, faults: frozenset[Fault]) -> Result:
     """Return a result whose every array has these faults."""
     if shape.startswith("("):
         return tuple(faulty(part, faults) for part in leaves(shape))
-    return Value(array_shape(shape), faults=faults)
+    return DerivedValue(array_shape(shape), faults=faults)
 
 
 def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
     return frozenset[Fault]().union(
         *(
-            operand.faults if isinstance(operand, Value) else _faults(operand)
+            operand.faults if isinstance(operand, DerivedValue) else _faults(operand)
             for operand in operands
         )
     )
@@ -481,7 +485,7 @@ def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
 
 def join(first: Result, second: Result, line: Line) -> Result:
     """Return what holds for both of two results."""
-    if not isinstance(first, Value):
+    if not isinstance(first, DerivedValue):
         return tuple(join(a, b, line) for a, b in zip(first, second, strict=True))
     try:
         return joined(first, second)
@@ -490,10 +494,10 @@ def join(first: Result, second: Result, line: Line) -> Result:
 
 
 def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:
-    if not isinstance(result, Value):
+    if not isinstance(result, DerivedValue):
         return tuple(_with_hidden(part, hidden) for part in result)
     if result.faults:
-        return result._replace(note=None)
+        return result._replace(facts=Facts())
     return _rules.without_known_devices(
         result.changed(hidden=merged_hidden([result.hidden, hidden]))
     )

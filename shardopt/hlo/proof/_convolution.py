@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from shardopt.hlo._hlo_text import window_dims
 from shardopt.hlo.proof._lines import Line
 from shardopt.hlo.proof._rules import product
-from shardopt.hlo.proof._value import Unproved, Value
+from shardopt.hlo.proof._value import DerivedValue, Unproved
 
 
-def convolution(line: Line, values: Sequence[Value]) -> Value:
+def convolution(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a convolution that is an inner product.
 
     A spatial dim of n elements is common to both operands if the window of size n steps over a left
@@ -66,10 +66,10 @@ def convolution(line: Line, values: Sequence[Value]) -> Value:
     dims = tuple(
         result.dims[order.index(label)] if label in order else () for label in result_labels
     )
-    return Value(line.dims, dims, result.hidden, fill=result.fill)
+    return DerivedValue(line.dims, dims, result.hidden, fill=result.fill)
 
 
-def _without(value: Value, labels: str, removed: Sequence[str]) -> tuple[Value, str]:
+def _without(value: DerivedValue, labels: str, removed: Sequence[str]) -> tuple[DerivedValue, str]:
     """Drop the spatial dims of one element that are free in the other operand."""
     remaining = [i for i, label in enumerate(labels) if not (label in removed and label.isdigit())]
     shape, dims = tuple(value.shape[i] for i in remaining), tuple(value.dims[i] for i in remaining)

@@ -12,12 +12,13 @@ from shardopt.hlo.proof._lookup import own_rows, scattered_rows, without
 from shardopt.hlo.proof._rules import elements_to_hidden, reduced, sliced_dim, unified_operands
 from shardopt.hlo.proof._value import (
     REDUCTIONS,
+    DerivedValue,
     Dim,
     Factor,
+    Facts,
     Hidden,
     Positions,
     Unproved,
-    Value,
     Wrong,
     added,
     classes_of,
@@ -36,7 +37,7 @@ from shardopt.hlo.proof._value import (
 )
 
 
-def starts_of(value: Value, devices: int) -> np.ndarray | None:
+def starts_of(value: DerivedValue, devices: int) -> np.ndarray | None:
     """Return the start on each device; None if it is unknown."""
     if value.data is None:
         return None
@@ -44,7 +45,7 @@ def starts_of(value: Value, devices: int) -> np.ndarray | None:
     return np.broadcast_to(starts, (devices,))
 
 
-def dynamic_slice(line: Line, values: Sequence[Value]) -> Value:
+def dynamic_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a slice that starts at computed positions."""
     value, indices = values[0], values[1:]
     dims, hidden = list(value.dims), value.hidden
@@ -70,10 +71,10 @@ def dynamic_slice(line: Line, values: Sequence[Value]) -> Value:
         for element in elements:
             hidden = with_element(hidden, element)
     result, remaining = elements_to_hidden(dims, merged_hidden([hidden]))
-    return Value(line.dims, result, remaining, fill=value.fill)
+    return DerivedValue(line.dims, result, remaining, fill=value.fill)
 
 
-def _of_index(index: Value, value: Value, line: Line) -> tuple[Hidden, ...]:
+def _of_index(index: DerivedValue, value: DerivedValue, line: Line) -> tuple[Hidden, ...]:
     hidden = used(index.hidden, line.order)
     if classes_of(hidden) & classes_of(pending(value)):
         raise Unproved("each device takes another element of a partial sum.")
@@ -102,7 +103,7 @@ def _own_block(
     raise Unproved("each device slices a dim that is made of several pieces.")
 
 
-def dynamic_update_slice(line: Line, values: Sequence[Value]) -> Value:
+def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of an update at computed positions."""
     base, update, indices = values[0], values[1], values[2:]
     if base.parts or update.parts:
@@ -137,7 +138,7 @@ def dynamic_update_slice(line: Line, values: Sequence[Value]) -> Value:
     if classes_of(index_hidden) & classes_of(h for h in hidden if h.kind in REDUCTIONS):
         raise Unproved("each device writes a partial sum to another place.")
     hidden = merged_hidden([hidden, tuple(index_hidden), tuple(padded)])
-    return Value(line.dims, result, hidden, fill=0 if base.zero and update.zero else None)
+    return DerivedValue(line.dims, result, hidden, fill=0 if base.zero and update.zero else None)
 
 
 def _covers(start: np.ndarray, size: int, local: int) -> bool:
@@ -145,7 +146,7 @@ def _covers(start: np.ndarray, size: int, local: int) -> bool:
     return sorted(set(start.tolist())) == list(range(0, local, size))
 
 
-def _updated_piece(base: Value, update: Value, dim: int) -> Dim:
+def _updated_piece(base: DerivedValue, update: DerivedValue, dim: int) -> Dim:
     """A device writes its elements at the same place within its piece."""
     size, local = update.shape[dim], base.shape[dim]
     for value, count in ((base, local), (update, size)):
@@ -178,8 +179,8 @@ def _updated_piece(base: Value, update: Value, dim: int) -> Dim:
 
 
 def _padded(
-    local: int, update: Value, dim: int, start: np.ndarray, line: Line
-) -> tuple[Dim, Hidden, Value]:
+    local: int, update: DerivedValue, dim: int, start: np.ndarray, line: Line
+) -> tuple[Dim, Hidden, DerivedValue]:
     """Every device writes its piece into zeros, at its place: the sum over devices is the whole
     array.
     """
@@ -218,7 +219,7 @@ def _padded(
     return whole(local, line.devices), coordinate, update._replace(dims=dims, hidden=remaining)
 
 
-def gather(line: Line, values: Sequence[Value]) -> Value:
+def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a gather."""
     operand, indices = values
     offset_dims, collapsed = line.integers("offset_dims"), line.integers("collapsed_slice_dims")
@@ -259,10 +260,10 @@ def gather(line: Line, values: Sequence[Value]) -> Value:
     if classes_of(pending(operand)) & classes_of(indices.hidden):
         raise Unproved("each device looks up other elements of a partial sum.")
     hidden = merged_hidden([operand.hidden, indices.hidden, () if rows is None else (rows.row,)])
-    return Value(line.dims, tuple(dims), hidden, note=rows)
+    return DerivedValue(line.dims, tuple(dims), hidden, facts=Facts(rows=rows))
 
 
-def scatter(line: Line, values: Sequence[Value], kind: str | None) -> Value:
+def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> DerivedValue:
     """Return the rule of a scatter.
 
     `kind` is the reduction of its updates, None if they overwrite.
@@ -309,7 +310,7 @@ def scatter(line: Line, values: Sequence[Value], kind: str | None) -> Value:
             raise Unproved(f"it writes to places of dim {dim}, of which each device holds a piece.")
         dims[dim] = whole(operand.shape[dim], line.devices)
     reduced_dims = [i for i, j in pairs if j not in batched]
-    terms = Value(
+    terms = DerivedValue(
         updates.shape,
         updates.dims,
         merged_hidden([updates.hidden, indices.hidden]),
@@ -322,10 +323,12 @@ def scatter(line: Line, values: Sequence[Value], kind: str | None) -> Value:
         raise Unproved("devices overwrite elements with their own rows.")
     hidden = reduced(terms, reduced_dims, kind or "add", line) if sums else terms.hidden
     result = terms._replace(hidden=hidden)
-    return Value(line.dims, tuple(dims), added([operand, result], line.order, kind or "add"))
+    return DerivedValue(line.dims, tuple(dims), added([operand, result], line.order, kind or "add"))
 
 
-def along_whole(line: Line, values: Sequence[Value], dims: Sequence[int]) -> tuple[Value, ...]:
+def along_whole(
+    line: Line, values: Sequence[DerivedValue], dims: Sequence[int]
+) -> tuple[DerivedValue, ...]:
     """Return the operands after a computation that mixes the elements of some dims, which must be
     whole.
     """
@@ -340,4 +343,4 @@ def along_whole(line: Line, values: Sequence[Value], dims: Sequence[int]) -> tup
     result = tuple(
         whole(shape[i], line.devices) if i in dims and dim else dim for i, dim in enumerate(common)
     )
-    return tuple(Value(shape, result, hidden) for _ in operands)
+    return tuple(DerivedValue(shape, result, hidden) for _ in operands)

@@ -33,9 +33,9 @@ from shardopt.hlo.proof._lines import Line, lines_of, read_shape, sizes_of_progr
 from shardopt.hlo.proof._opened import opened
 from shardopt.trace._primitives import words
 
-Value = Any
+InterpretedValue = Any
 """An array [devices, ...local shape], or a tuple of values."""
-Step = Callable[[Devices, list[Value]], Value]
+Step = Callable[[Devices, list[InterpretedValue]], InterpretedValue]
 MAX_ITERATIONS = 100_000
 _PASSED = words(
     "parameter constant tuple get-tuple-element bitcast optimization-barrier fusion call while"
@@ -78,7 +78,7 @@ class Interpreter:
     exact: bool = False
     limit: int | None = None
     moved: dict[float, float] = field(default_factory=dict)
-    watch: Callable[[str, Instruction, Value], object] | None = None
+    watch: Callable[[str, Instruction, InterpretedValue], object] | None = None
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     computed: int = field(init=False, default=0)
@@ -136,12 +136,14 @@ class Interpreter:
             result = self.call(self.module.entry, devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
 
-    def call(self, name: str, devices: Devices, arguments: Sequence[Value]) -> Value:
+    def call(
+        self, name: str, devices: Devices, arguments: Sequence[InterpretedValue]
+    ) -> InterpretedValue:
         """Return the result of a computation."""
         if name not in self._steps:
             self._steps[name] = self._build(name)
         steps, root = self._steps[name]
-        values: list[Value] = []
+        values: list[InterpretedValue] = []
         for step, places, instruction in steps:
             if places == (-1,):
                 value = arguments[step(devices, [])]
@@ -296,7 +298,7 @@ class Interpreter:
             )
         return name
 
-    def _scalars(self, name: str, values: Sequence[np.ndarray]) -> Value:
+    def _scalars(self, name: str, values: Sequence[np.ndarray]) -> InterpretedValue:
         """Apply a computation of single numbers to arrays: each place counts as a device of its
         own.
         """
@@ -449,15 +451,15 @@ def _local(operation: Operation) -> Step:
     return lambda devices, values: operation(*values)
 
 
-def _size(value: Value) -> int:
+def _size(value: InterpretedValue) -> int:
     return sum(map(_size, value)) if isinstance(value, tuple) else value.size
 
 
-def _take(value: Value, rows: np.ndarray) -> Value:
+def _take(value: InterpretedValue, rows: np.ndarray) -> InterpretedValue:
     return tuple(_take(part, rows) for part in value) if isinstance(value, tuple) else value[rows]
 
 
-def _put(value: Value, rows: np.ndarray, update: Value) -> Value:
+def _put(value: InterpretedValue, rows: np.ndarray, update: InterpretedValue) -> InterpretedValue:
     if isinstance(value, tuple):
         return tuple(_put(part, rows, new) for part, new in zip(value, update, strict=True))
     value = np.array(value)
@@ -465,7 +467,7 @@ def _put(value: Value, rows: np.ndarray, update: Value) -> Value:
     return value
 
 
-def _spread_rows(value: Value, rows: np.ndarray, count: int) -> Value:
+def _spread_rows(value: InterpretedValue, rows: np.ndarray, count: int) -> InterpretedValue:
     """Return a value of `count` devices with the given rows.
 
     The others are zero until they are put.

@@ -16,14 +16,14 @@ import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
 from shardopt.hlo._walk import KINDS
-from shardopt.hlo.proof._interpret import Interpreter, Value
+from shardopt.hlo.proof._interpret import InterpretedValue, Interpreter
 
 CLOSE = 1e-10
 """Values are the same if the sums of their powers agree up to this."""
 CALLS = ("fusion", "call", "while", "conditional")
 
 
-class Site(NamedTuple):
+class LocatedFault(NamedTuple):
     """The first wrong instruction, and the devices over which the sum of one of its operands is
     missing.
     """
@@ -33,7 +33,7 @@ class Site(NamedTuple):
     groups: tuple[tuple[int, ...], ...]
 
 
-Recorded = dict[tuple[str, str], Value]
+Recorded = dict[tuple[str, str], InterpretedValue]
 """The value of each instruction when it runs first, by computation and name."""
 
 
@@ -54,7 +54,7 @@ def locate(
     known: Recorded,
     result: int,
     sizes: Mapping[str, int],
-) -> Site | None:
+) -> LocatedFault | None:
     """Return the first wrong instruction before a result; None if it is not found.
 
     Args:
@@ -87,7 +87,7 @@ def _features(value: np.ndarray) -> np.ndarray:
     )
 
 
-def _arrays(value: Value) -> Iterator[np.ndarray]:
+def _arrays(value: InterpretedValue) -> Iterator[np.ndarray]:
     for part in value if isinstance(value, tuple) else (value,):
         yield from _arrays(part) if isinstance(part, tuple) else (part,)
 
@@ -97,7 +97,7 @@ class _Known:
     device.
     """
 
-    def __init__(self, values: Iterable[Value], devices: int) -> None:
+    def __init__(self, values: Iterable[InterpretedValue], devices: int) -> None:
         rows = [
             _features(array)
             for value in values
@@ -122,7 +122,7 @@ class _Search:
     def __init__(
         self,
         module: Module,
-        values: dict[tuple[str, str], Value],
+        values: dict[tuple[str, str], InterpretedValue],
         known: _Known,
         shape: tuple[int, ...],
     ) -> None:
@@ -140,7 +140,7 @@ class _Search:
             if key == "calls"
         }
 
-    def first_wrong(self, result: int) -> Site | None:
+    def first_wrong(self, result: int) -> LocatedFault | None:
         """Go back from a result."""
         entry = self.module.entry
         root = next(line for line in self.module.computations[entry] if line.is_root)
@@ -257,7 +257,7 @@ class _Search:
                 ),
             )
 
-    def _site(self, node: tuple[str, str, int]) -> Site:
+    def _site(self, node: tuple[str, str, int]) -> LocatedFault:
         """Return the report of a node, with the groups of a sum that one of its operands needs."""
         line = self.lines[node[:2]]
         reduces = line.opcode.startswith(("all-reduce", "reduce-scatter"))
@@ -271,8 +271,8 @@ class _Search:
                 if summed and self.known.has(features)
             )
             if summed := next(matching, None):
-                return Site(line, self._name(source), self._groups(summed))
-        return Site(line, "", ())
+                return LocatedFault(line, self._name(source), self._groups(summed))
+        return LocatedFault(line, "", ())
 
     def _name(self, node: tuple[str, str, int]) -> str:
         """Return the name of a value; of a parameter of a fusion, the name outside."""

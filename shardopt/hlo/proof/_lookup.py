@@ -14,10 +14,11 @@ import numpy as np
 from shardopt.hlo._walk import KINDS
 from shardopt.hlo.proof._lines import Line, dtype_of
 from shardopt.hlo.proof._value import (
+    DerivedValue,
+    Facts,
     Hidden,
     Positions,
     Unproved,
-    Value,
     merged_hidden,
     partition,
     scaled,
@@ -61,26 +62,25 @@ KEEP = words("broadcast reshape bitcast copy convert reduce-precision")
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
 
 
-def noted(line: Line, operands: Sequence[Value], result: Value) -> Value:
+def noted(line: Line, operands: Sequence[DerivedValue], result: DerivedValue) -> DerivedValue:
     """Return the result of an instruction with what is known about the numbers in it."""
     if result.faults or result.data is not None:
         return result
     if line.opcode not in KINDS and (sums := _sums(line, operands)) != result.sums:
         result = result._replace(sums=sums)
     if line.opcode in KEEP and operands:
-        is_mask = dtype_of(line.shape) == "pred"
-        note = operands[0].note
-        return result._replace(
-            note=note if isinstance(note, (Rows, Range if is_mask else Shift)) else None
-        )
-    if line.opcode == "transpose" and isinstance(operands[0].note, Rows):
-        return result._replace(note=operands[0].note)
-    if result.note is not None:  # set by `looked_up`
+        facts = operands[0].facts
+        if dtype_of(line.shape) == "pred":
+            return result._replace(facts=Facts(within=facts.within, rows=facts.rows))
+        return result._replace(facts=Facts(shift=facts.shift, rows=facts.rows))
+    if line.opcode == "transpose" and operands[0].facts.rows is not None:
+        return result._replace(facts=Facts(rows=operands[0].facts.rows))
+    if result.facts != Facts():  # set by `looked_up`
         return result
-    return result._replace(note=_note(line, operands))
+    return result._replace(facts=_facts(line, operands))
 
 
-def _sums(line: Line, operands: Sequence[Value]) -> frozenset[Positions]:
+def _sums(line: Line, operands: Sequence[DerivedValue]) -> frozenset[Positions]:
     """Return over which groups a linear function of complete sums is a complete sum."""
     if line.opcode in _LINEAR and operands:
         return operands[0].sums
@@ -95,40 +95,45 @@ def _sums(line: Line, operands: Sequence[Value]) -> frozenset[Positions]:
 _LINEAR = KEEP | words("transpose slice dynamic-slice pad reverse negate divide reduce")
 
 
-def _note(line: Line, operands: Sequence[Value]) -> Shift | Range | None:
-    if line.opcode in ("add", "subtract") and len(operands) == 2:
-        for value, other in (operands, operands[::-1]):
-            plus = _splat(other, line.devices)
-            if (
-                isinstance(value.note, Shift)
-                and plus is not None
-                and (line.opcode == "add" or value is operands[0])
-            ):
-                plus = plus if line.opcode == "add" else -plus
-                return Shift(value.note.source, Positions.of(value.note.plus.array + plus))
-    if line.opcode == "compare":
-        direction = line.attributes.get("direction", "")
-        for value, other, turned in (
-            (*operands, direction),
-            (*operands[::-1], _MIRRORED.get(direction, "")),
-        ):
-            bound = _splat(other, line.devices)
-            if isinstance(value.note, Shift) and bound is not None and turned in _MIRRORED:
-                return _bounded(value.note, bound, turned)
-    conditions = [value.note for value in operands if isinstance(value.note, Range)]
-    if line.opcode == "not" and conditions:
-        return _negated(conditions[0])
-    if len(conditions) == 2 and line.opcode == "and":
-        return _both(*conditions)
-    if len(conditions) == 2 and line.opcode == "or":
-        both = _both(*map(_negated, conditions))
-        return both and _negated(both)
+def _facts(line: Line, operands: Sequence[DerivedValue]) -> Facts:
+    if line.opcode in ("add", "subtract") and (shift := _shifted(line, operands)):
+        return Facts(shift=shift)
+    if line.opcode == "compare" and (within := _compared(line, operands)):
+        return Facts(within=within)
+    conditions = [value.facts.within for value in operands if value.facts.within is not None]
+    if line.opcode in _LOGIC and len(conditions) == len(operands):
+        return Facts(within=_LOGIC[line.opcode](*conditions))
     if dtype_of(line.shape)[0] in "su" and not line.shape.startswith("("):
-        return Shift(line.order, zeros(line.devices))
+        return Facts(shift=Shift(line.order, zeros(line.devices)))
+    return Facts()
+
+
+def _shifted(line: Line, operands: Sequence[DerivedValue]) -> Shift | None:
+    """Return the sum of shifted numbers and a number of each device, or their difference."""
+    first, second = operands
+    sign = 1 if line.opcode == "add" else -1
+    pairs = [(first, second), (second, first)] if sign == 1 else [(first, second)]
+    for value, other in pairs:
+        shift, plus = value.facts.shift, _splat(other, line.devices)
+        if shift is not None and plus is not None:
+            return Shift(shift.source, Positions.of(shift.plus.array + sign * plus))
     return None
 
 
-def _splat(value: Value, devices: int) -> np.ndarray | None:
+def _compared(line: Line, operands: Sequence[DerivedValue]) -> Range | None:
+    """Return the interval in which numbers are, by their comparison with a number of each device."""
+    direction = line.attributes.get("direction", "")
+    for value, other, turned in (
+        (*operands, direction),
+        (*operands[::-1], _MIRRORED.get(direction, "")),
+    ):
+        shift, bound = value.facts.shift, _splat(other, line.devices)
+        if shift is not None and bound is not None and turned in _MIRRORED:
+            return _bounded(shift, bound, turned)
+    return None
+
+
+def _splat(value: DerivedValue, devices: int) -> np.ndarray | None:
     """Return the one known number of each device."""
     if value.data is None or not value.data.array.size:
         return None
@@ -166,26 +171,36 @@ def _negated(condition: Range) -> Range:
     return Range(source, low, high, not inside)
 
 
-def own_rows(table: Value, dim: int, indices: Value, order: int) -> tuple[Rows, Value]:
+def _either(first: Range, second: Range) -> Range | None:
+    both = _both(_negated(first), _negated(second))
+    return both and _negated(both)
+
+
+_LOGIC = {"not": _negated, "and": _both, "or": _either}
+
+
+def own_rows(
+    table: DerivedValue, dim: int, indices: DerivedValue, order: int
+) -> tuple[Rows, DerivedValue]:
     """Return what a lookup in the rows of each device gives, and the indices without their
     dependence on the device.
     """
     factors = table.dims[dim]
-    note = indices.note
-    if len(factors) != 1 or factors[0].size <= factors[0].local or not isinstance(note, Shift):
+    shift = indices.facts.shift
+    if len(factors) != 1 or factors[0].size <= factors[0].local or shift is None:
         raise Unproved(f"it looks up elements of dim {dim}, of which each device holds a piece.")
     (factor,) = factors
-    if note.plus is not scaled(factor.at, -1):
+    if shift.plus is not scaled(factor.at, -1):
         raise Unproved(
             "it looks up elements by numbers that do not start where the piece of the device"
             " starts."
         )
     row = Hidden("device", scaled(factor.at, 1, factor.local), factor.size // factor.local, order)
     last = Positions.of(factor.at.array + factor.local - 1)
-    return Rows(note.source, factor.at, last, row), without(indices, row)
+    return Rows(shift.source, factor.at, last, row), without(indices, row)
 
 
-def without(value: Value, row: Hidden) -> Value:
+def without(value: DerivedValue, row: Hidden) -> DerivedValue:
     """Return a value without the dependence on the device that the start of its rows brings."""
     hidden = tuple(
         h for h in value.hidden if h.kind != "device" or partition(h.at) is not partition(row.at)
@@ -193,38 +208,44 @@ def without(value: Value, row: Hidden) -> Value:
     return value._replace(hidden=hidden)
 
 
-def masked(line: Line, operands: Sequence[Value]) -> Value | None:
+def masked(line: Line, operands: Sequence[DerivedValue]) -> DerivedValue | None:
     """Return the value of a select that puts zeros where rows belong to other devices: a term of
     the lookup.
     """
     predicate, *branches = operands
-    condition = predicate.note
-    if not isinstance(condition, Range):
+    condition = predicate.facts.within
+    if condition is None:
         return None
     rows, other = branches if condition.inside else branches[::-1]
-    note = rows.note
-    if not isinstance(note, Rows) or not other.zero:
+    table_rows = rows.facts.rows
+    if table_rows is None or not other.zero:
         return None
-    if (condition.source, condition.low, condition.high) != (note.source, note.low, note.high):
+    if (condition.source, condition.low, condition.high) != (
+        table_rows.source,
+        table_rows.low,
+        table_rows.high,
+    ):
         raise Unproved("it masks other rows than those that the device does not hold.")
-    if note.row not in rows.hidden:
+    if table_rows.row not in rows.hidden:
         return None
     frame, term, condition_value = unify(
-        rows, without(predicate, note.row), [(i, i) for i in range(len(rows.shape))]
+        rows, without(predicate, table_rows.row), [(i, i) for i in range(len(rows.shape))]
     )
-    hidden = tuple(h for h in term.hidden if h != note.row)
-    pending = note.row._replace(kind="add", origin=line.order)
+    hidden = tuple(h for h in term.hidden if h != table_rows.row)
+    pending = table_rows.row._replace(kind="add", origin=line.order)
     dims = tuple(frame[i] for i in range(len(rows.shape)))
-    return Value(line.dims, dims, merged_hidden([hidden, condition_value.hidden, (pending,)]))
+    return DerivedValue(
+        line.dims, dims, merged_hidden([hidden, condition_value.hidden, (pending,)])
+    )
 
 
-def scattered_rows(indices: Value, local: int) -> tuple[Positions, int] | None:
+def scattered_rows(indices: DerivedValue, local: int) -> tuple[Positions, int] | None:
     """Return where the rows of each device start, and how many there are in all, if indices count
     from that start.
     """
-    if not isinstance(indices.note, Shift):
+    if indices.facts.shift is None:
         return None
-    at = -indices.note.plus.array
+    at = -indices.facts.shift.plus.array
     starts = np.unique(at)
     if len(starts) < 2 or (starts != np.arange(len(starts)) * local).any():
         return None

@@ -11,14 +11,14 @@ import numpy as np
 
 from shardopt.hlo.proof._indexing import starts_of
 from shardopt.hlo.proof._lines import Line
-from shardopt.hlo.proof._value import Factor, Positions, Unproved, Value, replaced
+from shardopt.hlo.proof._value import DerivedValue, Factor, Positions, Unproved, replaced
 
 NOWHERE = -(1 << 60)
 
 
 def window(
-    value: Value, dim: int, senders: np.ndarray, starts: np.ndarray, sizes: np.ndarray
-) -> Value | None:
+    value: DerivedValue, dim: int, senders: np.ndarray, starts: np.ndarray, sizes: np.ndarray
+) -> DerivedValue | None:
     """Return the interval of a dim that each device joins from pieces of a value.
 
     None if it is no interval.
@@ -52,7 +52,7 @@ def window(
     return value.changed(shape=shape, dims=dims)
 
 
-def block_of(line: Line, interval: Value, indices: Sequence[Value]) -> Value:
+def block_of(line: Line, interval: DerivedValue, indices: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of a dynamic slice of an interval: the slices are the blocks of a dim, from
     its first element on.
     """
@@ -68,4 +68,4 @@ def block_of(line: Line, interval: Value, indices: Sequence[Value]) -> Value:
     if (blocks != np.arange(0, total, size)).any() or total > factor.size:
         raise Unproved("its slices of what neighbours joined are not the blocks of a dim.")
     dims = replaced(interval.dims, cut[0], (Factor(size, total, Positions.of(at)),))
-    return Value(line.dims, dims, interval.hidden, interval.constant)
+    return DerivedValue(line.dims, dims, interval.hidden, interval.constant)

@@ -13,11 +13,11 @@ from shardopt.hlo.proof._interpret_shards import words_of_literal
 from shardopt.hlo.proof._lines import INTEGERS, Line, dtype_of
 from shardopt.hlo.proof._value import (
     Data,
+    DerivedValue,
     Dim,
     Factor,
     Hidden,
     Positions,
-    Value,
     partition,
     same_everywhere,
     whole,
@@ -28,7 +28,7 @@ LIMIT = 1 << 16
 """The largest number of elements, over all devices, whose numbers are followed."""
 
 
-def known(array: np.ndarray, line: Line) -> Value:
+def known(array: np.ndarray, line: Line) -> DerivedValue:
     """Return the value with known numbers `[1 or devices, *shape]`."""
     data = Data.of(array)
     array = data.array
@@ -53,10 +53,10 @@ def known(array: np.ndarray, line: Line) -> Value:
                 Hidden("device", partition(classes), len(np.unique(classes.array)), line.order),
             )
     fill = float(array.flat[0]) if array.size and (array == array.flat[0]).all() else None
-    return Value(shape, tuple(dims), hidden, constant=True, fill=fill, data=data)
+    return DerivedValue(shape, tuple(dims), hidden, constant=True, fill=fill, data=data)
 
 
-def literal(line: Line) -> Value:
+def literal(line: Line) -> DerivedValue:
     """Return the value of a constant."""
     shape, size = line.dims, math.prod(line.dims)
     written = words_of_literal(line.rest.partition(")")[0])
@@ -71,10 +71,10 @@ def literal(line: Line) -> Value:
         fill = float(written[0])
     is_same = is_one and "..." not in written
     dims = tuple((same_everywhere if is_same or n == 1 else whole)(n, line.devices) for n in shape)
-    return Value(shape, dims, constant=True, fill=fill)
+    return DerivedValue(shape, dims, constant=True, fill=fill)
 
 
-def iota(line: Line) -> Value:
+def iota(line: Line) -> DerivedValue:
     """Return the value that counts along a dim."""
     (dim,) = line.integers("iota_dimension")
     shape, dtype = line.dims, dtype_of(line.shape)
@@ -84,10 +84,10 @@ def iota(line: Line) -> Value:
     dims = tuple(
         (whole if i == dim else same_everywhere)(size, line.devices) for i, size in enumerate(shape)
     )
-    return Value(shape, dims, constant=True)
+    return DerivedValue(shape, dims, constant=True)
 
 
-def evaluate(line: Line, values: Sequence[Value]) -> np.ndarray | None:
+def evaluate(line: Line, values: Sequence[DerivedValue]) -> np.ndarray | None:
     """Return the numbers of the result if those of all operands are known, and few."""
     if not values or line.opcode not in EVALUATED or any(value.data is None for value in values):
         return None

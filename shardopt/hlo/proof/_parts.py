@@ -6,10 +6,10 @@ Each piece is followed alone.
 from collections.abc import Callable, Sequence
 
 from shardopt.hlo.proof._lines import Line
-from shardopt.hlo.proof._value import Factor, Unproved, Value, is_constant_along, replaced
+from shardopt.hlo.proof._value import DerivedValue, Factor, Unproved, is_constant_along, replaced
 from shardopt.trace._primitives import words
 
-Apply = Callable[[Line, Sequence[Value]], Value]
+Apply = Callable[[Line, Sequence[DerivedValue]], DerivedValue]
 
 BY_ELEMENT = words(
     "add subtract multiply divide maximum minimum negate convert copy select compare and or not abs"
@@ -18,17 +18,17 @@ BY_ELEMENT = words(
 )
 
 
-def as_parts(values: Sequence[Value], dim: int, line: Line) -> Value:
+def as_parts(values: Sequence[DerivedValue], dim: int, line: Line) -> DerivedValue:
     """Return the concatenation of values along the last dim as parts."""
     if any(size != 1 for size in line.dims[dim + 1 :]):
         raise Unproved(
             "it concatenates pieces of different layouts along a dim that is not the last."
         )
     parts = [part for value in values for part in value.parts or (value,)]
-    return Value(line.dims, parts=tuple(parts))
+    return DerivedValue(line.dims, parts=tuple(parts))
 
 
-def along(value: Value) -> int:
+def along(value: DerivedValue) -> int:
     """Return the dim along which the parts of a value are concatenated: the last with more than one
     element.
     """
@@ -36,7 +36,7 @@ def along(value: Value) -> int:
     return sizes[-1] if sizes else len(value.shape) - 1
 
 
-def by_parts(line: Line, values: Sequence[Value], apply: Apply) -> Value:
+def by_parts(line: Line, values: Sequence[DerivedValue], apply: Apply) -> DerivedValue:
     """Apply an instruction to every part."""
     value = next(value for value in values if value.parts)
     dim, parts = along(value), value.parts or ()
@@ -46,7 +46,7 @@ def by_parts(line: Line, values: Sequence[Value], apply: Apply) -> Value:
         for i, part in enumerate(parts):
             part_line = _resized(line, part.shape)
             results.append(apply(part_line, [column[i] for column in columns]))
-        return Value(line.dims, parts=tuple(results))
+        return DerivedValue(line.dims, parts=tuple(results))
     if line.opcode == "slice":
         if any(line.bounds[i] != (0, size, 1) for i, size in enumerate(value.shape) if i != dim):
             raise Unproved("it slices a bucket along another dim.")
@@ -57,7 +57,7 @@ def by_parts(line: Line, values: Sequence[Value], apply: Apply) -> Value:
     return _refuse(line)
 
 
-def _refuse(line: Line) -> Value:
+def _refuse(line: Line) -> DerivedValue:
     raise Unproved(f"no rule covers {line.opcode} of a bucket of pieces with different layouts.")
 
 
@@ -65,7 +65,7 @@ def _resized(line: Line, shape: tuple[int, ...]) -> Line:
     return line._replace(shape=f"{line.shape.split('[')[0]}[{','.join(map(str, shape))}]")
 
 
-def _split(other: Value, value: Value, dim: int) -> list[Value]:
+def _split(other: DerivedValue, value: DerivedValue, dim: int) -> list[DerivedValue]:
     parts = value.parts or ()
     if other.parts:
         if [part.shape for part in other.parts] != [part.shape for part in parts]:
@@ -93,7 +93,7 @@ def _split(other: Value, value: Value, dim: int) -> list[Value]:
     ]
 
 
-def sliced(value: Value, start: int, stop: int, line: Line, apply: Apply) -> Value:
+def sliced(value: DerivedValue, start: int, stop: int, line: Line, apply: Apply) -> DerivedValue:
     """Return the elements from `start` to `stop` along the dim of the parts."""
     dim, position, taken = along(value), 0, []
     for part in value.parts or ():
@@ -114,15 +114,15 @@ def sliced(value: Value, start: int, stop: int, line: Line, apply: Apply) -> Val
         taken.append(part)
     if len(taken) == 1:
         return taken[0]
-    return Value(line.dims, parts=tuple(taken))
+    return DerivedValue(line.dims, parts=tuple(taken))
 
 
-def with_ones(value: Value, shape: tuple[int, ...]) -> Value:
+def with_ones(value: DerivedValue, shape: tuple[int, ...]) -> DerivedValue:
     """Return a bucket reshaped by dims of size 1."""
     if [n for n in shape if n != 1] != [n for n in value.shape if n != 1]:
         raise Unproved("it reshapes a bucket of pieces with different layouts.")
     old = along(value)
-    result = Value(shape)
+    result = DerivedValue(shape)
     new = along(result)
     parts = []
     for part in value.parts or ():

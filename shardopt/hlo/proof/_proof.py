@@ -5,7 +5,7 @@ covers.
 from typing import Literal, NamedTuple
 
 
-class Problem(NamedTuple):
+class WrongInstruction(NamedTuple):
     """The first instruction that is wrong.
 
     Attributes:
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
         return "\n".join([*lines, self.hlo])
 
 
-class Unknown(NamedTuple):
+class UncoveredInstruction(NamedTuple):
     """An instruction for which no rule holds.
 
     Attributes:
@@ -80,8 +80,8 @@ class Proof(NamedTuple):
     """
 
     verdict: Literal["proved", "derived", "agrees", "unknown", "wrong"]
-    problem: Problem | None
-    unknown: tuple[Unknown, ...]
+    problem: WrongInstruction | None
+    unknown: tuple[UncoveredInstruction, ...]
     num_instructions: int
     not_compared: str = ""
     assumption: str = ""

@@ -13,22 +13,22 @@ from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
 from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, parse
-from shardopt.hlo.proof._compare import Comparison, Difference, Reference, compare
-from shardopt.hlo.proof._computations import Result, Walk
+from shardopt.hlo.proof._compare import Comparison, Reference, ResultDifference, compare
+from shardopt.hlo.proof._computations import Derivation, Result
 from shardopt.hlo.proof._interpret_shards import written_shardings
 from shardopt.hlo.proof._lines import array_shape, leaves, read_lines, sizes_of_program
 from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._opened import opened
-from shardopt.hlo.proof._proof import Proof, Unknown
+from shardopt.hlo.proof._proof import Proof, UncoveredInstruction
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
 from shardopt.hlo.proof._text import full_text, text_of
 from shardopt.hlo.proof._value import (
     INPUT,
+    DerivedValue,
     Fault,
     Hidden,
     Unproved,
-    Value,
     Wrong,
     unify,
     without_known_devices,
@@ -155,7 +155,7 @@ def prove(
         faults = {fault._replace(wrong=False) for fault in faults}
     wrong = _first_wrong(faults, comparison.difference, derivation)
     unknown = {
-        fault.order: Unknown(
+        fault.order: UncoveredInstruction(
             instructions[fault.order].name, instructions[fault.order].opcode, fault.reason
         )
         for fault in sorted(faults)
@@ -176,7 +176,7 @@ def prove(
     )
 
 
-class _Derivation(NamedTuple):
+class _DerivedFaults(NamedTuple):
     """The faults that the rules find in a program.
 
     Attributes:
@@ -194,7 +194,7 @@ class _Derivation(NamedTuple):
 
 def _derive(
     module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[Sharding | str] | None
-) -> _Derivation:
+) -> _DerivedFaults:
     """Derive the results from the arguments.
 
     Raises:
@@ -217,7 +217,7 @@ def _derive(
     )
     computations = read_lines(module)
     instructions = [line for lines in module.computations.values() for line in lines]
-    walk = Walk(computations, *sizes_of_program(module))
+    walk = Derivation(computations, *sizes_of_program(module))
     result = walk.run(module.entry, arguments)
     root = next(line for line in computations[module.entry] if line.is_root)
     results = list(zip(_flat(result), _flat_shapes(root.shape), strict=True))
@@ -235,11 +235,11 @@ def _derive(
             value, sharded(sharding, array_shape(shape), devices), index, root.order
         )
     sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
-    return _Derivation(faults, instructions, root.order, sums)
+    return _DerivedFaults(faults, instructions, root.order, sums)
 
 
 def _first_wrong(
-    faults: Set[Fault], difference: Difference | None, derivation: _Derivation
+    faults: Set[Fault], difference: ResultDifference | None, derivation: _DerivedFaults
 ) -> Fault | None:
     """Return the fault to report: the first one that a rule finds, or the one that the comparison
     finds.
@@ -256,15 +256,15 @@ def _first_wrong(
     return _fault_of_difference(difference, derivation)
 
 
-def _fault_of_difference(difference: Difference, derivation: _Derivation) -> Fault:
+def _fault_of_difference(difference: ResultDifference, derivation: _DerivedFaults) -> Fault:
     places = (i for i, line in enumerate(derivation.instructions) if line is difference.instruction)
     return Fault(True, next(places, derivation.root), difference.reason, difference.groups)
 
 
-def _flat(result: Result) -> list[Value]:
+def _flat(result: Result) -> list[DerivedValue]:
     return (
         [result]
-        if isinstance(result, Value)
+        if isinstance(result, DerivedValue)
         else [value for part in result for value in _flat(part)]
     )
 
@@ -277,7 +277,9 @@ def _flat_shapes(shape: str) -> list[str]:
     )
 
 
-def _faults_of_result(value: Value, declared: Value, index: int, root: int) -> frozenset[Fault]:
+def _faults_of_result(
+    value: DerivedValue, declared: DerivedValue, index: int, root: int
+) -> frozenset[Fault]:
     """Return why a result does not have its declared sharding."""
     if value.faults:
         return value.faults

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from shardopt.hlo._collective import axes_of_groups
 from shardopt.hlo._hlo_text import Instruction, Module, operands
 from shardopt.hlo._source_lines import op_name_of, read_frames, source_of
-from shardopt.hlo.proof._proof import Problem
+from shardopt.hlo.proof._proof import WrongInstruction
 from shardopt.hlo.proof._value import Fault
 
 MAX_LINES = 58
@@ -20,7 +20,7 @@ def describe(
     instructions: Sequence[Instruction],
     text: str,
     sizes: Mapping[str, int],
-) -> Problem:
+) -> WrongInstruction:
     """Return the report of a fault.
 
     `sizes` has mesh axis -> size, and is empty if the mesh is unknown.
@@ -29,7 +29,7 @@ def describe(
     source = source_of(instruction, read_frames(text)) or op_name_of(instruction)
     axes = axes_of_groups(fault.groups, sizes) if sizes and fault.groups else None
     hlo = _around(instruction, module)
-    return Problem(
+    return WrongInstruction(
         instruction.name, instruction.opcode, source, axes, fault.groups, fault.reason, hlo
     )
 

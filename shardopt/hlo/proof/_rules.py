@@ -14,12 +14,12 @@ from shardopt.hlo.proof._value import (
     INPUT,
     REDUCTIONS,
     SLICED,
+    DerivedValue,
     Dim,
     Factor,
     Hidden,
     Positions,
     Unproved,
-    Value,
     Wrong,
     added,
     all_multiples,
@@ -48,10 +48,10 @@ from shardopt.hlo.proof._value import (
 )
 from shardopt.trace._primitives import words
 
-Rule = Callable[[Line, Sequence[Value]], Value]
+Rule = Callable[[Line, Sequence[DerivedValue]], DerivedValue]
 
 
-def apply(line: Line, values: Sequence[Value]) -> Value:
+def apply(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the value of a local instruction with one array as its result."""
     if (data := evaluate(line, values)) is not None:
         return known(data, line)
@@ -66,8 +66,8 @@ def apply(line: Line, values: Sequence[Value]) -> Value:
 
 
 def unified_operands(
-    values: Sequence[Value], without: int | None = None
-) -> tuple[tuple[Dim, ...], list[Value]]:
+    values: Sequence[DerivedValue], without: int | None = None
+) -> tuple[tuple[Dim, ...], list[DerivedValue]]:
     """Return the dims that operands of equal shape have in common, and the operands without what
     became visible. The dim `without` may differ.
     """
@@ -76,50 +76,50 @@ def unified_operands(
     for value in values[1:]:
         dims, common, _ = unify(common, value, pairs)
         common = common._replace(dims=tuple(dims.get(i, d) for i, d in enumerate(common.dims)))
-    frame = Value(common.shape, common.dims)
+    frame = DerivedValue(common.shape, common.dims)
     return common.dims, [unify(frame, value, pairs)[2] for value in values]
 
 
 # elementwise
 
 
-def _linear(line: Line, values: Sequence[Value]) -> Value:
+def _linear(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     dims, operands = unified_operands(values)
-    return Value(line.dims, dims, added(operands, line.order))
+    return DerivedValue(line.dims, dims, added(operands, line.order))
 
 
-def _same_kind(line: Line, values: Sequence[Value]) -> Value:
+def _same_kind(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Maximum of maxima, and so on; other terms are used on their own."""
     dims, operands = unified_operands(values)
     if all({h.kind for h in pending(value)} <= {line.opcode} for value in operands):
         reductions = [classes_of(pending(value)) for value in operands]
         if all(r == reductions[0] for r in reductions):
-            return Value(line.dims, dims, merged_hidden(value.hidden for value in operands))
-    return Value(line.dims, dims, mixed(operands, line.order))
+            return DerivedValue(line.dims, dims, merged_hidden(value.hidden for value in operands))
+    return DerivedValue(line.dims, dims, mixed(operands, line.order))
 
 
-def _product(line: Line, values: Sequence[Value]) -> Value:
+def _product(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     dims, operands = unified_operands(values)
     _check_blocks(operands)
-    return Value(line.dims, dims, multiplied(operands, line.order))
+    return DerivedValue(line.dims, dims, multiplied(operands, line.order))
 
 
-def _quotient(line: Line, values: Sequence[Value]) -> Value:
+def _quotient(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     dims, (dividend, divisor) = unified_operands(values)
     _check_blocks([dividend, divisor])
     divisor = divisor._replace(hidden=used(divisor.hidden, line.order))
-    return Value(line.dims, dims, multiplied([dividend, divisor], line.order))
+    return DerivedValue(line.dims, dims, multiplied([dividend, divisor], line.order))
 
 
-def _nonlinear(line: Line, values: Sequence[Value]) -> Value:
+def _nonlinear(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     if not values:
-        return Value(line.dims, tuple(whole(size, line.devices) for size in line.dims))
+        return DerivedValue(line.dims, tuple(whole(size, line.devices) for size in line.dims))
     dims, operands = unified_operands(_scalars_broadcast(values, line))
     _check_blocks(operands)
-    return Value(line.dims, dims, mixed(operands, line.order))
+    return DerivedValue(line.dims, dims, mixed(operands, line.order))
 
 
-def _check_blocks(operands: Sequence[Value]) -> None:
+def _check_blocks(operands: Sequence[DerivedValue]) -> None:
     """A term of a reduction over the pieces of a dim, used with these pieces: one block per device,
     or a missing reduction.
     """
@@ -129,7 +129,9 @@ def _check_blocks(operands: Sequence[Value]) -> None:
             _check_pieces(value, ("own", *REDUCTIONS), other, dims)
 
 
-def _check_pieces(value: Value, kinds: Sequence[str], other: Value, dims: Sequence[int]) -> None:
+def _check_pieces(
+    value: DerivedValue, kinds: Sequence[str], other: DerivedValue, dims: Sequence[int]
+) -> None:
     terms = classes_of(h for h in value.hidden if h.kind in kinds)
     factors = [factor for i in dims for factor in other.dims[i] if factor.size > factor.local]
     if any(partition(factor.at) in terms for factor in factors):
@@ -142,7 +144,7 @@ AMBIGUOUS = (
 )
 
 
-def _scalars_broadcast(values: Sequence[Value], line: Line) -> list[Value]:
+def _scalars_broadcast(values: Sequence[DerivedValue], line: Line) -> list[DerivedValue]:
     """`clamp` and `select` take scalars next to arrays."""
     return [
         (
@@ -158,29 +160,29 @@ def _scalars_broadcast(values: Sequence[Value], line: Line) -> list[Value]:
     ]
 
 
-def _select(line: Line, values: Sequence[Value]) -> Value:
+def _select(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     if (term := masked(line, values)) is not None:
         return term
     dims, (predicate, first, second) = unified_operands(_scalars_broadcast(values, line))
-    branches = Value(line.dims, dims, added([first, second], line.order))
+    branches = DerivedValue(line.dims, dims, added([first, second], line.order))
     predicate = predicate._replace(hidden=used(predicate.hidden, line.order))
-    return Value(line.dims, dims, multiplied([branches, predicate], line.order))
+    return DerivedValue(line.dims, dims, multiplied([branches, predicate], line.order))
 
 
-def _passed(line: Line, values: Sequence[Value]) -> Value:
+def _passed(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Copies, conversions between floats, optimisation barriers."""
     value = values[0]
     source_is_float = True
     if line.opcode == "convert":
         source_is_float = dtype_of(line.shape)[0] in "fbc" or not pending(value)
     hidden = value.hidden if source_is_float else used(value.hidden, line.order)
-    return Value(line.dims, value.dims, hidden, fill=value.fill)
+    return DerivedValue(line.dims, value.dims, hidden, fill=value.fill)
 
 
 # shapes
 
 
-def _broadcast(line: Line, values: Sequence[Value]) -> Value:
+def _broadcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     value, mapping = values[0], line.integers("dimensions")
     dims = [same_everywhere(size, line.devices) for size in line.dims]
     for source, target in enumerate(mapping):
@@ -188,22 +190,22 @@ def _broadcast(line: Line, values: Sequence[Value]) -> Value:
             dims[target] = value.dims[source]
     added_elements = math.prod(line.dims) != math.prod(value.shape)
     hidden = tuple(h._replace(minor=-1) for h in value.hidden) if added_elements else value.hidden
-    return Value(line.dims, tuple(dims), hidden, fill=value.fill)
+    return DerivedValue(line.dims, tuple(dims), hidden, fill=value.fill)
 
 
-def _reshape(line: Line, values: Sequence[Value]) -> Value:
+def _reshape(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     return reshaped(values[0], line.dims)
 
 
-def reshaped(value: Value, shape: tuple[int, ...]) -> Value:
+def reshaped(value: DerivedValue, shape: tuple[int, ...]) -> DerivedValue:
     """Return a value in another shape."""
     factors = [factor for dim in value.dims for factor in dim]
-    return Value(
+    return DerivedValue(
         shape, split_dims(factors, shape), placed(value).hidden, value.constant, fill=value.fill
     )
 
 
-def bitcast(line: Line, value: Value) -> Value:
+def bitcast(line: Line, value: DerivedValue) -> DerivedValue:
     """Return the value of a bitcast between two shapes with layouts: a transpose, a reshape and a
     transpose.
     """
@@ -218,11 +220,11 @@ def bitcast(line: Line, value: Value) -> Value:
     return transposed(result, tuple(new_order.index(dim) for dim in range(len(new_order))))
 
 
-def _transpose(line: Line, values: Sequence[Value]) -> Value:
+def _transpose(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     return transposed(values[0], line.integers("dimensions"))
 
 
-def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
+def transposed(value: DerivedValue, permutation: tuple[int, ...]) -> DerivedValue:
     """Return a value with its dims permuted."""
     value = placed(value)
     moved = [dim for dim in permutation if value.shape[dim] != 1]
@@ -236,7 +238,7 @@ def transposed(value: Value, permutation: tuple[int, ...]) -> Value:
     )
 
 
-def placed(value: Value) -> Value:
+def placed(value: DerivedValue) -> DerivedValue:
     """Return a value whose one element of a dim of the arguments is at its only dim of one element."""
     elements = [h for h in value.hidden if h.kind == "dim"]
     if (
@@ -252,18 +254,18 @@ def placed(value: Value) -> Value:
     )
 
 
-def _reverse(line: Line, values: Sequence[Value]) -> Value:
+def _reverse(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     for dim in line.integers("dimensions"):
         _check_whole(values[0], dim, "reverses")
     return values[0].changed(fill=values[0].fill)
 
 
-def _check_whole(value: Value, dim: int, verb: str) -> None:
+def _check_whole(value: DerivedValue, dim: int, verb: str) -> None:
     if not is_whole(value.dims[dim]):
         raise Unproved(f"it {verb} dim {dim}, of which each device holds a piece.")
 
 
-def _slice(line: Line, values: Sequence[Value]) -> Value:
+def _slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     value = values[0]
     dims = list(value.dims)
     for dim, ((start, stop, stride), size) in enumerate(zip(line.bounds, value.shape, strict=True)):
@@ -271,7 +273,7 @@ def _slice(line: Line, values: Sequence[Value]) -> Value:
         if count != size:
             dims[dim] = sliced_dim(value.dims[dim], size, count, start, stride)
     result, hidden = elements_to_hidden(dims, cut_beside(value, line.dims))
-    return Value(line.dims, result, hidden, fill=value.fill)
+    return DerivedValue(line.dims, result, hidden, fill=value.fill)
 
 
 def sliced_dim(dim: Dim, size: int, count: int, start: int, stride: int) -> Dim:
@@ -312,7 +314,7 @@ def elements_to_hidden(
     return remaining, merged_hidden([hidden])
 
 
-def _pad(line: Line, values: Sequence[Value]) -> Value:
+def _pad(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     value, padding = values
     if pending(value) and not padding.zero:
         raise Wrong("it pads a partial sum with numbers that are not 0.")
@@ -325,10 +327,12 @@ def _pad(line: Line, values: Sequence[Value]) -> Value:
         if value.shape[dim] == line.dims[dim] and any(numbers(part)):
             _check_whole(value, dim, "pads")
     hidden = merged_hidden([value.hidden, padding.hidden])
-    return Value(line.dims, tuple(dims), hidden, fill=0 if value.zero and padding.zero else None)
+    return DerivedValue(
+        line.dims, tuple(dims), hidden, fill=0 if value.zero and padding.zero else None
+    )
 
 
-def _concatenate(line: Line, values: Sequence[Value]) -> Value:
+def _concatenate(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the concatenation of values along a dim; as parts, if their pieces differ."""
     (dim,) = line.integers("dimensions")
     try:
@@ -342,10 +346,10 @@ def _concatenate(line: Line, values: Sequence[Value]) -> Value:
         return as_parts(values, dim, line)
     fills = {value.fill for value in values}
     fill = fills.pop() if len(fills) == 1 else None
-    return Value(line.dims, replaced(common, dim, joined_dim), hidden, fill=fill)
+    return DerivedValue(line.dims, replaced(common, dim, joined_dim), hidden, fill=fill)
 
 
-def _joined_dim(values: Sequence[Value], dim: int, devices: int) -> Dim:
+def _joined_dim(values: Sequence[DerivedValue], dim: int, devices: int) -> Dim:
     dims, sizes = [value.dims[dim] for value in values], [value.shape[dim] for value in values]
     total = sum(sizes)
     if all(is_constant_along(joined) or is_whole(joined) for joined in dims):
@@ -363,7 +367,9 @@ def _joined_dim(values: Sequence[Value], dim: int, devices: int) -> Dim:
 # reductions and products
 
 
-def reduced(value: Value, removed: Sequence[int], kind: str, line: Line) -> tuple[Hidden, ...]:
+def reduced(
+    value: DerivedValue, removed: Sequence[int], kind: str, line: Line
+) -> tuple[Hidden, ...]:
     """Return the coordinates after a local reduction: the rest of each reduced dim is pending."""
     hidden = list(value.hidden)
     for dim in removed:
@@ -402,7 +408,7 @@ def _within_elements(
     return count, at
 
 
-def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
+def reduce(line: Line, value: DerivedValue, initial: DerivedValue, kind: str) -> DerivedValue:
     """Return a reduction of one array."""
     removed = line.integers("dimensions")
     if kind != "add":
@@ -417,10 +423,10 @@ def reduce(line: Line, value: Value, initial: Value, kind: str) -> Value:
     if kind == "add" and sums and not initial.zero:
         raise Unproved("it starts a partial sum at a number that is not 0.")
     dims = tuple(dim for i, dim in enumerate(value.dims) if i not in removed)
-    return Value(line.dims, dims, hidden, fill=0 if value.zero and initial.zero else None)
+    return DerivedValue(line.dims, dims, hidden, fill=0 if value.zero and initial.zero else None)
 
 
-def _reduce_window(line: Line, values: Sequence[Value]) -> Value:
+def _reduce_window(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of cumulative sums and pooling: a dim with a window must be whole."""
     value, _ = values
     dims = list(value.dims)
@@ -428,10 +434,10 @@ def _reduce_window(line: Line, values: Sequence[Value]) -> Value:
         if window.size != 1 or line.dims[dim] != value.shape[dim]:
             _check_whole(value, dim, "reduces windows of")
             dims[dim] = whole(line.dims[dim], line.devices)
-    return Value(line.dims, tuple(dims), used(value.hidden, line.order))
+    return DerivedValue(line.dims, tuple(dims), used(value.hidden, line.order))
 
 
-def _dot(line: Line, values: Sequence[Value]) -> Value:
+def _dot(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     left, right = values
     batch, contracting = (
         line.pairs(f"lhs_{kind}_dims", f"rhs_{kind}_dims") for kind in ("batch", "contracting")
@@ -441,11 +447,11 @@ def _dot(line: Line, values: Sequence[Value]) -> Value:
 
 def product(
     line: Line,
-    left: Value,
-    right: Value,
+    left: DerivedValue,
+    right: DerivedValue,
     batch: list[tuple[int, int]],
     contracting: list[tuple[int, int]],
-) -> Value:
+) -> DerivedValue:
     """Return a dot product: dims in the order batch, left, right."""
     common, left, right = unify(left, right, [*batch, *contracting])
     of_left, of_right = map(list, zip(*batch, *contracting, strict=True)) if common else ([], [])
@@ -455,7 +461,9 @@ def product(
     _check_pieces(left, ("own", "add"), right, free_right)
     _check_pieces(right, ("own", "add"), left, free_left)
     terms = multiplied([left, right], line.order)
-    pieces = Value(left.shape, tuple(common.get(i, dim) for i, dim in enumerate(left.dims)), terms)
+    pieces = DerivedValue(
+        left.shape, tuple(common.get(i, dim) for i, dim in enumerate(left.dims)), terms
+    )
     hidden = reduced(pieces, [i for i, _ in contracting], "add", line)
     before = classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS))
     for h in hidden:
@@ -469,7 +477,7 @@ def product(
     shape = tuple(value.shape[i] for value, i in places)
     dims = [common[i] for i, _ in batch]
     dims += [value.dims[i] for value, i in places[len(batch) :]]
-    return Value(shape, tuple(dims), hidden, fill=0 if left.zero or right.zero else None)
+    return DerivedValue(shape, tuple(dims), hidden, fill=0 if left.zero or right.zero else None)
 
 
 _NONLINEAR = words(

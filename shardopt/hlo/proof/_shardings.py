@@ -7,7 +7,7 @@ from jax.sharding import Sharding
 
 from shardopt.core._errors import format_error
 from shardopt.hlo.proof._interpret_shards import tile_of_device
-from shardopt.hlo.proof._value import Dim, Factor, Hidden, Positions, Value, merged_hidden
+from shardopt.hlo.proof._value import DerivedValue, Dim, Factor, Hidden, Positions, merged_hidden
 
 
 def sharding_text(sharding: Sharding | str, rank: int, devices: int) -> str:
@@ -17,7 +17,7 @@ def sharding_text(sharding: Sharding | str, rank: int, devices: int) -> str:
     return sharding if isinstance(sharding, str) else str(sharding._to_xla_hlo_sharding(rank))  # pyright: ignore
 
 
-def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> Value:
+def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> DerivedValue:
     """Return the value of an argument or result with a local shape and a sharding."""
     text = sharding_text(sharding, len(shape), devices)
     try:
@@ -38,4 +38,4 @@ def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> V
                 )
         else:
             dims.append((Factor(size, size * count, Positions.of(at * size)),))
-    return Value(shape, tuple(dims), merged_hidden([tuple(hidden)]))
+    return DerivedValue(shape, tuple(dims), merged_hidden([tuple(hidden)]))

@@ -118,7 +118,24 @@ class Data:
 Dim = tuple[Factor, ...]
 
 
-class Value(NamedTuple):
+class Facts(NamedTuple):
+    """What is known about the numbers of a value, besides its dims.
+
+    Attributes:
+      shift: integers that an instruction made, plus a number per device.
+      within: whether such integers are in an interval per device.
+      rows: rows that were looked up in a table of which each device holds some rows.
+      interval: the value with the interval of a dim that each device joined from pieces of its
+        neighbours.
+    """
+
+    shift: "Shift | None" = None
+    within: "Range | None" = None
+    rows: "Rows | None" = None
+    interval: "DerivedValue | None" = None
+
+
+class DerivedValue(NamedTuple):
     """An array on all devices.
 
     Attributes:
@@ -132,9 +149,7 @@ class Value(NamedTuple):
       parts: pieces along the last dim if they have different layouts; `dims` then say nothing.
       sums: the groups over which the value is a sum that is complete: a sum over them again would
         count it twice.
-      note: what is known about its numbers, for lookups in a table of which each device holds some
-        rows. Or the value with the interval of a dim that each device joined from pieces of its
-        neighbours.
+      facts: what is known about its numbers.
     """
 
     shape: tuple[int, ...]
@@ -144,18 +159,18 @@ class Value(NamedTuple):
     fill: float | None = None
     data: Data | None = None
     faults: frozenset[Fault] = frozenset()
-    parts: "tuple[Value, ...] | None" = None
+    parts: "tuple[DerivedValue, ...] | None" = None
     sums: frozenset[Positions] = frozenset()
-    note: "Shift | Range | Rows | Value | None" = None
+    facts: Facts = Facts()
 
     @property
     def zero(self) -> bool:
         """Whether all elements are 0, so that it is a term of every sum."""
         return self.fill == 0
 
-    def changed(self, **fields: object) -> "Value":
+    def changed(self, **fields: object) -> "DerivedValue":
         """Return the value with other fields, no longer with known numbers."""
-        return self._replace(**{"data": None, "fill": None, "note": None, **fields})  # type: ignore[arg-type]
+        return self._replace(**{"data": None, "fill": None, "facts": Facts(), **fields})  # type: ignore[arg-type]
 
 
 class Wrong(Exception):  # noqa: N818
@@ -368,8 +383,8 @@ def unified(first: Dim, second: Dim) -> Dim:
 
 
 def unify(
-    first: Value, second: Value, dims: Iterable[tuple[int, int]]
-) -> tuple[dict[int, Dim], Value, Value]:
+    first: DerivedValue, second: DerivedValue, dims: Iterable[tuple[int, int]]
+) -> tuple[dict[int, Dim], DerivedValue, DerivedValue]:
     """Return the common dims by dim of `first`, and both values without the hidden dims that became
     visible.
 
@@ -399,7 +414,7 @@ def unify(
     return common, first, second
 
 
-def _revealed(value: Value, dim: int, factor: Factor, other: Factor) -> Value | None:
+def _revealed(value: DerivedValue, dim: int, factor: Factor, other: Factor) -> DerivedValue | None:
     """Return the value with a whole dim as the piece `other`, if it depends on the device as that
     piece does.
     """
@@ -444,7 +459,7 @@ def with_element(hidden: tuple[Hidden, ...], element: Hidden) -> tuple[Hidden, .
     return merged_hidden([(*hidden, element)])
 
 
-def cut_beside(value: Value, shape: tuple[int, ...]) -> tuple[Hidden, ...]:
+def cut_beside(value: DerivedValue, shape: tuple[int, ...]) -> tuple[Hidden, ...]:
     """Return the coordinates of a value after its dims are cut to a shape: other elements are to
     their right.
     """
@@ -463,7 +478,7 @@ def merged_hidden(values: Iterable[tuple[Hidden, ...]]) -> tuple[Hidden, ...]:
     return tuple(sorted(known.values(), key=lambda h: (h.kind, h.count, h.at.array.tobytes())))
 
 
-def pending(value: Value) -> tuple[Hidden, ...]:
+def pending(value: DerivedValue) -> tuple[Hidden, ...]:
     """Return the reductions of a value that are not complete."""
     return tuple(h for h in value.hidden if h.kind in REDUCTIONS)
 
@@ -485,12 +500,12 @@ def used(hidden: tuple[Hidden, ...], order: int) -> tuple[Hidden, ...]:
     return tuple(as_own(h, order) if h.kind in REDUCTIONS else h for h in hidden)
 
 
-def mixed(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
+def mixed(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
     """Return the coordinates of a function of values that is not linear in any of them."""
     return merged_hidden(used(value.hidden, order) for value in values)
 
 
-def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidden, ...]:
+def added(values: Sequence[DerivedValue], order: int, kind: str = "add") -> tuple[Hidden, ...]:
     """Return the coordinates of a sum of values.
 
     All must be terms of the same reductions. A term plus a value that is whole is a number of the
@@ -515,7 +530,7 @@ def added(values: Sequence[Value], order: int, kind: str = "add") -> tuple[Hidde
     return merged_hidden(changed)
 
 
-def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
+def multiplied(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
     """Return the coordinates of a product: linear in each operand, and in no two at once."""
     hidden: list[tuple[Hidden, ...]] = []
     for i, value in enumerate(values):
@@ -534,7 +549,7 @@ def multiplied(values: Sequence[Value], order: int) -> tuple[Hidden, ...]:
     return merged_hidden(hidden)
 
 
-def without_known_devices(value: Value) -> Value:
+def without_known_devices(value: DerivedValue) -> DerivedValue:
     """Drop the choices by device that the other coordinates of a value imply."""
     if not any(h.kind == "device" for h in value.hidden):
         return value
@@ -550,7 +565,7 @@ def without_known_devices(value: Value) -> Value:
     return value._replace(hidden=tuple(hidden))
 
 
-def joined(first: Value, second: Value) -> Value:
+def joined(first: DerivedValue, second: DerivedValue) -> DerivedValue:
     """Return what holds for both of two values: the result of a branch, or of a loop that may not
     turn.
     """
@@ -577,7 +592,7 @@ def joined(first: Value, second: Value) -> Value:
     except Wrong as problem:
         raise Unproved(f"a loop or branch changes what a value holds: {problem.reason}") from None
     fill = first.fill if first.fill == second.fill else None
-    return Value(
+    return DerivedValue(
         first.shape,
         tuple(common[i] for i in range(len(first.dims))),
         hidden,
@@ -585,5 +600,5 @@ def joined(first: Value, second: Value) -> Value:
         fill=fill,
         data=first.data if first.data is second.data else None,
         sums=first.sums & second.sums,
-        note=first.note if first.note == second.note else None,
+        facts=first.facts if first.facts == second.facts else Facts(),
     )

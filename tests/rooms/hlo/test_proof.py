@@ -19,7 +19,8 @@ from support.scripts import imported
 from support.table import STRATEGIES
 
 import shardopt as so
-from shardopt.hlo import Problem, Proof, prove
+from shardopt.hlo import Proof, prove
+from shardopt.hlo.proof._proof import WrongInstruction
 from shardopt.hlo.proof._text import text_of
 
 ROWS, COPIES = "{devices=[4,1]<=[4]}", "{replicated}"
@@ -119,7 +120,7 @@ def proof_of(text: str, output: str = COPIES, written: str = "") -> Proof:
     return prove(HEADER + text, outputs=[output], mesh={"data": 2, "tensor": 2}, lowered=lowered)
 
 
-def problem_of(text: str, output: str = COPIES, written: str = "") -> Problem:
+def problem_of(text: str, output: str = COPIES, written: str = "") -> WrongInstruction:
     proof = proof_of(text, output, written)
     assert proof.verdict == "wrong"
     assert proof.problem is not None
@@ -783,7 +784,9 @@ def test_the_step_of_every_strategy_is_proved(name):
 
 WRONG = Proof(
     "wrong",
-    Problem("g", "dot", "model.py:7", ("data",), ((0, 1),), "a sum is missing.", "main:\n> g"),
+    WrongInstruction(
+        "g", "dot", "model.py:7", ("data",), ((0, 1),), "a sum is missing.", "main:\n> g"
+    ),
     (),
     3,
 )

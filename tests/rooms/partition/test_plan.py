@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardopt as so
 from shardopt.core._errors import calling
-from shardopt.partition import PlanOptions, plan_leaves, shard_axes, state_specs
+from shardopt.partition import LeafPlanOptions, plan_leaves, shard_axes, state_specs
 from shardopt.partition._plan import LeafPlan, largest_divisible_dim
 
 pytestmark = pytest.mark.fast
@@ -25,7 +25,7 @@ def plan(shapes, mesh, rules=(), *, stacked=False, least=1):
         shapes,
         is_leaf=lambda x: isinstance(x, tuple),
     )
-    return plan_leaves(params, mesh, PlanOptions(rules, stacked, least, bool))
+    return plan_leaves(params, mesh, LeafPlanOptions(rules, stacked, least, bool))
 
 
 def test_data_takes_the_largest_dim_that_it_divides(mesh_of):
