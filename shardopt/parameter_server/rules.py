@@ -16,7 +16,6 @@ from shardopt.core._types import PyTree, wide_zeros
 __all__ = [
     "StalenessRule",
     "dc_asgd",
-    "dc_asgd_adaptive",
     "delayed_nesterov",
     "dynamic_local_steps",
     "from_config",
@@ -149,64 +148,6 @@ def dc_asgd(strength: float = 0.04) -> StalenessRule:
     )
 
 
-@calling("dc_asgd_adaptive")
-def dc_asgd_adaptive(
-    strength: float = 2.0, decay: float = 0.95, eps: float = 1e-7
-) -> StalenessRule:
-    """Correct late gradients like `dc_asgd`, with a strength that adapts to the size of each
-    gradient element.
-
-    m <- decay m + (1 - decay) g*g, then g' = g + strength / sqrt(m + eps) g*g*(w - w_pulled).
-
-    Args:
-      strength: lambda_0.
-      decay: the decay of the moving mean square, in [0, 1).
-      eps: a small number, added inside the root.
-
-    Returns:
-      A `StalenessRule`.
-
-    Raises:
-      TypeError: if an argument is not a number.
-      ValueError: if an argument is out of range.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> w, old = {"w": jnp.array([1.5])}, {"w": jnp.array([1.0])}
-      >>> rule = dc_asgd_adaptive(strength=1.0, decay=0.0)
-      >>> grads, _ = rule.gradient({"w": jnp.array([2.0])}, rule.init(w), params=w, pulled=old, delay=1)
-      >>> round(float(grads["w"][0]), 3)
-      3.0
-
-    **Equivalence**: the plain rule where w = w_pulled, so with max_staleness=0 equal to ddp.
-
-    **Placement**: as `dc_asgd`, and m on the server, as large as the trained parameters, in fp32 at
-    least.
-
-    References:
-      Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", 2017,
-      section 5: DC-ASGD-a.
-    """
-    check_number("strength", strength)
-    check_number("decay", decay, below=1.0)
-    check_number("eps", eps, positive=True)
-
-    def gradient(grads, state, *, params, pulled, delay):
-        mean_square = jax.tree.map(
-            lambda m, g: decay * m + (1 - decay) * jnp.square(g.astype(m.dtype)), state, grads
-        )
-
-        def correct(g, w, old, m):
-            return g + (strength / jnp.sqrt(m + eps)).astype(g.dtype) * g * g * (w - old)
-
-        return jax.tree.map(correct, grads, params, pulled, mean_square), mean_square
-
-    config = {"strength": float(strength), "decay": float(decay), "eps": float(eps)}
-    return StalenessRule(
-        "dc_asgd_adaptive", config, init=wide_zeros, gradient=gradient, uses_pulled=True
-    )
-
-
 class DelayedNesterovState(NamedTuple):
     """The state of `delayed_nesterov`.
 
@@ -331,7 +272,6 @@ _KNOWN = {
     "plain": plain,
     "staleness_learning_rate": staleness_learning_rate,
     "dc_asgd": dc_asgd,
-    "dc_asgd_adaptive": dc_asgd_adaptive,
     "delayed_nesterov": delayed_nesterov,
 }
 

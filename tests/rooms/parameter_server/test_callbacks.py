@@ -42,7 +42,9 @@ def optimizer(regression, max_staleness, rule=None, workers=3):
 @pytest.mark.parametrize("max_staleness", tiered([0, 2], lambda bound: bound == 0))
 def test_a_run_that_breaks_off_goes_on(max_staleness, regression, tmp_path):
     batches_of, total = regression.batches_of(3), 30 if max_staleness else 10
-    opt = optimizer(regression, max_staleness, rules.dc_asgd_adaptive() if max_staleness else None)
+    opt = optimizer(
+        regression, max_staleness, rules.delayed_nesterov(every=3) if max_staleness else None
+    )
     with so.Checkpoints(tmp_path, every=4, keep=2) as checkpoints, pytest.raises(BrokenOffError):
         opt.run(
             regression.params,

@@ -17,7 +17,7 @@ from shardopt.parameter_server._log import Event
 RULES = {
     "none": None,
     "staleness_learning_rate": rules.staleness_learning_rate(),
-    "dc_asgd_adaptive": rules.dc_asgd_adaptive(),
+    "dc_asgd": rules.dc_asgd(),
     "delayed_nesterov": rules.delayed_nesterov(every=3),
 }
 
@@ -31,7 +31,7 @@ RULES = {
         pytest.param("delayed_nesterov", 0, marks=pytest.mark.slow),
         *tiered(
             [(rule, 1) for rule in RULES if rule != "none"],
-            lambda row: row[0] == "dc_asgd_adaptive",
+            lambda row: row[0] in ("dc_asgd", "delayed_nesterov"),
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_rule_of_ones_own_is_asked_for(simulate_really, regression, message_of
 
 
 def test_numbers_of_numpy_in_a_rule_survive_the_file(simulate_really, regression, tmp_path):
-    rule = rules.dc_asgd_adaptive(np.float32(0.5), decay=np.float64(0.9))
+    rule = rules.delayed_nesterov(np.int32(3), momentum=np.float64(0.9))
     simulated = simulate_really(optax.sgd(0.05), max_staleness=1, rule=rule)
     simulated.log.save(tmp_path / "log.jsonl")
     rest = (optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3))

@@ -28,11 +28,6 @@ def dc_asgd(w, g, old, tau, memory):
     return w - LR * (g + 0.7 * g * g * (w - old))
 
 
-def dc_asgd_adaptive(w, g, old, tau, memory):
-    square = memory["square"] = 0.9 * memory.get("square", 0.0) + 0.1 * g * g
-    return w - LR * (g + 1.5 / np.sqrt(square + 1e-3) * g * g * (w - old))
-
-
 def delayed_nesterov(c):
     def step(w, g, old, tau, memory):
         memory["t"] = memory.get("t", -1) + 1
@@ -52,7 +47,6 @@ CASES = {
     "plain": (rules.plain(), plain),
     "staleness_learning_rate": (rules.staleness_learning_rate(), staleness_learning_rate),
     "dc_asgd": (rules.dc_asgd(0.7), dc_asgd),
-    "dc_asgd_adaptive": (rules.dc_asgd_adaptive(1.5, decay=0.9, eps=1e-3), dc_asgd_adaptive),
     "delayed_nesterov": (rules.delayed_nesterov(EVERY, BETA), delayed_nesterov(0.0)),
     "delayed_nesterov, active": (
         rules.delayed_nesterov(EVERY, BETA, activation=0.2),
@@ -93,9 +87,7 @@ def test_formula(name, x64):
     assert {0, 1, 2} <= delays
 
 
-@pytest.mark.parametrize(
-    "name", ["plain", "staleness_learning_rate", "dc_asgd", "dc_asgd_adaptive"]
-)
+@pytest.mark.parametrize("name", ["plain", "staleness_learning_rate", "dc_asgd"])
 def test_a_rule_changes_nothing_where_nobody_is_late(name, x64):
     finals = []
     for rule in (None, CASES[name][0]):
@@ -182,16 +174,6 @@ def test_dynamic_local_steps(speeds, steps):
             lambda: rules.dc_asgd("a"),
             TypeError,
             "dc_asgd: strength must be a number, got 'a' (str).",
-        ),
-        (
-            lambda: rules.dc_asgd_adaptive(decay=1.0),
-            ValueError,
-            "dc_asgd_adaptive: decay must be finite, at least 0 and below 1; got 1.0.",
-        ),
-        (
-            lambda: rules.dc_asgd_adaptive(eps=0),
-            ValueError,
-            "dc_asgd_adaptive: eps must be finite, above 0; got 0.",
         ),
         (
             lambda: rules.delayed_nesterov(0),

@@ -314,7 +314,7 @@ def test_refusals(message_of):
         "async_sgd: sparse must be regular expressions, got '(' ("
     )
     fix = "Fix: use an optimizer and a rule whose state is elementwise, or leave sparse out."
-    stateful = rules.dc_asgd_adaptive()
+    stateful = rules.delayed_nesterov(every=2)
     assert (
         message_of(ValueError, run, optax.sgd(0.1), rule=stateful, max_staleness=1, workers=1)
         == f"parameter_server: a rule with a state cannot take sparse pushes.\n{fix}"
