@@ -1,6 +1,5 @@
 """One collective of a compiled program: its groups of devices, its mesh axes and its bytes."""
 
-import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -275,26 +274,16 @@ def _mesh_axes(text: str) -> np.ndarray:
         ids = (
             _iota(match["ids"]) if match["ids"].startswith("[") else np.array(numbers(match["ids"]))
         )
-    group_parts = [_axis_part(part, sizes) for part in match["over"].split(",") if part.strip()]
-    shape, dim_of_part = [], {}
-    for axis, size in sizes.items():  # cut every axis at the borders of its parts
-        borders = {1, size} | {
-            border
-            for name, before, part in group_parts
-            if name == axis
-            for border in (before, before * part)
-        }
-        ordered = sorted(borders)
-        for low, high in itertools.pairwise(ordered):
-            dim_of_part[axis, low] = len(shape)
-            shape.append(high // low)
-        if len(ordered) == 1:
-            dim_of_part[axis, 1] = len(shape)
-            shape.append(1)
-    group_dims = [dim_of_part[axis, before] for axis, before, _ in group_parts]
-    other_dims = [dim for dim in range(len(shape)) if dim not in group_dims]
-    members = math.prod(shape[dim] for dim in group_dims)
-    return ids.reshape(shape).transpose(other_dims + group_dims).reshape(-1, members)
+    positions = np.arange(len(ids))
+    first, member, size = positions, np.zeros_like(positions), 1
+    for part in filter(str.strip, match["over"].split(",")):
+        axis, before, count = _axis_part(part, sizes)
+        following = list(sizes)[list(sizes).index(axis) + 1 :]
+        step = math.prod(sizes[name] for name in following) * sizes[axis] // (before * count)
+        place = positions // step % count
+        first, member, size = first - place * step, member * count + place, size * count
+    # the members of a group have the same first position
+    return ids[np.lexsort((member, first))].reshape(-1, size)
 
 
 def _axis_part(text: str, sizes: Mapping[str, int]) -> tuple[str, int, int]:

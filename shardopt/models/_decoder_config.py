@@ -1,7 +1,7 @@
 """The description of a decoder: sizes, and the choices that differ between open models."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -233,88 +233,86 @@ class DecoderConfig:
             )
 
     def _problems(self) -> list[str]:
-        problems = not_positive(
-            self,
-            "vocab_size",
-            "dim",
-            "num_layers",
-            "num_heads",
-            "hidden",
-            "norm_epsilon",
-            "max_length",
-        )
-        if not problems and self.num_heads % self.kv_heads:
-            problems.append(
-                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}"
-            )
+        positive = "vocab_size", "dim", "num_layers", "num_heads", "hidden", "norm_epsilon"
+        problems = not_positive(self, *positive, "max_length")
+        if problems:
+            return problems
+        return [
+            *self._problems_of_choices(),
+            *self._problems_of_kinds(),
+            *self._problems_of_attention(),
+            *self._problems_of_experts(),
+        ]
+
+    def _problems_of_choices(self) -> Iterator[str]:
         choices = {
             "norm": get_args(Norm),
             "activation": get_args(Activation),
             "fused": ("kv", "qkv", None),
+            "qk_norm": (*get_args(QKNorm), None),
+            "parallel": ("norm", "input", None),
         }
-        choices |= {"qk_norm": (*get_args(QKNorm), None), "parallel": ("norm", "input", None)}
-        problems += [
-            f"{name} must be one of {', '.join(map(str, values))}, got {getattr(self, name)!r}"
-            for name, values in choices.items()
-            if getattr(self, name) not in values
-        ]
+        for name, values in choices.items():
+            if getattr(self, name) not in values:
+                listed = ", ".join(map(str, values))
+                yield f"{name} must be one of {listed}, got {getattr(self, name)!r}"
+        if self.parallel and (self.post_norms or not self.pre_norms):
+            yield "parallel is for blocks with pre_norms and without post_norms"
+
+    def _problems_of_kinds(self) -> Iterator[str]:
         if self.pattern and len(self.pattern) != self.num_layers:
-            problems.append(f"pattern has {len(self.pattern)} entries for {self.num_layers} blocks")
+            yield f"pattern has {len(self.pattern)} entries for {self.num_layers} blocks"
         if not set(self.pattern) <= set(range(len(self.kinds))):
-            problems.append(
+            yield (
                 f"pattern names kinds from 0 to {max(self.pattern)}, and there are"
                 f" {len(self.kinds)}"
             )
-        widths = {kind.rope.dims or self.rotary_dim for kind in self.kinds if kind.rope}
+        ropes = [kind.rope for kind in self.kinds if kind.rope]
+        widths = {rope.dims or self.rotary_dim for rope in ropes}
         if len(widths) > 1 or any(width % 2 for width in widths):
-            problems.append(
-                f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}"
-            )
-        if self.latent is not None and (
-            self.num_kv_heads not in (None, self.num_heads) or self.qk_norm or self.qkv_bias
-        ):
-            problems.append(
-                "num_kv_heads, qk_norm and qkv_bias are for attention that is not latent"
+            yield f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}"
+        if self.qk_norm == "rotated_head" and any(rope.interleaved for rope in ropes):
+            yield "qk_norm='rotated_head' is for rotary pairs that are not interleaved"
+
+    def _problems_of_attention(self) -> Iterator[str]:
+        heads, kv_heads = self.num_heads, self.kv_heads
+        if heads % kv_heads:
+            yield f"num_kv_heads={self.num_kv_heads} does not divide num_heads={heads}"
+        if self.fused == "qkv" and kv_heads != heads:
+            yield (
+                f"fused='qkv' needs as many heads of keys as of queries, got {kv_heads} and {heads}"
             )
         if self.norm not in ("rms", "rms_plus_one") and self.qk_norm:
-            problems.append(f"norm={self.norm!r} is for models without qk_norm")
-        if self.qk_norm == "rotated_head" and any(
-            kind.rope and kind.rope.interleaved for kind in self.kinds
-        ):
-            problems.append("qk_norm='rotated_head' is for rotary pairs that are not interleaved")
-        if self.parallel and (self.post_norms or not self.pre_norms):
-            problems.append("parallel is for blocks with pre_norms and without post_norms")
-        if self.latent is not None and self.latent.value > self.head_width:
-            problems.append(
+            yield f"norm={self.norm!r} is for models without qk_norm"
+        if self.latent is None:
+            return
+        if kv_heads != heads or self.qk_norm or self.qkv_bias:
+            yield "num_kv_heads, qk_norm and qkv_bias are for attention that is not latent"
+        if self.latent.value > self.head_width:
+            yield (
                 f"latent.value={self.latent.value} is wider than queries and keys, which have"
                 f" {self.head_width} dims"
             )
-        if self.experts is not None:
-            groups, num_open = self.experts.groups or (1, 1)
-            if self.experts.top_k > (choices_left := self.experts.number * num_open // groups):
-                problems.append(
-                    f"experts.top_k={self.experts.top_k}, but a token can go to {choices_left}"
-                    " experts only"
-                )
-        if self.experts is not None and not 0 <= self.experts.num_first < self.num_layers:
-            problems.append(
-                f"experts.num_first={self.experts.num_first} leaves no block of {self.num_layers}"
-                " with experts"
+
+    def _problems_of_experts(self) -> Iterator[str]:
+        experts = self.experts
+        if experts is None:
+            return
+        groups, num_open = experts.groups or (1, 1)
+        choices_left = experts.number * num_open // groups
+        if experts.top_k > choices_left:
+            yield (
+                f"experts.top_k={experts.top_k}, but a token can go to {choices_left} experts only"
             )
-        if (
-            self.experts is not None
-            and (self.experts.balance or self.experts.z_loss)
-            and not self.experts.loads
-        ):
-            problems.append("experts.balance and experts.z_loss need experts.loads")
-        if self.fused and self.experts is not None and self.experts.shared_gate:
-            problems.append("fused is for models without experts.shared_gate")
-        if self.fused == "qkv" and self.kv_heads != self.num_heads:
-            problems.append(
-                f"fused='qkv' needs as many heads of keys as of queries, got {self.kv_heads} and"
-                f" {self.num_heads}"
+        if not 0 <= experts.num_first < self.num_layers:
+            yield (
+                f"experts.num_first={experts.num_first} leaves no block of {self.num_layers} with"
+                " experts"
             )
-        return problems
+        if (experts.balance or experts.z_loss) and not experts.loads:
+            yield "experts.balance and experts.z_loss need experts.loads"
+        if self.fused and experts.shared_gate:
+            yield "fused is for models without experts.shared_gate"
 
     @property
     def kv_heads(self) -> int:

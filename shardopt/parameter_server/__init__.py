@@ -4,7 +4,6 @@ simulation.
 
 from shardopt.parameter_server import durations, rules
 from shardopt.parameter_server._async_local_sgd import async_local_sgd
-from shardopt.parameter_server._clock import should_sync
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._replay import replay
 from shardopt.parameter_server._run import ServerLostError, WorkersLostError
@@ -26,6 +25,5 @@ __all__ = [
     "make_update",
     "replay",
     "rules",
-    "should_sync",
     "simulate",
 ]

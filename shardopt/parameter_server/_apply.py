@@ -1,9 +1,9 @@
 """One update on one server: average the pushed gradients, apply the rule, then apply the optimizer."""
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,11 @@ import optax
 from shardopt.config._transformation import refuse_lookahead
 from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
-from shardopt.parameter_server._sparse import restrict_to_rows
-from shardopt.parameter_server._updates import Update
+from shardopt.parameter_server._sparse import gather_union_rows, has_rows, restrict_to_rows
+from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
 from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers._compressor import Compressor
+from shardopt.step._inputs import copied
 from shardopt.transforms._skip_anomalies import unless_skipped
 
 
@@ -57,12 +58,20 @@ RunUpdate = Callable[[PyTree, tuple[PyTree, PyTree], Pushes], UpdateResult]
 """`(params, (opt_state, rule_state), pushes)`, traceable, over trained leaves."""
 
 
-@dataclass(frozen=True)
-class Programs:
-    """The programs that a server runs on its trained leaves.
+ServerArrays = tuple[PyTree, PyTree, PyTree]
+"""`(params, opt_state, rule_state)`, as a `ServerState` has them."""
 
-    `args` are `run_arguments` of these leaves, of their states, and of updates with their
-    gradients.
+
+def copy_states(arrays: ServerArrays) -> ServerArrays:
+    """Return the same parameters and copies of the states, because the next update takes over the
+    states' memory.
+    """
+    return arrays[0], *jax.tree.map(jnp.copy, arrays[1:])
+
+
+@dataclass(frozen=True)
+class Mathematics:
+    """How a push changes the parameters and states of a server.
 
     Attributes:
       tx: the optimizer.
@@ -70,15 +79,19 @@ class Programs:
       donate: let each update take over the memory of the optimizer's and the rule's state. The
         parameters are never donated: workers may still hold them.
       codec: the decoder of pushes; None if they are not encoded.
+      messages: shapes and dtypes of trained parameters -> shapes of their message.
     """
 
     tx: optax.GradientTransformation
     rule: StalenessRule
     donate: bool
     codec: Compressor | None = None
+    messages: dict[Hashable, PyTree] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @cached_property
-    def _jitted(self) -> tuple[Callable[..., Any], ...]:
+    def _programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """The update of all rows, and the update of some rows."""
         run, donated = update_program(self.tx, self.rule, self.codec), (1,) if self.donate else ()
         run_on_rows = restrict_to_rows(self.tx, run)
@@ -87,17 +100,43 @@ class Programs:
             jax.jit(run_on_rows, donate_argnums=[1 + i for i in donated]),
         )
 
-    def begin(self, trained_params: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the initial states of the optimizer and of the rule."""
-        init = self.tx.init
-        opt_state = jax.jit(lambda params: jax.tree.map(jnp.copy, init(params)))(trained_params)
+    def begin(self, params: PyTree) -> ServerArrays:
+        """Return copies of the parameters, and the initial states of the optimizer and the rule."""
+        params, init = copied(params), self.tx.init
+        leaves = trained(params)
+        opt_state = jax.jit(lambda leaves: jax.tree.map(jnp.copy, init(leaves)))(leaves)
         refuse_lookahead("parameter_server", opt_state)
-        return opt_state, jax.jit(self.rule.init)(trained_params)
+        return params, opt_state, jax.jit(self.rule.init)(leaves)
 
-    def update(self, args: tuple[Any, ...], row_indices: PyTree = None) -> UpdateResult:
-        """Return the updated leaves and states; with `row_indices` only these rows change."""
-        run, run_on_rows = self._jitted
-        return run(*args) if row_indices is None else run_on_rows(row_indices, *args)
+    def check(self, update: Any, params: PyTree, worker: int) -> None:
+        """Refuse an update that does not match the parameters, or their message."""
+        old = trained(params)
+        check_update(update, old, worker, self._message(old))
+
+    def apply(
+        self, arrays: ServerArrays, updates: Sequence[Any], pulled: PyTree, delay: int
+    ) -> UpdateResult:
+        """Apply the mean of the updates to the parameters and states."""
+        params, *states = arrays
+        old = trained(params)
+        pulled = None if pulled is None else trained(pulled)
+        run, run_on_rows = self._programs
+        if has_rows(updates[0].grads):
+            grads, row_indices = gather_union_rows([update.grads for update in updates], old)
+            updates = [update._replace(grads=g) for g, update in zip(grads, updates, strict=True)]
+            run = partial(run_on_rows, row_indices)
+        result = run(*run_arguments((old, *states), updates, pulled, delay))
+        return result._replace(params=replace_trained(params, result.params))
+
+    def _message(self, trained_params: PyTree) -> PyTree:
+        """Return the shapes of the message of a push; None if pushes are not encoded."""
+        if self.codec is None:
+            return None
+        leaf_types = tuple((leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(trained_params))
+        key = jax.tree.structure(trained_params), leaf_types
+        if key not in self.messages:
+            self.messages[key] = self.codec.message(trained_params)
+        return self.messages[key]
 
 
 def update_program(

@@ -221,37 +221,3 @@ def check_max_staleness(max_staleness: int | None) -> None:
                 f"max_staleness must be at least 0, got {max_staleness}.", fix=_UNBOUNDED_FIX
             )
         )
-
-
-@calling("should_sync")
-def should_sync(step: int, max_staleness: int) -> bool:
-    """Return whether a worker that may be `max_staleness` steps behind fetches the parameters
-    before this step.
-
-    It fetches them at every step with step mod (max_staleness + 1) = 0: every step if max_staleness
-    = 0. The parameters are used for this step and the max_staleness steps after it.
-
-    Args:
-      step: the worker's step, counted from 0.
-      max_staleness: the number of further steps for which fetched parameters may be used.
-
-    Returns:
-      Whether to fetch.
-
-    Raises:
-      TypeError: if an argument is not an integer.
-      ValueError: if an argument is negative.
-
-    Example:
-      >>> [should_sync(step, 2) for step in range(7)]
-      [True, False, False, True, False, False, True]
-      >>> [should_sync(step, 0) for step in range(3)]
-      [True, True, True]
-
-    References:
-      Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server",
-      2013, section 3: the cache of a worker is read until it is too old.
-    """
-    check_count("step", step, minimum=0)
-    check_count("max_staleness", max_staleness, minimum=0)
-    return bool(step % (max_staleness + 1) == 0)

@@ -17,9 +17,9 @@ import numpy as np
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
+from shardopt.parameter_server._apply import copy_states
 from shardopt.parameter_server._clock import PersistentMap, make_clock
 from shardopt.parameter_server._log import Event, Header, Log
-from shardopt.parameter_server._mathematics import copy_states
 from shardopt.parameter_server._server import ParameterServer, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
 from shardopt.parameter_server._views import Status, WorkerStats

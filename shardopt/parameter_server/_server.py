@@ -13,10 +13,9 @@ from shardopt.config._check import check_optimizer
 from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server import _clock as clocks
-from shardopt.parameter_server._apply import Programs
+from shardopt.parameter_server._apply import Mathematics
 from shardopt.parameter_server._clock import Clock, PersistentMap
 from shardopt.parameter_server._log import Event
-from shardopt.parameter_server._mathematics import Mathematics
 from shardopt.parameter_server._updates import (
     NO_WEIGHT,
     NonFiniteUpdateError,
@@ -333,5 +332,5 @@ def make_server(
     codec = None if reducer is None else compressor(reducer)
     mathematics = None
     if tx is not None:
-        mathematics = Mathematics(Programs(tx, rule, donate, codec))
+        mathematics = Mathematics(tx, rule, donate, codec)
     return ParameterServer(mathematics, max_staleness, rule, nonfinite, codec and codec.name)

@@ -2,7 +2,6 @@
 
 from collections import Counter
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -214,32 +213,3 @@ def test_persistent_map_is_a_dict_that_does_not_change(changes):
         assert dict(mapping) == snapshot
         assert len(mapping) == len(snapshot)
         assert all((key in mapping) == (key in snapshot) for key in range(300))
-
-
-@pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_should_sync(max_staleness):
-    every = max_staleness + 1
-    assert [so.parameter_server.should_sync(step, max_staleness) for step in range(3 * every)] == (
-        [True] + [False] * max_staleness
-    ) * 3
-    assert so.parameter_server.should_sync(np.int64(0), np.int32(max_staleness)) is True
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((-1, 0), ValueError, "should_sync: step must be at least 0, got -1."),
-        ((0, -2), ValueError, "should_sync: max_staleness must be at least 0, got -2."),
-        ((0.5, 1), TypeError, "should_sync: step must be an integer, got 0.5 (float)."),
-        (
-            (1, None),
-            TypeError,
-            "should_sync: max_staleness must be an integer, got None (NoneType).",
-        ),
-        ((True, 1), TypeError, "should_sync: step must be an integer, got True (bool)."),
-    ],
-)
-def test_should_sync_refuses(arguments, error, message):
-    with pytest.raises(error) as caught:
-        so.parameter_server.should_sync(*arguments)
-    assert str(caught.value) == message
