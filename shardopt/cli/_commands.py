@@ -17,6 +17,7 @@ from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
 from shardopt.core._errors import calling, value_error
 from shardopt.runtime._doctor import doctor
+from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once
 from shardopt.runtime._vault import TOKEN, keep_snapshots
@@ -59,6 +60,11 @@ class LaunchOptions:
     saved, the process that delays the others is named, and the job ends or starts again. An action
     that happens for the first time may compile, so it may take ten times as long. By default hangs
     are not detected.
+    """
+
+    grace: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = GRACE
+    """Seconds that the processes have to save and to end after SIGTERM or Ctrl-C. Then the processes
+    that still run are named and killed.
     """
 
     spares: int = 0
@@ -195,6 +201,7 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         min_processes=min(counts) if len(counts) > 1 else options.min_processes,
         discovery_script=options.discovery_script,
         hang_timeout=options.hang_timeout,
+        grace=options.grace,
         spares=options.spares,
         can_share=lambda count: (
             count in counts and (run_options is None or run_options.where.devices % count == 0)

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import itertools
 import json
+import math
 import os
 import queue
 import shutil
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO
 
 from shardopt.core._errors import CORRUPTED, format_error, plural
+from shardopt.runtime._agreement import process_text
 from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
@@ -43,6 +45,8 @@ _GRACE = 3.0
 """Seconds between SIGTERM and the kill. A process that waits in a collective for a dead one cannot
 handle SIGTERM.
 """
+GRACE = 120.0
+"""Seconds that processes have to save after a signal by default: the longest notice of clouds."""
 _CAUSE_SECONDS = 0.5
 """Seconds after the first failure in which other failures are collected: one of them may be the
 cause.
@@ -123,7 +127,8 @@ class LaunchedJob:
     are left, and with `discovery_script` with more processes when more are available. Each attempt
     builds its mesh of the available devices.
 
-    SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM; a second Ctrl-C kills them.
+    SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM. Processes that still run
+    after `grace` seconds are killed; a second Ctrl-C kills them at once.
     If this process is killed, Linux kills the processes too, but not the programs that they
     started.
 
@@ -143,6 +148,8 @@ class LaunchedJob:
         ends as after a failure, with exit code 124. An action that happens for the first time may
         compile, so it may take ten times as long. `fit` and `so.runtime.report_progress` report
         progress, in processes that called `so.initialize()`.
+      grace: seconds that the processes have to save and to end after SIGTERM or Ctrl-C. Then the
+        processes that still run are named and killed.
       spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a
         place in the next attempt. Each needs the memory of an interpreter with jax. They work for
         commands of this interpreter that run a script or a module.
@@ -172,6 +179,7 @@ class LaunchedJob:
     max_restarts: int = 0
     min_processes: int | None = None
     hang_timeout: float | None = None
+    grace: float = GRACE
     spares: int = 0
     can_share: Callable[[int], bool] = lambda count: True
     discovery_script: str | None = None
@@ -429,18 +437,18 @@ class _Launcher:
         """
         exits: list[tuple[int, int]] = []
         has_failed, grows = False, False
+        end = _EndOfProcesses(self.job, members)
         while len(exits) < len(members):
             if not (grows or exits) and self._can_grow():
                 grows = True
-                for member in members:
-                    _send_signal(member, signal.SIGTERM)
+                end.send(signal.SIGTERM)
             if (signal_number := self.signals.take()) is not None:
-                for member in members:
-                    _send_signal(member, signal_number)
+                end.send(signal_number)
+            end.check()
             try:
                 exits.append(finished.get(timeout=_CAUSE_SECONDS if has_failed else 0.1))
             except queue.Empty:
-                if has_failed:
+                if has_failed and not self.signals.end_requested:
                     break
                 self.spares.refill()
                 if watch is not None and (hang := watch.check()) is not None:
@@ -450,6 +458,42 @@ class _Launcher:
                 watch.forget(exits[-1][0])
             has_failed = has_failed or bool(exits[-1][1])
         return exits, None, grows
+
+
+@dataclasses.dataclass
+class _EndOfProcesses:
+    """Passes signals on to processes, and kills those that run on after the grace.
+
+    Attributes:
+      job: the job.
+      members: the processes.
+      deadline: when they are killed, on the clock of `time.monotonic`; infinite without a signal.
+    """
+
+    job: LaunchedJob
+    members: Sequence[_Member]
+    deadline: float = math.inf
+
+    def send(self, signal_number: signal.Signals) -> None:
+        """Send a signal to all processes. The grace runs from the first one."""
+        self.deadline = min(self.deadline, time.monotonic() + self.job.grace)
+        for member in self.members:
+            _send_signal(member, signal_number)
+
+    def check(self) -> None:
+        """Kill the processes that still run when the grace is over."""
+        if time.monotonic() < self.deadline:
+            return
+        self.deadline = math.inf
+        running = [member for member in self.members if member.process.poll() is None]
+        if running:
+            names = process_text([member.rank for member in running])
+            self.job.say(
+                f"launch: {names} did not end within {self.job.grace:g} s after the signal, and"
+                f" {'was' if len(running) == 1 else 'were'} killed (--grace)."
+            )
+        for member in running:
+            _send_signal(member, signal.SIGKILL)
 
 
 def _check_job(job: LaunchedJob) -> None:
@@ -468,6 +512,9 @@ def _check_job(job: LaunchedJob) -> None:
         raise ValueError(
             format_error("launch", "the numbers of processes cannot be used.", problems)
         )
+    if not job.grace >= 0:
+        problem = f"--grace must be at least 0 seconds, got {job.grace:g}."
+        raise ValueError(format_error("launch", problem))
     if job.hang_timeout is not None and not job.hang_timeout > 0:
         problem = f"--hang-timeout must be more than 0 seconds, got {job.hang_timeout:g}."
         raise ValueError(format_error("launch", problem))
