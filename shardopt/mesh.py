@@ -88,7 +88,7 @@ def make_mesh(
         {axis: requested_sizes[axis] for axis in AXES}, len(devices), on_cpu=on_cpu
     )
     sizes = {axis: size for axis, size in sizes.items() if size > 1 or axis not in _OPTIONAL_AXES}
-    grid = _arrange(
+    grid = arrange(
         sizes, devices, num_outer_dims=len([axis for axis in sizes if axis in ("replica", "data")])
     )
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
@@ -275,7 +275,7 @@ def _infer_sizes(
     }
 
 
-def _arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) -> np.ndarray:
+def arrange(sizes: dict[str, int], devices: list[Any], *, num_outer_dims: int) -> np.ndarray:
     """Return the devices in the shape of the mesh.
 
     Only its first `num_outer_dims` dims may cross slices.

@@ -1,6 +1,7 @@
 """Build the optimizer of `local_sgd` and `diloco` from a synchronous strategy and a `SyncConfig`."""
 
 from shardopt.config._check import check_optimizer
+from shardopt.config._recipe import Recipe
 from shardopt.config._sync import SyncConfig
 from shardopt.core._arguments import check_count, check_is_number
 from shardopt.core._errors import calling, error_text, value_error
@@ -23,7 +24,9 @@ def combine(caller: str, strategy: ShardedOptimizer, sync: SyncConfig) -> Sharde
         check_sync(sync)
         check_strategy(strategy, sync)
     config = strategy.config._replace(
-        strategy=caller, local_updates=sync._replace(mix=float(sync.mix))
+        strategy=caller,
+        local_updates=sync._replace(mix=float(sync.mix)),
+        recipe=Recipe(combine, (caller, strategy, sync), {}),
     )
     return build(config, compile_step=compile_local_step)
 

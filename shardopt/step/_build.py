@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NoReturn
 
 import jax
 
@@ -61,6 +62,10 @@ class BatchFn:
         """Run on a state and a batch."""
         program, args = self.prepare(state, batch)
         return self.limit(program(*args))
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled without the strategy."""
+        raise _not_pickled()
 
     @api_boundary
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -125,6 +130,10 @@ class StrategyFunctions:
     rows: Rows
     evaluation_rows: Rows
     checked_steps: set[int] = dataclasses.field(default_factory=set)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled without the strategy."""
+        raise _not_pickled()
 
     @property
     def cache(self) -> StepCache:
@@ -231,6 +240,14 @@ class StrategyFunctions:
         parameters.
         """
         return report_of(self.config, self.compiled_step(abstract_params).layout, self.views)
+
+
+def _not_pickled() -> TypeError:
+    problem = (
+        "a function of a strategy, such as opt.step, cannot be pickled: it has programs and devices"
+        " of this process."
+    )
+    return TypeError(f"{problem}\nFix: send the strategy, opt, and call its function there.")
 
 
 def build(

@@ -1,13 +1,14 @@
 """The contract of every strategy: pure functions over a mesh, and the config they were built from."""
 
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import optax
 from jax.sharding import Mesh
 
 from shardopt.config._config import StrategyConfig
+from shardopt.config._recipe import Recipe
 from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.step._norms import Norms
@@ -115,6 +116,10 @@ class AbstractStateFn(Protocol):
 class ShardedOptimizer(NamedTuple):
     """An optax optimizer made distributed: a bundle of pure functions over a mesh.
 
+    cloudpickle sends it to another process with its optimizer, its loss and the shape of its mesh.
+    The mesh is made there, of the devices there: if it has all devices, its data axis gets the size
+    that is left.
+
     Attributes:
       init: `init(params, rng=None)` or `init(init_fn, rng) -> TrainState`, created sharded.
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state,
@@ -167,6 +172,27 @@ class ShardedOptimizer(NamedTuple):
         )
         raise TypeError(format_error(strategy, problem, fix=fix))
 
+    def __reduce__(self) -> tuple[Callable[..., "ShardedOptimizer"], tuple[Any, ...]]:
+        """Return how cloudpickle makes the strategy again in another process, on its devices.
+
+        Raises:
+          TypeError: if it is unknown how the strategy was made.
+        """
+        strategy, recipe = self.config.strategy, self.config.recipe
+        if recipe is None:
+            problem = "it is unknown how this strategy was made, so another process cannot make it."
+            fix = "send the optimizer and the loss, and make the strategy there."
+            raise TypeError(format_error(strategy, problem, fix=fix))
+        return _remake, (_sent_by_value(strategy), recipe.without_devices())
+
+    def __copy__(self) -> "ShardedOptimizer":
+        """Return the strategy itself: it never changes."""
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedOptimizer":
+        """Return the strategy itself: it never changes."""
+        return self
+
     @property
     def world_size(self) -> int:
         """The number of devices in the mesh."""
@@ -179,6 +205,27 @@ class ShardedOptimizer(NamedTuple):
         return next(
             i for i, device in enumerate(self.mesh.devices.flat) if device.process_index == process
         )
+
+
+def _remake(_: Callable[[], None], recipe: Recipe) -> ShardedOptimizer:
+    return recipe.call()
+
+
+def _sent_by_value(strategy: str) -> Callable[[], None]:
+    """Return a function that Python's pickle refuses with its name, which is the remedy.
+
+    pickle finds functions by name, and optax has no names for those of an optimizer. cloudpickle
+    sends the code of functions, of this one too.
+    """
+
+    def mark() -> None:
+        pass
+
+    mark.__qualname__ = (
+        f"so.{strategy}: pickle cannot send the functions of an optax optimizer. Fix: use"
+        " cloudpickle.dumps(opt), or make the strategy in the other process"
+    )
+    return mark
 
 
 def check_is_strategy(opt: object) -> None:

@@ -63,7 +63,7 @@ def test_devices_may_come_as_a_grid():
 
 def test_hosts_are_put_on_data():
     devices = [SimpleNamespace(process_index=i % 2, id=i, platform="cpu") for i in range(8)]
-    grid = axes._arrange({"data": 2, "pipeline": 1, "tensor": 4}, devices, num_outer_dims=1)
+    grid = axes.arrange({"data": 2, "pipeline": 1, "tensor": 4}, devices, num_outer_dims=1)
     assert [[device.process_index for device in row] for row in grid[:, 0]] == [[0] * 4, [1] * 4]
 
 
