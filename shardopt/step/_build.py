@@ -5,7 +5,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NoReturn
 
 import jax
 
@@ -34,7 +33,7 @@ from shardopt.step._inputs import (
     typed_key,
 )
 from shardopt.step._norms import Norms
-from shardopt.step._optimizer import Metrics, ShardedOptimizer
+from shardopt.step._optimizer import Metrics, NotPickled, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
 from shardopt.step._report import report_of
 from shardopt.step._step import compile_step
@@ -43,7 +42,7 @@ StepCache = LayoutCache[CompiledStep]
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchFn:
+class BatchFn(NotPickled):
     """A compiled function of a train state and a batch: `opt.evaluate`, or `opt.step`, a `TrainFn`.
 
     The batch is a pytree with leaves [rows, ...]: numpy arrays with the rows of this process,
@@ -62,10 +61,6 @@ class BatchFn:
         """Run on a state and a batch."""
         program, args = self.prepare(state, batch)
         return self.limit(program(*args))
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled without the strategy."""
-        raise _not_pickled()
 
     @api_boundary
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
@@ -110,7 +105,7 @@ class TrainFn(BatchFn):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StrategyFunctions:
+class StrategyFunctions(NotPickled):
     """The functions of a `ShardedOptimizer`; nothing is compiled before the first parameters.
 
     Attributes:
@@ -130,10 +125,6 @@ class StrategyFunctions:
     rows: Rows
     evaluation_rows: Rows
     checked_steps: set[int] = dataclasses.field(default_factory=set)
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be pickled without the strategy."""
-        raise _not_pickled()
 
     @property
     def cache(self) -> StepCache:
@@ -240,14 +231,6 @@ class StrategyFunctions:
         parameters.
         """
         return report_of(self.config, self.compiled_step(abstract_params).layout, self.views)
-
-
-def _not_pickled() -> TypeError:
-    problem = (
-        "a function of a strategy, such as opt.step, cannot be pickled: it has programs and devices"
-        " of this process."
-    )
-    return TypeError(f"{problem}\nFix: send the strategy, opt, and call its function there.")
 
 
 def build(

@@ -207,6 +207,18 @@ class ShardedOptimizer(NamedTuple):
         )
 
 
+class NotPickled:
+    """What a strategy has of this process: it is not sent to another one without the strategy."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        problem = (
+            "a function of a strategy, such as opt.step, cannot be pickled: it has programs and"
+            " devices of this process."
+        )
+        raise TypeError(f"{problem}\nFix: send the strategy, opt, and call its function there.")
+
+
 def _remake(_: Callable[[], None], recipe: Recipe) -> ShardedOptimizer:
     return recipe.call()
 
