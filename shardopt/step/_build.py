@@ -252,21 +252,11 @@ def build(
         view: StepCache(config.replace(view=view), compile_step)
         for view in ("per_device", "global")
     }
-    views, evaluation_views = (
-        Views(config, training=True),
-        Views(config.of_evaluation, training=False),
-    )
-    functions, limit = (
-        StrategyFunctions(
-            config,
-            caches,
-            views,
-            evaluation_views,
-            rows_of(config, config.strategy),
-            rows_of(config, config.strategy),
-        ),
-        limit_in_flight(config),
-    )
+    views = Views(config, training=True)
+    evaluation_views = Views(config.of_evaluation, training=False)
+    rows, evaluation_rows = (rows_of(config, config.strategy) for _ in range(2))
+    functions = StrategyFunctions(config, caches, views, evaluation_views, rows, evaluation_rows)
+    limit = limit_in_flight(config)
     return ShardedOptimizer(
         init=api_boundary(functions.init),
         step=TrainFn(
