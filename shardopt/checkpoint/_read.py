@@ -56,8 +56,7 @@ def restore(
         state: a pytree of `jax.ShapeDtypeStruct` with shardings, in the form of the saved state,
         such as `opt.abstract_state()`, or a part of it, such as `{"params": {"backbone": ...}}`.
         Only the arrays of the part are read, so their files are compared by size, without SHA-256.
-        What was left is printed. A folder that orbax wrote without shardopt needs an abstract
-        state.
+        What was left is printed.
       step: the number of the checkpoint; by default the newest.
       abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not
         seen them. Without this, they are rebuilt from the checkpoint, if their containers are only
@@ -80,10 +79,10 @@ def restore(
       DamagedCheckpointError: if a file is damaged or missing, or a leaf does not have the sum that
         `fit(cross_check_every=...)` stored; the message names it.
       ValueError: if `new_chain` names a state that is not there.
-      CheckpointError: if orbax wrote the folder without shardopt and `target` is an optimizer. Also
-        if several stored states fit one state of a new chain. Also if a leaf is missing, left over, or of another shape or dtype; the message lists key paths.
-        Also if `params` have another hash than the checkpoint. It is a ValueError, and the two
-        errors above are CheckpointErrors.
+      CheckpointError: if shardopt did not write the folder. Also if several stored states fit one
+        state of a new chain. Also if a leaf is missing, left over, or of another shape or dtype;
+        the message lists key paths. Also if `params` have another hash than the checkpoint. It is
+        a ValueError, and the two errors above are CheckpointErrors.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, optax, shardopt as so
@@ -110,10 +109,6 @@ def restore(
 
     **Memory**: each process reads only the shards of its own devices.
     """
-    check_target(target, abstract_params, new_chain)
-    orbax_folder = _orbax_folder(directory, step)
-    if orbax_folder is not None and not isinstance(target, ShardedOptimizer):
-        return store.read_orbax(orbax_folder, target)
     return load(
         directory,
         target,
@@ -122,29 +117,6 @@ def restore(
         params=params,
         new_chain=new_chain,
     )[0]
-
-
-def _orbax_folder(directory: str | os.PathLike[str], step: int | None) -> Path | None:
-    """Return a folder that orbax wrote without shardopt, or None.
-
-    It is the directory, its step, or an item of the step. None if shardopt wrote the checkpoint, or
-    if there is none.
-    """
-    path = run_folder(directory)
-
-    def find_orbax_folder() -> str:
-        chosen_step = max(committed(path), default=0) if step is None else step
-        folders = [path, step_folder(path, chosen_step)]
-        if any(
-            (folder / name).exists() for folder in folders for name in (MANIFEST_NAME, RECORD_NAME)
-        ):
-            return ""
-        if folders[1].is_dir():
-            folders += sorted(folders[1].iterdir())
-        return next((str(folder) for folder in folders if (folder / "_METADATA").exists()), "")
-
-    folder = on_primary_process(find_orbax_folder)
-    return Path(folder) if folder else None
 
 
 def load(
@@ -159,17 +131,6 @@ def load(
     """Return the state that `restore` returns, and the record of the checkpoint."""
     check_target(target, abstract_params, new_chain)
     path = run_folder(directory)
-    if (orbax_folder := _orbax_folder(directory, step)) is not None:
-        problem = (
-            f"{orbax_folder} was written by orbax, not by shardopt: it has no record of what a"
-            " train state is."
-        )
-        fix = (
-            "read its arrays with so.restore(directory, abstract tree), whose leaves are"
-            " jax.ShapeDtypeStruct with shardings and whose containers are those saved; then"
-            " so.replace(opt.init(params), opt_state=..., step=...)."
-        )
-        raise CheckpointError(error_text(problem, fix=fix))
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
     folder = step_folder(path, chosen_step)
     is_part = False
@@ -342,10 +303,10 @@ def _abstract_state(opt: ShardedOptimizer, meta: Meta, abstract_params: PyTree) 
 
 def _choose_step(directory: Path, step: int | None) -> int:
     steps = committed(directory)
-    if step is None and steps:
-        return steps[-1]
-    if step is not None and step in steps:
-        return int(step)
+    chosen_step = max(steps, default=None) if step is None else step
+    if chosen_step in steps:
+        _check_is_ours(step_folder(directory, chosen_step))
+        return int(chosen_step)
     if (directory / MANIFEST_NAME).exists():
         problem = f"{directory} is the folder of one step, not of a run."
         fix = f"pass {str(directory.parent)!r} and step={directory.name}."
@@ -365,6 +326,18 @@ def _choose_step(directory: Path, step: int | None) -> int:
             " newest."
         )
     raise StepNotFoundError(error_text(problem, fix=fix))
+
+
+def _check_is_ours(folder: Path) -> None:
+    if not any((folder / name).exists() for name in (MANIFEST_NAME, RECORD_NAME)):
+        problem = (
+            f"{folder} was not written by shardopt: it has no record of what a train state is."
+        )
+        fix = (
+            "if orbax wrote it, read its arrays with orbax; then"
+            " so.replace(opt.init(params), opt_state=..., step=...)."
+        )
+        raise CheckpointError(error_text(problem, fix=fix))
 
 
 def _check_undamaged(directory: Path, step: int, *, arrays: bool = True) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, unnest
-from shardopt.core._errors import CheckpointError, error_text, value_error
+from shardopt.core._errors import error_text, value_error
 from shardopt.core._types import PyTree, is_array_like
 from shardopt.runtime._progress import waiting
 
@@ -256,9 +256,7 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
         restore_concurrent_gb=_gigabytes_at_once(nonempty_leaves.values())
     )
     with ocp.Checkpointer(handler) as reader:
-        # other arrays of the folder are not read
-        arguments = _restore_args(nest(nonempty_leaves), partial_restore=True)
-        restored = reader.restore(folder / _ITEM, arguments)
+        restored = reader.restore(folder / _ITEM, _restore_args(nest(nonempty_leaves)))
     arrays = dict(zip(nonempty_leaves, unnest(restored, list(nonempty_leaves)), strict=True))
     for path, leaf in stored_leaves.items():
         if path not in arrays:
@@ -269,48 +267,7 @@ def read_arrays(folder: Path, target: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def read_orbax(folder: Path, target: PyTree) -> PyTree:
-    """Return a pytree with arrays from a folder that orbax wrote without shardopt.
-
-    Args:
-      folder: the folder. It may hold more arrays than the target asks for.
-      target: pytree of `jax.ShapeDtypeStruct` with shardings.
-
-    Raises:
-      CheckpointError: if an array is missing, or has another shape.
-    """
-    import orbax.checkpoint as ocp
-
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-        try:
-            # A shape that orbax itself refuses is found while it reads other files, and those reads
-            # are never finished.
-            _check_shapes(target, reader.metadata(folder).item_metadata.tree)
-            return reader.restore(folder, _restore_args(target, partial_restore=True))
-        except (ValueError, KeyError, TypeError) as error:
-            problem = f"{folder}, written by orbax, does not fit the abstract tree: {error}"
-            fix = (
-                "pass the containers, key paths and shapes that were saved; parts of them are"
-                " enough."
-            )
-            raise CheckpointError(error_text(problem, fix=fix)) from error
-
-
-def _check_shapes(target: PyTree, written: PyTree) -> None:
-    """Raise a ValueError if a wanted array has another shape than the one that was written under
-    its path.
-    """
-    shapes = {path: leaf.shape for path, leaf in leaves_by_path(written).items()}
-    misfits = [
-        f"{show(path)} is {shapes[path]}, not {leaf.shape}"
-        for path, leaf in leaves_by_path(target).items()
-        if path in shapes and not _is_key(leaf) and leaf.shape != shapes[path]
-    ]
-    if misfits:
-        raise ValueError(", ".join(misfits))
-
-
-def _restore_args(target: PyTree, **options: Any) -> Any:
+def _restore_args(target: PyTree) -> Any:
     """Return the arguments of orbax that read each leaf with its sharding, shape and dtype."""
     import orbax.checkpoint as ocp
 
@@ -318,9 +275,9 @@ def _restore_args(target: PyTree, **options: Any) -> Any:
         placement = {"sharding": leaf.sharding, "global_shape": leaf.shape, "dtype": leaf.dtype}
         return ocp.ArrayRestoreArgs(**placement, strict=True)
 
-    return ocp.args.PyTreeRestore(
-        item=target, restore_args=jax.tree.map(leaf_args, target), **options
-    )
+    args = jax.tree.map(leaf_args, target)
+    # partial: other arrays of the folder are not read
+    return ocp.args.PyTreeRestore(item=target, restore_args=args, partial_restore=True)
 
 
 def _gigabytes_at_once(leaves: Iterable[ArrayLeaf]) -> int:
