@@ -178,6 +178,39 @@ def handled_signals(
         ]
 
 
+@contextlib.contextmanager
+def signal_bytes() -> Iterator[Callable[[], int]]:
+    """Yield a function that waits for a signal that Python handles, and returns its number.
+
+    It returns while the main thread runs no Python, unlike a handler. A thread calls it until it
+    returns 0, at the end of the context. Only the main thread can use the context.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    previous = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    _replaced_descriptors.append(previous)
+
+    def wait() -> int:
+        byte = os.read(reading, 1)
+        if byte == b"\0":
+            os.close(reading)
+        elif previous != -1:  # such as the loop of asyncio in a notebook
+            with contextlib.suppress(OSError):
+                os.write(previous, byte)
+        return byte[0]
+
+    try:
+        yield wait
+    finally:
+        if _replaced_descriptors:  # else this is a fork, and the pipe belongs to its parent
+            signal.set_wakeup_fd(_replaced_descriptors.pop())
+            os.write(writing, b"\0")
+        os.close(writing)
+
+
+_replaced_descriptors: list[int] = []
+"""The descriptors that `signal_bytes` has replaced and must restore, the innermost last."""
+
 _Handlers = dict[int, Any]
 _replaced_handlers: list[_Handlers] = []
 """The handlers that `handled_signals` has replaced and must restore, the innermost last."""
@@ -209,6 +242,8 @@ def _after_fork_in_child() -> None:
     """Restore all handlers, since `handled_signals` will not, and then let signals in."""
     while _replaced_handlers:
         _restore(_replaced_handlers.pop())
+    while _replaced_descriptors:
+        signal.set_wakeup_fd(_replaced_descriptors.pop())
     signal.pthread_sigmask(signal.SIG_SETMASK, _mask_before_fork.value)
 
 

@@ -15,6 +15,7 @@ from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.mesh import under_mesh
 from shardopt.runtime._compiler_options import compiler_options
 from shardopt.runtime._processes import trim_malloc
+from shardopt.runtime._turn import take_back_turn
 from shardopt.step._aliases import DonatedState
 from shardopt.step._check_programs import check_jit, check_traced
 
@@ -61,6 +62,7 @@ class AotCompiled:
                     self.config.check(compiled, lowered)
             self._compiled[signature] = compiled
         if self.donated is not None:
+            take_back_turn()
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
         # jit can locate the NaN, a compiled program cannot
         if jax.debug_nans.value or jax.debug_infs.value:

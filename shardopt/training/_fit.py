@@ -2,7 +2,7 @@
 
 import datetime
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Literal, NamedTuple
 
 from shardopt.checkpoint._checkpoints import Checkpoints
@@ -12,6 +12,7 @@ from shardopt.core._errors import calling
 from shardopt.core._place import check_joined
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState
+from shardopt.runtime._turn import StopRun
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._arguments import (
     Arguments,
@@ -178,6 +179,11 @@ def fit(
     evaluation runs (not after a signal), and a checkpoint is written. Signals are noticed only in
     the main thread.
 
+    A signal that comes while the loader, an evaluation, a logger or the compiler is at work does
+    not wait for it. After 0.25 s a thread saves the state of the last step. Then the loader or the
+    evaluation is left by an exception; a run that goes on from the checkpoint begins with this
+    evaluation. A handler of your own is called after that, once the checkpoint is written.
+
     **Spikes.** With `on_spike="rollback"` a step is a spike by the rule of
     `so.transforms.skip_anomalies` with its defaults. The run goes back to the newest snapshot or
     checkpoint. The batches drawn since are skipped. The window is saved too, so a resumed run goes
@@ -233,10 +239,12 @@ def fit(
     with ExitStack() as cleanup:
         run = begin(cleanup, arguments, state, batches, log, progress=progress)
         del state  # a step donates it; parameters in a `DeferredInit` would stay in memory
-        while (batch := run.next_batch()) is not END:
-            run.take_step(batch)
-            run.evaluate_and_save()
-            run.agree()
+        with suppress(StopRun):
+            run.finish_restored_step()
+            while (batch := run.next_batch()) is not END:
+                run.take_step(batch)
+                run.evaluate_and_save()
+                run.agree()
         final_state = run.finish()
     run.ledger.write(ended_well=True)
     return FitResult(

@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error
@@ -84,9 +85,13 @@ class Meter:
     def settle(self) -> dict[str, float]:
         """Wait for the newest step and return its metrics; return {} if there was no step."""
         if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._newest_metrics = self._fetch(pending, all_metrics=True)
+            self._newest_metrics = self._fetch(self._pending, all_metrics=True)
+            self._pending = None
         return self._newest_metrics
+
+    def resume(self, metrics: Mapping[str, float]) -> None:
+        """Let `settle` return the metrics of a restored step."""
+        self._newest_metrics = dict(metrics)
 
     def restart(self) -> None:
         """Start a new measurement of speed: the time since the last one was not spent on training."""
@@ -192,6 +197,26 @@ def check_state(
             position,
             checkpoints,
         )
+
+
+def is_finite_on_host(state: TrainState, metrics: Mapping[str, float]) -> bool:
+    """Return whether `check_state` passes, as far as the shards of this process show.
+
+    It runs no program, so that a thread may call it while the devices compute.
+    """
+    may_be_infinite = math.isfinite(metrics.get("grad_norm", 0.0))
+    if not may_be_infinite and any(np.isinf(shard).any() for shard in _host_shards(state.params)):
+        return False
+    trained = state.params, state.opt_state
+    return not any(np.isnan(shard).any() for shard in _host_shards(trained))
+
+
+def _host_shards(tree: PyTree) -> Iterator[np.ndarray]:
+    """Yield the different shards of floats that this process holds."""
+    for leaf in jax.tree.leaves(tree):
+        if jnp.issubdtype(leaf.dtype, jnp.inexact):
+            shards = {str(shard.index): shard for shard in leaf.addressable_shards}
+            yield from (np.asarray(shard.data) for shard in shards.values())
 
 
 @jax.jit

@@ -1,14 +1,10 @@
-"""The start and end of a run: resume from a checkpoint, stop at a signal or a common verdict,
-finish all writes.
-"""
+"""The start and end of a run: resume from a checkpoint, agree whether to stop, finish all writes."""
 
 import dataclasses
 import re
-import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import NamedTuple
 
 import jax
@@ -28,7 +24,6 @@ from shardopt.core._errors import (
     format_error,
 )
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
-from shardopt.runtime._processes import handled_signals
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._spikes import Spikes
@@ -87,8 +82,9 @@ class SavedStates:
         stream: BatchStream,
         rule: EarlyStopping | None,
         spikes: Spikes | None,
-    ) -> tuple[TrainState, StoppingState]:
-        """Return the state to start from and the state of early stopping.
+    ) -> tuple[TrainState, StoppingState, Json]:
+        """Return the state to start from, the state of early stopping, and what `fit` did not finish
+        before the state was saved: None, or as in `FitRun.extra`.
 
         Move the stream to its position.
 
@@ -107,7 +103,7 @@ class SavedStates:
         checkpoints = self.checkpoints
         latest, snapshot = self._newest()
         if checkpoints is None or latest is None:
-            return self._initialized(state), StoppingState()
+            return self._initialized(state), StoppingState(), None
         check_may_resume("fit", checkpoints, latest)
         step = step_of(state)
         if latest <= step:
@@ -115,7 +111,7 @@ class SavedStates:
                 f"Going on from the state given (step {step}); the last checkpoint, of step"
                 f" {latest}, is not newer."
             )
-            return self._initialized(state), StoppingState()
+            return self._initialized(state), StoppingState(), None
         latest, restored, extra, source = self._restore(state, checkpoints, snapshot)
         if restored is None:
             problem = (
@@ -142,7 +138,7 @@ class SavedStates:
                 "Early stopping starts counting again: the checkpoint knows nothing of"
                 f" {rule.metric!r} ({rule.mode})."
             )
-        return restored, stopping_state or StoppingState()
+        return restored, stopping_state or StoppingState(), extra.get("unfinished")
 
     def restore_newest(self, state: TrainState) -> tuple[int, TrainState, dict[str, Json]] | None:
         """Return the step, the state and the extra of the newest snapshot or checkpoint.
@@ -288,8 +284,6 @@ wins.
 SIGNALS = ("interrupted", "sigterm")
 """The verdicts that come from a signal."""
 
-_VERDICT_OF_SIGNAL = {signal.SIGTERM: "sigterm", signal.SIGINT: "interrupted"}
-
 
 def common_verdict(*verdicts: str | None, due: bool) -> str | None:
     """Return the strongest verdict of all processes, by the order of `VERDICTS`, or None if there
@@ -317,28 +311,3 @@ def strongest(verdicts: Sequence[str | None]) -> str | None:
     """Return the strongest verdict by the order of `VERDICTS`, or None if there is none."""
     known = [verdict for verdict in verdicts if verdict is not None]
     return max(known, key=VERDICTS.index, default=None)
-
-
-@contextmanager
-def catch_signals() -> Iterator[Callable[[], str | None]]:
-    """Record SIGTERM and SIGINT while the context lasts; a second SIGINT raises KeyboardInterrupt.
-
-    Python runs handlers only in the main thread, so in other threads no signal is caught. A signal
-    that the process ignores (SIGINT under nohup) stays ignored. The end of the context restores the
-    previous handlers.
-
-    Yields:
-      A function that returns "sigterm" or "interrupted", the one that came first, or None.
-    """
-    verdicts: list[str] = []
-
-    def record(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and "interrupted" in verdicts:
-            raise KeyboardInterrupt
-        verdicts.append(_VERDICT_OF_SIGNAL[signal.Signals(number)])
-
-    with handled_signals(
-        [number for number in _VERDICT_OF_SIGNAL if signal.getsignal(number) is not signal.SIG_IGN],
-        record,
-    ):
-        yield lambda: verdicts[0] if verdicts else None

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
+from shardopt.runtime._turn import StopRun
 from shardopt.step._global_rows import rows_of
 from shardopt.step._optimizer import Metrics
 from shardopt.training._arguments import Arguments, Due
@@ -29,20 +30,20 @@ from shardopt.training._evaluation import call_evaluate
 from shardopt.training._goodput import Ledger
 from shardopt.training._hooks import Hook
 from shardopt.training._loggers import Display, Log, as_loggers, open_log, reopen, show_progress
-from shardopt.training._metrics import Meter, check_state
+from shardopt.training._metrics import Meter, check_state, is_finite_on_host
 from shardopt.training._norms import NormLog
 from shardopt.training._profile import Profiler
 from shardopt.training._resume import (
     SIGNALS,
     DeferredInit,
     SavedStates,
-    catch_signals,
     common_verdict,
     finish_writes,
     pack,
     step_of,
 )
 from shardopt.training._spikes import MOST_ROLLBACKS, Spike
+from shardopt.training._stop import Stop
 from shardopt.training._stream import END, BatchStream, OwnBatches, global_batches
 from shardopt.training._tolerance import num_skipped, tolerated
 
@@ -63,7 +64,7 @@ class FitRun:
 
     Attributes:
       arguments: the arguments of `fit`.
-      received_signal: returns the signal that asks to stop, or None.
+      stop: the signal that asks to stop, and the thread that saves then.
       display: shows the run to a person.
       write_log: writes metrics to all loggers.
       loggers: the loggers.
@@ -79,12 +80,14 @@ class FitRun:
       saved_step: the step of the newest checkpoint, or None.
       stopped: why the run ends, or None.
       due: what is due after the last step.
+      is_observed: whether all of it is done, other than checkpoints.
+      measured_step: the last step whose metrics the meter has.
       evaluation_metrics: the metrics of the evaluation of this state; empty without one.
       history: the metrics that were reported.
     """
 
     arguments: Arguments
-    received_signal: Callable[[], str | None]
+    stop: Stop
     display: Display
     write_log: Log
     loggers: tuple[Log, ...]
@@ -100,6 +103,8 @@ class FitRun:
     saved_step: int | None
     stopped: str | None = None
     due: Due = dataclasses.field(default_factory=Due)
+    is_observed: bool = True
+    measured_step: int = 0
     evaluation_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
@@ -111,8 +116,12 @@ class FitRun:
             self.roll_back()
         if self.stopped is not None or self.step >= num_steps:
             return END
+        self.stop.check()
         self.ledger.enter("data", self.step)
-        batch, self.stopped = self.global_batches.draw(self.received_signal)
+        if self.arguments.checkpoints is not None:
+            self.stream.hold_position()
+        with self.stop.turn.away(may_leave=jax.process_count() == 1):
+            batch, self.stopped = self.global_batches.draw(lambda: self.stop.verdict)
         return batch
 
     def take_step(self, batch: PyTree) -> None:
@@ -120,8 +129,6 @@ class FitRun:
         self.ledger.enter("step")
         num_before, position = num_skipped(self.state), self.stream.drawn - 1
         device_metrics = self._step(batch, position)
-        self.step += 1
-        self.due, self.evaluation_metrics = self.arguments.due(self.step), {}
         self.ledger.enter("wait")
         previous_report = self.meter.push(
             self.step,
@@ -131,6 +138,7 @@ class FitRun:
             reported=self.due.log,
             tolerated=tolerated(self.state, num_before),
         )
+        self.measured_step = self.step
         self.ledger.enter("log")
         if previous_report is not None:
             self.report(*previous_report)
@@ -143,9 +151,17 @@ class FitRun:
             take_step = hook.before_step(self.step, position)
             if take_step is not None:
                 break
-        self.state, metrics = (take_step or self.arguments.opt.step)(self.state, batch)
+        step = self.arguments.opt.step
+        # A step of ours takes the turn back when it is compiled, before it reuses the state.
+        gives_turn = hasattr(step, "place")
+        with self.stop.turn.away() if gives_turn else nullcontext():
+            next_state, metrics = (take_step or step)(self.state, batch)
+        self.state, self.step = next_state, self.step + 1
+        self.due, self.evaluation_metrics = self.arguments.due(self.step), {}
+        self.is_observed = not (self.due.observe or self.due.evaluate)
+        self.stream.release_position()
         for hook in self.hooks:
-            hook.after_step(self.step, metrics)
+            hook.after_step(self.step - 1, metrics)
         return metrics
 
     def evaluate_and_save(self) -> None:
@@ -166,6 +182,7 @@ class FitRun:
         if self.due.log or self.due.evaluate:
             self.report(self.step, all_metrics)
         self.observe(metrics)
+        self.is_observed = True
         if self.due.save:
             self.check_finite(metrics)
             self.save(all_metrics)
@@ -185,8 +202,10 @@ class FitRun:
         evaluate = self.arguments.evaluate
         if evaluate is None:
             return {}
+        self.stop.check()
         self.ledger.enter("evaluate")
-        return call_evaluate(evaluate, state, metrics, self.show_evaluation)
+        with self.stop.turn.away(may_leave=True):
+            return call_evaluate(evaluate, state, metrics, self.show_evaluation)
 
     def observe(self, metrics: dict[str, float]) -> None:
         """Let early stopping see the metrics that are due."""
@@ -214,7 +233,7 @@ class FitRun:
     def finish(self) -> TrainState:
         """Evaluate, report and save the last state; return it, synchronized."""
         self.ledger.enter("agree")
-        self.stopped = common_verdict(self.received_signal(), self.stopped, due=True)
+        self.stopped = common_verdict(self.stop.verdict, self.stopped, due=True)
         self.wait()
         self.roll_back()
         final_state = self.state
@@ -237,13 +256,21 @@ class FitRun:
         is_reported_already = bool(self.history) and self.history[-1]["step"] == self.step
         last_metrics = {} if is_reported_already else metrics
         if not self.evaluation_metrics and self.stopped not in SIGNALS:
-            final_metrics = self.evaluate(final_state, metrics)
+            final_metrics = self.evaluate_last(final_state, metrics)
             last_metrics = last_metrics | final_metrics
             if not self.arguments.local_updates:
                 # otherwise the saved state is not the synchronized one
                 self.evaluation_metrics = final_metrics
         if last_metrics:
             self.report(self.step, last_metrics)
+
+    def evaluate_last(self, final_state: TrainState, metrics: dict[str, float]) -> dict[str, float]:
+        """Evaluate the last state, unless a signal ends that."""
+        try:
+            return self.evaluate(final_state, metrics)
+        except StopRun:
+            self.stopped = self.stop.verdict
+            return {}
 
     def roll_back(self) -> bool:
         """If a spike was found, go back to the newest snapshot, keep the position in the batches,
@@ -265,6 +292,7 @@ class FitRun:
         self.stopping_state = from_json(rule, extra.get("early_stopping")) or StoppingState()
         self.meter = new_meter(self.arguments, self.display.say, self.write_log)
         self.saved_step, self.due, self.evaluation_metrics = self.step, Due(), {}
+        self.is_observed, self.measured_step = True, self.step
         self.history = [record for record in self.history if record["step"] <= self.step]
         reopen(self.loggers)
         self.display.say(
@@ -280,10 +308,11 @@ class FitRun:
     def verdict(self, *, due: bool) -> str | None:
         """Return the common verdict about signals and early stopping."""
         early = out_of_patience(self.arguments.early_stopping, self.stopping_state)
-        return common_verdict(self.received_signal(), early, due=due)
+        return common_verdict(self.stop.verdict, early, due=due)
 
     def show_evaluation(self, done: int, total: int | None) -> None:
         """Show the progress of an evaluation."""
+        self.stop.check()
         self.ledger.enter("evaluate")
         self.display.evaluate(done, total)
 
@@ -322,6 +351,22 @@ class FitRun:
             )
             self.saved_step = self.step
 
+    def save_at_signal(self) -> None:
+        """Save the state of the last step, on the thread of `Stop`, while the run is in other code.
+
+        Leave to the run what takes programs on all devices, and errors.
+        """
+        arguments = self.arguments
+        if self.step == 0 or self.measured_step != self.step or arguments.verification is not None:
+            return
+        try:
+            metrics = self.meter.settle()
+        except NonFiniteLossError:
+            return
+        is_spike = arguments.spikes is not None and arguments.spikes.pending is not None
+        if not is_spike and is_finite_on_host(self.state, metrics):
+            self.save(metrics | self.evaluation_metrics)
+
     def save_in_memory(self) -> None:
         """Store a snapshot in the memory of the hosts."""
         checkpoints = self.arguments.checkpoints
@@ -333,7 +378,19 @@ class FitRun:
     def extra(self) -> dict[str, PyTree]:
         """Return what a checkpoint holds next to the state."""
         arguments = self.arguments
-        return pack(self.stream, arguments.early_stopping, self.stopping_state, arguments.spikes)
+        extra = pack(self.stream, arguments.early_stopping, self.stopping_state, arguments.spikes)
+        if not self.is_observed:
+            # a signal ends the evaluation: a run that goes on from here begins with it
+            extra["unfinished"] = [self.due, self.meter.settle()]
+        return extra
+
+    def finish_restored_step(self) -> None:
+        """Do what was due after the restored step, and was not finished before it was saved."""
+        if self.is_observed:
+            return
+        if self.due.save:
+            self.saved_step = None  # save it again, with the metrics of the evaluation
+        self.evaluate_and_save()
 
     def sums_to_save(self) -> dict[str, LeafSums]:
         """Return the sums of the state as an argument of `save`, after comparing it with the last
@@ -358,9 +415,10 @@ def begin(
 
     Until `cleanup` ends, signals are caught, and the display and the logs are open.
     """
-    received_signal = cleanup.enter_context(catch_signals())
+    stop = Stop()
+    cleanup.enter_context(stop.watched())
     display = cleanup.enter_context(show_progress(arguments.num_steps, shown=progress))
-    write_log = cleanup.enter_context(open_log(log))
+    write_log = _with_turn_away(stop, cleanup.enter_context(open_log(log)))
     folder = None if arguments.checkpoints is None else Path(arguments.checkpoints.directory)
     ledger = Ledger(None if jax.process_index() else folder)
     cleanup.callback(ledger.enter, "")  # runs after the last checkpoint is written
@@ -372,7 +430,9 @@ def begin(
     meter = new_meter(arguments, display.say, write_log)
     falls_back = arguments.verification is not None
     saved = SavedStates(arguments.opt, arguments.checkpoints, display.say, falls_back)
-    state, stopping_state = saved.begin(state, stream, arguments.early_stopping, arguments.spikes)
+    state, stopping_state, unfinished = saved.begin(
+        state, stream, arguments.early_stopping, arguments.spikes
+    )
     step = int(jax.device_get(state.step))
     saved_step = None if arguments.checkpoints is None else arguments.checkpoints.latest()
     profiler = Profiler((folder or Path()) / "profile", arguments.profile, display.say)
@@ -382,7 +442,7 @@ def begin(
         hooks.append(NormLog(arguments.opt, arguments.norms_every, write_log, step))
     run = FitRun(
         arguments,
-        received_signal,
+        stop,
         display,
         write_log,
         as_loggers(log),
@@ -396,10 +456,28 @@ def begin(
         stopping_state,
         step,
         saved_step,
+        measured_step=step,
     )
+    if unfinished is not None:
+        due, metrics = unfinished
+        run.due, run.is_observed = Due(*due)._replace(agree=False, probe=False), False
+        meter.resume(metrics)
+    if jax.process_count() == 1:
+        stop.save = run.save_at_signal
+        cleanup.callback(stop.forget_run)
     display.advance(step)
     run.stopped = run.verdict(due=True)
     return run
+
+
+def _with_turn_away(stop: Stop, write_log: Log) -> Log:
+    """Return a function that writes metrics, during which another thread may save the state."""
+
+    def write(step: int, metrics: dict[str, float]) -> None:
+        with stop.turn.away():
+            write_log(step, metrics)
+
+    return write
 
 
 def new_meter(arguments: Arguments, say: Callable[[str], None], write_log: Log) -> Meter:

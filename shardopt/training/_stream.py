@@ -1,6 +1,7 @@
 """The batches of a run: drawn one at a time, and moved to a saved position."""
 
 import base64
+import copy
 import dataclasses
 import json
 import warnings
@@ -50,6 +51,7 @@ class BatchStream:
         batches, self._are_global = unwrap(batches)
         self._iterator: Any = iter(batches)
         self._last_batch: PyTree = None
+        self._held_position: Callable[[], dict[str, Json]] | None = None
         self.drawn = 0
 
     def draw(self) -> PyTree:
@@ -67,29 +69,49 @@ class BatchStream:
         self.drawn -= 1
         self._last_batch = None
 
+    def hold_position(self) -> None:
+        """Let the position stay as it is, while batches are drawn, until `release_position`."""
+        self._held_position = self._position_now()
+
+    def release_position(self) -> None:
+        """Let the position be after the last batch."""
+        self._held_position = None
+
     def position(self) -> dict[str, Json]:
         """Return the position as JSON; all processes must call it."""
-        position: dict[str, Json] = {"drawn": self.drawn, "state": None}
-        if self._has_state():
-            states = [json.loads(text) for text in exchange(json.dumps(self._state()))]
-            position["state"] = states[0]
-            if any(state != states[0] for state in states):
-                position["states"] = states
-        elif self._last_batch is not None:
-            position["last"] = _checksum(self._last_batch)
-        if self._last_batch is not None:
-            position |= {
-                "processes": self._num_parts(),
-                "values": _checksum_of_values(self._last_batch, self._rows),
-            }
+        return (self._held_position or self._position_now())()
+
+    def _position_now(self) -> Callable[[], dict[str, Json]]:
+        """Return a function that returns the present position, also after more batches are drawn.
+
+        What takes time, or all processes, waits until it is called.
+        """
+        drawn, last_batch = self.drawn, self._last_batch
+        has_state = self._has_state()
+        state = copy.deepcopy(self._iterator.get_state()) if has_state else None
+
+        def position() -> dict[str, Json]:
+            position: dict[str, Json] = {"drawn": drawn, "state": None}
+            if has_state:
+                states = [json.loads(text) for text in exchange(json.dumps(_encode(state)))]
+                position["state"] = states[0]
+                if any(state != states[0] for state in states):
+                    position["states"] = states
+            elif last_batch is not None:
+                position["last"] = _checksum(last_batch)
+            if last_batch is not None:
+                position |= {
+                    "processes": self._num_parts(last_batch),
+                    "values": _checksum_of_values(last_batch, self._rows),
+                }
+            return position
+
         return position
 
-    def _state(self) -> dict[str, Json]:
-        return _encode(self._iterator.get_state())
-
-    def _num_parts(self) -> int:
-        """Return how many processes share the rows of a batch."""
-        is_global = self._are_global or isinstance(self._last_batch, GlobalRows)
+    def _num_parts(self, batch: PyTree = None) -> int:
+        """Return how many processes share the rows of a batch, by default of the last one."""
+        batch = self._last_batch if batch is None else batch
+        is_global = self._are_global or isinstance(batch, GlobalRows)
         return 1 if is_global or self._rows is None else len(self._rows.leaders)
 
     def restore(self, position: Mapping[str, Json]) -> str:

@@ -11,9 +11,10 @@ import time
 import pytest
 from support.paths import ROOT
 
-from shardopt.runtime._processes import handled_signals
+from shardopt.runtime._processes import handled_signals, signal_bytes
 
-pytestmark = pytest.mark.fast
+# jax warns of every fork
+pytestmark = [pytest.mark.fast, pytest.mark.filterwarnings("ignore:os.fork")]
 
 
 def handlers_in_a_fork(numbers):
@@ -93,6 +94,29 @@ def test_a_fork_that_leaves_the_context_keeps_a_handler_that_it_set():
     with os.fdopen(reading) as pipe:
         assert pipe.read() == "True"
     os.waitpid(child, 0)
+
+
+def test_a_fork_has_the_descriptor_for_signals_that_stood_before():
+    with signal_bytes():
+        child = os.fork()
+        if child == 0:
+            os._exit(signal.set_wakeup_fd(-1) == -1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_fork_that_ends_its_context_does_not_end_that_of_its_parent():
+    bytes_read, child = [], 0
+    with signal_bytes() as next_signal:
+        thread = threading.Thread(target=lambda: bytes_read.append(next_signal()))
+        thread.start()
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            assert bytes_read == []
+    if child == 0:
+        os._exit(0)
+    thread.join()
+    assert bytes_read == [0]
 
 
 def test_terminate_ends_a_worker_that_started_meanwhile():

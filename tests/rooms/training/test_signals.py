@@ -6,6 +6,7 @@ Of several processes the weightiest verdict counts.
 import os
 import random
 import signal
+import sys
 import threading
 import time
 
@@ -14,18 +15,17 @@ import pytest
 from support.tiers import tiered
 
 from shardopt.checkpoint._checkpoints import Checkpoints
+from shardopt.core import NonFiniteLossError
 from shardopt.training import EarlyStopping
 from shardopt.training._fit import fit
-from shardopt.training._resume import VERDICTS, catch_signals, common_verdict
+from shardopt.training._resume import VERDICTS, common_verdict
+from shardopt.training._stop import Stop
 
 
 @pytest.fixture(autouse=True)
 def handlers():
-    """Stand-ins for what the program had before, which must be back afterwards and never be called."""
-    mine = {
-        number: lambda *_: pytest.fail("a handler of before was called")
-        for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    """Stand-ins for what the program had before, which must be back afterwards."""
+    mine = {number: lambda *_: None for number in (signal.SIGTERM, signal.SIGINT)}
     before = {number: signal.signal(number, handler) for number, handler in mine.items()}
     try:
         yield
@@ -119,10 +119,11 @@ def test_a_signal_outweighs_early_stopping(opt, new_state, batches):
 def test_ignored_signals_stay_ignored():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with catch_signals() as received:
+        stop = Stop()
+        with stop.watched():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             os.kill(os.getpid(), signal.SIGINT)
-            assert received() is None
+            assert stop.verdict is None
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -130,10 +131,11 @@ def test_ignored_signals_stay_ignored():
 
 def test_handlers_are_back_after_an_error():
     def fail_after_signals():
-        with catch_signals() as received:
+        stop = Stop()
+        with stop.watched():
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGINT)
-            raise RuntimeError(received())
+            raise RuntimeError(stop.verdict)
 
     with pytest.raises(RuntimeError, match="sigterm"):
         fail_after_signals()
@@ -183,6 +185,178 @@ def test_sigterm_at_any_moment_costs_nothing_but_time(
     assert ends[-1] == "completed"
     assert "sigterm" in ends
     assert same(result.state, unbroken.state)
+
+
+def stop_in(function, step, *signals):
+    """Return a function of a state that waits for its end at a step, after it sent signals."""
+
+    def evaluate(state):
+        if int(state.step) == step:
+            for number in signals or (signal.SIGTERM,):
+                os.kill(os.getpid(), number)
+            time.sleep(600)
+        return function(state)
+
+    return evaluate
+
+
+def loss_of(state):
+    return {"distance": float(np.abs(np.asarray(state.params["w"]) - 0.3).sum())}
+
+
+@pytest.mark.parametrize("step", [5, 10, 15])
+def test_an_evaluation_that_a_signal_ends_is_the_first_thing_after_the_restart(
+    opt, new_state, batches, same, tmp_path, step
+):
+    """Early stopping, the best checkpoint and the history then are those of an unbroken run."""
+
+    def run(folder, evaluate):
+        with Checkpoints(folder, every=5, keep=2, best="distance") as checkpoints:
+            result = fit(
+                opt,
+                new_state(),
+                iter(batches),
+                num_steps=30,
+                evaluate=evaluate,
+                early_stopping=EarlyStopping("distance", patience=3),
+                checkpoints=checkpoints,
+                progress=False,
+            )
+            return result, checkpoints.steps(), checkpoints.best_step()
+
+    unbroken, *unbroken_steps = run(tmp_path / "unbroken", loss_of)
+    first, steps, _ = run(tmp_path / "broken", stop_in(loss_of, step))
+    assert (first.step, first.stopped, max(steps)) == (step, "sigterm", step)
+    evaluated = []
+    second, *second_steps = run(
+        tmp_path / "broken", lambda state: evaluated.append(int(state.step)) or loss_of(state)
+    )
+    assert evaluated[0] == step
+    assert same(second.state, unbroken.state)
+    assert (second.stopped, second.best) == (unbroken.stopped, unbroken.best)
+    assert second_steps == unbroken_steps
+
+
+class Counting:
+    """An iterator with a state, that waits for its end when it draws a batch."""
+
+    def __init__(self, batches, stop_at=None):
+        self.batches, self.stop_at, self.drawn = batches, stop_at, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.drawn += 1
+        if self.drawn == self.stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(600)
+        return self.batches[self.drawn - 1]
+
+    def get_state(self):
+        return {"drawn": self.drawn}
+
+    def set_state(self, state):
+        self.drawn = state["drawn"]
+
+
+@pytest.mark.parametrize("stop_at", [2, 11, 24])
+def test_a_batch_that_a_signal_interrupts_is_drawn_again(
+    opt, new_state, batches, same, tmp_path, stop_at
+):
+    unbroken = fit(opt, new_state(), batches, num_steps=30, progress=False)
+    for data in (Counting(batches, stop_at), Counting(batches)):
+        with Checkpoints(tmp_path, every=10, keep=2) as checkpoints:
+            result = fit(
+                opt, new_state(), data, num_steps=30, checkpoints=checkpoints, progress=False
+            )
+            assert checkpoints.latest() == result.step
+        assert result.step == (30 if data.stop_at is None else stop_at - 1)
+    assert same(result.state, unbroken.state)
+
+
+def test_a_run_without_checkpoints_leaves_the_code_of_the_user_too(opt, new_state, batches):
+    evaluate = stop_in(loss_of, 4, signal.SIGINT), 2
+    result = fit(opt, new_state(), batches, num_steps=30, evaluate=evaluate, progress=False)
+    assert (result.step, result.stopped) == (4, "interrupted")
+
+
+def test_a_signal_ends_the_last_evaluation(opt, new_state, batches, memory):
+    checkpoints = memory(40)
+    options = {"evaluate": stop_in(loss_of, 6), "checkpoints": checkpoints, "progress": False}
+    result = fit(opt, new_state(), batches, num_steps=6, **options)
+    assert (result.step, result.stopped) == (6, "sigterm")
+    assert sorted(checkpoints.disk) == [6]
+
+
+def test_a_second_interrupt_leaves_an_evaluation_at_once(opt, new_state, batches):
+    with pytest.raises(KeyboardInterrupt):
+        fit(
+            opt,
+            new_state(),
+            batches,
+            num_steps=30,
+            evaluate=(stop_in(loss_of, 4, signal.SIGINT, signal.SIGINT), 2),
+            progress=False,
+        )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_handler_of_the_user_is_called_once_the_run_has_saved(
+    opt, new_state, batches, memory, number
+):
+    checkpoints, saved_steps = memory(40), []
+    previous = signal.signal(number, lambda *_: saved_steps.append(sorted(checkpoints.disk)))
+    try:
+        fit(
+            opt,
+            new_state(),
+            sending(batches, (3, number)),
+            num_steps=30,
+            checkpoints=checkpoints,
+            progress=False,
+        )
+    finally:
+        signal.signal(number, previous)
+    assert saved_steps == [[3]]
+
+
+def test_a_handler_that_exits_does_so_once_the_run_has_saved(opt, new_state, batches, memory):
+    checkpoints = memory(40)
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+    options = {"num_steps": 30, "checkpoints": checkpoints, "progress": False}
+    try:
+        with pytest.raises(SystemExit):
+            fit(opt, new_state(), sending(batches, (3, signal.SIGTERM)), **options)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert sorted(checkpoints.disk) == [3]
+
+
+def test_the_descriptor_for_signals_of_before_is_back_and_hears_of_them(opt, new_state, batches):
+    """As of asyncio, whose loop runs in a notebook."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    previous = signal.set_wakeup_fd(writing)
+    try:
+        fit(opt, new_state(), sending(batches, (3, signal.SIGTERM)), num_steps=30, progress=False)
+    finally:
+        assert signal.set_wakeup_fd(previous) == writing
+    assert bytes([signal.SIGTERM]) in os.read(reading, 64)
+
+
+def test_a_state_that_is_not_finite_is_not_saved_at_a_signal(opt, new_state, batches, memory):
+    checkpoints = memory(40)
+
+    def data():
+        yield batches[0]
+        yield {"x": batches[1]["x"], "y": np.full(8, np.nan, np.float32)}
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(600)
+
+    with pytest.raises(NonFiniteLossError):
+        fit(opt, new_state(), data(), num_steps=30, checkpoints=checkpoints, progress=False)
+    assert checkpoints.disk == {}
 
 
 def test_one_process_has_nobody_to_ask():

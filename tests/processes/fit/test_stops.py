@@ -1,0 +1,141 @@
+"""A run gets a signal in every phase, and is killed three seconds later: the last finished step is
+on disk, and all checkpoints are whole.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from support.paths import ROOT
+from support.stops import NUM_STEPS, batch_of, loss_fn
+
+import shardopt as so
+
+WORKER = Path(__file__).with_name("worker_stopped.py")
+
+PHASES = {
+    "compile": ["compile", "first_compile"],
+    "data": ["data_sleep", "data_queue", "data_c", "data_swallows"],
+    "evaluation": ["evaluation", "evaluate_sleep", "evaluate_c"],
+    "restoring": ["restore"],
+    "saving": ["save"],
+    "generation": ["evaluate_generates", "evaluate_generates_at_once"],
+    "others": ["log_sleep", "training"],
+}
+"""Members of each phase; each is a method or a branch in worker_stopped.py."""
+
+
+def draw_cases():
+    """Return fifty cases (phase, member, seconds until the signal, signal); seven at least a phase."""
+    rng = random.Random(58)
+    cases = []
+    for phase, members in PHASES.items():
+        for number in range(8 if phase == "data" else 7):
+            member = members[number % len(members)]
+            seconds = round(rng.uniform(0, 0.6), 2)
+            number_of_signal = signal.SIGTERM if number % 3 else signal.SIGINT
+            marks = [] if number == 0 else [pytest.mark.slow]
+            name = f"{member}-{seconds}-{number_of_signal.name}"
+            cases.append(pytest.param(member, seconds, number_of_signal, marks=marks, id=name))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def start():
+    """Return a function from a folder and a phase to the id of a run."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""}
+    worker = subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(WORKER)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+
+    def send(folder, phase):
+        worker.stdin.write(json.dumps([str(folder), phase]) + "\n")
+        worker.stdin.flush()
+        return int(worker.stdout.readline())
+
+    send.end = lambda: os.waitstatus_to_exitcode(int(worker.stdout.readline()))
+    yield send
+    worker.stdin.close()
+    worker.wait(60)
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    """Return the parameters after each step of an undisturbed run, by step."""
+    opt = so.ddp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
+    state = opt.init({"w": np.zeros(4, np.float32)})
+    by_step = {}
+    for step in range(NUM_STEPS):
+        state, _ = opt.step(state, batch_of(step))
+        by_step[step + 1] = np.asarray(state.params["w"])
+    return by_step
+
+
+def wait_for(condition, seconds):
+    """Wait until the condition holds, at most so long; return whether it holds."""
+    end = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return holds
+
+
+def grace():
+    """Return three seconds, and more if other programs use this machine too."""
+    return 3 * max(1.0, 1.5 * os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def is_running(process):
+    """Return whether a process runs; one that ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(("phase", "seconds", "number"), draw_cases())
+def test_the_last_finished_step_is_on_disk_three_seconds_after_a_signal(
+    start, parameters, tmp_path, phase, seconds, number
+):
+    process = start(tmp_path, phase)
+    arrived = tmp_path / "arrived"
+    try:
+        assert wait_for(arrived.exists, 300)
+        time.sleep(seconds)
+        finished_step = int(arrived.read_text())
+        os.kill(process, number)
+        wait_for(lambda: not is_running(process), grace())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    assert start.end() in (0, -signal.SIGKILL), (tmp_path / "log").read_text()
+
+    opt = so.ddp(optax.adam(0.05), so.make_mesh(devices=jax.devices()[:1]), loss_fn)
+    opt.abstract_state({"w": np.zeros(4, np.float32)})
+    with so.Checkpoints(tmp_path / "run", every=4, keep=3) as checkpoints:
+        assert checkpoints.latest() >= finished_step, (tmp_path / "log").read_text()
+        for step in checkpoints.steps():
+            state, extra = checkpoints.restore(opt, step=step)
+            assert (int(state.step), extra["batches"]["drawn"]) == (step, step)
+            np.testing.assert_allclose(state.params["w"], parameters[step], rtol=1e-4, atol=1e-6)
+
+
+def test_each_phase_gets_a_signal_at_seven_moments():
+    members = [case.values[0] for case in draw_cases()]
+    counts = [sum(member in names for member in members) for names in PHASES.values()]
+    assert len(members) == 50
+    assert min(counts) >= 7

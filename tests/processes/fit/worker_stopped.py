@@ -1,0 +1,228 @@
+"""Runs that get a signal: `python worker_stopped.py` reads lines of JSON, [FOLDER, PHASE].
+
+Each line is a run in a fork, so that jax is imported once. The id of the fork is printed. When the
+run is in the phase, FOLDER/arrived has the step that it has finished. See test_stops.py.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint  # noqa: F401
+from support.stops import NUM_STEPS, batch_of, loss_fn
+
+import shardopt as so
+from shardopt.checkpoint import _write
+from shardopt.step import _compile
+
+STOP_AT = 10
+"""The step after which most phases come."""
+
+_forever = []
+
+
+def block_in_c():
+    """Wait forever in C, without the interpreter lock; a signal does not end it."""
+    mutex = ctypes.create_string_buffer(64)
+    _forever.append(mutex)
+    libc = ctypes.CDLL(None)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+
+
+class Run:
+    """A run in one phase. A method with the name of the phase waits there."""
+
+    def __init__(self, folder, phase):
+        self.folder, self.phase = Path(folder), phase
+        self.step = 0
+        self.compile_at = -1
+
+    def arrive(self, step):
+        """Say that the run is in its phase, and that this step is finished."""
+        file = self.folder / "arrived.partial"
+        file.write_text(str(step))
+        file.rename(self.folder / "arrived")
+
+    def batches(self):
+        for step in range(10**6):
+            self.step = step
+            if self.phase == "training" and step == STOP_AT:
+                self.arrive(step)
+            if self.phase == "training" and step > STOP_AT:
+                time.sleep(0.01)
+            if step == STOP_AT:
+                getattr(self, f"draw_{self.phase}", lambda: None)()
+            yield batch_of(step, 16 if self.phase == "compile" and step == STOP_AT else 8)
+
+    def draw_data_sleep(self):
+        self.arrive(self.step)
+        time.sleep(600)
+
+    def draw_data_queue(self):
+        self.arrive(self.step)
+        queue.Queue().get()
+
+    def draw_data_c(self):
+        self.arrive(self.step)
+        block_in_c()
+
+    def draw_data_swallows(self):
+        self.arrive(self.step)
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(600)
+
+    def evaluate_sleep(self, state):
+        if state.step == STOP_AT:
+            self.arrive(STOP_AT)
+            time.sleep(600)
+        return {"val": 1.0}
+
+    def evaluate_c(self, state):
+        if state.step == STOP_AT:
+            self.arrive(STOP_AT)
+            block_in_c()
+        return {"val": 1.0}
+
+    def evaluate_generates(self, state):
+        """Generate token after token, one call of a program each."""
+        token = jnp.zeros(4)
+        sample = jax.jit(lambda params, token: jnp.tanh(params["w"] * token + 1))
+        while state.step == STOP_AT:
+            token = sample(state.params, token).block_until_ready()
+            if not (self.folder / "arrived").exists():
+                self.arrive(STOP_AT)
+        return {"val": float(token[0])}
+
+    def evaluate_generates_at_once(self, state):
+        """Generate all tokens in one program that takes minutes."""
+
+        @jax.jit
+        def generate(params):
+            return jax.lax.fori_loop(
+                0, 2**30, lambda _, x: jnp.tanh(params["w"] * x + 1), params["w"]
+            )
+
+        if state.step == STOP_AT:
+            tokens = generate(state.params)
+            self.arrive(STOP_AT)
+            tokens.block_until_ready()
+        return {"val": 1.0}
+
+    def evaluation_batches(self):
+        run = self
+
+        class Batches:
+            def __iter__(self):
+                for number in range(1000):
+                    if run.step + 1 == STOP_AT:
+                        if number == 3:
+                            run.arrive(STOP_AT)
+                        time.sleep(0.5 if number > 2 else 0)
+                    elif number == 2:
+                        return
+                    yield batch_of(number)
+
+        return Batches()
+
+    def log_sleep(self, step, metrics):
+        if step == STOP_AT:
+            self.arrive(STOP_AT)
+            time.sleep(600)
+
+
+def blocking_compile(run):
+    """Let the compiler wait when it compiles a step after `run.compile_at` steps."""
+    compile_program = _compile.AotCompiled._compile
+
+    def compile_or_block(self, lowered):
+        if self.donated is not None and run.step == run.compile_at:
+            run.arrive(run.step)
+            block_in_c()
+        return compile_program(self, lowered)
+
+    _compile.AotCompiled._compile = compile_or_block
+
+
+def slow_write(run):
+    """Let each write take a while, and say when a later one is under way."""
+    write_meta = _write.write_meta
+
+    def write_slowly(folder, meta):
+        if meta.step >= 2 * STOP_AT:
+            run.arrive(meta.step - 4)  # the write may be killed
+        time.sleep(0.4)
+        write_meta(folder, meta)
+
+    _write.write_meta = write_slowly
+
+
+def train(folder, phase):
+    run = Run(folder, phase)
+    opt = so.fsdp(optax.adam(0.05), so.make_mesh(), loss_fn, min_shard_elements=1)
+    options = {"num_steps": NUM_STEPS, "progress": False}
+
+    def fit(every, keep=3, **more):
+        state = so.training.DeferredInit({"w": np.zeros(4, np.float32)})
+        with so.Checkpoints(run.folder / "run", every=every, keep=keep) as checkpoints:
+            return so.fit(opt, state, run.batches(), checkpoints=checkpoints, **options | more)
+
+    if phase in ("restore", "first_compile"):
+        run.phase = "before"
+        fit(4, num_steps=STOP_AT)
+        run.phase = phase
+    if phase == "first_compile":
+        opt = so.fsdp(optax.adam(0.05), so.make_mesh(), loss_fn, min_shard_elements=1)
+    if phase in ("first_compile", "compile"):
+        run.compile_at = STOP_AT
+        blocking_compile(run)
+    if phase == "restore":
+        run.arrive(STOP_AT)
+    more = {}
+    if phase.startswith("evaluate"):
+        more["evaluate"] = getattr(run, phase), 5
+    if phase == "evaluation":
+        more["evaluate"] = so.training.evaluation(opt, run.evaluation_batches()), 5
+    if phase.startswith("log"):
+        more = {"log": getattr(run, phase), "log_every": 5}
+    if phase == "save":
+        slow_write(run)
+    result = fit(4, **more)
+    (run.folder / "result").write_text(json.dumps([result.step, result.stopped]))
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 2)
+    for line in sys.stdin:
+        folder, phase = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            code = 1
+            try:
+                train(folder, phase)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(code)
+        print(child, flush=True)
+        print(os.waitpid(child, 0)[1], flush=True)
+
+
+if __name__ == "__main__":
+    main()
