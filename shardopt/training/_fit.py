@@ -32,6 +32,7 @@ from shardopt.training._profile import check_profile
 from shardopt.training._resume import DeferredInit
 from shardopt.training._run import begin
 from shardopt.training._spikes import spikes_of
+from shardopt.training._stop import EXIT_CODES
 from shardopt.training._stream import END
 from shardopt.training._verify import verification_of
 
@@ -59,6 +60,13 @@ class FitResult(NamedTuple):
     history: list[dict[str, float]]
     best: dict[str, float] | None
     goodput: Goodput
+
+    @property
+    def exit_code(self) -> int:
+        """The code for `sys.exit`: 143 after SIGTERM and 130 after Ctrl-C, as of a process that was
+        killed by it, so that no scheduler takes the run for completed; otherwise 0.
+        """
+        return EXIT_CODES.get(self.stopped, 0)
 
 
 @api_boundary

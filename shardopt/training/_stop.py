@@ -19,6 +19,9 @@ _LOG = logging.getLogger(__name__)
 
 _VERDICTS = {signal.SIGTERM: "sigterm", signal.SIGINT: "interrupted"}
 
+EXIT_CODES = {name: 128 + number for number, name in _VERDICTS.items()}
+"""The exit code after each verdict, as a shell reports a process that the signal killed."""
+
 PATIENCE = 0.25
 """Seconds in which a run may stop by itself, at the end of its step."""
 

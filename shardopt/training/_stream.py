@@ -71,7 +71,8 @@ class BatchStream:
 
     def hold_position(self) -> None:
         """Let the position stay as it is, while batches are drawn, until `release_position`."""
-        self._held_position = self._position_now()
+        state = copy.deepcopy(self._state())  # the iterator may change it
+        self._held_position = self._position_now(state)
 
     def release_position(self) -> None:
         """Let the position be after the last batch."""
@@ -79,16 +80,18 @@ class BatchStream:
 
     def position(self) -> dict[str, Json]:
         """Return the position as JSON; all processes must call it."""
-        return (self._held_position or self._position_now())()
+        return (self._held_position or self._position_now(self._state()))()
 
-    def _position_now(self) -> Callable[[], dict[str, Json]]:
+    def _state(self) -> object:
+        return self._iterator.get_state() if self._has_state() else None
+
+    def _position_now(self, state: object) -> Callable[[], dict[str, Json]]:
         """Return a function that returns the present position, also after more batches are drawn.
 
         What takes time, or all processes, waits until it is called.
         """
         drawn, last_batch = self.drawn, self._last_batch
         has_state = self._has_state()
-        state = copy.deepcopy(self._iterator.get_state()) if has_state else None
 
         def position() -> dict[str, Json]:
             position: dict[str, Json] = {"drawn": drawn, "state": None}
