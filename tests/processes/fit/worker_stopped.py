@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import queue
+import signal
 import sys
 import time
 import traceback
@@ -209,6 +210,8 @@ def main():
         folder, phase = json.loads(line)
         child = os.fork()
         if child == 0:
+            # a shell starts programs in the background so that they ignore it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             log = os.open(Path(folder) / "log", os.O_WRONLY | os.O_CREAT)
             os.dup2(log, 1)
             os.dup2(log, 2)
