@@ -112,7 +112,8 @@ def fit(
         scheduled evaluations.
       checkpoints: where to save; a state that is not finite is never saved. If they are due by
         time, several processes save at the first multiple of `log_every` after it.
-      log: `log(step, metrics)`, or several: `so.training.jsonl` or any function.
+      log: `log(step, metrics)`, or several: `so.training.jsonl` or any function. With several
+        processes only the first calls it, or all if `log.every_process` is True.
       log_every: steps between reports of `opt.step`'s metrics, steps_per_second,
         examples_per_second and goodput (`FitResult.goodput`). At these steps several processes
         agree whether early stopping ends the run.

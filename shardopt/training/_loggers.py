@@ -75,13 +75,11 @@ def as_loggers(log: Log | Sequence[Log] | None) -> tuple[Log, ...]:
 
 @contextmanager
 def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
-    """Yield one function that writes to every logger.
-
-    On other processes than the first it does nothing.
+    """Yield one function that writes to every logger of this process.
 
     Loggers with a `close` method are closed at the end.
     """
-    loggers = as_loggers(log) if jax.process_index() == 0 else ()
+    loggers = [logger for logger in as_loggers(log) if _is_written_here(logger)]
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         for logger in loggers:
@@ -99,8 +97,13 @@ def reopen(loggers: Sequence[Log]) -> None:
     takes again.
     """
     for logger in loggers:
-        if jax.process_index() == 0 and callable(close := getattr(logger, "close", None)):
+        if _is_written_here(logger) and callable(close := getattr(logger, "close", None)):
             close()
+
+
+def _is_written_here(logger: Log) -> bool:
+    """Return whether a logger is called on this process: on the first, or on all if it says so."""
+    return jax.process_index() == 0 or getattr(logger, "every_process", False)
 
 
 class _JsonLines:

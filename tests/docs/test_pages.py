@@ -35,3 +35,12 @@ def test_the_page_quotes_the_file(name):
     for excerpt in excerpts:
         assert f"\n{excerpt}" in text, excerpt
     assert f"in {len(text.splitlines())} lines of plain jax" in page
+
+
+def test_the_page_about_ray_train_quotes_its_example():
+    text = (ROOT / "examples" / "ray_train.py").read_text()
+    page = (ROOT / "docs" / "howto" / "ray_train.md").read_text()
+    excerpts = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(excerpts) == 5
+    for excerpt in excerpts:
+        assert f"\n{excerpt}" in text, excerpt

@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from shardopt.training import evaluation, jsonl
 from shardopt.training._fit import fit
-from shardopt.training._loggers import as_loggers, metrics_text, show_progress
+from shardopt.training._loggers import as_loggers, metrics_text, open_log, show_progress
 
 pytestmark = pytest.mark.fast
 
@@ -249,6 +249,29 @@ def test_other_processes_are_silent(monkeypatch, capsys):
         display.report(3, {"loss": 1.0})
         display.say("nothing")
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("rank", [0, 1, 3])
+def test_other_processes_call_only_loggers_that_ask_for_every_process(monkeypatch, rank):
+    monkeypatch.setattr("jax.process_index", lambda: rank)
+    calls = []
+
+    class Everywhere:
+        every_process = True
+
+        def __call__(self, step, metrics):
+            calls.append(("everywhere", step, metrics))
+
+        def close(self):
+            calls.append("closed")
+
+    def first_only(step, metrics):
+        calls.append(("first", step, metrics))
+
+    with open_log([first_only, Everywhere()]) as write:
+        write(5, {"loss": 2.0})
+    expected = [("first", 5, {"loss": 2.0}), ("everywhere", 5, {"loss": 2.0}), "closed"]
+    assert calls == (expected if rank == 0 else expected[1:])
 
 
 def test_metrics_on_a_line():
