@@ -465,6 +465,7 @@ def _adapted_model(
         remat=block_model.remat,
         tables=tuple(table for table in block_model.tables if not is_target(table)),
         rounded=rounded,
+        check_batch=block_model.check_batch,
     )
 
 

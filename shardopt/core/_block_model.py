@@ -42,6 +42,9 @@ class BlockModel(NamedTuple):
         and the numbers in 8 bits are gathered. The result is the same. Only in the per-device view.
         A weight is gathered as it is where tensor shards it, or where fsdp shards neither the first
         dim that the product sums over nor an only dim of channels.
+      check_batch: `check_batch(batch)` raises an error for a batch that the model cannot read, such
+        as a token that it does not have. A strategy calls it before the batch is placed; arrays
+        that are still on the host are numpy arrays.
 
     Example:
       >>> import jax.numpy as jnp
@@ -77,6 +80,7 @@ class BlockModel(NamedTuple):
     remat: Remat = None
     tables: tuple[str, ...] = ()
     rounded: Mapping[str, Rounding] = MappingProxyType({})
+    check_batch: Callable[[PyTree], None] | None = None
 
     def loss_fn(self, params: PyTree, batch: PyTree, rng: jax.Array | None = None) -> Loss:
         """Return the loss of a batch, in the form that `loss` returns."""

@@ -301,7 +301,8 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
       batch: a dict with "tokens" [..., T + 1]; other entries stay unchanged.
 
     Raises:
-      ValueError: if the batch already has targets, has no tokens, or has a single token.
+      ValueError: if the batch already has targets, has no tokens, or has a single token. If a numpy
+        array has a negative token.
 
     Example:
       >>> next_token({"tokens": encode("hello")})["targets"].tolist() == encode("ello").tolist()
@@ -316,6 +317,8 @@ def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
             f" {shapes or 'nothing'}."
         )
         raise value_error(problem)
+    if isinstance(tokens, np.ndarray) and tokens.min(initial=0) < 0:
+        raise value_error(f"tokens must be ids from 0 on, got {tokens.min()}.")
     return {**batch, "tokens": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
@@ -332,8 +335,15 @@ def encode(text: str) -> np.ndarray:
 def decode(tokens: ArrayLike) -> str:
     r"""Return the text of byte tokens, with U+FFFD for bytes that are not valid UTF-8.
 
+    Raises:
+      ValueError: if a token is not in 0, ..., 255.
+
     Example:
       >>> decode([104, 195, 169])
       'hé'
     """
-    return np.asarray(tokens).astype(np.uint8).tobytes().decode(errors="replace")
+    values = np.asarray(tokens)
+    if not ((values >= 0) & (values < 256)).all():
+        problem = f"tokens must be bytes, got {values.min()} to {values.max()}."
+        raise ValueError(format_error("decode", problem, fix="use the tokenizer of the model."))
+    return values.astype(np.uint8).tobytes().decode(errors="replace")

@@ -50,8 +50,9 @@ def pack(
       ModuleNotFoundError: if grain is not installed.
       TypeError: if `length` or `open_rows` is not an integer. Later, while rows are read, if a
         document does not hold integers.
-      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D, has a
-        negative token, or has another number of weights than of tokens.
+      ValueError: if `length` or `open_rows` is below 1. Later, if a document is not 1-D, or has a
+        token that is negative or beyond int32. If it has another number of weights than of tokens,
+        or a weight that is negative, infinite or NaN.
 
     Example:
       >>> row = next(iter(pack([[5, 6, 7], [8, 9]], 6)))
@@ -130,6 +131,8 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
     if tokens.ndim != 1 or tokens.min() < 0:
         received = f"shape {tokens.shape}" if tokens.ndim != 1 else f"token {tokens.min()}"
         raise ValueError(f"pack: a document must be 1-D, of token ids from 0 on; got {received}.")
+    if tokens.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"pack: a token must fit into int32; got {tokens.max()}.")
     weights = np.ones(len(tokens))
     if isinstance(document, Mapping):
         weights = np.asarray(document["weights"])
@@ -138,6 +141,9 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
             f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
         )
         raise ValueError(format_error("pack", problem, fix="give one weight for each token."))
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        problem = "a document has weights that are negative, infinite or NaN."
+        raise ValueError(format_error("pack", problem, fix="give 0 to tokens without a loss."))
     whole = {
         "tokens": tokens.astype(np.int32),
         "targets": np.append(tokens[1:], 0).astype(np.int32),

@@ -10,10 +10,47 @@ from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, Weighted
+from shardopt.nn._cross_entropy import IGNORED
 
 Params = dict[str, PyTree]
 Batch = PyTree  # a dict of arrays; `read_inputs` refuses others
 Tokens = Int[Array | np.ndarray, "B T"]
+
+
+def check_ids(caller: str, batch: PyTree, vocab_size: int, num_positions: int = 0) -> None:
+    """Refuse ids in a batch on the host that the model does not have; no array of jax is read.
+
+    Args:
+      caller: the model, for errors.
+      batch: the dict of `read_inputs`.
+      vocab_size: V.
+      num_positions: the rows of a table of positions; 0 if there is none.
+
+    Raises:
+      ValueError: if a token is not in 0, ..., V - 1, a target is neither that nor -100, or a
+        position has no row in the table.
+    """
+    if not isinstance(batch, Mapping):
+        return
+    limits = {"tokens": vocab_size, "targets": vocab_size}
+    if num_positions:
+        limits["positions"] = num_positions
+    problems = []
+    for name, limit in limits.items():
+        ids = batch.get(name)
+        if not isinstance(ids, np.ndarray) or ids.dtype.kind not in "iu" or not ids.size:
+            continue
+        lowest, highest = int(ids.min()), int(ids.max())
+        if name == "targets" and lowest == IGNORED:
+            lowest = int(ids.min(where=ids != IGNORED, initial=0))
+        if lowest < 0 or highest >= limit:
+            wrong_id = lowest if lowest < 0 else highest
+            problems.append(f"{name}: {wrong_id}, and the model has 0 to {limit - 1}")
+    if problems:
+        fix = "use the tokenizer of this model, and -100 for targets that are to be ignored."
+        raise ValueError(
+            format_error(caller, "ids of the batch are not those of the model.", problems, fix)
+        )
 
 
 class Inputs(NamedTuple):
@@ -21,8 +58,8 @@ class Inputs(NamedTuple):
 
     Attributes:
       tokens: [B, T], int32, the input tokens.
-      targets: [B, T], int32, the next token of each.
-      weights: [B, T], the weight of each target in the loss; None is 1 for all.
+      targets: [B, T], int32, the next token of each; -100 if it is ignored.
+      weights: [B, T], the weight of each target in the loss, 0 if it is ignored; None is 1 for all.
       segment_ids: [B, T], int32, the document of each token; None is one document per row.
       positions: [B, T], int32, the position of each token in its document, for position embeddings;
         None uses `order`.
@@ -89,10 +126,17 @@ def read_inputs(caller: str, batch: PyTree) -> Inputs:
             format_error(caller, "a leaf of the batch does not hold integers.", bad_leaves)
         )
     tokens, integers = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32), (tokens, integers))
+    weights = leaves.get("weights")
+    if has_targets:
+        targets = integers["targets"]
+        is_counted = targets != IGNORED
+        weights = is_counted if weights is None else jnp.where(is_counted, weights, 0)
+    else:  # where no token may be -100
+        targets = jnp.where(tokens[:, 1:] == IGNORED, -1, tokens[:, 1:])
     return Inputs(
         tokens if has_targets else tokens[:, :-1],
-        integers["targets"] if has_targets else tokens[:, 1:],
-        leaves.get("weights"),
+        targets,
+        weights,
         integers.get("segment_ids"),
         integers.get("positions"),
         integers.get("order"),

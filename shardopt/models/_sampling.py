@@ -4,13 +4,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error, plural
 from shardopt.models import decoder, gpt, moe
 from shardopt.models._decoder_block import KVCache, apply_cached_block
 from shardopt.models._decoder_config import DecoderConfig
-from shardopt.models._inputs import Inputs, Params, Tokens
+from shardopt.models._inputs import Inputs, Params, Tokens, check_ids
 
 Config = gpt.GPTConfig | moe.MoEConfig | DecoderConfig
 
@@ -41,8 +43,9 @@ def sample(
       Token ids [B, T + num_tokens], the prompt first.
 
     Raises:
-      ValueError: if the prompt is empty, the result is longer than `config.max_length`, num_tokens
-        or temperature is negative, or top_k is not between 1 and the vocabulary's size.
+      ValueError: if the prompt is empty or has an id that the model does not have. If the result is
+        longer than `config.max_length`, num_tokens or temperature is negative, or top_k is not
+        between 1 and the vocabulary's size.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -55,6 +58,8 @@ def sample(
     sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
     check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
     config = config if isinstance(config, DecoderConfig) else config.decoder
+    if not isinstance(prompt, Tracer):
+        check_ids("sample", {"tokens": np.asarray(prompt)}, config.vocab_size)
     return _sample(
         params, config, jnp.asarray(prompt, jnp.int32), rng, num_tokens, temperature, top_k
     )

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._block_model import BlockModel
 from shardopt.core._block_remat import Remat
+from shardopt.core._errors import format_error
 from shardopt.core._types import LeafRole, Loss, PyTree, leaves_with_paths, wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.models import _layers as layers
@@ -27,10 +28,19 @@ from shardopt.models._decoder_block import (
     roundings,
 )
 from shardopt.models._decoder_config import BlockKind, DecoderConfig, ExpertsConfig
-from shardopt.models._inputs import Batch, Inputs, Params, Tokens, mean_loss, read_inputs
+from shardopt.models._inputs import (
+    Batch,
+    Inputs,
+    Params,
+    Tokens,
+    check_ids,
+    mean_loss,
+    read_inputs,
+)
 from shardopt.models._rope import Rope
 from shardopt.models._routers import balanced_loss, first_routers
 from shardopt.nn._norm import apply_norm
+from shardopt.nn._order import row_length
 from shardopt.nn._sequence_parallel import gather_positions, shard_positions
 from shardopt.optimizers import Matrix
 
@@ -277,7 +287,8 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       Attention then uses plain XLA, not the kernel of the devices. Rows in natural order need no
       "order", packed or not.
 
-    A token id outside the vocabulary makes the loss NaN. Give strategies
+    Targets of -100 are left out, as in torch and transformers. Other ids that the model does not
+    have are refused in a numpy batch; in arrays of jax they make the loss NaN. Give strategies
     `rules=decoder.rules(config)` over tensor, and with experts.
 
     **Kinds of blocks**: all blocks run one program. The number of a block goes with the
@@ -295,6 +306,9 @@ def block_model(config: DecoderConfig, remat: Remat, caller: str) -> BlockModel:
         remat,
         tables=() if config.tied else ("embedding",),
         rounded=roundings(config),
+        check_batch=functools.partial(
+            check_ids, caller, vocab_size=config.vocab_size, num_positions=config.positions
+        ),
     )
 
 
@@ -310,6 +324,7 @@ def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> BlockS
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.positions:
         table, T = layers.cast(outer["positions"], config.dtype), x.shape[1]
+        _check_length(config, inputs, T)
         if inputs.whole and config.positions >= T:
             x = x + table[None, :T]
         else:
@@ -324,6 +339,20 @@ def embed_tokens(config: DecoderConfig, outer: Params, inputs: Inputs) -> BlockS
         else None
     )
     return BlockStream(x, layer, inputs.segment_ids, inputs.positions, inputs.order, routers)
+
+
+def _check_length(config: DecoderConfig, inputs: Inputs, length: int) -> None:
+    """Refuse, by a ValueError, rows that are longer than the table of positions."""
+    total = row_length(length)
+    if inputs.positions is None and total > config.positions:
+        problem = (
+            f"rows have {total} positions, and the model's table of positions has"
+            f" {config.positions}."
+        )
+        fix = (
+            "cut the rows, or give the batch positions within each document, as so.data.pack does."
+        )
+        raise ValueError(format_error("decoder", problem, fix=fix))
 
 
 def _run_blocks(config: DecoderConfig, blocks: Params, stream: BlockStream) -> BlockStream:

@@ -96,7 +96,7 @@ def attention(
       [B, T, H, V] in the dtype of value.
 
     Raises:
-      TypeError: if positions are not integers.
+      TypeError: if positions or segment ids are not integers.
       ValueError: if shapes do not fit: H is no multiple of G, V is above K, or sinks or positions
         have another shape.
       ValueError: if the mesh does not fit: a tensor axis does not divide G, or for "all_to_all" G
@@ -181,6 +181,8 @@ def attention(
             implementation, "splash", "cudnn", problem=problem, fix="give rows in natural order"
         )
     scale = None if scale is None else float(scale)  # one of numpy would widen the queries
+    if segment_ids is not None and not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"attention: segment_ids must be integers, got {segment_ids.dtype}.")
     rule, marks = (
         MaskRule(causal, window, softcap, scale),
         Marks(_as_rows(positions, query), segment_ids),

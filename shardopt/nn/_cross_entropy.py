@@ -15,6 +15,9 @@ from shardopt.core._types import wide_dtype
 from shardopt.kernels._flash import capped
 from shardopt.mesh import is_analysed
 
+IGNORED = -100
+"""The target without a loss, of torch and transformers."""
+
 
 def cross_entropy(
     x: Float[Array, "B T D"],
@@ -30,14 +33,16 @@ def cross_entropy(
     Args:
       x: [B, T, D], the output of the last norm.
       head: [V, D], the embedding of each token of the vocabulary.
-      targets: [B, T], token ids.
+      targets: [B, T], token ids; -100 is ignored, as in torch.
       chunk: positions at a time; the last chunk may be shorter. None: all at once.
       logits_dtype: the dtype of the logits; bfloat16 halves the memory, as in MaxText and torch's
         autocast. None: float32 at least.
       softcap: c: logits z become c tanh(z / c) before the softmax (Gemma 2). None: no cap.
 
     Returns:
-      [B, T], float32 at least.
+      [B, T], float32 at least. 0 for a target of -100, with a gradient of 0: a mean leaves it out
+      of its count too, as `so.losses.Weighted(nats.sum(), (targets != -100).sum())`. NaN, with a
+      gradient of NaN, for any other target that is not in 0, ..., V - 1.
 
     Raises:
       TypeError: if chunk is not an integer.
@@ -118,5 +123,10 @@ def _nats_of_logits(
     softcap: float | None,
 ) -> Float[Array, "B T"]:
     logits = capped(logits.astype(wide), softcap)
-    is_target = targets[:, :, None] == jnp.arange(logits.shape[-1])[None, None, :]
-    return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    vocab_size = logits.shape[-1]
+    is_target = targets[:, :, None] == jnp.arange(vocab_size)[None, None, :]
+    nats = jax.nn.logsumexp(logits, axis=-1) - jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
+    is_ignored = targets == IGNORED
+    is_known = is_ignored | ((targets >= 0) & (targets < vocab_size))
+    # a product, so that the gradient is NaN too
+    return jnp.where(is_ignored, 0, nats * jnp.where(is_known, 1, jnp.nan).astype(nats.dtype))

@@ -45,7 +45,8 @@ def embedding(
     Args:
       table: [V, D].
       ids: integers of any shape.
-      mode: the result of an id outside of the table: "fill" gives NaN, "clip" the nearest row.
+      mode: the result of an id outside of the table, below 0 too: "fill" gives NaN, "clip" the
+        nearest row.
 
     Returns:
       [*ids.shape, D] in the dtype of the table; it has the `checkpoint_name` "embedding".
@@ -85,6 +86,9 @@ def embedding(
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
+    if mode == "fill" and jnp.issubdtype(ids.dtype, jnp.signedinteger):
+        # jnp.take counts negative ids from the end
+        ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
     if not isinstance(table, ColumnTable):
         return checkpoint_name(_look_up(table, ids, mode), LOOKED_UP)
     if sent_by_exchange(table, ids) < sent_by_gather(table):

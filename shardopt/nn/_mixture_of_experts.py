@@ -102,7 +102,8 @@ def mixture_of_experts(
 
     Returns:
       (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the
-      choices of each row: load and probability [B, E], z_loss and dropped [B].
+      choices of each row: load and probability [B, E], z_loss and dropped [B]. A token whose scores
+      are NaN has the result NaN. It takes no place of other tokens, and no load counts it.
 
     Raises:
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
@@ -240,11 +241,12 @@ def _route_and_run(
     weights, x, router, *biases = inputs
     B, T, D = x.shape
     routes, chunk = route(settings.routing, x, router, *biases), settings.chunk
+    nan_or_zero = jnp.where(routes.is_nan, jnp.nan, 0)[..., None].astype(x.dtype)
     E, N, K = router.shape[1], B * T, routes.experts.shape[2]
     run_experts = functools.partial(_dispatch_and_combine, settings, axes, E, weights)
     flat_tokens = x.reshape(N, D), routes.experts.reshape(N, K), routes.weights.reshape(N, K)
     if chunk is None or chunk >= N:
-        return run_experts(*flat_tokens).reshape(B, T, D), routes.statistics
+        return run_experts(*flat_tokens).reshape(B, T, D) + nan_or_zero, routes.statistics
     padding = -N % chunk
     fill = 0, E, 0  # the expert number E means that padded tokens have no place
     chunks = [
@@ -257,7 +259,7 @@ def _route_and_run(
     _, y = jax.lax.scan(
         lambda _, chunk_inputs: (None, recomputed_experts(*chunk_inputs)), None, chunks
     )
-    return y.reshape(-1, D)[:N].reshape(B, T, D), routes.statistics
+    return y.reshape(-1, D)[:N].reshape(B, T, D) + nan_or_zero, routes.statistics
 
 
 def _dispatch_and_combine(

@@ -50,11 +50,13 @@ class Routes(NamedTuple):
       experts: [B, T, K], int32; E for a choice without a place.
       weights: [B, T, K], in float32 at least; 0 for a choice without a place.
       statistics: the statistics of the router.
+      is_nan: [B, T], whether the scores of a token are NaN: it chooses no expert.
     """
 
     experts: Array
     weights: Array
     statistics: RouterStatistics
+    is_nan: Array
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,10 @@ def route(
     bias: Float[Array, " E"] | None,
     router_bias: Float[Array, " E"] | None = None,
 ) -> Routes:
-    """Choose the experts of each token. If scores are equal, the lower index wins."""
+    """Choose the experts of each token. If scores are equal, the lower index wins.
+
+    A token whose scores are NaN takes no place, and is not counted in any load.
+    """
     top_k, capacity_factor = routing.top_k, routing.capacity_factor
     E = router.shape[1]
     wide = wide_dtype(x.dtype)
@@ -127,6 +132,8 @@ def route(
     if routing.groups is not None:
         ranked_scores = _scores_of_best_groups(ranked_scores, *routing.groups)
     _, experts = jax.lax.top_k(ranked_scores, top_k)
+    is_nan = jnp.any(jnp.isnan(ranked_scores), axis=-1)
+    experts = jnp.where(is_nan[..., None], E, experts)
     # [B, T, K, E]; a mask, since the gradient of a gather would be a scatter
     is_chosen = experts[..., None] == jnp.arange(E)[None, None, None]
     weights = jnp.sum(jnp.where(is_chosen, scores[:, :, None], 0), axis=-1)
@@ -147,7 +154,7 @@ def route(
         z_loss=jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=1),
         dropped=dropped,
     )
-    return Routes(experts, weights, statistics)
+    return Routes(experts, weights, statistics, is_nan)
 
 
 def capacity(length: int, num_experts: int, top_k: int, factor: float) -> int:

@@ -28,6 +28,7 @@ from shardopt.step._inputs import (
     check_params,
     check_placement,
     check_state,
+    check_values,
     is_init_fn,
     place_batch,
     typed_key,
@@ -161,6 +162,8 @@ class StrategyFunctions(NotPickled):
         check_state(self.config, state)
         batch = rows.join(batch)
         check_batch(self.config, batch)
+        evaluates = views is self.evaluation_views
+        check_values(self.config.of_evaluation if evaluates else self.config, batch)
         compiled = self.cache.of(state.params)
         # once, because a step returns its state with the right placement
         if id(compiled) not in self.checked_steps:

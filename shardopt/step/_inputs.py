@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec, Sharding
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._user_mesh import on_auto_axes
+from shardopt.core._block_model import as_block_model
 from shardopt.core._errors import calling, format_error, plural, value_error
 from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
 from shardopt.losses._batch_dims import (
@@ -231,6 +232,32 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         text = format_error(config.strategy, problem, lines, f"{sizes}.")
         warnings.warn(text, stacklevel=2)
     check_positions(config, batch)
+
+
+def check_values(config: StrategyConfig, batch: PyTree) -> None:
+    """Refuse numbers in a batch on the host that a device cannot hold, or the model cannot read.
+
+    Raises:
+      ValueError: if a numpy array of 64 bits has an integer beyond the 32 bits that jax would store.
+        Whatever `BlockModel.check_batch` raises.
+    """
+    too_large = []
+    for path, leaf in leaves_with_paths(batch):
+        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
+            continue
+        stored = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
+        if stored.bits == 8 * leaf.itemsize:
+            continue
+        lowest, highest = leaf.min(), leaf.max()
+        if lowest < stored.min or highest > stored.max:
+            too_large.append(f"{path or 'batch'}: {leaf.dtype} from {lowest} to {highest}")
+    if too_large:
+        problem = "jax stores integers in 32 bits, and the batch has larger ones."
+        fix = "count from a smaller number, or set jax_enable_x64."
+        raise ValueError(format_error(config.strategy, problem, too_large, fix))
+    model = as_block_model(config.loss.loss_fn)
+    if model is not None and model.check_batch is not None:
+        model.check_batch(batch)
 
 
 def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = False) -> PyTree:

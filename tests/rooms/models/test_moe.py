@@ -262,7 +262,12 @@ def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
     one device.
     """
     opt, states = strategy("ddp", mesh_of(expert=2, data=2), SMALL), []
-    of_one_device = jax.jit(jax.value_and_grad(moe.model(SMALL).loss_fn, has_aux=True))
+
+    def mean_loss(params, batch):
+        loss, aux = moe.model(SMALL).loss_fn(params, batch)
+        return loss.total / loss.weight, aux
+
+    of_one_device = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
     state, params = opt.init(params_of(SMALL)), params_of(SMALL)
     momentum = jax.tree.map(np.zeros_like, params)
     for batch in batches():

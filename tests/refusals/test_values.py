@@ -1,0 +1,259 @@
+"""Values that a function has no meaning for: an error, ignored as in torch, or NaN, and never a finite
+number. docs/values.md has the table.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.paths import ROOT
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt import data
+from shardopt.models import decoder, gpt, moe
+from shardopt.models.decoder import DecoderConfig
+
+V = 16
+HEAD = jnp.asarray(np.random.default_rng(0).normal(size=(V, 8)), jnp.float32)
+X = jnp.asarray(np.random.default_rng(1).normal(size=(1, 6, 8)), jnp.float32)
+OUT_OF_RANGE = [-1, -2, -V, -99, -101, V, V + 1, 2**31 - 1, -(2**31)]
+FORMS = [{}, {"chunk": 2}, {"logits_dtype": jnp.bfloat16}, {"softcap": 5.0}]
+CONFIGS = {
+    "gpt": (gpt, gpt.GPTConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, max_length=8)),
+    "moe": (moe, moe.MoEConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, max_length=8)),
+    "decoder": (
+        decoder,
+        DecoderConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, hidden=16, positions=8),
+    ),
+}
+NAMES = tiered(CONFIGS, lambda name: name == "decoder")
+TOKENS = np.random.default_rng(2).integers(0, V, (4, 9)).astype(np.int32)
+
+
+def test_every_public_function_of_values_is_in_the_table():
+    text = (ROOT / "docs/values.md").read_text()
+    listed = set(re.findall(r"`so\.(\w+\.\w+)`", text))
+    rooms = {"nn": so.nn, "losses": so.losses, "data": data}
+    public = {f"{room}.{name}" for room, module in rooms.items() for name in module.__all__}
+    assert public - listed == set()
+
+
+@pytest.mark.parametrize("target", tiered(OUT_OF_RANGE, lambda target: target in (-1, V)))
+@pytest.mark.parametrize("options", FORMS)
+def test_a_target_that_is_no_token_is_nan_and_so_is_its_gradient(target, options):
+    targets = jnp.array([[0, 3, 2, 1, target, 5]])
+
+    def nats(x):
+        return so.nn.cross_entropy(x, HEAD, targets, **options)
+
+    is_nan = np.arange(6) == 4
+    np.testing.assert_array_equal(np.isnan(nats(X)[0]), is_nan)
+    gradient = jax.grad(lambda x: nats(x).sum())(X)
+    np.testing.assert_array_equal(np.isnan(gradient[0]).all(axis=1), is_nan)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 4}, {"logits_dtype": jnp.bfloat16}])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.int16])
+def test_a_target_of_minus_100_has_no_loss_and_no_gradient(options, dtype):
+    targets = jnp.array([[0, 3, -100, 1, -100, 5]], dtype)
+    kept = np.array([0, 1, 3, 5])
+
+    def nats(x, targets):
+        return so.nn.cross_entropy(x, HEAD, targets, **options)
+
+    def total(x):
+        return nats(x, targets).sum()
+
+    np.testing.assert_array_equal(nats(X, targets)[0, [2, 4]], 0)
+    gradient = jax.grad(total)(X)
+    np.testing.assert_array_equal(gradient[0, [2, 4]], 0)
+    np.testing.assert_allclose(total(X), nats(X[:, kept], targets[:, kept]).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("id_dtype", [jnp.int8, jnp.int16, jnp.int32, jnp.uint8])
+def test_ids_below_and_above_a_table_are_nan(dtype, id_dtype):
+    limits = jnp.iinfo(id_dtype)
+    ids = [0, V - 1, V, limits.max] + ([-1, -V, limits.min] if limits.min else [])
+    rows = so.nn.embedding(HEAD.astype(dtype), jnp.array(ids, id_dtype))
+    np.testing.assert_array_equal(np.isnan(rows).all(axis=1), [not 0 <= i < V for i in ids])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"capacity_factor": 1.0}, {"score": "sigmoid"}, {"chunk": 2}]
+)
+def test_a_nan_token_takes_no_place_of_others_and_is_not_counted(options):
+    draw = np.random.default_rng(3)
+    weights = {"up": draw.normal(size=(4, 8, 8)), "down": draw.normal(size=(4, 8, 8))}
+    weights = {name: jnp.asarray(weight, jnp.float32) for name, weight in weights.items()}
+    router = jnp.asarray(draw.normal(size=(8, 4)), jnp.float32)
+    broken = X.at[0, 0].set(jnp.nan)  # the first token, which would take the first place
+    y, statistics = so.nn.mixture_of_experts(weights, broken, router, top_k=2, **options)
+    np.testing.assert_array_equal(np.isnan(y[0]).all(axis=1), np.arange(6) == 0)
+    assert np.isfinite(y[0, 1:]).all()
+    np.testing.assert_allclose(statistics.load.sum(), 5 / 6, rtol=1e-6)
+    if "capacity_factor" not in options:
+        whole, _ = so.nn.mixture_of_experts(weights, X, router, top_k=2, **options)
+        np.testing.assert_allclose(y[0, 1:], whole[0, 1:], rtol=1e-5)
+
+
+def loss_of(name, batch):
+    module, config = CONFIGS[name]
+    model = module.model(config)
+    params = module.init(config, jax.random.key(0))
+    returned = jax.jit(model.loss_fn)(params, batch)
+    loss = returned[0] if type(returned) is tuple else returned
+    return loss.total / loss.weight if isinstance(loss, so.losses.Weighted) else loss
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_targets_of_minus_100_are_left_out_of_the_mean_of_a_model(name):
+    ignored = np.where(np.arange(8) % 3 == 1, -100, TOKENS[:, 1:])
+    weights = (ignored != -100).astype(np.float32)
+    by_targets = loss_of(name, {"tokens": TOKENS[:, :-1], "targets": ignored})
+    by_weights = loss_of(
+        name, {"tokens": TOKENS[:, :-1], "targets": TOKENS[:, 1:], "weights": weights}
+    )
+    np.testing.assert_allclose(by_targets, by_weights, rtol=1e-5)
+    # with weights too
+    both = loss_of(name, {"tokens": TOKENS[:, :-1], "targets": ignored, "weights": np.ones((4, 8))})
+    np.testing.assert_allclose(both, by_weights, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("leaf", "value"),
+    [
+        ("tokens", V),
+        ("tokens", -1),
+        ("tokens", -100),
+        ("targets", -1),
+        ("targets", V),
+        ("last", -100),
+    ],
+)
+def test_ids_that_a_model_does_not_have_are_nan_in_arrays_of_jax(name, leaf, value):
+    batch = {"tokens": jnp.asarray(TOKENS[:, :-1]), "targets": jnp.asarray(TOKENS[:, 1:])}
+    if leaf == "last":
+        batch = {"tokens": jnp.asarray(TOKENS).at[1, -1].set(value)}
+    else:
+        batch[leaf] = batch[leaf].at[1, 2].set(value)
+    assert np.isnan(loss_of(name, batch))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("leaf", "value", "line"),
+    [
+        ("tokens", V, f"tokens: {V}, and the model has 0 to {V - 1}"),
+        ("tokens", -100, f"tokens: -100, and the model has 0 to {V - 1}"),
+        ("targets", -1, f"targets: -1, and the model has 0 to {V - 1}"),
+        ("targets", 99, f"targets: 99, and the model has 0 to {V - 1}"),
+        ("positions", 8, "positions: 8, and the model has 0 to 7"),
+    ],
+)
+@pytest.mark.parametrize("call", tiered(["step", "evaluate"], lambda call: call == "step"))
+def test_ids_that_a_model_does_not_have_are_refused_in_numpy(name, leaf, value, line, call):
+    module, config = CONFIGS[name]
+    opt = so.ddp(optax.sgd(0.1), so.make_mesh(devices=jax.devices()[:1]), module.model(config))
+    state = opt.init(module.init(config, jax.random.key(0)))
+    batch = {"tokens": TOKENS[:, :-1].copy(), "targets": TOKENS[:, 1:].copy()}
+    if leaf == "positions":
+        if name != "decoder":
+            pytest.skip("it has no table of positions")
+        batch[leaf] = np.broadcast_to(np.arange(8, dtype=np.int32), (4, 8)).copy()
+    batch[leaf][2, 3] = value
+    with pytest.raises(ValueError, match="ids of the batch") as error:
+        getattr(opt, call)(state, batch)
+    assert str(error.value) == (
+        f"{name}: ids of the batch are not those of the model.\n  {line}\nFix: use the tokenizer of"
+        " this model, and -100 for targets that are to be ignored."
+    )
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64])
+@pytest.mark.parametrize("value", [2**31, 2**32, 2**32 + 5, 2**40 - 100])
+def test_integers_that_jax_would_wrap_are_refused(dtype, value):
+    if dtype == np.uint64 and value < 2**32:
+        pytest.skip("it fits into uint32")
+    opt = so.ddp(
+        optax.sgd(0.1),
+        so.make_mesh(devices=jax.devices()[:1]),
+        lambda p, b: (p["w"] * b["x"]).mean(),
+    )
+    state = opt.init({"w": np.float32(1)})
+    with pytest.raises(ValueError, match="32 bits") as error:
+        opt.step(state, {"x": np.array([3, value], dtype)})
+    assert str(error.value) == (
+        "ddp: jax stores integers in 32 bits, and the batch has larger ones.\n"
+        f"  x: {np.dtype(dtype)} from 3 to {value}\n"
+        "Fix: count from a smaller number, or set jax_enable_x64."
+    )
+
+
+def test_rows_longer_than_a_table_of_positions_are_refused_when_traced():
+    _, config = CONFIGS["decoder"]
+    params = jax.eval_shape(lambda: decoder.init(config, jax.random.key(0)))
+    tokens = jax.ShapeDtypeStruct((2, 10), jnp.int32)
+    with pytest.raises(ValueError, match="table of positions") as error:
+        jax.eval_shape(decoder.model(config).loss_fn, params, {"tokens": tokens})
+    assert str(error.value) == (
+        "decoder: rows have 9 positions, and the model's table of positions has 8.\n"
+        "Fix: cut the rows, or give the batch positions within each document, as so.data.pack does."
+    )
+
+
+@pytest.mark.parametrize("token", [-1, V, -100])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_that_the_model_cannot_read_is_refused(name, token):
+    module, config = CONFIGS[name]
+    params = module.init(config, jax.random.key(0))
+    with pytest.raises(ValueError, match=f"sample: ids .*\n  tokens: {token}, and the model has"):
+        so.models.sample(params, config, np.array([[1, token]]), jax.random.key(0), num_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: list(data.pack([[1, 2**31]], 4)),
+            "pack: a token must fit into int32; got 2147483648.",
+        ),
+        (
+            lambda: list(data.pack([[1, -2]], 4)),
+            "pack: a document must be 1-D, of token ids from 0 on; got token -2.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2], "weights": [1, np.nan]}], 4)),
+            "pack: a document has weights that are negative, infinite or NaN.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2], "weights": [1, -1.0]}], 4)),
+            "pack: a document has weights that are negative, infinite or NaN.",
+        ),
+        (
+            lambda: list(data.pack([{"tokens": [1, 2], "weights": [np.inf, 1]}], 4)),
+            "pack: a document has weights that are negative, infinite or NaN.",
+        ),
+        (lambda: data.decode([72, 256]), "decode: tokens must be bytes, got 72 to 256."),
+        (lambda: data.decode([-1]), "decode: tokens must be bytes, got -1 to -1."),
+        (
+            lambda: data.next_token({"tokens": np.array([1, -100])}),
+            "next_token: tokens must be ids from 0 on, got -100.",
+        ),
+    ],
+)
+def test_data_refuses_what_no_model_reads(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize("name", ["positions", "segment_ids"])
+def test_attention_refuses_places_that_are_not_integers(name):
+    x = X.reshape(1, 6, 1, 8)
+    with pytest.raises(TypeError, match=f"attention: {name} must be integers"):
+        so.nn.attention(x, x, x, **{name: jnp.ones((1, 6))})
