@@ -201,7 +201,9 @@ def _slurm_place() -> Place | None:
     step = _number("SLURM_STEP_ID")
     has_step = step is not None and step < _FIRST_SPECIAL_STEP
     is_task = has_step or "SLURM_STEP_NODELIST" in os.environ
-    is_script = "SLURM_JOB_ID" in os.environ and not _number("SLURM_PROCID")
-    if is_script and not is_task:
+    rank = _number("SLURM_PROCID")
+    # sbatch and salloc set the folder, and srun passes it on
+    is_script = rank is None or (rank == 0 and "SLURM_SUBMIT_DIR" in os.environ)
+    if is_script and not is_task and "SLURM_JOB_ID" in os.environ:
         return None
     return _of_variables("SLURM", "SLURM_NTASKS", "SLURM_PROCID")

@@ -39,6 +39,12 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
 }
 JOB = {"SLURM_JOB_ID": "71"}
+SCRIPT = JOB | {
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_SUBMIT_DIR": "/home/user",
+}
 SRUN = JOB | {
     "SLURM_NTASKS": "4",
     "SLURM_PROCID": "0",
@@ -46,6 +52,7 @@ SRUN = JOB | {
     "SLURM_STEP_ID": "0",
     "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_STEP_NODELIST": "node[1-4]",
+    "SLURM_SUBMIT_DIR": "/home/user",
 }
 SEVERAL = {
     "torchrun": TORCHRUN,
@@ -57,6 +64,7 @@ SEVERAL = {
     "srun": SRUN,
     "srun with PMI": SRUN | {"PMI_SIZE": "4", "PMI_RANK": "0"},
     "an old SLURM": JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"},
+    "the first task of an old SLURM": JOB | {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"},
     "a container of a task": {"SLURM_NTASKS": "2"},
     "shardopt launch": {
         "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1",
@@ -72,11 +80,11 @@ ONE = {
     "srun with one task": SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
     "the shell of salloc": JOB | {"SLURM_NTASKS": "4"},
     "a step for the shell of salloc": SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
-    "a batch script": JOB | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+    "a batch script": SCRIPT,
+    "a batch script that is started by srun": SCRIPT | {"SLURM_STEP_NUM_TASKS": "1"},
     "mpirun with one": {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
     "values that are no numbers": {"WORLD_SIZE": "auto", "PMI_SIZE": "", "SLURM_NTASKS": "x"},
-    "a batch script that has a step": JOB
-    | {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_STEP_ID": str(0xFFFFFFFB)},
+    "a batch script that has a step": SCRIPT | {"SLURM_STEP_ID": str(0xFFFFFFFB)},
     "a process of Ray that srun's Ray started": SRUN | {"RAY_RAYLET_PID": str(os.getppid())},
 }
 
@@ -374,7 +382,8 @@ import shardopt as so
 jax.config.update("jax_num_cpu_devices", 2)
 {call}
 opt = so.fsdp(optax.sgd(0.1), so.make_mesh(), lambda p, x: ((x @ p["w"]) ** 2).mean())
-state, metrics = opt.step(opt.init({{"w": np.ones((4, 4), np.float32)}}), np.ones((8, 4), np.float32))
+own_rows = np.full((4, 4), 1.0 + jax.process_index(), np.float32)
+state, metrics = opt.step(opt.init({{"w": np.ones((4, 4), np.float32)}}), own_rows)
 print(json.dumps([jax.process_index(), jax.process_count(), float(metrics["loss"])]))
 """
 
@@ -403,7 +412,7 @@ def test_two_processes_of_torchrun_train_together():
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     reports = [json.loads(out.strip().split("\n")[-1]) for out, _ in outputs]
-    assert reports == [[0, 2, 16.0], [1, 2, 16.0]]
+    assert reports == [[0, 2, 40.0], [1, 2, 40.0]]
 
 
 @pytest.mark.slow
