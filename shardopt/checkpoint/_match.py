@@ -19,7 +19,7 @@ NewChain = bool | Mapping[str, str | None]
 
 OPT_STATE = "opt_state"
 _CHAIN_FIELDS = ("optimizer", "value")
-"""The fields of `Replicas` and `CompressedOptState` that hold the state of the optax chain."""
+"""The fields of `ReplicaStates` and `CompressedOptState` that hold the state of the optax chain."""
 
 _Fits = Callable[[LeafPath, LeafPath], bool]
 

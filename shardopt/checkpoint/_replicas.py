@@ -23,7 +23,7 @@ from shardopt.checkpoint._store import Leaf, StoredLeaves, describe
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
 from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, merge_replicas
-from shardopt.local_updates._state import PerReplica, Replicas
+from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.mesh import spec_axes
 from shardopt.reducers import ErrorFeedback, PerDevice
 from shardopt.step._compressed import CompressedOptState
@@ -43,7 +43,7 @@ _REFUSED = {
 }
 """The kinds that are not merged: why, and what to do instead."""
 
-_NODES = (PerReplica, Replicas, CompressedOptState, ErrorFeedback, PerDevice, EightBitState)
+_NODES = (PerReplica, ReplicaStates, CompressedOptState, ErrorFeedback, PerDevice, EightBitState)
 
 
 class ResizedLeaf(NamedTuple):

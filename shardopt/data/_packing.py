@@ -96,7 +96,7 @@ def pack(
     check_count("length", length)
     check_count("open_rows", open_rows)
 
-    class Cut(experimental.FlatMapTransform):
+    class DocumentCutter(experimental.FlatMapTransform):
         def flat_map(self, element: ArrayLike | Mapping[str, ArrayLike]) -> list[Batch]:
             return _cut_document(element, length)
 
@@ -110,7 +110,7 @@ def pack(
         # compute.
         dataset = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     return experimental.FirstFitPackIterDataset(
-        experimental.FlatMapIterDataset(dataset, Cut()),
+        experimental.FlatMapIterDataset(dataset, DocumentCutter()),
         length_struct={"tokens": length, "targets": length, "weights": length},
         padding_struct={"tokens": 0, "targets": 0, "weights": 0.0},
         meta_features=("targets", "weights"),

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from shardopt.collectives import all_reduce, per_device
 from shardopt.config._config import StrategyConfig
@@ -44,8 +45,7 @@ class OuterStep:
         self.plans = [local_layout.layout.plans[i] for i in fragment.leaves]
         sharded = local_layout.config.placement.params
         self.part_plans = fragment_plans(local_layout, fragment)
-        self.specs = [plan.data_spec(sharded=sharded) for plan in local_layout.layout.plans]
-        self.replica_specs = [local_layout.config.axes.stack(spec) for spec in self.specs]
+        self.specs, self.replica_specs = _specs(local_layout.config, local_layout.layout.plans)
         self.part_specs = [plan.data_spec(sharded=sharded) for plan in self.part_plans]
         self.part_shardings = shardings(
             self.mesh, [plan.spec(sharded=sharded) for plan in self.part_plans]
@@ -145,7 +145,7 @@ def average(
 
     Integer leaves take the maximum.
     """
-    specs = [plan.data_spec(sharded=config.placement.params) for plan in plans]
+    specs, replica_specs = _specs(config, plans)
     replicas = config.mesh.shape[REPLICA]
 
     def average_leaf(plan, leaf):
@@ -161,7 +161,6 @@ def average(
         ]
         return means, [x[None] for x in means]
 
-    replica_specs = [config.axes.stack(spec) for spec in specs]
     return per_device(
         on_device, config.mesh, in_specs=(replica_specs,), out_specs=(specs, replica_specs)
     )(replica_leaves)
@@ -194,11 +193,18 @@ def unstack_equal_replicas(
     config: StrategyConfig, layout: Layout, replica_leaves: Leaves
 ) -> Leaves:
     """Return replica leaves as shared leaves, without communication; all replicas must be equal."""
-    specs = [plan.data_spec(sharded=config.placement.params) for plan in layout.plans]
-    run = per_device(
-        lambda replica_leaves: [x.reshape(x.shape[1:]) for x in replica_leaves],
-        config.mesh,
-        in_specs=([config.axes.stack(spec) for spec in specs],),
-        out_specs=specs,
-    )
+    specs, replica_specs = _specs(config, layout.plans)
+
+    def on_device(replica_leaves):
+        return [x.reshape(x.shape[1:]) for x in replica_leaves]
+
+    run = per_device(on_device, config.mesh, in_specs=(replica_specs,), out_specs=specs)
     return run(replica_leaves)
+
+
+def _specs(
+    config: StrategyConfig, plans: Sequence[LeafPlan]
+) -> tuple[list[PartitionSpec], list[PartitionSpec]]:
+    """Return how parameters are sharded over data: shared ones, and those of stacked replicas."""
+    specs = [plan.data_spec(sharded=config.placement.params) for plan in plans]
+    return specs, [config.axes.stack(spec) for spec in specs]

@@ -38,7 +38,7 @@ class PerReplica(NamedTuple):
     value: PyTree
 
 
-class Replicas(NamedTuple):
+class ReplicaStates(NamedTuple):
     """The optimizer state of `local_sgd` and `diloco`.
 
     The shared parameters are the parameters of the train state.
@@ -211,7 +211,7 @@ def fragment_plans(local_layout: LocalLayout, fragment: Fragment) -> list[LeafPl
 
 def first_opt_state(
     local_layout: LocalLayout, params: PyTree, opt_state: PyTree, parts: list[list[jax.Array]]
-) -> Replicas:
+) -> ReplicaStates:
     """Return the first optimizer state, when all replicas are equal.
 
     Args:
@@ -229,7 +229,7 @@ def first_opt_state(
     )
     delayed, outer = local_layout.sync.delay > 0, local_layout.sync.outer
     reducer_states = [init_compression(plan) for plan in local_layout.compressions]
-    return Replicas(
+    return ReplicaStates(
         params=PerReplica(jax.tree.map(stack, params)),
         optimizer=PerReplica(jax.tree.map(stack, optimizer)),
         inner_reducer=inner_reducer,
@@ -262,7 +262,7 @@ def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
     compressed = isinstance(specs.opt_state, CompressedOptState)
     optimizer, inner_reducer = specs.opt_state if compressed else (specs.opt_state, None)
     reducer_specs = [compression_specs(plan) for plan in local_layout.compressions]
-    replica_specs = Replicas(
+    replica_specs = ReplicaStates(
         params=PerReplica(jax.tree.map(stack, specs.params)),
         optimizer=PerReplica(jax.tree.map(stack, optimizer)),
         inner_reducer=inner_reducer,

@@ -30,7 +30,7 @@ from shardopt.local_updates._state import (
     Delayed,
     LocalLayout,
     PerReplica,
-    Replicas,
+    ReplicaStates,
     abstract_state,
     first_opt_state,
     make_local_layout,
@@ -54,7 +54,7 @@ def compile_local_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
     local_layout = make_local_layout(config, layout)
     abstract, specs = abstract_state(local_layout)
 
-    def init_replicas(params: PyTree) -> Replicas:
+    def init_replicas(params: PyTree) -> ReplicaStates:
         leaves = layout.treedef.flatten_up_to(params)
         parts = [
             OuterStep(local_layout, fragment).take_fragment(leaves)
@@ -216,7 +216,7 @@ class _VariantStep:
     ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Send, train each replica for a step, and apply, as the variant says."""
         config, layout, variant = self.config, self.local_layout.layout, self.variant
-        replicas: Replicas = state.opt_state
+        replicas: ReplicaStates = state.opt_state
         flatten, unflatten = layout.treedef.flatten_up_to, layout.treedef.unflatten
         shared_leaves = flatten(state.params)
         if variant.send is not None and self.sends_first:
@@ -246,7 +246,7 @@ class _VariantStep:
         metrics = metrics_of(config, layout, results)
         return TrainState(state.step + 1, unflatten(shared_leaves), replicas, state.rng), metrics
 
-    def gradients(self, state: TrainState, batch: PyTree, replicas: Replicas) -> Gradients:
+    def gradients(self, state: TrainState, batch: PyTree, replicas: ReplicaStates) -> Gradients:
         """Return the gradients and metrics of each replica."""
         config, layout = self.config, self.local_layout.layout
         if self.one_global_loss:
@@ -262,7 +262,7 @@ class _VariantStep:
             lambda x: jnp.broadcast_to(x, (self.local_layout.replicas, *x.shape)), results
         )
 
-    def update(self, replicas: Replicas, results: Gradients) -> tuple[PyTree, PyTree]:
+    def update(self, replicas: ReplicaStates, results: Gradients) -> tuple[PyTree, PyTree]:
         """Return the parameters and the optimizer state of each replica after its update."""
         config, layout = self.config, self.local_layout.layout
 
@@ -282,8 +282,8 @@ class _VariantStep:
         return update_replicas(replicas.params.value, replicas.optimizer.value, results)
 
     def send(
-        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: Replicas
-    ) -> tuple[Leaves, Replicas]:
+        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: ReplicaStates
+    ) -> tuple[Leaves, ReplicaStates]:
         """Return the outer gradient of a fragment, and the replicas with the new state of its
         reducer.
         """
@@ -298,8 +298,8 @@ class _VariantStep:
         return delta, replicas
 
     def apply(
-        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: Replicas
-    ) -> tuple[Leaves, Leaves, Replicas]:
+        self, number: int, shared_leaves: Leaves, replica_leaves: Leaves, replicas: ReplicaStates
+    ) -> tuple[Leaves, Leaves, ReplicaStates]:
         """Apply the outer gradient of a fragment: the pending one, or the one that this step sends."""
         if self.variant.send is not None and not self.sends_first:
             delta, replicas = self.send(self.variant.send, shared_leaves, replica_leaves, replicas)
@@ -333,7 +333,7 @@ def make_average(
     Nothing is donated, and unchanged leaves are returned without a copy, so the state of the
     optimizer is not copied.
     """
-    replica_specs: Replicas = specs.opt_state
+    replica_specs: ReplicaStates = specs.opt_state
     config, layout = local_layout.config, local_layout.layout
 
     def run(
@@ -366,7 +366,7 @@ def make_average(
     average_program = make_program(config, run, in_shardings, out_shardings)
 
     def synchronize(state: TrainState) -> TrainState:
-        replicas: Replicas = state.opt_state
+        replicas: ReplicaStates = state.opt_state
         before = _states_before_send(replicas)
         shared_params, replica_params, pending, now = average_program(
             replicas.params, replicas.pending, before
@@ -383,7 +383,7 @@ def make_average(
     return synchronize
 
 
-def _states_before_send(replicas: Replicas) -> list[PyTree]:
+def _states_before_send(replicas: ReplicaStates) -> list[PyTree]:
     """Return the reducer states before the pending sends; an empty list without a delay."""
     return [
         reducer_state.before

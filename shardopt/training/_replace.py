@@ -13,7 +13,7 @@ from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, leaves_with_paths
-from shardopt.local_updates._state import PerReplica, Replicas
+from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.step._average import average_of
 from shardopt.step._compressed import CompressedOptState
 from shardopt.step._inputs import copied
@@ -141,7 +141,7 @@ def _check_state(state: TrainState) -> None:
 
 
 def _set_opt_state(state: TrainState, opt_state: PyTree) -> TrainState:
-    if isinstance(state.opt_state, Replicas):
+    if isinstance(state.opt_state, ReplicaStates):
         problem = (
             "the replicas of local_sgd and diloco keep an optimizer state each, and one was passed."
         )
@@ -209,7 +209,7 @@ def _set_params(state: TrainState, values: PyTree) -> TrainState:
             old_leaves[index] = leaf
         return structure.unflatten(old_leaves)
 
-    if isinstance(state.opt_state, Replicas):
+    if isinstance(state.opt_state, ReplicaStates):
         replica_params = PerReplica(with_values(state.opt_state.params.value))
         state = state._replace(opt_state=state.opt_state._replace(params=replica_params))
     return state._replace(params=with_values(state.params))

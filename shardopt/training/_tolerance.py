@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._types import PyTree, TrainState, states_of
-from shardopt.local_updates._state import Replicas
+from shardopt.local_updates._state import ReplicaStates
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
 
@@ -41,7 +41,7 @@ def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | No
     counts = _counts(state)
     if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
         return _is_skipped(num_before, counts, [anomalies.hopeless for anomalies in anomaly_states])
-    replicas = state.opt_state.params if isinstance(state.opt_state, Replicas) else ()
+    replicas = state.opt_state.params if isinstance(state.opt_state, ReplicaStates) else ()
     return _is_harmless(num_before, counts, (state.params, replicas))
 
 
