@@ -3,6 +3,7 @@
 import math
 
 import jax
+from jax._src.core import get_axis_env
 
 from shardopt.core._errors import error_text, value_error
 
@@ -39,6 +40,11 @@ def axis_size(axis_name: AxisName) -> int:
         )
         raise value_error(problem, fix=fix)
     return math.prod(jax.lax.axis_size(name) for name in names)
+
+
+def bound_axes() -> tuple[str, ...]:
+    """Return the axes that are bound: of the `shard_map`, `pmap` and `vmap` around."""
+    return tuple(name for name in get_axis_env().axis_sizes if isinstance(name, str))
 
 
 def is_bound(name: str) -> bool:

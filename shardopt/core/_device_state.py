@@ -47,6 +47,17 @@ class ErrorFeedback(NamedTuple):
     value: PyTree
 
 
+class DeviceNumber(NamedTuple):
+    """Marks the number of the device that a state belongs to.
+
+    Attributes:
+      value: int32, the number along the axis; -1 before the first update of a state that was made
+        outside of the axis.
+    """
+
+    value: jax.Array
+
+
 @dataclass(frozen=True)
 class Stacked:
     """An optax transformation for your own loop, over state that `shard_map` takes and returns.
@@ -145,10 +156,17 @@ class Stacked:
             fix = "make it again with init, or use so.zero or so.ddp, whose state can be resharded."
             raise value_error(problem, per_device_paths, fix)
 
-        def merge(leaf: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(merge_replicas(leaf), (int(self.axis_size), *leaf.shape[1:]))
+        size = int(self.axis_size)
 
-        return _map(state, merge, lambda leaf: leaf)
+        def merge(leaf: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(merge_replicas(leaf), (size, *leaf.shape[1:]))
+
+        def carry(node: PyTree) -> PyTree:
+            if isinstance(node, DeviceNumber):
+                return DeviceNumber(jnp.arange(size, dtype=jnp.int32))
+            return jax.tree.map(merge, node) if _is_marked(node) else node
+
+        return jax.tree.map(carry, state, is_leaf=_is_marked)
 
 
 def state_specs(state: PyTree, axis_name: str) -> PyTree:
@@ -160,7 +178,13 @@ def state_specs(state: PyTree, axis_name: str) -> PyTree:
 
 
 def _is_marked(node: object) -> bool:
-    return isinstance(node, PerDevice | ErrorFeedback)
+    return isinstance(node, PerDevice | ErrorFeedback | DeviceNumber)
+
+
+def differs_by_device(state: PyTree) -> bool:
+    """Return whether a part of a state differs between devices."""
+    nodes = jax.tree.leaves(state, is_leaf=_is_marked)
+    return any(_is_marked(node) and jax.tree.leaves(node) for node in nodes)
 
 
 def _map(

@@ -36,9 +36,10 @@ def varying(x: jax.Array) -> frozenset[str]:
 def check_not_summed(
     axis_name: AxisName, paths: Sequence[str], leaves: Sequence[jax.Array]
 ) -> None:
-    """Raise an error for gradients that JAX has already summed over the axis.
+    """Raise an error for gradients that are the same on all devices of the axis already.
 
-    Nothing is checked where types do not track along which axes values vary.
+    They are a sum, by jax, or a mean, by an earlier link. Nothing is checked where types do not
+    track along which axes values vary.
     """
     names = axis_names(axis_name)
     if not tracks_varying(names):
@@ -50,12 +51,12 @@ def check_not_summed(
         quoted = " or ".join(repr(name) for name in names)
         problem = (
             f"{plural(len(summed), 'gradient leaf')} {'does' if len(summed) == 1 else 'do'} not"
-            f" vary along {quoted}: under check_vma=True the gradient of a replicated parameter"
-            " arrives summed already."
+            f" vary along {quoted}: jax has summed the gradient of a replicated parameter, or"
+            " jax.lax.pmean or an earlier link has averaged it."
         )
         fix = (
-            f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'), or"
-            " use check_vma=False."
+            f"differentiate with respect to jax.lax.pcast(params, {axis_name!r}, to='varying'); and"
+            " leave out what averages gradients before."
         )
         raise value_error(problem, summed, fix)
 

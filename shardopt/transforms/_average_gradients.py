@@ -2,19 +2,29 @@
 
 from typing import NamedTuple
 
+import jax
 import optax
 
 from shardopt.core._axis import AxisName, axis_names, axis_size
+from shardopt.core._device_state import DeviceNumber, differs_by_device
 from shardopt.core._errors import calling
 from shardopt.core._reducer import check_reducer
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, abstract
 from shardopt.reducers import Reducer, exact
+from shardopt.reducers._reducer import check_leaves
+from shardopt.transforms._own_state import check_form, number_of_device, unless_of_another_device
 
 
 class AverageGradientsState(NamedTuple):
-    """The state of `average_gradients`, which is the state of its reducer."""
+    """The state of `average_gradients`.
+
+    Attributes:
+      reducer: the state of its reducer.
+      device: the number of the device that it belongs to; None if all devices have the same.
+    """
 
     reducer: PyTree
+    device: DeviceNumber | None = None
 
 
 @calling("average_gradients")
@@ -50,7 +60,8 @@ def average_gradients(
     order, if all devices have equally many examples. With a reducer, see the reducer.
 
     **Placement**: the state is the reducer's state. Error memories differ between devices:
-    `so.reducers.Stacked` carries them in and out of `shard_map`.
+    `so.reducers.Stacked` carries them in and out of `shard_map`. A device that gets the memory of
+    another one, after an unreplicate and a replicate, returns NaN.
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
     """
@@ -59,12 +70,19 @@ def average_gradients(
     check_reducer(gradient_reducer)
 
     def init(params):
-        return AverageGradientsState(gradient_reducer.init(params))
+        state = gradient_reducer.init(params)
+        device = number_of_device(axis_name) if differs_by_device(state) else None
+        return AverageGradientsState(state, device)
 
     @calling("average_gradients")
     def update(updates, state, params=None, **extra_args: PyTree):
         axis_size(axis_name)
+        check_leaves(updates)
+        check_form(state.reducer, jax.eval_shape(gradient_reducer.init, abstract(updates)))
         mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
-        return mean, AverageGradientsState(reducer_state)
+        if state.device is None:
+            return mean, AverageGradientsState(reducer_state)
+        mean = unless_of_another_device(state.device, axis_name, mean)
+        return mean, AverageGradientsState(reducer_state, number_of_device(axis_name))
 
     return optax.GradientTransformationExtraArgs(init, update)

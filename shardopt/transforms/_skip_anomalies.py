@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from shardopt.core._arguments import check_count, check_number, check_transformation
+from shardopt.core._axis import bound_axes
 from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, states_of, wide_dtype
+from shardopt.reducers._axis import tracks_varying, varying
 from shardopt.reducers._reducer import check_leaves
 
 WINDOW, DEVIATIONS = 128, 6.0
@@ -102,13 +104,13 @@ def skip_anomalies(
 
     **Equivalence**: in every strategy the loss and the norm belong to the whole batch and to all
     parameters, so all devices and processes decide alike, as on one device. With local updates each
-    replica decides by itself. In your own `shard_map`, pass a loss and gradients that are the same
-    on every device.
+    replica decides by itself. In your own `shard_map` or `pmap` devices agree too: on the mean of
+    their losses, and the root of the mean of their squared norms.
 
     **Placement**: 2 `window` + 5 numbers on every device, and the state of `inner`.
 
     **Communication**: an all-reduce of one number for the norm, and the communication of `inner`.
-    Skipped steps send the same.
+    In your own loop two numbers are all-reduced where devices differ. Skipped steps send the same.
 
     References:
       Chowdhery et al., "PaLM", 2022, section 5.1, on steps skipped at spikes.
@@ -121,9 +123,16 @@ def skip_anomalies(
     check_count("max_in_a_row", max_in_a_row)
 
     def init(params):
-        empty, zero = jnp.zeros(window, jnp.float32), jnp.zeros((), jnp.int32)
+        # An array for each field: a step that donates the state must not get one buffer twice.
         return SkipAnomaliesState(
-            empty, empty, zero, jnp.array(False), zero, zero, jnp.array(False), tx.init(params)
+            losses=jnp.zeros(window, jnp.float32),
+            norms=jnp.zeros(window, jnp.float32),
+            num_taken=jnp.zeros((), jnp.int32),
+            skipped=jnp.array(False),
+            skipped_in_a_row=jnp.zeros((), jnp.int32),
+            num_skipped=jnp.zeros((), jnp.int32),
+            hopeless=jnp.array(False),
+            inner=tx.init(params),
         )
 
     @calling("skip_anomalies")
@@ -132,10 +141,13 @@ def skip_anomalies(
     ):
         check_leaves(updates)
         if value is None and loss_z is not None:
-            fix = "call update(grads, state, params, value=loss), or use loss_z=None."
+            fix = (
+                "use loss_z=None, which judges the norm alone; or call update(grads, state, params,"
+                " value=loss)."
+            )
             raise TypeError(error_text("update needs the loss.", fix=fix))
         loss = jnp.zeros((), jnp.float32) if value is None else jnp.asarray(value, jnp.float32)
-        norm = _norm(updates)
+        loss, norm = _agreed(loss, _norm(updates))
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         filled = jnp.arange(window) < state.num_taken
         spike = _is_above(loss, state.losses, filled, loss_z) | _is_above(
@@ -186,6 +198,29 @@ def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: P
     pairs = zip(old_states, states, strict=True)
     skipped = jnp.stack([before.num_skipped != after.num_skipped for before, after in pairs]).any()
     return jax.tree.map(lambda x, y: jnp.where(skipped, x, y), old, new)
+
+
+def _agreed(loss: jax.Array, norm: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the mean loss, and the root of the mean of squared norms, of devices that differ.
+
+    Devices that judged by their own numbers would take different steps, and their parameters would
+    part. Types say along which axes devices differ. Where they do not, all axes that are bound
+    count: equal numbers stay equal.
+    """
+    axes = bound_axes()
+    if not axes:
+        return loss, norm
+    if tracks_varying(axes):
+        axes = tuple(varying(loss) | varying(norm))
+        if not axes:
+            return loss, norm
+        loss, norm = (_as_varying(x, axes) for x in (loss, norm))
+    return jax.lax.pmean(loss, axes), jnp.sqrt(jax.lax.pmean(norm**2, axes))
+
+
+def _as_varying(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    missing = tuple(axis for axis in axes if axis not in varying(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _norm(updates: PyTree) -> jax.Array:

@@ -1,0 +1,116 @@
+"""`local_updates`: each device trains on its own gradients, and parameters are averaged every few
+steps.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from shardopt.core._arguments import check_count, check_params, check_transformation
+from shardopt.core._axis import AxisName, axis_names, axis_size
+from shardopt.core._errors import calling
+from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
+from shardopt.reducers import PerDevice, exact
+from shardopt.reducers._axis import agreeing_cond, check_not_summed
+
+
+class LocalUpdatesState(NamedTuple):
+    """The state of `local_updates`.
+
+    Attributes:
+      since_sync: int32, the number of updates since parameters were averaged.
+      inner: the state of the wrapped transformation. It differs between devices.
+    """
+
+    since_sync: jax.Array
+    inner: PerDevice
+
+
+@calling("local_updates")
+def local_updates(
+    inner: optax.GradientTransformation, axis_name: AxisName, sync_every: int
+) -> optax.GradientTransformationExtraArgs:
+    """Update each device's parameters with its own gradients, and average parameters every
+    `sync_every` steps.
+
+    u_d = inner(g_d). On steps t = sync_every, 2 sync_every, ...: u_d = mean_d(p_d + u_d) - p_d.
+
+    Args:
+      inner: the optimizer of each device; it must not average gradients itself.
+      axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
+      sync_every: H, the number of updates from one average to the next.
+
+    Returns:
+      An optax transformation; `update` needs the parameters.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if `sync_every` is below 1; in `update`, if the axis is not bound, parameters are
+        missing, or the types show that the gradients are means already.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> tx = so.transforms.local_updates(optax.sgd(1.0), "data", sync_every=2)
+      >>> def two_steps(p, g):
+      ...     update, state = tx.update(g, tx.init(p), p)
+      ...     halfway = p + update
+      ...     return halfway, halfway + tx.update(g, state, halfway)[0]
+      >>> halfway, end = jax.vmap(two_steps, axis_name="data")(jnp.zeros(2), jnp.array([1.0, 3.0]))
+      >>> print(halfway, end)
+      [-1. -3.] [-4. -4.]
+
+    **Equivalence**: equal to Local SGD. After a synchronised update, parameters are equal on all
+    devices, up to the rounding of p + (mean - p), which the next synchronised update removes. With
+    `sync_every` 1 and SGD it equals averaging the gradients.
+
+    **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...]
+    outside `shard_map`. `so.reducers.Stacked` converts the state.
+
+    **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch
+    that other steps do not take. Under a `jax.vmap` over the state, both branches are computed.
+
+    References:
+      Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
+    """
+    tx = check_transformation("inner", inner)
+    axis_names(axis_name)
+    check_count("sync_every", sync_every, allow_array=True)
+
+    def init(params):
+        return LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
+
+    @calling("local_updates")
+    def update(updates, state, params=None, **extra_args: PyTree):
+        axis_size(axis_name)
+        leaves = leaves_with_paths(updates)
+        check_not_summed(axis_name, [path for path, _ in leaves], [leaf for _, leaf in leaves])
+        old_params = check_params(params)
+        inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
+        # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
+        inner_updates = jax.tree.map(
+            lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params
+        )
+
+        def synchronise(inner_updates):
+            mean, _ = exact().reduce(optax.apply_updates(old_params, inner_updates), (), axis_name)
+            return jax.tree.map(
+                lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype),
+                mean,
+                old_params,
+                inner_updates,
+            )
+
+        if isinstance(sync_every, int) and sync_every == 1:
+            inner_updates = synchronise(inner_updates)
+        else:
+            is_last = state.since_sync + 1 >= sync_every
+            inner_updates = agreeing_cond(
+                is_last, synchronise, lambda unchanged: unchanged, inner_updates
+            )
+        return inner_updates, LocalUpdatesState(
+            (state.since_sync + 1) % sync_every, PerDevice(inner_state)
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,58 @@
+"""Checks that a link gets the state of its own device, in the form in which it left it.
+
+A state that differs between devices is lost without an error where a loop takes it for a replicated
+one: by `P()` in `out_specs` without types, or by an unreplicate and a replicate around a
+checkpoint. Every device then gets the state of device 0.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.core._axis import AxisName, axis_names, is_bound
+from shardopt.core._device_state import DeviceNumber
+from shardopt.core._errors import error_text
+from shardopt.core._types import PyTree, leaves_with_paths
+
+
+def number_of_device(axis_name: AxisName) -> DeviceNumber:
+    """Return the number of this device along the axis; -1 where the axis is not bound."""
+    if all(is_bound(name) for name in axis_names(axis_name)):
+        return DeviceNumber(jax.lax.axis_index(axis_name).astype(jnp.int32))
+    return DeviceNumber(jnp.array(-1, jnp.int32))
+
+
+def unless_of_another_device(number: DeviceNumber, axis_name: AxisName, updates: PyTree) -> PyTree:
+    """Return the updates, or NaN if the state belongs to another device.
+
+    A program cannot raise an error by what it computes. NaN is seen at the next loss.
+    """
+    is_own = (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
+    return jax.tree.map(lambda u: jnp.where(is_own, u, jnp.nan).astype(u.dtype), updates)
+
+
+def check_form(state: PyTree, expected: PyTree) -> None:
+    """Refuse a state whose leaves have other shapes than those of a device.
+
+    Args:
+      state: the state that `update` got.
+      expected: the state that `init` makes on a device, as shapes and dtypes.
+
+    Raises:
+      ValueError: if there is such a leaf.
+    """
+    leaves = jax.tree.leaves(expected)
+    if len(jax.tree.leaves(state)) != len(leaves):
+        problem = "the state has another structure than the state that init makes."
+        raise ValueError(error_text(problem, fix="make it again with init."))
+    wrong = [
+        f"{path}: shape {jnp.shape(leaf)}, where a device has {like.shape}"
+        for (path, leaf), like in zip(leaves_with_paths(state), leaves, strict=True)
+        if jnp.shape(leaf) != like.shape
+    ]
+    if wrong:
+        problem = "the state is not in the form of one device."
+        fix = (
+            "between steps it is stacked [N, ...]: wrap the chain in so.reducers.Stacked, whose"
+            " update takes what shard_map hands in; its specs are the in_specs and out_specs."
+        )
+        raise ValueError(error_text(problem, wrong, fix))
