@@ -2,11 +2,7 @@
 error feedback.
 """
 
-from shardopt.core._device_state import (
-    ErrorFeedback,
-    PerDevice,
-    Stacked,
-)
+from shardopt.core._device_state import ErrorFeedback, PerDevice
 from shardopt.core._reducer import Reducer
 from shardopt.reducers._blockwise import int8, sign
 from shardopt.reducers._compressor import compressor
@@ -19,7 +15,6 @@ __all__ = [
     "ErrorFeedback",
     "PerDevice",
     "Reducer",
-    "Stacked",
     "compressor",
     "error_feedback",
     "exact",

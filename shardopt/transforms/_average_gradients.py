@@ -60,7 +60,7 @@ def average_gradients(
     order, if all devices have equally many examples. With a reducer, see the reducer.
 
     **Placement**: the state is the reducer's state. Error memories differ between devices:
-    `so.reducers.Stacked` carries them in and out of `shard_map`. A device that gets the memory of
+    `so.transforms.on_mesh` carries them in and out of `shard_map`. A device that gets the memory of
     another one, after an unreplicate and a replicate, returns NaN.
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.

@@ -66,7 +66,7 @@ def local_updates(
     `sync_every` 1 and SGD it equals averaging the gradients.
 
     **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...]
-    outside `shard_map`. `so.reducers.Stacked` converts the state.
+    outside `shard_map`. `so.transforms.on_mesh` converts the state.
 
     **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch
     that other steps do not take. Under a `jax.vmap` over the state, both branches are computed.

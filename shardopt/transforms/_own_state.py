@@ -22,12 +22,13 @@ def number_of_device(axis_name: AxisName) -> DeviceNumber:
 
 
 def unless_of_another_device(number: DeviceNumber, axis_name: AxisName, updates: PyTree) -> PyTree:
-    """Return the updates, or NaN if the state belongs to another device.
+    """Return the updates, or NaN on all devices if one of them has the state of another.
 
     A program cannot raise an error by what it computes. NaN is seen at the next loss.
     """
     is_own = (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
-    return jax.tree.map(lambda u: jnp.where(is_own, u, jnp.nan).astype(u.dtype), updates)
+    all_own = jax.lax.pmin(is_own.astype(jnp.int32), axis_name) == 1
+    return jax.tree.map(lambda u: jnp.where(all_own, u, jnp.nan).astype(u.dtype), updates)
 
 
 def check_form(state: PyTree, expected: PyTree) -> None:
@@ -52,7 +53,7 @@ def check_form(state: PyTree, expected: PyTree) -> None:
     if wrong:
         problem = "the state is not in the form of one device."
         fix = (
-            "between steps it is stacked [N, ...]: wrap the chain in so.reducers.Stacked, whose"
+            "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
             " update takes what shard_map hands in; its specs are the in_specs and out_specs."
         )
         raise ValueError(error_text(problem, wrong, fix))

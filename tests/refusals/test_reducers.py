@@ -139,12 +139,12 @@ CONSTRUCTION = [
         ),
     ),
     (
-        lambda: R.Stacked(optax.adam(0.1), "data", 4).resized(
-            {"inner": R.PerDevice({"mu": jnp.ones((2, 3))})}
-        ),
+        lambda: so.transforms.on_mesh(
+            optax.adam(0.1), so.make_mesh(data=4, devices=jax.devices()[:4]), "data"
+        ).resized({"inner": R.PerDevice({"mu": jnp.ones((2, 3))})}),
         ValueError,
         (
-            "Stacked.resized: state that belongs to its device cannot be carried to another axis"
+            "on_mesh.resized: state that belongs to its device cannot be carried to another axis"
             " size.\n  inner\nFix: make it again with init, or use so.zero or so.ddp, whose state can"
             " be resharded."
         ),

@@ -89,8 +89,8 @@ def as_numbers(leaf):
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def test_error_feedback_memory_follows_it():
+def test_error_feedback_memory_follows_it(mesh_of):
     memory = {"w": jnp.array([[1.0, 2.0], [3.0, 6.0]])}
-    stacked = so.reducers.Stacked(optax.identity(), "data", axis_size=3)
+    stacked = so.transforms.on_mesh(optax.identity(), mesh_of(data=3), "data")
     found = stacked.resized(so.reducers.ErrorFeedback(memory))
     assert found.value["w"].tolist() == [[2.0, 4.0]] * 3

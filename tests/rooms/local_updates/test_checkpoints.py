@@ -151,7 +151,9 @@ def test_error_memory_on_another_data_axis_keeps_its_mean(
     )
     memory, found = saved.opt_state.reducer[0].memory, restored.opt_state.reducer[0].memory
     for a, b in zip(
-        jax.tree.leaves(R.Stacked(optax.identity(), "data", new).resized(memory)),
+        jax.tree.leaves(
+            so.transforms.on_mesh(optax.identity(), mesh_of(data=new), "data").resized(memory)
+        ),
         jax.tree.leaves(found),
         strict=True,
     ):

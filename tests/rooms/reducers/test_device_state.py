@@ -37,7 +37,7 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     """Two steps through it equal two steps that never left the axis."""
     grads, tx = draw_gradients([(4, 3), (5,)], 4), chain()
     params = jax.tree.map(lambda g: g[0], grads)
-    stacked = R.Stacked(tx, "data", axis_size=4)
+    stacked = so.transforms.on_mesh(tx, mesh_of(data=4), "data")
     state = stacked.init(params)
     step = stored_step(stacked, mesh_of(data=4), params, state)
     found = []
@@ -60,8 +60,8 @@ def test_the_stored_form_goes_in_and_out_of_shard_map(mesh_of, draw_gradients):
     assert memory["leaf0"].addressable_shards[0].data.shape == (1, 4, 3)
 
 
-def test_abstract_parameters_give_the_shapes_of_the_state():
-    stacked = R.Stacked(chain(), "data", axis_size=4)
+def test_abstract_parameters_give_the_shapes_of_the_state(mesh_of):
+    stacked = so.transforms.on_mesh(chain(), mesh_of(data=4), "data")
     made = stacked.init({"w": jnp.ones((4, 3))})
     abstract = jax.eval_shape(stacked.init, {"w": jnp.ones((4, 3))})
     assert jax.tree.structure(made) == jax.tree.structure(abstract)
@@ -69,22 +69,23 @@ def test_abstract_parameters_give_the_shapes_of_the_state():
     assert jax.tree.leaves(made)[0].shape == (4, 4, 3)
 
 
-def test_the_axis_of_a_stacked_state_is_checked():
-    message = r"^Stacked: axis_name must be a string, got \('data', 'context'\)\.$"
-    with pytest.raises(TypeError, match=message):
-        R.Stacked(chain(), ("data", "context"), 4)
-    with pytest.raises(ValueError, match=r"^Stacked: axis_size must be at least 1, got 0\.$"):
-        R.Stacked(chain(), "data", 0)
+def test_the_mesh_and_the_axis_of_a_stacked_state_are_checked(mesh_of):
+    with pytest.raises(TypeError, match=r"^on_mesh: mesh must be a jax\.sharding\.Mesh, got 4\.$"):
+        so.transforms.on_mesh(chain(), 4, "data")
+    with pytest.raises(ValueError, match=r"^on_mesh: the mesh has no axis 'rows'"):
+        so.transforms.on_mesh(chain(), mesh_of(data=4), "rows")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (3, 1)])
-def test_a_change_of_axis_size_loses_nothing(before, after, x64, on_devices, draw_gradients):
+def test_a_change_of_axis_size_loses_nothing(
+    before, after, x64, on_devices, draw_gradients, mesh_of
+):
     """What was fed in before, and not sent, adds to the mean of the axis as it is now."""
     reducer = R.error_feedback(R.top_k(0.2))
     old = draw_gradients([(7, 3), ()], before, dtype=np.float64)
     new = draw_gradients([(7, 3), ()], after, seed=1, dtype=np.float64)
     first, state = on_devices(lambda g: reducer.reduce(g, reducer.init(g), "data"), before, old)
-    state = R.Stacked(chain(), "data", after).resized(state)
+    state = so.transforms.on_mesh(chain(), mesh_of(data=after), "data").resized(state)
     second, state = on_devices(lambda g, state: reducer.reduce(g, state, "data"), after, new, state)
     for name in old:
         left = state.memory.value[name].mean(0)
@@ -94,13 +95,13 @@ def test_a_change_of_axis_size_loses_nothing(before, after, x64, on_devices, dra
         )
 
 
-def test_other_state_is_carried_as_it_is():
+def test_other_state_is_carried_as_it_is(mesh_of):
     state = {
         "count": jnp.int32(3),
         "mu": jnp.ones(5),
         "memory": R.ErrorFeedback({"w": jnp.arange(6.0).reshape(2, 3)}),
     }
-    resized = R.Stacked(chain(), "data", 4).resized(state)
+    resized = so.transforms.on_mesh(chain(), mesh_of(data=4), "data").resized(state)
     assert resized["count"] == 3
     assert resized["mu"].shape == (5,)
     np.testing.assert_array_equal(resized["memory"].value["w"], np.tile([1.5, 2.5, 3.5], (4, 1)))

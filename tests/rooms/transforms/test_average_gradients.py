@@ -63,7 +63,7 @@ def test_equal_to_one_device_wherever_the_axis_is_bound(name, ways, x64):
 def program(tx, mesh, size=4):
     """Return a jitted step over the stored form of the state, the state, and gradients."""
     params = {"w": jnp.ones((64, 8)), "b": jnp.ones(8)}
-    stacked = R.Stacked(tx, "data", size)
+    stacked = so.transforms.on_mesh(tx, mesh, "data")
     state = stacked.init(params)
     specs = stacked.specs(state)
 

@@ -242,6 +242,6 @@ def test_an_update_without_the_loss_is_refused():
         tx.update(jnp.ones(()), tx.init(jnp.ones(())))
     assert (
         str(error.value)
-        == "skip_anomalies: update needs the loss.\nFix: call update(grads, state, params,"
-        " value=loss), or use loss_z=None."
+        == "skip_anomalies: update needs the loss.\nFix: use loss_z=None, which judges the norm alone;"
+        " or call update(grads, state, params, value=loss)."
     )

@@ -1,0 +1,258 @@
+"""`on_mesh`: links whose state differs between devices, in a loop of one's own under `jit` or
+`shard_map`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from shardopt.core._arguments import check_transformation
+from shardopt.core._axis import is_bound
+from shardopt.core._device_state import (
+    DeviceNumber,
+    PerDevice,
+    is_marked,
+    map_by_mark,
+    state_specs,
+)
+from shardopt.core._errors import calling, error_text
+from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text
+
+
+@calling("on_mesh")
+def on_mesh(tx: optax.GradientTransformation, mesh: Mesh, axis_name: str) -> "OnMesh":
+    """Run a chain with links of `so.transforms` on a mesh, in your own loop.
+
+    Some links keep a state that differs between devices, and need the gradient of each device.
+    `on_mesh` stores this state as global arrays [N, ...], sharded over the axis.
+
+    Args:
+      tx: an optax transformation, such as a chain with `average_gradients`.
+      mesh: the mesh of the loop.
+      axis_name: the mesh axis that the links name; the batch is split over it.
+
+    Returns:
+      An optax transformation with two further functions:
+
+      - `init(params)` makes the state of all devices, placed on the mesh.
+      - `update(grads, state, params)` under `jit` takes the gradients of all devices, [N, ...], see
+        `per_device_grads`. Inside of your own `shard_map` it takes the gradients of this device.
+      - `specs(state)` gives the `PartitionSpec` of each leaf, for `in_specs` and `out_specs`.
+      - `resized(state)` carries a state of another number of devices to this mesh.
+
+    Raises:
+      TypeError: if an argument is of the wrong kind.
+      ValueError: if the mesh has no such axis.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, shardopt as so
+      >>> mesh = so.make_mesh(data=8)
+      >>> reducer = so.reducers.error_feedback(so.reducers.int8())
+      >>> chain = optax.chain(so.transforms.average_gradients("data", reducer), optax.sgd(1.0))
+      >>> tx = so.transforms.on_mesh(chain, mesh, "data")
+      >>> loss = lambda params, x: jnp.mean(x @ params)
+      >>> grads_of = so.transforms.per_device_grads(jax.value_and_grad(loss), mesh, "data")
+      >>> @jax.jit
+      ... def step(params, state, x):
+      ...     value, grads = grads_of(params, x)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     return optax.apply_updates(params, updates), state
+      >>> params, state = step(jnp.zeros(2), tx.init(jnp.zeros(2)), jnp.ones((16, 2)))
+      >>> print(params.round(2))
+      [-1. -1.]
+    """
+    if not isinstance(mesh, Mesh):
+        raise TypeError(error_text(f"mesh must be a jax.sharding.Mesh, got {mesh!r:.80}."))
+    if axis_name not in mesh.axis_names:
+        problem = f"the mesh has no axis {axis_name!r}, it has {mesh.axis_names}."
+        raise ValueError(error_text(problem, fix="name the axis that splits the batch."))
+    return OnMesh(check_transformation("tx", tx), mesh, axis_name)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh:
+    """What `on_mesh` returns."""
+
+    tx: optax.GradientTransformationExtraArgs
+    mesh: Mesh
+    axis_name: str
+
+    def init(self, params: PyTree) -> PyTree:
+        """Return the first state; inside of `shard_map` the state as it is handed in."""
+        if is_bound(self.axis_name):
+            return map_by_mark(
+                self.tx.init(params), lambda leaf: jnp.asarray(leaf)[None], _as_it_is
+            )
+        size = self.mesh.shape[self.axis_name]
+        stacked_init = jax.vmap(
+            lambda _: self.tx.init(params), axis_name=self.axis_name, axis_size=size
+        )
+        state = map_by_mark(stacked_init(jnp.zeros(size)), _as_it_is, lambda leaf: leaf[0])
+
+        def place(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
+
+        return jax.tree.map(place, state, self.specs(state))
+
+    def specs(self, state: PyTree) -> PyTree:
+        """Return the `PartitionSpec` of each leaf of a state."""
+        return state_specs(state, self.axis_name)
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates, and the new state.
+
+        Args:
+          updates: under `jit` the gradients of all devices [N, ...]; inside of `shard_map` those of
+            this device.
+          state: the state, as `init` returns it or as `shard_map` hands it in.
+          params: the parameters, the same on all devices.
+          **extra: further arguments of the transformation, the same on all devices.
+
+        Raises:
+          ValueError: under `jit`, if gradients do not have a first dim of N.
+        """
+        if is_bound(self.axis_name):
+            return self._update_own(updates, state, params, **extra)
+        self._check_stacked(updates)
+
+        def run(grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
+            own = jax.tree.map(lambda leaf: leaf[0], grads)
+            return self._update_own(own, state, params, **extra)
+
+        specs, whole = self.specs(state), PartitionSpec()
+        in_specs = PartitionSpec(self.axis_name), specs, whole, whole
+        run = manual(run, self.mesh, self.axis_name, in_specs, (whole, specs))
+        return run(updates, state, params, extra)
+
+    @calling("on_mesh.resized")
+    def resized(self, state: PyTree) -> PyTree:
+        """Return a state of another number of devices for this mesh: each device gets the mean of
+        the error memories.
+
+        The next update adds the mean of the memories to the mean of the gradients, so nothing is
+        lost.
+
+        Raises:
+          ValueError: if the state has leaves marked `PerDevice`. They have no meaning on other
+            devices.
+        """
+        nodes = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_marked)
+        per_device_paths = [
+            path_text(path)
+            for path, node in nodes
+            if isinstance(node, PerDevice) and jax.tree.leaves(node)
+        ]
+        if per_device_paths:
+            problem = "state that belongs to its device cannot be carried to another axis size."
+            fix = "make it again with init, or use so.zero or so.ddp, whose state can be resharded."
+            raise ValueError(error_text(problem, per_device_paths, fix))
+        size = self.mesh.shape[self.axis_name]
+
+        def merge(leaf: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(merge_replicas(leaf), (size, *leaf.shape[1:]))
+
+        def carry(node: PyTree) -> PyTree:
+            if isinstance(node, DeviceNumber):
+                return DeviceNumber(jnp.arange(size, dtype=jnp.int32))
+            return jax.tree.map(merge, node) if is_marked(node) else node
+
+        return jax.tree.map(carry, state, is_leaf=is_marked)
+
+    def _update_own(
+        self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        own = map_by_mark(state, lambda leaf: leaf.reshape(leaf.shape[1:]), _as_it_is)
+        updates, own = self.tx.update(updates, own, params, **extra)
+        return updates, map_by_mark(own, lambda leaf: jnp.asarray(leaf)[None], _as_it_is)
+
+    def _check_stacked(self, updates: PyTree) -> None:
+        size = self.mesh.shape[self.axis_name]
+        wrong = [
+            f"{path or 'gradient'}: shape {jnp.shape(leaf)}"
+            for path, leaf in leaves_with_paths(updates)
+            if jnp.shape(leaf)[:1] != (size,)
+        ]
+        if wrong:
+            problem = f"under jit it takes the gradients of {size} devices, [{size}, ...]."
+            fix = (
+                "make them with so.transforms.per_device_grads(jax.value_and_grad(loss_fn), mesh,"
+                f" {self.axis_name!r})."
+            )
+            with calling("on_mesh"):
+                raise ValueError(error_text(problem, wrong, fix))
+
+
+@calling("per_device_grads")
+def per_device_grads(
+    value_and_grad: Callable[..., tuple[Any, PyTree]], mesh: Mesh, axis_name: str
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Return `f(params, *batch)`, which differentiates a loss on the rows of each device.
+
+    Under `jit` jax gives the gradient of the whole batch, summed already. Links that compress
+    gradients, or train apart, need the gradient of each device.
+
+    Args:
+      value_and_grad: such as `jax.value_and_grad(loss_fn)`, or equinox's; called as
+        `value_and_grad(params, *batch)` with the rows of one device.
+      mesh: the mesh of the loop.
+      axis_name: the mesh axis that splits the rows: dim 0 of each leaf of `batch`.
+
+    Returns:
+      A function that returns the mean of the values of all devices, and the gradients of all
+      devices [N, ...], sharded over the axis. Leaves of `params` that are no arrays are passed on.
+
+    Raises:
+      ValueError: from the returned function, if a leaf of the batch has no rows that N divides.
+    """
+
+    def run(params: PyTree, *batch: PyTree) -> tuple[Any, PyTree]:
+        size = mesh.shape[axis_name]
+        wrong = [
+            f"{path}: shape {jnp.shape(leaf)}"
+            for path, leaf in leaves_with_paths(batch)
+            if not jnp.ndim(leaf) or jnp.shape(leaf)[0] % size
+        ]
+        if wrong:
+            problem = f"{size} devices along {axis_name!r} do not divide the rows of the batch."
+            with calling("per_device_grads"):
+                raise ValueError(error_text(problem, wrong, f"use a multiple of {size} rows."))
+        leaves, treedef = jax.tree.flatten(params)
+        is_array = [isinstance(leaf, jax.Array) or hasattr(leaf, "dtype") for leaf in leaves]
+
+        def differentiate(arrays: list[jax.Array], batch: PyTree) -> tuple[Any, PyTree]:
+            varying = iter(jax.lax.pcast(arrays, axis_name, to="varying"))
+            own = [
+                next(varying) if array else leaf
+                for leaf, array in zip(leaves, is_array, strict=True)
+            ]
+            value, grads = value_and_grad(treedef.unflatten(own), *batch)
+            value = jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), value)
+            return value, jax.tree.map(lambda leaf: leaf[None], grads)
+
+        whole, rows = PartitionSpec(), PartitionSpec(axis_name)
+        arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
+        return manual(differentiate, mesh, axis_name, (whole, rows), (whole, rows))(arrays, batch)
+
+    return run
+
+
+def manual(
+    f: Callable[..., Any], mesh: Mesh, axis_name: str, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., Any]:
+    """Return `shard_map` over one axis; the partitioner keeps the others, if they are larger than
+    1.
+    """
+    others = [axis for axis in mesh.axis_names if axis != axis_name and mesh.shape[axis] > 1]
+    axes = {axis_name} if others else set(mesh.axis_names)
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def _as_it_is(leaf: PyTree) -> PyTree:
+    return leaf
