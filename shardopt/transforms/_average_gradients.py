@@ -64,6 +64,7 @@ def average_gradients(
     another one, after an unreplicate and a replicate, returns NaN.
 
     **Communication**: the communication of the reducer; by default an all-reduce of the gradients.
+    With a state that differs between devices, an all-reduce of one number.
     """
     axis_names(axis_name)
     gradient_reducer = exact() if reducer is None else reducer
