@@ -156,68 +156,96 @@ def plan_stream(
 ) -> Stream | None:
     """Return how an update is streamed; None if it has to run on all blocks at once."""
     stacked = [plan for plan in layout.trained if plan.stacked]
-    if (
-        not stacked
-        or config.layout.opt_state_layout == "matrices"
-        or any(plan.pipelined for plan in stacked)
-    ):
+    is_owned = config.layout.opt_state_layout == "matrices"
+    if not stacked or is_owned or any(plan.pipelined for plan in stacked):
         return None
-    blocks = stacked[0].shape[0]
     stacked_leaves = frozenset(i for i, plan in enumerate(layout.trained) if plan.stacked)
     full_trace, block_trace = (
         retrace(config, layout, value, cut) for cut in (WHOLE, stacked_leaves)
     )
-    matches = match_variables(full_trace.jaxpr, block_trace.jaxpr)
+    matches, blocks = match_variables(full_trace.jaxpr, block_trace.jaxpr), stacked[0].shape[0]
     if blocks == 1 or matches is None or any(map(is_opaque, full_trace.jaxpr.eqns)):
         return None
-    count = len(layout.trained)
-    invars, outvars = full_trace.jaxpr.invars, full_trace.jaxpr.outvars
-    state_range = range(len(outvars) - count)
+    return _BlockTraces(full_trace, block_trace, matches, blocks, len(layout.trained)).stream()
 
-    def dim_of_blocks(atom: Atom) -> int | None:
-        return None if isinstance(atom, jex.Literal) else block_dim(atom, matches, blocks)
 
-    updates = [i for i in range(count) if dim_of_blocks(outvars[i]) is not None]
-    state = [i for i in state_range if dim_of_blocks(outvars[count + i]) is not None]
-    loop_outputs = _variables(
-        [*(outvars[i] for i in updates), *(outvars[count + i] for i in state)]
-    )
-    same_leaves = state == [i for i in state_range if dim_of_blocks(invars[count + i]) is not None]
-    if (
-        not state
-        or not same_leaves
-        or any(dim_of_blocks(var) != 0 or shape_of(matches[var])[0] != 1 for var in loop_outputs)
-    ):
-        return None
-    results = {var for eqn in full_trace.jaxpr.eqns for var in eqn.outvars}
-    without_blocks = {var for var in (*invars, *results) if dim_of_blocks(var) is None}
-    equations, inputs = slice_of(full_trace, loop_outputs, stop={*invars, *without_blocks})
-    indices = sorted(equations)
-    pairs = (
-        [full_trace.jaxpr.eqns[i] for i in indices],
-        [block_trace.jaxpr.eqns[i] for i in indices],
-    )
-    block_inputs = [var for var in inputs if var not in without_blocks]
-    shared_inputs = [var for var in inputs if var in without_blocks]
-    other_results = [
-        outvars[i] for i in range(len(outvars)) if i not in updates and i - count not in state
-    ]
-    _, read_before_loop = slice_of(full_trace, [*shared_inputs, *other_results], stop=set(invars))
-    if {invars[count + i] for i in state} & set(read_before_loop) or not is_blockwise(
-        *pairs, matches, blocks
-    ):
-        return None
-    return Stream(
-        full_trace,
-        block_trace,
-        matches,
-        equations,
-        block_inputs,
-        shared_inputs,
-        updates,
-        state,
-        blocks,
-    )
+class _BlockTraces(NamedTuple):
+    """The traces of the update of all blocks and of one block; see `Stream`.
+
+    Attributes:
+      full: the trace of the update.
+      block: the trace of the update of a model of one block.
+      matches: variable of `full` -> variable of `block`.
+      blocks: the number of blocks.
+      num_updates: the number of results that are updates; the others are the new state.
+    """
+
+    full: Trace
+    block: Trace
+    matches: dict[jex.Var, jex.Var]
+    blocks: int
+    num_updates: int
+
+    def dim(self, atom: Atom) -> int | None:
+        """Return the dim that counts blocks; None if there is none."""
+        is_literal = isinstance(atom, jex.Literal)
+        return None if is_literal else block_dim(atom, self.matches, self.blocks)
+
+    def of_blocks(self, atoms: Sequence[Atom]) -> list[int]:
+        """Return the indices of the values that count blocks."""
+        return [i for i, atom in enumerate(atoms) if self.dim(atom) is not None]
+
+    def is_stacked(self, variable: jex.Var) -> bool:
+        """Return whether dim 0 counts blocks."""
+        return self.dim(variable) == 0 and shape_of(self.matches[variable])[0] == 1
+
+    def without_blocks(self) -> set[jex.Var]:
+        """Return the inputs and the results of equations that do not count blocks."""
+        results = [var for eqn in self.full.jaxpr.eqns for var in eqn.outvars]
+        return {x for x in (*self.full.jaxpr.invars, *results) if self.dim(x) is None}
+
+    def is_streamable(self, outputs: list[jex.Var], state: list[int]) -> bool:
+        """Return whether some state counts blocks, before and after the update, along dim 0."""
+        jaxpr = self.full.jaxpr
+        old_state = self.of_blocks(jaxpr.invars[self.num_updates : len(jaxpr.outvars)])
+        return bool(state) and state == old_state and all(map(self.is_stacked, outputs))
+
+    def stream(self) -> Stream | None:
+        """Return the stream; None if blocks cannot be updated one at a time."""
+        count, invars, outvars = self.num_updates, self.full.jaxpr.invars, self.full.jaxpr.outvars
+        updates, state = self.of_blocks(outvars[:count]), self.of_blocks(outvars[count:])
+        loop_indices = [*updates, *(count + i for i in state)]
+        loop_outputs = _variables(outvars[i] for i in loop_indices)
+        if not self.is_streamable(loop_outputs, state):
+            return None
+        without_blocks = self.without_blocks()
+        equations, inputs = slice_of(self.full, loop_outputs, stop={*invars, *without_blocks})
+        shared_inputs = [var for var in inputs if var in without_blocks]
+        other_results = [x for i, x in enumerate(outvars) if i not in loop_indices]
+        _, read_before_loop = slice_of(
+            self.full, [*shared_inputs, *other_results], stop=set(invars)
+        )
+        state_is_read = {invars[count + i] for i in state} & set(read_before_loop)
+        if state_is_read or not self.is_blockwise(equations):
+            return None
+        return Stream(
+            self.full,
+            self.block,
+            self.matches,
+            equations,
+            [var for var in inputs if var not in without_blocks],
+            shared_inputs,
+            updates,
+            state,
+            self.blocks,
+        )
+
+    def is_blockwise(self, equations: set[int]) -> bool:
+        """Return whether equations do the same to every block."""
+        full, block = (
+            [trace.jaxpr.eqns[i] for i in sorted(equations)] for trace in (self.full, self.block)
+        )
+        return is_blockwise(full, block, self.matches, self.blocks)
 
 
 def _loop(

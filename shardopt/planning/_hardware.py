@@ -1,12 +1,11 @@
 """Peak rates of chips and of the links between them: published figures, each with its source."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 from shardopt.core._errors import error_text
 from shardopt.core._types import Devices
-
-GIB = 2**30
-
 
 _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 
@@ -74,105 +73,16 @@ class Hardware:
         )
 
 
-def _tpu(
-    name: str,
-    tflops: float,
-    gib: float,
-    hbm: float,
-    ici: float,
-    dims: int,
-    pod: int,
-    dcn: float,
-    ghz: float,
-) -> Hardware:
-    """Convert the units of Google's tables: `ici` is GB/s per chip in both directions, `dcn` is
-    Gbit/s per chip.
-    """
-    return Hardware(
-        name=name,
-        flops=tflops * 1e12,
-        memory_bytes=int(gib * GIB),
-        memory_bandwidth=hbm * 1e9,
-        # A chip has two links per axis. "Bidirectional" rates add sending and receiving, so half of
-        # it is sent.
-        link_bandwidth=ici * 1e9 / 2 / dims,
-        torus_dims=dims,
-        pod_chips=pod,
-        network_bandwidth=dcn * 1e9 / 8,
-        source=f"docs.cloud.google.com/tpu/docs/{name}",
-        hides=("all-gather", "collective-permute") if name in ("v4", "v5e") else _ALL,
-        clock=ghz * 1e9,
-        cores=2 if name in ("v4", "v5p") else 1,
-        devices=2 if name == "tpu7x" else 1,
-    )
-
-
-def _gpu(
-    name: str, tflops: float, gb: float, hbm: float, nvlink: float, network: float, source: str
-) -> Hardware:
-    """Convert the units of NVIDIA's tables: `nvlink` is GB/s per GPU in both directions, `network`
-    is Gbit/s.
-    """
-    return Hardware(
-        name,
-        tflops * 1e12,
-        int(gb * 1e9),
-        hbm * 1e12,
-        nvlink * 1e9 / 2,
-        0,
-        8,
-        network * 1e9 / 8,
-        f"NVIDIA {source}",
-    )
-
-
+_FILE = Path(__file__).with_name("hardware.json")
 HARDWARE = {
-    chip.name: chip
-    for chip in (
-        _gpu(
-            "a100",
-            312,
-            80,
-            2.039,
-            600,
-            200,
-            "A100 80GB SXM datasheet; DGX A100: one 200 Gbit/s port a GPU",
-        ),
-        _gpu(
-            "h100",
-            989.4,
-            80,
-            3.35,
-            900,
-            400,
-            "H100 SXM datasheet; DGX H100: one 400 Gbit/s port a GPU",
-        ),
-        _gpu(
-            "h200",
-            989.4,
-            141,
-            4.8,
-            900,
-            400,
-            "H200 SXM datasheet; DGX H200: one 400 Gbit/s port a GPU",
-        ),
-        _gpu(
-            "b200",
-            2250,
-            180,
-            8.0,
-            1800,
-            400,
-            "DGX B200 datasheet, an eighth of it; one 400 Gbit/s port a GPU",
-        ),
-        _tpu("v4", 275, 32, 1200, 600, 3, 4096, 50, 1.05),
-        _tpu("v5e", 197, 16, 819, 400, 2, 256, 25, 1.5),
-        _tpu("v5p", 459, 95, 2765, 1200, 3, 6144, 50, 1.75),
-        _tpu("v6e", 918, 32, 1638, 800, 2, 256, 100, 1.75),
-        _tpu("tpu7x", 2307, 192, 7380, 1200, 3, 9216, 100, 2.2),
-    )
+    name: Hardware(name, **figures | {"hides": tuple(figures.get("hides", _ALL))})
+    for name, figures in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
 """Known chips by name.
+
+Google's tables state the rate of all links of a chip, sending and receiving together. A chip has two
+links per axis of its torus, so `link_bandwidth` is half of that rate over the number of axes. NVIDIA's
+tables state NVLink in both directions: half of it is sent.
 
 The tables of TPU v4 and v5e give no network rate per chip. For v5e it is 6.4 Tbit/s for a pod of
 256; for v4 the rate of v5p is assumed. The six links of a v4 chip carry 50 GB/s each way at 1.05

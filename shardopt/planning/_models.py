@@ -3,9 +3,10 @@ by name.
 """
 
 import dataclasses
-import functools
+import json
 import math
 import re
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -404,89 +405,28 @@ class Transformer:
 
 _FP32_BYTES = 4
 _PRODUCTS = ("q", "kv", "out", "up", "down", "q_down", "kv_down", "router")
-_llama = functools.partial(Transformer, num_kv_heads=8)
-_gpt = functools.partial(
-    Transformer, gated=False, tied=True, vocab_size=50257, positions=1024, length=1024
-)
 
+
+def _published(name: str, sizes: dict[str, Any]) -> Transformer:
+    latent = sizes.pop("latent", None)
+    return Transformer(name, **sizes, latent=latent and LatentSizes(**latent))
+
+
+_FILE = Path(__file__).with_name("models.json")
 MODELS = {
-    shape.name: shape
-    for shape in (
-        # Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2;
-        # released sizes
-        _gpt("gpt2", dim=768, num_layers=12, num_heads=12, hidden=3072),
-        _gpt("gpt2-xl", dim=1600, num_layers=48, num_heads=25, hidden=6400),
-        # Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models", 2023, and its
-        # published configuration
-        _llama(
-            "llama2-70b",
-            dim=8192,
-            num_layers=80,
-            num_heads=64,
-            hidden=28672,
-            vocab_size=32000,
-            length=4096,
-        ),
-        # Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3
-        _llama(
-            "llama3-8b",
-            dim=4096,
-            num_layers=32,
-            num_heads=32,
-            hidden=14336,
-            vocab_size=128256,
-            length=8192,
-        ),
-        _llama(
-            "llama3-70b",
-            dim=8192,
-            num_layers=80,
-            num_heads=64,
-            hidden=28672,
-            vocab_size=128256,
-            length=8192,
-        ),
-        _llama(
-            "llama3-405b",
-            dim=16384,
-            num_layers=126,
-            num_heads=128,
-            hidden=53248,
-            vocab_size=128256,
-            length=8192,
-        ),
-        # Jiang et al., "Mixtral of Experts", 2024, table 1; row length as in the published training
-        # configuration
-        _llama(
-            "mixtral-8x7b",
-            dim=4096,
-            num_layers=32,
-            num_heads=32,
-            hidden=14336,
-            vocab_size=32000,
-            length=4096,
-            num_experts=8,
-        ),
-        # DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 4.2, without its 3 leading
-        # dense layers
-        Transformer(
-            "deepseek-v3",
-            dim=7168,
-            num_layers=58,
-            num_heads=128,
-            head_dim=128,
-            hidden=2048,
-            vocab_size=129280,
-            length=4096,
-            num_experts=256,
-            top_k=8,
-            shared_experts=1,
-            expert_chunk=512,
-            latent=LatentSizes(query=1536, key=512, rope=64),
-        ),
-    )
+    name: _published(name, sizes)
+    for name, sizes in json.loads(_FILE.read_text(encoding="utf-8")).items()
 }
-"""Published models by name, with the sequence length of their training."""
+"""Published models by name, with the sequence length of their training.
+
+References:
+  GPT-2: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2;
+  released sizes. Llama 2: Touvron et al., "Llama 2: Open Foundation and Fine-Tuned Chat Models",
+  2023, and its published configuration. Llama 3: Grattafiori et al., "The Llama 3 Herd of Models",
+  2024, table 3. Mixtral: Jiang et al., "Mixtral of Experts", 2024, table 1; row length as in the
+  published training configuration. DeepSeek-V3: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024,
+  section 4.2, without its 3 leading dense layers.
+"""
 
 
 def find_model(name: Any) -> Transformer:

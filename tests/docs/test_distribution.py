@@ -78,7 +78,12 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     assert ours == modules()
     assert "shardopt/py.typed" in ours
     data = {name for name in ours if Path(name).suffix not in (".py", ".typed")}
-    assert data == {"shardopt/models/families.json", "shardopt/planning/kernel_schedules.csv"}
+    assert data == {
+        "shardopt/models/families.json",
+        "shardopt/planning/hardware.json",
+        "shardopt/planning/kernel_schedules.csv",
+        "shardopt/planning/models.json",
+    }
     assert {Path(name).name for name in set(files) - ours} == {
         "METADATA",
         "WHEEL",

@@ -4,6 +4,8 @@ covers.
 
 from typing import Literal, NamedTuple
 
+Verdict = Literal["proved", "derived", "agrees", "unknown", "wrong"]
+
 
 class WrongInstruction(NamedTuple):
     """The first instruction that is wrong.
@@ -79,7 +81,7 @@ class Proof(NamedTuple):
         as a count of rows. No rule tells whether such a sum is meant, only the comparison does.
     """
 
-    verdict: Literal["proved", "derived", "agrees", "unknown", "wrong"]
+    verdict: Verdict
     problem: WrongInstruction | None
     unknown: tuple[UncoveredInstruction, ...]
     num_instructions: int

@@ -19,7 +19,7 @@ from shardopt.hlo.proof._interpret_shards import written_shardings
 from shardopt.hlo.proof._lines import array_shape, leaves, read_lines, sizes_of_program
 from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._opened import opened
-from shardopt.hlo.proof._proof import Proof, UncoveredInstruction
+from shardopt.hlo.proof._proof import Proof, UncoveredInstruction, Verdict
 from shardopt.hlo.proof._report import describe
 from shardopt.hlo.proof._shardings import sharded
 from shardopt.hlo.proof._text import full_text, text_of
@@ -117,38 +117,21 @@ def prove(
       program. A program that "agrees" has equal results, and instructions that no rule covers.
       "unknown" is neither. `docs/compiled_proof.md` says more.
     """
-    program, lowered = (
-        (program.compile(), program) if isinstance(program, Lowered) else (program, lowered)
-    )
-    known = None if isinstance(lowered, Reference) else lowered
-    source = source_of(program, known) if isinstance(program, Compiled) else program
-    if isinstance(source, Source):
-        inputs, outputs, lowered = (
-            inputs or source.inputs,
-            outputs or source.outputs,
-            lowered or source.lowered,
-        )
-    text = source if isinstance(source, str) else source.text
-    named = next(
-        (s.mesh for s in [*(inputs or ()), *(outputs or ())] if isinstance(s, NamedSharding)), None
-    )
-    mesh = named if mesh is None and isinstance(named, Mesh) else mesh
-    sizes = dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
+    question = _question_of(program, inputs, outputs, lowered)
+    text, inputs, outputs = question.text, question.inputs, question.outputs
+    sizes = _mesh_sizes(mesh, inputs, outputs)
     written = parse(text)
     module = opened(written)
     parameters = entry_parameters(module)
-    if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
+    if inputs is None or (len(inputs) != len(parameters) and not question.is_text):
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derivation = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
-    if lowered is not None:
+    if question.reference is not None:
         assert outputs is not None
-        reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
-        comparison = compare(module, reference, inputs, outputs, sizes)
-    faults, instructions = (
-        derivation.faults,
-        [line for lines in written.computations.values() for line in lines],
-    )
+        comparison = compare(module, question.reference, inputs, outputs, sizes)
+    faults = derivation.faults
+    instructions = [line for lines in written.computations.values() for line in lines]
     compared = not comparison.refusal
     # a rule that objects does not cover this program
     if compared and comparison.difference is None:
@@ -162,11 +145,8 @@ def prove(
         if not fault.wrong
     }
     problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
-    verdict = (
-        ("agrees" if compared else "unknown") if unknown else "proved" if compared else "derived"
-    )
     return Proof(
-        "wrong" if problem else verdict,
+        "wrong" if problem else _VERDICTS[bool(unknown), compared],
         problem,
         tuple(unknown.values()),
         len(instructions),
@@ -174,6 +154,66 @@ def prove(
         comparison.assumption,
         derivation.sums_of_constants,
     )
+
+
+_VERDICTS: dict[tuple[bool, bool], Verdict] = {
+    (False, True): "proved",
+    (False, False): "derived",
+    (True, True): "agrees",
+    (True, False): "unknown",
+}
+"""(whether some instruction is not covered, whether results were compared) -> the verdict."""
+
+
+class _Question(NamedTuple):
+    """The arguments of `prove`.
+
+    Attributes:
+      text: the text of the compiled program.
+      inputs: the shardings of its arguments; None if they are unknown.
+      outputs: the shardings of its results; None if they are unknown.
+      reference: the program that XLA was given; None if it is unknown.
+      is_text: whether the program is a text, which states no shardings of its arguments.
+    """
+
+    text: str
+    inputs: Sequence[Sharding | str] | None
+    outputs: Sequence[Sharding | str] | None
+    reference: Reference | None
+    is_text: bool
+
+
+def _question_of(
+    program: Lowered | Compiled | Source | str,
+    inputs: Sequence[Sharding | str] | None,
+    outputs: Sequence[Sharding | str] | None,
+    lowered: Lowered | Reference | str | None,
+) -> _Question:
+    if isinstance(program, Lowered):
+        program, lowered = program.compile(), program
+    if isinstance(program, Compiled):
+        program = source_of(program, None if isinstance(lowered, Reference) else lowered)
+    if isinstance(program, str):
+        return _Question(program, inputs, outputs, _as_reference(lowered), True)
+    reference = _as_reference(lowered or program.lowered)
+    return _Question(
+        program.text, inputs or program.inputs, outputs or program.outputs, reference, False
+    )
+
+
+def _as_reference(lowered: Lowered | Reference | str | None) -> Reference | None:
+    return lowered if lowered is None or isinstance(lowered, Reference) else Reference(lowered)
+
+
+def _mesh_sizes(
+    mesh: Mesh | Mapping[str, int] | None, *shardings: Sequence[Sharding | str] | None
+) -> dict[str, int]:
+    """Return mesh axis -> size, by default of the mesh of the first `NamedSharding`."""
+    listed = [sharding for group in shardings for sharding in group or ()]
+    named = next((s.mesh for s in listed if isinstance(s, NamedSharding)), None)
+    if mesh is None and isinstance(named, Mesh):
+        mesh = named
+    return dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
 
 
 class _DerivedFaults(NamedTuple):
