@@ -20,7 +20,7 @@ from shardopt.losses._view import Views
 from shardopt.partition import Report
 from shardopt.step._average import EvaluationFn
 from shardopt.step._cache import LayoutCache, limit_in_flight
-from shardopt.step._global_rows import Rows, rows_of
+from shardopt.step._global_rows import Rows, RowsOfOne, rows_of
 from shardopt.step._init import make_state
 from shardopt.step._inputs import (
     check_batch,
@@ -142,6 +142,11 @@ class StrategyFunctions(NotPickled):
             check_not_traced(self.config, params, key)
             init_key = key if rng is None else rng
             shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
+            if not isinstance(self.rows, RowsOfOne):
+                # only several processes load it
+                from shardopt.step._same_start import check_same_start
+
+                check_same_start(self.config, shapes, key)
             compiled = self.cache.of(check_params(self.config, shapes))
             return make_state(self.config, compiled, params, key, init_key)
 

@@ -13,6 +13,7 @@ from shardopt.config._user_mesh import on_auto_axes
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.mesh import under_mesh
+from shardopt.runtime._agreement import processes_of
 from shardopt.runtime._compiler_options import compiler_options
 from shardopt.runtime._processes import trim_malloc
 from shardopt.runtime._turn import take_back_turn
@@ -56,6 +57,11 @@ class AotCompiled:
         signature = (treedef, tuple(map(_leaf_signature, leaves)))
         if signature not in self._compiled:
             lowered = self.lower(*args)
+            if len(processes_of(self.config.mesh)) > 1:
+                # only several processes load it
+                from shardopt.step._same_start import check_same_program
+
+                check_same_program(self.config, lowered)
             compiled = self._compile(lowered)
             if self.config.check is not None:
                 with calling(self.config.strategy):

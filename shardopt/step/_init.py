@@ -3,6 +3,7 @@ parameters.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from shardopt.config._layout import shardings
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._compile import AotCompiled, make_program
-from shardopt.step._inputs import copied, is_init_fn
+from shardopt.step._inputs import copied, is_init_fn, put
 from shardopt.step._programs import CompiledStep
 
 
@@ -46,7 +47,7 @@ def make_state(
         # device_put hands back the same buffer on a device that has it already, even with
         # may_alias=False.
         copy = make_program(config, copied, in_shardings, compiled.shardings.params)
-        placed_params = copy(jax.device_put(params, compiled.shardings.params))
+        placed_params = copy(jax.tree.map(_put, params, compiled.shardings.params))
 
     # A copy, because a transformation that keeps the parameters in its state would return the same
     # buffers.
@@ -70,6 +71,19 @@ def init_program(
     return make_program(
         config, lambda rng: copied(init_fn(rng)), replicated, compiled.shardings.params
     )
+
+
+def _put(leaf: Any, sharding: NamedSharding) -> jax.Array:
+    """Return a parameter with this sharding.
+
+    Several processes have compared their values. `jax.device_put` would gather all of them.
+    """
+    is_on_host = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+    if jax.process_count() == 1 or is_key or not is_on_host:
+        return jax.device_put(leaf, sharding)
+    values = np.asarray(leaf)
+    return put(values.astype(jax.dtypes.canonicalize_dtype(values.dtype)), sharding)
 
 
 def _replicate_key(config: StrategyConfig, key: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping
 from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
-from shardopt.step._global_rows import unwrap
+from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._evaluation import Evaluate, Evaluation
 from shardopt.training._resume import DeferredInit
@@ -134,6 +134,27 @@ def check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | Deferre
         )
         fix = "pass the state that the last step or fit returned, or a new one."
         raise ValueError(format_error("fit", problem, fix=fix))
+
+
+def check_same_arguments(arguments: Arguments, rows: Rows) -> None:
+    """Refuse, by a ValueError, arguments that differ between the processes of a mesh."""
+    if isinstance(rows, RowsOfOne):
+        return
+    # only several processes load it
+    from shardopt.step._same_start import check_same
+
+    names = ("num_steps", "evaluate_every", "early_stopping", "log_every", "norms_every")
+    values = {name: str(getattr(arguments, name)) for name in names}
+    values["evaluate"] = "None" if arguments.evaluate is None else "a function"
+    values["on_spike"] = "None" if arguments.spikes is None else "rollback"
+    values["cross_check_every"] = "None" if arguments.verification is None else "a number"
+    values["checkpoints"] = "None"
+    if arguments.checkpoints is not None:
+        fields = ("every", "memory_every", "resume")
+        values["checkpoints"] = ", ".join(
+            f"{field}={getattr(arguments.checkpoints, field)}" for field in fields
+        )
+    check_same("fit", {"options": values}, rows.processes)
 
 
 def check_batches(batches: Iterable[PyTree]) -> None:

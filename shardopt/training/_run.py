@@ -25,7 +25,7 @@ from shardopt.runtime._progress import is_reported
 from shardopt.runtime._turn import StopRun
 from shardopt.step._global_rows import rows_of
 from shardopt.step._optimizer import Metrics
-from shardopt.training._arguments import Arguments, Due
+from shardopt.training._arguments import Arguments, Due, check_same_arguments
 from shardopt.training._evaluation import call_evaluate
 from shardopt.training._goodput import Ledger
 from shardopt.training._hooks import Hook
@@ -426,6 +426,7 @@ def begin(
     cleanup.enter_context(finish_writes(arguments.checkpoints))
 
     rows = rows_of(arguments.opt.config, "fit")
+    check_same_arguments(arguments, rows)
     stream = BatchStream(batches, rows)
     meter = new_meter(arguments, display.say, write_log)
     falls_back = arguments.verification is not None
