@@ -7,7 +7,6 @@ Two workers share the CPUs of this machine. With `use_gpu=True` or `use_tpu=True
 """
 
 import argparse
-import functools
 import json
 import tempfile
 from pathlib import Path
@@ -76,15 +75,11 @@ def worker(config):
     so.initialize()  # joins the workers, where Ray has not done it
     context = ray.train.get_context()
     rank, size = context.get_world_rank(), context.get_world_size()
-    mesh = so.make_mesh()
-    opt = so.fsdp(optax.adam(0.01), mesh, loss_fn, min_shard_elements=1)
+    opt = so.fsdp(optax.adam(0.01), so.make_mesh(), loss_fn, min_shard_elements=1)
     if config.get("ray_data"):
-        rows = rows_of_ray_data(config["rows"], size)
+        batches = rows_of_ray_data(config["rows"], size)
     else:
-        rows = rows_in_order(config["rows"], rank, size)
-    sharding = jax.NamedSharding(mesh, jax.P("data"))
-    join = functools.partial(jax.make_array_from_process_local_data, sharding)
-    batches = (jax.tree.map(join, own) for own in rows)
+        batches = rows_in_order(config["rows"], rank, size)
     start = so.training.DeferredInit(init, jax.random.key(0))
     with so.Checkpoints(config["folder"], every=config["every"], keep=2) as checkpoints:
         result = so.fit(
@@ -98,8 +93,10 @@ def worker(config):
             progress=False,
         )
     newest = Path(config["folder"]) / str(result.step)
+    # nothing was left to do if a worker died after the last step
+    last_metrics = result.history[-1] if result.history else {"step": result.step}
     ray.train.report(
-        {"stopped": result.stopped, **result.history[-1]},
+        {"stopped": result.stopped, **last_metrics},
         checkpoint=ray.train.Checkpoint.from_directory(newest),
         checkpoint_upload_mode=ray.train.CheckpointUploadMode.NO_UPLOAD,  # it is in the storage
     )

@@ -40,7 +40,7 @@ def test_the_page_quotes_the_file(name):
 def test_the_page_about_ray_train_quotes_its_example():
     text = (ROOT / "examples" / "ray_train.py").read_text()
     page = (ROOT / "docs" / "howto" / "ray_train.md").read_text()
-    excerpts = re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(excerpts) == 5
+    excerpts = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(excerpts) == 4
     for excerpt in excerpts:
         assert f"\n{excerpt}" in text, excerpt
