@@ -178,9 +178,12 @@ def fit(
     state, position in the batches and early stopping are restored. The run then equals an unbroken
     one (bit for bit on the same mesh).
 
-    - Batches with `get_state` and `set_state` (grain) continue from their saved state.
+    - Batches with a state continue from it: `get_state` and `set_state` (grain), or `state_dict` and
+      `load_state_dict` (torchdata's StatefulDataLoader, `datasets`).
     - For other batches pass a fresh iterator; the batches already used are drawn and dropped. It
       must give the same order as before; if it does not, a UserWarning says so.
+    - If batches have another number of rows than before, as many rows as before are drawn and
+      dropped. A number of rows at which no batch ends is refused.
     - With several processes, each restores its own position.
 
     **End of the run.** It ends at `num_steps`, at early stopping, at SIGTERM, at a first Ctrl-C (a

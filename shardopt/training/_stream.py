@@ -1,13 +1,12 @@
 """The batches of a run: drawn one at a time, and moved to a saved position."""
 
-import base64
 import copy
 import dataclasses
 import json
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,22 +15,76 @@ import numpy as np
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import format_error, plural
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.losses._batch_dims import row_dim
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import END, GlobalRows, Rows, RowsOfOne, leaves_with_rows, unwrap
+from shardopt.training._source import Source, decode_state, encode_state
 
 if TYPE_CHECKING:
     from shardopt.training._agreed_stream import AgreedStream
+
+_FIRST_ROWS = slice(8)
+"""The rows by which batches are told apart."""
+
+
+class RowCounts(NamedTuple):
+    """How many rows were drawn; None where leaves of a batch do not agree.
+
+    Attributes:
+      total: the rows of all batches.
+      first: the rows of the first batch.
+      last: the rows of the last batch.
+    """
+
+    total: int = 0
+    first: int | None = None
+    last: int | None = None
+
+    def with_batch(self, num_rows: int | None) -> "RowCounts":
+        """Return the counts with a further batch."""
+        first = self.first if self.total else num_rows
+        return RowCounts(self.total + (num_rows or 0), first, num_rows)
+
+    def without_last(self) -> "RowCounts":
+        """Return the counts without the last batch."""
+        return self._replace(total=self.total - (self.last or 0))
+
+    def followed_by(self, later: "RowCounts") -> "RowCounts":
+        """Return the counts of these batches and later ones."""
+        if self.total == 0:
+            return later
+        last = self.last if later.total == 0 else later.last
+        return RowCounts(self.total + later.total, self.first, last)
+
+    def of_all(self, rows: "Rows | None", *, is_global: bool) -> "RowCounts":
+        """Return the counts of all processes; all must call it.
+
+        Args:
+          rows: knows which processes pass which rows; None if this process is alone.
+          is_global: whether each process passes the rows of all.
+        """
+        messages = exchange(json.dumps(self))
+        if rows is None:
+            return self
+        ranks = [0] if is_global else rows.leaders
+        counts = [json.loads(messages[rank]) for rank in ranks]
+        total, first, last = (
+            None if None in column else sum(column) for column in zip(*counts, strict=True)
+        )
+        return RowCounts(total or 0, first, last)
 
 
 class BatchStream:
     """Batches, drawn one at a time and never ahead, so that the position counts exactly the used
     batches.
 
-    An iterator with `get_state` and `set_state` (grain's) is moved by its own state. Any other
-    iterator is moved by drawing as many batches from a fresh one, so it must give the same batches
-    in the same order every time. The checkpoint holds a checksum of the last batch, to detect
-    another order.
+    Batches with a state (see `Source`) are moved by it. Others are moved by drawing as many batches
+    from a fresh iterator, so it must give the same batches in the same order every time. The
+    checkpoint holds a checksum of the last batch, to detect another order.
+
+    If batches have another number of rows than before, their state counts other batches. Then as
+    many rows are drawn as before the save.
 
     If each process draws its own rows, each has an iterator state of its own, which is only valid
     for one number of processes. With another number, batches are drawn again too. The values of the
@@ -49,24 +102,34 @@ class BatchStream:
     def __init__(self, batches: Iterable[PyTree], rows: "Rows | None" = None):
         self._rows = rows
         batches, self._are_global = unwrap(batches)
-        self._iterator: Any = iter(batches)
+        self._source = Source(batches)
         self._last_batch: PyTree = None
         self._held_position: Callable[[], dict[str, Json]] | None = None
+        # of all processes before a restore; of this process since
+        self._restored, self._counts = RowCounts(), RowCounts()
+        # after a restore: the batch drawn to look at its size, and the state before it
+        self._next: tuple[PyTree, object] | None = None
         self.drawn = 0
 
     def draw(self) -> PyTree:
         """Return the next batch, or `END`."""
-        batch = next(self._iterator, END)
+        batch, self._next = self._look_ahead(), None
         if batch is END:
             return END
-        if self._are_global:
-            batch = GlobalRows(batch)
+        self._counts = self._counts.with_batch(self._num_rows(batch))
         self._last_batch, self.drawn = batch, self.drawn + 1
         return batch
+
+    def _look_ahead(self) -> PyTree:
+        if self._next is not None:
+            return self._next[0]
+        batch = self._source.draw()
+        return GlobalRows(batch) if self._are_global and batch is not END else batch
 
     def leave_last(self) -> None:
         """Do not count the last batch: no step uses it."""
         self.drawn -= 1
+        self._counts = self._counts.without_last()
         self._last_batch = None
 
     def hold_position(self) -> None:
@@ -83,7 +146,7 @@ class BatchStream:
         return (self._held_position or self._position_now(self._state()))()
 
     def _state(self) -> object:
-        return self._iterator.get_state() if self._has_state() else None
+        return self._source.state() if self._next is None else self._next[1]
 
     def _position_now(self, state: object) -> Callable[[], dict[str, Json]]:
         """Return a function that returns the present position, also after more batches are drawn.
@@ -91,12 +154,12 @@ class BatchStream:
         What takes time, or all processes, waits until it is called.
         """
         drawn, last_batch = self.drawn, self._last_batch
-        has_state = self._has_state()
+        restored, counts = self._restored, self._counts
 
         def position() -> dict[str, Json]:
             position: dict[str, Json] = {"drawn": drawn, "state": None}
-            if has_state:
-                states = [json.loads(text) for text in exchange(json.dumps(_encode(state)))]
+            if self._source.has_state:
+                states = [json.loads(text) for text in exchange(json.dumps(encode_state(state)))]
                 position["state"] = states[0]
                 if any(state != states[0] for state in states):
                     position["states"] = states
@@ -106,7 +169,9 @@ class BatchStream:
                 position |= {
                     "processes": self._num_parts(last_batch),
                     "values": _checksum_of_values(last_batch, self._rows),
+                    "last_row": _checksum(last_batch, slice(-1, None)),
                 }
+            position["rows"] = list(self._of_all(restored, counts, last_batch))
             return position
 
         return position
@@ -117,28 +182,38 @@ class BatchStream:
         is_global = self._are_global or isinstance(batch, GlobalRows)
         return 1 if is_global or self._rows is None else len(self._rows.leaders)
 
+    def _num_rows(self, batch: PyTree) -> int | None:
+        """Return the rows of a batch of this process; None if its leaves do not agree."""
+        if self._rows is None:
+            return None
+        counts = set()
+        for path, leaf in leaves_with_paths(unwrap(batch)[0]):
+            dim = row_dim(self._rows.config, path, np.ndim(leaf))
+            if dim is not None and dim < np.ndim(leaf):
+                counts.add(np.shape(leaf)[dim])
+        return counts.pop() if len(counts) == 1 else None
+
     def restore(self, position: Mapping[str, Json]) -> str:
         """Move to a saved position; return a text about how it was done.
 
         Raises:
-          ValueError: if the iterator refuses the state, ends before the position, or gives other
-            rows to other processes.
+          ValueError: if the iterator refuses the state, ends before the position, gives other rows
+            to other processes, or no batch begins at the row.
         """
         count = position["drawn"]
+        counts = RowCounts(*position.get("rows") or ())
         processes_changed = position.get("processes", self._num_parts()) != self._num_parts()
-        if position["state"] is not None and self._has_state() and not processes_changed:
+        if position["state"] is not None and self._source.has_state and not processes_changed:
             states = position.get("states")
             state = position["state"] if states is None else states[jax.process_index()]
-            self._set_state(state, count)
-            return "the data from its saved state"
+            if self._restore_state(state, count, counts):
+                return "the data from its saved state"
+        elif count:
+            self._draw_before(count)
+        if self._drawn_rows().first != counts.first and counts.first is not None:
+            return self._draw_rows(position, counts)
         while self.drawn < count:
-            if self.draw() is END:
-                problem = (
-                    f"the batches end after {self.drawn}, but the checkpoint was saved after"
-                    f" {count}."
-                )
-                fix = "pass a fresh iterator over the same data."
-                raise ValueError(format_error("fit", problem, fix=fix))
+            self._draw_before(count)
         # the last batch may be marked
         if position.get("processes", self._num_parts()) == self._num_parts():
             self._check_order(position)
@@ -146,17 +221,89 @@ class BatchStream:
             self._check_values(position)
         return f"the data by drawing {plural(count, 'batch')}"
 
-    def _set_state(self, state: Mapping[str, Json], count: int) -> None:
-        try:
-            self._iterator.set_state(_decode(state))
-        except Exception as error:
-            problem = (
-                f"the batches cannot be put back to their position after {plural(count, 'batch')}:"
-                f" {error}"
+    def _restore_state(self, state: Mapping[str, Json], count: int, counts: RowCounts) -> bool:
+        """Move to a saved state; return False if batches have another size than before it.
+
+        Then the first batch is drawn.
+        """
+        first_state = self._source.state()
+        refusal = self._source.refusal(state, count)
+        if counts.first is None and refusal is not None:
+            raise refusal
+        if counts.first is not None and (refusal or not self._goes_on(state, counts)):
+            # sizes may vary, and the state may be the last: do batches begin as before?
+            self._next = None
+            self._source.set_state(first_state)
+            self.draw()
+            if self._drawn_rows().first != counts.first:
+                return False
+            if refusal is not None:
+                raise refusal
+            self._source.set_state(decode_state(state))
+        self.drawn, self._last_batch = count, None
+        self._restored, self._counts = counts, RowCounts()
+        return True
+
+    def _goes_on(self, state: Mapping[str, Json], counts: RowCounts) -> bool:
+        """Draw the next batch without counting it; return whether it has the rows of the last."""
+        batch = self._look_ahead()
+        self._next = batch, decode_state(state)
+        num_rows = None if batch is END else self._num_rows(batch)
+        size = RowCounts().with_batch(num_rows)
+        return size.of_all(self._rows, is_global=self._holds_all(batch)).last == counts.last
+
+    def _drawn_rows(self) -> RowCounts:
+        """Return the counts of all processes; all must call it."""
+        return self._of_all(self._restored, self._counts, self._last_batch)
+
+    def _of_all(self, restored: RowCounts, counts: RowCounts, batch: PyTree) -> RowCounts:
+        """Return the counts of all processes, with batches like this one; all must call it."""
+        return restored.followed_by(counts.of_all(self._rows, is_global=self._holds_all(batch)))
+
+    def _holds_all(self, batch: PyTree) -> bool:
+        """Return whether each process passes the rows of all."""
+        batch, is_marked = unwrap(batch)
+        return (
+            self._are_global
+            or is_marked
+            or any(
+                isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+                for leaf in jax.tree.leaves(batch)
             )
-            fix = "pass batches made as in the run that saved it."
-            raise ValueError(format_error("fit", problem, fix=fix)) from error
-        self.drawn = count
+        )
+
+    def _draw_before(self, count: int) -> None:
+        """Draw one of the batches before a position."""
+        if self.draw() is END:
+            problem = (
+                f"the batches end after {self.drawn}, but the checkpoint was saved after {count}."
+            )
+            fix = "pass a fresh iterator over the same data."
+            raise ValueError(format_error("fit", problem, fix=fix))
+
+    def _draw_rows(self, position: Mapping[str, Json], counts: RowCounts) -> str:
+        """Draw as many rows as before the save, in batches of another size."""
+        drawn_rows = self._drawn_rows()
+        while drawn_rows.total < counts.total:
+            self._draw_before(position["drawn"])
+            drawn_rows = self._drawn_rows()
+        if drawn_rows.total != counts.total:
+            problem = (
+                f"the checkpoint was saved after {plural(counts.total, 'row')}, in batches of"
+                f" {counts.first}. Batches of {drawn_rows.first} do not end there:"
+                f" {drawn_rows.total - counts.total} of the next rows would never be seen."
+            )
+            fix = (
+                f"choose a batch size that divides {counts.total}, or train with batches of"
+                f" {counts.first} rows to a checkpoint after a multiple of {drawn_rows.first}."
+            )
+            raise ValueError(format_error("fit", problem, fix=fix))
+        if position.get("processes", self._num_parts()) == self._num_parts():
+            self._check_order({"last": position.get("last_row")}, slice(-1, None))
+        return (
+            f"the data by drawing {plural(counts.total, 'row')}: batches have"
+            f" {drawn_rows.first}, they had {counts.first}"
+        )
 
     def _check_values(self, position: Mapping[str, Json]) -> None:
         """Refuse a last batch whose rows are not those that another number of processes drew."""
@@ -175,12 +322,12 @@ class BatchStream:
         )
         raise ValueError(format_error("fit", problem, fix=fix))
 
-    def _check_order(self, position: Mapping[str, Json]) -> None:
+    def _check_order(self, position: Mapping[str, Json], rows: slice = _FIRST_ROWS) -> None:
         """Warn if the last batch is not the one that was drawn before the save."""
         saved_checksum = position.get("last")
         if jax.process_index() or saved_checksum is None:
             return
-        if _checksum(self._last_batch) not in (None, saved_checksum):
+        if _checksum(self._last_batch, rows) not in (None, saved_checksum):
             problem = (
                 "the batches do not come as in the run that saved the checkpoint: batch"
                 f" {self.drawn - 1} is another."
@@ -191,11 +338,6 @@ class BatchStream:
                 " not at all."
             )
             warnings.warn(format_error("fit", problem, fix=fix), stacklevel=3)
-
-    def _has_state(self) -> bool:
-        return callable(getattr(self._iterator, "get_state", None)) and hasattr(
-            self._iterator, "set_state"
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,8 +376,8 @@ def global_batches(
     return AgreedStream(stream, rows, say)
 
 
-def _checksum(batch: PyTree) -> int | None:
-    """Return a number that distinguishes batches by their first rows.
+def _checksum(batch: PyTree, rows: slice = _FIRST_ROWS) -> int | None:
+    """Return a number that distinguishes batches by some of their rows.
 
     None if some rows lie on another process.
     """
@@ -245,7 +387,7 @@ def _checksum(batch: PyTree) -> int | None:
             return None
         if not (isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)):
             checksum = zlib.crc32(
-                np.asarray(leaf[:8] if np.ndim(leaf) else leaf).tobytes(), checksum
+                np.asarray(leaf[rows] if np.ndim(leaf) else leaf).tobytes(), checksum
             )
     return checksum
 
@@ -289,21 +431,3 @@ def _own_values(leaf: Any, *, is_counted: bool) -> list[np.ndarray]:
 def _unsigned(dtype: np.dtype) -> str:
     """Return the unsigned integers of the same size; bytes for sizes that numpy has none of."""
     return f"u{dtype.itemsize}" if dtype.itemsize <= 8 else "u1"
-
-
-def _encode(state: object) -> dict[str, Json]:
-    if isinstance(state, bytes):  # grain's DataLoader
-        return {"base64": base64.b64encode(state).decode("ascii")}
-    try:
-        survives_json = json.loads(json.dumps(state)) == state
-    except TypeError:
-        survives_json = False
-    if not survives_json:
-        problem = f"the state of the batch iterator does not survive JSON: {state!r:.200}"
-        fix = "let get_state return bytes, or dicts, lists, strings and numbers."
-        raise TypeError(format_error("fit", problem, fix=fix))
-    return {"json": state}
-
-
-def _decode(saved: Mapping[str, Json]) -> Json:
-    return base64.b64decode(saved["base64"]) if "base64" in saved else saved["json"]

@@ -215,3 +215,22 @@ def test_an_evaluation_counts_each_row_once_however_they_are_split(outcomes, nam
     expected = float(small_rows.loss_fn(small_rows.first_params(), union))
     for outcome in of_processes:
         np.testing.assert_allclose(outcome[name], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("own", ["the data by drawing 160 rows: batches have 32, they had 16", 160.0]),
+        ("global", ["the data by drawing 160 rows: batches have 80, they had 16", 160.0]),
+        ("the same", ["the data by drawing 10 batches", 160.0]),
+        (
+            "refused",
+            "ValueError: fit: the checkpoint was saved after 160 rows, in batches of 16. Batches of"
+            " 64 do not end there: 32 of the next rows would never be seen.\nFix: choose a batch"
+            " size that divides 160, or train with batches of 16 rows to a checkpoint after a"
+            " multiple of 64.",
+        ),
+    ],
+)
+def test_another_batch_size_goes_on_at_the_next_row_of_all_processes(outcomes, name, expected):
+    assert [outcome[f"resized, {name}"] for outcome in outcomes[1]] == [expected] * outcomes[0]

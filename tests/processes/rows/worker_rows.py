@@ -15,6 +15,8 @@ import numpy as np
 import optax
 
 import shardopt as so
+from shardopt.step._global_rows import rows_of
+from shardopt.training._stream import BatchStream
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from support.rows import first_params, loss_fn, whole
@@ -111,6 +113,26 @@ def diloco():
     return so.diloco(inner, sync_every=2)
 
 
+def next_row(batch_size, mark=lambda batches: batches):
+    """Draw ten batches of 16 rows, go on with another size; return how, and the next row."""
+    rows = rows_of(fsdp().config, "fit")
+    all_rows = np.arange(640, dtype=np.float32)
+    is_global = mark is so.GlobalRows
+
+    def stream_of(size):
+        batches = all_rows.reshape(-1, size)
+        return BatchStream(mark(list(batches if is_global else batches[:, rank::count])), rows)
+
+    stream = stream_of(16)
+    for _ in range(10):
+        stream.draw()
+    position = json.loads(json.dumps(stream.position()))
+    stream = stream_of(batch_size)
+    text = stream.restore(position)
+    batch = stream.draw()
+    return [text, float((batch.batches if is_global else batch)[0]) - (0 if is_global else rank)]
+
+
 different = {"x": whole(rank)["x"], "y": whole(0)["y"]}
 many_leaves = [whole(0)["x"]] * 5 + [whole(rank)["x"]]
 three = range(3)
@@ -130,6 +152,11 @@ CASES = {
     "own lists": lambda: losses(fsdp(), (jax.tree.map(np.ndarray.tolist, own(i)) for i in three)),
     "own float64": lambda: losses(fsdp(), (jax.tree.map(np.float64, own(i)) for i in three)),
     "own with a number": lambda: step({**own(0), "scale": 1.0}, fsdp(scaled_loss)),
+    # another batch size after a restart
+    "resized, own": lambda: next_row(32),
+    "resized, global": lambda: next_row(80, so.GlobalRows),
+    "resized, the same": lambda: next_row(16),
+    "resized, refused": lambda: next_row(64),
     # a claim that is wrong
     "not split": lambda: step(whole(0)),
     "not split, fit": lambda: train(map(whole, range(20))),
