@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.core._checksum import checksum, joined
-from shardopt.core._errors import format_error
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._metrics import values
 from shardopt.mesh import spec_axes
@@ -322,6 +322,4 @@ def _spec(leaf: jax.Array) -> PartitionSpec:
     if isinstance(leaf.sharding, NamedSharding):
         return leaf.sharding.spec
     problem = f"a leaf of the batch lives as {leaf.sharding}, which names no axes of the mesh."
-    raise ValueError(
-        format_error("fit", problem, fix="pass numpy arrays, or arrays with a NamedSharding.")
-    )
+    raise value_error(problem, fix="pass numpy arrays, or arrays with a NamedSharding.")

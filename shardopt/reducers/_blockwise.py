@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from shardopt.collectives._buckets import Bucket
 from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers._mean import (
@@ -74,7 +74,7 @@ def sign(block_size: int = 1024) -> Reducer:
             "block_size must be a multiple of 8, because bits are packed into bytes; got"
             f" {block_size}."
         )
-        raise ValueError(format_error("sign", problem, fix=f"use {lower} or {lower + 8}."))
+        raise value_error(problem, fix=f"use {lower} or {lower + 8}.")
     size = int(block_size)
 
     def encode(rows, valid):

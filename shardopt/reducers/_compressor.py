@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import MessageCodec, Reducer, check_reducer
 from shardopt.core._types import PyTree, abstract, wide_dtype, wide_zeros
 from shardopt.reducers._reducer import (
@@ -163,9 +163,5 @@ def compressor(reducer: Reducer) -> Compressor:
             "use exact, int8, sign, top_k or power_sgd, alone or in error_feedback, without a"
             " warm-up."
         )
-        raise ValueError(
-            format_error(
-                "compressor", f"{name} has no form that a single sender can write.", fix=fix
-            )
-        )
+        raise value_error(f"{name} has no form that a single sender can write.", fix=fix)
     return Compressor(name, codec)

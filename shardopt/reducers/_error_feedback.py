@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName
 from shardopt.core._device_state import ErrorFeedback
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._reducer import Reducer, check_reducer
 from shardopt.core._types import PyTree, abstract, wide_zeros
 from shardopt.reducers._axis import agreeing_cond
@@ -84,7 +84,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
     name = f"error_feedback({reducer.name})"
     if reducer.name.startswith("error_feedback("):
         problem = f"{reducer.name} has error feedback already."
-        raise ValueError(format_error("error_feedback", problem, fix="wrap a reducer once."))
+        raise value_error(problem, fix="wrap a reducer once.")
 
     @calling(name)
     def init(params):
@@ -167,11 +167,7 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
             f"{reducer.name} has error feedback, which must see both what is sent at first and"
             " later."
         )
-        raise ValueError(
-            format_error(
-                "warm_up", problem, fix="use error_feedback(warm_up(...)), the other way round."
-            )
-        )
+        raise value_error(problem, fix="use error_feedback(warm_up(...)), the other way round.")
     functions = _WarmUp(reducer, steps)
     return Reducer(
         f"warm_up({reducer.name}, steps={steps})",

@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 from shardopt.collectives._buckets import Bucket, plan_buckets
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.reducers._axis import all_gather_packed, all_reduce_padded, all_to_all_packed
@@ -41,6 +41,7 @@ copied.
 """
 
 
+@calling("exact")
 def exact(dtype: DTypeLike | None = None) -> Reducer:
     """Average gradients as they are, or rounded to a dtype on the wire.
 
@@ -137,11 +138,7 @@ def _checked_dtype(dtype: DTypeLike) -> np.dtype:
         ) from error
     if not jnp.issubdtype(wire_dtype, jnp.floating) or wire_dtype.itemsize < 2:
         problem = f"dtype must be a floating dtype of 16 bits or more, got {wire_dtype.name}."
-        raise ValueError(
-            format_error(
-                "exact", problem, fix="use bfloat16, or so.reducers.int8() for fewer bits."
-            )
-        )
+        raise value_error(problem, fix="use bfloat16, or so.reducers.int8() for fewer bits.")
     return wire_dtype
 
 

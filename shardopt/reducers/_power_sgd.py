@@ -12,7 +12,7 @@ import numpy as np
 
 from shardopt.core._arguments import check_count, check_is_number
 from shardopt.core._axis import AxisName
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
 from shardopt.reducers._mean import mean_bytes, mean_of
@@ -109,9 +109,7 @@ def power_sgd(
     check_count("rank", rank)
     check_is_number("min_ratio", min_ratio)
     if min_ratio < 0:
-        raise ValueError(
-            format_error("power_sgd", f"min_ratio must not be negative, got {min_ratio}.")
-        )
+        raise value_error(f"min_ratio must not be negative, got {min_ratio}.")
     functions = _PowerSGD(int(rank), min_ratio, _compile_pattern(stacked), seed)
     return make_reducer(
         f"power_sgd(rank={rank})",
@@ -304,4 +302,4 @@ def _compile_pattern(stacked: str) -> re.Pattern[str]:
         return re.compile(stacked)
     except re.error as error:
         problem = f"stacked={stacked!r} is no regular expression: {error}."
-        raise ValueError(format_error("power_sgd", problem)) from error
+        raise value_error(problem) from error

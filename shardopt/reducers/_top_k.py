@@ -12,7 +12,7 @@ from shardopt.core._arguments import check_is_number, check_number
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
 from shardopt.core._device_state import ErrorFeedback
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_zeros
 from shardopt.reducers._axis import all_gather_packed
@@ -80,9 +80,7 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     check_number("momentum", momentum, below=1)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
-        raise ValueError(
-            format_error("top_k", f"density must be above 0 and at most 1, got {density}.", fix=fix)
-        )
+        raise value_error(f"density must be above 0 and at most 1, got {density}.", fix=fix)
     functions = _TopK(density, momentum)
     has_momentum = momentum > 0
     return make_reducer(

@@ -14,7 +14,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._hashed import is_hashed
 from shardopt.core._arguments import check_count
 from shardopt.core._early_stopping import EarlyStopping
-from shardopt.core._errors import format_error, plural
+from shardopt.core._errors import format_error, plural, value_error
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
 from shardopt.step._optimizer import ShardedOptimizer
@@ -133,7 +133,7 @@ def check_optimizer_and_state(opt: ShardedOptimizer, state: TrainState | Deferre
             "the state was already used: a step takes over the memory of the state it is given."
         )
         fix = "pass the state that the last step or fit returned, or a new one."
-        raise ValueError(format_error("fit", problem, fix=fix))
+        raise value_error(problem, fix=fix)
 
 
 def check_same_arguments(arguments: Arguments, rows: Rows) -> None:
@@ -251,9 +251,7 @@ def check_hash_only(
         return
     if opt.config.local_updates is not None:
         problem = "checkpoints with hash_only cannot store the parameters of each replica apart."
-        raise ValueError(
-            format_error("fit", problem, fix="leave hash_only out with local_sgd and diloco.")
-        )
+        raise value_error(problem, fix="leave hash_only out with local_sgd and diloco.")
     params = state.shapes() if isinstance(state, DeferredInit) else state.params
     frozen = [re.compile(pattern) for pattern in opt.config.layout.frozen]
     trained = [
@@ -266,11 +264,7 @@ def check_hash_only(
             f"hash_only of the checkpoints matches {plural(len(trained), 'leaf')} that the strategy"
             " trains."
         )
-        raise ValueError(
-            format_error(
-                "fit", problem, trained, "pass the regexes that the strategy got as frozen."
-            )
-        )
+        raise value_error(problem, trained, "pass the regexes that the strategy got as frozen.")
 
 
 def check_rounds(
@@ -300,7 +294,7 @@ def check_rounds(
             f" {first_change} ({options_text})."
         )
         fix = "train for as many steps at least, or make sync_every smaller."
-        raise ValueError(format_error("fit", problem, fix=fix))
+        raise value_error(problem, fix=fix)
     # Metrics of another function, and training metrics, may change between synchronizations.
     if early_stopping is None or not isinstance(evaluate, Evaluation):
         return
@@ -322,4 +316,4 @@ def check_rounds(
             f"evaluate every {local_updates.stride} steps, or have more patience, or make"
             " sync_every smaller."
         )
-        raise ValueError(format_error("fit", problem, fix=fix))
+        raise value_error(problem, fix=fix)

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardopt.config._check import check_evaluate_fn
 from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
@@ -179,7 +179,7 @@ def call_evaluate(
             f"evaluate returned {', '.join(map(repr, clashing_names))}, which training reports too."
         )
         fix = f"give it another name, such as {f'val_{clashing_names[0]}'!r}."
-        raise ValueError(format_error("fit", problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return {name: float(values[name]) for name in returned}
 
 

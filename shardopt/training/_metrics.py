@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
-from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error
+from shardopt.core._errors import CheckpointError, NonFiniteLossError, format_error, value_error
 from shardopt.core._types import PyTree, TrainState, is_array_like
 
 
@@ -152,7 +152,7 @@ def _check_metrics(metrics: Mapping[str, jax.Array]) -> None:
     ]
     if not_scalars:
         fix = "reduce it to one number in the aux dict of loss_fn."
-        raise ValueError(format_error("fit", "metrics must be scalars.", not_scalars, fix))
+        raise value_error("metrics must be scalars.", not_scalars, fix)
 
 
 def check_state(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import format_error
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
@@ -32,16 +32,14 @@ def check_norms_every(
             f"norms_every takes norms of one gradient, and the replicas of {opt.config.strategy}"
             " train apart."
         )
-        raise ValueError(format_error("fit", problem, fix="leave norms_every out."))
+        raise value_error(problem, fix="leave norms_every out.")
     if cross_check_every == 1:
         problem = (
             "norms_every takes norms in steps that are not verified, and cross_check_every=1 verifies"
             " each step."
         )
-        raise ValueError(
-            format_error(
-                "fit", problem, fix="take cross_check_every=2 or more, or leave norms_every out."
-            )
+        raise value_error(
+            problem, fix="take cross_check_every=2 or more, or leave norms_every out."
         )
 
 

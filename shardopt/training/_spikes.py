@@ -11,7 +11,7 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.checkpoint._tree import Json
-from shardopt.core._errors import format_error
+from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, states_of
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._hooks import Hook
@@ -114,18 +114,18 @@ def spikes_of(
     """
     if on_spike not in (None, "skip", "rollback"):
         problem = f"on_spike must be None, 'skip' or 'rollback', got {on_spike!r:.80}."
-        raise ValueError(format_error("fit", problem))
+        raise value_error(problem)
     wrap = "wrap the optimizer: so.transforms.skip_anomalies(tx)"
     if on_spike == "skip" and not states_of(SkipAnomaliesState, opt_state):
         problem = (
             "on_spike='skip' needs an optimizer that skips spikes, before they change its state."
         )
-        raise ValueError(format_error("fit", problem, fix=f"{wrap}, or use on_spike='rollback'."))
+        raise value_error(problem, fix=f"{wrap}, or use on_spike='rollback'.")
     if on_spike == "rollback" and (checkpoints is None or opt.config.local_updates is not None):
         problem = (
             "on_spike='rollback' needs checkpoints to go back to, and the same loss on all"
             " processes."
         )
         fix = f"pass checkpoints=so.Checkpoints(...) and a synchronous strategy, or {wrap}."
-        raise ValueError(format_error("fit", problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return Spikes() if on_spike == "rollback" else None

@@ -16,7 +16,13 @@ from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._sums import LeafSums, leaf_sums, total_of
 from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import CORRUPTED, SilentCorruptionError, format_error, plural
+from shardopt.core._errors import (
+    CORRUPTED,
+    SilentCorruptionError,
+    format_error,
+    plural,
+    value_error,
+)
 from shardopt.core._types import PyTree, TrainState
 from shardopt.diagnose._verdict import (
     NAMED,
@@ -77,13 +83,10 @@ def verification_of(
             "leave cross_check_every out, or use a synchronous strategy on several devices, without"
             " offload."
         )
-        raise ValueError(
-            format_error(
-                "fit",
-                "cross_check_every computes a step on two devices, which cannot be done.",
-                reasons,
-                fix,
-            )
+        raise value_error(
+            "cross_check_every computes a step on two devices, which cannot be done.",
+            reasons,
+            fix,
         )
     use_exit_codes()
     return Verification(opt, every, checkpoints, num_steps, log_every)
