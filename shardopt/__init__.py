@@ -1,4 +1,4 @@
-"""shardopt: turn any optax optimizer but lookahead into a distributed one.
+"""shardopt: turn any optax optimizer but lookahead and dpsgd into a distributed one.
 
 Start with `make_mesh`, then `ddp`, `zero`, `fsdp` or `hybrid`; train with `fit`; save the state
 with `Checkpoints`. For slow links, `local_sgd` and `diloco` combine replicas of these strategies.

@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._config import StrategyConfig
 from shardopt.config._slots import Reduce
-from shardopt.config._transformation import refuse_lookahead
+from shardopt.config._transformation import refuse_unsupported
 from shardopt.config._update_trace import trace_of_update
 from shardopt.core._arguments import is_integer
 from shardopt.core._block_model import BLOCKS, as_block_model
@@ -101,7 +101,7 @@ def make_layout(config: StrategyConfig, abstract_params: PyTree) -> Layout:
     _check_trainable(config, flat)
     trainable = _trainable(treedef, flat, abstract_params)
     opt_state = jax.eval_shape(config.update.tx.init, trainable)
-    refuse_lookahead(config.strategy, opt_state)
+    refuse_unsupported(config.strategy, opt_state)
     if config.layout.opt_state_layout == "matrices":
         flat = _owned_by_matrices(config, flat, trainable)
     trained_paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trainable)]

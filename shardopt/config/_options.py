@@ -75,7 +75,7 @@ class Option(NamedTuple):
 
 ARGUMENTS = {
     "tx": (
-        "the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead. A transformation"
+        "the optax transformation, such as `optax.adamw(1e-3)`; any but lookahead and dpsgd. A transformation"
         " that takes extra arguments gets `value` (the loss) and `grad`. It also gets the loss of"
         " this batch as a function of parameters: `value_fn` (for line searches) and `obj_fn` (for"
         " sophia). The gradient of that loss is `grad_fn` (for sam with `opaque_mode=True`)."

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
+import optax.contrib
 
-from shardopt.core._errors import format_error
+from shardopt.core._errors import format_error, plural
 from shardopt.core._types import PyTree, abstract, leaves_with_paths, states_of
 
 
@@ -59,15 +61,89 @@ def _accepted_keywords(
     return {name: value for name, value in keywords.items() if name in parameters}
 
 
-def refuse_lookahead(caller: str, opt_state: PyTree) -> None:
-    """Refuse, by a ValueError, the state of an optimizer with `optax.lookahead` in it."""
-    if states_of(optax.LookaheadState, opt_state):
-        problem = "optax.lookahead steps two copies of the parameters, and there is but one here."
-        fix = (
-            "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast"
-            " optimizer alone."
+class Unsupported(NamedTuple):
+    """A transformation that needs more than the mean gradient and one copy of the parameters.
+
+    Attributes:
+      name: its name in optax.
+      state: the type of its state.
+      problem: a sentence: what it would need.
+      fix: what to use instead.
+    """
+
+    name: str
+    state: type
+    problem: str
+    fix: str
+
+
+UNSUPPORTED = (
+    Unsupported(
+        "optax.lookahead",
+        optax.LookaheadState,
+        "optax.lookahead steps two copies of the parameters, and there is but one here.",
+        "use so.local_sgd or so.diloco, whose outer step is that of lookahead, or the fast"
+        " optimizer alone.",
+    ),
+    Unsupported(
+        "optax.contrib.dpsgd",
+        optax.contrib.DifferentiallyPrivateAggregateState,
+        "optax.contrib.dpsgd clips the gradient of each example, and a strategy has the gradient of"
+        " the mean alone.",
+        "use it in your own loop with jax.vmap(jax.grad(loss_of_one_row), in_axes=(None, 0)), on one"
+        " device.",
+    ),
+)
+
+
+def refuse_unsupported(caller: str, opt_state: PyTree) -> None:
+    """Refuse, by a ValueError, the state of an optimizer with one of `UNSUPPORTED` in it."""
+    for transformation in UNSUPPORTED:
+        if states_of(transformation.state, opt_state):
+            raise ValueError(format_error(caller, transformation.problem, fix=transformation.fix))
+
+
+def check_updates(caller: str, params: PyTree, updates: PyTree) -> None:
+    """Refuse updates that are not of the parameters: `optax.apply_updates` would broadcast them.
+
+    An update of another real dtype is cast to the parameter's.
+
+    Raises:
+      ValueError: if updates have another structure than the parameters, or a leaf has another shape.
+        If a leaf is complex and its parameter is real.
+    """
+    fix = (
+        "let update return what it was given: one update for each gradient, of its shape. A"
+        " transformation that sees several gradients at once, or changes their number, needs a loop"
+        " of your own."
+    )
+    if jax.tree.structure(params) != jax.tree.structure(updates):
+        paths, update_paths = (
+            {path for path, _ in leaves_with_paths(tree)} for tree in (params, updates)
         )
-        raise ValueError(format_error(caller, problem, fix=fix))
+        lines = [f"{path}: a parameter without update" for path in sorted(paths - update_paths)]
+        lines += [f"{path}: an update without parameter" for path in sorted(update_paths - paths)]
+        problem = "update of the optimizer returned updates of another structure than parameters."
+        raise ValueError(format_error(caller, problem, lines, fix))
+    wrong_updates = []
+    pairs = zip(leaves_with_paths(params), jax.tree.leaves(updates), strict=True)
+    for (path, param), update in pairs:
+        shape, is_complex = jnp.shape(update), jnp.iscomplexobj(update)
+        if shape != param.shape:
+            wrong_updates.append(
+                f"{path or 'the parameter'}: the update has shape {shape}, the parameter"
+                f" {param.shape}"
+            )
+        elif is_complex and not jnp.iscomplexobj(param):
+            wrong_updates.append(
+                f"{path or 'the parameter'}: the update is complex, the parameter {param.dtype}"
+            )
+    if wrong_updates:
+        problem = (
+            f"update of the optimizer returned {plural(len(wrong_updates), 'leaf')} that"
+            " cannot be added to the parameters."
+        )
+        raise ValueError(format_error(caller, problem, wrong_updates, fix))
 
 
 def check_same_form(caller: str, before: PyTree, after: PyTree) -> None:

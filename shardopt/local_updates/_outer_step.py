@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from shardopt.collectives import all_reduce, per_device
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
+from shardopt.config._transformation import check_updates
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.local_updates._state import (
     REPLICA,
@@ -37,6 +38,7 @@ class OuterStep:
     """
 
     def __init__(self, local_layout: LocalLayout, fragment: Fragment):
+        self.caller = local_layout.config.strategy
         self.mesh, self.sync = local_layout.config.mesh, local_layout.sync
         self.replicas, self.fragment = local_layout.replicas, fragment
         self.compression = (
@@ -97,6 +99,7 @@ class OuterStep:
 
         old_parts = place(self.take_fragment(shared_leaves))
         updates, outer_state = self.sync.outer.update(place(delta), outer_state, old_parts)
+        check_updates(self.caller, old_parts, updates)
         new_parts = place(optax.apply_updates(old_parts, updates))
         mix = self.sync.mix
 

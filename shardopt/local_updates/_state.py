@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._sync import SyncConfig
-from shardopt.config._transformation import refuse_lookahead
+from shardopt.config._transformation import refuse_unsupported
 from shardopt.core._types import PyTree, TrainState
 from shardopt.partition import LeafPlan, shard_axes, state_specs
 from shardopt.step._compressed import (
@@ -258,7 +258,7 @@ def abstract_state(local_layout: LocalLayout) -> tuple[TrainState, TrainState]:
         abstract.opt_state,
         shapes,
     )
-    refuse_lookahead(local_layout.config.strategy, opt_state.outer)
+    refuse_unsupported(local_layout.config.strategy, opt_state.outer)
     compressed = isinstance(specs.opt_state, CompressedOptState)
     optimizer, inner_reducer = specs.opt_state if compressed else (specs.opt_state, None)
     reducer_specs = [compression_specs(plan) for plan in local_layout.compressions]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardopt.config._transformation import refuse_lookahead
+from shardopt.config._transformation import check_updates, refuse_unsupported
 from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
 from shardopt.parameter_server._sparse import gather_union_rows, has_rows, restrict_to_rows
@@ -105,7 +105,7 @@ class Mathematics:
         params, init = copied(params), self.tx.init
         leaves = trained(params)
         opt_state = jax.jit(lambda leaves: jax.tree.map(jnp.copy, init(leaves)))(leaves)
-        refuse_lookahead("parameter_server", opt_state)
+        refuse_unsupported("parameter_server", opt_state)
         return params, opt_state, jax.jit(self.rule.init)(leaves)
 
     def check(self, update: Any, params: PyTree, worker: int) -> None:
@@ -159,6 +159,7 @@ def update_program(
         )
         old_opt_state = opt_state
         step, opt_state = update(grads, opt_state, params, value=metrics["loss"], grad=grads)
+        check_updates("parameter_server", params, step)
         if rule.scale is not None:
             factor = rule.scale(delay)
             step = jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), step)

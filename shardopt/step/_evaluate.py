@@ -9,14 +9,17 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
-from shardopt.core._types import PyTree, TrainState
-from shardopt.losses._batch_dims import map_rows
+from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
+from shardopt.losses._batch_dims import map_rows, num_rows, resized, row_counts, row_dim
+from shardopt.losses._obstacle import as_gathered
 from shardopt.losses._rows import with_rows
+from shardopt.losses._separable import Cut, LossCall, Mixing, find_mixing
 from shardopt.losses._view import Views
+from shardopt.mesh import on_mesh
 from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
 from shardopt.step._global_rows import rows_of
-from shardopt.step._inputs import check_rows, check_state, place_batch
+from shardopt.step._inputs import check_rows, check_state, check_values, place_batch
 
 
 class Totals:
@@ -63,6 +66,7 @@ class Totals:
         A plain value has its number of rows as weight.
         """
         check_state(self._config, state)
+        check_values(self._config, batch)
         size, pieces = check_rows(self._config, batch), self._pieces
         if size == 0:
             return
@@ -80,6 +84,24 @@ class Totals:
         if even_rows < size:
             rows = np.minimum(np.arange(even_rows, even_rows + pieces), size - 1)
             yield self._run(program, state, self._select_rows(batch, rows), size - even_rows)
+
+    def mixing(self, state: TrainState, batch: PyTree) -> Mixing | None:
+        """Return why the loss is not proved to be a (weighted) mean over rows, so that batches may
+        not add up to the loss of a set; None if it is.
+        """
+        config, layout = self._config, self._layouts.of(state.params)
+        batch = abstract(batch)
+        if config.loss.separable or len(row_counts(config, batch)) != 1:
+            return None
+        if config.num_pieces > 1 and self._views.of(layout, batch) == "per_device":
+            return None
+        dims = [row_dim(config, path, leaf.ndim) for path, leaf in leaves_with_paths(batch)]
+        two_batches = resized(config, batch, rows=2 * num_rows(config, batch))
+        loss_call = LossCall(config.strategy, None, training=False)
+        prove = on_mesh(config.home.auto, find_mixing, config.home.axes)
+        return prove(
+            config.loss.loss_fn, as_gathered(config, layout), two_batches, Cut(2, dims), loss_call
+        )
 
     def _run(self, program: AotCompiled, state: TrainState, batch: PyTree, valid: int) -> LossParts:
         counted = np.arange(self._pieces) < valid

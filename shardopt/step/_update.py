@@ -14,7 +14,7 @@ from shardopt.collectives import BUCKET_BYTES, LeafWire, all_gather, all_reduce,
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, shardings
 from shardopt.config._offload import to_host
-from shardopt.config._transformation import ExtraArgs, call_update, check_same_form
+from shardopt.config._transformation import ExtraArgs, call_update, check_same_form, check_updates
 from shardopt.core._loss_parts import Gradients
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.losses._parts import check_updated
@@ -66,6 +66,7 @@ def apply_update(
         config, layout, grads, opt_state, shards, extra_args
     )
     check_same_form(config.strategy, opt_state, new_opt_state)
+    check_updates(config.strategy, shards, updates)
     old_opt_state, opt_state, change = opt_state, new_opt_state, Change(grads, updates, shards)
     shards = place(optax.apply_updates(shards, updates), shard_specs)
     new_params = layout.merge(frozen, jax.tree.leaves(shards))

@@ -50,7 +50,7 @@ def ddp(
       ([0.2, 0.2, 0.2, 0.2], 1.0)
 
     **Equivalence**: training equals one device on the union batch, up to summation order. This
-    holds for every optax transformation but lookahead, which has two copies of the parameters. It
+    holds for every optax transformation but lookahead and dpsgd, which need more than one copy of the parameters and the mean gradient. It
     holds for **every** loss, in one of two views.
 
     **Per-device view**: a loss that is proved to be a (weighted) mean over rows runs on each

@@ -45,7 +45,7 @@ def fsdp(
       (8, 32)
 
     **Equivalence**: training equals one device on the union batch, up to summation order, for every
-    optax transformation but lookahead.
+    optax transformation but lookahead and dpsgd.
 
     - With `gather_dtype` it equals one device that computes in that dtype with fp32 master weights.
     - With `reducer=so.reducers.exact(dtype)` g = sum_d round(grad L_d) for each micro-batch: each device rounds once,

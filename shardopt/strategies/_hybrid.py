@@ -104,7 +104,7 @@ def hybrid(
       ('pipeline', Schedule(eager_one_f_one_b: 4 stages, 4 micro-batches, 1 chunk))
 
     **Equivalence**: training equals one device on the union batch, up to summation order, for every
-    optax transformation but lookahead, every schedule and every placement. `Weighted` losses of one
+    optax transformation but lookahead and dpsgd, every schedule and every placement. `Weighted` losses of one
     term are included. Micro-batches may have any weight. A loss, embedding or block that takes
     `rng` draws the same numbers as under `ddp` with as many data devices and micro-batches. On a
     mesh with pipeline=1 it is `ddp`, `zero` or `fsdp` itself.

@@ -50,7 +50,7 @@ def zero(
       ('data', None)
 
     **Equivalence**: training equals one device on the union batch, up to summation order. This
-    holds for every optax transformation but lookahead, elementwise or not, because the update runs
+    holds for every optax transformation but lookahead and dpsgd, elementwise or not, because the update runs
     in the global view. `fsdp` says how `so.reducers.exact(dtype)` rounds; stage 1 rounds the sum of its
     micro-batches.
 

@@ -1,6 +1,7 @@
 """An `evaluate` function for `fit`: each metric over a fixed set of batches of any sizes."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sized
 
 import jax
@@ -74,7 +75,8 @@ def evaluation(
       value.
 
     **Equivalence**: equal to one device on the complete set at once, up to summation order, if the
-    loss is a (weighted) mean over rows. A batch whose rows the devices do not divide, even with
+    loss is a (weighted) mean over rows. Any other loss is the mean over batches, by rows: if it is
+    not shown to be a mean over rows, a set of several batches warns once. A batch whose rows the devices do not divide, even with
     fewer rows than devices, is padded with copies of a row; the copies do not count. Such a batch
     costs two more programs, each run once.
     """
@@ -101,6 +103,7 @@ class Evaluation:
       prefix: the prefix of the metric names.
       totals: the compiled programs.
       params: "average", or None for the parameters of the state.
+      warned: has an entry once the loss was checked.
     """
 
     opt: ShardedOptimizer
@@ -108,6 +111,7 @@ class Evaluation:
     prefix: str
     totals: Totals
     params: str | None = None
+    warned: list[bool] = dataclasses.field(default_factory=list)
 
     def __call__(self, state: TrainState, *, show: ShowBatches | None = None) -> dict[str, float]:
         """Return the metrics of a state over all batches.
@@ -124,6 +128,8 @@ class Evaluation:
         for done, batch in enumerate(self.totals.rows.join_all(self.batches), 1):
             if show is not None:
                 show(done - 1, total)
+            if done == 2:
+                self._warn_of_mixing(state, batch)
             for parts in self.totals(state, batch):
                 finished, pending = pending, parts
                 _add(sums, finished)
@@ -136,6 +142,24 @@ class Evaluation:
         # if the weights sum to zero, the metric is NaN
         with np.errstate(invalid="ignore", divide="ignore"):
             return {self.prefix + name: value_of(metric).item() for name, metric in sums.items()}
+
+    def _warn_of_mixing(self, state: TrainState, batch: PyTree) -> None:
+        """Warn once if the mean over batches may not be the loss of the set."""
+        if self.warned:
+            return
+        self.warned.append(True)
+        mixing = self.totals.mixing(state, batch)
+        if mixing is None:
+            return
+        problem = (
+            f"{mixing.result} of the set is taken as the mean of its batches, by rows, but it is not"
+            f" shown to be a (weighted) mean over rows: {mixing.reason}"
+        )
+        fix = (
+            "return so.losses.Weighted(total, weight) or so.losses.Sum of rows, whose parts add up;"
+            " or evaluate the set as one batch; or view='unproved' if you know better."
+        )
+        warnings.warn(format_error("evaluation", problem, mixing.lines, fix), stacklevel=3)
 
 
 def _add(sums: dict[str, Metric], parts: LossParts | None) -> None:

@@ -80,3 +80,53 @@ def test_the_table_tells_the_bytes_a_parameter(name, mesh_of):
     gradients = 4 / (8 if opt.config.placement.grads else 1)
     held = (report.params_bytes + report.opt_state_bytes) / params["w"].size + gradients
     assert held == pytest.approx(said, rel=1e-3)
+
+
+CLAIMS = {
+    "The same steps as one device.": [
+        "contract/test_exact.py::test_equals_one_device_on_the_union_batch",
+        "contract/test_own_mesh.py::test_a_step_on_an_own_mesh_equals_the_step_on_ours",
+        "contract/test_all_optimizers.py::test_each_transformation_trains_as_on_one_device",
+        "contract/test_complex.py::test_complex_numbers_are_trained_as_on_one_device",
+    ],
+    "Any loss.": [
+        "contract/test_edge_cases.py::test_the_global_view_takes_rows_that_the_devices_do_not_divide",
+        "rooms/training/test_evaluation_of_sets.py::test_any_other_loss_warns_once_with_a_remedy",
+    ],
+    "Refusal instead of a wrong result.": [
+        "contract/test_all_optimizers.py::test_updates_that_are_not_of_the_parameters_are_refused_when_traced",
+        "contract/test_all_optimizers.py::test_each_transformation_is_accepted_when_traced_or_refused_by_name",
+        "refusals/test_values.py::test_ids_that_a_model_does_not_have_are_refused_in_numpy",
+        "refusals/test_values.py::test_a_target_that_is_no_token_is_nan_and_so_is_its_gradient",
+    ],
+    "Known costs.": [
+        "contract/test_placement.py::test_bytes_per_device_follow_the_formula",
+        "contract/test_few_collectives.py",
+    ],
+}
+"""Each claim of the README, and the tests that hold it."""
+
+
+def test_each_claim_has_tests_that_exist():
+    listed = (ROOT / "README.md").read_text().split("What you can rely on:")[1].split("## ")[0]
+    assert re.findall(r"^- \*\*(.+?)\*\*", listed, re.MULTILINE) == list(CLAIMS)
+    for tests in CLAIMS.values():
+        for test in tests:
+            path, _, function = test.partition("::")
+            assert f"def {function}" in (ROOT / "tests" / path).read_text(), test
+
+
+def test_what_is_refused_among_optimizers_is_named():
+    from shardopt.config._transformation import UNSUPPORTED
+
+    text = (ROOT / "README.md").read_text()
+    for transformation in UNSUPPORTED:
+        assert transformation.name.split(".")[-1] in text
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.stem)
+def test_no_page_installs_a_package_that_is_not_published(page):
+    """A fresh environment has no shardopt yet; with it, pip adds the packages of an extra."""
+    text = page.read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert not [block for block in blocks if re.search(r"pip install '?shardopt", block)]

@@ -1,0 +1,37 @@
+"""Which parameters weight decay is for, where blocks are stacked."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+
+from shardopt.core._types import PyTree, path_text
+
+
+def decay_mask(params: PyTree, *, stacked: str = "(^|/)(first_)?blocks/") -> PyTree:
+    """Return a tree of booleans: True for weights, False for norms, biases and scalars.
+
+    Pass it as the `mask` of `optax.adamw`, which calls it with the parameters. A mask by `x.ndim > 1`
+    decays the norms and biases of stacked blocks too: they are [L, D].
+
+    Args:
+      params: the parameters.
+      stacked: a regex of the key paths whose first dim counts blocks, and not a dim of the weight.
+
+    Returns:
+      A tree like the parameters. A leaf is True if one block of it has two dims or more, and its
+      name does not end in "bias".
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> params = {"blocks": {"norm": jnp.ones((3, 4)), "up": jnp.ones((3, 4, 8))}, "head": jnp.ones((9, 4))}
+      >>> decay_mask(params)
+      {'blocks': {'norm': False, 'up': True}, 'head': True}
+    """
+
+    def is_weight(path: jax.tree_util.KeyPath, leaf: jax.Array) -> bool:
+        name = path_text(path)
+        num_dims = jnp.ndim(leaf) - (re.search(stacked, name) is not None)
+        return num_dims > 1 and not name.endswith("bias")
+
+    return jax.tree_util.tree_map_with_path(is_weight, params)

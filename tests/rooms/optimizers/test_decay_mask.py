@@ -1,0 +1,55 @@
+"""Weight decay leaves norms and biases of stacked blocks alone, in our models and in others."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+from shardopt.core._types import leaves_with_paths
+from shardopt.models import decoder, gpt, moe
+from shardopt.models.decoder import DecoderConfig
+
+MODELS = {
+    "gpt": lambda: gpt.init(gpt.GPTConfig(dim=32, num_layers=2), jax.random.key(0)),
+    "moe": lambda: moe.init(moe.MoEConfig(dim=32, num_layers=2), jax.random.key(0)),
+    "biases": lambda: decoder.init(DecoderConfig(dim=32, num_layers=2, hidden=32, fused="qkv"), jax.random.key(0)),
+    "adapters": lambda: {"base": gpt.init(gpt.GPTConfig(dim=32, num_layers=2), jax.random.key(0))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_norms_and_biases_of_models_are_not_decayed(name):
+    params = jax.eval_shape(MODELS[name])
+    mask = dict(leaves_with_paths(so.optimizers.decay_mask(params)))
+    kept = {path for path, is_decayed in mask.items() if not is_decayed}
+    assert {path for path in mask if "norm" in path or path.endswith("bias")} <= kept
+    assert {path for path in mask if path.endswith(("up", "down", "out", "embedding"))}.isdisjoint(
+        kept
+    )
+
+
+def test_decay_changes_weights_alone():
+    params = {
+        "blocks": {
+            "norm": jnp.ones((2, 4)),
+            "qkv_bias": jnp.ones((2, 3, 4)),
+            "up": jnp.ones((2, 4, 8)),
+        },
+        "layers": {"w": jnp.ones((4, 4)), "scale": jnp.ones(4)},
+    }
+    tx = optax.adamw(0.1, weight_decay=0.5, mask=so.optimizers.decay_mask)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zeros, tx.init(params), params)
+    changed = {path for path, update in leaves_with_paths(updates) if np.any(update)}
+    assert changed == {"blocks/up", "layers/w"}
+
+
+def test_other_stacks_are_named_by_a_regex():
+    params = {
+        "encoder": {"norm": jnp.ones((2, 4)), "w": jnp.ones((2, 4, 4))},
+        "out": jnp.ones((4, 4)),
+    }
+    mask = so.optimizers.decay_mask(params, stacked="^encoder/")
+    assert mask == {"encoder": {"norm": False, "w": True}, "out": True}

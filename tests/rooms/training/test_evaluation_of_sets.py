@@ -1,0 +1,110 @@
+"""The evaluation of several batches: exact if the loss is a (weighted) mean over rows, or says its
+parts; otherwise it warns once, on any number of devices and in each view.
+"""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import shardopt as so
+
+X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+PARAMS = {"w": np.ones(4, np.float32)}
+
+
+def squares(params, batch):
+    return (batch @ params["w"]) ** 2
+
+
+def weights(batch):
+    return jnp.abs(batch[:, 0])
+
+
+MEANS = {
+    "mean": lambda params, batch: squares(params, batch).mean(),
+    "weighted": lambda params, batch: so.losses.Weighted(
+        (weights(batch) * squares(params, batch)).sum(), weights(batch).sum()
+    ),
+    "two terms": lambda params, batch: so.losses.Weighted(
+        ((weights(batch) * squares(params, batch)).sum(), squares(params, batch).sum()),
+        (weights(batch).sum(), jnp.float32(len(batch))),
+    ),
+    "a row": so.per_row(lambda params, row: (row @ params["w"]) ** 2),
+    "metrics of a kind": lambda params, batch: (
+        squares(params, batch).mean(),
+        {"sum": so.losses.Sum(squares(params, batch).sum()), "max": so.losses.Max(batch.max())},
+    ),
+}
+OTHERS = {
+    "a root": (lambda params, batch: jnp.sqrt(squares(params, batch).mean()), "the loss"),
+    "a sum": (lambda params, batch: squares(params, batch).sum(), "the loss"),
+    "a ratio": (
+        lambda params, batch: (
+            (weights(batch) * squares(params, batch)).sum() / weights(batch).sum()
+        ),
+        "the loss",
+    ),
+    "a median": (lambda params, batch: jnp.median(squares(params, batch)), "the loss"),
+    "a largest row": (
+        lambda params, batch: (
+            squares(params, batch).mean(),
+            {"worst": squares(params, batch).max()},
+        ),
+        "metric 'worst'",
+    ),
+}
+PLACES = [(1, "auto"), (4, "auto"), (4, "global")]
+
+
+def evaluate_twice(loss_fn, devices, view):
+    mesh = so.make_mesh(devices=jax.devices()[:devices])
+    opt = so.ddp(optax.sgd(0.1), mesh, loss_fn, view=view)
+    evaluate = so.training.evaluation(opt, [X[:4], X[4:12], X[12:]])
+    state = opt.init(PARAMS)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        evaluate(state)
+        metrics = evaluate(state)
+    said = [str(warning.message) for warning in caught]
+    return metrics, [text for text in said if text.startswith("evaluation: ")]
+
+
+@pytest.mark.parametrize(("devices", "view"), PLACES)
+@pytest.mark.parametrize("kind", MEANS)
+def test_a_mean_over_rows_is_that_of_the_set(kind, devices, view):
+    metrics, said = evaluate_twice(MEANS[kind], devices, view)
+    assert said == []
+    loss = MEANS[kind](PARAMS, X)
+    if isinstance(loss, so.losses.Weighted):
+        loss = sum(np.divide(a, b) for a, b in zip(*map(np.atleast_1d, loss), strict=True))
+    else:
+        loss = loss[0] if isinstance(loss, tuple) else loss
+    np.testing.assert_allclose(metrics["val_loss"], loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("devices", "view"), PLACES)
+@pytest.mark.parametrize("kind", OTHERS)
+def test_any_other_loss_warns_once_with_a_remedy(kind, devices, view):
+    loss_fn, result = OTHERS[kind]
+    _, (said,) = evaluate_twice(loss_fn, devices, view)
+    assert said.startswith(
+        f"evaluation: {result} of the set is taken as the mean of its batches, by rows, but it is"
+        " not shown to be a (weighted) mean over rows: "
+    )
+    assert said.endswith(
+        "Fix: return so.losses.Weighted(total, weight) or so.losses.Sum of rows, whose parts add up;"
+        " or evaluate the set as one batch; or view='unproved' if you know better."
+    )
+
+
+def test_one_batch_needs_no_proof():
+    mesh = so.make_mesh(devices=jax.devices()[:1])
+    opt = so.ddp(optax.sgd(0.1), mesh, OTHERS["a median"][0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        metrics = so.training.evaluation(opt, [X])(opt.init(PARAMS))
+    np.testing.assert_allclose(metrics["val_loss"], np.median(squares(PARAMS, X)), rtol=1e-5)
