@@ -25,7 +25,9 @@ from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path
 
 
 @calling("on_mesh")
-def on_mesh(tx: optax.GradientTransformation, mesh: Mesh, axis_name: str) -> "OnMesh":
+def on_mesh(
+    tx: optax.GradientTransformation, mesh: Mesh, axis_name: str, *, own_params: bool = False
+) -> "OnMesh":
     """Run a chain with links of `so.transforms` on a mesh, in your own loop.
 
     Some links keep a state that differs between devices, and need the gradient of each device.
@@ -35,6 +37,7 @@ def on_mesh(tx: optax.GradientTransformation, mesh: Mesh, axis_name: str) -> "On
       tx: an optax transformation, such as a chain with `average_gradients`.
       mesh: the mesh of the loop.
       axis_name: the mesh axis that the links name; the batch is split over it.
+      own_params: whether each device has parameters of its own, [N, ...], as `local_updates` needs.
 
     Returns:
       An optax transformation with two further functions:
@@ -71,7 +74,7 @@ def on_mesh(tx: optax.GradientTransformation, mesh: Mesh, axis_name: str) -> "On
     if axis_name not in mesh.axis_names:
         problem = f"the mesh has no axis {axis_name!r}, it has {mesh.axis_names}."
         raise ValueError(error_text(problem, fix="name the axis that splits the batch."))
-    return OnMesh(check_transformation("tx", tx), mesh, axis_name)
+    return OnMesh(check_transformation("tx", tx), mesh, axis_name, own_params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +84,7 @@ class OnMesh:
     tx: optax.GradientTransformationExtraArgs
     mesh: Mesh
     axis_name: str
+    own_params: bool
 
     def init(self, params: PyTree) -> PyTree:
         """Return the first state; inside of `shard_map` the state as it is handed in."""
@@ -88,11 +92,13 @@ class OnMesh:
             return map_by_mark(
                 self.tx.init(params), lambda leaf: jnp.asarray(leaf)[None], _as_it_is
             )
-        size = self.mesh.shape[self.axis_name]
         stacked_init = jax.vmap(
-            lambda _: self.tx.init(params), axis_name=self.axis_name, axis_size=size
+            self.tx.init,
+            in_axes=0 if self.own_params else None,
+            axis_name=self.axis_name,
+            axis_size=self.mesh.shape[self.axis_name],
         )
-        state = map_by_mark(stacked_init(jnp.zeros(size)), _as_it_is, lambda leaf: leaf[0])
+        state = map_by_mark(stacked_init(params), _as_it_is, lambda leaf: leaf[0])
 
         def place(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
@@ -112,7 +118,8 @@ class OnMesh:
           updates: under `jit` the gradients of all devices [N, ...]; inside of `shard_map` those of
             this device.
           state: the state, as `init` returns it or as `shard_map` hands it in.
-          params: the parameters, the same on all devices.
+          params: the parameters, the same on all devices; with `own_params` those of all devices
+            [N, ...], or as `shard_map` hands them in.
           **extra: further arguments of the transformation, the same on all devices.
 
         Raises:
@@ -123,12 +130,12 @@ class OnMesh:
         self._check_stacked(updates)
 
         def run(grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
-            own = jax.tree.map(lambda leaf: leaf[0], grads)
-            return self._update_own(own, state, params, **extra)
+            return self._update_own(own_of(grads), state, params, **extra)
 
-        specs, whole = self.specs(state), PartitionSpec()
-        in_specs = PartitionSpec(self.axis_name), specs, whole, whole
-        run = manual(run, self.mesh, self.axis_name, in_specs, (whole, specs))
+        specs, stacked = self.specs(state), PartitionSpec(self.axis_name)
+        of_params = stacked if self.own_params else PartitionSpec()
+        in_specs = stacked, specs, of_params, PartitionSpec()
+        run = manual(run, self.mesh, self.axis_name, in_specs, (of_params, specs))
         return run(updates, state, params, extra)
 
     @calling("on_mesh.resized")
@@ -169,7 +176,10 @@ class OnMesh:
         self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         own = map_by_mark(state, lambda leaf: leaf.reshape(leaf.shape[1:]), _as_it_is)
-        updates, own = self.tx.update(updates, own, params, **extra)
+        own_params = own_of(params) if self.own_params else params
+        updates, own = self.tx.update(updates, own, own_params, **extra)
+        if self.own_params:
+            updates = jax.tree.map(lambda leaf: leaf[None], updates)
         return updates, map_by_mark(own, lambda leaf: jnp.asarray(leaf)[None], _as_it_is)
 
     def _check_stacked(self, updates: PyTree) -> None:
@@ -191,7 +201,11 @@ class OnMesh:
 
 @calling("per_device_grads")
 def per_device_grads(
-    value_and_grad: Callable[..., tuple[Any, PyTree]], mesh: Mesh, axis_name: str
+    value_and_grad: Callable[..., tuple[Any, PyTree]],
+    mesh: Mesh,
+    axis_name: str,
+    *,
+    own_params: bool = False,
 ) -> Callable[..., tuple[Any, PyTree]]:
     """Return `f(params, *batch)`, which differentiates a loss on the rows of each device.
 
@@ -203,6 +217,7 @@ def per_device_grads(
         `value_and_grad(params, *batch)` with the rows of one device.
       mesh: the mesh of the loop.
       axis_name: the mesh axis that splits the rows: dim 0 of each leaf of `batch`.
+      own_params: whether each device has parameters of its own, [N, ...].
 
     Returns:
       A function that returns the mean of the values of all devices, and the gradients of all
@@ -227,9 +242,12 @@ def per_device_grads(
         is_array = [isinstance(leaf, jax.Array) or hasattr(leaf, "dtype") for leaf in leaves]
 
         def differentiate(arrays: list[jax.Array], batch: PyTree) -> tuple[Any, PyTree]:
-            varying = iter(jax.lax.pcast(arrays, axis_name, to="varying"))
+            if own_params:
+                own_arrays = iter(own_of(arrays))
+            else:
+                own_arrays = iter(jax.lax.pcast(arrays, axis_name, to="varying"))
             own = [
-                next(varying) if array else leaf
+                next(own_arrays) if array else leaf
                 for leaf, array in zip(leaves, is_array, strict=True)
             ]
             value, grads = value_and_grad(treedef.unflatten(own), *batch)
@@ -238,7 +256,8 @@ def per_device_grads(
 
         whole, rows = PartitionSpec(), PartitionSpec(axis_name)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-        return manual(differentiate, mesh, axis_name, (whole, rows), (whole, rows))(arrays, batch)
+        in_specs = rows if own_params else whole, rows
+        return manual(differentiate, mesh, axis_name, in_specs, (whole, rows))(arrays, batch)
 
     return run
 
@@ -252,6 +271,11 @@ def manual(
     others = [axis for axis in mesh.axis_names if axis != axis_name and mesh.shape[axis] > 1]
     axes = {axis_name} if others else set(mesh.axis_names)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def own_of(stacked: PyTree) -> PyTree:
+    """Return the part of this device of leaves [1, ...]."""
+    return jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
 def _as_it_is(leaf: PyTree) -> PyTree:

@@ -1,0 +1,238 @@
+"""Published loops take links with few changed lines, and train as the links promise.
+
+`examples/own_loops` has the loops, and for each link a diff with the lines that change.
+"""
+
+import itertools
+import re
+import sys
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support.tiers import tiered
+
+import shardopt as so
+
+FOLDER = Path(__file__).parents[2] / "examples" / "own_loops"
+LOOPS = {
+    "nnx_train_state": "jit",
+    "named_sharding": "jit",
+    "equinox_filter_jit": "jit",
+    "big_vision": "jit",
+    "pmap_flax": "pmap",
+    "pmap_haiku": "pmap",
+    "shard_map": "shard_map",
+}
+LINKS = ["zero", "int8", "local_updates", "clip", "skip_anomalies"]
+OWN_GRADIENTS = ["int8", "local_updates"]
+DEVICES, EVERY = 8, 2
+
+
+def changed_text(loop, link):
+    """Return the text of a loop with the lines of a diff changed."""
+    lines = (FOLDER / f"{loop}.py").read_text().splitlines()
+    diff = (FOLDER / "changes" / f"{loop}-{link}.diff").read_text()
+    shift = -1  # lines are counted from 1
+    for hunk in diff.split("\n@@ -")[1:]:
+        head, *hunk_lines = hunk.splitlines()
+        old = [line[1:] for line in hunk_lines if not line.startswith("+")]
+        new = [line[1:] for line in hunk_lines if not line.startswith("-")]
+        start = int(re.match(r"\d+", head)[0]) + shift
+        assert lines[start : start + len(old)] == old
+        lines[start : start + len(old)] = new
+        shift += len(new) - len(old)
+    return "\n".join(lines)
+
+
+def num_changed(loop, link):
+    """Return the number of changed lines, without imports and empty lines."""
+    lines = (FOLDER / "changes" / f"{loop}-{link}.diff").read_text().split("\n")[2:]
+    lines = [line for line in lines if line[1:].strip() and "import " not in line]
+    return max(sum(line.startswith(sign) for line in lines) for sign in "+-")
+
+
+def train(loop, link, optimizer, monkeypatch, dtype="float64", batches=None):
+    """Return the parameters, the optimizer state and the losses of a loop."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    text = (FOLDER / f"{loop}.py").read_text() if link is None else changed_text(loop, link)
+    module = types.ModuleType(f"own_loop_{loop}_{link}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(text, f"{loop}-{link}", "exec"), module.__dict__)
+    data = module.data
+    monkeypatch.delitem(sys.modules, "data")
+    batches = data.batches(dtype=dtype) if batches is None else batches
+    return module.train(optimizer, data.weights(dtype), batches)
+
+
+def data_of(dtype, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import data
+
+    monkeypatch.delitem(sys.modules, "data")
+    return data.weights(dtype), data.batches(dtype=dtype)
+
+
+def loss_fn(params, batch):
+    return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+
+def train_on_one_device(optimizer, weights, batches):
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = weights, optimizer.init(weights)
+    for batch in batches:
+        params, state = step(params, state, batch)
+    return params
+
+
+class Layers(NamedTuple):
+    up: jax.Array
+    down: jax.Array
+
+    def __getitem__(self, name):
+        return getattr(self, name)
+
+    def items(self):
+        return self._asdict().items()
+
+
+def train_by_vmap(tx, weights, batches):
+    """Train copies of the parameters with links that name the axis "data"."""
+
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(jax.vmap(step, axis_name="data"))
+    params = jax.tree.map(lambda x: jnp.stack([x] * DEVICES), weights)
+    state = jax.vmap(tx.init, axis_name="data")(params)
+    for batch in batches:
+        rows = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
+        params, state = step(params, state, rows)
+    return jax.tree.map(lambda x: x[0], params)
+
+
+def check_equal(params, expected, tolerance):
+    for name, leaf in expected.items():
+        found = np.asarray(params[name])
+        if found.ndim > leaf.ndim:  # parameters of all devices, after they were averaged
+            np.testing.assert_allclose(found, np.stack([found[0]] * DEVICES), atol=1e-12)
+            found = found[0]
+        np.testing.assert_allclose(found, leaf, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("loop", "link"), list(itertools.product(LOOPS, LINKS)))
+def test_few_lines_change(loop, link):
+    if LOOPS[loop] == "shard_map":
+        limit = 5
+    elif LOOPS[loop] == "jit" and link in OWN_GRADIENTS:
+        limit = 7
+    else:
+        limit = 3
+    assert 1 <= num_changed(loop, link) <= limit
+
+
+def test_the_table_of_the_page_has_these_numbers():
+    page = (FOLDER.parents[1] / "docs" / "howto" / "own_loop.md").read_text()
+    columns = ["int8", "zero", "local_updates", "clip", "skip_anomalies"]
+    for loop in LOOPS:
+        cells = " | ".join(str(num_changed(loop, link)) for link in columns)
+        assert f"| {cells} |" in page
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.05, momentum=0.9),
+    "adam": lambda: optax.adam(1e-2),
+    "adamw": lambda: optax.adamw(1e-2, weight_decay=1e-2),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lamb": lambda: optax.lamb(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
+    "soap": lambda: so.optimizers.soap(1e-2),
+    "shampoo": lambda: so.optimizers.shampoo(1e-2),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "adan": lambda: optax.adan(1e-2),
+}
+QUICK = list(zip(LOOPS, OPTIMIZERS, strict=False))
+"""Each loop with an optimizer of its own."""
+
+
+@pytest.mark.parametrize(
+    ("loop", "name"),
+    tiered(itertools.product(LOOPS, OPTIMIZERS), lambda row: row in QUICK, ids="-".join),
+)
+def test_zero_of_any_optimizer_equals_one_device(loop, name, monkeypatch, x64):
+    optimizer = OPTIMIZERS[name]()
+    expected = train_on_one_device(optimizer, *data_of("float64", monkeypatch))
+    params, state, _ = train(loop, "zero", optimizer, monkeypatch)
+    check_equal(params, expected, 1e-6 if name in ("soap", "shampoo") else 1e-9)
+    whole = jax.tree.leaves(optimizer.init(data_of("float64", monkeypatch)[0]))
+    stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    small = 8 * 12 * len(whole)  # counts, and the number of a device
+    assert stored <= sum(leaf.nbytes for leaf in whole) / DEVICES + small
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_clipping_clips_the_mean_gradient(loop, monkeypatch, x64):
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), optimizer)
+    expected = train_on_one_device(clipped, *data_of("float64", monkeypatch))
+    params, *_ = train(loop, "clip", optimizer, monkeypatch)
+    check_equal(params, expected, 1e-9)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_batch_that_is_not_finite_is_skipped_on_all_devices(loop, monkeypatch, x64):
+    weights, batches = data_of("float64", monkeypatch)
+    bad = jax.tree.map(np.copy, batches[2])
+    bad["y"][5] = np.nan  # of one device
+    expected = train_on_one_device(optax.adam(1e-2), weights, batches)
+    given = [*batches[:2], bad, *batches[2:]]
+    params, *_ = train(loop, "skip_anomalies", optax.adam(1e-2), monkeypatch, batches=given)
+    check_equal(params, expected, 1e-9)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_int8_with_error_feedback_equals_its_plain_form(loop, monkeypatch):
+    optimizer = optax.sgd(0.05, momentum=0.9)
+    reducer = so.reducers.error_feedback(so.reducers.int8())
+    plain = optax.chain(so.transforms.average_gradients("data", reducer), optimizer)
+    weights, batches = data_of("float32", monkeypatch)
+    if loop == "equinox_filter_jit":  # blocks of int8 go over leaves in the order of the model
+        weights = Layers(**weights)
+    expected = train_by_vmap(plain, weights, batches)
+    params, *_ = train(loop, "int8", optimizer, monkeypatch, "float32")
+    check_equal(params, expected, 2e-5)
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_local_updates_equal_copies_that_train_apart(loop, monkeypatch, x64):
+    optimizer = optax.adam(1e-2)
+    weights, batches = data_of("float64", monkeypatch)
+    copies, states = [weights] * DEVICES, [optimizer.init(weights)] * DEVICES
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for number, batch in enumerate(batches):
+        for device in range(DEVICES):
+            rows = jax.tree.map(lambda x, d=device: np.split(x, DEVICES)[d], batch)
+            copies[device], states[device] = step(copies[device], states[device], rows)
+        if (number + 1) % EVERY == 0:
+            mean = jax.tree.map(lambda *leaves: sum(leaves) / DEVICES, *copies)
+            copies = [mean] * DEVICES
+    params, *_ = train(loop, "local_updates", optimizer, monkeypatch)
+    check_equal(params, copies[0], 1e-9)
