@@ -57,6 +57,7 @@ def test_both_processes_see_the_same(run):
         assert found["exchanged"] == [[3, 4], [510, 511], [0, 4000]]
         assert found["again"] == [True, {"position": 7}, [5, 6, 7]]
         assert found["moved"] is True
+        assert found["new chain"] == [True, True, True, [7, 0, 0], True]
         assert found["left"] == [5, 6, 7]
     kind, message = first["spoiled"]
     damaged = message.split("\n")

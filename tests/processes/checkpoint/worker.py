@@ -100,6 +100,34 @@ def fail_while_writing(rank, folder, state):
     return told
 
 
+def go_on_with_another_chain(folder, state):
+    """Restore onto another mesh, with clipping, a schedule and an average; take a step.
+
+    Return whether moments and parameters are the old ones, and where the new states begin.
+    """
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(optax.linear_schedule(1e-2, 0.0, 10)),
+        so.transforms.average_params(0.9),
+    )
+    opt = so.fsdp(
+        tx,
+        so.make_mesh(data=2, tensor=2),
+        loss_fn,
+        rules=[("up", P(None, "tensor"))],
+        min_shard_elements=1,
+    )
+    refused = complaint_of(lambda: restore(folder, opt, step=7))
+    new = restore(folder, opt, step=7, new_chain=True)
+    _, (adam, _, schedule), average = new.opt_state
+    old = (state.params, state.opt_state[0])
+    placed = jax.device_put(old, jax.tree.map(lambda leaf: leaf.sharding, (new.params, adam)))
+    same = equal((new.params, adam), placed), equal(average.average, new.params)
+    counts = [int(adam.count), int(schedule.count), int(average.num_steps)]
+    _, metrics = opt.step(new, so.GlobalRows(np.ones((8, 16), np.float32)))
+    return [refused is not None, *same, counts, bool(np.isfinite(metrics["loss"]))]
+
+
 def main(rank, folder):
     found = {
         "exchanged": [
@@ -135,6 +163,7 @@ def main(rank, folder):
     moved = restore(folder / "run", other, step=7)
     there = jax.tree.map(lambda leaf: leaf.sharding, other.abstract_state().params)
     found["moved"] = equal(moved.params, jax.device_put(state.params, there))
+    found["new chain"] = go_on_with_another_chain(folder / "run", state)
     save(folder / "spoiled", state, step=1)
     save(folder / "spoiled", state, step=2)
     if rank == 0:
