@@ -27,7 +27,7 @@ from shardopt.core._errors import (
     error_text,
     plural,
 )
-from shardopt.core._types import PyTree
+from shardopt.core._types import PyTree, TrainState
 from shardopt.step._optimizer import ShardedOptimizer
 
 
@@ -56,7 +56,7 @@ def restore(
         state: a pytree of `jax.ShapeDtypeStruct` with shardings, in the form of the saved state,
         such as `opt.abstract_state()`, or a part of it, such as `{"params": {"backbone": ...}}`.
         Only the arrays of the part are read, so their files are compared by size, without SHA-256.
-        What was left is printed.
+        What was left is printed. A `TrainState` is no part, unless a field of it is None or ().
       step: the number of the checkpoint; by default the newest.
       abstract_params: pytree of `jax.ShapeDtypeStruct`: the parameters, if the optimizer has not
         seen them. Without this, they are rebuilt from the checkpoint, if their containers are only
@@ -136,7 +136,8 @@ def load(
     is_part = False
     if not isinstance(target, ShardedOptimizer):
         _check_undamaged(path, chosen_step, arrays=False)
-        is_part = not read_meta(folder).leaves.keys() <= leaves_by_path(target).keys()
+        stored = read_meta(folder).leaves
+        is_part = not stored.keys() <= _asked_for(stored, target).keys()
     if not is_part:
         _check_undamaged(path, chosen_step)
     meta, source = read_meta(folder), f"step {chosen_step} in {path}"
@@ -221,13 +222,29 @@ def _fill(
 def _fill_part(source: str, meta: Meta, target: PyTree, read: Callable[[PyTree], PyTree]) -> PyTree:
     """Return an abstract state, which may be a part of the stored one, with the stored values."""
     name = "the abstract state"
-    stored = {path: meta.leaves[path] for path in leaves_by_path(target) if path in meta.leaves}
+    stored = _asked_for(meta.leaves, target)
     readable, changes = as_stored(source, stored, target, name)
     check_match(source, stored, readable, name)
     state = to_wanted(read(readable), changes)
     if len(stored) < len(meta.leaves):
         _tell_part(source, meta.leaves, stored)
     return state
+
+
+def _asked_for(stored: StoredLeaves, target: PyTree) -> StoredLeaves:
+    """Return the stored leaves that an abstract state asks for.
+
+    A train state asks for all of its fields, so that a moment that nobody asked for is noticed; a
+    field that is None or () is left out. Any other tree is a part.
+    """
+    if not isinstance(target, TrainState):
+        return {path: stored[path] for path in leaves_by_path(target) if path in stored}
+    fields = {
+        name
+        for name, value in target._asdict().items()
+        if not (value is None or (type(value) is tuple and not value))
+    }
+    return {path: leaf for path, leaf in stored.items() if path[0] in fields}
 
 
 def _tell_part(source: str, leaves: StoredLeaves, part: StoredLeaves) -> None:
@@ -276,7 +293,10 @@ def check_match(
 
 def _misfit_fix(lines: list[str], target_name: str) -> str:
     if target_name != "opt":
-        return "pass key paths, shapes and dtypes that were saved; parts of them are enough."
+        return (
+            "pass key paths, shapes and dtypes that were saved; of a part in a dict, such as"
+            ' {"params": ...}.'
+        )
     if all(line.startswith(("opt_state/", "opt_state:")) for line in lines):
         return (
             "build opt with the optax chain that the checkpoint was saved with; or pass"

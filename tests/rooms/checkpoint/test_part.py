@@ -151,7 +151,10 @@ def test_a_whole_checkpoint_prints_nothing_and_compares_all_bytes(saved, capsys)
 )
 def test_what_the_checkpoint_does_not_hold_is_refused(wrong, line, saved):
     folder, state = saved
-    fix = "Fix: pass key paths, shapes and dtypes that were saved; parts of them are enough."
+    fix = (
+        "Fix: pass key paths, shapes and dtypes that were saved; of a part in a dict, such as"
+        ' {"params": ...}.'
+    )
     with pytest.raises(so.errors.CheckpointError, match=re.escape(line)) as error:
         so.restore(folder, abstract(wrong(state), so.make_mesh()))
     assert str(error.value).endswith(fix)
@@ -199,3 +202,14 @@ def test_the_sums_of_a_part_are_compared(tmp_path):
     so.restore(tmp_path, abstract(up, opt.mesh))
     with pytest.raises(so.errors.DamagedCheckpointError, match="head"):
         so.restore(tmp_path, abstract({"params": {"head": state.params["head"]}}, opt.mesh))
+
+
+@pytest.mark.parametrize("tx", [optax.sgd(0.1), optax.lion(0.1), optax.rmsprop(0.1)])
+def test_the_train_state_of_another_chain_is_no_part(tx, saved):
+    """Moments that it does not ask for are refused, as for an optimizer."""
+    folder, _ = saved
+    target = make_opt(tx).abstract_state(make_params())
+    with pytest.raises(
+        so.errors.CheckpointError, match=r"opt_state/0.* left over in the checkpoint"
+    ):
+        so.restore(folder, target)

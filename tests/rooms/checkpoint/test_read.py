@@ -321,8 +321,8 @@ def test_an_abstract_state_is_filled_as_it_is_placed(
         complaint_of(lambda: restore(folder, wanted._replace(step=other)))
         == f"restore: step 2 in {folder} does not fit the abstract state: 0 leaves missing, 0 left"
         " over, 1 different.\n  step: the checkpoint holds int32[], the abstract state wants"
-        " float32[]\nFix: pass key paths, shapes and dtypes that were saved; parts of them are"
-        " enough."
+        " float32[]\nFix: pass key paths, shapes and dtypes that were saved; of a part in a dict,"
+        ' such as {"params": ...}.'
     )
 
 
