@@ -140,7 +140,10 @@ def check_leaves(tree: PyTree) -> None:
         for path, leaf in leaves.items()
         if not is_array_like(leaf)
     ]:
-        fix = "make them arrays (jnp.asarray), or keep them out of the state."
+        fix = (
+            "make them arrays (jnp.asarray; so.replace sets hyperparameters and the step of a train"
+            " state), or keep them out of the state."
+        )
         raise TypeError(error_text("the state must be a pytree of arrays.", not_arrays, fix=fix))
     deleted = [
         show(path)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from shardopt.core._arguments import check_count
 from shardopt.core._axis import AxisName
@@ -199,4 +200,4 @@ class _WarmUp(NamedTuple):
         mean, residual, inner = agreeing_cond(
             state.step < self.steps, send_exact, send_compressed, grads, memory, state.inner
         )
-        return mean, residual, WarmUpState(state.step + 1, inner)
+        return mean, residual, WarmUpState(optax.safe_increment(state.step), inner)

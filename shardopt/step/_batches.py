@@ -68,7 +68,7 @@ def _convert(
         if isinstance(leaf, Mapping):
             return _convert(dict(leaf), (*prefix, *path), wrong_types, ragged_lists)
         try:
-            array = _array(leaf)
+            array = as_array(leaf)
         except ValueError:  # numpy raises it for lists of different lengths
             ragged_lists.append(f"{name}: {_describe_lengths(leaf)}")
             return leaf
@@ -88,7 +88,11 @@ def _is_column(node: Any) -> bool:
     return all(isinstance(entry, Number | str | bytes | np.generic | None) for entry in node)
 
 
-def _array(leaf: Any) -> np.ndarray | None:
+def as_array(leaf: Any) -> np.ndarray | None:
+    """Return a value as a numpy array: a list, a torch tensor, or another object with `__array__`.
+
+    None if it is none of these.
+    """
     if isinstance(leaf, list | np.generic):
         return np.asarray(leaf)
     if all(callable(getattr(leaf, method, None)) for method in ("detach", "cpu", "numpy")):  # torch

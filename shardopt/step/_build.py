@@ -3,7 +3,6 @@
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax
@@ -21,13 +20,12 @@ from shardopt.partition import Report
 from shardopt.step._average import EvaluationFn
 from shardopt.step._cache import LayoutCache, limit_in_flight
 from shardopt.step._global_rows import Rows, RowsOfOne, rows_of
+from shardopt.step._host_values import States, params_as_arrays
 from shardopt.step._init import make_state
 from shardopt.step._inputs import (
     check_batch,
     check_not_traced,
     check_params,
-    check_placement,
-    check_state,
     check_values,
     is_init_fn,
     place_batch,
@@ -38,6 +36,7 @@ from shardopt.step._optimizer import Metrics, NotPickled, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
 from shardopt.step._report import report_of
 from shardopt.step._step import compile_step
+from shardopt.step._step_counter import StepCounter
 
 StepCache = LayoutCache[CompiledStep]
 
@@ -52,14 +51,19 @@ class BatchFn(NotPickled):
     Attributes:
       prepare: checks a state and a batch, and returns the program and its arguments.
       limit: limits the number of calls that run at the same time.
+      states: places values of the host in a state.
     """
 
     prepare: Callable[[TrainState, PyTree], tuple[Program, tuple[PyTree, PyTree]]]
     limit: Callable[[PyTree], PyTree]
+    states: States
 
     @api_boundary
     def __call__(self, state: TrainState, batch: PyTree) -> PyTree:
         """Run on a state and a batch."""
+        return self.states.call(self._run, state, batch)
+
+    def _run(self, state: TrainState, batch: PyTree) -> PyTree:
         program, args = self.prepare(state, batch)
         return self.limit(program(*args))
 
@@ -112,25 +116,24 @@ class StrategyFunctions(NotPickled):
     Attributes:
       config: the checked arguments of the strategy.
       caches: the compiled programs, by view and by parameter structure.
+      cache: the programs to use before the view of a batch is known.
       views: chooses the view of each batch shape, for steps.
       evaluation_views: chooses the view of each batch shape, for evaluations.
       rows: joins the batches of several processes, for steps.
       evaluation_rows: joins the batches of several processes, for evaluations.
-      checked_steps: the ids of the compiled steps that have checked the placement of a state.
+      states: checks states, and places their values of the host.
+      counter: refuses a step whose number would wrap.
     """
 
     config: StrategyConfig
     caches: dict[str, StepCache]
+    cache: StepCache
     views: Views
     evaluation_views: Views
     rows: Rows
     evaluation_rows: Rows
-    checked_steps: set[int] = dataclasses.field(default_factory=set)
-
-    @property
-    def cache(self) -> StepCache:
-        """The programs to use before the view of a batch is known."""
-        return self.caches["global" if self.config.loss.view == "global" else "per_device"]
+    states: States
+    counter: StepCounter
 
     def init(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`.
@@ -140,7 +143,7 @@ class StrategyFunctions(NotPickled):
         with jax.transfer_guard("allow"):  # init must copy parameters to devices
             key = typed_key(self.config, rng)
             check_not_traced(self.config, params, key)
-            init_key = key if rng is None else rng
+            init_key, params = key if rng is None else rng, params_as_arrays(params)
             shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
             if not isinstance(self.rows, RowsOfOne):
                 # only several processes load it
@@ -152,36 +155,33 @@ class StrategyFunctions(NotPickled):
 
     def prepare(
         self, state: TrainState, batch: PyTree, views: Views, rows: Rows
-    ) -> tuple[CompiledStep, PyTree]:
-        """Check a state and a batch.
-
-        Return the programs in the view of the batch, and the placed batch.
-        """
+    ) -> tuple[CompiledStep, TrainState, PyTree]:
+        """Check and place a state and a batch; return them after the programs for the batch."""
+        state = self.states.first_ready(state)
         view, placed = self.prepare_batch(state, batch, views, rows)
-        return self.caches[view].of(state.params), placed
+        return self.caches[view].of(state.params), state, placed
 
     def prepare_batch(
         self, state: TrainState, batch: PyTree, views: Views, rows: Rows
     ) -> tuple[str, PyTree]:
-        """Check a state and a batch; return the view of the batch, and the placed batch."""
-        check_state(self.config, state)
+        """Check a batch for a state; return the view of the batch, and the placed batch."""
         batch = rows.join(batch)
         check_batch(self.config, batch)
         evaluates = views is self.evaluation_views
         check_values(self.config.of_evaluation if evaluates else self.config, batch)
-        compiled = self.cache.of(state.params)
-        # once, because a step returns its state with the right placement
-        if id(compiled) not in self.checked_steps:
-            check_placement(self.config, compiled.abstract, compiled.shardings, state)
-            self.checked_steps.add(id(compiled))
         placed = place_batch(self.config, batch)
-        return views.of(compiled.layout, placed), placed
+        return views.of(self.cache.of(state.params).layout, placed), placed
+
+    def place(self, state: TrainState, batch: PyTree) -> tuple[str, PyTree]:
+        """Check a state and a batch; return the view of the batch, and the placed batch."""
+        return self.prepare_batch(self.states.ready(state), batch, self.views, self.rows)
 
     def prepare_step(
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step and its arguments."""
-        compiled, placed = self.prepare(state, batch, self.views, self.rows)
+        compiled, state, placed = self.prepare(state, batch, self.views, self.rows)
+        self.counter.check(state)
         return compiled.step, (state, placed)
 
     def prepare_step_with_norms(
@@ -195,7 +195,8 @@ class StrategyFunctions(NotPickled):
             )
             fix = "use step, or the norms of the strategy inside."
             raise ValueError(format_error(self.config.strategy, problem, fix=fix))
-        compiled, placed = self.prepare(state, batch, self.views, self.rows)
+        compiled, state, placed = self.prepare(state, batch, self.views, self.rows)
+        self.counter.check(state)
         assert compiled.step_with_norms is not None
         return compiled.step_with_norms, (state, placed)
 
@@ -203,12 +204,13 @@ class StrategyFunctions(NotPickled):
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of an evaluation and its arguments."""
-        compiled, placed = self.prepare(state, batch, self.evaluation_views, self.evaluation_rows)
+        views, rows = self.evaluation_views, self.evaluation_rows
+        compiled, state, placed = self.prepare(state, batch, views, rows)
         return compiled.evaluate, (state.params, placed)
 
     def synchronize(self, state: TrainState) -> TrainState:
         """Return the state once all its copies are complete and equal; nothing is donated."""
-        check_state(self.config, state)
+        state = self.states.ready(state)
         return jax.block_until_ready(self.cache.of(state.params).synchronize(state))
 
     def compiled_step(self, abstract_params: PyTree = None) -> CompiledStep:
@@ -260,20 +262,25 @@ def build(
         view: StepCache(config.replace(view=view), compile_step)
         for view in ("per_device", "global")
     }
+    cache = caches["global" if config.loss.view == "global" else "per_device"]
     views = Views(config, training=True)
     evaluation_views = Views(config.of_evaluation, training=False)
     rows, evaluation_rows = (rows_of(config, config.strategy) for _ in range(2))
-    functions = StrategyFunctions(config, caches, views, evaluation_views, rows, evaluation_rows)
-    limit = limit_in_flight(config)
+    states, counter, limit = States(config, cache.of), StepCounter(config), limit_in_flight(config)
+    functions = StrategyFunctions(
+        config, caches, cache, views, evaluation_views, rows, evaluation_rows, states, counter
+    )
+    count = counter.counting(limit)
     return ShardedOptimizer(
         init=api_boundary(functions.init),
         step=TrainFn(
             functions.prepare_step,
-            limit,
-            functools.partial(functions.prepare_batch, views=functions.views, rows=functions.rows),
-            NormsFn(functions.prepare_step_with_norms, limit),
+            count,
+            states,
+            functions.place,
+            NormsFn(functions.prepare_step_with_norms, count, states),
         ),
-        evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit)),
+        evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit, states)),
         synchronize=api_boundary(functions.synchronize),
         specs=api_boundary(functions.specs),
         abstract_state=api_boundary(functions.abstract_state),

@@ -143,10 +143,7 @@ def check_placement(
       ValueError: if the optimizer state has another structure, or a leaf another shape, dtype or
         sharding.
     """
-    fix = "move a state between strategies and meshes with so.save and so.restore."
-    if jax.tree.structure(state) != jax.tree.structure(abstract):
-        problem = "the optimizer state is not that of this optimizer: its structure differs."
-        raise ValueError(format_error(config.strategy, problem, fix=fix))
+    check_structure(config, abstract, state)
     wrong_leaves = []
     expected_leaves = zip(jax.tree.leaves(abstract), jax.tree.leaves(shardings), strict=True)
     for (path, leaf), (expected, sharding) in zip(
@@ -168,7 +165,17 @@ def check_placement(
             "the state does not live where this strategy keeps it"
             f" ({plural(len(wrong_leaves), 'leaf')})."
         )
-        raise ValueError(format_error(config.strategy, problem, wrong_leaves, fix))
+        raise ValueError(format_error(config.strategy, problem, wrong_leaves, _FIX_STATE))
+
+
+_FIX_STATE = "move a state between strategies and meshes with so.save and so.restore."
+
+
+def check_structure(config: StrategyConfig, abstract: TrainState, state: TrainState) -> None:
+    """Refuse, by a ValueError, a state of another structure."""
+    if jax.tree.structure(state) != jax.tree.structure(abstract):
+        problem = "the optimizer state is not that of this optimizer: its structure differs."
+        raise ValueError(format_error(config.strategy, problem, fix=_FIX_STATE))
 
 
 def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:

@@ -140,6 +140,8 @@ def _on_host(injected: _Injected) -> np.ndarray:
 def _placed_like(name: str, injected: _Injected, value: Hyperparam) -> jax.Array | np.ndarray:
     """Return the value as an array with the shape, dtype and placement of the old value."""
     old = injected.value
+    if isinstance(old, int | float):  # the user put it there; a step places it
+        old = np.asarray(old, np.float32)
     numeric = isinstance(
         value, int | float | np.generic | np.ndarray | jax.Array
     ) and not isinstance(value, bool)

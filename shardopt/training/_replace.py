@@ -16,7 +16,9 @@ from shardopt.core._types import PyTree, TrainState, abstract, is_array_like, le
 from shardopt.local_updates._state import PerReplica, ReplicaStates
 from shardopt.step._average import average_of
 from shardopt.step._compressed import CompressedOptState
+from shardopt.step._host_values import params_as_arrays
 from shardopt.step._inputs import copied
+from shardopt.step._step_counter import LAST_STEP
 from shardopt.training._hyperparams import Hyperparam, set_hyperparams
 
 _AVERAGE = "average"
@@ -124,8 +126,13 @@ def replace(
         state = _set_params(state, params)
     if step is not None:
         check_count("step", step, minimum=0)
-        step_count = np.asarray(step, state.step.dtype)
-        state = state._replace(step=jax.device_put(step_count, state.step.sharding))
+        if step >= LAST_STEP:
+            problem = f"step must be below {LAST_STEP:,}, the last int32, got {step:,}."
+            raise ValueError(error_text(problem))
+        new_step = np.asarray(step, np.int32)
+        if isinstance(state.step, jax.Array):
+            new_step = jax.device_put(new_step, state.step.sharding)
+        state = state._replace(step=new_step)
     return state
 
 
@@ -192,7 +199,7 @@ def _format_shape(leaf: Any) -> str:
 
 
 def _set_params(state: TrainState, values: PyTree) -> TrainState:
-    new_leaves = leaves_with_paths(values)
+    new_leaves = leaves_with_paths(params_as_arrays(values))
     param_leaves = leaves_with_paths(state.params)
     _check_values(param_leaves, new_leaves)
     value_by_path = dict(new_leaves)

@@ -24,6 +24,7 @@ from shardopt.core._errors import (
     format_error,
 )
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.step._host_values import params_as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._spikes import Spikes
@@ -56,7 +57,7 @@ class DeferredInit(NamedTuple):
     def shapes(self) -> PyTree:
         """Return the parameters as `jax.ShapeDtypeStruct`, without computing them."""
         if not is_init_fn(self.params):
-            return jax.eval_shape(lambda params: params, self.params)
+            return jax.eval_shape(lambda params: params, params_as_arrays(self.params))
         return jax.eval_shape(self.params, jax.random.key(0) if self.rng is None else self.rng)
 
 

@@ -97,7 +97,7 @@ def average_params(
     @calling(CALLER)
     def update(updates, state, params=None, **_):
         new_params = optax.apply_updates(check_params(params), updates)
-        num_steps = state.num_steps + 1
+        num_steps = optax.safe_increment(state.num_steps)
         included = (num_steps > start) & ((num_steps - start) % every == 0)
         num_averaged = state.num_averaged + included.astype(jnp.int32)
         weight = jnp.where(

@@ -78,7 +78,8 @@ def test_donated_states_are_refused(tmp_path, trained, steps_on, complaint_of):
             TypeError,
             (
                 "save: the state must be a pytree of arrays.\n  b: int\n  c: str\n"
-                "Fix: make them arrays (jnp.asarray), or keep them out of the state."
+                "Fix: make them arrays (jnp.asarray; so.replace sets hyperparameters and the step of a"
+                " train state), or keep them out of the state."
             ),
         ),
         (
