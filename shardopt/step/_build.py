@@ -266,7 +266,7 @@ def build(
     views = Views(config, training=True)
     evaluation_views = Views(config.of_evaluation, training=False)
     rows, evaluation_rows = (rows_of(config, config.strategy) for _ in range(2))
-    states, counter, limit = States(config, cache.of), StepCounter(config), limit_in_flight(config)
+    states, counter, limit = States(config, cache), StepCounter(config), limit_in_flight(config)
     functions = StrategyFunctions(
         config, caches, cache, views, evaluation_views, rows, evaluation_rows, states, counter
     )

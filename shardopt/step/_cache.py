@@ -40,6 +40,10 @@ class LayoutCache(Generic[_Compiled]):
         self._last = self._compiled[key]
         return self._last
 
+    def last_or_none(self) -> _Compiled | None:
+        """Return the compiled object that was read last, None if there is none."""
+        return self._last
+
     def last(self) -> _Compiled:
         """Return the compiled object that was read last.
 

@@ -14,6 +14,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState, is_array_like, leaves_with_paths
 from shardopt.step._batches import as_array
+from shardopt.step._cache import LayoutCache
 from shardopt.step._inputs import check_placement, check_state, check_structure, put
 from shardopt.step._programs import CompiledStep
 
@@ -28,11 +29,11 @@ class States:
 
     Args:
       config: of the strategy.
-      programs_of: returns the programs for parameters.
+      cache: the programs by parameters.
     """
 
-    def __init__(self, config: StrategyConfig, programs_of: Callable[[PyTree], CompiledStep]):
-        self._config, self._programs_of = config, programs_of
+    def __init__(self, config: StrategyConfig, cache: LayoutCache[CompiledStep]):
+        self._config, self._cache = config, cache
         self._checked: set[int] = set()
 
     def call(
@@ -58,7 +59,7 @@ class States:
     def first_ready(self, state: TrainState) -> TrainState:
         """Return a live state; it is `ready` if it is the first one of its parameters."""
         check_state(self._config, state)
-        is_checked = id(self._programs_of(state.params)) in self._checked
+        is_checked = id(self._cache.of(state.params)) in self._checked
         return state if is_checked else self.ready(state)
 
     def ready(self, state: TrainState) -> TrainState:
@@ -66,8 +67,8 @@ class States:
         check_state(self._config, state)
         kinds = set(map(type, jax.tree.leaves(state)))
         if not any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
-            state = _placed(self._config, state, self._programs_of)
-        compiled = self._programs_of(state.params)
+            state = _placed(self._config, state, self._cache)
+        compiled = self._cache.of(state.params)
         check_placement(self._config, compiled.abstract, compiled.shardings, state)
         self._checked.add(id(compiled))
         return state
@@ -97,7 +98,7 @@ def params_as_arrays(params: PyTree) -> PyTree:
 
 
 def _placed(
-    config: StrategyConfig, state: TrainState, programs_of: Callable[[PyTree], CompiledStep]
+    config: StrategyConfig, state: TrainState, cache: LayoutCache[CompiledStep]
 ) -> TrainState:
     """Return a state with all leaves on the devices of a strategy.
 
@@ -105,7 +106,7 @@ def _placed(
       config: of the strategy.
       state: a train state. Numbers, numpy arrays, torch tensors and arrays that jax has put on its
         default device are placed; other leaves stay.
-      programs_of: returns the programs for parameters.
+      cache: the programs by parameters.
 
     Raises:
       TypeError: if a leaf is no number or array, or of a kind that the leaf cannot hold.
@@ -124,7 +125,7 @@ def _placed(
         problem = "the leaves of a state must be arrays or numbers."
         raise TypeError(format_error(config.strategy, problem, wrong_types, _FIX))
     converted = jax.tree.unflatten(jax.tree.structure(state), arrays)
-    compiled = programs_of(converted.params)
+    compiled = _programs_for(cache, converted.params)
     check_structure(config, compiled.abstract, converted)
     expected_leaves = jax.tree.leaves(compiled.abstract)
     wrong_values = [
@@ -148,6 +149,21 @@ def _placed(
     return jax.tree.unflatten(jax.tree.structure(state), placed)
 
 
+def _programs_for(cache: LayoutCache[CompiledStep], params: PyTree) -> CompiledStep:
+    """Return the programs for parameters: the last ones if the shapes are equal, because numbers of
+    the host may have another dtype.
+    """
+    last = cache.last_or_none()
+    if last is not None and _shapes(last.abstract.params) == _shapes(params):
+        return last
+    return cache.of(params)
+
+
+def _shapes(params: PyTree) -> tuple[PyTree, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(params)
+    return structure, [leaf.shape for leaf in leaves]
+
+
 def _host_array(leaf: Any) -> Any:
     """Return a value as an array, None if it is none."""
     if isinstance(leaf, bool | int | float | complex):
@@ -160,6 +176,8 @@ def _fits(array: Any, expected: jax.ShapeDtypeStruct) -> bool:
     """Return whether a leaf can hold a value: numbers of its kind or of a narrower one, in range."""
     if array.shape != expected.shape:
         return False
+    if array.dtype == expected.dtype:
+        return True
     if jnp.issubdtype(expected.dtype, jax.dtypes.extended) or jnp.issubdtype(
         array.dtype, jax.dtypes.extended
     ):
@@ -173,8 +191,8 @@ def _fits(array: Any, expected: jax.ShapeDtypeStruct) -> bool:
         return False
     if not jnp.issubdtype(expected.dtype, jnp.integer) or not array.size:
         return True
-    limits = jnp.iinfo(expected.dtype)
-    return bool(array.min() >= limits.min and array.max() <= limits.max)
+    limits, values = jnp.iinfo(expected.dtype), np.asarray(array)
+    return bool(values.min() >= limits.min and values.max() <= limits.max)
 
 
 def _text(leaf: Any) -> str:

@@ -125,7 +125,8 @@ class ShardedOptimizer(NamedTuple):
       step: `step(state, batch) -> (state, metrics)`. Jitted; donates `state`. `step.lower(state,
         batch)` returns the `jax.stages.Lowered` program, also for abstract arguments. An array that
         is two leaves of `state`, or a leaf of both `state` and `batch`, is copied first, because
-        its memory can be donated only once. `step.with_norms(state, batch) -> (state, metrics,
+        its memory can be donated only once. Numbers, numpy arrays and torch tensors that you put
+        into `state` are placed, and so is a state that was pickled. `step.with_norms(state, batch) -> (state, metrics,
         norms)` also returns `so.training.Norms`.
       evaluate: `evaluate(state, batch, params=None) -> metrics`, the loss and aux metrics of a
         batch: no gradient, no rng, nothing donated. `params="average"` evaluates the average of

@@ -174,10 +174,12 @@ def skip_anomalies(
         return inner_updates, SkipAnomaliesState(
             losses=jnp.where(place, loss, state.losses),
             norms=jnp.where(place, norm, state.norms),
-            num_taken=num_before + 1 - counted,
+            num_taken=jnp.where(skipped, num_before, optax.safe_increment(num_before)),
             skipped=skipped,
             skipped_in_a_row=skipped_in_a_row,
-            num_skipped=state.num_skipped + counted,
+            num_skipped=jnp.where(
+                skipped, optax.safe_increment(state.num_skipped), state.num_skipped
+            ),
             hopeless=skipped_in_a_row > max_in_a_row,
             inner=inner_state,
         )
