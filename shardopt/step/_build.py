@@ -19,18 +19,10 @@ from shardopt.losses._view import Views
 from shardopt.partition import Report
 from shardopt.step._average import EvaluationFn
 from shardopt.step._cache import LayoutCache, limit_in_flight
-from shardopt.step._global_rows import Rows, RowsOfOne, rows_of
-from shardopt.step._host_values import States, params_as_arrays
-from shardopt.step._init import make_state
-from shardopt.step._inputs import (
-    check_batch,
-    check_not_traced,
-    check_params,
-    check_values,
-    is_init_fn,
-    place_batch,
-    typed_key,
-)
+from shardopt.step._global_rows import Rows, rows_of
+from shardopt.step._host_values import States
+from shardopt.step._init import first_state
+from shardopt.step._inputs import check_batch, check_params, check_values, place_batch
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, NotPickled, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
@@ -140,18 +132,7 @@ class StrategyFunctions(NotPickled):
 
         `rng` also seeds the steps.
         """
-        with jax.transfer_guard("allow"):  # init must copy parameters to devices
-            key = typed_key(self.config, rng)
-            check_not_traced(self.config, params, key)
-            init_key, params = key if rng is None else rng, params_as_arrays(params)
-            shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
-            if not isinstance(self.rows, RowsOfOne):
-                # only several processes load it
-                from shardopt.step._same_start import check_same_start
-
-                check_same_start(self.config, shapes, key)
-            compiled = self.cache.of(check_params(self.config, shapes))
-            return make_state(self.config, compiled, params, key, init_key)
+        return first_state(self.config, self.cache, params, rng, rows=self.rows)
 
     def prepare(
         self, state: TrainState, batch: PyTree, views: Views, rows: Rows

@@ -14,9 +14,43 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import shardings
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree, TrainState
+from shardopt.step._cache import LayoutCache
 from shardopt.step._compile import AotCompiled, make_program
-from shardopt.step._inputs import copied, is_init_fn, put
+from shardopt.step._global_rows import Rows, RowsOfOne
+from shardopt.step._host_values import params_as_arrays
+from shardopt.step._inputs import check_not_traced, check_params, copied, is_init_fn, typed_key
 from shardopt.step._programs import CompiledStep
+
+
+def first_state(
+    config: StrategyConfig,
+    cache: LayoutCache[CompiledStep],
+    params: PyTree,
+    rng: jax.Array | None,
+    *,
+    rows: Rows,
+) -> TrainState:
+    """Return the first train state, after the checks of `init`.
+
+    Args:
+      config: of the strategy.
+      cache: its programs, by parameters.
+      params: the parameters, or a function that makes them of a key.
+      rng: the key that seeds the steps; None for the default.
+      rows: joins the batches of the processes of the job.
+    """
+    with jax.transfer_guard("allow"):  # init must copy parameters to devices
+        key = typed_key(config, rng)
+        check_not_traced(config, params, key)
+        init_key, params = key if rng is None else rng, params_as_arrays(params)
+        shapes = jax.eval_shape(params, init_key) if is_init_fn(params) else params
+        if not isinstance(rows, RowsOfOne):
+            # only several processes load it
+            from shardopt.step._same_start import check_same_start
+
+            check_same_start(config, shapes, key)
+        compiled = cache.of(check_params(config, shapes))
+        return make_state(config, compiled, params, key, init_key)
 
 
 def make_state(
