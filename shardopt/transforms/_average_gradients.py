@@ -41,7 +41,8 @@ def average_gradients(
       reducer: the reducer that averages the gradients; by default `so.reducers.exact()`.
 
     Returns:
-      An optax transformation.
+      An optax transformation. Its `update` takes `weight=`, the weight of this device: the number
+      of valid rows, if its loss is a mean over valid rows. The mean is then weighted.
 
     Raises:
       TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a
@@ -76,9 +77,14 @@ def average_gradients(
         return AverageGradientsState(state, device)
 
     @calling("average_gradients")
-    def update(updates, state, params=None, **extra_args: PyTree):
-        axis_size(axis_name)
+    def update(
+        updates, state, params=None, *, weight: jax.Array | None = None, **extra_args: PyTree
+    ):
+        num_devices = axis_size(axis_name)
         check_leaves(updates)
+        if weight is not None:
+            factor = num_devices * weight / jax.lax.psum(weight, axis_name)
+            updates = jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates)
         check_form(state.reducer, jax.eval_shape(gradient_reducer.init, abstract(updates)))
         mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
         if state.device is None:

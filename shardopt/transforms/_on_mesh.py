@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.core._arguments import check_transformation
 from shardopt.core._axis import is_bound
@@ -44,7 +44,8 @@ def on_mesh(
 
       - `init(params)` makes the state of all devices, placed on the mesh.
       - `update(grads, state, params)` under `jit` takes the gradients of all devices, [N, ...], see
-        `per_device_grads`. Inside of your own `shard_map` it takes the gradients of this device.
+        `per_device_grads`. Inside of your own `shard_map` it takes the gradients of this device. On
+        a mesh with Explicit axes it takes gradients whose type is unreduced over the axis.
       - `specs(state)` gives the `PartitionSpec` of each leaf, for `in_specs` and `out_specs`.
       - `resized(state)` carries a state of another number of devices to this mesh.
 
@@ -101,7 +102,10 @@ class OnMesh:
         state = map_by_mark(stacked_init(params), _as_it_is, lambda leaf: leaf[0])
 
         def place(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
-            return jax.lax.with_sharding_constraint(leaf, NamedSharding(self.mesh, spec))
+            sharding = NamedSharding(self.mesh, spec)
+            if AxisType.Explicit in self.mesh.axis_types:  # where a constraint is an assertion
+                return jax.reshard(leaf, sharding)
+            return jax.lax.with_sharding_constraint(leaf, sharding)
 
         return jax.tree.map(place, state, self.specs(state))
 
@@ -127,6 +131,8 @@ class OnMesh:
         """
         if is_bound(self.axis_name):
             return self._update_own(updates, state, params, **extra)
+        if _are_unreduced(updates, self.axis_name):
+            return self._update_unreduced(updates, state, params, **extra)
         self._check_stacked(updates)
 
         def run(grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
@@ -136,6 +142,24 @@ class OnMesh:
         of_params = stacked if self.own_params else PartitionSpec()
         in_specs = stacked, specs, of_params, PartitionSpec()
         run = manual(run, self.mesh, self.axis_name, in_specs, (of_params, specs))
+        return run(updates, state, params, extra)
+
+    def _update_unreduced(
+        self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        """Return the updates for gradients whose type says that they are not summed yet."""
+        size = self.mesh.shape[self.axis_name]
+
+        def run(parts: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
+            own = jax.tree.map(lambda part: part * size, parts)  # the mean of these is the sum
+            return self._update_own(own, state, params, **extra)
+
+        specs, whole = self.specs(state), PartitionSpec()
+        in_specs = PartitionSpec(unreduced={self.axis_name}), specs, whole, whole
+        # No pcast makes an unreduced value a varying one, so types cannot be checked.
+        run = jax.shard_map(
+            run, mesh=self.mesh, in_specs=in_specs, out_specs=(whole, specs), check_vma=False
+        )
         return run(updates, state, params, extra)
 
     @calling("on_mesh.resized")
@@ -271,6 +295,13 @@ def manual(
     others = [axis for axis in mesh.axis_names if axis != axis_name and mesh.shape[axis] > 1]
     axes = {axis_name} if others else set(mesh.axis_names)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
+
+
+def _are_unreduced(updates: PyTree, axis_name: str) -> bool:
+    """Return whether the types of gradients say that they are not summed over an axis yet."""
+    leaves = jax.tree.leaves(updates)
+    unreduced = [axis_name in jax.typeof(leaf).sharding.spec.unreduced for leaf in leaves]
+    return bool(unreduced) and all(unreduced)
 
 
 def own_of(stacked: PyTree) -> PyTree:

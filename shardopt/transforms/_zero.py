@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.core._arguments import check_transformation
 from shardopt.core._axis import axis_size, is_bound
@@ -52,7 +52,7 @@ def zero(
 
     Raises:
       TypeError: if `inner` is no transformation.
-      ValueError: if the axis is neither bound nor on a mesh; in `update` under `shard_map`, if the
+      ValueError: if the axis is neither bound nor on a mesh, or axes are Explicit; in `update` under `shard_map`, if the
         types show that gradients are not averaged yet.
 
     Example:
@@ -125,7 +125,15 @@ class _ByConstraints:
 
     def mesh(self) -> Mesh | AbstractMesh | None:
         mesh = self.given_mesh or jax.sharding.get_abstract_mesh()
-        return mesh if self.axis_name in mesh.axis_names else None
+        if self.axis_name not in mesh.axis_names:
+            return None
+        if AxisType.Explicit in mesh.axis_types:
+            problem = (
+                f"the mesh has Explicit axes {mesh.axis_names}, which constraints cannot shard."
+            )
+            fix = "make the mesh with axis_types=AxisType.Auto, or update inside of jax.shard_map."
+            raise ValueError(error_text(problem, fix=fix))
+        return mesh
 
     def place(self, tree: PyTree, *, whole: bool = False) -> PyTree:
         """Return the tree with each array sharded along one dim, or whole along that dim."""

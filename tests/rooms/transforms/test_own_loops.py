@@ -465,3 +465,162 @@ def test_gradients_of_the_whole_batch_are_refused_by_a_chain_on_a_mesh(mesh_of):
     params = draw_params()
     with pytest.raises(ValueError, match=r"on_mesh: under jit it takes the gradients of 8 devices"):
         jax.jit(tx.update)(params, tx.init(params), params)
+
+
+def masked_loss(params, batch):
+    return jnp.sum(jnp.square(batch["x"] @ params).sum(-1) * batch["mask"]) / batch["mask"].sum()
+
+
+def masked_batch():
+    draw = np.random.default_rng(2)
+    mask = np.arange(16) % 5 > np.arange(16) // 8
+    return {"x": draw.normal(size=(16, 4)), "mask": mask.astype(np.float64)}
+
+
+@pytest.mark.parametrize("way", ["pmap", "vmap", "checked shard_map"])
+def test_a_mean_over_valid_rows_is_exact_with_the_weight_of_each_device(way, ways, x64):
+    tx, params, batch = T.average_gradients("data"), np.ones((4, 3)), masked_batch()
+    expected = jax.grad(masked_loss)(params, batch)
+
+    def run(params, batch):
+        grads = jax.grad(masked_loss)(params, batch)
+        return tx.update(grads, tx.init(params), params, weight=batch["mask"].sum())[0]
+
+    rows = jax.tree.map(lambda x: x.reshape(4, 4, *x.shape[1:]), batch)
+    means = ways[way](run, 4)(np.stack([params] * 4), rows)
+    np.testing.assert_allclose(means, np.stack([expected] * 4), rtol=1e-12)
+    plain = jax.tree.map(
+        lambda *g: sum(g) / 4,
+        *[jax.grad(masked_loss)(params, jax.tree.map(lambda x, d=d: x[d], rows)) for d in range(4)],
+    )
+    assert np.abs(plain - expected).max() > 1e-2  # the mean of means is another
+
+
+@pytest.mark.parametrize("name", ["exact", "int8", "sign"])
+def test_unreduced_gradients_of_explicit_axes_are_reduced_by_the_link(name, x64):
+    reducer = {
+        "exact": R.exact(),
+        "int8": R.error_feedback(R.int8()),
+        "sign": R.error_feedback(R.sign()),
+    }[name]
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    optimizer = optax.sgd(0.02, momentum=0.9)
+    tx = T.on_mesh(optax.chain(T.average_gradients("data", reducer), optimizer), mesh, "data")
+    with jax.set_mesh(mesh):
+        params = jax.device_put(np.ones((4, 3)), P())
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, batch):
+            own = jax.reshard(params, P(reduced={"data"}))
+            updates, state = tx.update(jax.grad(masked_loss)(own, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        batch = jax.device_put(masked_batch(), P("data"))
+        for _ in range(20):
+            params, state = step(params, state, batch)
+        text = step.lower(params, state, batch).compile().as_text()
+    expected, expected_state = np.ones((4, 3)), optimizer.init(np.ones((4, 3)))
+    for _ in range(20):
+        grads = jax.grad(masked_loss)(expected, masked_batch())
+        updates, expected_state = optimizer.update(grads, expected_state)
+        expected = optax.apply_updates(expected, updates)
+    tolerance = 1e-12 if name == "exact" else 0.3 if name == "sign" else 0.02
+    np.testing.assert_allclose(params, expected, atol=tolerance)
+    assert ("s8[" in text) == (name == "int8")
+
+
+COMBINED = {
+    "int8 and zero": lambda: optax.chain(
+        T.average_gradients("data", R.error_feedback(R.int8())), T.zero(optax.adam(1e-2), "data")
+    ),
+    "skipped outside": lambda: T.skip_anomalies(
+        optax.chain(MEAN, T.zero(optax.adam(1e-2), "data")), loss_z=None
+    ),
+    "skipped inside": lambda: optax.chain(
+        MEAN, T.zero(T.skip_anomalies(optax.adam(1e-2), loss_z=None), "data")
+    ),
+    "steps inside": lambda: optax.chain(
+        MEAN, T.zero(optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), "data")
+    ),
+    "steps between": lambda: optax.chain(
+        MEAN, optax.MultiSteps(T.zero(optax.adam(1e-2), "data"), 2).gradient_transformation()
+    ),
+    "steps outside": lambda: optax.MultiSteps(
+        optax.chain(MEAN, T.zero(optax.adam(1e-2), "data")), 2
+    ).gradient_transformation(),
+    "all": lambda: T.skip_anomalies(
+        optax.chain(
+            T.average_gradients("data", R.error_feedback(R.int8())),
+            T.zero(optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(), "data"),
+        ),
+        loss_z=None,
+    ),
+}
+UNTYPED = ("steps outside", "shard_map")
+PLAIN = {
+    "steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "none": lambda: optax.adam(1e-2),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "loop"),
+    tiered(
+        # types refuse to accumulate gradients that differ between devices in a replicated state
+        [row for row in itertools.product(COMBINED, ["shard_map", "pmap"]) if row != UNTYPED],
+        lambda row: row[0] in ("all", "skipped outside"),
+        ids="-".join,
+    ),
+)
+def test_links_combine_in_each_order(name, loop, mesh_of):
+    tx, mesh = COMBINED[name](), mesh_of(data=8)
+    plain = PLAIN["steps" if "steps" in name or name == "all" else "none"]()
+    expected = jax.tree.map(np.float32, draw_params())
+    plain_state = plain.init(expected)
+    batches = [jax.tree.map(np.float32, batch) for batch in draw_batches()]
+    for batch in batches:
+        updates, plain_state = plain.update(
+            jax.grad(loss_fn)(expected, batch), plain_state, expected
+        )
+        expected = optax.apply_updates(expected, updates)
+    start = jax.tree.map(np.float32, draw_params())
+
+    def local_step(tx, params, state, batch, own):
+        updates, state = tx.update(jax.grad(loss_fn)(own, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    if loop == "shard_map":
+        tx = T.on_mesh(tx, mesh, "data")
+        state, params = tx.init(start), start
+        specs = tx.specs(state)
+
+        def with_types(params, state, batch):
+            own = jax.lax.pcast(params, "data", to="varying")
+            return local_step(tx, params, state, batch, own)
+
+        step = jax.jit(
+            jax.shard_map(
+                with_types, mesh=mesh, in_specs=(P(), specs, P("data")), out_specs=(P(), specs)
+            )
+        )
+    else:
+        params = jax.tree.map(lambda x: np.stack([x] * 8), start)
+        state = jax.pmap(tx.init, axis_name="data")(params)
+        step = jax.pmap(lambda p, s, b: local_step(tx, p, s, b, p), axis_name="data")
+        batches = [jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), b) for b in batches]
+    for batch in batches:
+        params, state = step(params, state, batch)
+    tolerance = 2e-2 if "int8" in name or name == "all" else 1e-5
+    for leaf, value in expected.items():
+        result = np.asarray(params[leaf])
+        result = result if loop == "shard_map" else result[0]
+        np.testing.assert_allclose(result, value, atol=tolerance)
+
+
+def test_zero_on_explicit_axes_says_what_to_do():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(
+        ValueError, match=r"zero: the mesh has Explicit axes .*\nFix: make the mesh"
+    ):
+        T.zero(optax.adam(0.1), "data", mesh).init({"w": jnp.ones(8)})
