@@ -3,7 +3,9 @@ others.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import jax
@@ -59,10 +61,12 @@ def raise_together(
 def exchange(text: str) -> list[str]:
     """Return the text of every process, in the order of the processes.
 
-    All must call it on their main thread.
+    All must call it on their main thread, or all within `exchange_through`.
     """
     if jax.process_count() == 1:
         return [text]
+    if (through := _through.get()) is not None:
+        return through(text)
     local_bytes = text.encode()
     with waiting("agree"):
         rows = _gather(
@@ -77,6 +81,22 @@ def exchange(text: str) -> list[str]:
             )
             texts = [start + remainder for start, remainder in zip(texts, remainders, strict=True)]
     return [row[:size].decode() for row, size in zip(texts, sizes, strict=True)]
+
+
+_through: ContextVar[Callable[[str], list[str]] | None] = ContextVar("through", default=None)
+
+
+@contextmanager
+def exchange_through(function: Callable[[str], list[str]]) -> Iterator[None]:
+    """Let `exchange` use a function that runs no program, on this thread, while the context lasts.
+
+    The main threads may run programs meanwhile, which all processes must start in one order.
+    """
+    token = _through.set(function)
+    try:
+        yield
+    finally:
+        _through.reset(token)
 
 
 _LENGTH_BYTES, _FIRST_BYTES = 4, 1020

@@ -51,7 +51,8 @@ def agree(place: str, value: Any, processes: Sequence[int]) -> list[Any]:
     if len(processes) == 1:
         return [value]
     with waiting("agree"):
-        texts = _channel(_client(), tuple(processes)).exchange(place, json.dumps([place, value]))
+        channel = _channel(coordination_client(), tuple(processes))
+        texts = channel.exchange(place, json.dumps([place, value]))
     messages = [json.loads(text) for text in texts]
     places = [message[0] for message in messages]
     if len(set(places)) > 1:
@@ -82,22 +83,24 @@ def process_text(processes: Sequence[int]) -> str:
 
 
 @dataclasses.dataclass
-class _Channel:
+class Channel:
     """The agreements of some processes, one after another.
 
     Attributes:
       client: the client of jax's coordination service.
       processes: the processes; the first one collects.
+      folder: the prefix of the keys, which no other channel has.
       count: how many agreements there were.
     """
 
     client: Any
     processes: tuple[int, ...]
+    folder: str
     count: int = 0
 
     def exchange(self, place: str, text: str) -> list[str]:
         """Return the texts of all processes."""
-        folder = f"shardopt/agree/{zlib.crc32(repr(self.processes).encode())}"
+        folder = self.folder
         current = f"{folder}/{self.count}/"
         process = jax.process_index()
         self.client.key_value_set(f"{current}{process}", text)
@@ -147,11 +150,13 @@ class _Channel:
 
 
 @functools.cache
-def _channel(client: Any, processes: tuple[int, ...]) -> _Channel:
-    return _Channel(client, processes)
+def _channel(client: Any, processes: tuple[int, ...]) -> Channel:
+    number = zlib.crc32(repr(processes).encode())
+    return Channel(client, processes, f"shardopt/agree/{number}")
 
 
-def _client() -> Any:
+def coordination_client() -> Any:
+    """Return the client of jax's coordination service."""
     from jax._src.distributed import global_state  # jax has no public name for it
 
     if global_state.client is None:

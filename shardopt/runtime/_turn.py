@@ -31,33 +31,36 @@ class Turn:
         self._may_leave = False
 
     @contextmanager
-    def away(self, *, may_leave: bool = False) -> Iterator[None]:
-        """Give the turn away while the context lasts; nothing on other threads, or if it is away.
-
-        Args:
-          may_leave: whether `leave` may end the context.
-        """
+    def away(self) -> Iterator[None]:
+        """Give the turn away while the context lasts; nothing on other threads, or if it is away."""
         if self._is_away or threading.get_ident() != self._owner:
             yield
             return
         self._is_away = True
         self.lock.release()
         try:
-            self._may_leave = may_leave
             yield
         finally:
             self.take_back()
 
+    @contextmanager
+    def leavable(self) -> Iterator[None]:
+        """Let `leave` end the context, if the turn is away."""
+        self._may_leave = self._is_away and threading.get_ident() == self._owner
+        try:
+            yield
+        finally:
+            self._may_leave = False
+
     def take_back(self) -> None:
         """Take the turn back, before the end of the context: the state is about to be replaced."""
-        # A handler of a signal may call `leave` up to the second line; then nothing is left to do.
         if self._is_away and threading.get_ident() == self._owner:
-            self._may_leave = False
+            self._may_leave = False  # a handler that calls `leave` would wait for this thread
             self.lock.acquire()
             self._is_away = False
 
     def leave(self) -> None:
-        """Leave the code of the user by a `StopRun`, if the context allows it.
+        """Leave the code of the user by a `StopRun`, if it is in `leavable`; take the turn back.
 
         A handler of a signal calls it, on the thread of the run.
         """
@@ -78,23 +81,24 @@ class Turn:
 
 
 _current: ContextVar[Turn | None] = ContextVar("turn", default=None)
-"""The turn of the run that this thread is in."""
+"""The turn of the run whose step this thread takes."""
 
 
 @contextmanager
-def current_turn(turn: Turn) -> Iterator[None]:
-    """Let `take_back_turn` find a turn while the context lasts."""
+def turn_of_step(turn: Turn) -> Iterator[None]:
+    """Give the turn away while the context lasts, or until a step calls `take_back_turn`."""
     token = _current.set(turn)
     try:
-        yield
+        with turn.away():
+            yield
     finally:
         _current.reset(token)
 
 
 def take_back_turn() -> None:
-    """Take back the turn of the run that this thread is in, if there is one.
+    """Take back the turn of the run whose step this thread takes, if there is one.
 
-    A step calls it when it is compiled, before its program takes over the memory of the state.
+    The step calls it when it is compiled, before its program takes over the memory of the state.
     """
     turn = _current.get()
     if turn is not None:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 from shardopt.core._types import PyTree
+from shardopt.runtime._turn import StopRun
 from shardopt.step._global_rows import END
 from shardopt.step._rows import AgreedRows, ended_text
 from shardopt.training._resume import strongest
@@ -37,13 +38,22 @@ class AgreedStream:
           ValueError: if the batches of the processes do not fit together.
           RuntimeError: if the loader of another process fails.
         """
-        batch, error = self.rows.draw(self.stream.draw)
+        batch, error = self.rows.draw(self._draw_or_end)
         messages = self.rows.exchange(batch, note=received_signal(), error=error)
         stopped = strongest([message.note for message in messages])
         if all(message.claim != "end" for message in messages):
             return self.rows.placed(batch, messages), stopped
         if batch is not None:
             self.stream.leave_last()
-        if text := ended_text(self.rows.processes, messages, self.stream.drawn):
+        if stopped is None and (
+            text := ended_text(self.rows.processes, messages, self.stream.drawn)
+        ):
             self.say(text)
         return END, stopped or "exhausted"
+
+    def _draw_or_end(self) -> PyTree:
+        """Return the next batch of this process; `END` also if a signal ends the wait for it."""
+        try:
+            return self.stream.draw()
+        except StopRun:
+            return END

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._sums import LeafSums
 from shardopt.core._early_stopping import (
     StoppingState,
@@ -20,9 +21,10 @@ from shardopt.core._early_stopping import (
 from shardopt.core._errors import NonFiniteLossError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import num_rows
+from shardopt.runtime._agreement import agree
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
-from shardopt.runtime._turn import StopRun
+from shardopt.runtime._turn import StopRun, turn_of_step
 from shardopt.step._global_rows import rows_of
 from shardopt.step._optimizer import Metrics
 from shardopt.training._arguments import Arguments, Due, check_same_arguments
@@ -120,7 +122,7 @@ class FitRun:
         self.ledger.enter("data", self.step)
         if self.arguments.checkpoints is not None:
             self.stream.hold_position()
-        with self.stop.turn.away(may_leave=jax.process_count() == 1):
+        with self.stop.turn.away():
             batch, self.stopped = self.global_batches.draw(lambda: self.stop.verdict)
         return batch
 
@@ -154,7 +156,7 @@ class FitRun:
         step = self.arguments.opt.step
         # A step of ours takes the turn back when it is compiled, before it reuses the state.
         gives_turn = hasattr(step, "place")
-        with self.stop.turn.away() if gives_turn else nullcontext():
+        with turn_of_step(self.stop.turn) if gives_turn else nullcontext():
             next_state, metrics = (take_step or step)(self.state, batch)
         self.state, self.step = next_state, self.step + 1
         self.due, self.evaluation_metrics = self.arguments.due(self.step), {}
@@ -183,6 +185,8 @@ class FitRun:
             self.report(self.step, all_metrics)
         self.observe(metrics)
         self.is_observed = True
+        if self.due.save or self.due.save_in_memory:
+            self.wait_for_all()
         if self.due.save:
             self.check_finite(metrics)
             self.save(all_metrics)
@@ -190,6 +194,15 @@ class FitRun:
             self.check_finite(metrics)
             self.save_in_memory()
         self.meter.restart()
+
+    def wait_for_all(self) -> None:
+        """Wait until all processes are here; a thread may save the state meanwhile.
+
+        What comes next takes programs of all processes, and no thread could save during it. So it
+        must not wait for a process that is in code of the user.
+        """
+        with self.stop.turn.away():
+            agree("fit", self.step, range(jax.process_count()))
 
     def wait(self) -> dict[str, float]:
         """Wait for the last step, and return its metrics; empty if no step was taken."""
@@ -204,7 +217,9 @@ class FitRun:
             return {}
         self.stop.check()
         self.ledger.enter("evaluate")
-        with self.stop.turn.away(may_leave=True):
+        # several processes must leave it together, if they compute together
+        is_alone = jax.process_count() == 1
+        with self.stop.turn.away(), self.stop.turn.leavable() if is_alone else nullcontext():
             return call_evaluate(evaluate, state, metrics, self.show_evaluation)
 
     def observe(self, metrics: dict[str, float]) -> None:
@@ -224,6 +239,8 @@ class FitRun:
         """
         self.ledger.enter("agree")
         if self.stopped is None:
+            if self.due.agree:
+                self.wait_for_all()
             self.stopped = self.verdict(due=self.due.agree)
         if self.due.probe and jax.process_count() > 1 and is_reported():
             # no step is in progress: all processes have just exchanged verdicts
@@ -233,6 +250,7 @@ class FitRun:
     def finish(self) -> TrainState:
         """Evaluate, report and save the last state; return it, synchronized."""
         self.ledger.enter("agree")
+        self.wait_for_all()
         self.stopped = common_verdict(self.stop.verdict, self.stopped, due=True)
         self.wait()
         self.roll_back()
@@ -242,6 +260,7 @@ class FitRun:
         metrics = self.meter.settle()
         if metrics:
             self.report_last(final_state, metrics)
+            self.wait_for_all()
             self.check_finite(metrics)
         self.save(metrics | self.evaluation_metrics)
         if self.stopped is not None:
@@ -312,7 +331,7 @@ class FitRun:
 
     def show_evaluation(self, done: int, total: int | None) -> None:
         """Show the progress of an evaluation."""
-        self.stop.check()
+        self.stop.check_batch()
         self.ledger.enter("evaluate")
         self.display.evaluate(done, total)
 
@@ -352,20 +371,30 @@ class FitRun:
             self.saved_step = self.step
 
     def save_at_signal(self) -> None:
-        """Save the state of the last step, on the thread of `Stop`, while the run is in other code.
+        """Save the state of the last step, on a thread of `Stop`, while the run is in other code.
 
-        Leave to the run what takes programs on all devices, and errors.
+        With several processes all call it. Leave to the run what takes programs on all devices, and
+        errors.
         """
+        answers = exchange("yes" if self.can_save_now() else "no")
+        if set(answers) == {"yes"}:
+            self.save(self.meter.settle() | self.evaluation_metrics)
+
+    def can_save_now(self) -> bool:
+        """Return whether the state can be saved without a program on all devices, and is finite."""
         arguments = self.arguments
-        if self.step == 0 or self.measured_step != self.step or arguments.verification is not None:
-            return
+        checkpoints, spikes = arguments.checkpoints, arguments.spikes
+        is_hashed = bool(getattr(checkpoints, "hash_only", ())) and jax.process_count() > 1
+        if checkpoints is None or arguments.verification is not None or is_hashed:
+            return False
+        if self.step == 0 or self.measured_step != self.step:
+            return False
         try:
             metrics = self.meter.settle()
         except NonFiniteLossError:
-            return
-        is_spike = arguments.spikes is not None and arguments.spikes.pending is not None
-        if not is_spike and is_finite_on_host(self.state, metrics):
-            self.save(metrics | self.evaluation_metrics)
+            return False
+        is_spike = spikes is not None and spikes.pending is not None
+        return not is_spike and is_finite_on_host(self.state, metrics)
 
     def save_in_memory(self) -> None:
         """Store a snapshot in the memory of the hosts."""
@@ -427,7 +456,7 @@ def begin(
 
     rows = rows_of(arguments.opt.config, "fit")
     check_same_arguments(arguments, rows)
-    stream = BatchStream(batches, rows)
+    stream = BatchStream(batches, rows, stop.turn.leavable)
     meter = new_meter(arguments, display.say, write_log)
     falls_back = arguments.verification is not None
     saved = SavedStates(arguments.opt, arguments.checkpoints, display.say, falls_back)
@@ -463,9 +492,8 @@ def begin(
         due, metrics = unfinished
         run.due, run.is_observed = Due(*due)._replace(agree=False, probe=False), False
         meter.resume(metrics)
-    if jax.process_count() == 1:
-        stop.save = run.save_at_signal
-        cleanup.callback(stop.forget_run)
+    stop.run = run
+    cleanup.callback(stop.forget_run)
     display.advance(step)
     run.stopped = run.verdict(due=True)
     return run

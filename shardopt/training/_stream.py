@@ -6,6 +6,7 @@ import json
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -93,14 +94,20 @@ class BatchStream:
     Args:
       batches: the batches of this process.
       rows: knows which processes pass which rows; None if this process is alone.
+      while_drawing: returns a context for the code of the user that makes a batch.
 
     Attributes:
       drawn: how many batches were drawn since the first one, including batches before a restored
         checkpoint.
     """
 
-    def __init__(self, batches: Iterable[PyTree], rows: "Rows | None" = None):
-        self._rows = rows
+    def __init__(
+        self,
+        batches: Iterable[PyTree],
+        rows: "Rows | None" = None,
+        while_drawing: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        self._rows, self._while_drawing = rows, while_drawing
         batches, self._are_global = unwrap(batches)
         self._source = Source(batches)
         self._last_batch: PyTree = None
@@ -113,7 +120,8 @@ class BatchStream:
 
     def draw(self) -> PyTree:
         """Return the next batch, or `END`."""
-        batch, self._next = self._look_ahead(), None
+        with self._while_drawing():
+            batch, self._next = self._look_ahead(), None
         if batch is END:
             return END
         self._counts = self._counts.with_batch(self._num_rows(batch))

@@ -289,6 +289,19 @@ def test_a_signal_ends_the_last_evaluation(opt, new_state, batches, memory):
     assert sorted(checkpoints.disk) == [6]
 
 
+def test_an_evaluation_that_trains_something_else_is_left_too(opt, new_state, batches, memory):
+    checkpoints = memory(40)
+
+    def evaluate(state):
+        probe, _ = opt.step(new_state(), batches[0])
+        return stop_in(lambda _: {"probe": float(probe.step)}, 4)(state)
+
+    options = {"checkpoints": checkpoints, "evaluate": (evaluate, 2), "progress": False}
+    result = fit(opt, new_state(), batches, num_steps=30, **options)
+    assert (result.step, result.stopped) == (4, "sigterm")
+    assert sorted(checkpoints.disk) == [4]
+
+
 def test_a_second_interrupt_leaves_an_evaluation_at_once(opt, new_state, batches):
     with pytest.raises(KeyboardInterrupt):
         fit(
