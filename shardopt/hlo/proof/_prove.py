@@ -47,9 +47,9 @@ class Source:
     """
 
     text: str
-    inputs: tuple[Sharding, ...] | None = None
-    outputs: tuple[Sharding, ...] | None = None
-    lowered: Lowered | str | None = field(default=None, compare=False)
+    inputs: Sequence[Sharding | str] | None = None
+    outputs: Sequence[Sharding | str] | None = None
+    lowered: Lowered | Reference | str | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return a short text: the text of a program is long."""
@@ -117,19 +117,21 @@ def prove(
       program. A program that "agrees" has equal results, and instructions that no rule covers.
       "unknown" is neither. `docs/compiled_proof.md` says more.
     """
-    question = _question_of(program, inputs, outputs, lowered)
-    text, inputs, outputs = question.text, question.inputs, question.outputs
+    source = _whole_source(program, inputs, outputs, lowered)
+    text, inputs, outputs = source.text, source.inputs, source.outputs
     sizes = _mesh_sizes(mesh, inputs, outputs)
     written = parse(text)
     module = opened(written)
     parameters = entry_parameters(module)
-    if inputs is None or (len(inputs) != len(parameters) and not question.is_text):
+    if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derivation = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
-    if question.reference is not None:
+    if source.lowered is not None:
         assert outputs is not None
-        comparison = compare(module, question.reference, inputs, outputs, sizes)
+        lowered = source.lowered
+        reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
+        comparison = compare(module, reference, inputs, outputs, sizes)
     faults = derivation.faults
     instructions = [line for lines in written.computations.values() for line in lines]
     compared = not comparison.refusal
@@ -165,44 +167,25 @@ _VERDICTS: dict[tuple[bool, bool], Verdict] = {
 """(whether some instruction is not covered, whether results were compared) -> the verdict."""
 
 
-class _Question(NamedTuple):
-    """The arguments of `prove`.
-
-    Attributes:
-      text: the text of the compiled program.
-      inputs: the shardings of its arguments; None if they are unknown.
-      outputs: the shardings of its results; None if they are unknown.
-      reference: the program that XLA was given; None if it is unknown.
-      is_text: whether the program is a text, which states no shardings of its arguments.
-    """
-
-    text: str
-    inputs: Sequence[Sharding | str] | None
-    outputs: Sequence[Sharding | str] | None
-    reference: Reference | None
-    is_text: bool
-
-
-def _question_of(
+def _whole_source(
     program: Lowered | Compiled | Source | str,
     inputs: Sequence[Sharding | str] | None,
     outputs: Sequence[Sharding | str] | None,
     lowered: Lowered | Reference | str | None,
-) -> _Question:
+) -> Source:
+    """Return the arguments of `prove`, with what the program states in place of None."""
     if isinstance(program, Lowered):
         program, lowered = program.compile(), program
     if isinstance(program, Compiled):
         program = source_of(program, None if isinstance(lowered, Reference) else lowered)
     if isinstance(program, str):
-        return _Question(program, inputs, outputs, _as_reference(lowered), True)
-    reference = _as_reference(lowered or program.lowered)
-    return _Question(
-        program.text, inputs or program.inputs, outputs or program.outputs, reference, False
+        return Source(program, inputs, outputs, lowered)
+    return Source(
+        program.text,
+        inputs or program.inputs,
+        outputs or program.outputs,
+        lowered or program.lowered,
     )
-
-
-def _as_reference(lowered: Lowered | Reference | str | None) -> Reference | None:
-    return lowered if lowered is None or isinstance(lowered, Reference) else Reference(lowered)
 
 
 def _mesh_sizes(
