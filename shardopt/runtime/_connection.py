@@ -95,7 +95,7 @@ def _without_place() -> Connection | None:
         problem = f"SLURM has {tasks} tasks for this job, and srun did not start this process."
         fix = "start the program by srun, or call so.initialize(alone=True)."
         warnings.warn(
-            f"initialize: {problem} It trains alone.\nFix: {fix}", UserWarning, stacklevel=3
+            f"initialize: {problem} It trains alone.\nFix: {fix}", UserWarning, stacklevel=4
         )
     return None
 

@@ -375,7 +375,25 @@ def test_a_worker_of_ray_train_is_one_of_several(ray_worker, joined, monkeypatch
     assert joined == [(("10.0.0.1:77", 3, 2), DEACTIVATED)]
 
 
-SCRIPT = """
+def test_initialize_accepts_a_worker_that_ray_has_joined(ray_worker, joined, monkeypatch):
+    """As JaxTrainer does on GPU and TPU."""
+    ray_worker(lambda: _Context(3, 2))
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    so.initialize()
+    so.make_mesh()
+    assert not joined
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "shardopt launch", "MPICH"])
+def test_processes_that_the_backend_knows_are_not_refused(environment, launcher, monkeypatch):
+    """As on a slice of TPUs."""
+    environment(SEVERAL[launcher])
+    jax.devices()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    ddp(own_mesh())
+
+
+PROGRAM = """
 import json, sys
 import jax, numpy as np, optax
 import shardopt as so
@@ -392,7 +410,7 @@ def start(call, variables):
     environment = {name: text for name, text in os.environ.items() if not A_PLACE.match(name)}
     environment |= {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | variables
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", SCRIPT.format(call=call)],
+        [sys.executable, "-W", "error", "-c", PROGRAM.format(call=call)],
         env=environment,
         text=True,
         stdout=subprocess.PIPE,

@@ -4,7 +4,9 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -101,3 +103,102 @@ def test_a_run_with_a_killed_worker_ends_at_the_same_bits(local_ray, example, tm
     assert [report["loss"] for report in reports(tmp_path, "whole")] == [
         report["loss"] for report in reports(tmp_path, "killed")
     ]
+
+
+def test_workers_that_did_not_join_are_refused(local_ray, example, tmp_path):
+    def loop():
+        import jax
+        import ray.train
+
+        try:
+            so.make_mesh()
+        except ValueError as error:
+            refusal = str(error)
+        so.initialize()
+        rank = ray.train.get_context().get_world_rank()
+        sizes = [rank, jax.process_index(), jax.process_count(), so.make_mesh().size]
+        (tmp_path / f"{rank}.json").write_text(json.dumps([refusal, sizes]))
+
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.v2.jax import JaxTrainer
+
+    environment = {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}}
+    JaxTrainer(
+        loop,
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path), worker_runtime_env=environment),
+    ).fit()
+    for rank in range(2):
+        refusal, sizes = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert refusal.startswith("make_mesh: Ray Train's world size of 2 states 2 processes")
+        assert "Fix: call so.initialize()" in refusal
+        assert sizes == [rank, rank, 2, 2]
+
+
+def test_other_processes_of_ray_are_alone_though_srun_started_it(local_ray, example, tmp_path):
+    import ray
+    from ray import tune
+
+    def mesh_size(config=None):
+        so.initialize()
+        return {"size": so.make_mesh().size, "tasks": os.environ["SLURM_STEP_NUM_TASKS"]}
+
+    class Actor:
+        def mesh_size(self):
+            return mesh_size()
+
+    step = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4"}
+    options = {"runtime_env": {"env_vars": {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", **step}}}
+    task = ray.remote(mesh_size).options(**options).remote()
+    actor = ray.remote(Actor).options(**options).remote()
+    assert ray.get([task, actor.mesh_size.remote()]) == [{"size": 1, "tasks": "4"}] * 2
+
+    def trial(config):
+        os.environ.update(options["runtime_env"]["env_vars"])
+        tune.report(mesh_size())
+
+    results = tune.Tuner(trial, run_config=tune.RunConfig(storage_path=str(tmp_path))).fit()
+    assert results[0].metrics["size"] == 1
+
+
+def test_the_number_of_workers_follows_the_cluster(example, tmp_path):
+    """A host leaves and another one comes: both times `fit` goes on with the same global batches."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:  # their paths must be short
+        environment = {"PYTHONPATH": path, "RAY_TMPDIR": sockets, "XLA_FLAGS": ""}
+        job = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("elastic_job.py")), str(tmp_path)],
+            env={name: text for name, text in os.environ.items() if name != "RAY_ADDRESS"}
+            | environment,
+            capture_output=True,
+            text=True,
+            timeout=1200,
+            check=False,
+        )
+    assert job.returncode == 0, job.stderr[-3000:]
+    history = reports(tmp_path, "run")
+    workers = [report["workers"] for report in history]
+    assert list(dict.fromkeys(workers)) == [2, 1]
+    assert workers[-1] == 2
+    assert history[-1]["step"] == 200
+    reference = loss_of_each_step(example, 200)
+    for report in history[:-1]:
+        assert report["loss"] == pytest.approx(reference[report["step"]], rel=1e-2, abs=1e-4)
+
+
+def loss_of_each_step(example, num_steps):
+    """Return step -> loss of a run on one device."""
+    import optax
+
+    mesh = so.make_mesh(devices=jax.devices()[:1])
+    opt = so.ddp(optax.adam(0.01), mesh, example.loss_fn)
+    state = opt.init(example.init, jax.random.key(0))
+    result = so.fit(
+        opt,
+        state,
+        example.rows_in_order(16, 0, 1),
+        num_steps=num_steps,
+        log_every=10,
+        progress=False,
+    )
+    return {report["step"]: report["loss"] for report in result.history}
