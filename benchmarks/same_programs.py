@@ -166,7 +166,7 @@ REDUCERS = {
     "bf16": R.exact(jnp.bfloat16),
     "int8": R.int8(16),
     "sign": R.sign(8),
-    "top_k": R.top_k(0.1, momentum=0.5),
+    "top_k": R.top_k(0.1),
     "power_sgd": R.power_sgd(1, min_ratio=0),
     "error_feedback int8": R.error_feedback(R.int8(16)),
     "error_feedback top_k": R.error_feedback(R.top_k(0.25)),

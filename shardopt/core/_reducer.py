@@ -25,15 +25,12 @@ class MessageCodec(NamedTuple):
       read: `read(message, shapes, dtypes) -> values`. `shapes` are values, or
         `jax.ShapeDtypeStruct`s like them.
       init: `init(params) -> state`.
-      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the
-        residual of earlier messages is added; None for no correction.
       error_feedback: whether the residual of a message is added to the next message.
     """
 
     write: Callable[[Values, Dtypes, PyTree], tuple[PyTree, PyTree]]
     read: Callable[[PyTree, Sequence[jax.Array | jax.ShapeDtypeStruct], Dtypes], Values]
     init: Callable[[PyTree], PyTree] = lambda params: ()
-    correct_momentum: Callable[[Values, PyTree], tuple[Values, PyTree]] | None = None
     error_feedback: bool = False
 
 

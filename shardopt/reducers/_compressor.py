@@ -55,15 +55,15 @@ class Compressor(NamedTuple):
         """Return the message, a tree of compact arrays, and the memory for the next message."""
         with calling(self.name):
             check_leaves(grads)
-        codec, state = self.codec, memory.state
+        codec = self.codec
         leaves, treedef = jax.tree.flatten(grads)
         values = widen(leaves)
-        if codec.correct_momentum is not None:
-            values, state = codec.correct_momentum(values, state)
         if codec.error_feedback:
             unsent = widen(jax.tree.leaves(memory.unsent))
             values = [value + residual for value, residual in zip(values, unsent, strict=True)]
-        message, state = codec.write(values, [real_dtype(leaf.dtype) for leaf in leaves], state)
+        message, state = codec.write(
+            values, [real_dtype(leaf.dtype) for leaf in leaves], memory.state
+        )
         decoded_grads, unsent = self.decode(message, grads), ()
         if codec.error_feedback:
             residuals = [
@@ -137,8 +137,7 @@ def compressor(reducer: Reducer) -> Compressor:
       [0. 4.] [3. 0.] 8
 
     **Equivalence**: with `error_feedback` the sum is conserved: sum_t decode(message_t) + unsent =
-    sum_t g_t, up to rounding of sums. With the momentum of `top_k`, g_t are the momentum-corrected
-    gradients. A NaN or inf in a gradient makes the decoded leaf non-finite (for `int8` and `sign`
+    sum_t g_t, up to rounding of sums. A NaN or inf in a gradient makes the decoded leaf non-finite (for `int8` and `sign`
     its whole bucket). The memory stays as it was.
 
     **Placement**: the memory is local to the sender, and is lost with the sender.

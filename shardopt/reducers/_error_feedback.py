@@ -63,8 +63,7 @@ def error_feedback(reducer: Reducer) -> Reducer:
       [[3. 0.]] [[0. 4.]]
 
     **Equivalence**: the sum is conserved: N sum_t mean_t + sum_d e_d = sum_t sum_d g_d, up to
-    rounding of sums. With the momentum of `top_k`, g_d are the momentum-corrected gradients. A call
-    whose mean is not finite returns that mean and leaves the state as it was, so skipping such a
+    rounding of sums. A call whose mean is not finite returns that mean and leaves the state as it was, so skipping such a
     step loses nothing else.
 
     A value that the optimizer clips off the mean is not remembered. A mean can be larger than the
@@ -152,7 +151,7 @@ def warm_up(reducer: Reducer, steps: int) -> Reducer:
     from then on.
 
     **Placement**: the state of `reducer`, and a counter. The state of `reducer` does not change
-    during the first calls, nor does the velocity of `top_k`.
+    during the first calls.
 
     **Communication**: the communication of `exact` at first, which `wire_bytes` does not count;
     later that of `reducer`. One program contains both, and each call runs one of them.

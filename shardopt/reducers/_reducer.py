@@ -20,7 +20,6 @@ def make_reducer(
     send: Callable[[Values, Dtypes, PyTree, AxisName], tuple[Values, Values, PyTree]],
     count_bytes: Callable[[PyTree, int], int],
     init: Callable[[PyTree], PyTree] = lambda params: (),
-    correct_momentum: Callable[[Values, PyTree], tuple[Values, PyTree]] | None = None,
     codec: MessageCodec | None = None,
 ) -> Reducer:
     """Make a reducer from functions over lists of real arrays.
@@ -33,12 +32,9 @@ def make_reducer(
       count_bytes: `count_bytes(abstract_params, axis_size)`, the bytes that a device sends in a
         call.
       init: `init(params) -> state`.
-      correct_momentum: `correct_momentum(values, state) -> (values, state)`, run before the memory
-        is added.
-      codec: the `write` and `read` of a single sender. Its fields `init` and `correct_momentum` are
-        set here.
+      codec: the `write` and `read` of a single sender. Its field `init` is set here.
     """
-    codec = None if codec is None else codec._replace(init=init, correct_momentum=correct_momentum)
+    codec = None if codec is None else codec._replace(init=init)
 
     @calling(name)
     def transmit(grads, memory, state, axis_name):
@@ -46,9 +42,7 @@ def make_reducer(
         axis_size(axis_name)
         leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, grads))
         check_not_summed(axis_name, [path for path, _ in leaves_with_paths(grads)], leaves)
-        values, old_state = widen(leaves), state
-        if correct_momentum is not None:
-            values, state = correct_momentum(values, state)
+        values = widen(leaves)
         if memory is not None:
             check_alike("the memory", grads, memory)
             values = [
@@ -69,7 +63,7 @@ def make_reducer(
         return (
             treedef.unflatten(mean),
             treedef.unflatten(narrow_residuals),
-            keep_if_finite(mean, new_state, old_state),
+            keep_if_finite(mean, new_state, state),
         )
 
     @calling(name)

@@ -3,54 +3,38 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._arguments import check_is_number, check_number
+from shardopt.core._arguments import check_is_number
 from shardopt.core._axis import AxisName
 from shardopt.core._axis import axis_size as size_of
-from shardopt.core._device_state import ErrorFeedback
 from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
-from shardopt.core._types import PyTree, wide_zeros
+from shardopt.core._types import PyTree
 from shardopt.reducers._axis import all_gather_packed
-from shardopt.reducers._reducer import make_reducer, narrow, real_dtype, real_shape, widen
-
-
-class TopKState(NamedTuple):
-    """The state of `top_k` with momentum.
-
-    Attributes:
-      velocity: u of each device, a tree like the gradients in fp32 or wider. It differs between
-        devices.
-    """
-
-    velocity: ErrorFeedback
+from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
 
 @calling("top_k")
-def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
+def top_k(density: float = 0.01) -> Reducer:
     """Average the largest entries of each device's gradients; all other entries count as zero.
 
     Use it with `error_feedback`. Each device sends the k = density n entries of largest magnitude
     of each leaf of n entries (at least one), as (index, value). The mean is the sum of the received
     entries, divided by N.
 
-    With momentum mu > 0, momentum correction applies: u = mu u + g replaces g, and u becomes zero
-    at the entries that were sent. The optimizer should then have no momentum.
-
     Args:
       density: the fraction of the entries that is sent, in (0, 1].
-      momentum: mu, in [0, 1).
 
     Returns:
       A `Reducer`.
 
     Raises:
-      TypeError: if an argument is not a number.
-      ValueError: if `density` is outside (0, 1] or `momentum` outside [0, 1).
+      TypeError: if `density` is not a number.
+      ValueError: if it is outside (0, 1].
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -65,34 +49,24 @@ def top_k(density: float = 0.01, *, momentum: float = 0.0) -> Reducer:
     **Equivalence**: equal to the mean at density 1. With `error_feedback` nothing is lost over
     time. NaN and inf count as the largest entries, so they are sent.
 
-    **Placement**: no state. With momentum, u is local to each device, as large as its gradients in
-    fp32.
+    **Placement**: no state.
 
     **Communication** per call and device, for Psi elements of b bytes: all-gathers of uint32
     indices and of values, (N-1) density Psi (4 + b) bytes. The bytes grow with N: they are density
     N times the bytes of an fp32 all-reduce.
 
     References:
-      Lin et al., "Deep Gradient Compression", 2018, section 3.1 (momentum correction) and 3.2
-      (factor masking).
+      Lin et al., "Deep Gradient Compression", 2018, without its momentum correction.
     """
     check_is_number("density", density)
-    check_number("momentum", momentum, below=1)
     if not 0 < density <= 1:
         fix = "use 1 to send everything, 0.01 to send one entry in a hundred."
         raise value_error(f"density must be above 0 and at most 1, got {density}.", fix=fix)
-    functions = _TopK(density, momentum)
-    has_momentum = momentum > 0
+    functions = _TopK(density)
     return make_reducer(
-        (
-            f"top_k(density={density:g}, momentum={momentum:g})"
-            if has_momentum
-            else f"top_k(density={density:g})"
-        ),
-        init=functions.init,
+        f"top_k(density={density:g})",
         send=functions.send,
         count_bytes=functions.count_bytes,
-        correct_momentum=functions.correct_momentum if has_momentum else None,
         codec=MessageCodec(functions.write, _read_entries),
     )
 
@@ -105,16 +79,6 @@ class _TopK:
     """
 
     density: float
-    momentum: float
-
-    def init(self, params: PyTree) -> PyTree:
-        return TopKState(ErrorFeedback(wide_zeros(params))) if self.momentum else ()
-
-    def correct_momentum(self, values: Values, state: TopKState) -> tuple[Values, TopKState]:
-        leaves, treedef = jax.tree.flatten(state.velocity.value)
-        velocity = [self.momentum * u + g for u, g in zip(widen(leaves), values, strict=True)]
-        new_leaves = narrow(velocity, [leaf.dtype for leaf in leaves])
-        return velocity, TopKState(ErrorFeedback(treedef.unflatten(new_leaves)))
 
     def send(
         self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName
@@ -125,7 +89,7 @@ class _TopK:
             value.reshape(-1).at[indices].add(-entries).reshape(value.shape)
             for value, indices, entries in zip(values, sent_indices, sent_entries, strict=True)
         ]
-        return means, residuals, self._cleared(state, sent_indices)
+        return means, residuals, state
 
     def write(self, values: Values, dtypes: Dtypes, state: PyTree) -> tuple[PyTree, PyTree]:
         sent_indices = self._indices(values)
@@ -133,7 +97,7 @@ class _TopK:
             (indices.astype(jnp.uint32), value.reshape(-1)[indices].astype(dtype))
             for value, indices, dtype in zip(values, sent_indices, dtypes, strict=True)
         ]
-        return message, self._cleared(state, sent_indices)
+        return message, state
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
         message_bytes = 0
@@ -144,9 +108,6 @@ class _TopK:
 
     def _indices(self, values: Values) -> list[jax.Array]:
         return [_largest_indices(value.reshape(-1), self.density) for value in values]
-
-    def _cleared(self, state: PyTree, sent_indices: list[jax.Array]) -> PyTree:
-        return _clear_sent_velocity(state, sent_indices) if self.momentum else state
 
 
 def _read_entries(message: PyTree, shapes: Sequence[Any], dtypes: Dtypes) -> Values:
@@ -210,13 +171,3 @@ def _scatter_sum(indices: jax.Array, values: jax.Array, size: int) -> jax.Array:
 
     first = jnp.zeros(size, values.dtype).at[indices[0]].add(values[0], unique_indices=True)
     return jax.lax.scan(add, first, (indices[1:], values[1:]))[0]
-
-
-def _clear_sent_velocity(state: TopKState, sent_indices: list[jax.Array]) -> TopKState:
-    leaves, treedef = jax.tree.flatten(state.velocity.value)
-    cleared = []
-    for u, indices in zip(widen(leaves), sent_indices, strict=True):
-        cleared.append(u.reshape(-1).at[indices].set(0).reshape(u.shape))
-    return TopKState(
-        ErrorFeedback(treedef.unflatten(narrow(cleared, [leaf.dtype for leaf in leaves])))
-    )

@@ -22,7 +22,7 @@ REDUCERS = {
     "bf16": R.exact(jnp.bfloat16),
     "int8": EF(R.int8(16)),
     "sign": EF(R.sign(8)),
-    "top_k": EF(R.top_k(0.1, momentum=0.5)),
+    "top_k": EF(R.top_k(0.1)),
     "power_sgd": EF(R.power_sgd(1, min_ratio=0)),
     "warm_up": EF(R.warm_up(R.sign(8), 2)),
 }
@@ -83,7 +83,7 @@ def held(tree):
 
 
 def test_bytes_of_a_device_are_what_the_docstrings_state(mesh_of):
-    """ddp with Adam: 12 a parameter; 4 more for what is not sent, 4 for the velocity of top_k."""
+    """ddp with Adam: 12 a parameter; 4 more for what is not sent."""
     case = block_problem("nnx", weighted=True, num_blocks=4, rows=16, steps=1)
     abstract = jax.eval_shape(lambda: jax.tree.map(lambda x: x.astype(jnp.float32), case.params))
     psi = 4 * sum(leaf.size for leaf in jax.tree.leaves(abstract))
@@ -91,7 +91,7 @@ def test_bytes_of_a_device_are_what_the_docstrings_state(mesh_of):
         "bf16": 0,
         "int8": psi,
         "sign": psi,
-        "top_k": 2 * psi,
+        "top_k": psi,
         "warm_up": psi + 4,
     }.items():
         opt = so.ddp(optax.adam(0.1), mesh_of(data=DEVICES), case.loss_fn, reducer=REDUCERS[name])

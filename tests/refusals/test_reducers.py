@@ -48,11 +48,6 @@ CONSTRUCTION = [
         ),
     ),
     (lambda: R.top_k("1%"), TypeError, "top_k: density must be a number, got '1%' (str)."),
-    (
-        lambda: R.top_k(momentum=1.0),
-        ValueError,
-        "top_k: momentum must be finite, at least 0 and below 1; got 1.0.",
-    ),
     (lambda: R.power_sgd(0), ValueError, "power_sgd: rank must be at least 1, got 0."),
     (lambda: R.power_sgd(True), TypeError, "power_sgd: rank must be an integer, got True (bool)."),
     (

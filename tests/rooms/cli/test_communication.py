@@ -300,7 +300,7 @@ GRADIENTS = (
         ),
         (
             "--strategy ddp --reducer top_k(rank=4)",
-            "train: --reducer top_k has no argument 'rank'.\nFix: it takes density, momentum.",
+            "train: --reducer top_k has no argument 'rank'.\nFix: it takes density.",
         ),
         (
             "--strategy ddp --reducer top_k(density=2)",

@@ -58,9 +58,7 @@ def train(
     "make",
     [
         lambda: INT8,
-        pytest.param(
-            lambda: R.error_feedback(R.top_k(density=0.1, momentum=0.5)), marks=pytest.mark.slow
-        ),
+        pytest.param(lambda: R.error_feedback(R.top_k(density=0.1)), marks=pytest.mark.slow),
         pytest.param(lambda: R.error_feedback(R.power_sgd(rank=1)), marks=pytest.mark.slow),
     ],
 )

@@ -18,7 +18,6 @@ PLAIN = {
     "int8": lambda: reducers.int8(block_size=32),
     "sign": lambda: reducers.sign(block_size=16),
     "top_k": lambda: reducers.top_k(density=0.1),
-    "top_k, momentum": lambda: reducers.top_k(density=0.1, momentum=0.5),
     "power_sgd": lambda: reducers.power_sgd(rank=2),
 }
 ALL = PLAIN | {
@@ -46,7 +45,7 @@ def assert_close(a, b, **tolerance):
     "name",
     tiered(
         ["exact", "int8", *(name for name in ALL if "feedback" in name)],
-        lambda name: name.startswith(("int8, ", "sign, ", "top_k, momentum, ", "power_sgd, ")),
+        lambda name: name.startswith(("int8, ", "sign, ", "top_k, ", "power_sgd, ")),
     ),
 )
 def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
@@ -71,7 +70,7 @@ def test_a_message_says_what_a_mean_over_one_device_does(name, x64):
         found, memory, wanted, state = both(grads, memory, state)
         assert_close(found, wanted, rtol=1e-9, atol=1e-9)
         given, read = jax.tree.map(np.add, given, grads), jax.tree.map(np.add, read, found)
-    if "feedback" in name and "momentum" not in name:
+    if "feedback" in name:
         assert_close(jax.tree.map(np.add, read, memory.unsent), given, rtol=0, atol=1e-12)
         lossy = not name.startswith("exact")
         assert (
@@ -86,7 +85,6 @@ BYTES = {  # of the leaves above: 480, 7, 512, 0 and 1 numbers, 1000 in all
     "int8": 1024 + 4 * 32,
     "sign": (1008 + 8 * 0) // 8 + 4 * 63,
     "top_k": 8 * (48 + 1 + 52 + 1),
-    "top_k, momentum": 8 * (48 + 1 + 52 + 1),
     "power_sgd": 4 * (2 * (24 + 20) + 2 * 2 * (16 + 16) + 7 + 1),
 }
 
@@ -103,7 +101,7 @@ def test_bytes_of_a_message(name):
             "bf16, feedback",
             "int8, feedback",
             "sign, feedback",
-            "top_k, momentum, feedback",
+            "top_k, feedback",
             "power_sgd, feedback",
         ],
         lambda name: name.startswith(("int8", "top_k", "power_sgd")),

@@ -109,7 +109,7 @@ def test_other_state_is_carried_as_it_is(mesh_of):
 
 def test_optax_finds_the_parts_that_are_like_parameters():
     """`tree_map_params` initialises with placeholders; strategies place optimizer state by it."""
-    for reducer in (R.error_feedback(R.power_sgd(2)), R.error_feedback(R.top_k(momentum=0.5))):
+    for reducer in (R.error_feedback(R.power_sgd(2)), R.error_feedback(R.top_k())):
         tx = so.transforms.average_gradients("data", reducer)
         state = tx.init({"w": jnp.ones((9, 9)), "b": jnp.ones(3)})
         marked = optax.tree_map_params(

@@ -20,11 +20,10 @@ PLAIN = [
     R.top_k(0.2),
     R.warm_up(R.power_sgd(2), 1),
 ]
-PLAIN.append(R.warm_up(R.top_k(0.2, momentum=0.5), 1))
+PLAIN.append(R.warm_up(R.top_k(0.2), 1))
 REDUCERS = [
     *PLAIN,
     *(R.error_feedback(one) for one in PLAIN),
-    R.error_feedback(R.top_k(0.2, momentum=0.9)),
 ]
 FED_BACK = REDUCERS[len(PLAIN) :]
 by_name = pytest.mark.parametrize("reducer", FED_BACK, ids=lambda one: one.name)
@@ -34,7 +33,7 @@ def tiered_by_name(*names):
     """Return the reducers with error feedback; those with such a name run by default."""
 
     def is_quick(one):
-        return any(name in one.name for name in names) and "momentum" not in one.name
+        return any(name in one.name for name in names)
 
     return tiered(FED_BACK, is_quick, ids=lambda one: one.name)
 

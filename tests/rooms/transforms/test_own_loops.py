@@ -24,7 +24,6 @@ LINKS = {
     "error_feedback": lambda: T.average_gradients("data", R.error_feedback(R.int8())),
     "warm_up": lambda: T.average_gradients("data", R.error_feedback(R.warm_up(R.sign(), 2))),
     "top_k": lambda: T.average_gradients("data", R.error_feedback(R.top_k(density=0.5))),
-    "momentum_top_k": lambda: T.average_gradients("data", R.top_k(density=0.5, momentum=0.9)),
     "power_sgd": lambda: T.average_gradients("data", R.error_feedback(R.power_sgd(rank=2))),
     "soap": lambda: so.optimizers.soap(0.1),
     "shampoo": lambda: so.optimizers.shampoo(0.1),
@@ -123,7 +122,7 @@ MEAN = T.average_gradients("data")
 PER_DEVICE = {
     "error_feedback": lambda: T.average_gradients("data", R.error_feedback(R.int8())),
     "sign": lambda: T.average_gradients("data", R.error_feedback(R.sign())),
-    "top_k": lambda: T.average_gradients("data", R.top_k(density=0.5, momentum=0.9)),
+    "top_k": lambda: T.average_gradients("data", R.error_feedback(R.top_k(density=0.5))),
     "power_sgd": lambda: T.average_gradients("data", R.error_feedback(R.power_sgd(rank=1))),
     "zero": lambda: optax.chain(MEAN, T.zero(optax.adam(0.1), "data")),
     "zero of a chain": lambda: T.skip_anomalies(
