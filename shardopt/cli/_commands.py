@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Union, cast
+from typing import Annotated, Any, NamedTuple, Union, cast
 
 import tyro
 
@@ -16,10 +16,11 @@ from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
 from shardopt.core._errors import calling, value_error
+from shardopt.runtime._devices import start_devices
 from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
-from shardopt.runtime._processes import end_at_once
+from shardopt.runtime._processes import end_at_once, initialize
 from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 
@@ -110,14 +111,15 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """
     words, command = split_words(sys.argv[1:] if arguments is None else arguments)
     options = parse(words)
-    name, run_command = _COMMANDS[type(options)]
+    chosen = _COMMANDS[type(options)]
     try:
-        with calling(name):
+        with calling(chosen.name):
             if isinstance(options, LaunchOptions):
                 return launch(options, command)
             if isinstance(options, RunOptions):
                 options = _resumed(words, options)
-            return run_command(options) or 0
+            _start(chosen, options)
+            return chosen.run(options) or 0
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, FloatingPointError, ModuleNotFoundError) as error:
@@ -126,6 +128,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         _print_error(error)
         end_at_once(2)
         return 2
+
+
+def _start(command: "Command", options: Any) -> None:
+    """Join the processes of the job and set the devices, before any other code of a command."""
+    if command.devices is not None:
+        start_devices(command.devices(options))
+    elif command.joins:
+        initialize()
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -144,10 +154,10 @@ def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
     if wants_help or wants_all:
         words = [*words[:1], "--help"]
     commands = []
-    for options_type, (name, _) in _COMMANDS.items():
+    for options_type, known in _COMMANDS.items():
         command_type = brief(options_type) if wants_help and not wants_all else options_type
         default = defaults if options_type is type(defaults) else command_type()
-        command = tyro.conf.subcommand(name, default=default, prefix_name=False)
+        command = tyro.conf.subcommand(known.name, default=default, prefix_name=False)
         commands.append(Annotated[command_type, command])
     return tyro.cli(
         cast(Any, Union[tuple(commands)]),  # noqa: UP007
@@ -190,6 +200,9 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
     if not command:
         example = "shardopt launch --processes 4 -- train --steps 100"
         raise value_error("there is no command to launch.", fix=f"say it after --: {example}")
+    if command[0] in _ALONE:
+        fix = "start it by itself; the job finds vaults through SHARDOPT_VAULTS."
+        raise value_error(f"{command[0]} cannot be a process of a job.", fix=fix)
     run_options: RunOptions | None = parse(command) if command[0] in ("train", "tune") else None
     folder = run_options.run.run_dir if run_options else None
     counts = parse_processes(options.processes, options.min_processes)
@@ -220,18 +233,41 @@ def keep(options: VaultOptions) -> None:
     keep_snapshots(options.port, os.environ[TOKEN])
 
 
-_COMMANDS: dict[type, tuple[str, Callable[[Any], int | None]]] = {
-    TrainOptions: ("train", _train),
-    TuneOptions: ("tune", _tune),
-    LaunchOptions: ("launch", lambda options: launch(options, [])),
-    VaultOptions: ("vault", keep),
-    PlanOptions: ("plan", plan),
-    AuditOptions: ("audit", audit),
-    ScheduleOptions: ("schedule", schedule),
-    DoctorOptions: ("doctor", lambda _: print(doctor())),
-    VerifyOptions: ("verify", verify),
+class Command(NamedTuple):
+    """A command of `shardopt`.
+
+    Attributes:
+      name: its name.
+      run: its function.
+      devices: the number of CPU devices to simulate, by its options; None if it sets none.
+      joins: whether its processes are one job, without devices of its own.
+    """
+
+    name: str
+    run: Callable[[Any], int | None]
+    devices: Callable[[Any], int] | None = None
+    joins: bool = False
+
+
+def _devices_of_run(options: RunOptions) -> int:
+    return options.where.devices
+
+
+_COMMANDS: dict[type, Command] = {
+    TrainOptions: Command("train", _train, _devices_of_run),
+    TuneOptions: Command("tune", _tune, _devices_of_run),
+    LaunchOptions: Command("launch", lambda options: launch(options, [])),
+    VaultOptions: Command("vault", keep),
+    PlanOptions: Command("plan", plan),
+    AuditOptions: Command("audit", audit),
+    ScheduleOptions: Command("schedule", schedule),
+    DoctorOptions: Command("doctor", lambda _: print(doctor()), joins=True),
+    VerifyOptions: Command("verify", verify, lambda options: options.devices),
 }
-"""By the type of its options the name of each command, and its function."""
+"""By the type of its options each command."""
+_NAMES = frozenset(command.name for command in _COMMANDS.values())
+_ALONE = ("launch", "vault")
+"""The commands that are no process of a job."""
 
 
 def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int]:
@@ -266,10 +302,10 @@ def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> l
     """
     if words[0].endswith(".py"):
         return [sys.executable, *words]
-    if words[0] == "verify":
-        return [sys.executable, "-m", "shardopt.cli", *words]
-    if run_dir is None:
+    if words[0] not in _NAMES:
         return list(words)
+    if run_dir is None:
+        return [sys.executable, "-m", "shardopt.cli", *words]
     resumes = attempt and "--resume" not in words and committed(run_dir / CHECKPOINTS)
     return [sys.executable, "-m", "shardopt.cli", *words, *(["--resume"] if resumes else [])]
 

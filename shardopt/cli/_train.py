@@ -22,7 +22,6 @@ from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
 from shardopt.models import gpt
-from shardopt.runtime._devices import start_devices
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 
 _VALIDATION_BATCHES = 4
@@ -95,12 +94,12 @@ def _train(setup: _Setup) -> None:
 
 
 def _set_up(options: TrainOptions) -> _Setup:
-    """Check the options, start the devices, and open the text."""
+    """Check the options, and open the text."""
     for module in ("grain", "matplotlib"):
         require(module, extra="cli")
     check_run_folder(options)
     check_options(options)
-    devices, replicas = start_devices(options.where.devices), options.communication.replicas
+    devices, replicas = jax.devices(), options.communication.replicas
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid, replicas=replicas)
     options = fitted(options, mesh)
     screen, training = display.open_screen(), options.training

@@ -25,7 +25,6 @@ from shardopt.core._extras import require
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.data._corpus import Batch
 from shardopt.models import Pretrained, decoder, from_pretrained
-from shardopt.runtime._devices import start_devices
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 from shardopt.training._fit import FitResult
 
@@ -135,7 +134,7 @@ def tune(options: TuneOptions) -> None:
     tx = make_optimizer(
         training.optimizer, learning_rate=learning_rate, steps=steps, clip=training.clip
     )
-    devices = start_devices(options.where.devices)
+    devices = jax.devices()
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid)
     opt = make_base(options, tx, mesh, tuned.model, leaf_arguments=tuned.leaf_arguments)
     opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters

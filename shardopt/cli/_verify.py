@@ -54,8 +54,13 @@ def run_without_extras(words: Sequence[str]) -> int:
     """Run the command where the packages of the extra cli are not installed, and return its exit
     code.
     """
+    from shardopt.runtime._devices import start_devices
+
+    options = parse_verify(words)
     try:
-        return verify(parse_verify(words))
+        with calling("verify"):
+            start_devices(options.devices)
+        return verify(options)
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:
@@ -75,10 +80,9 @@ def verify(options: VerifyOptions) -> int:
         raise value_error(problem, fix=f"mkdir -p {options.output.parent}, or name another file.")
     import jax
 
-    from shardopt.runtime._devices import start_devices
     from shardopt.verify import Result, all_rows, run_rows
 
-    devices = start_devices(options.devices)
+    devices = jax.devices()
     rows = [row for row in all_rows(devices) if options.only in f"{row.group}: {row.name}"]
     if not rows:
         problem = f"no row contains {options.only!r}."

@@ -1,0 +1,103 @@
+"""Each command as a process of its own, and under `launch`: one place joins the job and sets the
+devices, before any other code of the command uses jax.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from support import oracle
+from support.paths import ROOT
+
+from shardopt.cli import _commands, main
+
+
+@pytest.mark.parametrize("name", ["train", "tune", "verify", "doctor"])
+def test_devices_are_set_before_a_command_begins(name, monkeypatch):
+    """Recorded in this process, where jax has started already."""
+    calls = []
+    monkeypatch.setattr(_commands, "start_devices", lambda count: calls.append(("devices", count)))
+    monkeypatch.setattr(_commands, "initialize", lambda: calls.append(("join",)))
+    table = {
+        kind: command._replace(run=lambda options: calls.append(("run",)))
+        for kind, command in _commands._COMMANDS.items()
+    }
+    monkeypatch.setattr(_commands, "_COMMANDS", table)
+    words = {"train": ["--devices", "3"], "tune": ["--devices", "3"], "verify": ["--devices", "3"]}
+    assert main([name, *words.get(name, [])]) == 0
+    assert calls == [("join",) if name == "doctor" else ("devices", 3), ("run",)]
+
+
+def test_every_command_with_devices_sets_them():
+    for kind, command in _commands._COMMANDS.items():
+        groups = [kind, *(field.type for field in dataclasses.fields(kind))]
+        has_devices = any("devices" in getattr(group, "__annotations__", {}) for group in groups)
+        assert has_devices == (command.devices is not None), command.name
+
+
+@pytest.mark.parametrize("name", ["launch", "vault"])
+def test_what_is_no_process_of_a_job_is_refused(name, capsys):
+    assert main(["launch", "--", name]) == 2
+    assert f"error: launch: {name} cannot be a process of a job.\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["doctor", "plan", "audit", "schedule", "verify"])
+def test_a_command_under_launch_is_run_by_this_python(name):
+    assert _commands.child_command([name, "--help"], None, 0) == [
+        sys.executable, "-m", "shardopt.cli", name, "--help",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tune_words(tmp_path_factory):
+    """A tiny Llama and conversations."""
+    root = tmp_path_factory.mktemp("tune")
+    config, shapes, _ = oracle.read_case("llama3")
+    folder = oracle.write_folder(root / "llama", config, shapes)
+    (folder / "tokenizer.json").write_text("{}")
+    draw, lines = np.random.default_rng(0), []
+    for _ in range(40):
+        tokens = draw.integers(2, 14, 6).tolist()
+        lines.append(json.dumps({"tokens": tokens, "weights": [0, 0, 0, 1, 1, 1]}))
+    (root / "chat.jsonl").write_text("\n".join(lines))
+    words = f"--model {folder} --data {root / 'chat.jsonl'} --length 16 --batch-size 8 --steps 2"
+    return ["tune", *words.split(), "--evaluate-every", "2"]
+
+
+COMMANDS = {  # words, and a part of the output
+    "train": ("--devices 4 --mesh data=4 --steps 2", "data=4"),
+    "tune": ("--devices 4 --mesh data=4", "data=4"),
+    "tune with adapters": ("--devices 4 --mesh data=4 --lora-rank 2", "data=4"),
+    "tune in 4 bits": ("--devices 4 --mesh data=4 --lora-rank 2 --base nf4", "data=4"),
+    "doctor": ("", "jax"),
+    "schedule": ("", ""),
+    "plan": ("--help", ""),
+    "audit": ("--help", ""),
+    "verify": ("--devices 4 --only same", "4 x cpu"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "launched"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_runs_alone_and_under_launch(
+    name, launched, shardopt, tiny, tune_words, tmp_path
+):
+    options, piece = COMMANDS[name]
+    command = name.split()[0]
+    words = {"train": tiny, "tune": tune_words}.get(command, [command]) + options.split()
+    if command in ("train", "tune"):
+        words += ["--run-dir", str(tmp_path / "run")]
+    if launched:
+        words = ["launch", "--processes", "2", "--", *words]
+    job = shardopt(*words, stderr=subprocess.STDOUT, cwd=tmp_path)
+    said, _ = job.communicate(timeout=900)
+    assert job.returncode == 0, said
+    assert piece in said
+
+
+def test_the_module_of_the_command_line_is_found():
+    assert (ROOT / "shardopt/cli/__main__.py").is_file()
