@@ -77,7 +77,10 @@ class Lora:
         expert_patterns = patterns_of(self.base_rules, "experts")
         experts: list[Rule] = [(pattern, "experts") for pattern in expert_patterns]
         frozen: list[Rule] = [(pattern, "frozen") for pattern in self.frozen]
-        return [self._spec_of_leaf, *experts, *frozen]
+        divisible: list[Rule] = (
+            [("", "if_divisible")] if patterns_of(self.base_rules, "if_divisible") else []
+        )
+        return [self._spec_of_leaf, *experts, *frozen, *divisible]
 
     @calling("lora")
     def init(self, params: PyTree, rng: jax.Array, *, dtype: DTypeLike = jnp.float32) -> PyTree:

@@ -224,13 +224,14 @@ class SharedOptions(TypedDict, total=False):
         Option(
             "what holds of the leaves whose key path, such as"
             ' "blocks/attention/qkv", a regex is found in: `[(regex, PartitionSpec), (regex,'
-            ' "frozen"), (regex, "experts"), ...]`. A `PartitionSpec` says which dims the tensor'
-            ' axis splits; the first one that matches wins. "frozen" leaves are not trained: they'
+            ' "frozen"), (regex, "experts"), (regex, "if_divisible"), ...]`. A `PartitionSpec` says'
+            ' which dims the tensor axis splits; the first one that matches wins. "frozen" leaves are not trained: they'
             " have no gradient and no optimizer state. Leaves that are not floating are always"
             " frozen. `loss_fn` may give frozen leaves new values with `Updated`. Strategies that"
             ' shard parameters shard frozen leaves as well. Dim 0 of leaves of "experts" counts'
             " experts, and the expert axis splits it. Without an expert axis they are treated like"
-            ' all others. For leaves of a BlockModel\'s "blocks" specs and dims are those of one'
+            ' all others. Leaves of "if_divisible" stay whole where tensor does not divide them, and the'
+            ' report says so. For leaves of a BlockModel\'s "blocks" specs and dims are those of one'
             " block. A rule may also be a function `(path, shape) -> PartitionSpec | None`.",
             default=(),
             check=_rules,

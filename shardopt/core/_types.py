@@ -22,12 +22,14 @@ TreeDef = Any
 type.
 """
 PlaceLeaf = Callable[[str, tuple[int, ...]], PartitionSpec | None]
-LeafRole = PartitionSpec | Literal["frozen", "experts"]
-"""What holds of a leaf: how tensor splits it, that it is not trained, that dim 0 counts experts."""
+LeafRole = PartitionSpec | Literal["frozen", "experts", "if_divisible"]
+"""What holds of a leaf: how tensor splits it, that it is not trained, that dim 0 counts experts, that
+it stays whole where tensor does not divide it.
+"""
 Rule = tuple[str | re.Pattern[str], LeafRole] | PlaceLeaf
 """What holds of the leaves whose key path a regex is found in, or a function that places a leaf."""
 Rules = Sequence[Rule] | PlaceLeaf
-"""`[(regex, PartitionSpec | "frozen" | "experts"), ...]`. A rule, or all of `rules`, may also be a
+"""`[(regex, PartitionSpec | "frozen" | "experts" | "if_divisible"), ...]`. A rule, or all of `rules`, may also be a
 function `(path, shape) -> PartitionSpec | None`.
 """
 

@@ -81,6 +81,8 @@ _BLOCK_MATRICES = (
     ("experts/(gate|up|down)$", Matrix(rows=2, columns=3)),
 )
 _KINDS: tuple[tuple[str, LeafRole], ...] = (
+    ("(^|/)(embedding|head|head_bias)$", "if_divisible"),
+    ("(^|/)(first_)?blocks/attention/(k|v|kv)(_bias)?$", "if_divisible"),
     ("(^|/)blocks/experts/", "experts"),
     # the biases that balance DeepSeek-V3's experts have no gradient
     ("(^|/)blocks/router/choice_bias$", "frozen"),
@@ -88,19 +90,22 @@ _KINDS: tuple[tuple[str, LeafRole], ...] = (
 
 
 def rules(config: DecoderConfig) -> tuple[tuple[str, LeafRole], ...]:
-    """Return the rules of a strategy: tensor splits heads, hidden units and the vocabulary.
+    """Return the rules of a strategy: tensor splits heads, hidden units and the vocabulary. Heads of
+    keys and a vocabulary that it does not divide stay whole, and the report says so.
 
     With experts they also name the leaves of experts, and the bias of their choice as frozen. They
     match below a prefix such as "base/" too.
 
     Example:
       >>> for pattern, spec in rules(DecoderConfig(tied=True)):
-      ...     print(pattern, tuple(spec))
+      ...     print(pattern, spec if isinstance(spec, str) else tuple(spec))
       (^|/)blocks/attention/(q|k|v|kv)$ (None, 'tensor')
       (^|/)blocks/attention/out$ ('tensor',)
       (^|/)blocks/(mlp|shared)/(gate|up)$ (None, 'tensor')
       (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ ('tensor',)
       (^|/)(embedding|head)$ ('tensor',)
+      (^|/)(embedding|head|head_bias)$ if_divisible
+      (^|/)(first_)?blocks/attention/(k|v|kv)(_bias)?$ if_divisible
     """
     # one head of keys and values is on every device of tensor
     single_head = (("attention/(k|v|kv)(_bias)?$", ()),) * (config.kv_heads == 1)

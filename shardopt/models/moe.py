@@ -33,6 +33,7 @@ rules = (
     ("(^|/)(blocks/(attention/out|shared/down)|embedding|head)$", P("tensor")),
     ("(^|/)blocks/experts/(gate|up)$", P(None, None, "tensor")),
     ("(^|/)blocks/experts/down$", P(None, "tensor")),
+    ("(^|/)(blocks/attention/kv|embedding|head)$", "if_divisible"),
     ("(^|/)blocks/experts/", "experts"),
     ("^router_(load|bias)$", "frozen"),
 )

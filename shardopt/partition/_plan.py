@@ -4,6 +4,7 @@ optimizer state.
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -79,6 +80,7 @@ class LeafPlan:
         they use `spec`.
       spread: the dim of a stacked leaf that is sharded over pipeline if stages have unequal numbers
         of blocks; else None.
+      whole: why tensor does not split the leaf although a rule says so; else empty.
     """
 
     path: str
@@ -94,6 +96,7 @@ class LeafPlan:
     experts: bool = False
     owned: PartitionSpec | None = None
     spread: int | None = None
+    whole: str = ""
 
     @property
     def shard_axes(self) -> tuple[str, ...]:
@@ -180,6 +183,7 @@ class _Leaf(NamedTuple):
       shape: the shape, of one block if dim 0 counts blocks.
       spec: the spec by the rules, of `shape`.
       counts_experts: whether the first dim (of a block) counts experts, by the rules.
+      whole: why tensor does not split the leaf although a rule says so; else empty.
     """
 
     path: str
@@ -188,6 +192,7 @@ class _Leaf(NamedTuple):
     shape: tuple[int, ...]
     spec: PartitionSpec
     counts_experts: bool
+    whole: str = ""
 
 
 def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -> PyTree:
@@ -211,8 +216,12 @@ def plan_leaves(abstract_params: PyTree, mesh: Mesh, options: LeafPlanOptions) -
         the tensor axis is above 1 and shards no leaf. If the expert axis has the same problems with
         expert leaves.
     """
-    leaves = _ruled_leaves(abstract_params, options)
-    _check_tensor(leaves, mesh.shape.get("tensor", 1))
+    tensor_size = mesh.shape.get("tensor", 1)
+    leaves = [
+        _whole_if_indivisible(leaf, tensor_size, patterns_of(options.rules, "if_divisible"))
+        for leaf in _ruled_leaves(abstract_params, options)
+    ]
+    _check_tensor(leaves, tensor_size)
     _check_experts(leaves, mesh.shape.get(EXPERT))
     plans = [_plan_leaf(leaf, mesh, options) for leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(abstract_params), plans)
@@ -234,6 +243,20 @@ def _ruled_leaves(abstract_params: PyTree, options: LeafPlanOptions) -> list[_Le
         _Leaf(path, array, is_block[path], shapes[path], spec, matches(experts, path))
         for (path, array), spec in zip(arrays, specs, strict=True)
     ]
+
+
+def _whole_if_indivisible(
+    leaf: _Leaf, size: int, patterns: Sequence[str | re.Pattern[str]]
+) -> _Leaf:
+    """Return the leaf without the dims that tensor does not divide, if a rule allows it."""
+    dims = [i for i, entry in enumerate(leaf.spec) if entry is not None and leaf.shape[i] % size]
+    if not dims or not matches(patterns, leaf.path):
+        return leaf
+    length = leaf.shape[dims[0]]
+    near = f"{length // size * size} or {(length // size + 1) * size}"
+    reason = f"dim {dims[0]} is {length}, which tensor={size} does not divide; it divides {near}"
+    entries = [None if i in dims else entry for i, entry in enumerate(leaf.spec)]
+    return leaf._replace(spec=PartitionSpec(*entries), whole=reason)
 
 
 def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
@@ -274,6 +297,7 @@ def _plan_leaf(leaf: _Leaf, mesh: Mesh, options: LeafPlanOptions) -> LeafPlan:
         axes=axes.entry,
         experts=experts,
         spread=None if spread is None else spread + 1,
+        whole=leaf.whole,
     )
 
 

@@ -155,6 +155,7 @@ class Report(NamedTuple):
       layouts: the bytes that each `opt_state` sends; None if the optimizer works on no
         matrices, or its state is replicated.
       view: one line that names the view of the loss, and the reason.
+      whole: one line for each leaf that a rule would split over tensor, and tensor does not divide.
     """
 
     rows: tuple[ReportRow, ...]
@@ -164,6 +165,7 @@ class Report(NamedTuple):
     owners: Owners | None = None
     layouts: LayoutBytes | None = None
     view: str = ""
+    whole: tuple[str, ...] = ()
 
     @property
     def replicated(self) -> tuple[ReportRow, ...]:
@@ -198,6 +200,7 @@ class Report(NamedTuple):
             f" replicated: {leaf.because}"
             for leaf in self.replicated_state
         ]
+        lines += self.whole
         lines += [] if self.owners is None else self.owners.lines()
         lines += [] if self.layouts is None else [str(self.layouts)]
         lines += [self.view] * bool(self.view)
@@ -220,7 +223,8 @@ def report(
 ) -> Report:
     """Return the report for a train state, from its `specs` (a `TrainState` of `PartitionSpec`)."""
     rows = []
-    for plan in jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan)):
+    leaf_plans = jax.tree.leaves(plans, is_leaf=lambda x: isinstance(x, LeafPlan))
+    for plan in leaf_plans:
         params, state = plan.spec(sharded=params_split), plan.state_spec(sharded=state_split)
         bytes_total = math.prod(plan.shape) * plan.dtype.itemsize
         rows.append(
@@ -246,6 +250,11 @@ def report(
         ),
         params_bytes=sum(row.bytes_per_device for row in rows),
         opt_state_bytes=device_bytes(abstract_state.opt_state, specs.opt_state, mesh),
+        whole=tuple(
+            f"{plan.path} stays whole over tensor: {plan.whole}"
+            for plan in leaf_plans
+            if plan.whole
+        ),
     )
 
 

@@ -9,6 +9,8 @@ from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import LeafRole, PlaceLeaf, PyTree, Rules, leaves_with_paths
 from shardopt.mesh import spec_axes
 
+KINDS = ("frozen", "experts", "if_divisible")
+"""What a rule says of a leaf in words."""
 CompiledRule = tuple[re.Pattern[str], LeafRole] | PlaceLeaf
 """A `Rule` with a compiled regex."""
 
@@ -146,7 +148,7 @@ def match_rules(
 
 
 def patterns_of(rules: Rules, kind: str) -> tuple[str | re.Pattern[str], ...]:
-    """Return the regexes of the rules of a kind, "frozen" or "experts".
+    """Return the regexes of the rules of a kind: "frozen", "experts" or "if_divisible".
 
     Example:
       >>> patterns_of([("qkv$", PartitionSpec("tensor")), ("^base/", "frozen")], "frozen")
@@ -177,8 +179,8 @@ def check_rules(
     if callable(rules):
         return (rules,)
     form = (
-        "rules must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable (path,"
-        " shape) -> PartitionSpec"
+        "rules must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a"
+        " callable (path, shape) -> PartitionSpec"
     )
     if isinstance(rules, str | dict) or not isinstance(rules, Iterable):
         raise TypeError(error_text(f"{form}, got {type(rules).__name__}."))
@@ -253,7 +255,7 @@ def _is_rule(rule: object) -> bool:
     is_regex = isinstance(pattern, str) or (
         isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str)
     )
-    return is_regex and (isinstance(what, PartitionSpec) or what in ("frozen", "experts"))
+    return is_regex and (isinstance(what, PartitionSpec) or what in KINDS)
 
 
 def _axis_problems(spec: PartitionSpec, axes: Iterable[str]) -> list[str]:

@@ -120,7 +120,7 @@ WRONG = {
             1,
             TypeError,
             (
-                "{name} must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable"
+                "{name} must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a callable"
                 " (path, shape) -> PartitionSpec, got int."
             ),
         ),
@@ -128,7 +128,7 @@ WRONG = {
             ["w"],
             TypeError,
             (
-                "{name} must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable"
+                "{name} must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a callable"
                 " (path, shape) -> PartitionSpec; got the rule 'w'."
             ),
         ),
@@ -136,7 +136,7 @@ WRONG = {
             [("w", "expert")],
             TypeError,
             (
-                "{name} must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable"
+                "{name} must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a callable"
                 " (path, shape) -> PartitionSpec; got the rule ('w', 'expert')."
             ),
         ),

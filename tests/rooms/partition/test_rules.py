@@ -66,7 +66,7 @@ def test_rules_can_be_a_function_of_path_and_shape():
             {"norm": P()},
             TypeError,
             (
-                "fsdp: rules must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable (path, shape) ->"
+                "fsdp: rules must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a callable (path, shape) ->"
                 " PartitionSpec, got dict."
             ),
         ),
@@ -74,7 +74,7 @@ def test_rules_can_be_a_function_of_path_and_shape():
             [("norm", None)],
             TypeError,
             (
-                "fsdp: rules must be [(regex, PartitionSpec, 'frozen' or 'experts'), ...] or a callable (path, shape) ->"
+                "fsdp: rules must be [(regex, PartitionSpec, 'frozen', 'experts' or 'if_divisible'), ...] or a callable (path, shape) ->"
                 " PartitionSpec; got the rule ('norm', None)."
             ),
         ),
