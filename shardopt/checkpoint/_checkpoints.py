@@ -169,10 +169,15 @@ class Checkpoints:
         self._pending: Future[None] | None = None
         self._lock = RunLock(_CALLER, self.directory)
         weakref.finalize(self, self._lock.release)
-        on_primary_process(self._lock.acquire)
         self._programs = contextlib.ExitStack()
-        self._programs.enter_context(stored_programs(_CALLER, self.directory / FOLDER_NAME))
         weakref.finalize(self, self._programs.close)
+        # first, because processes agree by programs too
+        self._programs.enter_context(stored_programs(_CALLER, self.directory / FOLDER_NAME))
+        try:
+            on_primary_process(self._lock.acquire)
+        except BaseException:
+            self._programs.close()
+            raise
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
         self._writer = store.Writer()
 

@@ -387,7 +387,8 @@ def share_compiled_programs() -> None:
     With several processes, only the first writes jax's cache. But the key of the cache has a
     fingerprint of the topology, which on CPU differs between processes (jax 0.10.2). So the others
     find nothing and compile again at each start. This replaces the fingerprint by the values that a
-    program depends on: the kinds of the devices, and the processor.
+    program depends on: the kinds of the devices, and the processor. A program for one device is
+    loaded on the device of each process, as jax does on GPUs.
     """
     from jax._src import cache_key
 
@@ -403,8 +404,18 @@ def share_compiled_programs() -> None:
         else:
             hash_topology(key_hash, devices)
 
+    hash_options = cache_key._hash_serialized_compile_options
+
+    def hash_without_device(key_hash: Any, options: Any, **arguments: Any) -> None:
+        # the programs of one device have the number of the device of their process in the key
+        devices = options.device_assignment
+        if devices is not None and devices.replica_count() * devices.computation_count() == 1:
+            arguments["strip_device_assignment"] = True
+        hash_options(key_hash, options, **arguments)
+
     hash_devices.is_shared = True
     cache_key._hash_accelerator_config = hash_devices
+    cache_key._hash_serialized_compile_options = hash_without_device
 
 
 def _processor() -> str:

@@ -126,7 +126,8 @@ def _settings(caller: str, folder: Path) -> dict[str, Any]:
         settings[_MIN_SECONDS] = 0.0  # a restart compiles many programs of less than a second
     if jax.config.values[_DIRECTORY] is None:
         if jax.process_index() == 0:
-            open_folder(folder)
+            with contextlib.suppress(OSError):  # nothing is stored, and the run itself will refuse
+                open_folder(folder)
         settings[_DIRECTORY] = str(folder)
         if version_numbers(version_of("jaxlib")) < (0, 12):
             # the keys of programs would have the path of this folder, so a moved run would compile

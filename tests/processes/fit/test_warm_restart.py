@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT
+from support.processes import run_processes
 
 WORKER = Path(__file__).with_name("worker_warm.py")
 ORDER = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -81,3 +82,13 @@ def test_without_the_cache_each_start_compiles(tmp_path):
     first, second = run("proved", tmp_path, **off), run("proved", tmp_path, **off)
     assert "jit_step" in first["compiled"]
     assert "jit_step" in second["compiled"]
+
+
+@pytest.mark.slow
+def test_two_processes_compile_nothing_when_they_start_again(tmp_path):
+    worker = WORKER.with_name("worker_warm_pair.py")
+    first = [json.loads(said.last) for said in run_processes(worker, 2, tmp_path, timeout=600)]
+    second = [json.loads(said.last) for said in run_processes(worker, 2, tmp_path, timeout=600)]
+    assert all("jit_step" in facts["compiled"] for facts in first)
+    assert [facts["compiled"] for facts in second] == [[], []]
+    assert [(facts["step"], facts["rate"]) for facts in first + second] == [(12, 0.01)] * 4

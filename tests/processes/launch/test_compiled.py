@@ -21,6 +21,8 @@ def test_the_key_of_a_program_does_not_depend_on_the_process(monkeypatch):
     monkeypatch.setattr(
         cache_key, "_hash_accelerator_config", lambda found, devices: found.update(b"topology")
     )
+    options = cache_key._hash_serialized_compile_options
+    monkeypatch.setattr(cache_key, "_hash_serialized_compile_options", options)
     share_compiled_programs()
 
     def key(*devices):

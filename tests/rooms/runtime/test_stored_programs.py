@@ -5,12 +5,15 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from jax._src import cache_key
 from jax.experimental.compilation_cache import compilation_cache
 
 import shardopt as so
 from shardopt.runtime import _stored_programs
+from shardopt.runtime._processes import share_compiled_programs
 from shardopt.runtime._stored_programs import open_folder, order_environment, stored_programs
 
 pytestmark = pytest.mark.fast
@@ -194,3 +197,39 @@ def test_the_text_of_a_stored_program_is_written_by_the_compiler(
         assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     assert "ENTRY" in texts[0]
     assert "ENTRY" in texts[1]
+
+
+def test_a_program_of_one_device_is_loaded_on_the_device_of_its_arguments(
+    tmp_path, without_cache, monkeypatch
+):
+    for name in ("_hash_accelerator_config", "_hash_serialized_compile_options"):
+        monkeypatch.setattr(cache_key, name, getattr(cache_key, name))  # put back afterwards
+    share_compiled_programs()
+
+    def double(x):
+        return x * 2.25
+
+    with stored_programs("run", tmp_path):
+        for number in (0, 3, 7):
+            jax.clear_caches()
+            device = jax.devices()[number]
+            result = jax.jit(double)(jax.device_put(np.arange(3.0, dtype=np.float32), device))
+            assert result.devices() == {device}
+            np.testing.assert_array_equal(result, [0, 2.25, 4.5])
+    assert len(list(tmp_path.glob("jit_double-*-cache"))) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused_as_without_the_cache(tmp_path, without_cache):
+    before = current_settings()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(so.errors.CheckpointError, match="cannot be written to"):
+        checkpoints(tmp_path / "file" / "run")
+    assert current_settings() == before
+
+
+def test_a_second_writer_is_refused_and_changes_no_setting(tmp_path, without_cache):
+    with checkpoints(tmp_path):
+        inside = current_settings()
+        with pytest.raises(so.errors.CheckpointInUseError):
+            checkpoints(tmp_path)
+        assert current_settings() == inside
