@@ -114,7 +114,7 @@ def match_leaves(
     for rule in (_equal_fields, _fewer_fields):
         _fill(new_records, old_records, rule, fits, filled, equal)
     _fill_renamed(new_records, old_records, fits, filled, equal)
-    sources |= filled | _other_sources(*free, *roots, fits)
+    sources |= filled | _other_sources(*free, *roots, params, fits)
     used = {*sources.values(), *(path for paths in equal.values() for path in paths)}
     return Match(
         sources,
@@ -378,16 +378,21 @@ def _other_sources(
     wanted: list[LeafPath],
     old_root: LeafPath,
     new_root: LeafPath,
+    params: set[LeafPath],
     fits: _Fits,
 ) -> dict[LeafPath, LeafPath]:
     """Return the sources of leaves outside of the chain, each under its own path.
 
-    Moments of an outer optimizer and buckets of a reducer are numbered. So they are taken only if
-    all of them are there.
+    Moments of an outer optimizer are numbered, without the names of parameters. So they are taken
+    only if all of them are there.
     """
     old_paths = {path for path in stored if path[: len(old_root)] != old_root}
     new_paths = [path for path in wanted if path[: len(new_root)] != new_root]
-    numbered = {path for path in {*old_paths, *new_paths} if _is_numbered(path)}
+    numbered = {
+        path
+        for path in {*old_paths, *new_paths}
+        if path[0] == OPT_STATE and _split(path, 1, params)[2] is None
+    }
     keeps_numbers = all(
         path in old_paths and path in new_paths and fits(path, path) for path in numbered
     )
@@ -398,7 +403,3 @@ def _other_sources(
         and (path[0] != OPT_STATE or fits(path, path))
         and (keeps_numbers or path not in numbered)
     }
-
-
-def _is_numbered(path: LeafPath) -> bool:
-    return path[0] == OPT_STATE and path[1:2] != ("params",)

@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import OPT_STATE, Match, NewChain, match_leaves, without_common_end
 from shardopt.checkpoint._record import Meta
 from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
-from shardopt.checkpoint._store import describe
+from shardopt.checkpoint._store import Leaf, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, type_names, unescape
 from shardopt.core._errors import MAX_LISTED, CheckpointError, error_text, plural
 from shardopt.core._types import PyTree
@@ -57,19 +58,35 @@ def fill_new_chain(
     match = match_leaves(
         meta.leaves,
         wanted,
-        fits(meta.leaves, wanted_state),
+        fits(meta.leaves, wanted_state, cast=True),
         (meta.types, type_names(wanted_state)),
         chain.new_chain,
     )
     _tell_match(source, meta, wanted_state, match)
     stored = {path: meta.leaves[origin] for path, origin in match.sources.items()}
     readable, changes = as_stored(source, stored, wanted_state, "opt")
-    leaves = _read(match.sources, leaves_by_path(readable), read)
-    _check_equal(source, match, leaves, leaves_by_path(readable), read)
+    abstract_leaves = {
+        path: _as_written(leaf, stored.get(path)) for path, leaf in leaves_by_path(readable).items()
+    }
+    leaves = _read(match.sources, abstract_leaves, read)
+    _check_equal(source, match, leaves, abstract_leaves, read)
+    leaves = {path: _cast(leaf, wanted[path].dtype) for path, leaf in leaves.items()}
     if match.started:
         leaves |= _started(chain, wanted_state, leaves, match.started)
     structure = jax.tree.structure(wanted_state)
     return to_wanted(structure.unflatten([leaves[path] for path in wanted]), changes)
+
+
+def _as_written(leaf: jax.ShapeDtypeStruct, stored: Leaf | None) -> jax.ShapeDtypeStruct:
+    """Return an abstract leaf with the stored dtype: sums are of the stored bits."""
+    dtype = leaf.dtype if stored is None else dtype_of(stored)
+    return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+
+def _cast(leaf: jax.Array, dtype: DTypeLike) -> jax.Array:
+    if leaf.dtype == dtype:
+        return leaf
+    return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=leaf.sharding)(leaf)
 
 
 def _read(
@@ -145,6 +162,13 @@ def _tell_match(source: str, meta: Meta, wanted_state: PyTree, match: Match) -> 
     for (path, origin), count in moved.items():
         text = f"{show(path)} from {show(origin)}" if path != origin else "under the same paths"
         lines.append(f"{plural(count, 'leaf')} matched: {text}")
+    cast = {
+        path: wanted[path]
+        for path, origin in match.sources.items()
+        if wanted[path].dtype != meta.leaves[origin].dtype
+    }
+    others = {path: leaf for path, leaf in wanted.items() if path not in cast}
+    lines += listing(cast, others, "cast", MAX_LISTED)
     started = {path: wanted[path] for path in match.started}
     dropped = {path: meta.leaves[path] for path in match.dropped}
     others = {path: leaf for path, leaf in wanted.items() if path not in started}

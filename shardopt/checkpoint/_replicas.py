@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from shardopt.checkpoint._store import Leaf, StoredLeaves, describe
+from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, escape, leaves_by_path, show
 from shardopt.core._errors import CheckpointError, error_text
 from shardopt.core._types import PyTree, merge_replicas
@@ -98,18 +98,32 @@ def as_stored(
     return jax.tree.unflatten(jax.tree.structure(wanted), leaves), changes
 
 
-def fits(stored: StoredLeaves, wanted: PyTree) -> Callable[[LeafPath, LeafPath], bool]:
+def fits(
+    stored: StoredLeaves, wanted: PyTree, *, cast: bool = False
+) -> Callable[[LeafPath, LeafPath], bool]:
     """Return a function: whether the wanted leaf of a path can be filled by the stored leaf of
     another path.
+
+    Args:
+      stored: the stored leaves by path.
+      wanted: pytree of abstract arrays.
+      cast: whether a floating leaf may have another floating dtype.
     """
     kinds, leaves = _kinds(wanted), leaves_by_path(wanted)
 
     def fits_leaf(path: LeafPath, origin: LeafPath) -> bool:
         stored_leaf, leaf = stored[origin], leaves[path]
-        is_equal = stored_leaf == describe(leaf)
-        return is_equal or bool(_changed_dims(stored_leaf, leaf, kinds.get(path)))
+        if stored_leaf == describe(leaf) or (cast and _is_cast(stored_leaf, leaf)):
+            return True
+        return bool(_changed_dims(stored_leaf, leaf, kinds.get(path)))
 
     return fits_leaf
+
+
+def _is_cast(stored: Leaf, wanted: jax.ShapeDtypeStruct) -> bool:
+    dtypes = dtype_of(stored), wanted.dtype
+    are_floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return are_floating and stored.shape == tuple(wanted.shape)
 
 
 def to_wanted(state: PyTree, changes: dict[LeafPath, ResizedLeaf]) -> PyTree:

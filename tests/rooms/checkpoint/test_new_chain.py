@@ -232,6 +232,14 @@ CHAINS = {
         renamed_adam(["count", "mu", "nu"], "New"),
         lambda old, new: (type(new[0])(*old[0]), new[1]),
     ),
+    "moments in bfloat16": (
+        ADAM,
+        optax.chain(CLIP, optax.adam(0.05, mu_dtype=jnp.bfloat16)),
+        lambda old, new: (
+            new[0],
+            (old[0]._replace(mu=optax.tree.cast(old[0].mu, jnp.bfloat16)), new[1][1]),
+        ),
+    ),
     "another optimizer": (TRACE, ADAM, lambda old, new: new),
     "a part of the moments": (
         ADAM,
@@ -582,3 +590,40 @@ def test_names_that_are_not_there_are_refused(new_chain, error, message, tmp_pat
         so.restore(tmp_path, opt.abstract_state(), new_chain=True)
     with pytest.raises(TypeError, match="resume must be True, False, 'new_chain' or a dict"):
         so.Checkpoints(tmp_path, 1, 1, resume="yes")
+
+
+def test_moments_are_cast_where_the_paths_are_the_same(tmp_path, capsys):
+    save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
+    opt = STRATEGIES["zero"](optax.adam(0.05, mu_dtype=jnp.bfloat16))
+    with pytest.raises(so.errors.CheckpointError, match="new_chain=True"):
+        so.restore(tmp_path, opt, abstract_params=jax.eval_shape(make_params))
+    state = so.restore(tmp_path, opt, new_chain=True)
+    plain = so.restore(tmp_path, STRATEGIES["fsdp"](ADAM))
+    for name in ("up", "down", "bias"):
+        expected = plain.opt_state[0].mu[name].astype(jnp.bfloat16)
+        np.testing.assert_array_equal(state.opt_state[0].mu[name], expected)
+    assert "opt_state/0/mu/up: bfloat16[16, 32], cast" in capsys.readouterr().err
+
+
+REDUCED = {
+    "clipping added": ((), lambda leaf: True),
+    "a leaf frozen": ([("bias", "frozen")], lambda leaf: leaf != "bias"),
+}
+
+
+@pytest.mark.parametrize("change", REDUCED)
+def test_the_memory_of_a_reducer_goes_on(change, tmp_path):
+    rules, is_kept = REDUCED[change]
+    reducer = so.reducers.error_feedback(so.reducers.top_k(0.1))
+    save_after_steps(tmp_path, STRATEGIES["ddp"](ADAM, reducer=reducer))
+    opt = STRATEGIES["ddp"](optax.chain(CLIP, ADAM), reducer=reducer, rules=rules)
+    state = so.restore(tmp_path, opt, new_chain=True)
+    plain = so.restore(tmp_path, STRATEGIES["ddp"](ADAM, reducer=reducer))
+    old, new = (
+        dict(jax.tree_util.tree_leaves_with_path(s.opt_state.reducer)) for s in (plain, state)
+    )
+    assert set(new) == {path for path in old if is_kept(path[-1].key)}
+    for path, memory in new.items():
+        np.testing.assert_array_equal(memory, old[path])
+        assert np.any(memory)
+    go_on(opt, state)
