@@ -506,8 +506,10 @@ def _best(directory: Path, metric: str | None, mode: str) -> int | None:
 
     A checkpoint whose record cannot be read is not the best: it cannot be restored.
     """
+    if metric is None:
+        return None
     values: dict[int, float] = {}
-    for step in committed(directory) if metric is not None else []:
+    for step in committed(directory):
         try:
             value = float(read_meta(step_folder(directory, step)).metrics.get(metric, math.nan))
         except CheckpointError as error:
