@@ -123,12 +123,15 @@ def test_the_last_finished_step_is_on_disk_three_seconds_after_a_signal(
         assert wait_for(arrived.exists, 300)
         time.sleep(seconds)
         finished_step = int(arrived.read_text())
-        before = steps_on_disk(tmp_path / "run")
+        newest_step = max(steps_on_disk(tmp_path / "run"), default=0)
+
+        def is_saved():
+            newer_steps = {step for step in steps_on_disk(tmp_path / "run") if step > newest_step}
+            return bool(newer_steps) and max(newer_steps) >= finished_step
+
         os.kill(process, number)
-        # The kill comes as soon as there is another checkpoint, and may hit what comes after it.
-        wait_for(
-            lambda: not is_running(process) or steps_on_disk(tmp_path / "run") - before, grace()
-        )
+        # The kill comes as soon as the step is saved, and may hit what comes after it.
+        wait_for(lambda: not is_running(process) or is_saved(), grace())
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
