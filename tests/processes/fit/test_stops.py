@@ -72,6 +72,7 @@ def start():
     yield send
     worker.stdin.close()
     worker.wait(60)
+    worker.stdout.close()
 
 
 @pytest.fixture(scope="module")
