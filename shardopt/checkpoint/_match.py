@@ -95,17 +95,17 @@ def match_leaves(
     params = {path[1:] for path in wanted if path[0] == "params"}
     sources, named = _named_sources(new_chain, stored, wanted)
     equal: dict[LeafPath, list[LeafPath]] = {}
-    roots = [_chain_root(paths) for paths in (stored, wanted)]
+    roots = _chain_root(stored), _chain_root(wanted)
     # a number may fill several leaves: the count of a new schedule goes on from that of Adam
     moments = {
         origin
         for origin in sources.values()
         if _split(origin, len(roots[0]), params)[2] is not None
     }
-    free = [
+    free = (
         [path for path in stored if path not in moments],
         [path for path in wanted if path not in named],
-    ]
+    )
     old_records, new_records = (
         _records(paths, root, params, kind)
         for paths, root, kind in zip(free, roots, kinds, strict=True)
@@ -251,7 +251,8 @@ def _fits_record(new: Record, old: Record, fits: _Fits) -> bool:
     common = [param for param in new.params if param in old.params]
     pairs = [(path, old.numbers[field]) for field, path in new.numbers.items()]
     for field, paths in new.moments.items():
-        pairs += [(paths[param], old.moments[field][param]) for param in common]
+        of_field = old.moments[field]
+        pairs += [(paths[param], of_field[param]) for param in common if param is not None]
     return bool(common) and all(fits(*pair) for pair in pairs)
 
 

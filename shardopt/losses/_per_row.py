@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +149,7 @@ class PerRow:
           row: the row, without dims of rows.
           key: the random key of the row; None outside of training.
         """
-        loss_of_row = with_rows(_ONE_ROW, self.loss_of_row)
+        loss_of_row = cast(Callable[..., Loss], with_rows(_ONE_ROW, self.loss_of_row))
         if key is None or not takes_rng(self.loss_of_row):
             returned = loss_of_row(params, row)
         else:

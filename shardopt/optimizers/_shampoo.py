@@ -160,7 +160,7 @@ class _Shampoo(NamedTuple):
         del params
         leaves, treedef = jax.tree.flatten(updates)
         leaf_matrices = sides.matrices_of(self.matrices, updates)
-        count = optax.safe_increment(state.step)
+        count = jnp.asarray(optax.safe_increment(state.step))
         wide = treedef.unflatten([leaf.astype(wide_dtype(leaf.dtype)) for leaf in leaves])
         mu = jax.tree.map(lambda old, g: sides.moving_mean(old, g, self.b1), state.mu, wide)
         mean = jax.tree.map(lambda m: sides.unbiased(m, self.b1, count), mu)

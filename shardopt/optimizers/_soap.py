@@ -188,7 +188,7 @@ def _scale_by_soap(
         ]
         side_trees = (*sides.as_trees(treedef, second_moments), *sides.as_trees(treedef, bases))
         return treedef.unflatten(new_updates), SoapState(
-            optax.safe_increment(state.step),
+            jnp.asarray(optax.safe_increment(state.step)),
             treedef.unflatten(mu),
             treedef.unflatten(nu),
             *side_trees,

@@ -199,4 +199,4 @@ class _WarmUp(NamedTuple):
         mean, residual, inner = agreeing_cond(
             state.step < self.steps, send_exact, send_compressed, grads, memory, state.inner
         )
-        return mean, residual, WarmUpState(optax.safe_increment(state.step), inner)
+        return mean, residual, WarmUpState(jnp.asarray(optax.safe_increment(state.step)), inner)

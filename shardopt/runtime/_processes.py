@@ -413,7 +413,7 @@ def share_compiled_programs() -> None:
             arguments["strip_device_assignment"] = True
         hash_options(key_hash, options, **arguments)
 
-    hash_devices.is_shared = True
+    setattr(hash_devices, "is_shared", True)  # noqa: B010, which types do not know
     cache_key._hash_accelerator_config = hash_devices
     cache_key._hash_serialized_compile_options = hash_without_device
 

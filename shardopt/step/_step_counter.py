@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -63,7 +63,8 @@ class StepCounter:
     def _read(self, step: Any) -> int | None:
         if isinstance(step, Tracer | jax.ShapeDtypeStruct):
             return None
-        if isinstance(step, jax.Array) and not step.is_ready() and self._returned is not None:
+        is_pending = isinstance(step, jax.Array) and not cast(Any, step).is_ready()
+        if is_pending and self._returned is not None:
             return None
         with jax.transfer_guard("allow"):
             return int(step)

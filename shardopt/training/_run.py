@@ -1,7 +1,7 @@
 """A run of `fit`: what it holds, and the phases of its loop."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
@@ -502,7 +502,7 @@ def begin(
 def _with_turn_away(stop: Stop, write_log: Log) -> Log:
     """Return a function that writes metrics, during which another thread may save the state."""
 
-    def write(step: int, metrics: dict[str, float]) -> None:
+    def write(step: int, metrics: Mapping[str, float]) -> None:
         with stop.turn.away():
             write_log(step, metrics)
 

@@ -140,7 +140,8 @@ def _tagged(value: Any) -> Json:
         return {"array": [array.dtype.str, list(array.shape), _text(array.tobytes())]}
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        return {"tensor": _tagged(value.detach().cpu().numpy())}
+        tensor: Any = value
+        return {"tensor": _tagged(tensor.detach().cpu().numpy())}
     raise TypeError(f"{kind.__name__} is neither a container nor a number")
 
 

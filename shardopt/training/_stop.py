@@ -142,10 +142,11 @@ class Stop:
         if self.must_leave:
             self.turn.leave()
 
-    def _note(self, number: int) -> None:
+    def _note(self, number: int) -> str:
         self._received.append(number)
         if self.verdict is None:
             self.verdict = _VERDICTS[signal.Signals(number)]
+        return self.verdict
 
     def _watch(self, next_signal: Callable[[], int], numbers: Container[int]) -> None:
         """Wait for signals. After the first one save, or tell the other processes."""
@@ -154,11 +155,11 @@ class Stop:
             if number not in numbers or has_begun:
                 continue
             has_begun = True
-            self._note(number)
+            verdict = self._note(number)
             if self._peers is None:
                 self._stop()
             else:
-                self._peers.tell(self.verdict)
+                self._peers.tell(verdict)
 
     def _stop(self) -> None:
         """Wait for the turn; save, and end the loop of the run."""

@@ -71,15 +71,20 @@ def average_gradients(
     gradient_reducer = exact() if reducer is None else reducer
     check_reducer(gradient_reducer)
 
-    def init(params):
+    def init(params: PyTree) -> PyTree:
         state = gradient_reducer.init(params)
         device = number_of_device(axis_name) if differs_by_device(state) else None
         return AverageGradientsState(state, device)
 
     @calling("average_gradients")
     def update(
-        updates, state, params=None, *, weight: jax.Array | None = None, **extra_args: PyTree
-    ):
+        updates: PyTree,
+        state: PyTree,
+        params: PyTree = None,
+        *,
+        weight: jax.Array | None = None,
+        **extra_args: PyTree,
+    ) -> tuple[PyTree, PyTree]:
         num_devices = axis_size(axis_name)
         check_leaves(updates)
         if weight is not None:

@@ -97,10 +97,10 @@ def average_params(
     @calling(CALLER)
     def update(updates, state, params=None, **_):
         new_params = optax.apply_updates(check_params(params), updates)
-        num_steps = optax.safe_increment(state.num_steps)
+        num_steps = jnp.asarray(optax.safe_increment(state.num_steps))
         included = (num_steps > start) & ((num_steps - start) % every == 0)
         num_averaged = jnp.where(
-            included, optax.safe_increment(state.num_averaged), state.num_averaged
+            included, jnp.asarray(optax.safe_increment(state.num_averaged)), state.num_averaged
         )
         weight = jnp.where(
             included, _weight(log_decay, num_averaged), (num_averaged == 0).astype(float)

@@ -155,7 +155,7 @@ class OnMesh:
             return self._update_own(own, state, params, **extra)
 
         specs, whole = self.specs(state), PartitionSpec()
-        in_specs = PartitionSpec(unreduced={self.axis_name}), specs, whole, whole
+        in_specs = PartitionSpec(unreduced=frozenset([self.axis_name])), specs, whole, whole
         # No pcast makes an unreduced value a varying one, so types cannot be checked.
         run = jax.shard_map(
             run, mesh=self.mesh, in_specs=in_specs, out_specs=(whole, specs), check_vma=False
