@@ -152,7 +152,7 @@ def load(
     if not has_hash and not isinstance(target, ShardedOptimizer):
         return _fill_part(source, meta, target, read), meta
     patterns = check_hash(source, record, params) if has_hash else ()
-    wanted_state: Any = target
+    wanted_state: PyTree = target
     if isinstance(target, ShardedOptimizer):
         shapes = jax.eval_shape(lambda: params) if has_hash else abstract_params
         wanted_state = _abstract_state(target, meta, shapes)
