@@ -1,6 +1,8 @@
 """A batch of one process: its rows, its form and its digests, to compare with other processes."""
 
+import base64
 import hashlib
+import json
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -107,6 +109,44 @@ def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
 def is_on_host(leaf: Any) -> bool:
     """Return whether a leaf of a `HostBatch` is not on the devices yet."""
     return isinstance(leaf, np.ndarray)
+
+
+def to_text(tree: PyTree) -> str | None:
+    """Return a batch without rows as text, for a process that has none.
+
+    None if it has containers other than dicts, lists and tuples, or random keys.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    try:
+        structure = treedef.serialize_using_proto()
+        arrays = [
+            {"array": [leaf.dtype.name, leaf.shape, _encoded(leaf.tobytes())]}
+            if is_on_host(leaf)
+            else {"number": leaf}
+            for leaf in leaves
+        ]
+        return json.dumps({"structure": _encoded(structure), "leaves": arrays})
+    except (TypeError, ValueError):
+        return None
+
+
+def from_text(text: str) -> PyTree:
+    """Return the batch of `to_text`."""
+    content = json.loads(text)
+    registry, structure = jax.tree_util.default_registry, base64.b64decode(content["structure"])
+    treedef = jax.tree_util.PyTreeDef.deserialize_using_proto(registry, structure)
+    return treedef.unflatten([_decoded(leaf) for leaf in content["leaves"]])
+
+
+def _encoded(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _decoded(leaf: dict[str, Any]) -> Any:
+    if "number" in leaf:
+        return leaf["number"]
+    dtype, shape, content = leaf["array"]
+    return np.frombuffer(base64.b64decode(content), jnp.dtype(dtype)).reshape(shape)
 
 
 def digest_of(values: np.ndarray) -> str:

@@ -1,11 +1,9 @@
 """The batches of several processes become global batches: the one place that joins their rows."""
 
-import base64
 import dataclasses
 import functools
 import hashlib
 import json
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -30,8 +28,11 @@ from shardopt.step._check_rows import (
     uneven_rows_error,
 )
 from shardopt.step._global_rows import END, unwrap
-from shardopt.step._host_batch import HostBatch, is_on_host, read_batch
+from shardopt.step._host_batch import HostBatch, from_text, is_on_host, read_batch, to_text
 from shardopt.step._inputs import check_batch, place_batch
+
+UNKNOWN = "unknown"
+"""The message of a process whose batch cannot be told as text."""
 
 FIRST_CHECKS, CHECK_EVERY = 3, 1000
 """The rows of the first batches are compared between processes, then of each 1000th batch."""
@@ -318,13 +319,15 @@ class AgreedRows:
 
     def _own_or_empty(self, batch: HostBatch | None) -> PyTree:
         """Return the batch of this process; if it has none, the batch of another with 0 rows."""
-        own = (
-            "" if batch is None else base64.b64encode(pickle.dumps(batch.without_rows(self.config)))
-        )
-        texts = agree(self.caller, own if isinstance(own, str) else own.decode(), self.processes)
+        own = "" if batch is None else to_text(batch.without_rows(self.config)) or UNKNOWN
+        texts = agree(self.caller, own, self.processes)
+        if UNKNOWN in texts:
+            problem = "a process has no batch, and cannot be told what the batches of others are."
+            fix = "pass batches of dicts, lists, tuples and arrays; or as many batches on each."
+            raise TypeError(format_error(self.caller, problem, fix=fix))
         if batch is not None:
             return batch.leaves
-        return pickle.loads(base64.b64decode(next(filter(None, texts))))
+        return from_text(next(filter(None, texts)))
 
 
 def ended_text(processes: Sequence[int], messages: Sequence[Message], drawn: int) -> str:
