@@ -377,11 +377,8 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
         finally:
             launcher.kill()  # the end of the block waits for it
     assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".launch.lock",
-        "process-0.log",
-        "process-1.log",
-    ]
+    names = {path.name for path in tmp_path.iterdir()} - {"compiled"}  # programs for a restart
+    assert names == {".launch.lock", "process-0.log", "process-1.log"}
 
 
 @pytest.mark.slow
