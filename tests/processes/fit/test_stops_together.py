@@ -38,7 +38,7 @@ CASES = [
 LEFT = ["data_sleep", "data_queue", "evaluation"]
 """Phases that both processes leave, so that they end by themselves."""
 
-QUICK = [("evaluate_sleep", "0"), ("data_sleep", "0"), ("evaluation", "01")]
+QUICK = [("data_sleep", "0"), ("evaluation", "01")]
 
 
 def start(folder, phase, blocked):

@@ -75,7 +75,7 @@ def test_processes_that_run_on_are_named_and_killed(run, script, processes, name
     [
         ("0.1", "0"),
         ("4.5 * rank", "0"),  # longer than processes get after a failure
-        ("4.5 * rank", "143 if rank == 0 else 0"),
+        pytest.param("4.5 * rank", "143 if rank == 0 else 0", marks=pytest.mark.slow),
     ],
 )
 def test_processes_that_save_have_the_whole_grace(run, seconds, code):

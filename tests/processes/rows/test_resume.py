@@ -41,7 +41,7 @@ def slow(*values):
     ("kind", "before", "now"),
     [
         ("stateful", 2, 2),
-        ("own", 1, 2),
+        slow("own", 1, 2),
         slow("own", 2, 2),
         slow("own", 2, 4),
         slow("own", 4, 2),

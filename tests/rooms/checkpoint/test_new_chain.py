@@ -376,10 +376,7 @@ def test_each_replica_goes_on_with_its_own_state(chain, tmp_path):
 
 @pytest.mark.parametrize(
     "chain",
-    tiered(
-        ["several batches", "clipping added", "a schedule"],
-        lambda chain: chain == "several batches",
-    ),
+    tiered(["several batches", "clipping added", "a schedule"], lambda chain: False),
 )
 def test_the_moments_of_a_pipeline_go_on(chain, tmp_path, x64):
     old_tx, new_tx, by_hand = CHAINS[chain]

@@ -86,7 +86,7 @@ def all_kinds(make_mesh):
 
 @pytest.mark.parametrize(
     "num_devices",
-    [4, pytest.param(8, marks=pytest.mark.slow), pytest.param(16, marks=pytest.mark.slow)],
+    [pytest.param(count, marks=pytest.mark.slow) for count in (4, 8, 16)],
 )
 def test_a_process_with_other_devices_trains_what_it_was_sent(tmp_path, num_devices):
     batch = np.linspace(0, 1, 32 * 16, dtype=np.float32).reshape(32, 16)
