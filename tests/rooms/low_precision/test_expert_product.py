@@ -208,7 +208,14 @@ CONFIG = moe.MoEConfig(
 )
 
 
-@pytest.mark.parametrize("sizes", [{"expert": 2, "data": 2}, {"data": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"expert": 2, "data": 2},
+        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_many_devices_round_as_one(sizes, mesh_of, x64):
     config = dataclasses.replace(CONFIG, param_dtype=jnp.float64)
     tokens, leaves = (

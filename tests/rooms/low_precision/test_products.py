@@ -421,7 +421,7 @@ def test_what_is_refused():
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("precision", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_the_gradient_of_a_product_is_not_differentiated(precision):
     """jax would differentiate roundings and scales, and the weight would have a wrong gradient, or
     none.

@@ -257,6 +257,7 @@ def test_the_loss_for_balance_over_the_batch_is_refused_with_micro_batches(mesh_
         opt.step(opt.init(params_of(config)), batches()[0])
 
 
+@pytest.mark.slow
 def test_biases_follow_the_loads_of_the_step_before(mesh_of, x64):
     """On devices that share out rows and experts, whose losses, gradients and loads are those of
     one device.

@@ -67,7 +67,11 @@ def test_sequence_parallel_steps_are_those_of_one_device(mesh_of, x64):
 
 @pytest.mark.parametrize(
     ("rows", "view"),
-    [(8, None), (6, None), (8, "global")],
+    [
+        (8, None),
+        pytest.param(6, None, marks=pytest.mark.slow),
+        pytest.param(8, "global", marks=pytest.mark.slow),
+    ],
     ids=["halves", "three rows a device", "XLA partitions rows"],
 )
 def test_halves_of_the_rows_take_turns_on_tpu(rows, view, monkeypatch, mesh_of, x64):
@@ -221,6 +225,7 @@ def mean_loss(config):
     return loss_fn
 
 
+@pytest.mark.slow
 def test_a_row_is_that_of_all_devices_of_the_context_axis(mesh_of, x64):
     """Each has four positions of eight, and a window of six hides keys."""
     config = dataclasses.replace(windowed(6, None), param_dtype=jnp.float64)
@@ -237,6 +242,7 @@ def test_a_row_is_that_of_all_devices_of_the_context_axis(mesh_of, x64):
     assert relative_difference(seen, final) > 1e-3
 
 
+@pytest.mark.slow
 def test_no_kept_product_is_computed_again_for_a_norm():
     """The gradient of a norm reads its input, so products are kept before it."""
     tokens = {"tokens": jnp.arange(18).reshape(2, 9)}

@@ -37,6 +37,7 @@ def test_a_block_in_8_bits_takes_a_quarter_of_its_float32():
     assert sent["data"] - sent_rounded["data"] == passes * placed.num_blocks * share * 3 * block
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(data=8), ParallelLayout(data=4, expert=2)], ids=["data", "expert"]
 )

@@ -163,7 +163,10 @@ def test_programs_that_no_run_has_read_for_a_month_go_and_others_stay(tmp_path, 
     assert "old" not in names
 
 
-@pytest.mark.parametrize("left", [0, 10, 200])
+@pytest.mark.parametrize(
+    "left",
+    [pytest.param(0, marks=pytest.mark.slow), 10, pytest.param(200, marks=pytest.mark.slow)],
+)
 def test_a_program_that_a_killed_process_left_half_written_is_stored_again(
     tmp_path, without_cache, left
 ):

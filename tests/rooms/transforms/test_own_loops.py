@@ -412,7 +412,12 @@ def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, 
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"data": 8}, {"data": 4, "tensor": 2}, {"replica": 2, "data": 4}]
+    "sizes",
+    tiered(
+        [{"data": 4, "tensor": 2}, {"data": 8}, {"replica": 2, "data": 4}],
+        lambda sizes: "tensor" in sizes,
+        ids=str,
+    ),
 )
 def test_int8_under_jit_sends_what_it_sends_under_shard_map(sizes, mesh_of):
     mesh = mesh_of(**sizes)
