@@ -77,10 +77,12 @@ def per_row(loss_of_row: Callable[..., Loss], *, batch_dims: BatchDims = ()) -> 
     do not depend on the mesh or on `micro_batches`; only on a context axis each share of the
     positions draws its own.
 
-    **Exceptions.** Four kinds of losses run as a loss without a proof would, with the reason: one
-    that names a mesh axis that carries rows; one that uses `jax.custom_batching.custom_vmap`, which
-    may mix rows; a custom derivative that does not scale with its cotangent; and a weight of
-    `Weighted` that depends on the parameters.
+    **Exceptions.** Four kinds of losses run as a loss without a proof does, with the reason:
+
+    - The loss names a mesh axis that carries rows.
+    - It uses `jax.custom_batching.custom_vmap`, which may mix rows.
+    - A custom derivative does not scale with its cotangent.
+    - A weight of `Weighted` depends on the parameters.
     """
     if not callable(loss_of_row) or as_block_model(loss_of_row) is not None:
         problem = f"loss_of_row must be a function of (params, row), got {loss_of_row!r:.80}."

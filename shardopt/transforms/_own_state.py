@@ -13,6 +13,12 @@ from shardopt.core._device_state import DeviceNumber
 from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree, leaves_with_paths
 
+FIX_STACKED = (
+    "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
+    " update takes what shard_map hands in; its specs are the in_specs and out_specs."
+)
+"""The remedy for a state that is not in the form of one device, for messages."""
+
 
 def number_of_device(axis_name: AxisName) -> DeviceNumber:
     """Return the number of this device along the axis; -1 where the axis is not bound."""
@@ -52,8 +58,4 @@ def check_form(state: PyTree, expected: PyTree) -> None:
     ]
     if wrong:
         problem = "the state is not in the form of one device."
-        fix = (
-            "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
-            " update takes what shard_map hands in; its specs are the in_specs and out_specs."
-        )
-        raise ValueError(error_text(problem, wrong, fix))
+        raise ValueError(error_text(problem, wrong, FIX_STACKED))

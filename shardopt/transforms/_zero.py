@@ -15,7 +15,11 @@ from shardopt.core._device_state import DeviceNumber, PerDevice
 from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._types import PyTree, abstract, leaves_with_paths
 from shardopt.reducers._axis import tracks_varying, varying
-from shardopt.transforms._own_state import number_of_device, unless_of_another_device
+from shardopt.transforms._own_state import (
+    FIX_STACKED,
+    number_of_device,
+    unless_of_another_device,
+)
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -239,8 +243,4 @@ class _ByShards:
         problem = (
             f"shard {name} of the state has shape {shard.shape}, where a device has {(length,)}."
         )
-        fix = (
-            "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
-            " update takes what shard_map hands in; its specs are the in_specs and out_specs."
-        )
-        raise ValueError(error_text(problem, fix=fix))
+        raise ValueError(error_text(problem, fix=FIX_STACKED))
