@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.any_optimizer import ANY_OPTIMIZER
 from support.tiers import tiered
 
 import shardopt as so
@@ -151,17 +152,7 @@ def test_the_table_of_the_page_has_these_numbers():
 
 
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.05, momentum=0.9),
-    "adam": lambda: optax.adam(1e-2),
-    "adamw": lambda: optax.adamw(1e-2, weight_decay=1e-2),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "lamb": lambda: optax.lamb(1e-2),
-    "lion": lambda: optax.lion(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-2),
-    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
-    "soap": lambda: so.optimizers.soap(1e-2),
-    "shampoo": lambda: so.optimizers.shampoo(1e-2),
-    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    **ANY_OPTIMIZER,
     "adan": lambda: optax.adan(1e-2),
 }
 QUICK = list(zip(LOOPS, OPTIMIZERS, strict=False))

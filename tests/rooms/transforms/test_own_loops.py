@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
+from support.any_optimizer import ANY_OPTIMIZER
 from support.tiers import tiered
 
 import shardopt as so
@@ -245,17 +246,7 @@ def test_zero_without_an_axis_or_a_mesh_says_what_to_pass():
 # `zero` of any optimizer, in every kind of loop.
 
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.05, momentum=0.9),
-    "adam": lambda: optax.adam(1e-2),
-    "adamw": lambda: optax.adamw(1e-2, weight_decay=1e-2),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=4),
-    "lamb": lambda: optax.lamb(1e-2),
-    "lion": lambda: optax.lion(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-2),
-    "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
-    "soap": lambda: so.optimizers.soap(1e-2),
-    "shampoo": lambda: so.optimizers.shampoo(1e-2),
-    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    **ANY_OPTIMIZER,
     "skip_anomalies": lambda: T.skip_anomalies(optax.adam(1e-2), loss_z=None),
     "injected": lambda: optax.inject_hyperparams(optax.adam)(
         learning_rate=optax.linear_schedule(1e-2, 0, 9)
