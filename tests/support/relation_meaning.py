@@ -1,0 +1,609 @@
+"""The meaning of the relations of the proof, and the check of one rule against it.
+
+A relation stands for pairs (value of the whole batch, values of the pieces). `draw_pair` draws such
+a pair, and `violation` says why a pair is none of them. `check_rule` draws the operands of a rule,
+runs its function on the whole and on the pieces, and checks the results against the relations that
+the rule answers. So a rule is tested alone, in corners that no whole loss reaches.
+
+What "exact" promises, and what is checked:
+
+- Integers, booleans and floats of 8 bits: every bit. Ratios are exact fractions, and a sum that
+  wraps is no sum.
+- Other floats: up to the rounding of the dtype of the result, and up to the order of the terms of a
+  sum. The difference may be `ROUNDINGS` times the machine epsilon, relative to the largest number.
+
+A value that is `drawn` follows from a random key, and each piece has another key. Its relation
+holds if all pieces draw the same number. So operands are drawn twice: with equal draws, where all
+relations must hold, and with different draws, where the relations must hold that are not `drawn`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.separability._proof import ProofSettings
+from shardopt.separability._relations import (
+    Columns,
+    Extreme,
+    Known,
+    Relation,
+    Same,
+    Shapes,
+    Shifted,
+    Split,
+    Total,
+    Unrelated,
+    differing_dims,
+)
+from shardopt.separability._walk import relate_jaxprs
+from shardopt.trace._jaxprs import equations
+from support.piecewise import as_users_have_it
+
+ROUNDINGS = 64
+"""The number of roundings that two sums of the same terms may differ by."""
+
+Numbers = Callable[[np.random.Generator, tuple[int, ...], np.dtype], np.ndarray]
+Pair = tuple[np.ndarray, list[np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An operand of a rule.
+
+    Attributes:
+      relation: the relation that its values have.
+      shapes: its shapes in the whole trace and in the piece trace.
+      dtype: its dtype.
+      numbers: draws the numbers of a value that is free; by default `any_numbers`.
+    """
+
+    relation: Relation
+    shapes: Shapes
+    dtype: Any = np.float64
+    numbers: Numbers | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleCase:
+    """An equation, or a small function, on the whole batch and on a piece.
+
+    Attributes:
+      operands: its operands.
+      functions: the function on the whole batch, and on a piece.
+      num_pieces: the number of pieces.
+      settings: further fields of `ProofSettings`.
+    """
+
+    operands: Sequence[Operand]
+    functions: tuple[Callable[..., Any], Callable[..., Any]]
+    num_pieces: int
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list[Relation]:
+    """Return the relations that a rule answers, after a check that concrete results have them.
+
+    Raises:
+      AssertionError: if the concrete results do not have the relations.
+    """
+    with as_users_have_it(), np.errstate(all="ignore"):
+        jaxprs = [
+            jax.make_jaxpr(function)(
+                *[
+                    jax.ShapeDtypeStruct(operand.shapes[i], operand.dtype)
+                    for operand in case.operands
+                ]
+            )
+            for i, function in enumerate(case.functions)
+        ]
+        proof = ProofSettings(relate_jaxprs, case.num_pieces, **case.settings)
+        relations = relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
+        if all(isinstance(relation, Unrelated) for relation in relations):
+            return relations
+        has_draws = any(is_drawn(operand.relation) for operand in case.operands)
+        for equal_draws in [True] * draws + [False] * has_draws:
+            pairs = [
+                _draw_operand(rng, operand, case.num_pieces, equal_draws)
+                for operand in case.operands
+            ]
+            whole_results = _run(jaxprs[0], [whole for whole, _ in pairs])
+            piece_results = [
+                _run(jaxprs[1], [pieces[i] for _, pieces in pairs]) for i in range(case.num_pieces)
+            ]
+            for k, relation in enumerate(relations):
+                if not equal_draws and is_drawn(relation):
+                    continue
+                pieces = [results[k] for results in piece_results]
+                problem = violation(relation, whole_results[k], pieces)
+                assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
+    return relations
+
+
+def primitives_of(case: RuleCase) -> set[str]:
+    """Return the names of the primitives in the trace of a case on the whole batch."""
+    with as_users_have_it():
+        operands = [jax.ShapeDtypeStruct(x.shapes[0], x.dtype) for x in case.operands]
+        jaxpr = jax.make_jaxpr(case.functions[0])(*operands)
+    return {eqn.primitive.name for eqn in equations(jaxpr)}
+
+
+def is_drawn(relation: Relation) -> bool:
+    """Return whether a relation holds only if all pieces draw the same random numbers."""
+    if isinstance(relation, Shifted):
+        return is_drawn(relation.split) or is_drawn(relation.total)
+    if isinstance(relation, Columns):
+        return any(map(is_drawn, relation.columns))
+    return getattr(relation, "drawn", False)
+
+
+# --- drawing --------------------------------------------------------------------------------------
+
+
+def draw_pair(
+    rng: np.random.Generator,
+    relation: Relation,
+    shapes: Shapes,
+    dtype: Any,
+    num_pieces: int,
+    numbers: Numbers | None = None,
+) -> Pair:
+    """Return a value of the whole batch and its values on the pieces that have a relation.
+
+    All pieces draw the same random numbers.
+    """
+    dtype, numbers = np.dtype(dtype), numbers or any_numbers
+    if isinstance(relation, Unrelated):
+        return numbers(rng, shapes[0], dtype), [
+            numbers(rng, shapes[1], dtype) for _ in range(num_pieces)
+        ]
+    if isinstance(relation, Known):
+        values = [
+            np.broadcast_to(known, shape).astype(dtype)
+            for known, shape in zip(
+                (relation.whole_values, relation.piece_values), shapes, strict=True
+            )
+        ]
+        return values[0], [values[1]] * num_pieces
+    if isinstance(relation, Columns):
+        column_shapes = (*shapes[0][:-1], 1), (*shapes[1][:-1], 1)
+        columns = [
+            draw_pair(rng, column, column_shapes, dtype, num_pieces, numbers)
+            for column in relation.columns
+        ]
+        pieces = [
+            np.concatenate([column[1][i] for column in columns], -1) for i in range(num_pieces)
+        ]
+        return np.concatenate([column[0] for column in columns], -1), pieces
+    if isinstance(relation, Shifted):
+        rows = draw_pair(rng, relation.split, shapes, dtype, num_pieces, numbers)
+        totals = draw_pair(rng, relation.total, shapes, dtype, num_pieces, numbers)
+        return rows[0] + totals[0], [q + t for q, t in zip(rows[1], totals[1], strict=True)]
+    uneven = differing_dims(shapes)
+    if isinstance(relation, Extreme):
+        parts = [_equal_entries(numbers, rng, shapes[1], uneven, dtype) for _ in range(num_pieces)]
+        reduce = np.max if relation.kind == "max" else np.min
+        return _spread(reduce(np.stack(parts), 0), shapes[0], uneven), [
+            _spread(part, shapes[1], uneven) for part in parts
+        ]
+    ratio = Fraction(relation.ratio).limit_denominator(64)
+    if isinstance(relation, Same):
+        base = _limited(_equal_entries(numbers, rng, shapes[1], uneven, dtype), dtype, ratio, 1)
+        piece = _spread(_times(base, ratio.denominator, dtype), shapes[1], uneven)
+        return _spread(_times(base, ratio.numerator, dtype), shapes[0], uneven), [
+            piece
+        ] * num_pieces
+    other_dims = [dim for dim in uneven if not isinstance(relation, Split) or dim != relation.dim]
+    terms = num_pieces if isinstance(relation, Total) else 1
+    bases = [
+        _limited(_equal_entries(numbers, rng, shapes[1], other_dims, dtype), dtype, ratio, terms)
+        for _ in range(num_pieces)
+    ]
+    pieces = [
+        _spread(_times(base, ratio.denominator, dtype), shapes[1], other_dims) for base in bases
+    ]
+    scaled = [_times(base, ratio.numerator, dtype) for base in bases]
+    whole = (
+        np.sum(scaled, 0, dtype=dtype)
+        if isinstance(relation, Total)
+        else joined_pieces(relation, scaled)
+    )
+    return _spread(whole, shapes[0], other_dims), pieces
+
+
+def any_numbers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return random numbers: integers of up to 16 bits from the whole range of their dtype."""
+    if dtype.kind == "b":
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype.kind in "iu":
+        low, high = np.iinfo(dtype).min, np.iinfo(dtype).max
+        return rng.integers(max(low, -(2**20)), min(high, 2**20), shape, endpoint=True).astype(
+            dtype
+        )
+    values = rng.normal(size=shape)
+    if dtype.kind == "c":
+        values = values + 1j * rng.normal(size=shape)
+    return np.asarray(values).astype(dtype)
+
+
+def indices_below(size: int) -> Numbers:
+    """Return a draw of numbers from 0 to `size` - 1."""
+    return lambda rng, shape, dtype: rng.integers(0, size, shape).astype(dtype)
+
+
+def positive_numbers(
+    rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return positive numbers."""
+    return (np.abs(any_numbers(rng, shape, dtype)) + np.asarray(0.1)).astype(dtype)
+
+
+def _draw_operand(
+    rng: np.random.Generator, operand: Operand, num_pieces: int, equal_draws: bool
+) -> Pair:
+    arguments = operand.relation, operand.shapes, operand.dtype, num_pieces, operand.numbers
+    pair = draw_pair(rng, *arguments)
+    if equal_draws or not is_drawn(operand.relation):
+        return pair
+    return pair[0], [draw_pair(rng, *arguments)[1][i] for i in range(num_pieces)]
+
+
+def _equal_entries(
+    numbers: Numbers,
+    rng: np.random.Generator,
+    shape: tuple[int, ...],
+    dims: Sequence[int],
+    dtype: np.dtype,
+) -> np.ndarray:
+    """Return numbers of size 1 along dims of equal entries."""
+    return numbers(rng, tuple(1 if dim in dims else size for dim, size in enumerate(shape)), dtype)
+
+
+def _spread(values: np.ndarray, shape: tuple[int, ...], dims: Sequence[int]) -> np.ndarray:
+    sizes = tuple(
+        shape[dim] if dim in dims else values.shape[dim] for dim in range(len(values.shape))
+    )
+    return np.broadcast_to(values, sizes)
+
+
+def _limited(base: np.ndarray, dtype: np.dtype, ratio: Fraction, terms: int) -> np.ndarray:
+    """Return integers so small that their multiples, and sums of so many terms, fit the dtype."""
+    factor = max(abs(ratio.numerator), ratio.denominator) * terms * (2 if ratio < 0 else 1)
+    if dtype.kind not in "iu" or factor == 1:
+        return base
+    return np.asarray(base.astype(object) // factor).astype(dtype)
+
+
+def _times(base: np.ndarray, factor: int, dtype: np.dtype) -> np.ndarray:
+    return base if factor == 1 else (base * np.asarray(factor).astype(dtype)).astype(dtype)
+
+
+def joined_pieces(relation: Split, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the concatenation of pieces in the blocks and in the order of a relation."""
+    dim = relation.dim
+    if relation.order is not None:
+        return _in_order(relation, pieces)
+    blocks = [np.split(piece, relation.blocks, dim) for piece in pieces]
+    return np.concatenate([part[k] for k in range(relation.blocks) for part in blocks], dim)
+
+
+def _in_order(relation: Split, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    """Return pieces in an order as `take_along_split` writes it: from the entries that the whole
+    and a piece take of an operand.
+    """
+    (_, piece_size), blocks, whole_bytes, piece_bytes = relation.order  # pyright: ignore
+    whole_entries = np.frombuffer(whole_bytes, np.int64)
+    piece_entries = np.frombuffer(piece_bytes, np.int64)
+    block_size = piece_size // blocks
+    block, j = np.divmod(piece_entries, block_size)
+    places: dict[int, tuple[int, int]] = {}
+    for i in range(len(pieces)):
+        entries = (block * len(pieces) + i) * block_size + j
+        places.update({int(entry): (i, k) for k, entry in enumerate(entries)})
+    return np.stack(
+        [
+            np.take(pieces[i], k, relation.dim)
+            for i, k in (places[int(entry)] for entry in whole_entries)
+        ],
+        relation.dim,
+    )
+
+
+# --- checking -------------------------------------------------------------------------------------
+
+
+def violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | None:
+    """Return why a value of the whole batch and its values on pieces do not have a relation.
+
+    None if they have it.
+    """
+    if isinstance(relation, Unrelated):
+        return None
+    whole, pieces = np.asarray(whole), [np.asarray(piece) for piece in pieces]
+    shapes = whole.shape, pieces[0].shape
+    if isinstance(relation, Known):
+        return _known_violation(relation, whole, pieces)
+    if isinstance(relation, Columns):
+        if len(relation.columns) != whole.shape[-1]:
+            return "it has another number of columns"
+        problems = [
+            violation(column, whole[..., k : k + 1], [piece[..., k : k + 1] for piece in pieces])
+            for k, column in enumerate(relation.columns)
+        ]
+        return next((problem for problem in problems if problem), None)
+    tolerance = _tolerance([whole, *pieces])
+    whole, pieces = _exact(whole), [_exact(piece) for piece in pieces]
+    row_dim = (
+        relation.dim
+        if isinstance(relation, Split)
+        else relation.split.dim
+        if isinstance(relation, Shifted)
+        else None
+    )
+    for dim in differing_dims(shapes):
+        if dim != row_dim and not all(
+            _equal(value, np.broadcast_to(value.take([0], dim), value.shape), 0)
+            for value in (whole, *pieces)
+            if value.size
+        ):
+            return f"its entries along dim {dim}, of equal entries, differ"
+    if isinstance(relation, Shifted):
+        return _shifted_violation(relation, whole, pieces, tolerance)
+    if isinstance(relation, Split):
+        sizes = shapes[0][relation.dim], shapes[1][relation.dim]
+        if sizes[0] != sizes[1] * len(pieces) or sizes[1] % relation.blocks:
+            return f"its dim {relation.dim} has sizes {sizes}"
+    dims = [dim for dim in differing_dims(shapes) if dim != row_dim]
+    whole, pieces = _unspread(whole, dims), [_unspread(piece, dims) for piece in pieces]
+    if isinstance(relation, Extreme):
+        reduce = np.maximum if relation.kind == "max" else np.minimum
+        extreme = pieces[0]
+        for piece in pieces[1:]:
+            extreme = reduce(extreme, piece)
+        return None if _equal(whole, extreme, 0) else f"{whole} is not the {relation.kind}"
+    if isinstance(relation, Same):
+        alike = all(_equal(pieces[0], piece, tolerance) for piece in pieces)
+        expected = pieces[0]
+        if not alike:
+            return "its pieces differ"
+    elif isinstance(relation, Total):
+        expected = sum(pieces[1:], start=pieces[0])
+    else:
+        expected = joined_pieces(relation, pieces)
+    numerator, denominator = _fraction(relation.ratio, whole)
+    if _equal(whole * denominator, expected * numerator, tolerance):
+        return None
+    return f"{whole} is not {relation.ratio} times {expected}"
+
+
+def _known_violation(
+    relation: Known, whole: np.ndarray, pieces: Sequence[np.ndarray]
+) -> str | None:
+    for known, value in [
+        (relation.whole_values, whole),
+        *[(relation.piece_values, piece) for piece in pieces],
+    ]:
+        try:
+            numbers = np.broadcast_to(known, value.shape)
+        except ValueError:
+            return f"its numbers have shape {known.shape}, not {value.shape}"
+        if not _equal(_exact(numbers), _exact(value), _tolerance([value])):
+            return f"its numbers are {value}, not {numbers}"
+    return None
+
+
+def _shifted_violation(
+    relation: Shifted, whole: np.ndarray, pieces: Sequence[np.ndarray], tolerance: float
+) -> str | None:
+    """Return why there are no rows Q_i and totals T_i with W = r concat(Q_i) + c sum T_i and P_i =
+    Q_i + T_i.
+
+    The residuals R_i = W_i - r P_i are c sum T - r T_i, which are constant along the rows. Their
+    sum is (n c - r) sum T.
+    """
+    rows, share = relation.split, relation.total.ratio
+    numbers = joined_pieces(rows, [np.full(piece.shape, i) for i, piece in enumerate(pieces)])
+    residuals = whole - rows.ratio * joined_pieces(rows, pieces)
+    sums = 0.0
+    for i in range(len(pieces)):
+        of_piece = np.moveaxis(residuals, rows.dim, -1)[np.moveaxis(numbers, rows.dim, -1) == i]
+        of_piece = of_piece.reshape(
+            *np.moveaxis(residuals, rows.dim, -1).shape[:-1], pieces[0].shape[rows.dim]
+        )
+        if not _equal(of_piece, np.broadcast_to(of_piece[..., :1], of_piece.shape), tolerance):
+            return "the total is not the same for all rows of a piece"
+        sums = sums + of_piece[..., 0]
+    if len(pieces) * share == rows.ratio and not _equal(
+        np.asarray(sums), np.zeros_like(sums), tolerance
+    ):
+        return "no totals explain the difference"
+    return None
+
+
+def _tolerance(values: Sequence[np.ndarray]) -> float:
+    dtype = values[0].dtype
+    if dtype.kind in "biu" or dtype.itemsize == 1:
+        return 0.0
+    sizes = [np.abs(_exact(value)) for value in values]
+    largest = max((float(size[np.isfinite(size)].max(initial=0.0)) for size in sizes), default=0.0)
+    return ROUNDINGS * float(jnp.finfo(dtype).eps) * (1.0 + largest)
+
+
+def _exact(value: np.ndarray) -> np.ndarray:
+    if value.dtype.kind in "iub":
+        return value.astype(object)
+    return value if value.dtype.kind == "c" else value.astype(np.float64)
+
+
+def _fraction(ratio: float, whole: np.ndarray) -> tuple[Any, Any]:
+    if whole.dtype != object:
+        return ratio, 1
+    fraction = Fraction(ratio).limit_denominator(4096)
+    return fraction.numerator, fraction.denominator
+
+
+def _unspread(value: np.ndarray, dims: Sequence[int]) -> np.ndarray:
+    for dim in dims:
+        value = value.take([0], dim) if value.shape[dim] else value
+    return value
+
+
+def _equal(a: Any, b: Any, tolerance: float) -> bool:
+    a, b = np.asarray(a), np.asarray(b)
+    if a.shape != b.shape:
+        return False
+    if a.dtype == object:
+        return bool(np.all(a == b))
+    return bool(np.all(np.isclose(a, b, rtol=0, atol=tolerance, equal_nan=True)))
+
+
+def _run(jaxpr: jex.ClosedJaxpr, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    return [np.asarray(result) for result in jax.jit(jex.jaxpr_as_fun(jaxpr))(*operands)]
+
+
+def _message(
+    case: RuleCase,
+    jaxprs: Sequence[Any],
+    relations: Sequence[Relation],
+    k: int,
+    problem: str,
+    pairs: Sequence[Pair],
+) -> str:
+    operands = "\n".join(
+        f"  {operand.relation} {operand.shapes} {np.dtype(operand.dtype)}"
+        for operand in case.operands
+    )
+    return (
+        f"result {k} is said to be {relations[k]}, but {problem}\n{case.num_pieces} pieces,"
+        f" operands:\n{operands}\nwhole: {jaxprs[0]}\npiece: {jaxprs[1]}\n{pairs}"
+    )
+
+
+# --- random operands ------------------------------------------------------------------------------
+
+
+def draw_shapes(
+    rng: np.random.Generator,
+    num_pieces: int,
+    ndim: int,
+    *,
+    most_uneven: int = 2,
+    sizes: Sequence[int] = (1, 2, 3, 4),
+) -> Shapes:
+    """Return random shapes of a value in the whole trace and in the piece trace.
+
+    Up to `most_uneven` dims have other sizes in the whole trace: n times the size in most cases.
+    """
+    piece = [int(rng.choice(sizes)) for _ in range(ndim)]
+    whole = list(piece)
+    for dim in rng.permutation(ndim)[: rng.integers(0, most_uneven + 1)]:
+        factor = num_pieces if rng.random() < 0.85 else int(rng.integers(2, 5))
+        whole[dim] = piece[dim] * factor
+    return tuple(whole), tuple(piece)
+
+
+KINDS = (Same, Split, Total, Shifted, Extreme, Known)
+
+
+def draw_operands(
+    rng: np.random.Generator,
+    shapes: Shapes,
+    dtype: Any,
+    num_pieces: int,
+    count: int,
+    kinds: Sequence[type] = KINDS,
+) -> list[Operand]:
+    """Return random operands of one shape and dtype: often rows of one place and values that all
+    pieces share, which most rules know.
+    """
+    mild = rng.random() < 0.6
+    relations = [
+        draw_relation(rng, shapes, dtype, num_pieces, (Same, Split) if mild else kinds)
+        for _ in range(count)
+    ]
+    for i in range(1, count):
+        if rng.random() < 0.6:
+            relations[i] = relations[0]
+    return [Operand(relation, shapes, dtype) for relation in relations]
+
+
+def draw_relation(
+    rng: np.random.Generator,
+    shapes: Shapes,
+    dtype: Any,
+    num_pieces: int,
+    kinds: Sequence[type] = KINDS,
+) -> Relation:
+    """Return a random relation that a value of these shapes and this dtype can have."""
+    dtype = np.dtype(dtype)
+    row_dims = [
+        dim
+        for dim, (whole, piece) in enumerate(zip(*shapes, strict=True))
+        if whole == piece * num_pieces and piece
+    ]
+    fitting = [kind for kind in kinds if kind not in (Split, Shifted) or row_dims]
+    if dtype.kind not in "iufcV":
+        fitting = [kind for kind in fitting if kind not in (Total, Shifted)]
+    kind = fitting[rng.integers(len(fitting))] if fitting else Same
+    ratio = draw_ratio(rng, dtype, num_pieces)
+    if kind is Same:
+        return Same(ratio, drawn=bool(rng.random() < 0.3))
+    if kind is Total:
+        return Total(ratio)
+    if kind is Extreme:
+        return Extreme(str(rng.choice(["max", "min"])))
+    if kind is Unrelated:
+        return Unrelated("mixes")
+    if kind is Known:
+        return _draw_known(rng, shapes, dtype, num_pieces)
+    dim = int(rng.choice(row_dims))
+    divisors = [count for count in (1, 1, 2, 3) if shapes[1][dim] % count == 0]
+    split = Split(dim, int(rng.choice(divisors)), ratio)
+    if kind is Shifted:
+        return Shifted(split, Total(draw_ratio(rng, dtype, num_pieces)))
+    if rng.random() < 0.1:
+        sizes = shapes[0][dim], shapes[1][dim]
+        order = rng.permutation(sizes[0]).astype(np.int64)
+        return Split(dim, 1, ratio, (sizes, 1, order.tobytes(), np.arange(sizes[1]).tobytes()))
+    return split
+
+
+def draw_ratio(rng: np.random.Generator, dtype: np.dtype, num_pieces: int) -> float:
+    """Return a random ratio: 1 in most cases."""
+    if dtype.kind == "b" or rng.random() < 0.6:
+        return 1.0
+    ratios = [2.0, 0.5, 1 / num_pieces, float(num_pieces)]
+    return float(rng.choice([*ratios, -1.0] if dtype.kind != "u" else ratios))
+
+
+def _draw_known(
+    rng: np.random.Generator, shapes: Shapes, dtype: np.dtype, num_pieces: int
+) -> Known:
+    style = rng.choice(["equal", "ratio", "rows", "any", "zeros"])
+    ones = tuple(1 for _ in shapes[0])
+    if style == "zeros":
+        return Known(np.zeros(ones, dtype), np.zeros(ones, dtype))
+    if style in ("equal", "ratio"):
+        uneven = differing_dims(shapes)
+        ratio = 1.0 if style == "equal" else draw_ratio(rng, dtype, num_pieces)
+        whole, pieces = draw_pair(
+            rng,
+            Same(ratio),
+            tuple(
+                tuple(1 if dim in uneven else size for dim, size in enumerate(shape))
+                for shape in shapes
+            ),  # pyright: ignore
+            dtype,
+            num_pieces,
+        )
+        return Known(whole, pieces[0])
+    piece = any_numbers(rng, shapes[1], dtype)
+    dims = differing_dims(shapes)
+    if style == "rows" and len(dims) == 1 and shapes[0][dims[0]] == shapes[1][dims[0]] * num_pieces:
+        return Known(np.concatenate([piece] * num_pieces, dims[0]), piece)
+    return Known(any_numbers(rng, shapes[0], dtype), piece)

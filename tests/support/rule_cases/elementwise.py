@@ -1,0 +1,70 @@
+"""Cases of equations that work entry by entry."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from support.relation_meaning import Operand, RuleCase, draw_operands, draw_relation, draw_shapes
+
+FLOATS = ("float64", "float64", "float32", "bfloat16", "float16")
+INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
+REALS = FLOATS + INTEGERS
+
+
+def entry_by_entry(
+    function: Callable[..., Any], arity: int, dtypes: tuple[str, ...], rng: np.random.Generator
+) -> RuleCase:
+    """Return a case of a function of operands of one shape and dtype."""
+    num_pieces = int(rng.choice([2, 2, 3, 4]))
+    shapes = draw_shapes(rng, num_pieces, int(rng.integers(0, 4)))
+    dtype = jnp.dtype(rng.choice(dtypes))
+    operands = draw_operands(rng, shapes, dtype, num_pieces, arity)
+    return RuleCase(operands, (function, function), num_pieces)
+
+
+def converted(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a conversion between any two dtypes."""
+    target = jnp.dtype(rng.choice([*REALS, "bool", "float8_e4m3fn"]))
+    return entry_by_entry(
+        lambda x: lax.convert_element_type(x, target), 1, (*REALS, "bool", "float8_e4m3fn"), rng
+    )
+
+
+def selected(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a choice between two or three cases."""
+    num_cases = int(rng.integers(2, 4))
+    case = entry_by_entry(lax.select_n, 1 + num_cases, REALS, rng)
+    shapes = case.operands[0].shapes
+    index_dtype = np.dtype(bool if num_cases == 2 else np.int32)
+    relation = draw_relation(rng, shapes, index_dtype, case.num_pieces)
+    index = Operand(
+        relation,
+        shapes,
+        index_dtype,
+        lambda rng, shape, dtype: rng.integers(0, 2, shape).astype(dtype),
+    )
+    return RuleCase([index, *case.operands[1:]], case.functions, case.num_pieces)
+
+
+def _rows(table: dict[str, Callable[..., Any]], arity: int, dtypes: tuple[str, ...]) -> dict:
+    return {
+        name: [functools.partial(entry_by_entry, function, arity, dtypes)]
+        for name, function in table.items()
+    }
+
+
+CASES = {
+    **_rows({"sin": jnp.sin, "tanh": lax.tanh, "exp": lax.exp, "log": lax.log, "sqrt": lax.sqrt, "rsqrt": lax.rsqrt, "cbrt": lax.cbrt, "is_finite": lax.is_finite, "floor": lax.floor, "abs": lax.abs, "reduce_precision": lambda x: lax.reduce_precision(x, 8, 3)}, 1, FLOATS),
+    **_rows({"neg": lax.neg, "sign": lax.sign, "square": lax.square, "integer_pow": lambda x: lax.integer_pow(x, 3), "stop_gradient": lambda x: jax.lax.stop_gradient(x), "copy": lax.copy_p.bind}, 1, REALS),
+    **_rows({"add": lax.add, "sub": lax.sub, "mul": lax.mul, "div": lax.div, "max": lax.max, "min": lax.min, "rem": lax.rem, "eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge}, 2, REALS),
+    **_rows({"atan2": lax.atan2, "pow": lax.pow, "nextafter": lax.nextafter}, 2, ("float64", "float32")),
+    **_rows({"and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor}, 2, (*INTEGERS, "bool")),
+    **_rows({"clamp": lax.clamp}, 3, REALS),
+    "convert_element_type": [converted],
+    "select_n": [selected],
+}  # fmt: skip
