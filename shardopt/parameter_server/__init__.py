@@ -9,7 +9,6 @@ from shardopt.parameter_server._replay import replay
 from shardopt.parameter_server._run import ServerLostError, WorkersLostError
 from shardopt.parameter_server._server import make_server
 from shardopt.parameter_server._simulation import SimulatedWorker, simulate
-from shardopt.parameter_server._sparse import SparseRows
 from shardopt.parameter_server._updates import NonFiniteUpdateError, make_update
 
 __all__ = [
@@ -17,7 +16,6 @@ __all__ = [
     "NonFiniteUpdateError",
     "ServerLostError",
     "SimulatedWorker",
-    "SparseRows",
     "WorkersLostError",
     "async_local_sgd",
     "durations",

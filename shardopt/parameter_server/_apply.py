@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,6 @@ import optax
 from shardopt.config._transformation import check_updates, refuse_unsupported
 from shardopt.core._types import Metric, PyTree, Weighted, wide_dtype
 from shardopt.losses._metrics import combined, of_rows, value_of
-from shardopt.parameter_server._sparse import gather_union_rows, has_rows, restrict_to_rows
 from shardopt.parameter_server._updates import Update, check_update, replace_trained, trained
 from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers._compressor import Compressor
@@ -91,14 +90,9 @@ class Mathematics:
     )
 
     @cached_property
-    def _programs(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """The update of all rows, and the update of some rows."""
-        run, donated = update_program(self.tx, self.rule, self.codec), (1,) if self.donate else ()
-        run_on_rows = restrict_to_rows(self.tx, run)
-        return (
-            jax.jit(run, donate_argnums=donated),
-            jax.jit(run_on_rows, donate_argnums=[1 + i for i in donated]),
-        )
+    def _program(self) -> RunUpdate:
+        run = update_program(self.tx, self.rule, self.codec)
+        return jax.jit(run, donate_argnums=(1,) if self.donate else ())
 
     def begin(self, params: PyTree) -> ServerArrays:
         """Return copies of the parameters, and the initial states of the optimizer and the rule."""
@@ -120,12 +114,7 @@ class Mathematics:
         params, *states = arrays
         old = trained(params)
         pulled = None if pulled is None else trained(pulled)
-        run, run_on_rows = self._programs
-        if has_rows(updates[0].grads):
-            grads, row_indices = gather_union_rows([update.grads for update in updates], old)
-            updates = [update._replace(grads=g) for g, update in zip(grads, updates, strict=True)]
-            run = partial(run_on_rows, row_indices)
-        result = run(*run_arguments((old, *states), updates, pulled, delay))
+        result = self._program(*run_arguments((old, *states), updates, pulled, delay))
         return result._replace(params=replace_trained(params, result.params))
 
     def _message(self, trained_params: PyTree) -> PyTree:

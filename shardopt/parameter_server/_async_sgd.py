@@ -15,7 +15,6 @@ from shardopt.mesh import data_axes, make_mesh
 from shardopt.parameter_server._clock import check_max_staleness
 from shardopt.parameter_server._optimizer import AsyncOptimizer, check_backend
 from shardopt.parameter_server._server import ServerSettings
-from shardopt.parameter_server._sparse import check_sparse
 from shardopt.parameter_server._worker import local_meshes, sgd_spec
 from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers import Reducer
@@ -37,7 +36,6 @@ def async_sgd(
     max_staleness: int | None = 0,
     rule: StalenessRule | None = None,
     reducer: Reducer | None = None,
-    sparse: Sequence[str] = (),
     backend: str = "threads",
     nonfinite: str = "raise",
     address: str | None = None,
@@ -63,8 +61,6 @@ def async_sgd(
       reducer: the encoding of gradients on their way to the server; see `so.reducers.compressor`.
         Each worker has its own `error_feedback`, which is lost when the worker leaves, is killed or
         is resumed: see `metrics["lost_memory"]`.
-      sparse: regexes of key paths of leaves [rows, ...], such as embedding tables. Only their rows
-        with a gradient that is not zero are pushed and updated; see below.
       backend: "threads"; or "ray", with server and workers as processes; see
         `parameter_server.AsyncOptimizer`.
       nonfinite: the treatment of gradients that are not finite: "raise", which ends the run, or
@@ -83,7 +79,7 @@ def async_sgd(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if a number is out of range, there are no workers, the backend or `nonfinite` is
-        unknown, one sender cannot encode the reducer, or a reducer and `sparse` are combined.
+        unknown, or one sender cannot encode the reducer.
 
     Example:
       >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -107,13 +103,6 @@ def async_sgd(
     each of its devices. Rules that correct for delay keep the parameters that each worker has
     pulled.
 
-    **Sparse leaves**: SGD without momentum gives the same result as with dense gradients, up to
-    summation order. Other optimizers become lazy: in rows without a gradient, moments and weights
-    do not decay, while counts increase. An optimizer that is not proved to act on each row by
-    itself is refused at the first push: trust ratios, adaptive and block-wise clips, factors of the
-    number of rows. A clip by the global norm of the gradients is accepted. Other leaves may have
-    any optimizer, through `optax.multi_transform`. The rule must have no state. Pulls are dense.
-
     **Communication** for each push: the parameters to the worker, and the gradients to the server.
     A worker with several devices all-reduces its gradients over its devices.
 
@@ -127,7 +116,7 @@ def async_sgd(
     worker_devices = process_sizes(workers) if on_ray else worker_meshes(workers)
     meshes = tuple(local_meshes(worker_devices))
     settings = ServerSettings(max_staleness, rule, nonfinite, reducer)
-    spec = sgd_spec(CALLER, tx, loss_fn, worker_devices, settings, sparse=check_sparse(sparse))
+    spec = sgd_spec(CALLER, tx, loss_fn, worker_devices, settings)
     ray_options = {
         "address": address,
         "max_restarts": int(max_restarts),

@@ -89,7 +89,7 @@ def replay(
     ]
     recorded_rule = _rule(header["rule"], rule)
     settings = ServerSettings(header["max_staleness"], recorded_rule, header["nonfinite"], reducer)
-    spec = sgd_spec(CALLER, tx, loss_fn, meshes, settings, sparse=header.get("sparse", ()))
+    spec = sgd_spec(CALLER, tx, loss_fn, meshes, settings)
     compute = spec.make_compute(batches_of, np.asarray(header["rng"], np.uint32))
     return replay_events(log, spec.make_server(donate=False), compute, params)
 

@@ -22,7 +22,6 @@ from shardopt.core._types import (
     leaves_with_paths,
     wide_dtype,
 )
-from shardopt.parameter_server._sparse import has_rows, is_rows, values_of
 
 CALLER = "parameter_server"
 NO_WEIGHT = "loss: its weight is 0"
@@ -36,8 +35,8 @@ class Update(NamedTuple):
     A plain mean loss has W_i = 1.
 
     Attributes:
-      grads: grad T, like the parameters, with None for leaves that are not trained, and
-        `SparseRows` for sparse leaves. With a reducer, its message.
+      grads: grad T, like the parameters, with None for leaves that are not trained. With a reducer,
+        its message.
       loss: T and W.
       metrics: the aux metrics of the loss, each as its kind: `Weighted`, `Sum`, `Max`, `Min`.
       rows: n, the number of rows that the update was computed from.
@@ -101,9 +100,7 @@ def finiteness(update: Update) -> jax.Array:
         update.loss.weight != 0,
         jnp.isfinite(update.loss.total) & jnp.isfinite(update.loss.weight),
     ]
-    return jnp.stack(
-        checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(values_of(update.grads))]
-    )
+    return jnp.stack(checks + [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(update.grads)])
 
 
 _jitted_finiteness = jax.jit(finiteness)
@@ -155,9 +152,6 @@ def check_update(
                 )
             )
         return update
-    pushed = update
-    if has_rows(update.grads):
-        update = update._replace(grads=_dense_shapes(update.grads, trained_params, worker))
     if jax.tree.structure(update.grads) != jax.tree.structure(trained_params):
         pushed_paths, trained_paths = (
             dict(leaves_with_paths(x)).keys() for x in (update.grads, trained_params)
@@ -181,29 +175,7 @@ def check_update(
         problem = f"{plural(len(misfits), 'leaf')} of the push of worker {worker} {verb}."
         fix = "push gradients of the parameters' own shapes and dtypes."
         raise ValueError(format_error(CALLER, problem, misfits, fix))
-    return pushed
-
-
-def _dense_shapes(grads: PyTree, trained_params: PyTree, worker: int) -> PyTree:
-    """Check the rows of sparse leaves, and return the gradient with abstract dense leaves in their
-    place.
-    """
-    sizes = {path: leaf.shape[0] for path, leaf in leaves_with_paths(trained_params) if leaf.ndim}
-    paths = [path for path, _ in leaves_with_paths(values_of(grads))]
-    leaves, treedef = jax.tree.flatten(grads, is_leaf=is_rows)
-    for number, (path, leaf) in enumerate(zip(paths, leaves, strict=True)):
-        if not is_rows(leaf) or path not in sizes:
-            continue
-        indices, size = np.asarray(leaf.indices), sizes[path]
-        types_match = indices.dtype.kind in "iu" and indices.shape == leaf.values.shape[:1]
-        if not types_match or (indices.size and not (indices.min() >= 0 and indices.max() < size)):
-            problem = f"the sparse push of worker {worker} does not fit."
-            types = f"indices {_leaf_type(indices)}, values {_leaf_type(leaf.values)}"
-            misfits = [f"{path}: {types}, the parameter has {size} rows"]
-            fix = "push an index from 0 to rows - 1 for each row of values."
-            raise ValueError(format_error(CALLER, problem, misfits, fix))
-        leaves[number] = jax.ShapeDtypeStruct((size, *leaf.values.shape[1:]), leaf.values.dtype)
-    return treedef.unflatten(leaves)
+    return update
 
 
 def _leaf_type(leaf: Any) -> str:

@@ -30,7 +30,6 @@ from shardopt.mesh import make_mesh, on_mesh
 from shardopt.parameter_server._coordinator import CoordinatorClient
 from shardopt.parameter_server._run import BatchesOf, RunSpec, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
-from shardopt.parameter_server._sparse import check_matches, is_rows, to_sparse_rows
 from shardopt.parameter_server._updates import (
     Update,
     check_params,
@@ -72,8 +71,6 @@ def sgd_spec(
     loss_fn: LossFn,
     workers: WorkerDevices,
     settings: ServerSettings,
-    *,
-    sparse: Sequence[str] = (),
 ) -> RunSpec:
     """Return the description of a run whose workers push gradients.
 
@@ -83,17 +80,15 @@ def sgd_spec(
       loss_fn: the loss.
       workers: the mesh of each worker, or the number of devices of each worker's process.
       settings: the settings of the server.
-      sparse: regexes of sparse leaves, as in `async_sgd`.
     """
     num_averaged = len(workers) if settings.max_staleness == 0 else 1
-    problem = SgdProblem(caller, tx, loss_fn, workers, tuple(sparse), None, num_averaged)
+    problem = SgdProblem(caller, tx, loss_fn, workers, None, num_averaged)
     problem.config_of(local_meshes(workers[:1])[0])  # checks the optimizer and the loss
     with calling(caller):
-        codec = check_codec(settings.reducer, sparse)
+        codec = check_codec(settings.reducer)
     header = {
         "devices": [worker.size if isinstance(worker, Mesh) else int(worker) for worker in workers]
     }
-    header |= {"sparse": list(sparse)} if sparse else {}
     return RunSpec(
         caller,
         len(workers),
@@ -138,7 +133,6 @@ class SgdProblem:
       tx: the optimizer, which is checked.
       loss_fn: the loss.
       workers: the mesh of each worker, or the number of devices of each worker's process.
-      sparse: regexes of sparse leaves.
       codec: the encoder of pushes, or None.
       num_averaged: the loss must be a mean over the batches of so many workers.
     """
@@ -147,7 +141,6 @@ class SgdProblem:
     tx: optax.GradientTransformation
     loss_fn: LossFn
     workers: WorkerDevices
-    sparse: tuple[str, ...]
     codec: Compressor | None
     num_averaged: int
 
@@ -212,13 +205,8 @@ class SgdWorkers:
 
     def update(self, worker: int, params: PyTree, batch: PyTree, clock: int) -> Update:
         """Return the gradient of a batch, on the device of the server."""
-        sparse, mesh = self.problem.sparse, self.meshes[worker]
-        if sparse:
-            with calling(self.problem.caller):  # on the thread of a worker
-                check_matches(sparse, trained(params))
+        mesh = self.meshes[worker]
         update = self._gradient(mesh, params, batch, worker, clock)
-        if sparse:
-            update = update._replace(grads=to_sparse_rows(update.grads, sparse))
         # on the first device of the worker: all have the same gradient
         if self.compressors.codec is not None:
             update = self.compressors.encode(worker, to_device(update, mesh.devices.flat[0]))
@@ -360,15 +348,8 @@ def _loss(
 
 
 def to_device(update: Update, device: Any) -> Update:
-    """Move the arrays of an update to a device.
-
-    Its number of rows stays an int, and sparse leaves stay in numpy.
-    """
-
-    def put(leaf):
-        return leaf if is_rows(leaf) else jax.device_put(leaf, device)
-
-    return jax.tree.map(put, update._replace(rows=None), is_leaf=is_rows)._replace(rows=update.rows)
+    """Move the arrays of an update to a device. Its number of rows stays an int."""
+    return jax.device_put(update._replace(rows=None), device)._replace(rows=update.rows)
 
 
 def key_data(rng: jax.Array | None) -> np.ndarray:
@@ -451,19 +432,12 @@ class WorkerCompressors:
         return encoded._replace(rows=update.rows)
 
 
-def check_codec(reducer: Reducer | None, sparse: Sequence[str] = ()) -> Compressor | None:
+def check_codec(reducer: Reducer | None) -> Compressor | None:
     """Return the codec of a reducer; None without a reducer."""
     if reducer is None:
         return None
     check_reducer(reducer)
-    codec = compressor(reducer)
-    if sparse:
-        problem = (
-            f"reducer={codec.name} and sparse={tuple(sparse)} cannot be combined: sparse rows"
-            " travel as they are."
-        )
-        raise ValueError(error_text(problem, fix="leave one of them out."))
-    return codec
+    return compressor(reducer)
 
 
 def codec_header(codec: Compressor | None) -> dict[str, str]:

@@ -197,13 +197,6 @@ def test_islands():
 
 
 def test_refusals(message_of):
-    assert (
-        message_of(
-            ValueError, so.async_sgd, optax.sgd(1), loss_fn, workers=1, reducer=INT8, sparse=["w"]
-        )
-        == f"async_sgd: reducer={INT8.name} and sparse=('w',) cannot be combined: sparse rows"
-        " travel as they are.\nFix: leave one of them out."
-    )
     late = R.warm_up(R.power_sgd(), 1)
     for do in (
         lambda: so.async_sgd(optax.sgd(1), loss_fn, workers=1, reducer=late),

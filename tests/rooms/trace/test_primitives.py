@@ -10,9 +10,8 @@ import jax.extend.core.primitives as jax_primitives
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.parameter_server import _by_row as by_row
 from shardopt.separability import _elementwise as elementwise
-from shardopt.trace._primitives import ARITHMETIC, DECOMPOSITIONS, ELEMENTWISE, IDENTITIES, SPECIAL
+from shardopt.trace._primitives import ARITHMETIC, DECOMPOSITIONS, ELEMENTWISE, SPECIAL
 
 lax = jax.lax
 LATER = {"log2", "one_minus_square", "polynomial"}
@@ -99,5 +98,3 @@ def test_every_list_is_of_these():
     assert not ARITHMETIC & SPECIAL
     kinds = elementwise.LINEAR, elementwise.ADDITIVE, elementwise.HOMOGENEOUS, elementwise.UNSCALED
     assert frozenset().union(*kinds, elementwise.POWERS) <= ELEMENTWISE
-    assert {"bitcast_convert_type"} == ELEMENTWISE - by_row._IN_PLACE
-    assert IDENTITIES <= by_row._KEEPS_ZERO
