@@ -1,4 +1,4 @@
-"""`shardopt verify`: check strategies, kernels and predictions on the devices at hand.
+"""`shardopt verify`: check strategies and kernels on the devices at hand.
 
 It needs no extras.
 """
@@ -19,10 +19,9 @@ from shardopt.runtime._processes import end_at_once
 class VerifyOptions:
     """Compare every strategy, mesh and kernel that fits with one device, on the devices at hand.
 
-    It also compares predicted with measured memory, bytes and seconds, checks that all devices
-    compute the same bits, and times collectives. The exit code is 0 if all rows that can run here
-    passed, and 1 if a row failed. It is 2 for an error in the request, and 3 if no row failed but
-    the time was over before all rows ran.
+    It also checks that all devices compute the same bits, and times collectives. The exit code is 0
+    if all rows that can run here passed, and 1 if a row failed. It is 2 for an error in the
+    request, and 3 if no row failed but the time was over before all rows ran.
     """
 
     minutes: float = 10.0

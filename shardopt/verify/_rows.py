@@ -31,7 +31,7 @@ class Row(NamedTuple):
     """One comparison that can be made.
 
     Attributes:
-      group: "same bits", "training", "kernels", "collectives" or "predictions".
+      group: "same bits", "training", "kernels" or "collectives".
       name: the name within the group.
       measure: compares on the devices; raises `NotRun` if these devices cannot run it.
     """

@@ -17,7 +17,6 @@ import numpy as np
 from shardopt.core._extras import version_of
 from shardopt.verify._devices import collective_rows, same_bits_rows
 from shardopt.verify._kernels import kernel_rows
-from shardopt.verify._predictions import prediction_rows
 from shardopt.verify._rows import Devices, NotRun, Result, Row, Status, agree
 from shardopt.verify._training import FIRST, SECOND, training_rows
 
@@ -90,7 +89,6 @@ def all_rows(devices: Devices) -> list[Row]:
         *collective_rows(devices),
         *training_rows(FIRST),
         *kernel_rows(),
-        *prediction_rows(),
         *training_rows(SECOND),
     ]
 

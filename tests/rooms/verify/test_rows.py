@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardopt.planning import Transformer
 from shardopt.step import _gradients as gradients
 from shardopt.verify import Measurement, NotRun, Row, _devices, all_rows, run_rows
-from shardopt.verify import _predictions as predictions
 from shardopt.verify._devices import (
     COLLECTIVES,
     SCATTERED,
@@ -145,46 +143,6 @@ def test_a_kernel_with_a_wrong_gradient_fails():
         lambda devices: measure_kernel(kernel._replace(platforms=("tpu",)), devices)
     )
     assert (code, elsewhere.status) == (0, "not on this platform")
-
-
-@pytest.fixture
-def measure(monkeypatch):
-    """Measure the prediction of a tiny model."""
-    sizes = {
-        "dim": 32,
-        "num_layers": 2,
-        "num_heads": 4,
-        "hidden": 64,
-        "vocab_size": 64,
-        "length": 16,
-    }
-    shape = Transformer("tiny", **sizes, dtype=jnp.float32, fused_attention=False)
-    monkeypatch.setattr(predictions, "model_shape", lambda platform: shape)
-    return lambda: predictions.measure_prediction({"placement": "zero1"}, PAIR)
-
-
-@pytest.mark.slow
-def test_a_prediction_is_compared_with_what_is_measured(measure):
-    measurement = measure()
-    assert measurement.detail.startswith("measured/predicted: held 1.00, peak ")
-    held, sent = measurement.numbers["held"], measurement.numbers["sent"]
-    assert (held["predicted"], sent["predicted"]) == (
-        held["measured"],
-        pytest.approx(sent["measured"], rel=0.15),
-    )
-
-
-@pytest.mark.slow  # test_a_lost_sum_fails_the_row_of_its_strategy
-def test_a_wrong_prediction_fails(measure, monkeypatch):
-    traffic = predictions.traffic
-    monkeypatch.setattr(
-        predictions, "traffic", lambda *args, **kwargs: traffic(*args, **kwargs)[:1]
-    )
-    measurement = measure()
-    assert not measurement.passed
-    assert measurement.detail.startswith("measured/predicted: held 1.00, peak ")  # which is right
-    assert "; too far: " in measurement.detail
-    assert measurement.detail.endswith("sent")
 
 
 def raise_error(error):
