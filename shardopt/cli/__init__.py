@@ -1,6 +1,4 @@
-"""The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit`, `schedule` and
-`verify`.
-"""
+"""The command line: `shardopt train`, `tune`, `launch`, `vault`, `plan`, `audit` and `verify`."""
 
 import sys
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ import tyro
 from shardopt.checkpoint._run_folder import committed
 from shardopt.cli._conditions import saved_defaults
 from shardopt.cli._options import Options, RunOptions, TrainOptions, TuneOptions, brief
-from shardopt.cli._plan import AuditOptions, PlanOptions, ScheduleOptions, audit, plan, schedule
+from shardopt.cli._plan import AuditOptions, PlanOptions, audit, plan
 from shardopt.cli._run_folder import CHECKPOINTS, read_options
 from shardopt.cli._verify import VerifyOptions, verify
 from shardopt.core._errors import calling, value_error
@@ -260,7 +260,6 @@ _COMMANDS: dict[type, Command] = {
     VaultOptions: Command("vault", keep),
     PlanOptions: Command("plan", plan),
     AuditOptions: Command("audit", audit),
-    ScheduleOptions: Command("schedule", schedule),
     DoctorOptions: Command("doctor", lambda _: print(doctor()), joins=True),
     VerifyOptions: Command("verify", verify, lambda options: options.devices),
 }

@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import optax
 
 import shardopt as so
 from shardopt.cli._optimizer import check_keywords, read_call
@@ -59,18 +58,13 @@ def make_reducer(communication: CommunicationOptions) -> so.reducers.Reducer | N
 def combined(
     communication: CommunicationOptions, strategy: so.ShardedOptimizer
 ) -> so.ShardedOptimizer:
-    """Return the strategy, with local updates if the options have them."""
+    """Return the strategy, as replicas of DiLoCo if the options have steps between
+    synchronizations.
+    """
     sync_every = communication.sync_every
     if sync_every is None:
         return strategy
-    if communication.outer == "average":
-        return so.local_sgd(strategy, sync_every=sync_every)
-    return so.diloco(
-        strategy,
-        outer=optax.sgd(1.0) if communication.outer == "sgd" else None,
-        sync_every=sync_every,
-        reducer=make_reducer(communication),
-    )
+    return so.diloco(strategy, sync_every=sync_every, reducer=make_reducer(communication))
 
 
 def describe(communication: CommunicationOptions) -> list[tuple[str, str]]:
@@ -78,8 +72,7 @@ def describe(communication: CommunicationOptions) -> list[tuple[str, str]]:
     lines = []
     if communication.sync_every is not None:
         interval = plural(communication.sync_every, "step")
-        method = communication.outer or "nesterov"
-        lines.append(("replicas", f"synchronized every {interval}, by {method}"))
+        lines.append(("replicas", f"synchronized every {interval}, by nesterov"))
     reducer = make_reducer(communication)
     if reducer is not None:
         reduced = "gradients" if communication.sync_every is None else "outer gradients"

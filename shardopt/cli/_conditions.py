@@ -44,10 +44,6 @@ def _is_local(options: RunOptions) -> bool:
     return options.communication.sync_every is not None
 
 
-def _is_average(options: RunOptions) -> bool:
-    return options.communication.outer == "average"
-
-
 CONDITIONS = (
     Condition(
         tuple(vars(PipelineOptions())),
@@ -56,7 +52,7 @@ CONDITIONS = (
         "choose --strategy hybrid",
     ),
     Condition(
-        ("gather_dtype", "regather"),
+        ("gather_dtype",),
         _gathers,
         "for placements that gather weights; {options.strategy_text} does not",
         "choose --strategy fsdp, or hybrid with --placement fsdp",
@@ -78,18 +74,6 @@ CONDITIONS = (
         lambda options: getattr(options.model, "lora_rank", None) is not None,
         "for adapters, and --lora-rank is not given",
         "add --lora-rank 16",
-    ),
-    Condition(
-        ("outer",),
-        _is_local,
-        "for local updates, and no --sync-every",
-        "give the steps between synchronizations: --sync-every 50",
-    ),
-    Condition(
-        ("reducer",),
-        lambda options: not (_is_local(options) and _is_average(options)),
-        "for an outer optimizer; --outer average has none",
-        "choose --outer sgd, which averages by default too",
     ),
     Condition(
         ("reducer",),
@@ -126,8 +110,6 @@ def saved_defaults(saved: Options, current: Options) -> Options:
     dropped = {
         name for condition in CONDITIONS if not condition.holds(current) for name in condition.names
     }
-    if current.pipeline.schedule != saved.pipeline.schedule:
-        dropped.add("chunks")
     if _is_local(current) != _is_local(saved):
         dropped.add("reducer")  # it would compress other gradients
 

@@ -16,7 +16,7 @@ from rich.text import Text
 import shardopt as so
 from shardopt.cli._communication import describe, size
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
-from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS, SCHEDULE
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS
 from shardopt.core._errors import plural
 from shardopt.core._figures import new_figure
 from shardopt.data import Windows
@@ -186,11 +186,8 @@ def show_loss(screen: Console, result: FitResult, unit: str) -> None:
 def show_files(screen: Console, options: RunOptions, result: FitResult, *names: str) -> None:
     """Show the goodput and the files of the run, `names` first."""
     say(screen, f"\n{result.goodput}")
-    folder = options.run.run_dir
-    drawn = [SCHEDULE] if (folder / SCHEDULE).is_file() else []
-    say(
-        screen, f"\nin {folder}: {', '.join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE, *drawn])}"
-    )
+    files = ", ".join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE])
+    say(screen, f"\nin {options.run.run_dir}: {files}")
 
 
 def indented(text: str) -> str:

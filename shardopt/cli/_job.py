@@ -3,7 +3,6 @@ way.
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -14,14 +13,12 @@ from shardopt.cli import _display as display
 from shardopt.cli._options import RunOptions
 from shardopt.cli._run_folder import (
     CURVE,
-    SCHEDULE,
     loggers,
     order_changes,
     read_metrics,
     write_options,
 )
 from shardopt.core._types import PyTree, TrainState
-from shardopt.pipeline import Schedule
 from shardopt.training._fit import FitResult
 
 
@@ -59,7 +56,6 @@ class RunInFolder(NamedTuple):
         with checkpoints:
             if jax.process_index() == 0:  # the folder is locked now
                 write_options(options, self.num_bytes)
-                write_schedule(self.opt.config.schedule, run.run_dir / SCHEDULE)
             result = so.fit(
                 self.opt,
                 start(),
@@ -82,14 +78,3 @@ class RunInFolder(NamedTuple):
         """Draw the losses in nats per `unit`."""
         folder = self.options.run.run_dir
         display.draw_curve(read_metrics(folder), folder / CURVE, unit=unit)
-
-
-def write_schedule(schedule: Schedule | None, path: Path) -> None:
-    """Draw the schedule of the current strategy.
-
-    Without one, remove the drawing of an earlier run.
-    """
-    if schedule is None:
-        path.unlink(missing_ok=True)
-    else:
-        schedule.plot(path)

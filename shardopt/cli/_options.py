@@ -37,7 +37,6 @@ ScheduleName = Literal[
     "zero_bubble_lockstep",
     "dual_pipe_v",
 ]
-Outer = Literal["nesterov", "sgd", "average"]
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
 
@@ -131,23 +130,9 @@ class PipelineOptions:
     schedule: Annotated[ScheduleName | None, choices(ScheduleName)] = None
     """The order in which stages process micro-batches. By default eager_one_f_one_b."""
 
-    chunks: More[OptionalCount] = None
-    """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2),
-    zero_bubble and zero_bubble_lockstep (1)."""
-
-    send_ahead: More[bool] = False
-    """Send messages while the next tick runs: stages with different work then wait less for each
-    other.
-    """
-
     remat: More[bool] = False
     """Keep only the input of each chunk, and run its forward again in the backward pass: less
     memory, more work.
-    """
-
-    regather: More[bool] = True
-    """Gather the weights of a block in every pass. --no-regather: once a step, with less traffic,
-    more memory.
     """
 
 
@@ -161,14 +146,7 @@ class CommunicationOptions:
     """
 
     sync_every: OptionalCount = None
-    """Local updates: steps between synchronizations of the replicas (DiLoCo, or Local SGD with
-    --outer average).
-    """
-
-    outer: More[Annotated[Outer | None, choices(Outer)]] = None
-    """How replicas synchronize: an outer step of sgd on their mean update, with Nesterov momentum
-    or without; or the average of their parameters. By default nesterov.
-    """
+    """Local updates: steps between synchronizations of the replicas, by DiLoCo."""
 
     reducer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """How a mean is sent in fewer bits: bf16, int8, sign, top_k or power_sgd, optionally with
@@ -258,9 +236,7 @@ class FolderOptions:
     """Folder, checkpoints and logs of the run."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json, loss.png, and with a pipeline
-    schedule.png.
-    """
+    """Folder for checkpoints, metrics.jsonl, config.json and loss.png."""
 
     resume: bool = False
     """Continue the run in the folder. Options that are not set here keep their saved values; mesh,
@@ -502,9 +478,9 @@ def changed_flags(options: RunOptions, names: Iterable[str]) -> list[str]:
     """Return those of some options that are not the default, as they are written.
 
     Example:
-      >>> options = TrainOptions(pipeline=PipelineOptions(chunks=2, regather=False))
-      >>> changed_flags(options, ["chunks", "remat", "regather"])
-      ['--chunks 2', '--no-regather']
+      >>> options = TunedModelOptions(lora_rank=2, recompute_blocks=False)
+      >>> changed_flags(TuneOptions(model=options), ["lora_rank", "base", "recompute_blocks"])
+      ['--lora-rank 2', '--no-recompute-blocks']
     """
     flags = []
     for group in vars(options).values():

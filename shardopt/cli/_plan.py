@@ -1,4 +1,4 @@
-"""The commands that need no device: `shardopt plan`, `shardopt audit` and `shardopt schedule`."""
+"""The commands that need no device: `shardopt plan` and `shardopt audit`."""
 
 import dataclasses
 import math
@@ -10,14 +10,13 @@ from jax.sharding import Mesh
 
 import shardopt as so
 from shardopt.cli._optimizer import find_optimizer
-from shardopt.cli._options import OptionalCount, OptionalPath, ScheduleName
-from shardopt.cli._strategy import check_chunks, named_strategy, parse_mesh
+from shardopt.cli._options import OptionalCount
+from shardopt.cli._strategy import named_strategy, parse_mesh
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, value_error
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._aot import AotReport
-from shardopt.planning._compiled_time import StepSeconds
-from shardopt.planning._layout import ParallelLayout, named_builder
+from shardopt.planning._layout import ParallelLayout
 from shardopt.planning._models import find_model
 from shardopt.planning._search import Plans
 from shardopt.planning._topologies import parse_topology
@@ -56,9 +55,6 @@ class PlanOptions:
     top: int = 10
     """How many layouts to list."""
 
-    png: OptionalPath = None
-    """File for a drawing of the memory and traffic of the listed layouts."""
-
 
 @calling("plan")
 def plan(options: PlanOptions) -> None:
@@ -77,8 +73,6 @@ def plan(options: PlanOptions) -> None:
         batch_size=2 * options.chips if options.batch_size is None else options.batch_size,
         tx=factory(1e-3, **arguments),
     )
-    if options.png is not None:
-        plans.plot(plans.ranked[: options.top], path=options.png)
     print(as_text(plans, options.top))
 
 
@@ -160,9 +154,6 @@ class AuditOptions:
     were written.
     """
 
-    png: OptionalPath = None
-    """File for a drawing of the timeline of a step."""
-
 
 @calling("audit")
 def audit(options: AuditOptions) -> None:
@@ -181,16 +172,12 @@ def audit(options: AuditOptions) -> None:
         fix = "give a file with compiled.as_text(), or --model and --topology to compile one."
         raise value_error(problem, fix=fix)
     if options.program is None:
-        step, lines = _audit_model(options)
+        print(_audit_model(options))
     else:
-        step, lines = _audit_file(options, options.program)
-    if options.png is not None and step is not None:
-        step.plot(options.png)
-    print("\n".join(lines))
+        print(_audit_file(options, options.program))
 
 
-def _audit_file(options: AuditOptions, program: Path) -> tuple[StepSeconds | None, list[str]]:
-    """Return the time of a step, if it is known, and the lines of the report."""
+def _audit_file(options: AuditOptions, program: Path) -> str:
     if options.prove:
         problem = "--prove needs to know where results live, which a file does not tell."
         fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
@@ -198,21 +185,14 @@ def _audit_file(options: AuditOptions, program: Path) -> tuple[StepSeconds | Non
     text, mesh = program.read_text(), mesh_sizes(options.mesh) or None
     file_audit = so.hlo.audit(text, mesh=mesh)
     if options.hardware is None:
-        if options.png is not None:
-            fix = "give --hardware, such as v5p."
-            raise value_error("--png needs to know the chip.", fix=fix)
-        return None, [str(file_audit)]
-    step = so.planning.step_seconds(text, mesh=mesh, hardware=options.hardware)
-    return step, [str(file_audit), "", str(step)]
+        return str(file_audit)
+    return f"{file_audit}\n\n{so.planning.step_seconds(text, mesh=mesh, hardware=options.hardware)}"
 
 
-def _audit_model(options: AuditOptions) -> tuple[StepSeconds, list[str]]:
-    """Return the time of a step, and the lines of the report."""
+def _audit_model(options: AuditOptions) -> str:
     compiled = compile_model(options)
-    lines = [str(compiled), "", str(compiled.audit)]
-    if options.prove:
-        lines += ["", str(compiled.proof)]
-    return compiled.step_seconds, lines
+    proof = f"\n\n{compiled.proof}" if options.prove else ""
+    return f"{compiled}\n\n{compiled.audit}{proof}"
 
 
 @calling("audit")
@@ -256,34 +236,3 @@ def compile_model(options: AuditOptions) -> AotReport:
 def mesh_sizes(text: str | None) -> dict[str, int]:
     """Return the axis sizes in a text such as "data=4,tensor=2"; {} for None."""
     return {} if text is None else parse_mesh(text)
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleOptions:
-    """Show the work of each pipeline stage over time: ticks, idle time, activations in memory."""
-
-    kind: ScheduleName = "eager_one_f_one_b"
-    """Name of the schedule in so.schedules."""
-
-    stages: int = 4
-    """Size of the mesh axis pipeline."""
-
-    micro_batches: int = 8
-    """Parts of a batch that pass through the stages one after another."""
-
-    chunks: OptionalCount = None
-    """Parts of the model on each stage, for interleaved and looped_breadth_first (by default 2),
-    zero_bubble and zero_bubble_lockstep (1)."""
-
-    png: OptionalPath = None
-    """File for a drawing of the schedule."""
-
-
-@calling("schedule")
-def schedule(options: ScheduleOptions) -> None:
-    """Print the schedule."""
-    check_chunks("--kind", options.kind, options.chunks)
-    table = named_builder(options.kind, options.chunks)(options.stages, options.micro_batches)
-    if options.png is not None:
-        table.plot(options.png)
-    print(table)

@@ -22,7 +22,7 @@ from shardopt.core._errors import value_error
 from shardopt.runtime._files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
-CURVE, SCHEDULE = "loss.png", "schedule.png"
+CURVE = "loss.png"
 
 
 def check_run_folder(options: RunOptions) -> None:

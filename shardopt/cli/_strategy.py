@@ -94,21 +94,7 @@ def check_options(options: RunOptions) -> None:
     """Refuse options that cannot be combined, as far as this is known without devices."""
     check_numbers(options)
     check_conditions(options)
-    check_chunks("--schedule", options.schedule, options.pipeline.chunks)
     make_reducer(options.communication)
-
-
-def check_chunks(flag: str, schedule: str, chunks: int | None) -> None:
-    """Refuse a number of chunks that the schedule cannot have."""
-    kind = KINDS[schedule]
-    if chunks not in (None, kind.chunks) and not kind.takes_chunks:
-        problem = (
-            f"--chunks {chunks} is for schedules that have chunks; {schedule} has"
-            f" {('one', 'two')[kind.on_a_v]} a stage."
-        )
-        *first_names, last_name = (name for name, other in KINDS.items() if other.takes_chunks)
-        fix = f"leave it out, or choose {flag} {', '.join(first_names)} or {last_name}."
-        raise value_error(problem, fix=fix)
 
 
 def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
@@ -120,13 +106,13 @@ def fitted(options: TrainOptions, mesh: Mesh) -> TrainOptions:
     if stages > 1 and not options.is_hybrid:
         problem = f"pipeline={stages} is for --strategy hybrid; {options.placement} was asked for."
         raise value_error(problem, fix="choose --strategy hybrid, or a --mesh without pipeline.")
-    chunks = options.pipeline.chunks or KINDS[options.schedule].chunks
+    chunks = KINDS[options.schedule].chunks
     num_parts = stages * chunks if stages > 1 else 1
     layers = options.model.layers or max(2, num_parts)
     if layers < num_parts:
         parts_text = f"{plural(stages, 'stage')} x {plural(chunks, 'chunk')} = {num_parts}"
         problem = f"--layers {layers} are too few for {parts_text}."
-        fix = f"use --layers {num_parts} or more, or another --mesh, --schedule or --chunks."
+        fix = f"use --layers {num_parts} or more, or another --mesh or --schedule."
         raise value_error(problem, fix=fix)
     return dataclasses.replace(options, model=dataclasses.replace(options.model, layers=layers))
 
@@ -163,13 +149,12 @@ def make_base(
     if leaf_arguments is None:
         assert isinstance(options, TrainOptions)
         leaf_arguments = strategy_arguments(options.model)
-    schedule = named_builder(options.schedule, options.pipeline.chunks)
     arguments = vars(options.where) | vars(options.pipeline) | dict(leaf_arguments)
     arguments |= {
         "micro_batches": num_micro_batches(options, mesh),
-        "placement": options.placement if options.pipeline.regather else "fsdp_once",
+        "placement": options.placement,
         "reducer": reducer,
-        "schedule": so.schedules.send_ahead(schedule) if options.pipeline.send_ahead else schedule,
+        "schedule": named_builder(options.schedule),
     }
     return named_strategy(options.where.strategy, tx, mesh, model, arguments)
 

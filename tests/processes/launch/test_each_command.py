@@ -44,7 +44,7 @@ def test_what_is_no_process_of_a_job_is_refused(name, capsys):
     assert f"error: launch: {name} cannot be a process of a job.\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["doctor", "plan", "audit", "schedule", "verify"])
+@pytest.mark.parametrize("name", ["doctor", "plan", "audit", "verify"])
 def test_a_command_under_launch_is_run_by_this_python(name):
     assert _commands.child_command([name, "--help"], None, 0) == [
         sys.executable, "-m", "shardopt.cli", name, "--help",
@@ -73,7 +73,6 @@ COMMANDS = {  # words, and a part of the output
     "tune with adapters": ("--devices 4 --mesh data=4 --lora-rank 2", "data=4"),
     "tune in 4 bits": ("--devices 4 --mesh data=4 --lora-rank 2 --base nf4", "data=4"),
     "doctor": ("", "jax"),
-    "schedule": ("", ""),
     "plan": ("--help", ""),
     "audit": ("--help", ""),
     "verify": ("--devices 4 --only same", "4 x cpu"),

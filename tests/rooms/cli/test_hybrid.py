@@ -18,7 +18,6 @@ import pytest
 import shardopt as so
 from shardopt.cli import main
 from shardopt.cli._conditions import saved_defaults
-from shardopt.cli._job import write_schedule
 from shardopt.cli._options import (
     DeviceOptions,
     ModelOptions,
@@ -79,20 +78,13 @@ def test_a_hybrid_run_says_what_its_schedule_costs_and_draws_it(finished):
         "hybrid, zero2 over data: what each device holds",
         "\nblocks/mlp/up ",
         "after 4 steps",
-        f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png, schedule.png\n",
+        f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png\n",
     ):
         assert piece in out
-    assert (folder / "schedule.png").read_bytes().startswith(b"\x89PNG")
     assert 4.5 < last(folder)["val_loss"] < 5.6
     saved = json.loads((folder / "config.json").read_text())
     assert saved["model"]["layers"] == 4
-    pipeline = {
-        "placement": "zero2",
-        "schedule": "interleaved",
-        "chunks": None,
-        "send_ahead": False,
-    }
-    pipeline |= {"remat": False, "regather": True}
+    pipeline = {"placement": "zero2", "schedule": "interleaved", "remat": False}
     assert saved["pipeline"] == pipeline
 
 
@@ -106,7 +98,6 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     out = run(*resume, "--strategy", "fsdp", "--mesh", "data=4,tensor=2")
     assert "fsdp: what each device holds" in out
     assert "schedule" not in out
-    assert not (folder / "schedule.png").exists()
     control = last(folder)
     shutil.rmtree(folder / "checkpoints" / "12")  # the other run takes these steps again, from 8
 
@@ -118,7 +109,6 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     assert "schedule     zero_bubble_lockstep: 2 stages, 2 micro-batches, 1 chunk\n" in out
     assert "hybrid, zero1 over data" in out
     assert "The batches come in a new order" not in out
-    assert (folder / "schedule.png").exists()
     lines = [
         json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()
     ]
@@ -132,10 +122,10 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
     ("words", "message"),
     [
         (
-            "--schedule gpipe --placement ddp --chunks 2 --remat --no-regather",
+            "--schedule gpipe --placement ddp --remat",
             (
-                "train: 5 options for --strategy hybrid; fsdp was asked for.\n"
-                "  --placement ddp\n  --schedule gpipe\n  --chunks 2\n  --remat\n  --no-regather\n"
+                "train: 3 options for --strategy hybrid; fsdp was asked for.\n"
+                "  --placement ddp\n  --schedule gpipe\n  --remat\n"
                 "Fix: leave out what is listed, or choose --strategy hybrid."
             ),
         ),
@@ -147,29 +137,17 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
             ),
         ),
         (
-            "--strategy hybrid --chunks 2",
+            "--strategy hybrid --schedule interleaved",
             (
-                "train: --chunks 2 is for schedules that have chunks; eager_one_f_one_b has one a"
-                " stage.\nFix: leave it out, or choose --schedule interleaved,"
-                " looped_breadth_first, zero_bubble or zero_bubble_lockstep."
-            ),
-        ),
-        (
-            "--strategy hybrid --schedule interleaved --chunks 0",
-            "train: --chunks must be at least 1, got 0.",
-        ),
-        (
-            "--strategy hybrid --schedule interleaved --chunks 3",
-            (
-                "train: --layers 2 are too few for 2 stages x 3 chunks = 6.\n"
-                "Fix: use --layers 6 or more, or another --mesh, --schedule or --chunks."
+                "train: --layers 2 are too few for 2 stages x 2 chunks = 4.\n"
+                "Fix: use --layers 4 or more, or another --mesh or --schedule."
             ),
         ),
         (
             "--strategy hybrid --mesh pipeline=8 --layers 4",
             (
                 "train: --layers 4 are too few for 8 stages x 1 chunk = 8.\n"
-                "Fix: use --layers 8 or more, or another --mesh, --schedule or --chunks."
+                "Fix: use --layers 8 or more, or another --mesh or --schedule."
             ),
         ),
         (
@@ -177,14 +155,6 @@ def test_a_hybrid_run_goes_on_as_fsdp_and_then_by_another_schedule(finished, tmp
             (
                 "interleaved: with 2 chunks per stage, micro-batches must be a multiple of the 2"
                 " stages, got 3.\nFix: use 2 or 4 micro-batches, or num_chunks=1."
-            ),
-        ),
-        (
-            "--strategy hybrid --placement zero1 --no-regather",
-            (
-                "train: 1 option for placements that gather weights; hybrid with --placement zero1"
-                " does not.\n  --no-regather\nFix: leave out what is listed, or choose --strategy"
-                " fsdp, or hybrid with --placement fsdp."
             ),
         ),
         (
@@ -269,19 +239,6 @@ def test_every_placement_is_the_one_asked_for(placement, remat):
     assert config.layout.rules == check_rules(gpt.rules)
 
 
-def test_messages_are_sent_ahead_where_that_is_asked_for():
-    assert (
-        make(schedule="zero_bubble_v", send_ahead=True)[1].schedule.name
-        == "zero_bubble_v, sent ahead"
-    )
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_blocks_are_gathered_once_a_step_where_that_is_asked_for(again):
-    config = make(regather=again)[1]
-    assert stages_of(config).gathers_once(config) is not again
-
-
 @pytest.mark.parametrize(
     ("mesh", "batch_size", "asked", "micro_batches"),
     [
@@ -299,13 +256,6 @@ def test_micro_batches_by_themselves_keep_the_stages_busy(mesh, batch_size, aske
     assert make(where, batch_size)[1].loss.micro_batches == micro_batches
 
 
-@pytest.mark.parametrize(("chunks", "layers"), [(1, 4), (3, 12), (None, 8)])
-def test_chunks_are_those_asked_for_and_decide_the_layers(chunks, layers):
-    where = dataclasses.replace(HYBRID, mesh="pipeline=4,data=2")
-    found, config = make(where, schedule="interleaved", chunks=chunks)
-    assert (found, config.schedule.num_chunks * 4) == (layers, layers)
-
-
 def test_layers_that_are_given_are_kept():
     assert make(layers=6)[0] == 6
     assert make(layers=7)[0] == 7  # stages of 3 and 4
@@ -313,13 +263,9 @@ def test_layers_that_are_given_are_kept():
     assert make(DeviceOptions())[0] == 2
 
 
-def test_a_pipeline_of_one_stage_has_no_schedule_and_no_picture(tmp_path):
+def test_a_pipeline_of_one_stage_has_no_schedule():
     _, config = make(dataclasses.replace(HYBRID, mesh="data=8"), schedule="interleaved")
     assert config.schedule is None
-    path = tmp_path / "schedule.png"
-    path.write_bytes(b"of a run before")
-    write_schedule(config.schedule, path)
-    assert not path.exists()
 
 
 @pytest.mark.parametrize(
@@ -327,16 +273,11 @@ def test_a_pipeline_of_one_stage_has_no_schedule_and_no_picture(tmp_path):
     [
         ("fsdp", "interleaved", PipelineOptions()),
         ("hybrid", "gpipe", PipelineOptions(placement="zero1", schedule="interleaved", remat=True)),
-        (
-            "hybrid",
-            "interleaved",
-            PipelineOptions(placement="zero1", schedule="interleaved", chunks=4, remat=True),
-        ),
     ],
 )
 def test_a_resumed_run_keeps_what_has_a_meaning_under_its_new_strategy(strategy, schedule, kept):
     before = TrainOptions(
-        where=HYBRID, pipeline=PipelineOptions("zero1", "interleaved", 4, remat=True)
+        where=HYBRID, pipeline=PipelineOptions("zero1", "interleaved", remat=True)
     )
     now = dataclasses.replace(
         before,

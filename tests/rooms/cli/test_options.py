@@ -41,9 +41,7 @@ def exit_of(capsys, *words):
 def test_help_lists_the_commands_that_exist_and_no_others(capsys):
     code, text = exit_of(capsys, "--help")
     assert code == 0
-    assert (
-        "usage: shardopt [-h] {train,tune,launch,vault,plan,audit,schedule,doctor,verify}" in text
-    )
+    assert "usage: shardopt [-h] {train,tune,launch,vault,plan,audit,doctor,verify}" in text
 
 
 def test_all_help_of_train_names_every_option_with_its_default(capsys):
@@ -57,10 +55,7 @@ def test_all_help_of_train_names_every_option_with_its_default(capsys):
         "--micro-batches": "None",
         "--placement": "None",
         "--schedule": "None",
-        "--chunks": "None",
         "--remat": "False",
-        "--regather": "True",
-        "--send-ahead": "False",
         "--layers": "None",
         "--gather-dtype": "None",
         "--precision": "None",
@@ -89,7 +84,7 @@ def shown_options(capsys, *words):
 
 @pytest.mark.parametrize(
     ("options", "command", "total"),
-    [(TrainOptions(), "train", 38), (TuneOptions(), "tune", 36)],
+    [(TrainOptions(), "train", 34), (TuneOptions(), "tune", 33)],
 )
 def test_help_shows_at_most_30_options_and_says_where_the_others_are(
     capsys, options, command, total
@@ -106,13 +101,13 @@ def test_help_shows_at_most_30_options_and_says_where_the_others_are(
 
 
 def test_help_beside_an_option_that_it_leaves_out_is_help(capsys):
-    shown, _ = shown_options(capsys, "train", "--strategy", "hybrid", "--chunks", "2", "--help")
+    shown, _ = shown_options(capsys, "train", "--strategy", "hybrid", "--remat", "--help")
     assert "--strategy" in shown
-    assert "--chunks" not in shown
+    assert "--remat" not in shown
 
 
 def test_an_option_that_help_leaves_out_works():
-    assert parse(["train", "--chunks", "2", "--no-regather"]).pipeline.chunks == 2
+    assert parse(["train", "--remat", "--top-k", "3"]).model.top_k == 3
 
 
 @pytest.mark.parametrize("before", [False, True])

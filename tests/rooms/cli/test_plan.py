@@ -72,13 +72,6 @@ def test_plan_takes_an_optimizer_and_lists_as_many_layouts_as_asked_for(capsys):
     assert plans.table(3) in out
 
 
-def test_plan_as_a_picture(capsys, tmp_path):
-    path = tmp_path / "plans.png"
-    code, _, _ = run(capsys, *GPT2, "--top", "4", "--png", str(path))
-    assert code == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -122,13 +115,12 @@ ENTRY %main (p: f32[1000]) -> f32[1000] {
 
 
 def test_audit_estimates_a_step_for_a_chip(capsys, tmp_path):
-    file, picture = tmp_path / "step.hlo", tmp_path / "step.png"
+    file = tmp_path / "step.hlo"
     file.write_text(ESTIMATED)
-    assert main(["audit", str(file), "--hardware", "v5p", "--png", str(picture)]) == 0
+    assert main(["audit", str(file), "--hardware", "v5p"]) == 0
     step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
     assert step.total == pytest.approx(1e-3)
     assert capsys.readouterr().out == f"{so.hlo.audit(ESTIMATED)}\n\n{step}\n"
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 COUNTED = """HloModule m, num_partitions=2
@@ -195,10 +187,6 @@ def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
             "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one.",
         ),
         (
-            [str(PROGRAM), "--mesh", "data=8", "--png", "a.png"],
-            "audit: --png needs to know the chip.",
-        ),
-        (
             [str(PROGRAM), "--mesh", "data=8", "--hardware", "v9"],
             "step_seconds: unknown hardware 'v9'.",
         ),
@@ -240,33 +228,3 @@ def test_a_model_is_compiled_for_chips_that_are_not_there(capsys):
     assert 0 < report.memory.peak < report.hbm_bytes
     assert report.flops > 0
     assert any("replica" in axes for axes in report.audit.by_axis())
-
-
-def test_schedule_prints_what_the_library_does(capsys):
-    assert (
-        main(["schedule", "--kind", "zero_bubble", "--stages", "4", "--micro-batches", "16"]) == 0
-    )
-    assert capsys.readouterr().out == f"{so.schedules.zero_bubble(4, 16)}\n"
-
-
-def test_schedule_takes_a_number_of_chunks(capsys):
-    words = ["schedule", "--kind", "interleaved", "--stages", "2", "--micro-batches", "4"]
-    for more, chunks in ([], 2), (["--chunks", "3"], 3):
-        assert main([*words, *more]) == 0
-        expected = so.schedules.interleaved(2, 4, num_chunks=chunks)
-        assert capsys.readouterr().out == f"{expected}\n"
-
-
-def test_schedule_as_a_picture(capsys, tmp_path):
-    path = tmp_path / "out.png"
-    assert main(["schedule", "--kind", "gpipe", "--png", str(path)]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out == f"{so.schedules.gpipe(4, 8)}\n"
-
-
-def test_schedule_refuses(capsys):
-    assert main(["schedule", "--kind", "gpipe", "--chunks", "2"]) == 2
-    what = "schedule: --chunks 2 is for schedules that have chunks; gpipe has one a stage."
-    assert f"error: {what}" in capsys.readouterr().err
-    assert main(["schedule", "--stages", "0"]) == 2
-    assert "error: eager_one_f_one_b: " in capsys.readouterr().err
