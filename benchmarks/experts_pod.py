@@ -43,14 +43,12 @@ class Row(NamedTuple):
     topology: str
     expert: int = 1
     replica: int = 1
-    precision: str | None = None
 
     @property
     def name(self) -> str:
         """Return it in words."""
         replica = f" replica={self.replica}" if self.replica > 1 else ""
-        precision = f" {self.precision}" if self.precision else ""
-        return f"{self.model} {self.topology} expert={self.expert}{replica}{precision}"
+        return f"{self.model} {self.topology} expert={self.expert}{replica}"
 
     @property
     def beside(self) -> MaxTextRow:
@@ -63,7 +61,6 @@ TABLE = (
     Row("mixtral-8x7b", "v5p:4x4x4", 8),
     Row("mixtral-8x7b", "v6e:8x8"),
     Row("mixtral-8x7b", "v6e:8x8", 8),
-    Row("mixtral-8x7b", "v6e:8x8", precision="int8"),
     # 512 divides a dim of each of its weights, 4096 of few
     Row("deepseek-v3", "v5p:16x16x16", 64, 8),
 )
@@ -93,7 +90,6 @@ def config_of(row: Row):
         "chunk": shape.expert_chunk,
         "dtype": jnp.bfloat16,
     }
-    sizes |= {"precision": row.precision}
     if shape.latent is None:
         return moe.MoEConfig(**sizes, num_kv_heads=shape.kv_heads, balance=None)
     query, key, rope = shape.latent
@@ -179,9 +175,8 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
                 stem = re.sub(r"[.\d]+$", "", line.name)
                 inputs = [shapes[one] for one in operands(line) if one in shapes]
                 most = kernel_flops(line, inputs)
-                # megablox and ragged_dot, whose names jax and XLA choose, and shardopt's kernels of
-                # experts
-                of_experts = most and not re.match("splash|int8_(forward|gradient)", stem)
+                # megablox and ragged_dot, whose names jax and XLA choose
+                of_experts = most and not stem.startswith("splash")
                 each = 2.0 * tokens * shape.top_k * shape.dim * shape.hidden if of_experts else most
                 one = found.setdefault(stem, {"calls": 0, "flops": 0.0, "most": 0.0})
                 one["calls"] += times
@@ -211,7 +206,6 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     """Return what is stated beside what was compiled."""
     import jax.numpy as jnp
 
-    from shardopt.models._decoder_block import roundings
     from shardopt.planning import ParallelLayout, predict
     from shardopt.planning._costs import step_flops
     from shardopt.planning._layout import stored_bytes
@@ -223,12 +217,6 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
         row.replica, chips // row.expert // row.replica, expert=row.expert, remat=True, **half
     )
     work, chip = shape_of(row).workload(), parse_topology(row.topology)[0]
-    rounded = roundings(config_of(row).decoder)  # the planner's transformer has other names
-    rounded = {
-        path.removeprefix("attention/").replace("/", "_"): rounding
-        for path, rounding in rounded.items()
-    }
-    work = work._replace(rounded=rounded)
     told = predict(work, layout, hardware=chip, batch_size=chips, tx=optimizer())
     arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
     splash = sum(one["flops"] for name, one in facts["kernels"].items() if "splash" in name)
@@ -238,7 +226,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     attention = 4 * work.num_blocks * work.attention.flops  # forwards twice and backwards
     tokens = row.expert * min(LENGTH, shape.expert_chunk or LENGTH)
     # of ragged_dot and of megablox
-    tile = 256 if row.precision else 128 if row.topology.startswith("v5p") else 512
+    tile = 128 if row.topology.startswith("v5p") else 512
     sizes = {"num_experts": shape.num_experts, "top_k": shape.top_k, "devices": row.expert}
     return {
         "arguments_ratio": arguments / facts["memory"]["arguments"],

@@ -1,16 +1,13 @@
-"""What 8-bit products cost in loss, and what they bring by the TPU compiler's own estimates.
+"""What 8-bit products cost in loss, and how long one takes by the TPU compiler's own estimates.
 
     python benchmarks/low_precision.py [--only int8]       # trains a GPT over bytes on this machine, in each precision
-    python benchmarks/low_precision.py v6e:8x8 8192x1 [...]  # compiles Llama 3 8B, rows of 8192 tokens, 1 a chip; needs shardopt[tpu]
-    python benchmarks/low_precision.py --product v6e:2x2   # compiles one product of Llama 3 8B with its gradients, for one chip
+    python benchmarks/low_precision.py --product v6e:2x2   # compiles one product of Llama 3 8B with its gradients, for one chip; needs shardopt[tpu]
 
 The first trains the GPT of `shardopt train` (192 wide, 2 blocks) with the same data, seeds and
-AdamW, all but the 8 bits in float32, and takes the loss of held-out text. The second compiles fsdp
-with bfloat16 gathers and every block recomputed, with bfloat16 products and with 8 bits.
+AdamW, all but the 8 bits in float32, and takes the loss of held-out text.
 """
 
 import argparse
-import dataclasses
 import datetime
 import importlib.metadata
 import itertools
@@ -53,49 +50,6 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
     )
 
 
-def compile_llama(topology: str, length: int, rows: int, precision: str | None) -> dict[str, Any]:
-    """Return what the TPU compiler expects of Llama 3 8B with so many rows a device: seconds,
-    bytes, flops.
-    """
-    import jax.numpy as jnp
-    import optax
-
-    import shardopt as so
-    from shardopt.models import _transformer as transformer
-    from shardopt.planning import topology_devices
-    from shardopt.planning._models import find_model
-
-    shape = dataclasses.replace(find_model("llama3-8b"), length=length)
-    devices = len(topology_devices(topology))  # two a chip on tpu7x
-    wire = {
-        "gather_dtype": jnp.bfloat16,
-        "reducer": so.reducers.exact(jnp.bfloat16),
-        "min_shard_elements": 2**14,
-    }
-    model = transformer.model(shape, remat="full", precision=precision)  # pyright: ignore[reportArgumentType]
-    report = so.planning.aot(
-        lambda mesh: so.fsdp(optax.adamw(1e-4), mesh, model, **wire),
-        shape.abstract_params(),
-        transformer.abstract_batch(shape, rows * devices),
-        topology=topology,
-    )
-    step = report.step_seconds
-    return {
-        "seconds": step.total,
-        "exposed": step.exposed,
-        "bytes": report.peak_bytes,
-        "flops": report.flops,
-        "sent": {kind: traffic.wire_bytes for kind, traffic in report.audit.by_kind().items()},
-        "kernels": sum(
-            one.seconds
-            for one in step.all_operations
-            if one.basis and not one.name.startswith("splash")
-        ),
-        "dearest": [one._asdict() for one in step.operations],
-        "versions": versions(),
-    }
-
-
 def compile_product(topology: str, precision: str | None, vmem_kib: int) -> dict[str, Any]:
     """Return the milliseconds of 8192 tokens times the weight of Llama 3 8B's first layer, and of
     both gradients, by operation.
@@ -135,14 +89,6 @@ def main() -> None:
     """Train or compile."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "compile",
-        nargs="*",
-        help=(
-            "a topology, tokens of a row x rows a chip, and precisions, by default bfloat16 and"
-            " int8"
-        ),
-    )
-    parser.add_argument(
         "--product", metavar="TOPOLOGY", help="compile one product with its gradients"
     )
     parser.add_argument("--steps", type=int, default=200)
@@ -154,15 +100,6 @@ def main() -> None:
             vmem = f"{vmem_kib // 1024} MiB of VMEM" if vmem_kib else "default VMEM"
             row = compile_product(options.product, precision, vmem_kib) | {"versions": versions()}
             keep("product", f"{options.product} {precision or 'bfloat16'}, {vmem}", row)
-        return
-    if options.compile:
-        topology, tokens, *precisions = options.compile
-        length, rows = map(int, tokens.split("x"))
-        for precision in precisions or ["bfloat16", "int8"]:
-            found = compile_llama(
-                topology, length, rows, None if precision == "bfloat16" else precision
-            )
-            keep("compiled", f"llama3-8b {topology} {length} x {rows} {precision}", found)
         return
     for precision in [options.only] if options.only else PRECISIONS:
         losses = [train(precision, seed, options.steps) for seed in SEEDS]
@@ -178,17 +115,13 @@ def keep(part: str, name: str, found: dict[str, Any]) -> None:
 
     The head of the file is that of the losses; what was compiled names its own versions.
     """
-    record = (
-        json.loads(RESULTS.read_text())
-        if RESULTS.exists()
-        else {"results": {"loss": {}, "compiled": {}}}
-    )
+    record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"results": {"loss": {}}}
     record["results"].setdefault(part, {})[name] = found
     if part != "loss":
         RESULTS.write_text(json.dumps(record, indent=2) + "\n")
     else:
         write_json(__file__, record["results"], RESULTS)
-    print(name, found.get("losses") or found.get("seconds") or found["milliseconds"], flush=True)
+    print(name, found.get("losses") or found["milliseconds"], flush=True)
 
 
 def versions() -> dict[str, str | None]:

@@ -57,16 +57,12 @@ class TableForm(NamedTuple):
     tensor: PartitionSpec
     sums: DTypeLike | None
 
-    gradient_dim = None
+    is_scattered = False
 
     def encode(self, shard: jax.Array, axes: MeshAxes) -> Encoded:
         """Return no matrices; the decoded table holds the shard."""
         return Encoded([], lambda _: ColumnTable(shard, axes, self.tensor, self.sums))
 
-    def split(self, gradient: ColumnTable) -> list[jax.Array]:
+    def gradient(self, cotangent: ColumnTable) -> jax.Array:
         """Return the gradient of the columns of this device."""
-        return [gradient.shard]
-
-    def join(self, parts: list[jax.Array], shard: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the gradient of the columns of this device."""
-        return parts[0]
+        return cotangent.shard

@@ -88,22 +88,15 @@ def all_gather(
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is
     # written out.
     def backward(_, cotangents):
-        # parts are sent one by one, since joining them would copy them
-        parts = {
-            i: forms[i].split(cotangents[i]) if i in forms else [cotangents[i]]
+        local_grads = [
+            forms[i].gradient(cotangents[i]) if i in forms else cotangents[i]
             for i in differentiable
-        }
-        local_grads, treedef = jax.tree.flatten(
-            [[x.astype(stored[i].dtype) for x in parts[i]] for i in differentiable]
-        )
-        part_wires = [wires[i].of_gradient for i in differentiable for _ in parts[i]]
-        part_sums = treedef.unflatten(
-            reduce_scatter(local_grads, part_wires, bucket_bytes=bucket_bytes)
-        )
-        sums = [
-            forms[i].join(leaf_sums, stored[i]) if i in forms else leaf_sums[0]
-            for i, leaf_sums in zip(differentiable, part_sums, strict=True)
         ]
+        local_grads = [
+            x.astype(stored[i].dtype) for i, x in zip(differentiable, local_grads, strict=True)
+        ]
+        gradient_wires = [wires[i].of_gradient for i in differentiable]
+        sums = reduce_scatter(local_grads, gradient_wires, bucket_bytes=bucket_bytes)
         limbs = None if probe is None else to_limbs(checksum_of(local_grads))
         # None is a zero cotangent
         return replaced([None] * len(stored), differentiable, sums), limbs

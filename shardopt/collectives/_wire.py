@@ -26,25 +26,21 @@ class Encoded(NamedTuple):
 class WireForm(Protocol):
     """How a leaf is written on the wire, if not as its own numbers.
 
-    The functions run inside the step: `encode` before the all-gather, `split` and `join` around the
+    The functions run inside the step: `encode` before the all-gather, `gradient` before the
     reduce-scatter of its gradient.
     """
 
     @property
-    def gradient_dim(self) -> int | None:
-        """The dim of the parts of a gradient that is scattered; None if they stay local."""
+    def is_scattered(self) -> bool:
+        """Whether the gradient is reduce-scattered like that of other leaves; else it stays local."""
         ...
 
     def encode(self, shard: jax.Array, axes: MeshAxes) -> Encoded:
         """Return the shard of this device, as it is gathered over the axes."""
         ...
 
-    def split(self, gradient: Any) -> list[jax.Array]:
-        """Return the parts in which the gradient of the decoded leaf is sent."""
-        ...
-
-    def join(self, parts: list[jax.Array], shard: jax.ShapeDtypeStruct) -> jax.Array:
-        """Return the gradient of a shard from its summed parts."""
+    def gradient(self, cotangent: Any) -> jax.Array:
+        """Return the gradient of the leaf, from that of the decoded leaf."""
         ...
 
 
@@ -78,10 +74,9 @@ class LeafWire(NamedTuple):
 
     @property
     def of_gradient(self) -> "LeafWire":
-        """The wire of a gradient, or of each part of the gradient of a form."""
-        if self.form is None:
-            return self
-        return self._replace(dim=self.form.gradient_dim, tensor=PartitionSpec(), form=None)
+        """The wire of a gradient."""
+        is_local = self.form is not None and not self.form.is_scattered
+        return self._replace(dim=None if is_local else self.dim, form=None)
 
     def scattered(self, x: jax.Array) -> jax.Array:
         """Return a local gradient, cast to the dtype that is sent."""

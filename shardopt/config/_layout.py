@@ -227,9 +227,6 @@ def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> st
             return f"{jnp.dtype(dtype)} is not floating"
     if not is_integer(summed) or not 0 < summed < len(shape):
         return f"shape {shape} has no product that sums over its first {summed!r} dims"
-    num_parts = 1 if rounding.experts else shape[summed]
-    if rounding.parts not in (1, num_parts):
-        return f"shape {shape} has {num_parts} parts, not parts={rounding.parts}"
     return ""
 
 

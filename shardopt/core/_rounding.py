@@ -14,20 +14,22 @@ class Rounding(NamedTuple):
       precision: "int8" or "fp8".
       summed: how many of the first dims of the weight the product sums over. The others are
         channels.
-      parts: the size of the first dim of channels if the result of the product begins with this
-        dim, such as gate and up; else 1.
       dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype
         that it has.
       experts: whether the first dim counts experts, whose weights `so.nn.mixture_of_experts` reads;
-        `summed` counts the dims after it, and `parts` is 1.
+        `summed` counts the dims after it.
 
     Example:
       >>> Rounding("int8", summed=2)  # of the weight [H, K, D] in the product "bthk,hkd->btd"
-      Rounding(precision='int8', summed=2, parts=1, dtype=None, experts=False)
+      Rounding(precision='int8', summed=2, dtype=None, experts=False)
     """
 
     precision: Precision
     summed: int = 1
-    parts: int = 1
     dtype: DTypeLike | None = None
     experts: bool = False
+
+    @property
+    def sum_dims(self) -> tuple[int, ...]:
+        """The dims of the weight that the product sums over."""
+        return tuple(range(self.experts, self.experts + self.summed))

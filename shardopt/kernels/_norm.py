@@ -1,7 +1,6 @@
 """Kernels for TPU of the root mean square norm: its statistics, and the whole gradient of its input."""
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ def rsqrt_of_mean_square(
 def inverse_rms(x: Float[Array, "B T D"], epsilon: float) -> Float[Array, "B T"]:
     """Return 1 / sqrt(mean of squares + epsilon) of every vector, in one pass."""
     B, T, D = x.shape
-    block = _block(x, 1)
+    block = _block(x)
     (inverse,) = call_kernel(
         functools.partial(_inverse_rms, epsilon),
         (B, T // block),
@@ -49,7 +48,7 @@ def gradient_of_norm(
     scale: Float[Array, " D"],
     epsilon: float,
     grad: Float[Array, "B T D"],
-    norm_grads: Sequence[Float[Array, "B T D"]],
+    norm_grad: Float[Array, "B T D"],
 ) -> tuple[Float[Array, "B T D"], Float[Array, " D"]]:
     """Return the gradients of x and scale, in one pass.
 
@@ -58,11 +57,11 @@ def gradient_of_norm(
       scale: its learned factor.
       epsilon: its third argument.
       grad: the gradient of x by all other terms.
-      norm_grads: gradients of the norm; the kernel adds them up.
+      norm_grad: the gradient of the norm.
     """
     B, T, D = x.shape
-    block = _block(x, len(norm_grads))
-    arrays = [x, *norm_grads, grad]
+    block = _block(x)
+    arrays = [x, norm_grad, grad]
     tokens = pl.BlockSpec((None, block, D), lambda b, i: (b, i, 0))
     dx, scale_grads = call_kernel(
         functools.partial(_gradient_of_norm, epsilon),
@@ -79,26 +78,27 @@ def gradient_of_norm(
     return dx, jnp.sum(scale_grads, axis=(0, 1, 2)).astype(scale.dtype)
 
 
-def _gradient_of_norm(epsilon: float, scale: Any, x: Any, *refs: Any) -> None:
-    *norm_grads, grad, dx, scale_grad = refs
+def _gradient_of_norm(
+    epsilon: float, scale: Any, x: Any, norm_grad: Any, grad: Any, dx: Any, scale_grad: Any
+) -> None:
     scale_grad[...] = jnp.zeros_like(scale_grad)
 
     def compute(rows: Any) -> None:
         wide = x[rows].astype(jnp.float32)
         inverse = rsqrt_of_mean_square(wide, epsilon)
         unit = wide * inverse
-        norm_grad = functools.reduce(jnp.add, [ref[rows].astype(jnp.float32) for ref in norm_grads])
-        scale_grad[...] += jnp.sum(norm_grad * unit, axis=0, keepdims=True)
-        norm_grad = norm_grad * scale[...].astype(jnp.float32)
-        radial = unit * jnp.mean(norm_grad * unit, axis=1, keepdims=True)
-        dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (norm_grad - radial)).astype(
+        unit_grad = norm_grad[rows].astype(jnp.float32)
+        scale_grad[...] += jnp.sum(unit_grad * unit, axis=0, keepdims=True)
+        unit_grad = unit_grad * scale[...].astype(jnp.float32)
+        radial = unit * jnp.mean(unit_grad * unit, axis=1, keepdims=True)
+        dx[rows] = (grad[rows].astype(jnp.float32) + inverse * (unit_grad - radial)).astype(
             dx.dtype
         )
 
     by_strips(x.shape[0], ROWS, compute)
 
 
-def takes_norm(x: Array, uses: int, has_sharded_positions: bool) -> bool:
+def takes_norm(x: Array, has_sharded_positions: bool) -> bool:
     """Return whether the kernel takes a norm: on a TPU with whole rows of x, in multiples of 128,
     that fit into VMEM.
     """
@@ -107,15 +107,15 @@ def takes_norm(x: Array, uses: int, has_sharded_positions: bool) -> bool:
     ):
         return False
     is_whole = not (x.shape[1] // num_shards() % LANES or x.shape[2] % LANES)
-    return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x, uses) * ROWS <= vmem()
+    return is_whole and x.dtype.itemsize <= 4 and _bytes_per_row(x) * ROWS <= vmem()
 
 
-def _block(x: Array, uses: int) -> int:
-    return largest_block(x.shape[1], 512, ROWS, _bytes_per_row(x, uses))
+def _block(x: Array) -> int:
+    return largest_block(x.shape[1], 512, ROWS, _bytes_per_row(x))
 
 
-def _bytes_per_row(x: Array, uses: int) -> int:
+def _bytes_per_row(x: Array) -> int:
     """Return the bytes of VMEM for a token: two buffers of each array, and some in float32 while it
     is computed.
     """
-    return x.shape[2] * (2 * x.dtype.itemsize * (uses + 3) + 8)
+    return x.shape[2] * (2 * x.dtype.itemsize * 4 + 8)

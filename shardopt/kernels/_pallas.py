@@ -2,7 +2,6 @@
 
 import importlib
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -70,29 +69,18 @@ def call_kernel(
     flops: int = 0,
     transcendentals: int = 0,
     scratch_shapes: Any = (),
-    sequential: int = 0,
-    scalars: Sequence[Array] = (),
 ) -> Any:
-    """Run a kernel.
-
-    The last `sequential` dims of its grid run in order, and the others on any core.
-
-    `scalars` are arrays of integers that it gets before the inputs, and index maps after the
-    indices of the grid.
-    """
-    semantics: Any = ("parallel",) * (len(grid) - sequential) + ("arbitrary",) * sequential
+    """Run a kernel, whose grid steps run in any order and on any core."""
+    semantics: Any = ("parallel",) * len(grid)
     bytes_accessed = sum(
         math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*inputs, *out_shape)
     )
     call = pl.pallas_call(
         kernel,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=grid,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            scratch_shapes=scratch_shapes,
-        ),
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        scratch_shapes=scratch_shapes,
         out_shape=out_shape,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=vmem()
@@ -104,4 +92,4 @@ def call_kernel(
         interpret=not device_kind_or_default().startswith("TPU"),
     )
     # jax 0.10 keeps a kernel whose results nothing reads, and drops a jitted function
-    return jax.jit(call)(*scalars, *inputs)
+    return jax.jit(call)(*inputs)

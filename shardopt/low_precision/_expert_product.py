@@ -1,5 +1,4 @@
-"""Products of rows sorted by expert in 8 bits, with gradients: by kernels on TPU, and elsewhere of
-the same numbers by XLA.
+"""Products of rows sorted by expert in 8 bits, with gradients.
 
 Suffixes: M rows, E experts, K summed dims, N channels.
 """
@@ -13,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error
-from shardopt.core._rounding import Precision, Rounding
+from shardopt.core._rounding import Precision
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._grouped_product import (
     grouped_product,
@@ -21,17 +20,10 @@ from shardopt.kernels._grouped_product import (
     outer_of_groups,
     product_of_groups,
 )
-from shardopt.low_precision._einsum import Rounded, kernels_multiply, round_array
-from shardopt.low_precision._expert_kernels import (
-    ExpertForm,
-    round_by_expert,
-    rounded_expert_product,
-    takes,
-)
+from shardopt.low_precision._einsum import Rounded, round_array
 from shardopt.low_precision._first_order import first_order
 from shardopt.low_precision._numbers import as_bits, eight_bits, from_bits, largest_over
-from shardopt.low_precision._product_kernels import MatrixWeight
-from shardopt.low_precision._weight import Form, RoundedWeight, check_intact
+from shardopt.low_precision._weight import RoundedWeight, check_intact
 from shardopt.mesh import device_kind_or_default
 
 
@@ -81,15 +73,11 @@ def expert_products(
     ]
     if precision is None:
         return [grouped_product(rows, cast(Array, weight), sizes) for weight in weights]
-    if sharded == LOCAL and _kernels_take(precision, weights):
-        rounded = round_by_expert(jax.lax.stop_gradient(rows), sizes, eight_bits(precision).numbers)
-        operands = [_matrix_weight(weight, precision) for weight in weights]
-        return [
-            rounded_expert_product(layout, rows, rounded, operand, sizes)
-            for layout, operand in operands
-        ]
     product = _Product(precision, sharded)
-    return [_by_xla(product, rows, *_unpacked(product, weight), sizes) for weight in weights]
+    return [
+        _multiply_rounded_rows(product, rows, *_unpacked(product, weight), sizes)
+        for weight in weights
+    ]
 
 
 def _opened(weight: RoundedWeight, precision: Precision | None) -> RoundedWeight:
@@ -100,13 +88,8 @@ def _opened(weight: RoundedWeight, precision: Precision | None) -> RoundedWeight
       ValueError: if it was not rounded for experts, in this precision, for a product over one dim.
     """
     check_intact("mixture_of_experts", weight)
-    rounding = weight.form.rounding
-    if (rounding.precision, rounding.experts, rounding.summed, rounding.parts) != (
-        precision,
-        True,
-        1,
-        1,
-    ):
+    rounding = weight.rounding
+    if (rounding.precision, rounding.experts, rounding.summed) != (precision, True, 1):
         problem = f"a weight was rounded by {rounding}, and is used with precision {precision!r}."
         fix = (
             f"describe it as so.nn.Rounding({precision!r}, experts=True) in BlockModel.rounded, or"
@@ -116,26 +99,6 @@ def _opened(weight: RoundedWeight, precision: Precision | None) -> RoundedWeight
             fix = f"give precision={rounding.precision!r}, or take it out of BlockModel.rounded."
         raise ValueError(format_error("mixture_of_experts", problem, fix=fix))
     return weight.opened()
-
-
-def _kernels_take(precision: Precision, weights: Sequence[Array | RoundedWeight]) -> bool:
-    """Return whether the kernels for TPU run here, and take these weights."""
-    return kernels_multiply(precision) and all(
-        takes(size) for weight in weights for size in weight.shape[1:]
-    )
-
-
-def _matrix_weight(
-    weight: Array | RoundedWeight, precision: Precision
-) -> tuple[ExpertForm, MatrixWeight]:
-    """Return a weight as kernels read it."""
-    if isinstance(weight, RoundedWeight):
-        operand = MatrixWeight(weight.zeros, weight.matrix, weight.channel_scale)
-        return ExpertForm(weight.form.by_channel, precision), operand
-    form = Form(weight.shape, Rounding(precision, experts=True), by_channel=False)
-    matrix = form.matrix(weight)
-    rounded = form.round_rows(jax.lax.stop_gradient(matrix), lambda largest: largest)
-    return ExpertForm(by_channel=False, precision=precision), MatrixWeight((matrix,), *rounded)
 
 
 def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, Array, Array]:
@@ -153,7 +116,7 @@ def _unpacked(product: _Product, weight: Array | RoundedWeight) -> tuple[Array, 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _by_xla(
+def _multiply_rounded_rows(
     product: _Product, x: Array, zeros: Array, numbers: Array, scale: Array, sizes: Array
 ) -> Array:
     return _forward(product, x, zeros, numbers, scale, sizes)[0]
@@ -181,7 +144,7 @@ def _backward(product: _Product, residuals: Any, grad: Array) -> tuple[Array | N
     return dx.astype(x.dtype), dw.astype(like_weight.dtype), None, None, None
 
 
-_by_xla.defvjp(_forward, _backward)
+_multiply_rounded_rows.defvjp(_forward, _backward)
 
 
 def _multiply(rows: Rounded, numbers: Array, sizes: Array, *, transposed: bool = False) -> Array:

@@ -1,5 +1,6 @@
 """Numbers of 8 bits: their dtypes, how they are rounded, and how they are stored."""
 
+from collections.abc import Callable
 from typing import NamedTuple, get_args
 
 import jax
@@ -9,6 +10,7 @@ from jaxtyping import Array, Int8
 
 from shardopt.core._errors import format_error
 from shardopt.core._rounding import Precision
+from shardopt.core._types import wide_dtype
 
 
 class Dtypes(NamedTuple):
@@ -77,7 +79,7 @@ def inverse(scale: Array) -> Array:
     return jnp.where(scale == 0, 0, 1 / scale)
 
 
-def maximum_over(largest: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+def _maximum_over(largest: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
     """Return the maximum over devices for a scale; NaN becomes infinity.
 
     XLA:CPU drops NaN in a maximum over devices. A scale of infinity makes all numbers NaN as well.
@@ -98,9 +100,28 @@ def check_precision(caller: str, precision: str | None) -> None:
         )
 
 
-def largest_over(a: Array, dims: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+def largest_over(a: Array, dims: tuple[int, ...], axes: str | tuple[str, ...]) -> Array:
     """Return the largest absolute number over dims, which stay with size 1, and over the devices
     along axes, if any.
     """
     largest = largest_magnitude(a, dims)
-    return maximum_over(largest, axes) if axes else largest
+    return _maximum_over(largest, axes) if axes else largest
+
+
+def round_over(
+    a: Array,
+    dims: tuple[int, ...],
+    dtype: DTypeLike,
+    maximum: Callable[[Array, tuple[int, ...]], Array] = largest_magnitude,
+) -> tuple[Array, Array]:
+    """Return a / scale, rounded, and the scale. NaN and infinity become NaN.
+
+    Args:
+      a: an array.
+      dims: the dims whose numbers have one scale; they stay with size 1.
+      dtype: of 8 bits.
+      maximum: returns the largest absolute number over dims, `largest_over` where devices share them.
+    """
+    wide = a.astype(wide_dtype(a.dtype))
+    scale = maximum(wide, dims) / largest_number(dtype)
+    return narrow(wide * inverse(scale), dtype), scale

@@ -4,8 +4,6 @@ a pytree.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -25,158 +23,90 @@ from shardopt.low_precision._numbers import (
     as_bits,
     eight_bits,
     from_bits,
-    inverse,
-    largest_magnitude,
-    largest_number,
-    maximum_over,
-    narrow,
+    largest_over,
+    round_over,
 )
 from shardopt.trace._marks import OPENED
 
 
-class Form(NamedTuple):
-    """How a weight is a matrix whose rows are shared out among devices.
-
-    With K summed dims together, C parts and N channels of a part, the matrix is [K, C N], or [N, C
-    K] by channel. The parts of experts are the experts.
+class RoundedForm(NamedTuple):
+    """The form of a weight that is rounded before it is gathered; see `WireForm`.
 
     Attributes:
-      shape: the shape of the weight.
       rounding: how it is rounded.
-      by_channel: whether rows are channels, and else summed.
+      dim: the dim that devices share.
     """
 
-    shape: tuple[int, ...]
     rounding: Rounding
-    by_channel: bool
+    dim: int
 
-    gradient_dim = 0
+    is_scattered = True
 
     def encode(self, shard: Array, axes: MeshAxes) -> Encoded:
-        """Return a shard rounded; a device rounds its own, see `WireForm`.
+        """Return a shard rounded; a device rounds its own.
 
         **Communication**: the numbers, a byte each. A scale of 4 bytes for each channel is gathered
-        if rows are channels, and else it is a maximum over the axes.
+        if devices share channels, and else it is a maximum over the axes.
         """
-        form, dtype = self.of_shard(shard), self.rounding.dtype or shard.dtype
-        maximum = functools.partial(maximum_over, axes=axes)
-        numbers, scale = form.round_rows(form.matrix(shard.astype(dtype)), maximum)
-
-        def decode(matrices: list[Array]) -> "RoundedWeight":
-            channel_scale = scale
-            if form.by_channel:
-                channel_scale = matrices[1].reshape(-1, *scale.shape[1:])
-            is_cast = dtype == shard.dtype
-            return RoundedWeight.of(matrices[0], channel_scale, dtype, form, is_cast=is_cast)
-
-        return Encoded([numbers, scale.reshape(1, -1)] if form.by_channel else [numbers], decode)
-
-    def split(self, gradient: "RoundedWeight") -> list[Array]:
-        """Return the gradient as a matrix for each part."""
-        return list(gradient.zeros)
-
-    def join(self, parts: list[Array], shard: jax.ShapeDtypeStruct) -> Array:
-        """Return the gradient of a shard from rows of the matrix of each part."""
-        return self.of_shard(shard).weight(joined(parts))
-
-    def of_shard(self, shard: Array | jax.ShapeDtypeStruct) -> "Form":
-        """Return the form of a weight on the device of a shard, which may have some of the experts."""
-        return (
-            self._replace(shape=(shard.shape[0], *self.shape[1:]))
-            if self.rounding.experts
-            else self
+        dtype = self.rounding.dtype or shard.dtype
+        shares_sums = self.dim in self.rounding.sum_dims
+        numbers, scale = round_over(
+            shard.astype(dtype),
+            self.rounding.sum_dims,
+            eight_bits(self.rounding.precision).numbers,
+            functools.partial(largest_over, axes=axes if shares_sums else ()),
         )
 
-    @property
-    def num_parts(self) -> int:
-        """The number of parts, C."""
-        return self.shape[0] if self.rounding.experts else self.rounding.parts
+        def decode(matrices: list[Array]) -> "RoundedWeight":
+            gathered = self._from_rows(matrices[0], numbers.shape)
+            channel_scale = scale if shares_sums else self._from_rows(matrices[1], scale.shape)
+            is_cast = dtype == shard.dtype
+            return RoundedWeight.of(gathered, channel_scale, dtype, self.rounding, is_cast=is_cast)
 
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The dims of the weight in the order of the matrix: summed dims, then parts and channels.
+        matrices = [self._as_rows(numbers)]
+        if not shares_sums:
+            # one row, so that the scales of several weights travel together
+            matrices.append(self._as_rows(scale).reshape(1, -1))
+        return Encoded(matrices, decode)
 
-        By channel the last dim first.
-        """
-        dims, summed = tuple(range(len(self.shape))), self.rounding.summed
-        if self.rounding.experts:
-            dims = (*dims[1 : summed + 1], 0, *dims[summed + 1 :])
-        return (dims[-1], *dims[summed:-1], *dims[:summed]) if self.by_channel else dims
+    def gradient(self, cotangent: "RoundedWeight") -> Array:
+        """Return the gradient of the weight."""
+        return cotangent.zeros
 
-    def matrix(self, weight: Array) -> Array:
-        """Return a weight, or a shard of it, as a matrix, or the rows of a matrix."""
-        row_dims = 1 if self.by_channel else self.rounding.summed
-        ordered = jnp.transpose(weight, self.order)
-        return ordered.reshape(math.prod(ordered.shape[:row_dims]), -1)
+    def _as_rows(self, x: Array) -> Array:
+        """Return a matrix with a row for each index of the dim that devices share."""
+        return jnp.moveaxis(x, self.dim, 0).reshape(x.shape[self.dim], -1)
 
-    def weight(self, matrix: Array) -> Array:
-        """Return the weight, or a shard of it, from a matrix or rows of it."""
-        ordered = matrix.reshape(-1, *[self.shape[dim] for dim in self.order[1:]])
-        return jnp.transpose(ordered, sorted(range(ordered.ndim), key=self.order.__getitem__))
-
-    def round_rows(
-        self, rows: Float[Array, "r S"], maximum: Callable[[Array], Array]
-    ) -> tuple[Shaped[Array, "r S"], Float[Array, "..."]]:
-        """Return rows of the matrix rounded, and the scales of their channels: [1, C N], or [r, C]
-        by channel.
-
-        Args:
-          rows: the rows of this device.
-          maximum: returns the maximum over devices. It is called if rows are summed, since a
-            channel is on all devices then.
-        """
-        dtype = eight_bits(self.rounding.precision).numbers
-        largest = largest_number(dtype)
-        wide, parts = rows.astype(wide_dtype(rows.dtype)), self.num_parts
-        if self.by_channel:
-            wide = wide.reshape(len(rows), parts, -1)
-            scale = largest_magnitude(wide, 2) / largest
-        else:
-            scale = maximum(largest_magnitude(wide, 0)) / largest
-        numbers = narrow(wide * inverse(scale), dtype)
-        return numbers.reshape(rows.shape), jnp.squeeze(scale, 2) if self.by_channel else scale
+    def _from_rows(self, rows: Array, shape: tuple[int, ...]) -> Array:
+        """Return the array whose shards have a shape, from the rows of all devices."""
+        others = shape[: self.dim] + shape[self.dim + 1 :]
+        return jnp.moveaxis(rows.reshape(-1, *others), 0, self.dim)
 
 
 def wire_form(
-    shape: tuple[int, ...], dim: int | None, tensor: PartitionSpec, rounding: Rounding | None
-) -> Form | None:
+    dim: int | None, tensor: PartitionSpec, rounding: Rounding | None
+) -> RoundedForm | None:
     """Return the form in which a leaf of a block is gathered.
 
-    None if it has no rounding, is not sharded, is sharded over tensor, or if its shards are rows of
-    no matrix.
+    None if it has no rounding, is not sharded, is sharded over tensor, or if its experts are.
     """
     if rounding is None or dim is None or any(tensor):
         return None
-    return form_of(shape, dim, rounding)
-
-
-def form_of(shape: tuple[int, ...], dim: int, rounding: Rounding) -> Form | None:
-    """Return the form of a weight that is sharded over a dim.
-
-    None if the shards are rows of no such matrix.
-    """
-    by_summed, by_channel = (Form(shape, rounding, by_channel) for by_channel in (False, True))
-    if dim == by_summed.order[0]:
-        return by_summed
-    is_last_of_parts = (
-        math.prod(shape[i] for i in by_summed.order[rounding.summed : -1]) == by_channel.num_parts
-    )
-    return by_channel if is_last_of_parts and dim == by_channel.order[0] else None
+    return None if rounding.experts and dim == 0 else RoundedForm(rounding, dim)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoundedWeight(StandIn):
-    """A weight in 8 bits, as the matrix of a form.
+    """A weight in 8 bits.
 
     A block gets it for a leaf that `BlockModel.rounded` names.
 
     Attributes:
-      numbers: the matrix, by `as_bits`.
-      scale: the factors of its channels, [1, C N], or [N, C] by channel.
-      zeros: a matrix of zeros for each part, [K, N], or [N, K] by channel; experts have one for
-        all. No product reads them. Their gradients are the gradients of the weight.
-      form: how the matrix is the weight.
+      numbers: the numbers of 8 bits, by `as_bits`.
+      scale: the factors of its channels; summed dims have size 1.
+      zeros: zeros, which no product reads. Their gradient is the gradient of the weight.
+      rounding: how it is rounded, with the dtype in which it was.
       is_cast: whether the block has cast it to the dtype of its rounding, or gets it in this dtype.
     """
 
@@ -186,36 +116,40 @@ class RoundedWeight(StandIn):
     )
     fix = "multiply it by so.nn.quantized_einsum alone, or take its name out of BlockModel.rounded."
 
-    numbers: Int8[Array, "R S"]
+    numbers: Int8[Array, "..."]
     scale: Float[Array, "..."]
-    zeros: tuple[Float[Array, "R S/C"], ...]
-    form: Form = dataclasses.field(metadata={"static": True})
+    zeros: Float[Array, "..."]
+    rounding: Rounding = dataclasses.field(metadata={"static": True})
     is_cast: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @classmethod
     def of(
-        cls, numbers: Array, scale: Array, dtype: DTypeLike, form: Form, *, is_cast: bool = True
+        cls,
+        numbers: Array,
+        scale: Array,
+        dtype: DTypeLike,
+        rounding: Rounding,
+        *,
+        is_cast: bool = True,
     ) -> "RoundedWeight":
         """Return the weight of gathered numbers and scales, for products in a dtype."""
-        parts = form.rounding.parts
-        zeros = jnp.zeros((len(numbers), numbers.shape[1] // parts), dtype)
-        form = form._replace(rounding=form.rounding._replace(dtype=jnp.dtype(dtype)))
-        return cls(as_bits(numbers), scale, (zeros,) * parts, form, is_cast)
+        rounding = rounding._replace(dtype=jnp.dtype(dtype))
+        return cls(as_bits(numbers), scale, jnp.zeros(numbers.shape, dtype), rounding, is_cast)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weight."""
-        return self.form.shape
+        return self.numbers.shape
 
     @property
     def ndim(self) -> int:
         """The number of dims of the weight."""
-        return len(self.form.shape)
+        return self.numbers.ndim
 
     @property
     def dtype(self) -> jnp.dtype:
         """The dtype of the weight in a product."""
-        return self.zeros[0].dtype
+        return self.zeros.dtype
 
     def astype(self, dtype: DTypeLike) -> "RoundedWeight":
         """Return the weight for products in another dtype.
@@ -236,9 +170,10 @@ class RoundedWeight(StandIn):
                     "quantized_einsum", problem, fix="give its Rounding the dtype of this cast."
                 )
             )
-        zeros = tuple(zeros.astype(dtype) for zeros in self.zeros)
         return dataclasses.replace(
-            self, zeros=zeros, is_cast=self.is_cast or dtype == self.form.rounding.dtype
+            self,
+            zeros=self.zeros.astype(dtype),
+            is_cast=self.is_cast or dtype == self.rounding.dtype,
         )
 
     @property
@@ -247,40 +182,21 @@ class RoundedWeight(StandIn):
 
         `jax.tree.map` with a cast changes them.
         """
-        rounding = self.form.rounding
         return self.numbers.dtype == jnp.int8 and self.scale.dtype == wide_dtype(
-            rounding.dtype or self.dtype
+            self.rounding.dtype or self.dtype
         )
 
     def opened(self) -> "RoundedWeight":
         """Return the weight with its arrays named for a product, which alone reads them.
 
-        See `remat/_rounded_reads.py`.
+        See `low_precision/_reads.py`.
         """
         return jax.tree.map(lambda array: checkpoint_name(array, OPENED), self)
 
     def unpacked(self) -> tuple[Shaped[Array, "..."], Float[Array, "..."], Float[Array, "..."]]:
-        """Return the numbers in the shape of the weight, the scales in the shape of its channels,
-        and the zeros as a weight.
-        """
-        dims = self.form._replace(by_channel=False).order[self.form.rounding.summed :]
-        channels = self.channel_scale.reshape([self.shape[dim] for dim in dims])
-        return self.form.weight(self.matrix), channels, self.form.weight(joined(self.zeros))
-
-    @property
-    def channel_scale(self) -> Float[Array, "1 CN"]:
-        """The factors of the channels, part after part."""
-        return (self.scale.T if self.form.by_channel else self.scale).reshape(1, -1)
-
-    @property
-    def matrix(self) -> Shaped[Array, "R S"]:
-        """The matrix in the dtype of its numbers."""
-        return from_bits(self.numbers, self.form.rounding.precision)
-
-
-def joined(parts: Sequence[Array]) -> Array:
-    """Return the matrix of its parts."""
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+        """Return the numbers in 8 bits, the scales of the channels, and the zeros."""
+        scale = jnp.squeeze(self.scale, self.rounding.sum_dims)
+        return from_bits(self.numbers, self.rounding.precision), scale, self.zeros
 
 
 def check_intact(caller: str, weight: RoundedWeight) -> None:
@@ -292,7 +208,7 @@ def check_intact(caller: str, weight: RoundedWeight) -> None:
         has not cast the weight to it.
     """
     if not weight.is_cast:
-        dtype = weight.form.rounding.dtype
+        dtype = weight.rounding.dtype
         problem = (
             f"a weight that BlockModel.rounded names was rounded in {dtype}, and the block did not"
             " cast it to that."

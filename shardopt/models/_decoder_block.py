@@ -18,7 +18,6 @@ from jaxtyping import Array, Float
 from shardopt import nn
 from shardopt.core._rounding import Rounding
 from shardopt.core._types import wide_dtype
-from shardopt.low_precision._einsum import Normed, plain
 from shardopt.mesh import is_analysed
 from shardopt.models import _layers as layers
 from shardopt.models._decoder_config import ACTIVATIONS, DecoderConfig
@@ -30,7 +29,7 @@ from shardopt.nn._memory_layout import components_last
 from shardopt.nn._mlp import mlp
 from shardopt.nn._norm import apply_norm
 from shardopt.nn._order import row_length
-from shardopt.nn._projections import num_inputs, query_key_value
+from shardopt.nn._projections import query_key_value
 from shardopt.nn._quantized_einsum import linear
 from shardopt.nn._rotary import rotate_by, rotated_heads
 from shardopt.nn._sequence_parallel import computes_by_halves, halves_of
@@ -159,8 +158,6 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
         "attention/out": rounding._replace(summed=2)
     }
     rounded |= {f"mlp/{name}": rounding for name in ("gate", "up", "down")}
-    if config.fused:
-        rounded["mlp/up"] = rounding._replace(parts=1 + config.gated)
     if config.experts is not None:
         rounded |= {
             f"experts/{name}": rounding._replace(experts=True) for name in ("gate", "up", "down")
@@ -208,53 +205,43 @@ def apply_cached_block(
     )
     attention, mlp_weights, residual = weights["attention"], weights["mlp"], config.residual
     first_product = "mlp_hidden" if router is None else "router"
-    x, inputs = residual.inputs(attention, x, "qkv", _num_inputs(config, attention))
-    mlp_inputs = inputs
+    x, attention_input = residual.input(attention, x, "qkv")
+    mlp_input = attention_input
     if config.parallel == "input":
-        x, mlp_inputs = residual.inputs(mlp_weights, x, first_product)
-    added = x if residual.is_added_by_products else None
-    mixed, cache = _attention(config, attention, inputs, stream, added, cache, start)
-    x = residual.add(attention, x, mixed) if added is None else mixed
+        x, mlp_input = residual.input(mlp_weights, x, first_product)
+    mixed, cache = _attention(config, attention, attention_input, stream, cache, start)
+    x = residual.add(attention, x, mixed)
     x = x if config.post_norms else checkpoint_name(x, _ATTENTION_OUT)
     if config.parallel is None:
-        x, mlp_inputs = residual.inputs(mlp_weights, x, first_product)
+        x, mlp_input = residual.input(mlp_weights, x, first_product)
     if router is None:
-        added = x if residual.is_added_by_products else None
-        out = _mlp(config, mlp_weights, mlp_inputs[0], added)
+        out = _mlp(config, mlp_weights, mlp_input)
         out = checkpoint_name(out, "mlp_out") if config.post_norms else out
-        x = residual.add(mlp_weights, x, out) if added is None else out
     else:
-        out, routers = _experts(config, weights, router, plain(mlp_inputs[0]), routers)
-        x = residual.add(mlp_weights, x, out)
+        out, routers = _experts(config, weights, router, mlp_input, routers)
+    x = residual.add(mlp_weights, x, out)
     layer = None if stream.layer is None else stream.layer + 1
     return stream._replace(x=x, layer=layer, routers=routers), cache
-
-
-def _num_inputs(config: DecoderConfig, weights: Params) -> int:
-    if config.latent is not None:
-        return 1
-    return num_inputs(weights, config.precision, sharded=config.sequence_parallel)
 
 
 def _attention(
     config: DecoderConfig,
     weights: Params,
-    inputs: list[Float[Array, "B T D"] | Normed],
+    x: Float[Array, "B T D"],
     stream: BlockStream,
-    added: Float[Array, "B T D"] | None,
     cache: KVCache | None,
     start: Array | int,
 ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-    """Return the last product of attention plus `added`, and the cache."""
+    """Return the last product of attention, and the cache."""
     kind = None if stream.layer is None else jnp.asarray(_kind_numbers(config))[stream.layer]
-    length = inputs[0].shape[1]
+    length = x.shape[1]
     places = layers.places(length, stream.positions, stream.order)
     rotate, scale = _rotation(config, kind, places, row_length(length)), config.attention_scale
     if config.latent is not None:
-        heads = latent_qkv(weights, plain(inputs[0]), config.latent, rotate)
+        heads = latent_qkv(weights, x, config.latent, rotate)
         query, key, value = checkpoint_name(heads, "qkv")
     else:
-        query, key, value = query_key_value(inputs, weights, config.precision)
+        query, key, value = query_key_value(x, weights, config.precision)
         query, key, value, scale = rotated_heads(
             query,
             key,
@@ -274,7 +261,7 @@ def _attention(
 
         cache = KVCache(write(cache.key, key), write(cache.value, value))
         mixed = _mix_cached(config, kind, query, cache, places, weights.get("sinks"))
-    out = linear("bthk,hkd->btd", mixed, weights, "out", precision=config.precision, added=added)
+    out = linear("bthk,hkd->btd", mixed, weights, "out", precision=config.precision)
     return checkpoint_name(out, _ATTENTION_OUT) if config.post_norms else out, cache
 
 
@@ -404,12 +391,7 @@ def _mix_cached(
     return masked_attention(query, *cache, mask, softcap=softcap, scale=scale, sinks=sinks)
 
 
-def _mlp(
-    config: DecoderConfig,
-    weights: Params,
-    x: Float[Array, "B T D"] | Normed,
-    added: Float[Array, "B T D"] | None = None,
-) -> Float[Array, "B T D"]:
+def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
     return mlp(
         x,
         weights,
@@ -417,7 +399,6 @@ def _mlp(
         precision=config.precision,
         sharded=config.sequence_parallel,
         recompute=config.recompute_activation,
-        added=added,
     )
 
 

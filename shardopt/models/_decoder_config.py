@@ -350,7 +350,5 @@ class DecoderConfig:
             self.pre_norms,
             self.post_norms,
             self.branch_scale,
-            self.out_bias or self.mlp_bias,
             self.sequence_parallel,
-            self.precision,
         )

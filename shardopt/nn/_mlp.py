@@ -9,9 +9,8 @@ from jaxtyping import Array, Float
 
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._rounding import Precision
-from shardopt.low_precision._einsum import Normed, gated_mlp, plain
 from shardopt.mesh import device_kind_or_default, mesh_under_trace
-from shardopt.nn._low_rank import LowRank, Weight
+from shardopt.nn._low_rank import Weight
 from shardopt.nn._memory_layout import components_last, split_parts
 from shardopt.nn._parted_products import Parts, products_with_parts
 from shardopt.nn._quantized_einsum import add_bias, linear, quantized_einsum
@@ -23,17 +22,15 @@ Activation = Callable[[Array], Array]
 
 
 def mlp(
-    x: Float[Array, "B T D"] | Normed,
+    x: Float[Array, "B T D"],
     weights: Mapping[str, Any],
     activation: Activation,
     *,
     precision: Precision | None = None,
     sharded: bool = False,
     recompute: bool = True,
-    added: Float[Array, "B T D"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return `down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`, plus
-    `added`.
+    """Return `down(activation(gate(x)) * up(x))`, or without a gate `down(activation(up(x)))`.
 
     The first products have the name "mlp_hidden".
 
@@ -45,11 +42,7 @@ def mlp(
       precision: as in `so.nn.quantized_einsum`.
       sharded: whether tensor shards the positions of block inputs.
       recompute: whether the backward pass computes the activation again.
-      added: an array that the last product adds.
     """
-    y = _by_kernels(x, weights, activation, precision, added)
-    if y is not None:
-        return y
     # without constraints the partitioner shards the gradients of gate and up differently, and moves
     # them
     shard = shard_last if sharded else lambda x: x
@@ -58,7 +51,7 @@ def mlp(
     def multiply_down(hidden: list[Array], weight: Weight) -> Array:
         activated = activation(hidden[0])
         activated = shard(activated * hidden[1] if len(hidden) > 1 else activated)
-        return quantized_einsum("btf,fd->btd", activated, weight, precision=precision, added=added)
+        return quantized_einsum("btf,fd->btd", activated, weight, precision=precision)
 
     # without a barrier XLA reads the kept hidden units in the product: blocks run in a scan, where
     # it merges nothing
@@ -67,24 +60,8 @@ def mlp(
     return add_bias(multiply_down(hidden, weights["down"]), weights.get("down_bias"))
 
 
-def _by_kernels(
-    x: Array | Normed,
-    weights: Mapping[str, Any],
-    activation: Activation,
-    precision: Precision | None,
-    added: Array | None,
-) -> Array | None:
-    """Return the mlp in 8 bits by the kernels for TPU; None if they do not take it."""
-    up, down = weights["up"], weights["down"]
-    if precision is None or up.ndim != 3 or "up_bias" in weights:
-        return None
-    if isinstance(up, LowRank) or isinstance(down, LowRank):
-        return None
-    return gated_mlp(x, up, down, activation=activation, precision=precision, added=added)
-
-
 def _hidden_parts(
-    x: Array | Normed,
+    x: Array,
     weights: Mapping[str, Any],
     shard: Callable[[Array], Array],
     precision: Precision | None,
@@ -103,7 +80,7 @@ def _hidden_parts(
 
 
 def _parts_on_tpu(
-    x: Array | Normed,
+    x: Array,
     weights: Mapping[str, Any],
     shard: Callable[[Array], Array],
     precision: Precision | None,
@@ -120,7 +97,7 @@ def _parts_on_tpu(
         D, C, _ = up.shape
         weight_product, letter = ("btd,df->btf", "f") if is_matrix else ("btd,dcf->cbtf", "c")
         parts = Parts("btd,df->btf", weight_product, letter, C)
-        products = products_with_parts(parts, plain(x), up.reshape(D, -1) if is_matrix else up)
+        products = products_with_parts(parts, x, up.reshape(D, -1) if is_matrix else up)
         biases = [None] * C if bias is None else list(bias)
         hidden = [add_bias(product, b) for product, b in zip(products, biases, strict=True)]
         return checkpoint_name(hidden, "mlp_hidden")

@@ -63,41 +63,35 @@ def norm_of_stream(
     x: Float[Array, "B T D"],
     scale: Float[Array, " D"],
     epsilon: float,
-    uses: int = 1,
     *,
     name: str = "norm",
     has_sharded_positions: bool = False,
     plus_one: bool = False,
-) -> tuple[Float[Array, "B T D"], list[Float[Array, "B T D"]]]:
-    """Return x, and `rms_norm(x, scale, epsilon)`, or `rms_norm_plus_one`, once for each of its
-    uses.
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """Return x, and `rms_norm(x, scale, epsilon)`, or `rms_norm_plus_one`.
 
-    On TPU a kernel reads the gradients of all of them, and adds them up while it computes the
-    gradient of x. XLA takes two passes for a norm, and one for each sum between kernels. Another
-    kernel computes the inverses of the root mean squares, four bytes a token. They are not computed
+    On TPU a kernel computes the gradient of the norm, and adds the gradient of x by all other
+    terms. XLA takes two passes. Another kernel computes the inverses of the root mean squares, four bytes a token. They are not computed
     again if remat saves `name`. With `has_sharded_positions`, x is sharded over tensor, and T is
     the number of all positions.
     """
-    if not takes_norm(x, uses, has_sharded_positions):
-        return x, [(rms_norm_plus_one if plus_one else rms_norm)(x, scale, epsilon)] * uses
+    if not takes_norm(x, has_sharded_positions):
+        return x, (rms_norm_plus_one if plus_one else rms_norm)(x, scale, epsilon)
 
-    def norms(x, scale):
-        return _norm_of_stream(x, scale, epsilon, uses, name, plus_one)
+    def norm(x, scale):
+        return _norm_of_stream(x, scale, epsilon, name, plus_one)
 
-    x, normed = on_tensor_shards(norms, (1, -1), (1, (1,) * uses))(x, scale)
-    return x, list(normed)
+    return on_tensor_shards(norm, (1, -1), (1, 1))(x, scale)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4, 5))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _norm_of_stream(
-    x: Array, scale: Array, epsilon: float, uses: int, name: str, plus_one: bool
-) -> tuple[Array, tuple[Array, ...]]:
-    return _with_residuals(x, scale, epsilon, uses, name, plus_one)[0]
+    x: Array, scale: Array, epsilon: float, name: str, plus_one: bool
+) -> tuple[Array, Array]:
+    return _with_residuals(x, scale, epsilon, name, plus_one)[0]
 
 
-def _with_residuals(
-    x: Array, scale: Array, epsilon: float, uses: int, name: str, plus_one: bool
-) -> Any:
+def _with_residuals(x: Array, scale: Array, epsilon: float, name: str, plus_one: bool) -> Any:
     # otherwise XLA copies the input of a block for each kernel that reads it
     x = lax.optimization_barrier(x)
     inverse = checkpoint_name(inverse_rms(x, epsilon), name)
@@ -106,15 +100,15 @@ def _with_residuals(
     # A vmap over scale alone would otherwise return one x for all, and add its gradient once for
     # each. XLA drops this zero.
     zero = jnp.sum(scale[:0]).astype(x.dtype)
-    return (x + zero, (normed,) * uses), (x, scale)
+    return (x + zero, normed), (x, scale)
 
 
 def _gradients(
-    epsilon: float, uses: int, name: str, plus_one: bool, residuals: tuple[Array, Array], grads: Any
+    epsilon: float, name: str, plus_one: bool, residuals: tuple[Array, Array], grads: Any
 ) -> tuple[Array, Array]:
-    (x, scale), (grad, norm_grads) = residuals, grads
+    (x, scale), (grad, norm_grad) = residuals, grads
     dx, scale_grad = gradient_of_norm(
-        x, _plus_one(scale) if plus_one else scale, epsilon, grad, norm_grads
+        x, _plus_one(scale) if plus_one else scale, epsilon, grad, norm_grad
     )
     return dx, scale_grad.astype(scale.dtype)
 

@@ -1,14 +1,12 @@
 """Queries, keys and values from one, two or three products."""
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from shardopt.core._rounding import Precision
-from shardopt.low_precision._einsum import Normed, plain
 from shardopt.mesh import device_kind_or_default
 from shardopt.nn._memory_layout import split_parts
 from shardopt.nn._parted_products import Parts, products_with_parts
@@ -16,23 +14,22 @@ from shardopt.nn._quantized_einsum import linear
 
 
 def query_key_value(
-    inputs: Sequence[Float[Array, "B T D"] | Normed],
+    x: Float[Array, "B T D"],
     weights: Mapping[str, Any],
     precision: Precision | None,
 ) -> tuple[Array, Array, Array]:
     """Return queries [B, T, H, K], and keys and values [B, T, G, K].
 
     Args:
-      inputs: the input of each product; the last one is that of all further products.
+      x: the input of attention.
       weights: "qkv" [D, 3, H, K]; "q" [D, H, K] and "kv" [D, G, 2 K]; or "q", "k" and "v". Biases
         such as "q_bias" are optional.
       precision: as in `so.nn.quantized_einsum`.
     """
-    input_of_each_product = itertools.chain(inputs, itertools.repeat(inputs[-1]))
 
     def project(name: str, dims: str = "hk") -> Array:
         subscripts = f"btd,d{dims}->bt{dims}"
-        return linear(subscripts, next(input_of_each_product), weights, name, precision=precision)
+        return linear(subscripts, x, weights, name, precision=precision)
 
     if "qkv" in weights:
         # The dim of parts stays where the product puts it: moving it to the front would cost a
@@ -46,17 +43,7 @@ def query_key_value(
     # XLA would copy keys and values to part them
     if is_plain and device_kind_or_default().startswith("TPU"):
         parts = Parts("btd,dgk->btgk", "btd,dgk->btgk", "k", 2)
-        key, value = products_with_parts(parts, plain(inputs[-1]), weights["kv"])
+        key, value = products_with_parts(parts, x, weights["kv"])
     else:
         key, value = jnp.split(project("kv"), 2, axis=-1)
     return query, key, value
-
-
-def num_inputs(weights: Mapping[str, Any], precision: Precision | None, *, sharded: bool) -> int:
-    """Return how many products by kernels read the norm before attention.
-
-    Each gives back a gradient of its own.
-    """
-    has_kernels = precision is not None and not sharded
-    names = [name for name in ("q", "k", "v", "kv", "qkv") if name in weights]
-    return len(names) if has_kernels else 1

@@ -8,14 +8,7 @@ from jaxtyping import Array, Float
 
 from shardopt.core._errors import format_error, plural
 from shardopt.core._rounding import Precision
-from shardopt.low_precision._einsum import (
-    Normed,
-    opened,
-    parse_subscripts,
-    plain,
-    plus,
-    product_in_8_bits,
-)
+from shardopt.low_precision._einsum import opened, parse_subscripts, product_in_8_bits
 from shardopt.low_precision._numbers import check_precision
 from shardopt.low_precision._weight import RoundedWeight
 from shardopt.nn._low_rank import LowRank
@@ -23,11 +16,10 @@ from shardopt.nn._low_rank import LowRank
 
 def quantized_einsum(
     subscripts: str,
-    x: Float[Array, "..."] | Normed,
+    x: Float[Array, "..."],
     weight: Float[Array, "..."] | LowRank | RoundedWeight,
     *,
     precision: Precision | None,
-    added: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Return `jnp.einsum(subscripts, x, weight)` of activations and a weight, multiplied in 8 bits,
     with gradients.
@@ -35,22 +27,19 @@ def quantized_einsum(
     Args:
       subscripts: of two operands, such as "btd,dhk->bthk". Dims of both operands are summed; all
         others are in the result.
-      x: activations, or a `Normed` with them.
+      x: activations.
       weight: in the dtype of the product without quantisation. A weight with an adapter
         (`shardopt.adapters`) adds the product of x and the adapter, which is not quantised. A
         weight that `BlockModel.rounded` names is rounded already.
       precision: "int8" (TPU v5e, v5p, v6e, GPU) or "fp8" (TPU 7x; GPU from Hopper). On CPU the
         rounded numbers are multiplied in float32. None: `jnp.einsum`.
-      added: an array of the product's shape that is added to it. In the dtype of the product,
-        kernels add it in the same pass.
 
     Returns:
-      The product, in the dtype of x and weight, plus `added`.
+      The product, in the dtype of x and weight.
 
     Raises:
       ValueError: if `precision` is unknown, subscripts do not have this form, operands do not fit
-        them or are not floating, or `added` has another shape; if `BlockModel.rounded` describes
-        another product of the weight.
+        them or are not floating; if `BlockModel.rounded` describes another product of the weight.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,13 +62,9 @@ def quantized_einsum(
     **Rows**: of the dims of tokens, the last one counts positions, and the others count rows. With
     a single dim of tokens, dw is x^T g without rounding, since devices may share this dim.
 
-    **Kernels**: on TPU, Pallas kernels compute all three products in 8 bits, of "fp8" on TPU 7x
-    alone. They need whole rows and weights on a device (neither tensor nor context axes, no
-    `view="global"`), at least one dim of rows, x as "rows, positions, summed dims", sizes in
-    multiples of 128, rows and columns that fit into VMEM, and a result whose channels follow its
-    tokens. Otherwise, and on GPU, XLA multiplies y and dx in 8 bits. It multiplies the same rounded
-    numbers of dw in the dtype of the gradients. `docs/notes/low_precision.md` compares a step of
-    Llama 3 8B with its step in bfloat16.
+    **Devices**: XLA multiplies y and dx in 8 bits where the device can. It multiplies the same
+    rounded numbers of dw in the dtype of the gradients. `docs/notes/low_precision.md` has what is
+    known of the speed.
 
     **Equivalence**: scales are of a token, a row or a channel, and no row is shared but over
     context, where devices take the maximum of all. So strategies, mesh sizes and micro-batches
@@ -102,21 +87,19 @@ def quantized_einsum(
       e5m2 backwards).
     """
     if isinstance(weight, LowRank):
-        product = quantized_einsum(subscripts, x, weight.base, precision=precision, added=added)
-        return product + weight.einsum(plain(x), parse_subscripts(subscripts)).astype(product.dtype)
+        product = quantized_einsum(subscripts, x, weight.base, precision=precision)
+        return product + weight.einsum(x, parse_subscripts(subscripts)).astype(product.dtype)
     if isinstance(weight, RoundedWeight):
         weight = opened(subscripts, weight, precision)
     _check_operands(subscripts, x, weight, any_dtype=precision is None)
-    if added is not None:
-        _check_added(subscripts, added, x.shape, weight.shape)
     if precision is None:
-        return plus(jnp.einsum(subscripts, plain(x), weight), added)
+        return jnp.einsum(subscripts, x, weight)
     check_precision("quantized_einsum", precision)
-    return product_in_8_bits(subscripts, x, weight, precision, added)
+    return product_in_8_bits(subscripts, x, weight, precision)
 
 
 def _check_operands(
-    subscripts: str, x: Array | Normed, weight: Array | RoundedWeight, *, any_dtype: bool
+    subscripts: str, x: Array, weight: Array | RoundedWeight, *, any_dtype: bool
 ) -> None:
     """Refuse operands with more or fewer dims than the subscripts, and without `any_dtype` those
     that are not floating.
@@ -130,31 +113,16 @@ def _check_operands(
             raise ValueError(format_error("quantized_einsum", problem, fix=fix))
 
 
-def _check_added(
-    subscripts: str, added: Array, x: tuple[int, ...], weight: tuple[int, ...]
-) -> None:
-    """Refuse an array that has another shape than the product."""
-    *operands, out = parse_subscripts(subscripts)
-    sizes = dict(zip("".join(operands), x + weight, strict=True))
-    shape = tuple(sizes[letter] for letter in out)
-    if jnp.shape(added) != shape:
-        problem = f"`added` has shape {jnp.shape(added)}, and the product {shape}."
-        raise ValueError(
-            format_error("quantized_einsum", problem, fix="give an array of the product's shape.")
-        )
-
-
 def linear(
     subscripts: str,
-    x: Float[Array, "..."] | Normed,
+    x: Float[Array, "..."],
     weights: Mapping[str, Any],
     name: str,
     *,
     precision: Precision | None,
-    added: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
     """Return `quantized_einsum` with the weight `name`, plus the bias of this name, if any."""
-    product = quantized_einsum(subscripts, x, weights[name], precision=precision, added=added)
+    product = quantized_einsum(subscripts, x, weights[name], precision=precision)
     return add_bias(product, weights.get(f"{name}_bias"))
 
 

@@ -463,7 +463,7 @@ def _is_rounded(plan: LeafPlan, workload: Workload) -> bool:
     if not plan.stacked:
         return False
     block = plan.of_block()
-    return wire_form(tuple(block.shape), block.dim, block.tensor, rounding) is not None
+    return wire_form(block.dim, block.tensor, rounding) is not None
 
 
 def _device_bytes(

@@ -47,7 +47,7 @@ def _wire(config: StrategyConfig) -> Wire:
     def rounded_wire(
         wire: WireOptions, plan: LeafPlan, rounding: Rounding | None = None
     ) -> LeafWire:
-        form = wire_form(tuple(plan.shape), plan.dim, plan.tensor, rounding)
+        form = wire_form(plan.dim, plan.tensor, rounding)
         return leaf_wire(wire, plan)._replace(form=form)
 
     return rounded_wire

@@ -1,10 +1,8 @@
-"""Products of experts in 8 bits: their numbers by numpy, the same by kernels, and on any number of
-devices.
+"""Products of experts in 8 bits: their numbers by numpy, of rounded weights too, and on any number
+of devices.
 """
 
 import dataclasses
-import functools
-import itertools
 import re
 
 import jax
@@ -15,14 +13,12 @@ import optax
 import pytest
 from support.host import host_params
 from support.reference import relative_difference
-from support.tiers import tiered
+from support.rounded import rounded_weight
 
 import shardopt as so
 from shardopt.core._rounding import Rounding
-from shardopt.low_precision import _einsum
-from shardopt.low_precision._expert_kernels import Visits
 from shardopt.low_precision._expert_product import LOCAL, expert_products
-from shardopt.low_precision._weight import RoundedWeight, form_of
+from shardopt.low_precision._weight import RoundedForm
 from shardopt.models import moe
 
 SIZES = np.array([5, 0, 7, 2])  # one of the experts has no rows
@@ -98,82 +94,31 @@ def test_what_is_not_finite_stays_so(precision):
         assert found.tolist() == [[row, 5] for row in range(40, 64)]
 
 
-KERNEL_SIZES = ([300, 0, 212, 88], [0, 0, 0, 0], [700, 0, 0, 0], [1, 2, 3, 650])
-
-
-@pytest.mark.parametrize(
-    ("precision", "sizes", "dim"),  # dim: the one that devices share, whose shards they round
-    tiered(
-        itertools.product(["int8", "fp8"], KERNEL_SIZES, [None, 1, 2]),
-        lambda row: row[1] is KERNEL_SIZES[0] and (row[0] == "int8" or row[2] == 2),
-        ids=str,
-    ),
-)
-def test_kernels_compute_the_same_numbers(precision, sizes, dim, monkeypatch):
-    x, w, g = draw((700, 256), (4, 256, 128), (700, 128), dtype=np.float32)
-    x = np.round(x * 64) / 64  # far from the halves between two numbers of 8 bits
-
-    def product(x, w):
-        return expert_products(x, [w], jnp.asarray(sizes), precision, LOCAL)[0]
-
-    def traced(w):
-        def run(x, w, g):
-            y, pull = jax.vjp(product, x, w)
-            assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
-            return y, *pull(g)
-
-        return jax.jit(run).trace(x, w, g)
-
-    given = w
-    if dim is not None:
-        form = form_of(w.shape, dim, Rounding(precision, experts=True))
-        assert form.by_channel is (dim == 2)
-        numbers, scale = form.round_rows(form.matrix(w), lambda largest: largest)
-        given = RoundedWeight.of(numbers, scale, w.dtype, form)
-    expected = traced(w).lower().compile()(x, w, g)
-    kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
-    monkeypatch.setattr(_einsum, "device_kind_or_default", lambda: kind)
-    by_kernels = traced(given)
-    for kernel in ("round_by_expert", f"{precision}_expert_product", "gradient_of_experts"):
-        assert kernel in str(by_kernels.jaxpr)
-    y, dx, dw = by_kernels.lower().compile()(x, given, g)
-    dw = given.form.weight(dw.zeros[0]) if dim is not None else dw
-    for a, b in zip((y, dx, dw), expected, strict=True):
-        # a number may go the other way; a step is 1e-2
-        assert relative_difference(a, b) < 1e-3 or not np.any(b)
-    assert not np.any(y[sum(sizes) :])
-
-
 @pytest.mark.fast
-@pytest.mark.parametrize("by_expert", [False, True])
-def test_every_row_is_visited_once(by_expert):
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        experts, tile, free = rng.integers(1, 9), 2 ** rng.integers(2, 6), rng.integers(0, 40)
-        sizes = rng.integers(0, 60, experts) * rng.integers(0, 2, experts)
-        num_rows = int(sizes.sum() + free) or 1
-        visits = jax.device_get(
-            Visits.of(jnp.asarray(sizes), num_rows, int(tile), by_expert=by_expert)
-        )
-        seen = [
-            (row, expert)
-            for at, expert, first, end in zip(*visits, strict=True)
-            for row in range(first, end)
-            if at * tile <= row < (at + 1) * tile
-        ]
-        assert sorted(seen) == list(enumerate(np.repeat(np.arange(experts), sizes)))
-        order = visits.expert if by_expert else visits.tile
-        assert (np.diff(order) >= 0).all()  # a block of the result is written in one go
-        assert set(order) == set(range(experts if by_expert else -(-num_rows // tile)))
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("dim", [1, 2])
+def test_a_weight_that_is_rounded_already_gives_the_same_numbers(precision, dim):
+    x, w, g = draw((M, K), (4, K, N), (M, N), dtype=np.float32)
+
+    def results(w):
+        def product(x, w):
+            return expert_products(x, [w], jnp.asarray(SIZES), precision, LOCAL)[0]
+
+        y, pull = jax.vjp(product, jnp.asarray(x), w)
+        assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
+        return y, *pull(jnp.asarray(g))
+
+    expected = results(jnp.asarray(w))
+    form = RoundedForm(Rounding(precision, experts=True), dim)
+    y, dx, dw = results(rounded_weight(jnp.asarray(w), form))
+    for a, b in zip((y, dx, dw.zeros), expected, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("rounding", [Rounding("fp8", experts=True), Rounding("int8")])
 def test_a_weight_that_is_rounded_for_another_product_is_refused(rounding):
-    form = form_of((4, 128, 128), 0 if not rounding.experts else 1, rounding)
-    weight = RoundedWeight.of(
-        jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form
-    )
+    weight = rounded_weight(jnp.ones((4, 128, 128)), RoundedForm(rounding, 1))
     message = re.escape(
         "describe it as so.nn.Rounding('int8', experts=True) in BlockModel.rounded, or take it out."
     )
@@ -183,10 +128,8 @@ def test_a_weight_that_is_rounded_for_another_product_is_refused(rounding):
 
 @pytest.mark.fast
 def test_weights_of_experts_are_refused_where_they_cannot_be():
-    form = form_of((4, 128, 128), 1, Rounding("int8", experts=True))
-    weight = RoundedWeight.of(
-        jnp.zeros((128, 512), jnp.int8), jnp.ones((1, 512)), jnp.float32, form
-    )
+    form = RoundedForm(Rounding("int8", experts=True), 1)
+    weight = rounded_weight(jnp.ones((4, 128, 128)), form)
     with pytest.raises(ValueError, match="is used in 'bte,edf->btdf'"):
         so.nn.quantized_einsum("bte,edf->btdf", jnp.zeros((2, 8, 4)), weight, precision="int8")
     cast = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), weight)
@@ -238,36 +181,3 @@ def test_many_devices_round_as_one(sizes, mesh_of, x64):
         text = many.step.lower(state, {"tokens": tokens}).compile().as_text()
         # gate, up and down of the experts here
         assert len(re.findall(r"= \(?s8\[\S* all-gather\(", text)) >= 3
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
-def test_on_tpu_experts_multiply_in_eight_bits(topology):
-    precision = "fp8" if topology.startswith("tpu7x") else "int8"
-    config = dataclasses.replace(
-        CONFIG,
-        precision=precision,
-        dim=256,
-        hidden=512,
-        num_heads=2,
-        shared_hidden=0,
-        dtype=jnp.bfloat16,
-        vocab_size=256,
-    )
-    params = jax.eval_shape(functools.partial(moe.init, config), jax.random.key(0))
-    batch = {"tokens": jax.ShapeDtypeStruct((8, 257), jnp.int32)}
-
-    def strategy(mesh):
-        return so.fsdp(optax.adam(1e-3), mesh, moe.model(config, remat="full"), rules=moe.rules)
-
-    text = so.planning.aot(strategy, params, batch, topology=topology).text
-    kernels = re.findall(
-        r"%(\w+8_expert_product|round_by_expert|gradient_of_experts)[.\d]* = ", text
-    )
-    assert {name: kernels.count(name) for name in set(kernels)} == {
-        # three products, the first two of them twice, and three gradients of rows
-        f"{precision}_expert_product": 8,
-        "round_by_expert": 6,  # rows twice, hidden units, and three gradients
-        "gradient_of_experts": 3,
-    }
-    assert not re.search(r"bf16\[4,(256,512|512,256)\]\S* all-gather", text)

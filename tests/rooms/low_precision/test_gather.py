@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 import shardopt as so
 from shardopt.collectives import all_gather
 from shardopt.collectives._wire import LeafWire
-from shardopt.low_precision._weight import form_of
+from shardopt.low_precision._weight import RoundedForm
 from shardopt.nn import Rounding
 from shardopt.trace._jaxprs import equations
 
@@ -24,7 +24,7 @@ X = np.random.default_rng(0).normal(size=(2, 3, 8))
 
 def gathered_product(weight, mesh, precision, change=lambda weight: weight):
     """Return the product of X with a weight that four devices round, each a quarter of its rows."""
-    wire = LeafWire(0, PartitionSpec(), "data", form=form_of(weight.shape, 0, Rounding(precision)))
+    wire = LeafWire(0, PartitionSpec(), "data", form=RoundedForm(Rounding(precision), 0))
 
     def run(shard):
         (gathered,) = all_gather([shard], [wire])
@@ -55,10 +55,8 @@ def test_scales_of_sharded_channels_travel_together(mesh_of):
     """Two weights of different shapes, one with two parts, sharded on their last dims."""
     rng, rounding = np.random.default_rng(1), Rounding("int8")
     weights = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 4), (8, 2, 12))]
-    forms = [form_of((8, 4), 1, rounding), form_of((8, 2, 12), 2, rounding._replace(parts=2))]
     wires = [
-        LeafWire(dim, PartitionSpec(), "data", form=form)
-        for dim, form in zip((1, 2), forms, strict=True)
+        LeafWire(dim, PartitionSpec(), "data", form=RoundedForm(rounding, dim)) for dim in (1, 2)
     ]
 
     def products(weights):
@@ -125,7 +123,6 @@ ROUNDED = [
         {"a": Rounding("int8", summed="1")},
         "a: shape (8, 4) has no product that sums over its first '1' dims",
     ),
-    ({"a": Rounding("int8", parts=3)}, "a: shape (8, 4) has 4 parts, not parts=3"),
     (None, "BlockModel.rounded must be a dict of key path -> so.nn.Rounding, got None."),
 ]
 

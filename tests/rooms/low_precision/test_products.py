@@ -2,8 +2,6 @@
 as one.
 """
 
-import functools
-import itertools
 import re
 
 import jax
@@ -14,27 +12,17 @@ import optax
 import pytest
 from support.host import host_params
 from support.reference import relative_difference, train
-from support.tiers import tiered
+from support.rounded import rounded_weight
 
 import shardopt as so
-from shardopt.core._rounding import Precision, Rounding
-from shardopt.kernels import _norm
-from shardopt.low_precision import _einsum
-from shardopt.low_precision import _product_kernels as kernels
-from shardopt.low_precision._einsum import Normed, gated_mlp
+from shardopt.core._rounding import Rounding
 from shardopt.low_precision._numbers import check_precision
-from shardopt.low_precision._weight import RoundedWeight, form_of, joined
-from shardopt.models import _decoder_block as decoder_block
+from shardopt.low_precision._weight import RoundedForm
 from shardopt.models import _transformer as transformer
 from shardopt.models import gpt
-from shardopt.models._decoder_block import BlockStream
-from shardopt.models._decoder_config import DecoderConfig
-from shardopt.nn._norm import rms_norm
 from shardopt.planning import Transformer
 from shardopt.planning._models import RULES
-from shardopt.trace._jaxprs import equations
 
-KERNELS = ("forward", "gradient_of_tokens", "gradient_of_weight")
 SUBSCRIPTS = "btd,dcf->cbtf"
 MAX = {np.int8: 127, ml_dtypes.float8_e4m3fn: 448, ml_dtypes.float8_e5m2: 57344}
 
@@ -99,7 +87,7 @@ def test_what_is_not_finite_stays_so(precision):
             np.isfinite(product(jnp.ones((64, 256)), w.at[7, 1].set(broken))).tolist()
             == [[True, False]] * 64
         )
-        given = rounded_weight(w.at[7, 1].set(broken), 0, Rounding(precision))
+        given = rounded_weight(w.at[7, 1].set(broken), RoundedForm(Rounding(precision), 0))
         assert np.isfinite(product(jnp.ones((64, 256)), given)).tolist() == [[True, False]] * 64
 
 
@@ -112,264 +100,35 @@ def test_a_single_dim_of_tokens_keeps_the_gradient_of_the_weight(x64):
     np.testing.assert_allclose(pull(g)[0], x.T @ g, rtol=1e-12)
 
 
-def kernels_of(monkeypatch, precision="int8"):
-    """Let `quantized_einsum` use its kernels for TPU.
-
-    They run interpreted, since jax's devices are not TPUs.
-    """
-    kind = {"int8": "TPU v6 lite", "fp8": "TPU7x"}[precision]
-    monkeypatch.setattr(_einsum, "device_kind_or_default", lambda: kind)
-
-
-def rounded_weight(w, dim, rounding):
-    """Return a weight as a block gets it that gathered its shards of a dim in 8 bits."""
-    form = form_of(w.shape, dim, rounding)
-    assert form is not None
-    numbers, scale = form.round_rows(form.matrix(w), lambda maximum: maximum)
-    return RoundedWeight.of(numbers, scale, w.dtype, form)
-
-
 PRODUCTS = {
-    "two parts, by channel": (
-        "btd,dcf->cbtf",
-        ((2, 256, 128), (128, 2, 128)),
-        2,
-        Rounding("int8", parts=2),
-    ),
-    "two parts": ("btd,dcf->cbtf", ((1, 128, 256), (256, 2, 128)), 0, Rounding("int8", parts=2)),
-    "heads": ("btd,dhk->bthk", ((2, 128, 128), (128, 2, 128)), 0, Rounding("int8")),
-    "narrow heads": ("btd,dhk->bthk", ((2, 128, 256), (256, 2, 64)), 0, Rounding("int8")),
-    "of heads, by channel": (
-        "bthk,hkd->btd",
-        ((1, 256, 2, 128), (2, 128, 256)),
-        2,
-        Rounding("int8", summed=2),
-    ),
-    "wide heads, by summed": (
-        "bthk,hkd->btd",
-        ((1, 128, 2, 256), (2, 256, 128)),
-        0,
-        Rounding("int8", summed=2),
-    ),
+    "a matrix": ("btd,df->btf", ((2, 3, 4), (4, 6)), 1),
+    "two parts": ("btd,dcf->cbtf", ((2, 3, 4), (4, 2, 6)), 1),
+    "heads": ("btd,dhk->bthk", ((2, 3, 4), (4, 2, 6)), 1),
+    "of heads": ("bthk,hkd->btd", ((2, 3, 2, 4), (2, 4, 6)), 2),
 }
 
 
-PRECISIONS = ["int8", "fp8"]
-
-
-@pytest.mark.parametrize(
-    ("precision", "name", "is_rounded"),
-    tiered(
-        itertools.product(PRECISIONS, PRODUCTS, [False, True]),
-        # the rows that are left have parts and rows of channels; heads only change blocks
-        lambda row: row[1] == "two parts, by channel" and (row[2] or row[0] == "int8"),
-    ),
-)
-def test_kernels_compute_the_same_numbers(precision, name, is_rounded, monkeypatch):
-    subscripts, shapes, dim, rounding = PRODUCTS[name]
-    rounding = rounding._replace(precision=precision)
+@pytest.mark.fast
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_a_weight_that_is_rounded_already_gives_the_same_numbers(precision, name):
+    """Whichever dim of it devices share: a summed one, or one of its channels."""
+    subscripts, shapes, summed = PRODUCTS[name]
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32).at[:, 1].set(0) for shape in shapes)
 
     def product(x, w):
         return so.nn.quantized_einsum(subscripts, x, w, precision=precision)
 
-    g = jnp.asarray(rng.normal(size=jax.eval_shape(product, x, w).shape), jnp.float32)
-
-    def traced(w):
-        def run(x, w, g):
-            y, pull = jax.vjp(product, x, w)
-            assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
-            return y, *pull(g)
-
-        return jax.jit(run).trace(x, w, g)
-
-    expected = traced(w).lower().compile()(x, w, g)
-    given = rounded_weight(w, dim, rounding) if is_rounded else w
-    kernels_of(monkeypatch, precision)
-    by_kernels = traced(given)
-    jaxpr = str(by_kernels.jaxpr)
-    for kernel in ("round_rows", "round_columns", *(f"{precision}_{kernel}" for kernel in KERNELS)):
-        assert kernel in jaxpr
-    y, dx, dw = by_kernels.lower().compile()(x, given, g)
-    dw = given.form.weight(joined(dw.zeros)) if is_rounded else dw
-    for a, b in zip((y, dx, dw), expected, strict=True):
-        assert relative_difference(a, b) < 1e-5  # of a step of the 8 bits, 1e-2
-
-
-@pytest.mark.parametrize(
-    ("precision", "is_rounded"),
-    # the weights' forms differ alone
-    tiered(itertools.product(PRECISIONS, [False, True]), lambda row: row[1]),
-)
-def test_kernels_compute_the_activation_of_an_mlp(precision, is_rounded, monkeypatch):
-    rng = np.random.default_rng(0)
-    shapes = (2, 256, 128), (128, 2, 128), (128, 128)
-    x, up, down = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
-    dy = jnp.asarray(rng.normal(size=x.shape), jnp.float32)
-
-    def by_products(x, up, down):
-        gate, hidden = so.nn.quantized_einsum(SUBSCRIPTS, x, up, precision=precision)
-        return so.nn.quantized_einsum(
-            "btf,fd->btd", jax.nn.silu(gate) * hidden, down, precision=precision
-        )
-
-    def run(function, *operands):
-        y, pull = jax.vjp(function, *operands)
-        assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull))
-        return y, *pull(dy)
-
-    mlp = functools.partial(gated_mlp, activation=jax.nn.silu, precision=precision)
-    assert mlp(x, up, down) is None
-    expected = jax.jit(functools.partial(run, by_products))(x, up, down)
-    kernels_of(monkeypatch, precision)
-    weights = [up, down]
-    if is_rounded:
-        weights = [
-            rounded_weight(up, 2, Rounding(precision, parts=2)),
-            rounded_weight(down, 0, Rounding(precision)),
-        ]
-    y, dx, *weight_gradients = jax.jit(functools.partial(run, mlp))(x, *weights)
-    if is_rounded:
-        weight_gradients = [grad.form.weight(joined(grad.zeros)) for grad in weight_gradients]
-    for a, b in zip((y, dx, *weight_gradients), expected, strict=True):
-        assert relative_difference(a, b) < 1e-4  # a number at a rounding boundary moves by one step
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
-def test_a_kernel_norms_and_rounds_the_same_numbers(dtype):
-    rng = np.random.default_rng(0)
-    x, scale = (jnp.asarray(rng.normal(size=size), dtype) for size in ((2, 64, 256), 256))
-    x = x.at[1, 3].set(0)
-    normed, found = rms_norm(x, scale, 1e-5), kernels.norm_and_round(x, scale, 1e-5, jnp.int8)
-    expected = kernels.round_rows([normed[:, None]], jnp.int8)
-    np.testing.assert_allclose(
-        found.scale, expected.scale, rtol=1e-6 if dtype == jnp.float32 else 2**-8
-    )
-    steps = np.abs(found.numbers.astype(int) - expected.numbers.astype(int))
-    assert steps.max() <= 1
-    assert np.count_nonzero(steps) < 1e-3 * steps.size
-    assert not np.any(found.numbers[1, 3])
-
-
-def test_a_norm_within_the_kernel_has_the_gradient_of_the_norm(monkeypatch):
-    """Both products and the mlp read one `Normed`."""
-    rng = np.random.default_rng(0)
-    shapes = (2, 256, 128), (128,), (128, 2, 128), (128, 2, 128), (128, 128)
-    operands = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    cotangents = tuple(
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((2, 256, 2, 128), (2, 256, 128))
-    )
-
-    def run(is_normed, x, scale, q, up, down):
-        normed = rms_norm(x, scale, 1e-5)
-        given = Normed(normed, x, scale, 1e-5) if is_normed else normed
-        query = so.nn.quantized_einsum("btd,dhk->bthk", given, q, precision="int8")
-        return query, gated_mlp(given, up, down, activation=jax.nn.silu, precision="int8")
-
-    def gradients(is_normed):
-        out, pull = jax.vjp(functools.partial(run, is_normed), *operands)
-        return *out, *pull(cotangents)
-
-    kernels_of(monkeypatch)
-    plain, jaxpr = (
-        jax.jit(gradients, static_argnums=0)(False),
-        jax.make_jaxpr(gradients, static_argnums=0)(True),
-    )
-    assert "norm_and_round" in str(jaxpr)
-    for a, b in zip(jax.jit(gradients, static_argnums=0)(True), plain, strict=True):
-        error = np.linalg.norm(a - b) / np.linalg.norm(b)
-        assert error < 2e-3  # a number at a rounding boundary moves by one step
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_what_is_added_is_rounded_to_its_own_dtype(dtype, monkeypatch):
-    kernels_of(monkeypatch)
-    rng = np.random.default_rng(0)
-    x, w, added = (jnp.asarray(rng.normal(size=(1, 128, 128)), jnp.bfloat16) for _ in range(3))
-
-    def run(added):
-        return so.nn.quantized_einsum("btd,df->btf", x, w[0], precision="int8", added=added)
-
-    found, pull = jax.vjp(run, added.astype(dtype))
-    assert found.dtype == dtype
-    np.testing.assert_array_equal(found, run(None) + added.astype(dtype))
-    np.testing.assert_array_equal(pull(found)[0], found)
-
-
-@pytest.mark.parametrize("fused", ["kv", "qkv"])
-def test_kernels_of_a_block_add_its_stream(fused, monkeypatch):
-    """The last product of a branch adds it, and so does the gradient of a norm."""
-    config = DecoderConfig(
-        32,
-        128,
-        1,
-        1,
-        hidden=256,
-        activation="silu",
-        gated=True,
-        norm="rms",
-        precision="int8",
-        fused=fused,
-    )
-    rng = np.random.default_rng(0)
-    weights = jax.tree.map(
-        lambda size: jnp.asarray(rng.normal(size=size) / 12, jnp.float32),
-        decoder_block.block_shapes(config, dense=True),
-        is_leaf=lambda size: isinstance(size, tuple),
-    )
-    x, grad = (jnp.asarray(rng.normal(size=(2, 128, 128)), jnp.float32) for _ in range(2))
-
-    def results(weights, x):
-        def run(weights, x):
-            return decoder_block.apply_block(
-                config, weights, BlockStream(x, None, None, None, None)
-            ).x
-
-        out, pull = jax.vjp(run, weights, x)
-        return out, *pull(grad)
-
-    plain = jax.jit(lambda *args: results(*args))(weights, x)
-    kernels_of(monkeypatch)
-    monkeypatch.setattr(_norm, "device_kind_or_default", lambda: "TPU v6 lite")
-    jaxpr = jax.make_jaxpr(lambda *args: results(*args))(weights, x)
-    assert str(jaxpr).count("name=gradient_of_norm") == 2
-    sums = [
-        eqn
-        for eqn in equations(jaxpr)
-        if eqn.primitive.name in ("add", "add_any") and eqn.outvars[0].aval.shape == x.shape
-    ]
-    assert len(sums) == 2  # the zeros of two norms
-    for a, b in zip(
-        jax.tree.leaves(jax.jit(lambda *args: results(*args))(weights, x)),
-        jax.tree.leaves(plain),
-        strict=True,
-    ):
-        # a number at a rounding boundary moves by one step
-        assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
-
-
-@pytest.mark.fast
-def test_kernels_take_whole_rows_in_multiples_of_128(monkeypatch):
-    kernels_of(monkeypatch)
-
-    def uses_kernels(subscripts, *shapes, precision: Precision = "int8"):
-        operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-
-        def product(x, w):
-            return so.nn.quantized_einsum(subscripts, x, w, precision=precision)
-
-        return "int8_forward" in str(jax.make_jaxpr(product)(*operands))
-
-    assert uses_kernels("btd,df->btf", (2, 128, 256), (256, 384))
-    assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 384), precision="fp8")
-    assert not uses_kernels("btd,df->btf", (2, 64, 256), (256, 384))
-    assert not uses_kernels("btd,df->btf", (2, 128, 64), (64, 384))
-    assert not uses_kernels("btd,df->btf", (2, 128, 256), (256, 64))
-    assert not uses_kernels("td,df->tf", (128, 256), (256, 384))
-    assert not uses_kernels("btd,df->tbf", (2, 128, 256), (256, 384))
-    assert uses_kernels("btd,dcf->cbtf", (2, 128, 256), (256, 2, 384))
+    y, pull = jax.vjp(product, x, w)
+    grad = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+    for dim in sorted({0, 1, w.ndim - 1}):
+        form = RoundedForm(Rounding(precision, summed=summed), dim)
+        by_rounded, pull_rounded = jax.vjp(product, x, rounded_weight(w, form))
+        assert all(kept.dtype != jnp.float8_e4m3fn for kept in jax.tree.leaves(pull_rounded))
+        dx, dw = pull_rounded(grad)
+        for a, b in zip((by_rounded, dx, dw.zeros), (y, *pull(grad)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.fast
@@ -393,13 +152,6 @@ def test_what_is_refused():
         )
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             so.nn.quantized_einsum(subscripts, x, x, precision="int8")
-    with pytest.raises(
-        ValueError,
-        match=r"^quantized_einsum: `added` has shape \(5, 3\), and the product \(3, 5\)\.",
-    ):
-        so.nn.quantized_einsum(
-            "td,df->tf", np.ones((3, 4)), np.ones((4, 5)), precision=None, added=np.ones((5, 3))
-        )
     for wrong in (
         np.ones((2, 3, 4), np.float32),
         np.ones((3, 4), np.complex64),
@@ -577,8 +329,8 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "topology"), [("int8", "v5e:2x4"), ("fp8", "tpu7x:2x2x1")])
-def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
-    """With their gradients. Fails where libtpu is not installed."""
+def test_on_tpu_weights_are_gathered_in_eight_bits(precision, topology):
+    """Fails where libtpu is not installed."""
     shape = Transformer("t", 256, 2, 4, 512, 1024, 128, num_kv_heads=2)
     report = so.planning.aot(
         lambda mesh: so.fsdp(optax.sgd(0.1), mesh, transformer.model(shape, precision=precision)),
@@ -586,12 +338,5 @@ def test_on_tpu_the_products_are_in_eight_bits(precision, topology):
         transformer.abstract_batch(shape, 16),
         topology=topology,
     )
-    names = re.findall(rf"%{precision}_([a-z_]+)[.\w]* = .*tpu_custom_call", report.text)
-    counts = 6, 5, 6  # gate and up are two products, whose gradients of tokens are one
-    assert {name: names.count(name) for name in names} == dict(zip(KERNELS, counts, strict=True))
-    # the activation is computed where it is rounded, and weights are gathered in 8 bits
-    assert "round_rows_of" in report.text
-    assert "round_columns_of" in report.text
-    assert re.findall(
-        rf" {'s8' if precision == 'int8' else 'f8e4m3fn'}\[\S+ all-gather\(", report.text
-    )
+    narrow = "s8" if precision == "int8" else "f8e4m3fn"
+    assert re.findall(rf" {narrow}\[\S+ all-gather\(", report.text)

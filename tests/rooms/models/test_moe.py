@@ -394,11 +394,9 @@ def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, mo
     kinds = (decoder.BlockKind(rope=decoder.Rope(base=100.0)),)
     config = decoder.DecoderConfig(dim=8, num_heads=3, latent=LATENT, kinds=kinds)
     stream = _decoder_block.BlockStream(x, None, None, None, order)
-    run = functools.partial(
-        _decoder_block._attention, config, stream=stream, added=None, cache=None, start=0
-    )
+    run = functools.partial(_decoder_block._attention, config, stream=stream, cache=None, start=0)
     np.testing.assert_allclose(
-        jax.jit(run)(weights, [x])[0],
+        jax.jit(run)(weights, x)[0],
         wanted,
         rtol=1e-10 if x.dtype == np.float64 else 1e-4,
         atol=1e-4 * (x.dtype != np.float64),

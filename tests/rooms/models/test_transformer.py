@@ -183,12 +183,12 @@ def test_keys_and_values_are_the_halves_of_one_product_on_tpu(monkeypatch):
     x = jnp.asarray(rng.normal(size=(2, 5, 6)))
 
     def results():
-        qkv, pull = jax.vjp(lambda weights, x: query_key_value([x], weights, None), weights, x)
+        qkv, pull = jax.vjp(lambda weights, x: query_key_value(x, weights, None), weights, x)
         return qkv, pull(jax.tree.map(jnp.cos, qkv))
 
     on_cpu = results()
     monkeypatch.setattr(_projections, "device_kind_or_default", lambda: "TPU v5")
-    assert "split" in str(jax.make_jaxpr(lambda x: query_key_value([x], weights, None))(x))
+    assert "split" in str(jax.make_jaxpr(lambda x: query_key_value(x, weights, None))(x))
     assert relative_difference(results(), on_cpu) <= 1e-6
 
 
