@@ -12,7 +12,11 @@ from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers import Reducer, exact
 from shardopt.reducers._reducer import check_leaves
-from shardopt.transforms._own_state import check_form, number_of_device, unless_of_another_device
+from shardopt.transforms._state_form import (
+    check_form,
+    nan_for_state_of_another_device,
+    number_of_device,
+)
 
 
 class AverageGradientsState(NamedTuple):
@@ -94,7 +98,7 @@ def average_gradients(
         mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
         if state.device is None:
             return mean, AverageGradientsState(reducer_state)
-        mean = unless_of_another_device(state.device, axis_name, mean)
+        mean = nan_for_state_of_another_device(state.device, axis_name, mean)
         return mean, AverageGradientsState(reducer_state, number_of_device(axis_name))
 
     return optax.GradientTransformationExtraArgs(init, update)

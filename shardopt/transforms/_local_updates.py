@@ -22,25 +22,37 @@ class LocalUpdatesState(NamedTuple):
     Attributes:
       since_sync: int32, the number of updates since parameters were averaged.
       inner: the state of the wrapped transformation. It differs between devices.
+      shared_params: the parameters after the last synchronization, the same on all devices; None
+        without an outer optimizer.
+      outer: the state of the outer optimizer; None without one.
     """
 
     since_sync: jax.Array
     inner: PerDevice
+    shared_params: PyTree = None
+    outer: PyTree = None
 
 
 @calling("local_updates")
 def local_updates(
-    inner: optax.GradientTransformation, axis_name: AxisName, sync_every: int
+    inner: optax.GradientTransformation,
+    axis_name: AxisName,
+    sync_every: int,
+    outer: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Update each device's parameters with its own gradients, and average parameters every
     `sync_every` steps.
 
     u_d = inner(g_d). On steps t = sync_every, 2 sync_every, ...: u_d = mean_d(p_d + u_d) - p_d.
+    With an outer optimizer (DiLoCo), theta are the parameters after the last synchronization,
+    Delta = theta - mean_d(p_d + u_d), theta <- outer(theta, Delta), and u_d = theta - p_d.
 
     Args:
       inner: the optimizer of each device; it must not average gradients itself.
       axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
       sync_every: H, the number of updates from one average to the next.
+      outer: the outer optimizer of DiLoCo, such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`;
+        by default the average itself, which is Local SGD.
 
     Returns:
       An optax transformation; `update` needs the parameters.
@@ -61,25 +73,33 @@ def local_updates(
       >>> print(halfway, end)
       [-1. -3.] [-4. -4.]
 
-    **Equivalence**: equal to Local SGD. After a synchronised update, parameters are equal on all
+    **Equivalence**: equal to Local SGD, and to DiLoCo with an outer optimizer. After a synchronised update, parameters are equal on all
     devices, up to the rounding of p + (mean - p), which the next synchronised update removes. With
     `sync_every` 1 and SGD it equals averaging the gradients.
 
     **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...]
-    outside `shard_map`. `so.transforms.on_mesh` converts the state.
+    outside `shard_map`. `so.transforms.on_mesh` converts the state. Theta and the state of `outer`
+    are the same on all devices.
 
     **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch
     that other steps do not take. Under a `jax.vmap` over the state, both branches are computed.
 
     References:
-      Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2.
+      Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", 2020, equation 2; Douillard et al.,
+      "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, algorithm 1.
     """
     tx = check_transformation("inner", inner)
     axis_names(axis_name)
     check_count("sync_every", sync_every, allow_array=True)
+    outer_tx = None if outer is None else check_transformation("outer", outer)
 
     def init(params):
-        return LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
+        state = LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
+        if outer_tx is None:
+            return state
+        # A copy: a step that donates the parameters and the state must not get one buffer twice.
+        shared_params = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+        return state._replace(shared_params=shared_params, outer=outer_tx.init(params))
 
     @calling("local_updates")
     def update(updates, state, params=None, **extra_args: PyTree):
@@ -93,24 +113,31 @@ def local_updates(
             lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params
         )
 
-        def synchronise(inner_updates):
+        def synchronise(inner_updates, shared_params, outer_state):
             mean, _ = exact().reduce(optax.apply_updates(old_params, inner_updates), (), axis_name)
-            return jax.tree.map(
-                lambda m, p, u: m.astype(u.dtype) - p.astype(u.dtype),
-                mean,
+            if outer_tx is None:
+                new_params = mean
+            else:
+                delta = jax.tree.map(lambda shared, m: shared - m, shared_params, mean)
+                outer_updates, outer_state = outer_tx.update(delta, outer_state, shared_params)
+                new_params = shared_params = optax.apply_updates(shared_params, outer_updates)
+            updates = jax.tree.map(
+                lambda new, p, u: new.astype(u.dtype) - p.astype(u.dtype),
+                new_params,
                 old_params,
                 inner_updates,
             )
+            return updates, shared_params, outer_state
 
+        results = inner_updates, state.shared_params, state.outer
         if isinstance(sync_every, int) and sync_every == 1:
-            inner_updates = synchronise(inner_updates)
+            results = synchronise(*results)
         else:
             is_last = state.since_sync + 1 >= sync_every
-            inner_updates = agreeing_cond(
-                is_last, synchronise, lambda unchanged: unchanged, inner_updates
-            )
-        return inner_updates, LocalUpdatesState(
-            (state.since_sync + 1) % sync_every, PerDevice(inner_state)
+            results = agreeing_cond(is_last, synchronise, lambda *unchanged: unchanged, *results)
+        synchronised_updates, shared_params, outer_state = results
+        return synchronised_updates, LocalUpdatesState(
+            (state.since_sync + 1) % sync_every, PerDevice(inner_state), shared_params, outer_state
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -91,7 +91,7 @@ class OnMesh:
         """Return the first state; inside of `shard_map` the state as it is handed in."""
         if is_bound(self.axis_name):
             return map_by_mark(
-                self.tx.init(params), lambda leaf: jnp.asarray(leaf)[None], _as_it_is
+                self.tx.init(params), lambda leaf: jnp.asarray(leaf)[None], _unchanged
             )
         stacked_init = jax.vmap(
             self.tx.init,
@@ -99,7 +99,7 @@ class OnMesh:
             axis_name=self.axis_name,
             axis_size=self.mesh.shape[self.axis_name],
         )
-        state = map_by_mark(stacked_init(params), _as_it_is, lambda leaf: leaf[0])
+        state = map_by_mark(stacked_init(params), _unchanged, lambda leaf: leaf[0])
 
         def place(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
             sharding = NamedSharding(self.mesh, spec)
@@ -130,13 +130,13 @@ class OnMesh:
           ValueError: under `jit`, if gradients do not have a first dim of N.
         """
         if is_bound(self.axis_name):
-            return self._update_own(updates, state, params, **extra)
+            return self._update_device(updates, state, params, **extra)
         if _are_unreduced(updates, self.axis_name):
             return self._update_unreduced(updates, state, params, **extra)
         self._check_stacked(updates)
 
         def run(grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
-            return self._update_own(own_of(grads), state, params, **extra)
+            return self._update_device(device_part(grads), state, params, **extra)
 
         specs, stacked = self.specs(state), PartitionSpec(self.axis_name)
         of_params = stacked if self.own_params else PartitionSpec()
@@ -151,14 +151,16 @@ class OnMesh:
         size = self.mesh.shape[self.axis_name]
 
         def run(parts: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
-            own = jax.tree.map(lambda part: part * size, parts)  # the mean of these is the sum
-            return self._update_own(own, state, params, **extra)
+            # the mean of these is the sum of the parts
+            grads = jax.tree.map(lambda part: part * size, parts)
+            return self._update_device(grads, state, params, **extra)
 
-        specs, whole = self.specs(state), PartitionSpec()
-        in_specs = PartitionSpec(unreduced=frozenset([self.axis_name])), specs, whole, whole
+        specs, replicated = self.specs(state), PartitionSpec()
+        unreduced = PartitionSpec(unreduced=frozenset([self.axis_name]))
+        in_specs = unreduced, specs, replicated, replicated
         # No pcast makes an unreduced value a varying one, so types cannot be checked.
         run = jax.shard_map(
-            run, mesh=self.mesh, in_specs=in_specs, out_specs=(whole, specs), check_vma=False
+            run, mesh=self.mesh, in_specs=in_specs, out_specs=(replicated, specs), check_vma=False
         )
         return run(updates, state, params, extra)
 
@@ -196,15 +198,15 @@ class OnMesh:
 
         return jax.tree.map(carry, state, is_leaf=is_marked)
 
-    def _update_own(
+    def _update_device(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
     ) -> tuple[PyTree, PyTree]:
-        own = map_by_mark(state, lambda leaf: leaf.reshape(leaf.shape[1:]), _as_it_is)
-        own_params = own_of(params) if self.own_params else params
-        updates, own = self.tx.update(updates, own, own_params, **extra)
+        device_state = map_by_mark(state, lambda leaf: leaf.reshape(leaf.shape[1:]), _unchanged)
+        device_params = device_part(params) if self.own_params else params
+        updates, device_state = self.tx.update(updates, device_state, device_params, **extra)
         if self.own_params:
             updates = jax.tree.map(lambda leaf: leaf[None], updates)
-        return updates, map_by_mark(own, lambda leaf: jnp.asarray(leaf)[None], _as_it_is)
+        return updates, map_by_mark(device_state, lambda leaf: jnp.asarray(leaf)[None], _unchanged)
 
     def _check_stacked(self, updates: PyTree) -> None:
         size = self.mesh.shape[self.axis_name]
@@ -267,21 +269,21 @@ def per_device_grads(
 
         def differentiate(arrays: list[jax.Array], batch: PyTree) -> tuple[Any, PyTree]:
             if own_params:
-                own_arrays = iter(own_of(arrays))
+                device_arrays = iter(device_part(arrays))
             else:
-                own_arrays = iter(jax.lax.pcast(arrays, axis_name, to="varying"))
-            own = [
-                next(own_arrays) if array else leaf
+                device_arrays = iter(jax.lax.pcast(arrays, axis_name, to="varying"))
+            device_leaves = [
+                next(device_arrays) if array else leaf
                 for leaf, array in zip(leaves, is_array, strict=True)
             ]
-            value, grads = value_and_grad(treedef.unflatten(own), *batch)
+            value, grads = value_and_grad(treedef.unflatten(device_leaves), *batch)
             value = jax.tree.map(lambda x: jax.lax.pmean(x, axis_name), value)
             return value, jax.tree.map(lambda leaf: leaf[None], grads)
 
-        whole, rows = PartitionSpec(), PartitionSpec(axis_name)
+        replicated, split = PartitionSpec(), PartitionSpec(axis_name)
         arrays = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]
-        in_specs = rows if own_params else whole, rows
-        return manual(differentiate, mesh, axis_name, in_specs, (whole, rows))(arrays, batch)
+        in_specs = split if own_params else replicated, split
+        return manual(differentiate, mesh, axis_name, in_specs, (replicated, split))(arrays, batch)
 
     return run
 
@@ -292,8 +294,8 @@ def manual(
     """Return `shard_map` over one axis; the partitioner keeps the others, if they are larger than
     1.
     """
-    others = [axis for axis in mesh.axis_names if axis != axis_name and mesh.shape[axis] > 1]
-    axes = {axis_name} if others else set(mesh.axis_names)
+    auto_axes = [axis for axis in mesh.axis_names if axis != axis_name and mesh.shape[axis] > 1]
+    axes = {axis_name} if auto_axes else set(mesh.axis_names)
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=axes)
 
 
@@ -304,10 +306,10 @@ def _are_unreduced(updates: PyTree, axis_name: str) -> bool:
     return bool(unreduced) and all(unreduced)
 
 
-def own_of(stacked: PyTree) -> PyTree:
+def device_part(stacked: PyTree) -> PyTree:
     """Return the part of this device of leaves [1, ...]."""
     return jax.tree.map(lambda leaf: leaf[0], stacked)
 
 
-def _as_it_is(leaf: PyTree) -> PyTree:
+def _unchanged(leaf: PyTree) -> PyTree:
     return leaf

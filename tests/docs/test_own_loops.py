@@ -58,11 +58,20 @@ def num_changed(loop, link):
     return max(sum(line.startswith(sign) for line in lines) for sign in "+-")
 
 
+OUTER = optax.sgd(0.7, momentum=0.9, nesterov=True)
+
+
 def train(loop, link, optimizer, monkeypatch, dtype="float64", batches=None):
     """Return the parameters, the optimizer state and the losses of a loop."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    text = (FOLDER / f"{loop}.py").read_text() if link is None else changed_text(loop, link)
+    if link == "diloco":  # the same lines, and one argument
+        text = changed_text(loop, "local_updates").replace(
+            "sync_every=2)", "sync_every=2, outer=OUTER)"
+        )
+    else:
+        text = changed_text(loop, link)
     module = types.ModuleType(f"own_loop_{loop}_{link}")
+    module.OUTER = OUTER
     monkeypatch.setitem(sys.modules, module.__name__, module)
     exec(compile(text, f"{loop}-{link}", "exec"), module.__dict__)
     data = module.data
@@ -207,8 +216,15 @@ def test_int8_with_error_feedback_equals_its_plain_form(loop, monkeypatch):
     check_equal(params, expected, 2e-5)
 
 
-@pytest.mark.parametrize("loop", LOOPS)
-def test_local_updates_equal_copies_that_train_apart(loop, monkeypatch, x64):
+@pytest.mark.parametrize(
+    ("loop", "link"),
+    tiered(
+        itertools.product(LOOPS, ["local_updates", "diloco"]),
+        lambda row: row[1] == "local_updates" or row[0] in ("pmap_haiku", "equinox_filter_jit"),
+        ids="-".join,
+    ),
+)
+def test_local_updates_equal_copies_that_train_apart(loop, link, monkeypatch, x64):
     optimizer = optax.adam(1e-2)
     weights, batches = data_of("float64", monkeypatch)
     copies, states = [weights] * DEVICES, [optimizer.init(weights)] * DEVICES
@@ -218,12 +234,17 @@ def test_local_updates_equal_copies_that_train_apart(loop, monkeypatch, x64):
         updates, state = optimizer.update(jax.grad(loss_fn)(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
+    shared, outer_state = weights, OUTER.init(weights)
     for number, batch in enumerate(batches):
         for device in range(DEVICES):
             rows = jax.tree.map(lambda x, d=device: np.split(x, DEVICES)[d], batch)
             copies[device], states[device] = step(copies[device], states[device], rows)
         if (number + 1) % EVERY == 0:
             mean = jax.tree.map(lambda *leaves: sum(leaves) / DEVICES, *copies)
+            if link == "diloco":
+                delta = jax.tree.map(lambda old, new: old - new, shared, mean)
+                updates, outer_state = OUTER.update(delta, outer_state, shared)
+                mean = shared = optax.apply_updates(shared, updates)
             copies = [mean] * DEVICES
-    params, *_ = train(loop, "local_updates", optimizer, monkeypatch)
+    params, *_ = train(loop, link, optimizer, monkeypatch)
     check_equal(params, copies[0], 1e-9)

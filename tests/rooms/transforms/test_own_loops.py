@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,7 @@ LINKS = {
     "average_params": lambda: T.average_params(0.9),
     "eight_bit": lambda: T.eight_bit(optax.adam(0.1), min_elements=8),
     "local_updates": lambda: T.local_updates(optax.adam(0.1), "data", 2),
+    "diloco": lambda: T.local_updates(optax.adam(0.1), "data", 2, optax.sgd(0.7, momentum=0.9)),
     "stochastic_round": lambda: T.stochastic_round(optax.adam(0.1), seed=0),
     "exact": lambda: T.average_gradients("data"),
     "error_feedback": lambda: T.average_gradients("data", R.error_feedback(R.int8())),
@@ -613,9 +616,131 @@ def test_links_combine_in_each_order(name, loop, mesh_of):
         np.testing.assert_allclose(result, value, atol=tolerance)
 
 
-def test_zero_on_explicit_axes_says_what_to_do():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with pytest.raises(
-        ValueError, match=r"zero: the mesh has Explicit axes .*\nFix: make the mesh"
-    ):
-        T.zero(optax.adam(0.1), "data", mesh).init({"w": jnp.ones(8)})
+KINDS = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.AxisType.Auto}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    tiered(
+        itertools.product(
+            OPTIMIZERS, [("explicit", "explicit"), ("auto", "explicit"), ("explicit", "auto")]
+        ),
+        lambda row: row in [("muon", ("explicit", "explicit")), ("adamw", ("auto", "explicit"))],
+        ids=lambda row: "-".join((row[0], *row[1])),
+    ),
+)
+def test_zero_of_any_optimizer_equals_one_device_on_explicit_axes(name, kinds, x64):
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=tuple(KINDS[k] for k in kinds))
+    expected = train_on_one_device(OPTIMIZERS[name]())
+    tx = T.zero(OPTIMIZERS[name](), "data")
+
+    @jax.jit
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss_fn)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    with jax.set_mesh(mesh):
+        params = jax.device_put(draw_params(), P())
+        params["w"] = jax.device_put(params["w"], P(None, "tensor"))
+        state = tx.init(params)
+        for batch in draw_batches():
+            params, state = step(params, state, jax.device_put(batch, P("data")))
+    tolerance = 1e-6 if name in EIGENVECTORS else 1e-9
+    for leaf in expected:
+        np.testing.assert_allclose(params[leaf], expected[leaf], rtol=tolerance, atol=tolerance)
+    stored = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state))
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(OPTIMIZERS[name]().init(draw_params())))
+    assert stored <= whole / 4 + 8 * 8 * (7 * 5 + 64)
+
+
+def undone_by_outputs(step, replicated):
+    return jax.jit(step, out_shardings=replicated)
+
+
+def undone_before(step, replicated):
+    def filtered(params, state, batch):
+        return step(params, jax.lax.with_sharding_constraint(state, replicated), batch)
+
+    return jax.jit(filtered)
+
+
+def undone_after(step, replicated):
+    def filtered(params, state, batch):
+        return jax.lax.with_sharding_constraint(step(params, state, batch), replicated)
+
+    return jax.jit(filtered)
+
+
+def undone_between(step, replicated):
+    step = jax.jit(step)
+    return lambda params, state, batch: step(params, jax.device_put(state, replicated), batch)
+
+
+def undone_in_part(step, replicated):
+    def filtered(params, state, batch):
+        state = jax.tree.map(
+            lambda x: x if x.ndim < 2 else jax.lax.with_sharding_constraint(x, replicated), state
+        )
+        return step(params, state, batch)
+
+    return jax.jit(filtered)
+
+
+UNDONE = {
+    function.__name__: function
+    for function in (
+        undone_by_outputs,
+        undone_before,
+        undone_after,
+        undone_between,
+        undone_in_part,
+    )
+}
+WATCHED = {
+    "adam": lambda mesh: T.zero(optax.adam(0.1), "data", mesh),
+    "muon": lambda mesh: T.zero(optax.contrib.muon(0.1), "data", mesh),
+    "accumulated": lambda mesh: optax.MultiSteps(T.zero(optax.adam(0.1), "data", mesh), 2),
+    "skipped": lambda mesh: T.skip_anomalies(T.zero(optax.adam(0.1), "data", mesh), loss_z=None),
+}
+
+
+@pytest.fixture
+def no_stored_programs():
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+@pytest.mark.parametrize(
+    ("undone", "name"),
+    tiered(
+        itertools.product([None, *UNDONE], WATCHED),
+        lambda row: (
+            row in [(None, "adam"), ("undone_by_outputs", "adam"), ("undone_in_part", "skipped")]
+        ),
+        ids=lambda row: "-".join(map(str, row)),
+    ),
+)
+def test_a_state_whose_shards_the_loop_undoes_is_noticed_when_it_comes_in(
+    undone, name, mesh_of, no_stored_programs
+):
+    mesh = mesh_of(data=8)
+    tx, replicated = WATCHED[name](mesh), jax.NamedSharding(mesh, P())
+
+    def step(params, state, batch):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step) if undone is None else UNDONE[undone](step, replicated)
+    params = jax.device_put({"w": np.ones((16, 8)), "b": np.ones(8)}, replicated)
+    state, messages = tx.init(params), []
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            params, state = step(params, state, 0)
+        messages += [str(warning.message) for warning in caught]
+    assert bool(messages) == (undone is not None)
+    for message in messages:
+        assert re.search(r"^zero: \d+ of \d+ leaves .* come in unsharded along 'data'", message)
+        assert "Fix: leave the state out of your out_shardings" in message

@@ -27,7 +27,9 @@ def number_of_device(axis_name: AxisName) -> DeviceNumber:
     return DeviceNumber(jnp.array(-1, jnp.int32))
 
 
-def unless_of_another_device(number: DeviceNumber, axis_name: AxisName, updates: PyTree) -> PyTree:
+def nan_for_state_of_another_device(
+    number: DeviceNumber, axis_name: AxisName, updates: PyTree
+) -> PyTree:
     """Return the updates, or NaN on all devices if one of them has the state of another.
 
     A program cannot raise an error by what it computes. NaN is seen at the next loss.

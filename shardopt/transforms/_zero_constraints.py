@@ -1,0 +1,185 @@
+"""`zero` under `jit`: the partitioner keeps the state in shards, by constraints or by types."""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from shardopt.core._errors import calling, error_text, plural
+from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.mesh import spec_axes
+from shardopt.partition._plan import largest_divisible_dim
+
+FREE = PartitionSpec.UNCONSTRAINED
+
+
+@dataclasses.dataclass(frozen=True)
+class ByConstraints:
+    """The form under `jit`: sharding constraints on gradients, state and updates.
+
+    Explicit axes of a mesh are Auto while the optimizer runs: no optimizer is written for types of
+    shardings.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    axis_name: str
+    mesh_of_caller: Mesh | None
+
+    def init(self, params: PyTree) -> PyTree:
+        state = self.tx.init(params)
+        mesh = self.mesh()
+        # without a mesh: the axis of a pmap or shard_map that is opened later
+        if mesh is None:
+            return state
+        specs = self.specs(state, mesh)
+        return _with_auto_axes(lambda mesh, state: _constrain(state, specs, mesh), mesh, specs)(
+            state
+        )
+
+    def update(
+        self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
+    ) -> tuple[PyTree, PyTree]:
+        mesh = self.mesh()
+        if mesh is None:
+            problem = f"axis {self.axis_name!r} is not bound here, and there is no mesh with it."
+            fix = 'pass the mesh of the loop: so.transforms.zero(tx, "data", mesh).'
+            raise ValueError(error_text(problem, fix=fix))
+        self.watch(state, mesh)
+        specs, state_specs = self.specs(updates, mesh), self.specs(state, mesh)
+        unsharded = jax.tree.map(self.unsharded_spec, specs)
+
+        def run(mesh: Mesh | AbstractMesh, updates: PyTree, state: PyTree, params: PyTree, extra):
+            updates, state = _constrain(updates, specs, mesh), _constrain(state, state_specs, mesh)
+            updates, state = self.tx.update(updates, state, params, **extra)
+            return _constrain(updates, unsharded, mesh), _constrain(state, state_specs, mesh)
+
+        run_with_auto_axes = _with_auto_axes(run, mesh, (unsharded, state_specs))
+        return run_with_auto_axes(updates, state, params, extra)
+
+    def mesh(self) -> Mesh | AbstractMesh | None:
+        """Return the mesh with the axis, if there is one."""
+        mesh = self.mesh_of_caller or jax.sharding.get_abstract_mesh()
+        return mesh if self.axis_name in mesh.axis_names else None
+
+    def specs(self, tree: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+        """Return how each array is sharded: along the largest dim that its type leaves free."""
+
+        def leaf_spec(leaf: Any) -> PartitionSpec:
+            if not isinstance(leaf, jax.Array):
+                return PartitionSpec()
+            spec = jax.typeof(leaf).sharding.spec
+            entries = [*spec, *[None] * (leaf.ndim - len(spec))]
+            taken = tuple(entry is not None for entry in entries)
+            dim = largest_divisible_dim(leaf.shape, mesh.shape[self.axis_name], taken)
+            if dim is not None and self.axis_name not in spec_axes(spec):
+                entries[dim] = self.axis_name
+            return PartitionSpec(*[FREE if entry is None else entry for entry in entries])
+
+        return jax.tree.map(leaf_spec, tree)
+
+    def unsharded_spec(self, spec: PartitionSpec) -> PartitionSpec:
+        return PartitionSpec(*[None if entry == self.axis_name else entry for entry in spec])
+
+    def watch(self, state: PyTree, mesh: Mesh | AbstractMesh) -> None:
+        """Warn, when the step is compiled, if leaves of the state come in whole.
+
+        Only the compiler knows how arrays of a program are sharded, and jax gives the program the
+        address of a function to call with it.
+        """
+        if jax.process_count() > 1 or jax.config.values["jax_compilation_cache_dir"]:
+            return
+        leaves = [
+            (path, leaf)
+            for path, leaf in leaves_with_paths(state)
+            if self.axis_name in self.specs(leaf, mesh)
+        ]
+        if mesh.shape[self.axis_name] == 1 or not leaves:
+            return
+        shardings: dict[str, Sharding] = {}
+
+        def notice(path: str) -> Callable[[Sharding], None]:
+            def callback(sharding: Sharding) -> None:
+                shardings[path] = sharding
+                if len(shardings) == len(leaves):
+                    self.warn_of_whole(leaves, shardings)
+                    shardings.clear()
+
+            return callback
+
+        for path, leaf in leaves:
+            jax.debug.inspect_array_sharding(leaf, callback=notice(path))
+
+    def warn_of_whole(
+        self, leaves: list[tuple[str, jax.Array]], shardings: dict[str, Sharding]
+    ) -> None:
+        """Warn if leaves are whole along the axis."""
+        whole = []
+        num_bytes = 0
+        for path, leaf in leaves:
+            if not _is_whole(leaf.shape, shardings[path], self.axis_name):
+                continue
+            whole.append(f"{path}: shape {leaf.shape}")
+            num_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize
+        if not whole:
+            return
+        count = f"{len(whole)} of {plural(len(leaves), 'leaf')} of the optimizer state"
+        problem = (
+            f"{count} come in unsharded along {self.axis_name!r}, {num_bytes:,} bytes on each"
+            " device, though zero shards them."
+        )
+        fix = (
+            "leave the state out of your out_shardings, in_shardings, filter_shard and device_put."
+            " Place a restored state as the first one, jax.tree.map(lambda x: x.sharding,"
+            " tx.init(params))."
+        )
+        with calling("zero"):
+            warnings.warn(error_text(problem, whole, fix), stacklevel=2)
+
+
+def _constrain(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+    """Return the tree with each array sharded by its spec, unless all its dims are free."""
+
+    def constrain_leaf(leaf: Any, spec: PartitionSpec) -> Any:
+        if all(entry is FREE for entry in spec):
+            return leaf
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    return jax.tree.map(constrain_leaf, tree, specs)
+
+
+def _with_auto_axes(
+    function: Callable[..., Any], mesh: Mesh | AbstractMesh, out_specs: PyTree
+) -> Callable[..., Any]:
+    """Return `function(mesh, ...)` with all axes of the mesh Auto while it runs.
+
+    Args:
+      function: the function.
+      mesh: the mesh of the caller.
+      out_specs: the type of each result, from the axes that are Explicit on the mesh.
+    """
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in axes if kind == AxisType.Explicit)
+    if not explicit:
+        return functools.partial(function, mesh)
+
+    def explicit_part(spec: PartitionSpec) -> NamedSharding:
+        entries = [entry if entry in explicit else None for entry in spec]
+        return NamedSharding(mesh, PartitionSpec(*entries))
+
+    def run(*args: PyTree) -> PyTree:
+        return function(jax.sharding.get_abstract_mesh(), *args)
+
+    shardings = jax.tree.map(explicit_part, out_specs)
+    return jax.sharding.auto_axes(run, axes=explicit, out_sharding=shardings)
+
+
+def _is_whole(shape: tuple[int, ...], sharding: Sharding, axis_name: str) -> bool:
+    if isinstance(sharding, NamedSharding):
+        return axis_name not in spec_axes(sharding.spec)
+    return sharding.shard_shape(shape) == shape
