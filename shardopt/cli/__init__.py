@@ -11,8 +11,9 @@ __all__ = ["main"]
 
 @calling("shardopt")
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 for a second
-    Ctrl-C.
+    """Run `shardopt` and return its exit code: 0, 2 for an error in the request, 130 after Ctrl-C.
+
+    `shardopt train` and `shardopt tune` return 143 after SIGTERM, as `FitResult.exit_code`.
 
     `shardopt verify` also returns 1 and 3, and needs no extra.
     """

@@ -21,6 +21,7 @@ from shardopt.runtime._doctor import doctor
 from shardopt.runtime._launch import GRACE
 from shardopt.runtime._launch import launch as run_processes
 from shardopt.runtime._processes import end_at_once, initialize
+from shardopt.runtime._stored_programs import order_programs
 from shardopt.runtime._vault import TOKEN, keep_snapshots
 
 
@@ -132,6 +133,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def _start(command: "Command", options: Any) -> None:
     """Join the processes of the job and set the devices, before any other code of a command."""
+    if isinstance(options, RunOptions):
+        order_programs()
     if command.devices is not None:
         start_devices(command.devices(options))
     elif command.joins:
@@ -168,16 +171,16 @@ def parse(words: Sequence[str], defaults: RunOptions | None = None) -> Any:
     )
 
 
-def _train(options: TrainOptions) -> None:
+def _train(options: TrainOptions) -> int:
     from shardopt.cli._train import train  # imported late, so that --help is fast
 
-    train(options)
+    return train(options)
 
 
-def _tune(options: TuneOptions) -> None:
+def _tune(options: TuneOptions) -> int:
     from shardopt.cli._tune import tune  # imported late, so that --help is fast
 
-    tune(options)
+    return tune(options)
 
 
 def _resumed(words: Sequence[str], options: Options) -> Options:

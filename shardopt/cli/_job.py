@@ -45,11 +45,8 @@ class RunInFolder(NamedTuple):
         batches: Iterable[PyTree],
         held_out: list[PyTree],
         checkpoints: so.Checkpoints,
-    ) -> FitResult | None:
-        """Train from the state that `start` makes.
-
-        Return None if a signal ended the run, after saying so.
-        """
+    ) -> FitResult:
+        """Train from the state that `start` makes; if a signal ends the run, say so."""
         options, run = self.options, self.options.run
         if run.resume:
             display.show_order_changes(self.screen, order_changes(options, self.num_bytes))
@@ -69,9 +66,8 @@ class RunInFolder(NamedTuple):
                 checkpoints=checkpoints,
                 log=loggers(options, self.num_bytes),
             )
-        if result.stopped in ("sigterm", "interrupted"):
+        if result.exit_code:
             display.show_stopped(self.screen, options, result, self.steps)
-            return None
         return result
 
     def draw(self, unit: str) -> None:

@@ -63,14 +63,17 @@ class _Setup(NamedTuple):
 
 
 @calling("train")
-def train(options: TrainOptions) -> None:
-    """Train, validate and sample, and leave a run folder that can be resumed."""
+def train(options: TrainOptions) -> int:
+    """Train, validate and sample, and leave a run folder that can be resumed.
+
+    Return the exit code of the command.
+    """
     setup = _set_up(options)
     with stored_programs("train", options.run.run_dir / FOLDER_NAME):
-        _train(setup)
+        return _train(setup)
 
 
-def _train(setup: _Setup) -> None:
+def _train(setup: _Setup) -> int:
     options, model, screen = setup.options, setup.model, setup.screen
     training = options.training
     opt = make_strategy(options, setup.tx, setup.mesh, model.block_model)
@@ -82,8 +85,8 @@ def _train(setup: _Setup) -> None:
     job = RunInFolder(options, opt, screen, setup.num_bytes, training.steps)
     checkpoints = so.Checkpoints(**checkpoint_settings(options.run))
     result = job.run(lambda: initial_state, batches, held_out_batches, checkpoints)
-    if result is None:
-        return
+    if result.exit_code:
+        return result.exit_code
     prompt = setup.held_out[0]["tokens"][: max(1, options.model.length // 2)]
     text = continue_text(
         result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed
@@ -91,6 +94,7 @@ def _train(setup: _Setup) -> None:
     if jax.process_index() == 0:
         job.draw("byte")
     display.show_result(screen, options, result, data.decode(prompt), text)
+    return 0
 
 
 def _set_up(options: TrainOptions) -> _Setup:

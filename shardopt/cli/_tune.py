@@ -119,8 +119,11 @@ class _Tuned(NamedTuple):
 
 
 @calling("tune")
-def tune(options: TuneOptions) -> None:
-    """Fine-tune, evaluate, and write a folder for transformers or peft."""
+def tune(options: TuneOptions) -> int:
+    """Fine-tune, evaluate, and write a folder for transformers or peft.
+
+    Return the exit code of the command.
+    """
     training, run = options.training, options.run
     _check(options)
     assert options.model.model is not None
@@ -153,8 +156,8 @@ def tune(options: TuneOptions) -> None:
             rows.held_out_batches(training.batch_size),
             checkpoints,
         )
-        if result is None:
-            return
+        if result.exit_code:
+            return result.exit_code
         out = run.run_dir / ("adapters" if tuned.adapters else "model")
         if jax.process_index() == 0:
             shutil.rmtree(out, ignore_errors=True)  # from before a resume
@@ -162,6 +165,7 @@ def tune(options: TuneOptions) -> None:
         multihost_utils.sync_global_devices("the folder of the model is free")
         tuned.save(out, result.state.params)
         _show_result(screen, options, result, out)
+    return 0
 
 
 def _check(options: TuneOptions) -> None:

@@ -28,7 +28,12 @@ from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
-from shardopt.runtime._stored_programs import FOLDER_NAME, open_folder, order_environment
+from shardopt.runtime._stored_programs import (
+    FOLDER_NAME,
+    open_folder,
+    order_environment,
+    runs_on_cpus,
+)
 from shardopt.runtime._vault import Vaults, end_program
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
 
@@ -265,7 +270,7 @@ class _Launcher:
                 return 130
             if result.failed is None and (self.signals.end_requested or not result.grows):
                 return 0
-            grows = result.grows and (result.failed is None or result.failed[1] == -signal.SIGTERM)
+            grows = result.grows and (result.failed is None or _obeys_signal(result.failed[1]))
             if not grows or self.signals.end_requested:
                 code = self._count_failure(result)
                 if code is not None:
@@ -320,10 +325,11 @@ class _Launcher:
         """
         assert result.failed is not None
         code = result.failed[1]
-        if not (self.signals.end_requested and code == -signal.SIGTERM):
-            has_hint = code > 0 and not result.hang_text
-            hint = _size_hint(self.count, self.job.processes) if has_hint else ""
-            self.job.say(_failure_text(result, self.count) + hint)
+        if self.signals.end_requested and _obeys_signal(code):
+            return 128 + self.signals.first
+        has_hint = code > 0 and not result.hang_text
+        hint = _size_hint(self.count, self.job.processes) if has_hint else ""
+        self.job.say(_failure_text(result, self.count) + hint)
         if self.signals.end_requested or self.num_failures == self.job.max_restarts:
             return code if code > 0 else 128 - code
         self.num_failures += 1
@@ -456,7 +462,8 @@ class _Launcher:
                 continue
             if watch is not None:
                 watch.forget(exits[-1][0])
-            has_failed = has_failed or bool(exits[-1][1])
+            code = exits[-1][1]
+            has_failed = has_failed or (bool(code) and not (grows and _obeys_signal(code)))
         return exits, None, grows
 
 
@@ -588,8 +595,11 @@ class _Signals:
 
     def __init__(self) -> None:
         self.end_requested, self.kill_requested, self._unsent = False, False, []
+        self.first = signal.SIGTERM
 
     def record(self, number: int, frame: object) -> None:
+        if not self.end_requested:
+            self.first = signal.Signals(number)
         if number == signal.SIGINT and self.end_requested:
             self.kill_requested = True
             self._unsent.append(signal.SIGKILL)
@@ -651,6 +661,13 @@ def _first_failure(codes: dict[int, int], reported_ranks: Sequence[int]) -> tupl
         candidates += [rank for rank in reported_ranks if rank in codes]
     first_failed = [*candidates, first_seen][0]
     return first_failed, codes[first_failed]
+
+
+def _obeys_signal(code: int) -> bool:
+    """Return whether a process ended as it was asked to: by the signal, or by the exit code of the
+    signal after a save.
+    """
+    return code in (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 def _killed_ranks(codes: dict[int, int]) -> list[int]:
@@ -832,7 +849,7 @@ def _cache_environment(log_dir: Path) -> dict[str, str]:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     variables = {name: os.environ.get(name, value) for name, value in defaults.items()}
-    return variables | order_environment() if _runs_on_cpus() else variables
+    return variables | order_environment() if runs_on_cpus() else variables
 
 
 def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
@@ -859,10 +876,6 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
 # or five copies. Hosts with an accelerator do without these settings: with one arena for all
 # threads, compiling took four times as long there, and these were not measured.
 _MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1099511627776"
-_DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
-"""Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of
-AMD's GPUs.
-"""
 
 
 def _common_environment() -> dict[str, str]:
@@ -871,15 +884,9 @@ def _common_environment() -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "COLUMNS": str(shutil.get_terminal_size().columns),
     }
-    if "GLIBC_TUNABLES" not in os.environ and _runs_on_cpus():
+    if "GLIBC_TUNABLES" not in os.environ and runs_on_cpus():
         variables["GLIBC_TUNABLES"] = _MALLOC
     return variables
-
-
-def _runs_on_cpus(devices: Path = Path("/dev")) -> bool:
-    """Return whether the user asked for CPUs alone, or this host has no accelerator."""
-    has_accelerator = any(list(devices.glob(name)) for name in _DEVICE_FILES)
-    return os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator
 
 
 def _free_address() -> str:

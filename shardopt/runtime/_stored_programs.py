@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src import xla_bridge
 from jax.experimental.compilation_cache import compilation_cache
 
 from shardopt.core._errors import format_error
@@ -22,6 +23,10 @@ ORDER_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler"
 FOLDER_NAME = "compiled"
 _DIRECTORY, _MIN_SECONDS = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
 _XLA_CACHES = "jax_persistent_cache_enable_xla_caches"
+_DEVICE_FILES = ("nvidia[0-9]*", "nvmap", "dxg", "accel[0-9]*", "vfio/[0-9]*", "kfd")
+"""Names in /dev of NVIDIA's GPUs (as cards, on Jetson, in WSL), of TPUs by two drivers, and of
+AMD's GPUs.
+"""
 _MAX_AGE_SECONDS = 30 * 86400.0
 _CHECKED = ".checked"
 """A file in the folder: older entries were read, and are whole."""
@@ -79,6 +84,21 @@ def mixes_collectives() -> bool:
     if is_ordered or not _has_mixing_jaxlib():
         return False
     return jax.default_backend() == "cpu" and jax.device_count() > 1
+
+
+def order_programs() -> None:
+    """Let XLA order the operations of this process so that programs on CPU can be stored.
+
+    XLA reads its flags when the backend starts. So this does nothing after that.
+    """
+    if runs_on_cpus() and not xla_bridge.backends_are_initialized():
+        os.environ.update(order_environment())
+
+
+def runs_on_cpus(devices: Path = Path("/dev")) -> bool:
+    """Return whether the user asked for CPUs alone, or this host has no accelerator."""
+    has_accelerator = any(list(devices.glob(name)) for name in _DEVICE_FILES)
+    return os.environ.get("JAX_PLATFORMS") == "cpu" or not has_accelerator
 
 
 def order_environment() -> dict[str, str]:

@@ -16,7 +16,8 @@ import pytest
 from support.paths import ROOT
 
 from shardopt.runtime import _discovery as discovery
-from shardopt.runtime._launch import _first_failure, _runs_on_cpus, launch
+from shardopt.runtime._launch import _first_failure, launch
+from shardopt.runtime._stored_programs import runs_on_cpus
 
 HEAD = "import os, sys, time, signal, pathlib\nrank = int(os.environ['JAX_PROCESS_ID'])\n"
 FOREVER = "while True: time.sleep(0.05)\n"
@@ -105,7 +106,7 @@ def test_a_host_with_an_accelerator_keeps_its_own_settings_of_glibc(
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    assert _runs_on_cpus(tmp_path) == cpus
+    assert runs_on_cpus(tmp_path) == cpus
 
 
 def test_a_thread_reuses_small_memory_and_returns_large_memory(job, capsys, monkeypatch):
@@ -321,11 +322,14 @@ def test_the_place_of_a_wrong_device_is_not_used_again(job, monkeypatch, options
 
 
 def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeypatch):
-    """Who comes and goes does not count; more than there were at first are never started."""
+    """Who comes and goes does not count; more than there were at first are never started.
+
+    The processes end with `FitResult.exit_code` after the SIGTERM, which is no failure.
+    """
     monkeypatch.setattr(discovery, "_ASK_SECONDS", 0.1)
     (job.folder / "places").write_text("2")
     script = (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\ncount, attempt ="
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\ncount, attempt ="
         " int(os.environ['JAX_NUM_PROCESSES']), int(os.environ.get('SHARDOPT_RESTART',"
         " 0))\nprint(count, flush=True); (here / f'up-{attempt}-{rank}').touch()\nwhile"
         " len(list(here.glob(f'up-{attempt}-*'))) < count: time.sleep(0.01)\nif attempt == 2:"
@@ -354,9 +358,20 @@ def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeyp
     ]
 
 
-@pytest.mark.parametrize("polite", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
-    answer = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\n" if polite else ""
+@pytest.mark.parametrize(
+    ("number", "exit_code", "code"),
+    [
+        pytest.param(signal.SIGTERM, 0, 0, marks=pytest.mark.slow),
+        (signal.SIGTERM, 143, 143),
+        pytest.param(signal.SIGINT, 143, 130, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, None, 143, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 3, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_reaches_all_and_nothing_is_started_anew(tmp_path, number, exit_code, code):
+    answer = f"signal.signal(signal.SIGTERM, lambda *_: sys.exit({exit_code}))\n"
+    if exit_code is None:
+        answer = ""
     script = HEAD + answer + "print('up', flush=True)\n" + FOREVER
     program = (
         "import pathlib, sys\nfrom shardopt.runtime._launch import launch\ncommand ="
@@ -372,11 +387,12 @@ def test_sigterm_reaches_all_and_nothing_is_started_anew(tmp_path, polite):
             while not log.exists() or log.read_text() != "up\n":
                 assert launcher.poll() is None
                 time.sleep(0.01)
-            launcher.send_signal(signal.SIGTERM)
+            launcher.send_signal(number)
             _, said = launcher.communicate(timeout=60)
         finally:
             launcher.kill()  # the end of the block waits for it
-    assert (launcher.returncode, said) == (0 if polite else 128 + 15, "")
+    assert launcher.returncode == code
+    assert said.startswith("launch: process ") == (exit_code == 3)
     names = {path.name for path in tmp_path.iterdir()} - {"compiled"}  # programs for a restart
     assert names == {".launch.lock", "process-0.log", "process-1.log"}
 

@@ -36,14 +36,18 @@ def islands(regression, count=2, rate=0.01, **options):
     return so.parameter_server.async_local_sgd(makers, outer=optax.sgd(0.5), **options)
 
 
+def of_all_processes(batches_of):
+    """Return batches that each process of an island draws whole."""
+    return lambda worker: so.GlobalRows(batches_of(worker))
+
+
 def test_islands_of_two_processes_are_those_of_one_with_two_devices(regression):
     opt = islands(regression, max_staleness=0)
-    result = opt.run(regression.params, regression.batches_of(2), num_updates=4)
+    batches_of = of_all_processes(regression.batches_of(2))
+    result = opt.run(regression.params, batches_of, num_updates=4)
     whole = islands(regression, max_staleness=0, hosts_per_island=1, devices=2)
-    same_bits(
-        whole.run(regression.params, regression.batches_of(2), num_updates=4).params, result.params
-    )
-    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
+    same_bits(whole.run(regression.params, batches_of, num_updates=4).params, result.params)
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
 
 
 QUANTISED = {"local_steps": 4, "reducer": so.reducers.error_feedback(so.reducers.int8())}
@@ -51,7 +55,8 @@ QUANTISED = {"local_steps": 4, "reducer": so.reducers.error_feedback(so.reducers
 
 def test_quantised_pushes_of_islands_of_two_processes_are_those_of_threads(regression):
     opt = islands(regression, max_staleness=0, **QUANTISED)
-    result = opt.run(regression.params, regression.batches_of(2), num_updates=6)
+    batches_of = of_all_processes(regression.batches_of(2))
+    result = opt.run(regression.params, batches_of, num_updates=6)
     meshes = [so.make_mesh(devices=jax.devices()[2 * i : 2 * i + 2]) for i in range(2)]
     made = [
         so.fsdp(optax.adamw(0.01), mesh, regression.loss_fn, min_shard_elements=1)
@@ -61,10 +66,10 @@ def test_quantised_pushes_of_islands_of_two_processes_are_those_of_threads(regre
         made, outer=optax.sgd(0.5), max_staleness=0, **QUANTISED
     )
     same_bits(
-        threads.run(regression.params, regression.batches_of(2), num_updates=6).params,
+        threads.run(regression.params, batches_of, num_updates=6).params,
         result.params,
     )
-    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
     assert not np.array_equal(result.params["w"], regression.params["w"])
 
 
@@ -79,7 +84,7 @@ def test_an_island_that_loses_a_process_is_started_again_or_leaves(
 
     The island goes on where it was in its data.
     """
-    mark, batches_of = tmp_path / "killed", regression.batches_of(2)
+    mark, batches_of = tmp_path / "killed", of_all_processes(regression.batches_of(2))
 
     def doomed(worker):
         for step, batch in enumerate(batches_of(worker)):
@@ -103,7 +108,7 @@ def test_an_island_of_which_a_process_stops_is_ended_as_a_whole_and_started_agai
     regression, tmp_path
 ):
     """The server hears of the first process only, which waits for the other in a collective."""
-    mark, batches_of = tmp_path / "stopped", regression.batches_of(2)
+    mark, batches_of = tmp_path / "stopped", of_all_processes(regression.batches_of(2))
 
     def stops(worker):
         for step, batch in enumerate(batches_of(worker)):
@@ -141,7 +146,9 @@ def test_a_drawn_schedule_of_kills_stops_and_joins(regression, tmp_path):
 
     def batches_of(worker):
         for batch in itertools.islice(itertools.cycle(noisy), 8000):
-            yield {name: rows[6 * worker : 6 * worker + 6] for name, rows in batch.items()}
+            yield so.GlobalRows(
+                {name: rows[6 * worker : 6 * worker + 6] for name, rows in batch.items()}
+            )
 
     kills = {
         worker: rng.sample(range(1, 9), 4 if worker < 3 else 3) for worker in range(islands_many)
@@ -197,8 +204,10 @@ def test_a_killed_server_comes_back_and_no_process_waits_for_it(regression, tmp_
             os.kill(killed[0], signal.SIGKILL)
         return {}
 
+    batches_of = of_all_processes(regression.batches_of(2))
+
     def slow(worker):
-        for batch in regression.batches_of(2)(worker):
+        for batch in batches_of(worker):
             time.sleep(0.02)
             yield batch
 
@@ -220,11 +229,11 @@ def test_a_killed_server_comes_back_and_no_process_waits_for_it(regression, tmp_
         30,
         [],
     )
-    same_bits(opt.replay(result.log, regression.params, regression.batches_of(2)), result.params)
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
 
 
 def test_an_error_in_a_process_that_is_not_the_first_ends_the_run(regression):
-    batches_of = regression.batches_of(2)
+    batches_of = of_all_processes(regression.batches_of(2))
 
     def broken(worker):
         for step, batch in enumerate(batches_of(worker)):

@@ -8,13 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax._src import cache_key
+from jax._src import cache_key, xla_bridge
 from jax.experimental.compilation_cache import compilation_cache
 
 import shardopt as so
 from shardopt.runtime import _stored_programs
 from shardopt.runtime._processes import share_compiled_programs
-from shardopt.runtime._stored_programs import open_folder, order_environment, stored_programs
+from shardopt.runtime._stored_programs import (
+    open_folder,
+    order_environment,
+    order_programs,
+    stored_programs,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -134,11 +139,20 @@ def test_where_programs_mix_up_collectives_the_cache_is_off_by_name(
 
 
 @pytest.mark.parametrize("flags", ["", "--xla_dump_to=/tmp/x"])
-def test_processes_of_the_launcher_get_an_order_whose_programs_can_be_stored(monkeypatch, flags):
+def test_commands_and_launched_processes_get_an_order_whose_programs_can_be_stored(
+    monkeypatch, flags
+):
     monkeypatch.setattr(_stored_programs, "version_of", lambda package: "0.10.2")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", flags)
     name = "--xla_cpu_enable_concurrency_optimized_scheduler"
-    assert order_environment() == {"XLA_FLAGS": f"{flags} {name}=false".strip()}
+    ordered = f"{flags} {name}=false".strip()
+    assert order_environment() == {"XLA_FLAGS": ordered}
+    order_programs()  # devices are in use: XLA has read its flags
+    assert os.environ["XLA_FLAGS"] == flags
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    order_programs()
+    assert os.environ["XLA_FLAGS"] == ordered
     monkeypatch.setenv("XLA_FLAGS", f"{flags} {name}=true")  # the user's word
     assert order_environment() == {}
     monkeypatch.setattr(_stored_programs, "version_of", lambda package: "0.12.0.1")
