@@ -8,7 +8,7 @@ completely or not at all, since `count` corrects the bias of both moments.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from shardopt.checkpoint._tree import LeafPath, show
@@ -77,6 +77,7 @@ def match_leaves(
     fits: _Fits,
     kinds: tuple[Mapping[LeafPath, str], Mapping[LeafPath, str]],
     new_chain: NewChain,
+    replaced: Collection[LeafPath] = (),
 ) -> Match:
     """Return which stored leaf of an optimizer state fills which leaf of another chain.
 
@@ -86,42 +87,75 @@ def match_leaves(
       fits: returns whether a wanted leaf has the shape and dtype of a stored leaf.
       kinds: the names of types in the stored and in the new optimizer state, by path.
       new_chain: where states of the new chain lie in the stored one; or True.
+      replaced: the stored parameters that fill nothing, and neither do their moments.
 
     Raises:
       CheckpointError: if several stored leaves fit, or fit several leaves.
       ValueError: if `new_chain` names what is not there.
     """
     stored, wanted = list(stored), list(wanted)
-    params = {path[1:] for path in wanted if path[0] == "params"}
-    sources, named = _named_sources(new_chain, stored, wanted)
-    equal: dict[LeafPath, list[LeafPath]] = {}
+    params = {path[1:] for path in (*stored, *wanted) if path[0] == "params"}
     roots = _chain_root(stored), _chain_root(wanted)
-    # a number may fill several leaves: the count of a new schedule goes on from that of Adam
-    moments = {
-        origin
-        for origin in sources.values()
-        if _split(origin, len(roots[0]), params)[2] is not None
-    }
+    usable = [path for path in stored if _param_of(path, roots[0], params) not in replaced]
+    sources, named = _named_sources(new_chain, usable, wanted)
     free = (
-        [path for path in stored if path not in moments],
+        _without_moments_of(sources, usable, roots[0], params),
         [path for path in wanted if path not in named],
     )
-    old_records, new_records = (
-        _records(paths, root, params, kind)
-        for paths, root, kind in zip(free, roots, kinds, strict=True)
-    )
-    filled: dict[LeafPath, LeafPath] = {}
-    for rule in (_equal_fields, _fewer_fields):
-        _fill(new_records, old_records, rule, fits, filled, equal)
-    _fill_renamed(new_records, old_records, fits, filled, equal)
+    filled, equal = _filled_records(free, roots, params, kinds, fits)
     sources |= filled | _other_sources(*free, *roots, params, fits)
     used = {*sources.values(), *(path for paths in equal.values() for path in paths)}
     return Match(
         sources,
         equal,
         [path for path in wanted if path[0] == OPT_STATE and path not in sources],
-        [path for path in stored if path[0] == OPT_STATE and path not in used],
+        [path for path in stored if path not in used],
     )
+
+
+def _param_of(path: LeafPath, root: LeafPath, params: set[LeafPath]) -> LeafPath | None:
+    """Return the parameter of a leaf, which may be one of its moments; None if it has none."""
+    return path[1:] if path[0] == "params" else _split(path, len(root), params)[2]
+
+
+def _without_moments_of(
+    sources: Mapping[LeafPath, LeafPath],
+    stored: list[LeafPath],
+    root: LeafPath,
+    params: set[LeafPath],
+) -> list[LeafPath]:
+    """Return the stored leaves without the moments that fill a leaf already.
+
+    A number may fill several leaves: the count of a new schedule goes on from the count of Adam.
+    """
+    moments = {
+        origin for origin in sources.values() if _split(origin, len(root), params)[2] is not None
+    }
+    return [path for path in stored if path not in moments]
+
+
+def _filled_records(
+    free: tuple[list[LeafPath], list[LeafPath]],
+    roots: tuple[LeafPath, LeafPath],
+    params: set[LeafPath],
+    kinds: tuple[Mapping[LeafPath, str], Mapping[LeafPath, str]],
+    fits: _Fits,
+) -> tuple[dict[LeafPath, LeafPath], dict[LeafPath, list[LeafPath]]]:
+    """Return the sources of leaves in the chain, and further leaves that must be equal to them.
+
+    A record is filled by a record with the same fields; else by one with more fields; else by one
+    whose type or fields were renamed.
+    """
+    old_records, new_records = (
+        _records(paths, root, params, kind)
+        for paths, root, kind in zip(free, roots, kinds, strict=True)
+    )
+    sources: dict[LeafPath, LeafPath] = {}
+    equal: dict[LeafPath, list[LeafPath]] = {}
+    for rule in (_equal_fields, _fewer_fields):
+        _fill(new_records, old_records, rule, fits, sources, equal)
+    _fill_renamed(new_records, old_records, fits, sources, equal)
+    return sources, equal
 
 
 def _named_sources(
@@ -265,8 +299,19 @@ def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list
     Raises:
       CheckpointError: if that is open.
     """
-    if not fillers:
-        return []
+    if not fillers or not _overlap(fillers):
+        return fillers
+    pairs = _pairs_by_place(fillers)
+    if pairs is not None:
+        return pairs
+    new_records = [new for new, _ in fillers]
+    if len(new_records) == 1 and not new_records[0].moments:
+        return fillers  # the numbers are compared when they are read
+    raise _open_pairs(fillers)
+
+
+def _overlap(fillers: list[tuple[Record, list[Record]]]) -> bool:
+    """Return whether a stored record fits several records, or several fit one, for a parameter."""
     claims = [
         (new.node, old.node, param)
         for new, olds in fillers
@@ -276,14 +321,21 @@ def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list
     ]
     num_filled = len({(node, param) for node, _, param in claims})
     num_used = len({(node, param) for _, node, param in claims})
-    if num_filled == num_used == len(claims):
-        return fillers
+    return not num_filled == num_used == len(claims)
+
+
+def _pairs_by_place(
+    fillers: list[tuple[Record, list[Record]]],
+) -> list[tuple[Record, list[Record]]] | None:
+    """Return records with the stored records at the same places; None if their places differ."""
     new_records = _by_place([new for new, _ in fillers])
     old_records = _by_place([old for _, olds in fillers for old in olds])
-    if new_records.keys() == old_records.keys():
-        return [(new, [old_records[place]]) for place, new in new_records.items()]
-    if len(fillers) == 1 and not fillers[0][0].moments:
-        return fillers  # the numbers are compared when they are read
+    if new_records.keys() != old_records.keys():
+        return None
+    return [(new, [old_records[place]]) for place, new in new_records.items()]
+
+
+def _open_pairs(fillers: list[tuple[Record, list[Record]]]) -> CheckpointError:
     lines = [
         f"{show(new.node)} ({', '.join(sorted(new.fields))}):"
         f" {' or '.join(show(old.node) for old in olds)}"
@@ -295,7 +347,7 @@ def _pair(fillers: list[tuple[Record, list[Record]]]) -> list[tuple[Record, list
         f"name them all, as in new_chain={example}, or in resume= of Checkpoints; None starts a"
         " state again."
     )
-    raise CheckpointError(error_text(problem, lines, fix=fix))
+    return CheckpointError(error_text(problem, lines, fix=fix))
 
 
 def _by_place(records: list[Record]) -> dict[LeafPath, Record]:

@@ -1,20 +1,23 @@
 """Restore into another optax chain: read the stored leaves that fit, start the other ones."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import OPT_STATE, Match, NewChain, match_leaves, without_common_end
 from shardopt.checkpoint._record import Meta
 from shardopt.checkpoint._replicas import as_stored, fits, to_wanted
-from shardopt.checkpoint._store import Leaf, describe, dtype_of
+from shardopt.checkpoint._store import Leaf, StoredLeaves, describe, dtype_of
 from shardopt.checkpoint._tree import LeafPath, leaves_by_path, nest, show, type_names, unescape
 from shardopt.core._errors import MAX_LISTED, CheckpointError, error_text, plural
 from shardopt.core._types import PyTree
+from shardopt.step._inputs import put
 
 
 class Chain(NamedTuple):
@@ -23,10 +26,12 @@ class Chain(NamedTuple):
     Attributes:
       new_chain: the argument of `restore`.
       init: returns the first state of the optimizer, for a state with the restored parameters.
+      params: parameters with the leaves that the checkpoint does not have; or None.
     """
 
     new_chain: NewChain
     init: Callable[[PyTree], PyTree]
+    params: PyTree = None
 
     def is_new(self, meta: Meta, wanted_state: PyTree) -> bool:
         """Return whether leaves are matched other than each with its own path."""
@@ -37,6 +42,55 @@ class Chain(NamedTuple):
         fits_leaf = fits(meta.leaves, wanted_state)
         return not all(fits_leaf(path, path) for path in paths)
 
+    def new_params(self, meta: Meta, wanted_state: PyTree) -> set[LeafPath] | None:
+        """Return the paths of parameters that `params` has, and the checkpoint not in this shape.
+
+        None if the parameters must be the stored ones: without `params`, or if the checkpoint has
+        none of them, since it is the checkpoint of another model.
+        """
+        if self.params is None:
+            return None
+        paths = {
+            path: leaf for path, leaf in leaves_by_path(wanted_state).items() if is_param(path)
+        }
+        new = {
+            path
+            for path, leaf in paths.items()
+            if path not in meta.leaves or meta.leaves[path].shape != tuple(leaf.shape)
+        }
+        return new if len(new) < len(paths) else None
+
+
+def is_param(path: LeafPath) -> bool:
+    """Return whether a leaf of a train state is a parameter."""
+    return path[0] == "params"
+
+
+def without_params(
+    meta: Meta, wanted_state: PyTree, new_params: set[LeafPath] | None
+) -> tuple[StoredLeaves, PyTree]:
+    """Return the stored leaves and the wanted state that must be equal: without the optimizer
+    state, without new parameters and without the stored ones that they replace.
+    """
+    wanted = wanted_state._replace(opt_state=())
+    leaves = leaves_by_path(wanted)
+    stored = {
+        path: leaf
+        for path, leaf in meta.leaves.items()
+        if path[0] != OPT_STATE and not _is_replaced(path, leaves, new_params)
+    }
+    kept = [None if path in (new_params or ()) else leaf for path, leaf in leaves.items()]
+    return stored, jax.tree.structure(wanted).unflatten(kept)
+
+
+def _is_replaced(
+    path: LeafPath, wanted: Collection[LeafPath], new_params: set[LeafPath] | None
+) -> bool:
+    """Return whether a stored leaf is a parameter that the model has no more, or in another shape."""
+    if new_params is None or not is_param(path):
+        return False
+    return path not in wanted or path in new_params
+
 
 def fill_new_chain(
     source: str,
@@ -44,6 +98,7 @@ def fill_new_chain(
     wanted_state: PyTree,
     read: Callable[[PyTree], PyTree],
     chain: Chain,
+    new_params: set[LeafPath] | None,
 ) -> PyTree:
     """Return a state with the stored leaves that fit, and the first values of the others.
 
@@ -53,16 +108,20 @@ def fill_new_chain(
       wanted_state: the abstract state.
       read: returns the stored values for an abstract state whose shapes are the stored ones.
       chain: the new chain.
+      new_params: the paths of the parameters that come from `chain.params`.
     """
     wanted = leaves_by_path(wanted_state)
+    replaced = {path for path in meta.leaves if _is_replaced(path, wanted, new_params)}
     match = match_leaves(
         meta.leaves,
         wanted,
         fits(meta.leaves, wanted_state, cast=True),
         (meta.types, type_names(wanted_state)),
         chain.new_chain,
+        {path[1:] for path in replaced},
     )
-    _tell_match(source, meta, wanted_state, match)
+    new_params = new_params or set()
+    _tell_match(source, meta, wanted_state, match, new_params)
     stored = {path: meta.leaves[origin] for path, origin in match.sources.items()}
     readable, changes = as_stored(source, stored, wanted_state, "opt")
     abstract_leaves = {
@@ -71,6 +130,8 @@ def fill_new_chain(
     leaves = _read(match.sources, abstract_leaves, read)
     _check_equal(source, match, leaves, abstract_leaves, read)
     leaves = {path: _cast(leaf, wanted[path].dtype) for path, leaf in leaves.items()}
+    values = leaves_by_path({"params": chain.params}) if new_params else {}
+    leaves |= {path: _placed(values[path], wanted[path].sharding) for path in new_params}
     if match.started:
         leaves |= _started(chain, wanted_state, leaves, match.started)
     structure = jax.tree.structure(wanted_state)
@@ -81,6 +142,13 @@ def _as_written(leaf: jax.ShapeDtypeStruct, stored: Leaf | None) -> jax.ShapeDty
     """Return an abstract leaf with the stored dtype: sums are of the stored bits."""
     dtype = leaf.dtype if stored is None else dtype_of(stored)
     return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+
+
+def _placed(leaf: jax.Array | np.ndarray, sharding: Sharding) -> jax.Array:
+    """Return a copy of a leaf: a step donates it, and the leaf belongs to the user."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        leaf = put(leaf, sharding)
+    return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
 
 
 def _cast(leaf: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -150,7 +218,9 @@ def _started(
     return {path: first_leaves[path] for path in started}
 
 
-def _tell_match(source: str, meta: Meta, wanted_state: PyTree, match: Match) -> None:
+def _tell_match(
+    source: str, meta: Meta, wanted_state: PyTree, match: Match, new_params: set[LeafPath]
+) -> None:
     """Print what was matched, started and dropped."""
     wanted = {path: describe(leaf) for path, leaf in leaves_by_path(wanted_state).items()}
     lines = []
@@ -169,6 +239,9 @@ def _tell_match(source: str, meta: Meta, wanted_state: PyTree, match: Match) -> 
     }
     others = {path: leaf for path, leaf in wanted.items() if path not in cast}
     lines += listing(cast, others, "cast", MAX_LISTED)
+    of_params = {path: leaf for path, leaf in wanted.items() if path in new_params}
+    others = {path: leaf for path, leaf in wanted.items() if path not in of_params}
+    lines += listing(of_params, others, "taken from params", MAX_LISTED)
     started = {path: wanted[path] for path in match.started}
     dropped = {path: meta.leaves[path] for path in match.dropped}
     others = {path: leaf for path, leaf in wanted.items() if path not in started}

@@ -9,9 +9,9 @@ import jax
 from shardopt.checkpoint import _store as store
 from shardopt.checkpoint._hashed import KEY, check_hash, with_hashed, without_hashed
 from shardopt.checkpoint._listing import listing, tell
-from shardopt.checkpoint._match import OPT_STATE, NewChain
+from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._multihost import on_primary_process
-from shardopt.checkpoint._new_chain import Chain, fill_new_chain
+from shardopt.checkpoint._new_chain import Chain, fill_new_chain, without_params
 from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
@@ -62,7 +62,9 @@ def restore(
         seen them. Without this, they are rebuilt from the checkpoint, if their containers are only
         dicts, lists, tuples and None.
       params: the parameters with the leaves that the checkpoint has only a hash of, see `hash_only`
-        of `Checkpoints`. They are placed as the target wants them.
+        of `Checkpoints`. They are placed as the target wants them. With `new_chain` also the leaves
+        that it does not have, or has in another shape, such as a new head: they come from here, and
+        their moments start.
       new_chain: True if the optax chain of the optimizer may be another one than the saved chain.
         Each state of the optimizer is then matched by its fields, such as `mu` and `count`, and by
         its parameters, wherever it lies in the chain. Other states start again from the restored
@@ -154,7 +156,8 @@ def load(
     patterns = check_hash(source, record, params) if has_hash else ()
     wanted_state: PyTree = target
     if isinstance(target, ShardedOptimizer):
-        shapes = jax.eval_shape(lambda: params) if has_hash else abstract_params
+        has_params = params is not None and (has_hash or new_chain is not False)
+        shapes = jax.eval_shape(lambda: params) if has_params else abstract_params
         wanted_state = _abstract_state(target, meta, shapes)
 
     def with_all_params(state: PyTree) -> PyTree:
@@ -162,7 +165,7 @@ def load(
 
     chain = None
     if new_chain is not False:
-        chain = Chain(new_chain, lambda state: target.init(with_all_params(state).params))
+        chain = Chain(new_chain, lambda state: target.init(with_all_params(state).params), params)
     stored_state = without_hashed(wanted_state, patterns) if patterns else wanted_state
     return with_all_params(_fill(source, meta, stored_state, read, chain)), meta
 
@@ -211,9 +214,10 @@ def _fill(
 ) -> PyTree:
     """Return the state of an optimizer, with the stored values."""
     if chain is not None and chain.is_new(meta, wanted_state):
-        params = {path: leaf for path, leaf in meta.leaves.items() if path[0] != OPT_STATE}
-        check_match(source, params, wanted_state._replace(opt_state=()))
-        return fill_new_chain(source, meta, wanted_state, read, chain)
+        new_params = chain.new_params(meta, wanted_state)
+        stored, wanted = without_params(meta, wanted_state, new_params)
+        check_match(source, stored, wanted)
+        return fill_new_chain(source, meta, wanted_state, read, chain, new_params)
     readable, changes = as_stored(source, meta.leaves, wanted_state, "opt")
     check_match(source, meta.leaves, readable)
     return to_wanted(read(readable), changes)
@@ -303,7 +307,11 @@ def _misfit_fix(lines: list[str], target_name: str) -> str:
             " new_chain=True (to Checkpoints resume='new_chain'), which keeps the states that both"
             " chains have."
         )
-    return "build opt for the model and the optax chain that the checkpoint was saved with."
+    return (
+        "build opt for the model and the optax chain that the checkpoint was saved with; or pass"
+        " new_chain=True, and as params= parameters with the leaves that the checkpoint does not"
+        " have."
+    )
 
 
 def _abstract_state(opt: ShardedOptimizer, meta: Meta, abstract_params: PyTree) -> PyTree:

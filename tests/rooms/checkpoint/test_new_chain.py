@@ -552,6 +552,80 @@ def test_parameters_of_which_there_is_a_hash_stay(tmp_path):
     np.testing.assert_array_equal(state.opt_state[2].average["down"], state.params["down"])
 
 
+HEADS = {
+    # leaves of the old model, and of the new one, that differ from make_params
+    "another shape": ({}, {"down": np.full((32, 4), 0.1), "bias": np.ones(4)}),
+    "a leaf more": ({}, {"head": np.ones(3)}),
+    "a leaf less": ({"head": np.ones(3)}, {}),
+    "another tree": ({"head": np.ones(3)}, {"head": {"kernel": np.ones((3, 2))}}),
+}
+HEAD_ROWS = [(head, chain) for head in HEADS for chain in ("clipping added", "a schedule")]
+HEAD_ROWS += [("another shape", chain) for chain in ("several batches", "an average")]
+
+
+def with_leaves(leaves):
+    return make_params() | jax.tree.map(np.float32, leaves)
+
+
+@pytest.mark.parametrize(
+    ("head", "chain"), tiered(HEAD_ROWS, lambda row: row == ("another shape", "clipping added"))
+)
+def test_a_head_changes_together_with_the_chain(head, chain, tmp_path, capsys):
+    """The backbone and its moments go on; the new leaves are those of params, and are not donated."""
+    (old_leaves, new_leaves), (old_tx, new_tx, by_hand) = HEADS[head], CHAINS[chain]
+    first = STRATEGIES["fsdp"](old_tx)
+    state = first.init(with_leaves(old_leaves))
+    for step in range(BEFORE):
+        state, _ = first.step(state, make_batch(step))
+    so.save(tmp_path, state)
+    opt, params = STRATEGIES["zero"](new_tx), jax.tree.map(jnp.asarray, with_leaves(new_leaves))
+    if not head.startswith("a leaf"):
+        with pytest.raises(
+            so.errors.CheckpointError, match="or pass new_chain=True, and as params="
+        ):
+            so.restore(tmp_path, opt, abstract_params=jax.eval_shape(lambda: params))
+    capsys.readouterr()
+    state = so.restore(tmp_path, opt, new_chain=True, params=params)
+    text = capsys.readouterr().err
+    for name in new_leaves:
+        assert re.search(rf"\n  params/{name}.*, taken from params\n", text)
+    for name in old_leaves:
+        assert re.search(rf"\n  params/{name}: .*, dropped\n", text)
+    state = go_on(opt, state)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(params))
+
+    old_params, names = with_leaves(old_leaves), tuple(with_leaves(new_leaves))
+    old_params, old = one_device(
+        old_tx, old_params, old_tx.init(old_params), range(BEFORE), tuple(old_params)
+    )
+    is_params = lambda node: isinstance(node, dict) and "up" in node  # noqa: E731
+
+    def backbone(node, new_node):
+        return new_node | {name: node[name] for name in new_node if name not in new_leaves}
+
+    params = backbone(old_params, with_leaves(new_leaves))
+    blank = old_tx.init(params)
+    old = jax.tree.map(
+        lambda node, new: backbone(node, new) if is_params(node) else node,
+        old,
+        blank,
+        is_leaf=is_params,
+    )
+    opt_state = by_hand(old, new_tx.init(params))
+    assert_same(state, *one_device(new_tx, params, opt_state, range(BEFORE, BEFORE + AFTER), names))
+
+
+def test_the_checkpoint_of_another_model_is_refused_with_params_too(tmp_path):
+    save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
+    other = {"w": np.zeros((64, 8), np.float32)}
+    opt = STRATEGIES["fsdp"](optax.chain(CLIP, ADAM))
+    with pytest.raises(so.errors.CheckpointError, match="1 leaf missing, 3 left over, 0 different"):
+        so.restore(tmp_path, opt, params=other, new_chain=True)
+    half = jax.tree.map(jnp.bfloat16, make_params())
+    with pytest.raises(so.errors.CheckpointError, match="0 left over, 3 different"):
+        so.restore(tmp_path, opt, params=half, new_chain=True)
+
+
 def test_other_parameters_are_refused_as_before(tmp_path):
     save_after_steps(tmp_path, STRATEGIES["fsdp"](ADAM))
     params = make_params() | {"bias": np.zeros(4, np.float32), "new": np.zeros(3, np.float32)}

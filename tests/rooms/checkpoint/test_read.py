@@ -275,7 +275,8 @@ def test_another_model_is_named(saved, make_opt, new_params, complaint_of, monke
         " bfloat16[32, 8]\n  params/layer/0: the checkpoint holds float32[3, 5], opt wants"
         " float32[3, 6]\n  params/down/1: float32[2], missing from the checkpoint\n "
         " params/layer.0/b: float32[32], left over in the checkpoint\nFix: build opt for the"
-        " model and the optax chain that the checkpoint was saved with."
+        " model and the optax chain that the checkpoint was saved with; or pass new_chain=True, and"
+        " as params= parameters with the leaves that the checkpoint does not have."
     )
 
 
