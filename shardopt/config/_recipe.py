@@ -2,6 +2,7 @@
 mesh in place of devices.
 """
 
+import copyreg
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -129,3 +130,31 @@ def _mesh_of(value: Any) -> Any:
     if isinstance(value, Axes) and isinstance(value.mesh, MeshShape):
         return value._replace(mesh=value.mesh.build())
     return value.build() if isinstance(value, MeshShape) else value
+
+
+def _device(platform: str, device_id: int) -> Any:
+    """Return a device of this process's job.
+
+    Raises:
+      ValueError: if it has no such device.
+    """
+    for device in jax.devices(platform):
+        if device.id == device_id:
+            return device
+    problem = f"a loss or an optimizer holds device {platform}:{device_id}, which this job has not."
+    fix = "let it hold the mesh in place of the device; or make the strategy here."
+    raise ValueError(error_text(problem, fix=fix))
+
+
+def _reduce_mesh(mesh: Mesh) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return MeshShape.build, (_mesh_shape(mesh, ("data",)),)
+
+
+def _reduce_device(device: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    return _device, (device.platform, device.id)
+
+
+# jax has no way to pickle devices. A loss may close over a mesh, for a sharding constraint; it is
+# pickled after the strategy, by the pickler of the user. So pickle must know what to do.
+copyreg.pickle(Mesh, _reduce_mesh)
+copyreg.pickle(jax.Device, _reduce_device)

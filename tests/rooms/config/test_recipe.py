@@ -3,6 +3,7 @@ the devices there.
 """
 
 import copy
+import functools
 import json
 import os
 import pickle
@@ -41,6 +42,29 @@ def block_model():
     )
 
 
+def constrained(mesh):
+    """Return a loss that closes over a mesh, for a sharding constraint."""
+
+    def loss_on_mesh(params, batch):
+        hidden = jnp.tanh(batch @ params["w"])
+        sharding = jax.sharding.NamedSharding(mesh, jax.P(None, "tensor"))
+        hidden = jax.lax.with_sharding_constraint(hidden, sharding)
+        return jnp.mean((hidden.sum(-1) - 1.0) ** 2)
+
+    return loss_on_mesh
+
+
+class LossWithDevice:
+    """A loss that is an object, with a device and a sharding."""
+
+    def __init__(self, mesh):
+        self.device = mesh.devices.flat[0]
+        self.sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+
+    def __call__(self, params, batch):
+        return loss_fn(params, batch)
+
+
 def sent(opt):
     return cloudpickle.loads(cloudpickle.dumps(opt))
 
@@ -64,6 +88,34 @@ def test_a_strategy_that_was_sent_places_all_leaves_as_before(mesh_of, name, siz
     assert again.specs(abstract) == opt.specs(abstract)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("holder", ["closure", "partial", "object", "optimizer"])
+def test_a_mesh_that_a_loss_or_an_optimizer_holds_is_sent_too(mesh_of, holder):
+    mesh = mesh_of(data=4, tensor=2)
+    tx, loss = optax.adam(0.1), constrained(mesh)
+    if holder == "partial":
+        loss = functools.partial(lambda params, batch, mesh: loss_fn(params, batch), mesh=mesh)
+    if holder == "object":
+        loss = LossWithDevice(mesh)
+    if holder == "optimizer":
+        tx = so.transforms.zero(tx, "data", mesh)
+    again = sent(so.fsdp(tx, mesh, loss, rules=RULES))
+    assert again.mesh == mesh
+    if holder == "object":
+        assert again.config.loss.loss_fn.device is mesh.devices.flat[0]
+        assert again.config.loss.loss_fn.sharding.mesh == mesh
+
+
+@pytest.mark.fast
+def test_a_device_that_is_not_there_is_named(mesh_of, devices_there):
+    text = cloudpickle.dumps(
+        so.ddp(optax.adam(0.1), mesh_of(data=2), LossWithDevice(mesh_of(data=8)))
+    )
+    devices_there(jax.devices()[1:])
+    with pytest.raises(ValueError, match="holds device cpu:0, which this job has not"):
+        cloudpickle.loads(text)
+
+
 def all_kinds(make_mesh):
     """Yield (name, strategy) of every kind of strategy, on meshes of all devices."""
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
@@ -76,6 +128,8 @@ def all_kinds(make_mesh):
         "reducer",
         so.ddp(adam, make_mesh(), loss_fn, reducer=so.reducers.error_feedback(so.reducers.int8())),
     )
+    mesh = make_mesh(tensor=2)
+    yield "a loss with a mesh", so.fsdp(adam, mesh, constrained(mesh), rules=RULES)
     yield "diloco", so.diloco(so.ddp(adam, make_mesh(replica=2), loss_fn), sync_every=2)
     yield "hybrid", so.hybrid(adam, make_mesh(pipeline=2), block_model(), micro_batches=2)
     shape = (jax.device_count() // 2, 2)
@@ -173,7 +227,7 @@ def devices_there(monkeypatch):
     """Return a function that sets the devices of the process that unpickles."""
 
     def set_devices(devices):
-        monkeypatch.setattr(_recipe.jax, "devices", lambda: list(devices))
+        monkeypatch.setattr(_recipe.jax, "devices", lambda platform=None: list(devices))
 
     return set_devices
 
