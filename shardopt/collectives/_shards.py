@@ -158,6 +158,8 @@ def _apply_where_sharded(
     sharded = {i: wire.dim for i, wire in enumerate(wires) if wire.dim is not None}
     for axes in dict.fromkeys(wires[i].axes for i in sharded):
         dims = {i: dim for i, dim in sharded.items() if wires[i].axes == axes}
+        if jax.lax.axis_size(axes) == 1:  # one device has the whole leaf
+            continue
 
         def run(
             xs: list[jax.Array], dims: dict[int, int] = dims, axes: MeshAxes = axes

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardopt.config._axes import TABLE
 from shardopt.core._errors import error_text, value_error
-from shardopt.core._types import PyTree, Rule, Rules
+from shardopt.core._types import PyTree, Rule, Rules, is_array_like
 from shardopt.mesh import AXES, on_mesh, spec_axes
 from shardopt.partition._rules import check_rules
 
@@ -124,6 +124,26 @@ def on_auto_axes(sharding: Any) -> Any:
         return sharding
     assert isinstance(sharding.mesh, Mesh)
     return NamedSharding(UserMesh(sharding.mesh, {}).auto, sharding.spec)
+
+
+def abstract_on_auto_axes(leaf: Any) -> Any:
+    """Return a leaf as its shape, dtype and sharding.
+
+    A number is returned as it is, because its type is weak.
+    """
+    if not is_array_like(leaf):
+        return leaf
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None))
+    )
+
+
+def put_on_auto_axes(leaf: Any) -> Any:
+    """Return an array on the Auto mesh of its sharding; anything else as it is."""
+    sharding = getattr(leaf, "sharding", None)
+    return (
+        leaf if on_auto_axes(sharding) is sharding else jax.device_put(leaf, on_auto_axes(sharding))
+    )
 
 
 def on_auto_mesh(sharding: Any, run: Callable[..., Any]) -> Callable[..., Any]:

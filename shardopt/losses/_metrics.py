@@ -103,6 +103,8 @@ def extreme_over(
     """Return the maximum or minimum over devices, or NaN if one device has NaN, which XLA:CPU would
     drop.
     """
+    if jax.lax.axis_size(tuple(axes)) == 1:
+        return value
     extreme = reduce(value, axes)
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return extreme

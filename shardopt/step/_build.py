@@ -11,7 +11,6 @@ from shardopt.config._check import check_config
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepSlots
-from shardopt.core._errors import format_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import values
@@ -19,6 +18,7 @@ from shardopt.losses._view import Views
 from shardopt.partition import Report
 from shardopt.step._average import EvaluationFn
 from shardopt.step._cache import LayoutCache, limit_in_flight
+from shardopt.step._check_programs import check_has_norms
 from shardopt.step._global_rows import Rows, rows_of
 from shardopt.step._host_values import States
 from shardopt.step._init import first_state
@@ -26,6 +26,7 @@ from shardopt.step._inputs import check_batch, check_params, check_values, place
 from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, NotPickled, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
+from shardopt.step._repeats import Repeats
 from shardopt.step._report import report_of
 from shardopt.step._step import compile_step
 from shardopt.step._step_counter import StepCounter
@@ -83,10 +84,12 @@ class TrainFn(BatchFn):
     Attributes:
       place: checks a state and a batch, and returns the view of the loss and the placed batch.
       with_norms: the same step, which also returns norms of each leaf.
+      repeats: takes steps like earlier ones.
     """
 
     place: Callable[[TrainState, PyTree], tuple[str, PyTree]]
     with_norms: NormsFn
+    repeats: Repeats
 
     @api_boundary
     def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -94,11 +97,21 @@ class TrainFn(BatchFn):
         state, metrics = self.with_kinds(state, batch)
         return state, values(metrics)
 
+    @api_boundary
     def with_kinds(
         self, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         """Take a step and return metrics with their kinds, `Sum`, `Max` or `Min`."""
-        return super().__call__(state, batch)
+        result = self.repeats.take(state, batch)
+        if result is not None:
+            return self.limit(result)
+        return self.states.call(self._run, state, batch)
+
+    def _run(self, state: TrainState, batch: PyTree) -> PyTree:
+        program, args = self.prepare(state, batch)
+        result = self.limit(program(*args))
+        self.repeats.learn(batch, program, args[1])
+        return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -169,13 +182,7 @@ class StrategyFunctions(NotPickled):
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step that also returns norms, and its arguments."""
-        if self.config.per_replica:
-            problem = (
-                "the replicas train apart, each with gradients of its own, so there are no norms of"
-                " all of them."
-            )
-            fix = "use step, or the norms of the strategy inside."
-            raise ValueError(format_error(self.config.strategy, problem, fix=fix))
+        check_has_norms(self.config)
         compiled, state, placed = self.prepare(state, batch, self.views, self.rows)
         self.counter.check(state)
         assert compiled.step_with_norms is not None
@@ -260,6 +267,7 @@ def build(
             states,
             functions.place,
             NormsFn(functions.prepare_step_with_norms, count, states),
+            Repeats(config, cache, counter, rows),
         ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit, states)),
         synchronize=api_boundary(functions.synchronize),

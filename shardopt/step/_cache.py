@@ -40,6 +40,10 @@ class LayoutCache(Generic[_Compiled]):
         self._last = self._compiled[key]
         return self._last
 
+    def use(self, compiled: _Compiled) -> None:
+        """Remember a compiled object of this cache as the one that was read last."""
+        self._last = compiled
+
     def last_or_none(self) -> _Compiled | None:
         """Return the compiled object that was read last, None if there is none."""
         return self._last
@@ -67,13 +71,14 @@ def limit_in_flight(config: StrategyConfig) -> Callable[[_Result], _Result]:
     Fake devices share one thread pool. Hundreds of queued programs with collectives can leave no
     thread for the device that the others wait for, and XLA ends the process after 40 seconds.
     """
-    previous: list[Metrics | None] = [None]
+    previous: list[jax.Array | None] = [None]
 
     def wait(result: _Result) -> _Result:
         metrics = result[1] if isinstance(result, tuple) else result
-        if not isinstance(metrics["loss"], Tracer):
+        loss = metrics["loss"]
+        if not isinstance(loss, Tracer):
             jax.block_until_ready(previous[0])
-            previous[0] = metrics
+            previous[0] = loss
         return result
 
     return wait if config.mesh.devices.flat[0].platform == "cpu" else lambda result: result

@@ -22,6 +22,11 @@ def check_jit(caller: str) -> None:
         raise ValueError(format_error(caller, problem, fix=fix))
 
 
+def checks_numbers() -> bool:
+    """Return whether jax is asked to find the operation that makes a NaN or an infinity."""
+    return jax.debug_nans.value or jax.debug_infs.value
+
+
 def check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
     """Refuse to be traced into a user's jitted function under another mesh than ours.
 
@@ -44,3 +49,14 @@ def check_traced(config: StrategyConfig, leaves: Sequence[jax.Array]) -> None:
             f" {our_axes}."
         )
         raise TypeError(format_error(config.strategy, problem, fix=fix))
+
+
+def check_has_norms(config: StrategyConfig) -> None:
+    """Refuse, by a ValueError, norms of a step whose replicas train apart."""
+    if config.per_replica:
+        problem = (
+            "the replicas train apart, each with gradients of its own, so there are no norms of"
+            " all of them."
+        )
+        fix = "use step, or the norms of the strategy inside."
+        raise ValueError(format_error(config.strategy, problem, fix=fix))

@@ -1,7 +1,7 @@
 """Compile before the first call: free host memory before the program runs, and check the program."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -9,16 +9,16 @@ import numpy as np
 from jax.core import Tracer
 
 from shardopt.config._config import StrategyConfig
-from shardopt.config._user_mesh import on_auto_axes
+from shardopt.config._user_mesh import abstract_on_auto_axes, put_on_auto_axes
 from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, abstract, is_array_like
+from shardopt.core._types import PyTree, TreeDef, abstract
 from shardopt.mesh import under_mesh
 from shardopt.runtime._agreement import processes_of
 from shardopt.runtime._compiler_options import compiler_options
 from shardopt.runtime._processes import trim_malloc
 from shardopt.runtime._turn import take_back_turn
 from shardopt.step._aliases import DonatedState
-from shardopt.step._check_programs import check_jit, check_traced
+from shardopt.step._check_programs import check_jit, check_traced, checks_numbers
 
 
 class AotCompiled:
@@ -54,7 +54,7 @@ class AotCompiled:
             check_traced(self.config, traced)
             return self.jitted(*args)
         check_jit(self.config.strategy)
-        signature = (treedef, tuple(map(_leaf_signature, leaves)))
+        signature = _signature(leaves, treedef)
         if signature not in self._compiled:
             lowered = self.lower(*args)
             if len(processes_of(self.config.mesh)) > 1:
@@ -71,7 +71,7 @@ class AotCompiled:
             take_back_turn()
             args = (self.donated.distinct(args[0], state_leaves, leaves), *args[1:])
         # jit can locate the NaN, a compiled program cannot
-        if jax.debug_nans.value or jax.debug_infs.value:
+        if checks_numbers():
             with jax.set_mesh(None):
                 return self.jitted(*jax.tree.map(put_on_auto_axes, args))
         result = self._compiled[signature](*args)
@@ -79,11 +79,18 @@ class AotCompiled:
             self.donated.remember(result[0])
         return result
 
+    def compiled_for(self, leaves: Sequence[Any], treedef: TreeDef) -> jax.stages.Compiled | None:
+        """Return the compiled program for the leaves of all arguments but the first.
+
+        None if it was not called with such leaves. `treedef` is of these arguments as a tuple.
+        """
+        return self._compiled.get(_signature(leaves, treedef))
+
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
         with jax.set_mesh(None):
             return self.jitted.lower(
-                abstract(args[0]), *jax.tree.map(_abstract_on_auto_axes, args[1:])
+                abstract(args[0]), *jax.tree.map(abstract_on_auto_axes, args[1:])
             )
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
@@ -93,28 +100,12 @@ class AotCompiled:
         return compiled
 
 
+def _signature(leaves: Sequence[Any], treedef: TreeDef) -> Hashable:
+    return treedef, tuple(map(_leaf_signature, leaves))
+
+
 def _leaf_signature(leaf: Any) -> Hashable:
     return np.shape(leaf), getattr(leaf, "dtype", type(leaf)), getattr(leaf, "sharding", None)
-
-
-def _abstract_on_auto_axes(leaf: Any) -> Any:
-    """Return a leaf as its shape, dtype and sharding.
-
-    A number is returned as it is, because its type is weak.
-    """
-    if not is_array_like(leaf):
-        return leaf
-    return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=on_auto_axes(getattr(leaf, "sharding", None))
-    )
-
-
-def put_on_auto_axes(leaf: Any) -> Any:
-    """Return an array on the Auto mesh of its sharding; anything else as it is."""
-    sharding = getattr(leaf, "sharding", None)
-    return (
-        leaf if on_auto_axes(sharding) is sharding else jax.device_put(leaf, on_auto_axes(sharding))
-    )
 
 
 def make_program(

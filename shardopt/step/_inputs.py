@@ -248,12 +248,25 @@ def check_values(config: StrategyConfig, batch: PyTree) -> None:
       ValueError: if a numpy array of 64 bits has an integer beyond the 32 bits that jax would store.
         Whatever `BlockModel.check_batch` raises.
     """
+    if any(_has_64_bits(leaf) for leaf in jax.tree.leaves(batch)):
+        _check_64_bits(config, batch)
+    model = as_block_model(config.loss.loss_fn)
+    if model is not None and model.check_batch is not None:
+        model.check_batch(batch)
+
+
+def _has_64_bits(leaf: PyTree) -> bool:
+    """Return whether a leaf is a numpy array of integers of 64 bits."""
+    return isinstance(leaf, np.ndarray) and leaf.dtype.kind in "iu" and leaf.itemsize == 8
+
+
+def _check_64_bits(config: StrategyConfig, batch: PyTree) -> None:
     too_large = []
     for path, leaf in leaves_with_paths(batch):
-        if not isinstance(leaf, np.ndarray) or leaf.dtype.kind not in "iu" or not leaf.size:
+        if not _has_64_bits(leaf) or not leaf.size:
             continue
         stored = np.iinfo(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if stored.bits == 8 * leaf.itemsize:
+        if stored.bits == 64:
             continue
         lowest, highest = leaf.min(), leaf.max()
         if lowest < stored.min or highest > stored.max:
@@ -262,9 +275,6 @@ def check_values(config: StrategyConfig, batch: PyTree) -> None:
         problem = "jax stores integers in 32 bits, and the batch has larger ones."
         fix = "count from a smaller number, or set jax_enable_x64."
         raise ValueError(format_error(config.strategy, problem, too_large, fix))
-    model = as_block_model(config.loss.loss_fn)
-    if model is not None and model.check_batch is not None:
-        model.check_batch(batch)
 
 
 def place_batch(config: StrategyConfig, batch: PyTree, *, everywhere: bool = False) -> PyTree:

@@ -1,0 +1,155 @@
+"""Steps like an earlier one: the state that the last step returned, and a batch of a known form.
+
+Structure, shapes, dtypes and placements are the same as in the earlier step, which checked them. So
+the arguments go straight to the compiled program, through the dispatch of jax in C++. It places
+numpy arrays too. What can differ is checked at every step: values of the host, the counter of steps,
+and arrays that may share memory with the donated state.
+"""
+
+import functools
+from collections.abc import Hashable
+from typing import Any, NamedTuple, cast
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Sharding
+
+from shardopt.config._config import StrategyConfig
+from shardopt.core._types import PyTree, TrainState
+from shardopt.runtime._turn import take_back_turn
+from shardopt.step._aliases import DonatedState
+from shardopt.step._cache import LayoutCache
+from shardopt.step._check_programs import checks_numbers
+from shardopt.step._compile import AotCompiled
+from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
+from shardopt.step._inputs import check_values
+from shardopt.step._programs import CompiledStep, Program
+from shardopt.step._step_counter import StepCounter
+
+_NUMBERS = (bool, int, float, complex)
+
+
+class KnownForm(NamedTuple):
+    """What a step needs for a batch of a form that an earlier step had.
+
+    Attributes:
+      programs: the programs of the parameters of that step.
+      compiled: the program of the step.
+      donated: gives each leaf of its state its own buffer.
+      has_host_values: whether a leaf of the batch is a numpy array.
+      arrays: the indices of leaves that are jax arrays.
+      moved: index -> where a leaf is moved, for jax arrays that live elsewhere.
+    """
+
+    programs: CompiledStep
+    compiled: jax.stages.Compiled
+    donated: DonatedState
+    has_host_values: bool
+    arrays: tuple[int, ...]
+    moved: dict[int, Sharding]
+
+
+class Repeats:
+    """Takes steps like earlier ones.
+
+    Args:
+      config: of the strategy.
+      cache: the programs by parameters, which remembers the last ones.
+      counter: refuses a step whose number would wrap.
+      rows: of the strategy; steps of several processes are never taken here.
+    """
+
+    def __init__(
+        self,
+        config: StrategyConfig,
+        cache: LayoutCache[CompiledStep],
+        counter: StepCounter,
+        rows: Rows,
+    ):
+        self._config, self._cache, self._counter = config, cache, counter
+        self._is_alone = isinstance(rows, RowsOfOne) and jax.process_count() == 1
+        self._forms: dict[Hashable, KnownForm] = {}
+
+    def take(self, state: TrainState, batch: PyTree) -> PyTree | None:
+        """Return the result of a step, or None if it is not like an earlier one."""
+        if not self._forms or _has_debug_options():
+            return None
+        batch = unwrap(batch)[0]
+        leaves, structure = jax.tree.flatten(batch)
+        form = self._forms.get((structure, tuple(map(_form_of, leaves))))
+        if form is None or not form.donated.is_returned(state) or state.step.is_deleted():
+            return None
+        if form.has_host_values:
+            check_values(self._config, batch)
+        self._counter.check(state)
+        self._cache.use(form.programs)
+        if form.moved:
+            for index, sharding in form.moved.items():
+                leaves[index] = jax.device_put(leaves[index], sharding)
+            batch = structure.unflatten(leaves)
+        take_back_turn()
+        arrays = [leaves[index] for index in form.arrays]
+        donated_state = state
+        if form.donated.may_share(arrays):
+            donated_state = form.donated.distinct(state, jax.tree.leaves(state), arrays)
+        result = form.compiled(donated_state, batch)
+        form.donated.remember(result[0])
+        return result
+
+    def learn(self, batch: PyTree, program: Program, placed: PyTree) -> None:
+        """Remember the form of a batch with which a step was taken.
+
+        Args:
+          batch: the batch as the user passed it.
+          program: the program of the step.
+          placed: the batch as the program got it.
+        """
+        if not self._is_alone or not isinstance(program, AotCompiled) or _has_debug_options():
+            return
+        leaves, structure = jax.tree.flatten(unwrap(batch)[0])
+        forms = tuple(map(_form_of, leaves))
+        placed_leaves, arguments_structure = jax.tree.flatten((placed,))
+        compiled = program.compiled_for(placed_leaves, arguments_structure)
+        if None in forms or compiled is None or program.donated is None:
+            return
+        arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+        self._forms[structure, forms] = KnownForm(
+            programs=cast(CompiledStep, self._cache.last()),
+            compiled=compiled,
+            donated=program.donated,
+            has_host_values=any(isinstance(leaf, np.ndarray) for leaf in leaves),
+            arrays=tuple(arrays),
+            moved={
+                i: placed_leaves[i].sharding
+                for i in arrays
+                if not leaves[i].sharding.is_equivalent_to(
+                    placed_leaves[i].sharding, leaves[i].ndim
+                )
+            },
+        )
+
+
+def _has_debug_options() -> bool:
+    """Return whether an option of jax is set that a compiled program would pass over."""
+    jax_options: Any = jax.config  # type checkers do not know its attributes
+    return (
+        jax_options.jax_disable_jit
+        or checks_numbers()
+        or jax_options.jax_transfer_guard_host_to_device not in (None, "allow")
+    )
+
+
+def _form_of(leaf: Any) -> Hashable:
+    """Return what a program knows of a leaf of a batch; None for a leaf of another kind."""
+    kind = type(leaf)
+    if kind is np.ndarray:
+        return leaf.shape, leaf.dtype
+    if _is_device_array(kind):
+        return leaf.shape, leaf.dtype, leaf.sharding
+    return kind if kind in _NUMBERS else None
+
+
+@functools.cache
+def _is_device_array(kind: type) -> bool:
+    return issubclass(kind, jax.Array) and not issubclass(kind, Tracer)
