@@ -113,10 +113,16 @@ def cut_batch(
 
 def row_counts(config: StrategyConfig, batch: PyTree) -> frozenset[int]:
     """Return the numbers of rows that the leaves of a batch have: a single number if they agree."""
+    if not config.batch_dims:  # no rule, so no key paths
+        return frozenset(np.shape(leaf)[0] for leaf in jax.tree.leaves(batch) if np.ndim(leaf))
     leaves_and_dims = (
         (leaf, row_dim(config, path, np.ndim(leaf))) for path, leaf in leaves_with_paths(batch)
     )
-    return frozenset(leaf.shape[dim] for leaf, dim in leaves_and_dims if dim is not None)
+    return frozenset(
+        leaf.shape[dim]
+        for leaf, dim in leaves_and_dims
+        if dim is not None and dim < len(leaf.shape)
+    )
 
 
 def num_rows(config: StrategyConfig, batch: PyTree) -> int:

@@ -47,7 +47,7 @@ from shardopt.training._resume import (
 from shardopt.training._spikes import MOST_ROLLBACKS, Spike
 from shardopt.training._stop import Stop
 from shardopt.training._stream import END, BatchStream, OwnBatches, global_batches
-from shardopt.training._tolerance import num_skipped, tolerated
+from shardopt.training._tolerance import may_skip, num_skipped, tolerated
 
 if TYPE_CHECKING:
     from shardopt.training._agreed_stream import AgreedStream
@@ -83,6 +83,7 @@ class FitRun:
       stopped: why the run ends, or None.
       due: what is due after the last step.
       is_observed: whether all of it is done, other than checkpoints.
+      may_skip: whether the optimizer may skip a step.
       measured_step: the last step whose metrics the meter has.
       evaluation_metrics: the metrics of the evaluation of this state; empty without one.
       history: the metrics that were reported.
@@ -106,6 +107,7 @@ class FitRun:
     stopped: str | None = None
     due: Due = dataclasses.field(default_factory=Due)
     is_observed: bool = True
+    may_skip: bool = False
     measured_step: int = 0
     evaluation_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
@@ -129,7 +131,8 @@ class FitRun:
     def take_step(self, batch: PyTree) -> None:
         """Take a step, and report the step before it."""
         self.ledger.enter("step")
-        num_before, position = num_skipped(self.state), self.stream.drawn - 1
+        position = self.stream.drawn - 1
+        num_before = num_skipped(self.state) if self.may_skip else None
         device_metrics = self._step(batch, position)
         self.ledger.enter("wait")
         previous_report = self.meter.push(
@@ -138,7 +141,7 @@ class FitRun:
             device_metrics,
             examples=num_rows(self.arguments.opt.config, batch),
             reported=self.due.log,
-            tolerated=tolerated(self.state, num_before),
+            tolerated=None if num_before is None else tolerated(self.state, num_before),
         )
         self.measured_step = self.step
         self.ledger.enter("log")
@@ -486,6 +489,7 @@ def begin(
         stopping_state,
         step,
         saved_step,
+        may_skip=may_skip(state),
         measured_step=step,
     )
     if unfinished is not None:

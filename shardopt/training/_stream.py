@@ -16,8 +16,8 @@ import numpy as np
 from shardopt.checkpoint._multihost import exchange
 from shardopt.checkpoint._tree import Json
 from shardopt.core._errors import format_error, plural
-from shardopt.core._types import PyTree, leaves_with_paths
-from shardopt.losses._batch_dims import row_dim
+from shardopt.core._types import PyTree
+from shardopt.losses._batch_dims import row_counts
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import END, GlobalRows, Rows, RowsOfOne, leaves_with_rows, unwrap
 from shardopt.training._source import Source, decode_state, encode_state
@@ -194,12 +194,8 @@ class BatchStream:
         """Return the rows of a batch of this process; None if its leaves do not agree."""
         if self._rows is None:
             return None
-        counts = set()
-        for path, leaf in leaves_with_paths(unwrap(batch)[0]):
-            dim = row_dim(self._rows.config, path, np.ndim(leaf))
-            if dim is not None and dim < np.ndim(leaf):
-                counts.add(np.shape(leaf)[dim])
-        return counts.pop() if len(counts) == 1 else None
+        counts = row_counts(self._rows.config, unwrap(batch)[0])
+        return next(iter(counts)) if len(counts) == 1 else None
 
     def restore(self, position: Mapping[str, Json]) -> str:
         """Move to a saved position; return a text about how it was done.

@@ -12,19 +12,18 @@ from shardopt.local_updates._state import ReplicaStates
 from shardopt.transforms._skip_anomalies import SkipAnomaliesState
 
 
-def num_skipped(state: TrainState) -> jax.Array | None:
-    """Return how many updates were skipped so far, on the device.
-
-    None if the optimizer never skips one.
-    """
-    counts = _counts(state)
-    return _total(counts) if counts else None
+def may_skip(state: TrainState) -> bool:
+    """Return whether the optimizer may skip a step."""
+    return bool(_counts(state))
 
 
-def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | None:
+def num_skipped(state: TrainState) -> jax.Array:
+    """Return how many updates were skipped so far, on the device, if the optimizer `may_skip`."""
+    return _total(_counts(state))
+
+
+def tolerated(state: TrainState, num_before: jax.Array) -> jax.Array:
     """Return whether the last step was skipped, as a boolean on the device.
-
-    None if the optimizer never skips one.
 
     A step that `skip_anomalies` skipped is tolerated until more than `max_in_a_row` in a row were
     not finite. `apply_if_finite` skips a gradient that is not finite, but applies it after
@@ -36,8 +35,6 @@ def tolerated(state: TrainState, num_before: jax.Array | None) -> jax.Array | No
       num_before: `num_skipped` of the state before it. Inside of `optax.MultiSteps` a flag still
         speaks of the last update, which may be steps ago.
     """
-    if num_before is None:
-        return None
     counts = _counts(state)
     if anomaly_states := states_of(SkipAnomaliesState, state.opt_state):
         return _is_skipped(num_before, counts, [anomalies.hopeless for anomalies in anomaly_states])
