@@ -41,6 +41,8 @@ from shardopt.separability._relations import (
     Total,
     Unrelated,
     close,
+    is_drawn,
+    is_exactly_same,
     ratio_tolerance,
 )
 from shardopt.separability._walk import relate_jaxprs
@@ -519,7 +521,9 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
             return Mixing(result.name, reason, operation, lines)
         if result.expected in ("max", "min"):
             is_extreme = isinstance(relation, Extreme) and relation.kind == result.expected
-            if is_extreme or relation == Same(drawn=getattr(relation, "drawn", False)):
+            if is_drawn(relation):
+                return Mixing(result.name, REASONS["drawn"], operation, lines)
+            if is_extreme or is_exactly_same(relation):
                 return None
             name = "largest" if result.expected == "max" else "smallest"
             reason = f"it is not shown to be the {name} of what the pieces give."
@@ -527,6 +531,8 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
         if isinstance(relation, Extreme):
             return Mixing(result.name, REASONS["mixes"], operation, lines)
         assert isinstance(relation, Same | Total)
+        if result.expected == "ratio" and shares and relation.drawn:
+            return Mixing(f"the weight of {result.name}", REASONS["drawn"], operation, lines)
         shares.append(relation.ratio / pieces if isinstance(relation, Same) else relation.ratio)
 
     def equal(a, b):

@@ -11,6 +11,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardopt.trace._jaxprs import COLLECTIVES
 from shardopt.trace._marks import has_mark
+from shardopt.trace._primitives import library_name
 from shardopt.trace._walk import Equations, Walk, scan_parts, while_parts
 
 LOOP = -1
@@ -67,10 +68,10 @@ class _CountedUses(NamedTuple):
 
     def end_at(self, eqn: JaxprEqn) -> bool:
         """Return whether the results of an equation count as following from no leaf."""
-        if self.differentiated and eqn.primitive.name == "stop_gradient":
+        if self.differentiated and library_name(eqn.primitive) == "stop_gradient":
             return True
         return has_mark(eqn, self.except_through) or (
-            self.mark_loops and eqn.primitive.name in COLLECTIVES
+            self.mark_loops and library_name(eqn.primitive) in COLLECTIVES
         )
 
 
@@ -94,7 +95,7 @@ def _results(
 def _followed(
     uses: _CountedUses, walk: Walk[UsedLeaves], eqn: JaxprEqn, operands: list[UsedLeaves]
 ) -> list[UsedLeaves]:
-    name = eqn.primitive.name
+    name = library_name(eqn.primitive)
     if name == "scan":
         carry, stacked = walk.loop([eqn.params["jaxpr"]], *scan_parts(eqn, operands))
         return [*carry, *stacked]

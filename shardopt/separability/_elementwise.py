@@ -20,6 +20,7 @@ from shardopt.separability._relations import (
     Split,
     Total,
     Unrelated,
+    is_drawn,
     is_exactly_same,
     scaled,
     sizes_of_dim,
@@ -113,7 +114,7 @@ def unify(
       relations: the relations of the values, without `Known`.
       zeros: whether each value is zero; by default none is.
     """
-    drawn = any(isinstance(relation, Same) and relation.drawn for relation in relations)
+    drawn = any(map(is_drawn, relations))
     zeros = [False] * len(relations) if zeros is None else zeros
     operands = [relation for relation, zero in zip(relations, zeros, strict=True) if not zero]
     if unknown := first_unknown(operands):
@@ -136,7 +137,8 @@ def unify(
         return Unrelated(
             "count", totals[0].op or site.op if totals else site.op, site.op if totals else None
         )
-    return (totals or splits or [Same(ratios[0] if ratios else 1.0, drawn)])[0]
+    joined = (totals or splits or [Same(ratios[0] if ratios else 1.0)])[0]
+    return dataclasses.replace(joined, drawn=drawn)
 
 
 def _add_rows_and_totals(site: EquationPair, operands: Sequence[Relation]) -> Relation:
@@ -279,15 +281,13 @@ def _apply_to_total(site: EquationPair, total: Total, operands: Sequence[Relatio
 
 
 def _keeps_order(site: EquationPair) -> bool:
+    """Return whether an equation is a conversion that changes no order, and wraps nothing."""
     if site.name != "convert_element_type":
         return False
-    dtype = site.params["new_dtype"]
-    source_dtype = site.whole_eqn.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    return (
-        jnp.issubdtype(dtype, jnp.inexact)
-        or source_dtype == jnp.bool_
-        or (dtype == jnp.int32 and source_dtype.kind in "iu")
-    )
+    dtype, source_dtype = site.params["new_dtype"], _operand_dtype(site, 0)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return dtype.itemsize > 1
+    return np.can_cast(source_dtype, dtype)
 
 
 def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relation:
@@ -296,12 +296,15 @@ def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relat
     """
     extreme = next(operand for operand in operands if isinstance(operand, Extreme))
     if len(operands) == 1:
-        if site.name == "neg" and site.dtype.kind != "u":
+        if site.name == "neg" and jnp.issubdtype(site.dtype, jnp.inexact):
             return Extreme("min" if extreme.kind == "max" else "max", extreme.op)
         if site.name in IDENTITIES or site.name == "reduce_precision" or _keeps_order(site):
             return extreme
         return not_linear(site, extreme)
-    kind = {"max": "max", "or": "max", "min": "min", "and": "min"}.get(site.name)
+    kinds = {"max": "max", "min": "min"}
+    if site.dtype == bool:
+        kinds |= {"or": "max", "and": "min"}
+    kind = kinds.get(site.name)
     is_combined = kind == extreme.kind and all(
         operand == extreme or is_exactly_same(operand) for operand in operands
     )

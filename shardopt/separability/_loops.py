@@ -3,6 +3,7 @@
 A relation of a carry must hold before every turn. A scan may also take one row a turn.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +29,13 @@ from shardopt.separability._relations import (
     Split,
     Total,
     Unrelated,
+    as_drawn,
+    is_drawn,
     is_exactly_same,
 )
 from shardopt.trace._jaxprs import open_jaxpr
 from shardopt.trace._parts import reached_from
+from shardopt.trace._primitives import library_name
 from shardopt.trace._walk import scan_parts, while_parts
 
 MAX_ROUNDS = 8
@@ -40,13 +44,18 @@ MAX_ROUNDS = 8
 
 
 def scan(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
-    """Follow a scan that has equally many turns in both traces, or that takes one row a turn."""
+    """Follow a scan that has equally many turns in both traces, or that takes one row a turn.
+
+    A scan over rows has n times as many turns in the whole trace.
+    """
     bodies = site.both_params("jaxpr")
     num_turns = site.both_params("length")
     if site.params["reverse"] != site.piece_eqn.params["reverse"]:
         return [site.unknown("traces")] * site.num_results
-    if num_turns[0] != num_turns[1]:
+    if num_turns[0] == num_turns[1] * site.num_pieces:
         return _scan_over_rows(proof, site, relations)
+    if num_turns[0] != num_turns[1]:
+        return [site.unknown("loop")] * site.num_results
     consts, carry, scanned = scan_parts(site.whole_eqn, relations)
     first_scanned = len(consts) + len(carry)
     turn_operands = [
@@ -134,8 +143,10 @@ def while_loop(
     cond_consts, body_consts, start = while_parts(site.whole_eqn, relations)
     carry, _ = _fixed_point(proof, site, site.both_params("body_jaxpr"), body_consts, start, [])
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
-    if is_exactly_same(condition) or (isinstance(condition, Known) and condition.same_numbers):
-        return carry
+    if isinstance(condition, Known):
+        condition = condition.as_same()
+    if is_exactly_same(condition):
+        return list(map(as_drawn, carry)) if is_drawn(condition) else carry
     unknown = condition if isinstance(condition, Unrelated) else site.unknown("loop")
     return [unknown] * site.num_results
 
@@ -173,19 +184,22 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
         # a number of one branch: another branch may give another number
         if isinstance(relation, Known):
             relation = relation.as_same()
-        results.append(relation)
+        results.append(as_drawn(relation) if is_drawn(index_relation) else relation)
     return results
 
 
 def _raises(branch: Any) -> bool:
     """Return whether a branch is the branch of `equinox.error_if` that raises an error."""
+    errors = sys.modules.get("equinox._errors")
     callbacks = [
-        eqn.params.get("callback")
+        getattr(eqn.params["callback"], "callback_func", None)
         for eqn in open_jaxpr(branch).eqns
-        if eqn.primitive.name == "pure_callback"
+        if library_name(eqn.primitive) == "pure_callback"
     ]
-    functions = [getattr(callback, "callback_func", None) for callback in callbacks]
-    return any(getattr(function, "__module__", "") == "equinox._errors" for function in functions)
+    return errors is not None and any(
+        getattr(callback, "__globals__", None) is vars(errors) and callback.__name__ == "raises"
+        for callback in callbacks
+    )
 
 
 # --- scans that take one row a turn ---------------------------------------------------------------
@@ -259,7 +273,7 @@ def _scan_over_rows(
             shapes[0][0] == shapes[1][0] * site.num_pieces and shapes[0][1:] == shapes[1][1:]
         )
         results.append(Split(0) if from_row and has_all_rows else unknown)
-    return results
+    return list(map(as_drawn, results)) if any(map(is_drawn, const_relations)) else results
 
 
 def _equals_piece(relation: Relation) -> bool:

@@ -62,6 +62,8 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
     Over the split dim, the extreme of the whole batch is the extreme of the pieces' extremes.
     """
     relation, dims = relations[0], site.params["axes"]
+    if site.name in ("reduce_or", "reduce_and") and site.dtype != bool:  # of bits
+        return reduce_other(site, relations)
     if isinstance(relation, Extreme) and EXTREMES.get(site.name) == relation.kind:
         return [relation]
     if isinstance(relation, Total | Extreme):

@@ -15,6 +15,10 @@ P_{n-1}, for all parameters and all rows:
     Columns       each entry along the last dim has its own relation
     Unknown       nothing is known
 
+A value that follows from one draw of random numbers for all rows is `drawn`. Each piece has another
+key, so the relation holds only if all pieces draw the same numbers. Then a mean over pieces is right
+in expectation. A weight, an extreme or a collective is not.
+
 All relations but Known share one rule. A dim may have another size in W than in P, although it is
 not the split dim. **Then all entries along this dim are equal.** So a number that is broadcast is
 the Same for any number of rows.
@@ -29,6 +33,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from shardopt.trace._jaxprs import shape_of
+from shardopt.trace._primitives import library_name
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, Shape]
@@ -54,7 +59,7 @@ class Same:
 
     Attributes:
       ratio: W / P_i.
-      drawn: whether the value follows from the random key. Each piece has another key.
+      drawn: whether the value follows from a random draw for all rows.
     """
 
     ratio: float = 1.0
@@ -72,12 +77,14 @@ class Split:
       ratio: the ratio of an entry of W to its entry of P_i.
       order: None if the pieces come in order; else an identifier of the permutation of the entries
         of W.
+      drawn: see `Same`. A value with a random draw for each row is not drawn.
     """
 
     dim: int
     blocks: int = 1
     ratio: float = 1.0
     order: Hashable = None
+    drawn: bool = False
 
     @property
     def place(self) -> tuple[int, int, Hashable]:
@@ -96,10 +103,12 @@ class Total:
     Attributes:
       ratio: 1 for a sum over rows, 1/n for a mean.
       op: the operation that sums over rows.
+      drawn: see `Same`.
     """
 
     ratio: float
     op: Operation | None = dataclasses.field(default=None, compare=False)
+    drawn: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,10 +133,12 @@ class Extreme:
     Attributes:
       kind: "max" or "min".
       op: the operation that compares rows.
+      drawn: see `Same`.
     """
 
     kind: str
     op: Operation | None = dataclasses.field(default=None, compare=False)
+    drawn: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -204,17 +215,46 @@ def scaled(relation: Scaled, factor: float) -> Scaled:
     return dataclasses.replace(relation, ratio=relation.ratio * factor)
 
 
+def is_drawn(relation: Relation) -> bool:
+    """Return whether a relation holds only if all pieces draw the same random numbers."""
+    if isinstance(relation, Shifted):
+        return relation.split.drawn or relation.total.drawn
+    if isinstance(relation, Columns):
+        return any(map(is_drawn, relation.columns))
+    return isinstance(relation, Same | Split | Total | Extreme) and relation.drawn
+
+
+def as_drawn(relation: Relation) -> Relation:
+    """Return the relation of a value that follows from a random draw for all rows too."""
+    if isinstance(relation, Shifted):
+        return Shifted(
+            dataclasses.replace(relation.split, drawn=True),
+            dataclasses.replace(relation.total, drawn=True),
+        )
+    if isinstance(relation, Columns):
+        return Columns(tuple(map(as_drawn, relation.columns)))
+    if isinstance(relation, Known):
+        return as_drawn(relation.as_same())
+    if isinstance(relation, Same | Split | Total | Extreme):
+        return dataclasses.replace(relation, drawn=True)
+    return relation
+
+
 REASONS = {
     "mixes": "rows are mixed.",
     "position": "a row's part depends on its position in the batch.",
     "count": "it depends on the number of rows otherwise than a mean over them.",
     "backward": (
-        "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their"
-        " number."
+        "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, depends on their"
+        " number, or has symbolic_zeros=True."
     ),
     "primitive": "no rule says what this operation does to rows.",
     "shape": "no rule says where rows are afterwards.",
     "loop": "no rule says what this loop does to rows.",
+    "drawn": (
+        "it follows from one random number for all rows, and each device draws another one. Draw one"
+        " for each row."
+    ),
     "traces": "it does other things on the whole batch than on a piece of it.",
 }
 """The sentence of an error message for each reason of an `Unrelated`."""
@@ -257,7 +297,7 @@ class EquationPair:
       piece_eqn: the equation in the piece trace.
       num_pieces: n.
       callers: the calls around it, the outermost first.
-      name: the name of the primitive.
+      name: the name of the primitive; "" if neither jax nor equinox defines it.
       params: the parameters in the whole trace.
       op: the equation, for an error message to name.
     """
@@ -275,7 +315,7 @@ class EquationPair:
             num_pieces,
             callers,
         )
-        self.name, self.params = whole_eqn.primitive.name, whole_eqn.params
+        self.name, self.params = library_name(whole_eqn.primitive), whole_eqn.params
         self.op = Operation(whole_eqn, callers)
 
     def operand_shapes(self, i: int = 0) -> Shapes:

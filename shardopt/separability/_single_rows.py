@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.separability._relations import dim_after_removal
 from shardopt.trace._jaxprs import shape_of
+from shardopt.trace._primitives import library_name
 
 NAMES = ("squeeze", "squeeze", "dot_general", "broadcast_in_dim")
 
@@ -30,7 +31,7 @@ def batched_product(whole_eqn: JaxprEqn, piece_eqns: Sequence[JaxprEqn]) -> Jaxp
     """
     if (
         whole_eqn.primitive.name != "dot_general"
-        or tuple(eqn.primitive.name for eqn in piece_eqns[:4]) != NAMES
+        or tuple(library_name(eqn.primitive) for eqn in piece_eqns[:4]) != NAMES
     ):
         return None
     left_squeeze, right_squeeze, product, broadcast = piece_eqns[:4]

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
+from shardopt.separability import _draws as draws
 from shardopt.separability import _lookups as lookups
 from shardopt.separability import _moves as moves
 from shardopt.separability import _reductions as reductions
@@ -25,16 +27,23 @@ from shardopt.separability._relations import (
     Columns,
     EquationPair,
     Extreme,
-    Known,
     Relation,
     Same,
     Shifted,
     Split,
     Total,
+    as_drawn,
     differing_dims,
-    growth,
+    is_drawn,
 )
-from shardopt.trace._primitives import ARITHMETIC, DECOMPOSITIONS, IDENTITIES, SPECIAL
+from shardopt.trace._jaxprs import jaxpr_params, open_jaxpr
+from shardopt.trace._primitives import (
+    ARITHMETIC,
+    DECOMPOSITIONS,
+    IDENTITIES,
+    SPECIAL,
+    library_name,
+)
 
 
 class Rule(NamedTuple):
@@ -50,12 +59,15 @@ class Rule(NamedTuple):
       raw: whether `results` gets all relations, `Known` and `Unrelated` included. If False, known
         numbers are replaced by the relation that follows from them, and only relations that
         `results` accepts reach it.
+      draws: whether `results` says itself which results are `drawn`. If False, all are if an
+        operand is.
     """
 
     results: Callable[[EquationPair, Sequence[Relation]], list[Relation]]
     size_params: frozenset[str] = frozenset()
     accepts: tuple[type, ...] = (Same, Split, Total)
     raw: bool = False
+    draws: bool = False
 
 
 PLACEMENT_PARAMS = frozenset(
@@ -75,11 +87,18 @@ PLACEMENT_PARAMS = frozenset(
 
 def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return the relations of the results of an equation, from the relations of its operands."""
+    rule = TABLE.get(site.name)
+    if rule is None or not all(map(_combines_by_name, (site.whole_eqn, site.piece_eqn))):
+        return unknown_results(site, relations, "primitive")
     if (numbers := fold_constants(site, relations)) is not None:
         return [numbers]
-    rule = TABLE.get(site.name)
-    if rule is None:
-        return unknown_results(site, relations, "primitive")
+    results = _results(site, rule, relations)
+    if rule.draws or not any(map(is_drawn, relations)):
+        return results
+    return list(map(as_drawn, results))
+
+
+def _results(site: EquationPair, rule: Rule, relations: Sequence[Relation]) -> list[Relation]:
     if not all(
         name in rule.size_params | PLACEMENT_PARAMS or equal_params(*site.both_params(name))
         for name in site.params
@@ -95,6 +114,30 @@ def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
             if not isinstance(relation, rule.accepts):
                 return [not_linear(site, relation)] * site.num_results
     return rule.results(site, relations)
+
+
+_UPDATES = {
+    "scatter-add": "add",
+    "scatter_sub": "sub",
+    "scatter_mul": "mul",
+    "scatter_min": "min",
+    "scatter_max": "max",
+}
+
+
+def _combines_by_name(eqn: JaxprEqn) -> bool:
+    """Return whether an equation has no function, or the one that its name says."""
+    functions = jaxpr_params(eqn)
+    if not functions:
+        return eqn.primitive.name not in _UPDATES
+    inner = open_jaxpr(functions[0])
+    names = [library_name(update.primitive) for update in inner.eqns]
+    return (
+        len(functions) == 1
+        and names == [_UPDATES.get(eqn.primitive.name)]
+        and inner.eqns[0].invars == inner.invars
+        and inner.eqns[0].outvars == inner.outvars
+    )
 
 
 LINEAR_IN_ONE = frozenset(
@@ -157,56 +200,6 @@ def equal_params(whole_param: Any, piece_param: Any) -> bool:
         return bool(whole_param == piece_param)
     except Exception:
         return False
-
-
-def _random(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Draw random numbers from a key.
-
-    Each piece has another key of the loss, so its random numbers for rows are split. Any other key
-    gives all pieces the same numbers, but the rows of the whole batch get different numbers.
-    """
-    key = relations[0]
-    shapes = site.result_shapes()
-    dims = differing_dims(shapes)
-    if isinstance(key, Split):
-        return [
-            (
-                Split(key.dim, key.blocks, 1.0, key.order)
-                if dims == (key.dim,)
-                else site.unknown("shape")
-            )
-        ]
-    if not isinstance(key, Same):
-        return [site.unknown("mixes")]
-    if not dims:
-        return [key]
-    if not key.drawn:
-        return [site.unknown("position")]
-    return [
-        (
-            Split(dims[0])
-            if len(dims) == 1 and growth(shapes, dims) == site.num_pieces
-            else site.unknown("shape")
-        )
-    ]
-
-
-def _fold_in(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Make a new key of a key and a number.
-
-    From the key of the loss and a known number, each piece makes another key.
-    """
-    key = relations[0]
-    if isinstance(key, Same) and key.drawn and isinstance(relations[1], Known):
-        return _random(site, [key])
-    return elementwise(site, relations)
-
-
-def _threefry(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Make random bits of a key and a counter, as in `_fold_in`."""
-    if any(isinstance(key, Same) and key.drawn for key in relations[:2]):
-        return _random(site, [Same(1.0, True)]) * site.num_results
-    return elementwise(site, relations)
 
 
 def _iota(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -317,14 +310,13 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(lookups.gather, frozenset(["slice_sizes"]), raw=True), "gather"),
     **_rules(
         Rule(lookups.scatter, frozenset(["update_jaxpr"]), raw=True),
-        "scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max",
+        "scatter scatter-add scatter_sub scatter_mul scatter_min scatter_max",
     ),
     **_rules(Rule(lookups.dynamic_slice, frozenset(["slice_sizes"]), raw=True), "dynamic_slice"),
     **_rules(Rule(lookups.dynamic_update_slice, raw=True), "dynamic_update_slice"),
-    **_rules(Rule(_random, frozenset(["shape"])), "random_bits random_split"),
-    **_rules(Rule(_random), "random_wrap random_unwrap random_clone random_seed"),
-    **_rules(Rule(_fold_in, raw=True), "random_fold_in"),
-    **_rules(Rule(_threefry, raw=True), "threefry2x32"),
+    **_rules(Rule(draws.draw, frozenset(["shape"]), draws=True), "random_bits random_split"),
+    **_rules(Rule(draws.change_key), "random_wrap random_unwrap random_clone random_seed"),
+    **_rules(Rule(draws.fold_in, raw=True, draws=True), "random_fold_in"),
     **_rules(Rule(_iota, frozenset(["shape"])), "iota"),
     **_rules(Rule(_constant), "platform_index"),
     **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),

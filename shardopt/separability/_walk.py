@@ -1,10 +1,11 @@
 """The proof: one walk over the whole trace and the piece trace, equation by equation."""
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
@@ -29,10 +30,11 @@ from shardopt.separability._relations import (
     Total,
     Unrelated,
     differing_dims,
+    is_drawn,
     is_exactly_same,
 )
 from shardopt.separability._single_rows import batched_product, omitted_broadcast
-from shardopt.separability._table import apply_rule, equal_params
+from shardopt.separability._table import apply_rule
 from shardopt.trace._jaxprs import (
     CHECKPOINTS,
     COLLECTIVES,
@@ -42,11 +44,10 @@ from shardopt.trace._jaxprs import (
     shape_of,
 )
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
+from shardopt.trace._parts import abstract_value
 
-CALLS = frozenset(
-    ["pjit", "jit", "closed_call", "core_call", "remat", "named_call", "custom_lin", *CHECKPOINTS]
-)
-CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"])
+CALLS = frozenset(["pjit", "jit", "closed_call", *CHECKPOINTS])
+CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 
 def relate_jaxprs(
@@ -137,7 +138,7 @@ def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
             (getattr(var.aval, "dtype", None), len(shape_of(var)))
             for var in (*eqn.invars, *eqn.outvars)
         ]
-        return eqn.primitive.name, len(eqn.invars), len(eqn.outvars), types
+        return eqn.primitive, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
 
@@ -214,58 +215,51 @@ def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -
     try:
         return proof.relate(site, *site.both_params(key), relations)
     except DifferentTracesError:
-        if site.params.get("name") == "take_along_axis" and _written_by_jax(site):
-            return [_take_along_axis(site, relations)]
-        return unknown_results(site, relations, "traces")
+        axis = _looked_up_axis(site)
+        if axis is None:
+            return unknown_results(site, relations, "traces")
+        return [_take_along_axis(site, relations, axis)]
 
 
-def _written_by_jax(site: EquationPair) -> bool:
-    """Return whether all equations of a function come from `jax.numpy`, and not from a user's
-    function of the same name.
+def _looked_up_axis(site: EquationPair) -> int | None:
+    """Return the axis of the `jnp.take_along_axis` that both equations call.
+
+    None if they call anything else: jax must trace this function to the same equations.
     """
-    folder = str(Path(jax.__file__).parent / "_src" / "numpy")
-    for jaxpr in site.both_params("jaxpr"):
-        for eqn in open_jaxpr(jaxpr).eqns:
-            traceback = eqn.source_info.traceback
-            files = (
-                [frame.file_name for frame in traceback.frames] if traceback is not None else [""]
-            )
-            if not any(file.startswith(folder) for file in files[:12]):
-                return False
-    return True
+    if site.name not in ("jit", "pjit") or len(site.whole_eqn.invars) != 2:
+        return None
+    for axis in range(len(site.operand_shapes()[0])):
+        if all(_is_lookup(eqn, axis) for eqn in (site.whole_eqn, site.piece_eqn)):
+            return axis
+    return None
 
 
-def _take_along_axis(site: EquationPair, relations: Sequence[Relation]) -> Relation:
+def _is_lookup(eqn: JaxprEqn, axis: int) -> bool:
+    shapes = [shape_of(var) for var in eqn.invars]
+    other_dims = [dim for dim in range(len(shapes[0])) if dim != axis]
+    if len(shapes[0]) != len(shapes[1]) or any(
+        shapes[0][dim] != shapes[1][dim] != 1 for dim in other_dims
+    ):
+        return False
+    for mode in ("fill", "clip", "promise_in_bounds"):
+        look_up = functools.partial(jnp.take_along_axis, axis=axis, mode=mode)
+        calls = jax.make_jaxpr(look_up)(*map(abstract_value, eqn.invars)).eqns
+        if [str(call.params.get("jaxpr")) for call in calls] == [str(eqn.params["jaxpr"])]:
+            return True
+    return False
+
+
+def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: int) -> Relation:
     """Return the relation of the result of `jnp.take_along_axis`, which jax writes in another way
     for dims of size 1.
 
     The result has the dims of the operands, and dims of size 1 are broadcast. So an index looks up
     an entry at its own place along all dims but one.
     """
-    gathers = [
-        [eqn for eqn in open_jaxpr(jaxpr).eqns if eqn.primitive.name == "gather"]
-        for jaxpr in site.both_params("jaxpr")
-    ]
-    if any(len(gather_eqns) != 1 for gather_eqns in gathers):
-        return site.unknown("traces")
-    (whole_gather,), (piece_gather,) = gathers
-    indexed_dims = [
-        eqn.params["dimension_numbers"].start_index_map for eqn in (whole_gather, piece_gather)
-    ]
-    same_mode = all(
-        equal_params(whole_gather.params[name], piece_gather.params[name])
-        for name in ("mode", "fill_value")
-    )
     operands = resolve_numbers(site, relations)
-    if (
-        indexed_dims[0] != indexed_dims[1]
-        or len(indexed_dims[0]) != 1
-        or not same_mode
-        or first_unknown(operands)
-    ):
-        return first_unknown(operands) or site.unknown("traces")
-    (dim,) = indexed_dims[0]
-    if dim in differing_dims(site.operand_shapes(0)) or not all(
+    if unknown := first_unknown(operands):
+        return unknown
+    if axis in differing_dims(site.operand_shapes(0)) or not all(
         isinstance(operand, Same | Split) and operand.ratio == 1.0 for operand in operands
     ):
         return site.unknown("mixes")
@@ -287,8 +281,10 @@ def _row_maximum(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if unknown := first_unknown(relations):
         return unknown
     (operand,) = resolve_numbers(site, relations)
+    if is_drawn(operand):  # devices draw other numbers, and all would see their maximum
+        return site.unknown("drawn")
     if isinstance(operand, Same | Split) and not differing_dims(site.result_shapes()):
-        return Same(abs(operand.ratio), isinstance(operand, Same) and operand.drawn)
+        return Same(abs(operand.ratio))
     return site.unknown("mixes")
 
 
@@ -322,6 +318,9 @@ def _custom(proof: ProofSettings, site: EquationPair, relations: list[Relation])
     results = proof.relate(site, *site.both_params(key), relations)
     if not proof.training or all(isinstance(relation, Known) for relation in relations):
         return results
+    # the rule may look at what is differentiated, which only the whole loss decides
+    if site.params["symbolic_zeros"]:
+        return unknown_results(site, results, "backward")
     if site.name == "custom_jvp_call":
         return derivatives.follow_jvp(proof, site, relations, results)
     return derivatives.follow_vjp(proof, site, relations, results)
@@ -391,9 +390,11 @@ def _collective(
 
 
 def _collective_over_pieces(site: EquationPair, relation: Relation, i: int) -> Relation:
+    if is_drawn(relation):  # each piece would see the draws of all pieces
+        return site.unknown("drawn")
     if site.name in SUMS and isinstance(relation, Total):
         return Same(relation.ratio)
-    if site.name in SUMS and isinstance(relation, Same) and not relation.drawn:
+    if site.name in SUMS and isinstance(relation, Same):
         return Same(relation.ratio / site.num_pieces)
     if (
         site.name in ("pmax", "pmin")

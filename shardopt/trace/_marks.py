@@ -16,21 +16,33 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Va
 from shardopt.trace._jaxprs import equations
 
 T = TypeVar("T")
-POSITIONS = "shardopt_positions"
+
+
+class Kind(str):
+    """The kind of a marked function.
+
+    It is also the name of the function in a trace, but a function of this name that a user wrote
+    has no mark: jax keeps the `Kind` itself as the name.
+    """
+
+    __slots__ = ()
+
+
+POSITIONS = Kind("shardopt_positions")
 """The positions of a device's piece in its sequences."""
-ATTENTION = "shardopt_attention"
+ATTENTION = Kind("shardopt_attention")
 """Attention over the positions of all devices along context. Its operands begin with query, key and
 value.
 """
-ROW_MAXIMUM = "shardopt_row_maximum"
+ROW_MAXIMUM = Kind("shardopt_row_maximum")
 """The largest absolute numbers over positions, of all devices along context."""
-EXPERTS = "shardopt_experts"
+EXPERTS = Kind("shardopt_experts")
 """Experts of all devices, so that results are complete. `top_k` is the number of experts of a
 token.
 """
-GROUPED_PRODUCT = "shardopt_grouped_product"
+GROUPED_PRODUCT = Kind("shardopt_grouped_product")
 """Each row times the matrix of its group. The rows come first among its operands."""
-LOSS = "shardopt_value_fn"
+LOSS = Kind("shardopt_value_fn")
 """An evaluation of the loss in an optimizer's update; the loss is sharded already."""
 _DATA = {
     POSITIONS: (),
@@ -71,7 +83,7 @@ class Mark(NamedTuple):
     data: dict[str, int]
 
 
-def marked(kind: str, f: Callable[..., T], **data: int) -> Callable[..., T]:
+def marked(kind: Kind, f: Callable[..., T], **data: int) -> Callable[..., T]:
     """Return `f` as a jitted function with a mark.
 
     In a trace, the data are literals among its operands.
@@ -91,7 +103,7 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
     None if it calls none, or one without a mark.
     """
     kind = eqn.params.get("name")
-    if eqn.primitive.name not in ("jit", "pjit") or kind not in _DATA:
+    if not isinstance(kind, Kind) or eqn.primitive.name not in ("jit", "pjit"):
         return None
     names = _DATA[kind]
     values = [atom.val for atom in eqn.invars[: len(names)] if isinstance(atom, Literal)]

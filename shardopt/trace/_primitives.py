@@ -6,6 +6,42 @@ primitives (their effect on zeros and sums, how their values grow) stand in the 
 them.
 """
 
+import sys
+
+from jax.extend.core import Primitive
+
+_LIBRARY: set[Primitive] = set()
+_FOREIGN: set[Primitive] = set()
+
+
+def library_name(primitive: Primitive) -> str:
+    """Return the name of a primitive that jax or equinox defines.
+
+    "" for any other primitive: it may have the name of one of theirs and do something else.
+    """
+    if primitive in _LIBRARY:
+        return primitive.name
+    if primitive not in _FOREIGN:
+        _LIBRARY.update(_defined_primitives())
+        if primitive in _LIBRARY:
+            return primitive.name
+        _FOREIGN.add(primitive)
+    return ""
+
+
+def _defined_primitives() -> set[Primitive]:
+    modules = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] in ("jax", "equinox")
+    ]
+    return {
+        value
+        for module in modules
+        for value in list(vars(module).values())
+        if isinstance(value, Primitive)
+    }
+
 
 def words(text: str) -> frozenset[str]:
     """Return the words of a text."""

@@ -39,7 +39,9 @@ from shardopt.separability._relations import (
     Split,
     Total,
     Unrelated,
+    as_drawn,
     differing_dims,
+    is_drawn,
 )
 from shardopt.separability._walk import relate_jaxprs
 from shardopt.trace._jaxprs import equations
@@ -131,15 +133,6 @@ def primitives_of(case: RuleCase) -> set[str]:
         operands = [jax.ShapeDtypeStruct(x.shapes[0], x.dtype) for x in case.operands]
         jaxpr = jax.make_jaxpr(case.functions[0])(*operands)
     return {eqn.primitive.name for eqn in equations(jaxpr)}
-
-
-def is_drawn(relation: Relation) -> bool:
-    """Return whether a relation holds only if all pieces draw the same random numbers."""
-    if isinstance(relation, Shifted):
-        return is_drawn(relation.split) or is_drawn(relation.total)
-    if isinstance(relation, Columns):
-        return any(map(is_drawn, relation.columns))
-    return getattr(relation, "drawn", False)
 
 
 # --- drawing --------------------------------------------------------------------------------------
@@ -550,15 +543,25 @@ def draw_relation(
     if dtype.kind not in "iufcV":
         fitting = [kind for kind in fitting if kind not in (Total, Shifted)]
     kind = fitting[rng.integers(len(fitting))] if fitting else Same
+    relation = _relation_of_kind(rng, kind, shapes, dtype, num_pieces, row_dims)
+    return as_drawn(relation) if kind is not Known and rng.random() < 0.2 else relation
+
+
+def _relation_of_kind(
+    rng: np.random.Generator,
+    kind: type,
+    shapes: Shapes,
+    dtype: np.dtype,
+    num_pieces: int,
+    row_dims: Sequence[int],
+) -> Relation:
     ratio = draw_ratio(rng, dtype, num_pieces)
     if kind is Same:
-        return Same(ratio, drawn=bool(rng.random() < 0.3))
+        return Same(ratio)
     if kind is Total:
         return Total(ratio)
     if kind is Extreme:
         return Extreme(str(rng.choice(["max", "min"])))
-    if kind is Unrelated:
-        return Unrelated("mixes")
     if kind is Known:
         return _draw_known(rng, shapes, dtype, num_pieces)
     dim = int(rng.choice(row_dims))

@@ -7,8 +7,10 @@ import jax
 import pytest
 from support.piecewise import as_users_have_it, compare, proved
 from support.row_classes import ACCEPTED, CLASSES, PARAMS, batch_of
+from support.row_deceptions import DECEPTIONS
 from support.tiers import tiered
 
+CLASSES = CLASSES | DECEPTIONS
 ROWS = [(name, row) for name, losses in CLASSES.items() for row in losses]
 QUICK = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::96]}
 OFTEN = {(name, row) for name, losses in CLASSES.items() for row in list(losses)[::2]}

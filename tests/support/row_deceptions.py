@@ -1,0 +1,245 @@
+"""Further classes of losses that a proof of separability can get wrong: loops of another length than
+the rows, functions inside of primitives, rules that look at what is differentiated, names of jax's
+own functions, and metrics that look like a sum or an extreme over rows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import shardopt as so
+from support.row_classes import cases, errors, hidden, rows_of
+
+
+def per_turn(p: Any) -> jax.Array:
+    return jnp.sum(p["w"] ** 2)
+
+
+def added(turns: Any) -> Any:
+    """Return the mean error plus a penalty that is added `turns(rows)` times, over the rows."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        total = jax.lax.fori_loop(0, turns(rows_of(b)), lambda _, c: c + per_turn(p), 0.0)
+        return jnp.mean(errors(p, b)) + total / rows_of(b)
+
+    return loss
+
+
+def scanned(p: Any, b: Any, length: int) -> jax.Array:
+    return jax.lax.scan(lambda c, _: (c + per_turn(p), per_turn(p)), 0.0, None, length=length)[0]
+
+
+LOOPS = cases({
+    "all turns but one": added(lambda B: B - 1),
+    "a turn more": added(lambda B: B + 1),
+    "as many turns as pairs of rows": added(lambda B: B * (B - 1) // 2),
+    "half of the turns, rounded up": added(lambda B: (B + 1) // 2 + 1),
+    "a constant and the rows": added(lambda B: B + 7),
+    "a scan of another length": lambda p, b: jnp.mean(errors(p, b)) + scanned(p, b, rows_of(b) - 2) / rows_of(b),
+    "a weight that a loop counts": lambda p, b: so.losses.Weighted(
+        jnp.sum(errors(p, b)), jax.lax.fori_loop(0, rows_of(b) - 1, lambda _, c: c + 1.0, 0.0)
+    ),
+    "a sum that a loop counts": lambda p, b: (
+        jnp.mean(errors(p, b)),
+        {"turns": so.losses.Sum(jax.lax.fori_loop(0, rows_of(b) - 1, lambda _, c: c + 1.0, 0.0))},
+    ),
+    "vectors of a loop": lambda p, b: jnp.mean(errors(p, b)) + jnp.sum(
+        jax.lax.fori_loop(0, rows_of(b) + 2, lambda _, c: c + p["scale"], jnp.zeros(4))
+    ) / rows_of(b),
+    "rows backwards, one less": lambda p, b: jax.lax.scan(
+        lambda c, x: (c + jnp.sum(x * p["scale"]), None), 0.0, b["x"][1:], reverse=True
+    )[0] / rows_of(b),
+    "counted into a bin": lambda p, b: jnp.mean(errors(p, b)) + jax.lax.fori_loop(
+        0, rows_of(b) - 1, lambda _, c: c.at[0].add(per_turn(p)), jnp.zeros(3)
+    )[0] / rows_of(b),
+})  # fmt: skip
+
+
+# --- rules that look at what is differentiated -----------------------------------------------------
+
+
+@jax.custom_vjp
+def product(x, y):
+    return x * y
+
+
+def product_forward(x, y):
+    return x.value * y.value, (x.value, y.value, x.perturbed)
+
+
+def product_backward(residuals, ct):
+    x, y, x_is_differentiated = residuals
+    slope = ct * x
+    return ct * y, slope if x_is_differentiated else slope - slope.mean(0)
+
+
+product.defvjp(product_forward, product_backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def product_by_tangents(x, y):
+    return x * y
+
+
+def _product_tangents(primals, tangents):
+    (x, y), (x_dot, y_dot) = primals, tangents
+    if isinstance(x_dot, SymbolicZero):
+        return x * y, x * y_dot - (x * y_dot).mean(0)
+    return x * y, x_dot * y + x * y_dot
+
+
+product_by_tangents.defjvp(_product_tangents, symbolic_zeros=True)
+
+
+@jax.custom_vjp
+def both_outputs(x):
+    return jnp.sin(x), jnp.cos(x)
+
+
+def _both_backward(x, cts):
+    of_sin, of_cos = cts
+    if isinstance(of_cos, SymbolicZero):
+        return (of_sin * jnp.cos(x) - (of_sin * jnp.cos(x)).mean(0),)
+    return (of_sin * jnp.cos(x) - of_cos * jnp.sin(x),)
+
+
+both_outputs.defvjp(
+    lambda x: ((jnp.sin(x.value), jnp.cos(x.value)), x.value), _both_backward, symbolic_zeros=True
+)
+
+
+@jax.custom_jvp
+def scaled_by_count(x, y):
+    return x * y
+
+
+def _scaled_tangents(primals, tangents):
+    (x, y), (x_dot, y_dot) = primals, tangents
+    share = 1 / x.shape[0] if isinstance(x_dot, SymbolicZero) else 1.0
+    x_term = 0.0 if isinstance(x_dot, SymbolicZero) else x_dot * y
+    return x * y, x_term + x * y_dot * share
+
+
+scaled_by_count.defjvp(_scaled_tangents, symbolic_zeros=True)
+
+SYMBOLIC_ZEROS = cases({
+    "a backward rule": lambda p, b: jnp.mean(product(b["x"], b["x"] * p["scale"])),
+    "a jvp rule": lambda p, b: jnp.mean(product_by_tangents(b["x"], b["x"] * p["scale"]) * b["x"]),
+    "a result without a cotangent": lambda p, b: jnp.mean(both_outputs(b["x"] * p["scale"])[0] * b["x"]),
+    "over the count": lambda p, b: jnp.mean(scaled_by_count(b["x"], b["x"] * p["scale"])),
+    "in a scan": lambda p, b: jnp.mean(
+        jax.lax.scan(lambda c, _: (product(b["x"], c), None), b["x"] * p["scale"], None, length=2)[0]
+    ),
+    "in jit": lambda p, b: jnp.mean(jax.jit(product_by_tangents)(b["x"], b["x"] * p["scale"]) * b["x"]),
+})  # fmt: skip
+
+
+# --- functions inside of primitives ----------------------------------------------------------------
+
+
+def _mean_twice(p: Any, b: Any) -> jax.Array:
+    means = jnp.stack([jnp.mean(errors(p, b)), jnp.mean(hidden(p, b))])
+    return jax.lax.stop_gradient(means)  # a function in a scatter has no derivative
+
+
+SUB_PROGRAMS = cases({
+    "a sine of a mean": lambda p, b: jnp.sum(_mean_twice(p, b).at[0].apply(jnp.sin)),
+    "a square of a mean": lambda p, b: jnp.sum(_mean_twice(p, b).at[jnp.array([0, 1])].apply(jnp.square)),
+    "a shifted mean, over the count": lambda p, b: jnp.sum(
+        _mean_twice(p, b).at[1].apply(lambda x: x * 3.0 + x**2)
+    ),
+    "a sum to a power": lambda p, b: jnp.sum(_mean_twice(p, b).at[0].power(2)),
+    "a product of all rows": lambda p, b: jax.lax.reduce(
+        1 + 0.1 * errors(p, b), np.float64(1), jax.lax.mul, (0,)
+    ),
+    "a reduction by a function": lambda p, b: jax.lax.reduce(
+        errors(p, b), np.float64(0), lambda x, y: x + y + 0.1 * x * y, (0,)
+    ) / rows_of(b),
+})  # fmt: skip
+
+
+# --- names of others --------------------------------------------------------------------------------
+
+
+def imitated(name: str, f: Any) -> Any:
+    """Return a primitive that has the name of another one, and computes `f`."""
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda x: x)
+    primitive.def_impl(f)
+    mlir.register_lowering(primitive, mlir.lower_fun(f, multiple_results=False))
+    ad.primitive_jvps[primitive] = lambda primals, tangents: jax.jvp(f, primals, tangents)
+    batching.primitive_batchers[primitive] = lambda args, dims: (jax.vmap(f)(*args), 0)
+    return primitive.bind
+
+
+def less_mean(x: jax.Array) -> jax.Array:
+    return x - x.mean(0)
+
+
+def named(name: str, f: Any) -> Any:
+    f.__name__ = name
+    return jax.jit(f)
+
+
+def _reversed_rows(x: jax.Array, i: jax.Array) -> jax.Array:
+    return x[::-1] if x.shape[0] == 8 else x * (i >= 0)
+
+
+NAMES = cases({
+    "tanh": lambda p, b: jnp.mean(imitated("tanh", less_mean)(b["x"] @ p["w"]) ** 2),
+    "neg": lambda p, b: jnp.mean(imitated("neg", less_mean)(hidden(p, b)) ** 2),
+    "copy": lambda p, b: jnp.mean(imitated("copy", less_mean)(hidden(p, b)) ** 2),
+    "stop_gradient": lambda p, b: jnp.mean(imitated("stop_gradient", less_mean)(hidden(p, b)) ** 2),
+    "reduce_precision": lambda p, b: imitated("name", jnp.square)(jnp.mean(hidden(p, b))),
+    "take_along_axis": lambda p, b: jnp.mean(
+        named("take_along_axis", lambda x, i: _reversed_rows(x, i))(errors(p, b), b["label"])
+        * b["x"][:, 0]
+    ),
+    "shardopt_row_maximum": lambda p, b: jnp.mean(
+        named("shardopt_row_maximum", lambda x: x - x.mean(0))(hidden(p, b)) ** 2
+    ),
+})  # fmt: skip
+
+
+# --- metrics ----------------------------------------------------------------------------------------
+
+
+def with_metric(metric: Any) -> Any:
+    return lambda p, b: (jnp.mean(errors(p, b)), {"metric": metric(p, b)})
+
+
+METRICS = cases({name: with_metric(metric) for name, metric in {
+    "the bits of all labels": lambda p, b: so.losses.Max(jnp.bitwise_or.reduce(1 << b["tokens"][:, 0])),
+    "the bits that all labels have": lambda p, b: so.losses.Min(jnp.bitwise_and.reduce(63 - (1 << b["tokens"][:, 0]))),
+    "the largest, wrapped": lambda p, b: so.losses.Max((b["label"] * 100).max().astype(jnp.int8)),
+    "the largest, as unsigned": lambda p, b: so.losses.Max((b["label"] - 2 + 2 * (b["x"][:, 0] > 1)).max().astype(jnp.uint32)),
+    "the smallest of bits, negated": lambda p, b: so.losses.Max(-((b["label"] + (b["x"][:, 0] > 0)).astype(jnp.uint8)).min()),
+    "the largest of all rows and their number": lambda p, b: so.losses.Max(
+        jnp.maximum(errors(p, b).max(), rows_of(b))
+    ),
+    "the largest, over the count": lambda p, b: so.losses.Max(errors(p, b).max() / rows_of(b)),
+    "a sum by a loop that is too short": lambda p, b: so.losses.Sum(
+        jax.lax.fori_loop(0, rows_of(b) - 1, lambda _, c: c + 1, 0)
+    ),
+    "a sum of narrow integers": lambda p, b: so.losses.Sum(
+        jnp.sum(b["tokens"].astype(jnp.int8) * 3, dtype=jnp.int8)
+    ),
+    "the larger of two sums": lambda p, b: so.losses.Sum(
+        jnp.maximum(jnp.sum(b["x"][:, 0]), -jnp.sum(b["x"][:, 0]))
+    ),
+    "the largest mean": lambda p, b: so.losses.Max(jnp.max(jnp.mean(b["x"], 0))),
+    "the smallest of the largest": lambda p, b: so.losses.Min(jnp.max(b["x"], 0).min()),
+}.items()})  # fmt: skip
+
+DECEPTIONS = {
+    "lengths of loops": LOOPS,
+    "symbolic zeros": SYMBOLIC_ZEROS,
+    "functions in primitives": SUB_PROGRAMS,
+    "names of others": NAMES,
+    "metrics": METRICS,
+}
