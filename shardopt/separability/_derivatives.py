@@ -7,8 +7,9 @@ from their derivatives.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,72 @@ cotangents, as derivatives do. Rules that add to the cotangents, clip them or ta
 give back this factor: it follows from no size in a program. """
 
 
+MAX_SYMBOLIC_ZEROS = 6
+"""The largest number of operands and results of a rule that may look at what is differentiated."""
+
+
+class Differentiated(NamedTuple):
+    """The operands of a function that have a tangent, and the results that have a cotangent.
+
+    Attributes:
+      operands: the indices of the operands.
+      results: the indices of the results.
+    """
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def differentiated(
+    site: EquationPair, relations: Sequence[Relation]
+) -> list[Differentiated] | None:
+    """Return what may be differentiated where the loss calls a function with a derivative rule.
+
+    A rule with `symbolic_zeros=True` may look at it, so all subsets are returned. Any other rule
+    gets zeros, which have every relation. None if there are too many subsets.
+    """
+    first = site.params.get("num_consts", 0) if site.name == "custom_vjp_call" else 0
+    operands = [i for i in _floating(site.whole_eqn.invars) if i >= first]
+    results = _floating(site.whole_eqn.outvars)
+    if not operands or not results:
+        return []
+    if not site.params["symbolic_zeros"]:
+        return [Differentiated(tuple(operands), tuple(results))]
+    operands = [i for i in operands if not isinstance(relations[i], Known)]
+    if len(operands) + len(results) > MAX_SYMBOLIC_ZEROS:
+        return None
+    return [
+        Differentiated(*pair) for pair in itertools.product(_subsets(operands), _subsets(results))
+    ]
+
+
+def _subsets(indices: Sequence[int]) -> list[tuple[int, ...]]:
+    sizes = range(1, len(indices) + 1)
+    return [subset for size in sizes for subset in itertools.combinations(indices, size)]
+
+
+def _as_function(
+    eqn: JaxprEqn, operands: Sequence[jax.Array], indices: Sequence[int]
+) -> Callable[..., list[Any]]:
+    """Return the function that an equation calls, as a function of the operands at `indices`."""
+
+    def call(*differentiated: jax.Array) -> list[Any]:
+        filled = list(operands)
+        for i, operand in zip(indices, differentiated, strict=True):
+            filled[i] = operand
+        # without it, messages would name this line
+        with source_info_util.user_context(eqn.source_info.traceback):
+            return eqn.primitive.bind(*filled, **eqn.primitive.get_bind_params(eqn.params))
+
+    return call
+
+
 def follow_jvp(
-    proof: ProofSettings, site: EquationPair, relations: list[Relation], results: list[Relation]
+    proof: ProofSettings,
+    site: EquationPair,
+    relations: list[Relation],
+    results: list[Relation],
+    of: Differentiated,
 ) -> list[Relation]:
     """Return the relations of the results if the jvp rule agrees with them; else `Unrelated`.
 
@@ -50,41 +115,41 @@ def follow_jvp(
     two values, so it has the relation of the values. A rule that gives other relations is not the
     derivative of the function on the whole batch.
     """
-    floating = _floating(site.whole_eqn.invars)
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(
             operands: list[jax.Array], tangents: list[jax.Array]
         ) -> tuple[list[Any], list[Any]]:
-            all_tangents = [
-                jnp.zeros(jnp.shape(operand), jax.dtypes.float0) for operand in operands
-            ]
-            for i, tangent in zip(floating, tangents, strict=True):
-                all_tangents[i] = tangent
-            primals_out, tangents_out = jax.jvp(_bound(eqn), operands, all_tangents)
-            return primals_out, [tangents_out[i] for i in _floating(eqn.outvars)]
+            function = _as_function(eqn, operands, of.operands)
+            primals_out, tangents_out = jax.jvp(
+                function, [operands[i] for i in of.operands], tangents
+            )
+            return primals_out, [tangents_out[i] for i in of.results]
 
         return jax.make_jaxpr(run)(
             [abstract_value(var) for var in eqn.invars],
-            [abstract_value(eqn.invars[i]) for i in floating],
+            [abstract_value(eqn.invars[i]) for i in of.operands],
         )
 
     operands = resolve_numbers(site, relations)
-    tangents = [Same() if is_zero(relations[i]) else operands[i] for i in floating]
-    rule_relations = _follow_rule(proof, site, trace, [*relations, *tangents])
+    tangents = [Same() if is_zero(relations[i]) else operands[i] for i in of.operands]
+    rule_relations = _follow_rule(proof, site, of, trace, [*relations, *tangents])
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
-    expected = [results[i] for i in _floating(site.whole_eqn.outvars)]
     agree = _all_agree(site, rule_results, results) and all(
-        is_zero(rule_relation) or _agree(site, rule_relation, relation)
-        for rule_relation, relation in zip(rule_tangents, expected, strict=True)
+        is_zero(rule_relation) or _agree(site, rule_relation, results[i])
+        for rule_relation, i in zip(rule_tangents, of.results, strict=True)
     )
     return results if agree else unknown_results(site, results, "backward")
 
 
 def follow_vjp(
-    proof: ProofSettings, site: EquationPair, relations: list[Relation], results: list[Relation]
+    proof: ProofSettings,
+    site: EquationPair,
+    relations: list[Relation],
+    results: list[Relation],
+    of: Differentiated,
 ) -> list[Relation]:
     """Return the relations of the results if the vjp rule agrees with them; else `Unrelated`.
 
@@ -98,64 +163,46 @@ def follow_vjp(
     The proof gives these relations to the cotangents of the results. The cotangents of the operands
     must have them too.
     """
-    floating_results = _floating(site.whole_eqn.outvars)
-    differentiated = [
-        i for i in _floating(site.whole_eqn.invars) if i >= site.params.get("num_consts", 0)
-    ]
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(
             operands: list[jax.Array], cotangents: list[jax.Array]
         ) -> tuple[list[Any], list[Any]]:
-            def forward(floating: list[jax.Array]) -> tuple[list[Any], list[Any]]:
-                filled = list(operands)
-                for i, operand in zip(differentiated, floating, strict=True):
-                    filled[i] = operand
-                all_results = _bound(eqn)(*filled)
-                return [all_results[i] for i in floating_results], all_results
+            function = _as_function(eqn, operands, of.operands)
+
+            def forward(*operands: jax.Array) -> tuple[list[Any], list[Any]]:
+                all_results = function(*operands)
+                return [all_results[i] for i in of.results], all_results
 
             _, pull_back, all_results = jax.vjp(
-                forward, [operands[i] for i in differentiated], has_aux=True
+                forward, *[operands[i] for i in of.operands], has_aux=True
             )
-            return all_results, pull_back(cotangents)[0]
+            return all_results, list(pull_back(cotangents))
 
         return jax.make_jaxpr(run)(
             [abstract_value(var) for var in eqn.invars],
-            [abstract_value(eqn.outvars[i]) for i in floating_results],
+            [abstract_value(eqn.outvars[i]) for i in of.results],
         )
 
-    shapes = (
-        [site.operand_shapes(i) for i in differentiated],
-        [site.result_shapes(i) for i in floating_results],
-    )
     operands = resolve_numbers(site, relations)
     cotangents = [
-        _derivative_relation(site, results[i], shape)
-        for i, shape in zip(floating_results, shapes[1], strict=True)
+        relation
+        for i in of.results
+        if (relation := _derivative_relation(site, results[i], site.result_shapes(i))) is not None
     ]
-    expected = [
-        _derivative_relation(site, operands[i], shape)
-        for i, shape in zip(differentiated, shapes[0], strict=True)
-    ]
-    if any(relation is None for relation in cotangents):
+    if len(cotangents) < len(of.results):
         return unknown_results(site, results, "backward")
-    rule_relations = _follow_rule(
-        proof,
-        site,
-        trace,
-        [*relations, *[relation for relation in cotangents if relation is not None]],
-    )
+    rule_relations = _follow_rule(proof, site, of, trace, [*relations, *cotangents])
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
     agree = _all_agree(site, rule_results, results)
-    for i, rule_relation, expected_relation in zip(
-        differentiated, rule_cotangents, expected, strict=True
-    ):
+    for i, rule_relation in zip(of.operands, rule_cotangents, strict=True):
         # a known number has no gradient, and 0 has every relation
         if isinstance(relations[i], Known) or is_zero(rule_relation):
             continue
-        agree &= expected_relation is not None and _agree(site, rule_relation, expected_relation)
+        expected = _derivative_relation(site, operands[i], site.operand_shapes(i))
+        agree &= expected is not None and _agree(site, rule_relation, expected)
     return results if agree else unknown_results(site, results, "backward")
 
 
@@ -202,6 +249,7 @@ def _agree(site: EquationPair, a: Relation, b: Relation) -> bool:
 def _follow_rule(
     proof: ProofSettings,
     site: EquationPair,
+    of: Differentiated,
     trace: Callable[[JaxprEqn], ClosedJaxpr],
     relations: Sequence[Relation],
 ) -> list[Relation] | None:
@@ -212,10 +260,11 @@ def _follow_rule(
     Args:
       proof: the settings of the proof.
       site: the call of the function.
+      of: what is differentiated.
       trace: a function that traces the rule of an equation.
       relations: the relations of the rule's operands.
     """
-    key = id(site.whole_eqn), id(site.piece_eqn)
+    key = id(site.whole_eqn), id(site.piece_eqn), of
     if key not in proof.rule_traces:
         try:
             # layers use their plain forms, as in the trace of the loss
@@ -234,17 +283,6 @@ def _follow_rule(
         )
     except DifferentTracesError:
         return None
-
-
-def _bound(eqn: JaxprEqn) -> Callable[..., Any]:
-    """Return the function that an equation calls."""
-
-    def call(*operands: jax.Array) -> Any:
-        # without it, messages would name this line
-        with source_info_util.user_context(eqn.source_info.traceback):
-            return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-
-    return call
 
 
 def _floating(variables: Sequence[Any]) -> list[int]:

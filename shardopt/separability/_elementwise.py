@@ -195,14 +195,13 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
         return site.unknown("mixes")
     if splits:
         return dataclasses.replace(splits[0], ratio=ratio)
-    return Same(ratio, any(isinstance(operand, Same) and operand.drawn for operand in terms))
+    return Same(ratio)
 
 
 def _select(site: EquationPair, predicate: Same, cases: Sequence[Relation]) -> Relation:
     if not site.equal_ratios(predicate.ratio, 1.0):
         return site.unknown("count")
-    joined = join(OperandSite(site, 1), cases)
-    return Same(joined.ratio, True) if predicate.drawn and isinstance(joined, Same) else joined
+    return join(OperandSite(site, 1), cases)
 
 
 def _result_ratio(

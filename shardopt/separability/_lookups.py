@@ -113,7 +113,7 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     if isinstance(operand, Split):
         return [operand.moved_to(numbers.offset_dims[slice_dims.index(operand.dim)])]
     if isinstance(operand, Same):
-        return [Same(operand.ratio, operand.drawn or index_relation.drawn)]
+        return [Same(operand.ratio)]
     return [operand if isinstance(operand, Total) else site.unknown("shape")]
 
 
@@ -347,11 +347,7 @@ def _combine_entries(
     whatever their place.
     """
     entries = [
-        (
-            Same(relation.ratio, isinstance(relation, Same) and relation.drawn)
-            if isinstance(relation, Same | Split)
-            else relation
-        )
+        (Same(relation.ratio) if isinstance(relation, Same | Split) else relation)
         for relation in (operand, updates)
     ]
     if site.name not in ADDING and site.name != "scatter":  # scatter_mul, scatter_max, scatter_min

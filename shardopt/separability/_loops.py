@@ -191,14 +191,13 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
 def _raises(branch: Any) -> bool:
     """Return whether a branch is the branch of `equinox.error_if` that raises an error."""
     errors = sys.modules.get("equinox._errors")
-    callbacks = [
+    functions = [
         getattr(eqn.params["callback"], "callback_func", None)
         for eqn in open_jaxpr(branch).eqns
         if library_name(eqn.primitive) == "pure_callback"
     ]
     return errors is not None and any(
-        getattr(callback, "__globals__", None) is vars(errors) and callback.__name__ == "raises"
-        for callback in callbacks
+        getattr(function, "__globals__", None) is vars(errors) for function in functions
     )
 
 

@@ -3,7 +3,7 @@ calls.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
@@ -38,8 +38,8 @@ class ProofSettings:
       training: whether the loss is differentiated. Then the rules of `jax.custom_vjp` and
         `jax.custom_jvp` count.
       callers: the calls that the proof is inside of, the outermost first.
-      rule_traces: traces of derivative rules, by the ids of the two equations. The proof follows a
-        loop several times, so it caches them.
+      rule_traces: traces of derivative rules, by the ids of the two equations and what is
+        differentiated. The proof follows a loop several times, so it caches them.
     """
 
     relate_jaxprs: "Callable[[ProofSettings, Any, Any, Sequence[Relation]], list[Relation]]"
@@ -49,7 +49,7 @@ class ProofSettings:
     positions: bool = False
     training: bool = False
     callers: tuple[JaxprEqn, ...] = ()
-    rule_traces: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict)
+    rule_traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
 
     def relate(
         self, site: EquationPair, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]

@@ -247,9 +247,7 @@ def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     if not splits:
         operand = left_relation if isinstance(left_relation, Total) else right_relation
         factor = ratio / operand.ratio if operand.ratio else 0.0
-        drawn = any(isinstance(relation, Same) and relation.drawn for relation in relations)
-        product = scaled(operand, factor * growth(site.operand_shapes(), uneven_contract_dims))
-        return [Same(product.ratio, drawn) if isinstance(product, Same) else product]
+        return [scaled(operand, factor * growth(site.operand_shapes(), uneven_contract_dims))]
     places = set()
     for side, relation in splits.items():
         if relation.dim in contract_dims[side]:
@@ -304,7 +302,7 @@ def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
             return [scaled(total, factor_relation.ratio)]
         return [
             (
-                Same(ratio, image.drawn or kernel.drawn)
+                Same(ratio)
                 if isinstance(image, Same) and isinstance(kernel, Same)
                 else site.unknown("mixes")
             )

@@ -245,12 +245,13 @@ REASONS = {
     "position": "a row's part depends on its position in the batch.",
     "count": "it depends on the number of rows otherwise than a mean over them.",
     "backward": (
-        "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, depends on their"
-        " number, or has symbolic_zeros=True."
+        "the derivative rule of a jax.custom_vjp or jax.custom_jvp mixes rows, or depends on their"
+        " number."
     ),
     "primitive": "no rule says what this operation does to rows.",
     "shape": "no rule says where rows are afterwards.",
     "loop": "no rule says what this loop does to rows.",
+    "symbolic": "a derivative rule with symbolic_zeros=True has too many operands to check.",
     "drawn": (
         "it follows from one random number for all rows, and each device draws another one. Draw one"
         " for each row."

@@ -1,7 +1,8 @@
 """The proof: one walk over the whole trace and the piece trace, equation by equation."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,27 +227,22 @@ def _looked_up_axis(site: EquationPair) -> int | None:
 
     None if they call anything else: jax must trace this function to the same equations.
     """
-    if site.name not in ("jit", "pjit") or len(site.whole_eqn.invars) != 2:
-        return None
-    for axis in range(len(site.operand_shapes()[0])):
-        if all(_is_lookup(eqn, axis) for eqn in (site.whole_eqn, site.piece_eqn)):
+    eqns = site.whole_eqn, site.piece_eqn
+    ndim = len(site.operand_shapes()[0])
+    for axis, mode in itertools.product(range(ndim), ("fill", "clip", "promise_in_bounds")):
+        look_up = functools.partial(jnp.take_along_axis, axis=axis, mode=mode)
+        if all(_calls(eqn, look_up) for eqn in eqns):
             return axis
     return None
 
 
-def _is_lookup(eqn: JaxprEqn, axis: int) -> bool:
-    shapes = [shape_of(var) for var in eqn.invars]
-    other_dims = [dim for dim in range(len(shapes[0])) if dim != axis]
-    if len(shapes[0]) != len(shapes[1]) or any(
-        shapes[0][dim] != shapes[1][dim] != 1 for dim in other_dims
-    ):
+def _calls(eqn: JaxprEqn, function: Callable[..., jax.Array]) -> bool:
+    """Return whether an equation calls what jax traces a jitted function to."""
+    try:
+        calls = jax.make_jaxpr(function)(*map(abstract_value, eqn.invars)).eqns
+    except (TypeError, ValueError):  # it takes other operands
         return False
-    for mode in ("fill", "clip", "promise_in_bounds"):
-        look_up = functools.partial(jnp.take_along_axis, axis=axis, mode=mode)
-        calls = jax.make_jaxpr(look_up)(*map(abstract_value, eqn.invars)).eqns
-        if [str(call.params.get("jaxpr")) for call in calls] == [str(eqn.params["jaxpr"])]:
-            return True
-    return False
+    return [str(call.params.get("jaxpr")) for call in calls] == [str(eqn.params.get("jaxpr"))]
 
 
 def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: int) -> Relation:
@@ -318,12 +314,15 @@ def _custom(proof: ProofSettings, site: EquationPair, relations: list[Relation])
     results = proof.relate(site, *site.both_params(key), relations)
     if not proof.training or all(isinstance(relation, Known) for relation in relations):
         return results
-    # the rule may look at what is differentiated, which only the whole loss decides
-    if site.params["symbolic_zeros"]:
-        return unknown_results(site, results, "backward")
-    if site.name == "custom_jvp_call":
-        return derivatives.follow_jvp(proof, site, relations, results)
-    return derivatives.follow_vjp(proof, site, relations, results)
+    follow = derivatives.follow_jvp if site.name == "custom_jvp_call" else derivatives.follow_vjp
+    subsets = derivatives.differentiated(site, relations)
+    if subsets is None:
+        return unknown_results(site, results, "symbolic")
+    for subset in subsets:
+        checked = follow(proof, site, relations, results, subset)
+        if first_unknown(checked):
+            return checked
+    return results
 
 
 def _linear_solve(

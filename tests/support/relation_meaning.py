@@ -345,14 +345,14 @@ def violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | No
             if value.size
         ):
             return f"its entries along dim {dim}, of equal entries, differ"
-    if isinstance(relation, Shifted):
-        return _shifted_violation(relation, whole, pieces, tolerance)
     if isinstance(relation, Split):
         sizes = shapes[0][relation.dim], shapes[1][relation.dim]
         if sizes[0] != sizes[1] * len(pieces) or sizes[1] % relation.blocks:
             return f"its dim {relation.dim} has sizes {sizes}"
     dims = [dim for dim in differing_dims(shapes) if dim != row_dim]
     whole, pieces = _unspread(whole, dims), [_unspread(piece, dims) for piece in pieces]
+    if isinstance(relation, Shifted):
+        return _shifted_violation(relation, whole, pieces, tolerance)
     if isinstance(relation, Extreme):
         reduce = np.maximum if relation.kind == "max" else np.minimum
         extreme = pieces[0]

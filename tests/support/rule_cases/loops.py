@@ -1,0 +1,166 @@
+"""Cases of `scan`, `while` and `cond`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardopt.separability._relations import Known, Same, Shapes, Split, Total
+from support.relation_meaning import (
+    Operand,
+    RuleCase,
+    draw_operands,
+    draw_relation,
+    draw_shapes,
+    indices_below,
+)
+
+TURNS: list[Callable[..., tuple[Any, Any]]] = [
+    lambda k, c, x: (c + x, c),
+    lambda k, c, x: (c + x, x),
+    lambda k, c, x: (c - x * k, x * k),
+    lambda k, c, x: (x - c, c),
+    lambda k, c, x: (c * x, x),
+    lambda k, c, x: (c + k, x + k),
+    lambda k, c, x: (c, jnp.sin(x) * k),
+    lambda k, c, x: (x, c),
+    lambda k, c, x: (c + jnp.tanh(x), jnp.tanh(c)),
+    lambda k, c, x: (jnp.maximum(c, x), x),
+    lambda k, c, x: (c + jnp.tanh(x + c), x),
+    lambda k, c, x: (c + c, x),
+    lambda k, c, x: (c + x + 1.0, k),
+    lambda k, c, x: (k, c * k),
+]
+"""What a turn makes of a constant, the carry and the scanned value: (carry, result)."""
+
+
+def scan(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a scan that has as many turns in the whole as in a piece."""
+    num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
+    shapes, length = draw_shapes(rng, num_pieces, int(rng.integers(0, 3))), int(rng.integers(1, 4))
+    const, start, scanned = draw_operands(rng, shapes, np.float64, num_pieces, 3)
+    whole, piece = ((length, *shape) for shape in shapes)
+    relation = scanned.relation
+    if isinstance(relation, Split):
+        relation = relation.moved_to(relation.dim + 1)
+    elif not isinstance(relation, Same | Total):
+        relation = draw_relation(rng, (whole, piece), np.float64, num_pieces)
+    return _scan(
+        rng, turn, [const, _start(rng, start), Operand(relation, (whole, piece))], num_pieces
+    )
+
+
+def scan_over_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a scan that has about n times as many turns in the whole."""
+    num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
+    shape = tuple(int(rng.integers(1, 4)) for _ in range(rng.integers(0, 2)))
+    const, start, _ = draw_operands(rng, (shape, shape), np.float64, num_pieces, 3, (Same,))
+    const = Operand(Same(drawn=bool(rng.random() < 0.2)), const.shapes)
+    length = int(rng.integers(1, 4))
+    whole_length = length * num_pieces + int(rng.choice([0, 0, 0, 1, -1, 2]))
+    shapes = (whole_length, *shape), (length, *shape)
+    relation = Split(0) if rng.random() < 0.5 else Same()
+    if whole_length != length * num_pieces:
+        relation = Same()
+    return _scan(rng, turn, [const, _start(rng, start), Operand(relation, shapes)], num_pieces)
+
+
+def _start(rng: np.random.Generator, start: Operand) -> Operand:
+    zero = np.zeros([1] * len(start.shapes[0]))
+    return Operand(Known(zero, zero), start.shapes) if rng.random() < 0.5 else start
+
+
+def _scan(
+    rng: np.random.Generator, turn: Callable[..., Any], operands: list[Operand], num_pieces: int
+) -> RuleCase:
+    reverse = bool(rng.random() < 0.3)
+
+    def run(const: jax.Array, start: jax.Array, scanned: jax.Array) -> Any:
+        return lax.scan(lambda c, x: turn(const, c, x), start, scanned, reverse=reverse)
+
+    return RuleCase(operands, (run, run), num_pieces)
+
+
+def counted_turns(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a loop whose number of turns is another function of the rows."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    turns = [
+        lambda rows: rows,
+        lambda rows: rows - 1,
+        lambda rows: rows + 1,
+        lambda rows: 2 * rows,
+        lambda rows: rows * rows,
+        lambda rows: (rows + 1) // 2,
+        lambda rows: 3,
+    ][rng.integers(7)]
+    added = [lambda i, k: k, lambda i, k: k * k, lambda i, k: k * i, lambda i, k: 1.0][
+        rng.integers(4)
+    ]
+
+    def function(rows: int) -> Callable[..., Any]:
+        return lambda k: lax.fori_loop(0, turns(rows), lambda i, c: c + added(i, k), jnp.zeros(()))
+
+    functions = function(rows * num_pieces), function(rows)
+    return RuleCase([Operand(Same(), ((), ()))], functions, num_pieces)
+
+
+def while_loop(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a loop that runs as often as an operand says, or until a value is large."""
+    num_pieces = int(rng.choice([2, 3]))
+    shapes = draw_shapes(rng, num_pieces, int(rng.integers(0, 3)))
+    step, start = draw_operands(rng, shapes, np.float64, num_pieces, 2)
+    bound = Operand(
+        draw_relation(rng, ((), ()), np.int64, num_pieces, (Same, Known, Total)),
+        ((), ()),
+        np.int64,
+        indices_below(4),
+    )
+    turn = TURNS[rng.integers(len(TURNS))]
+    by_value = rng.random() < 0.3
+
+    def run(bound: jax.Array, step: jax.Array, start: jax.Array) -> Any:
+        def goes_on(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+            count, carry = state
+            return (count < bound % 5) & ((jnp.sum(carry) < 1e3) | (not by_value))
+
+        return lax.while_loop(
+            goes_on, lambda state: (state[0] + 1, turn(step, state[1], step)[0]), (0, start)
+        )
+
+    return RuleCase([bound, step, start], (run, run), num_pieces)
+
+
+def cond(rng: np.random.Generator) -> RuleCase:
+    """Return a case of two or three branches of two operands."""
+    num_pieces = int(rng.choice([2, 3]))
+    shapes: Shapes = draw_shapes(rng, num_pieces, int(rng.integers(0, 3)))
+    operands = draw_operands(rng, shapes, np.float64, num_pieces, 2)
+    branches = [
+        [
+            lambda x, y: (x + y, x),
+            lambda x, y: (x - y, x),
+            lambda x, y: (y, x),
+            lambda x, y: (x * 2.0, jnp.sin(x)),
+            lambda x, y: (x * 0.0, x * 1.0),
+            lambda x, y: (jnp.zeros_like(x), x),
+        ][i]
+        for i in rng.integers(0, 6, int(rng.integers(2, 4)))
+    ]
+    kinds = (Same, Same, Known, Total)
+    index_relation = draw_relation(rng, ((), ()), np.int32, num_pieces, kinds)
+    index = Operand(index_relation, ((), ()), np.int32, indices_below(3))
+
+    def run(index: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        return lax.switch(index, branches, x, y)
+
+    return RuleCase([index, *operands], (run, run), num_pieces)
+
+
+CASES = {
+    "scan": [scan, scan_over_rows, counted_turns],
+    "while": [while_loop],
+    "cond": [cond],
+}
