@@ -47,6 +47,10 @@ from shardopt.separability._walk import relate_jaxprs
 from shardopt.trace._jaxprs import equations
 from support.piecewise import as_users_have_it
 
+AXIS = "data"
+"""The mesh axis of cases with collectives."""
+SCALE = 0.5
+"""The derivative of the whole loss is this many times the sum of the derivatives of the pieces."""
 ROUNDINGS = 64
 """The number of roundings that two sums of the same terms may differ by."""
 
@@ -79,13 +83,17 @@ class RuleCase:
       operands: its operands.
       functions: the function on the whole batch, and on a piece.
       num_pieces: the number of pieces.
-      settings: further fields of `ProofSettings`.
+      settings: further fields of `ProofSettings`. With `training`, gradients are checked too.
+      axis: whether the function names the mesh axis `AXIS`, which has the pieces.
+      violation: says why results do not have a relation, see `violation`.
     """
 
     operands: Sequence[Operand]
     functions: tuple[Callable[..., Any], Callable[..., Any]]
     num_pieces: int
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    axis: bool = False
+    violation: "Callable[[Relation, Any, Sequence[Any]], str | None] | None" = None
 
 
 def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list[Relation]:
@@ -95,15 +103,7 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
       AssertionError: if the concrete results do not have the relations.
     """
     with as_users_have_it(), np.errstate(all="ignore"):
-        jaxprs = [
-            jax.make_jaxpr(function)(
-                *[
-                    jax.ShapeDtypeStruct(operand.shapes[i], operand.dtype)
-                    for operand in case.operands
-                ]
-            )
-            for i, function in enumerate(case.functions)
-        ]
+        jaxprs = _traces(case)
         proof = ProofSettings(relate_jaxprs, case.num_pieces, **case.settings)
         relations = relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
         if all(isinstance(relation, Unrelated) for relation in relations):
@@ -114,25 +114,32 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
                 _draw_operand(rng, operand, case.num_pieces, equal_draws)
                 for operand in case.operands
             ]
-            whole_results = _run(jaxprs[0], [whole for whole, _ in pairs])
-            piece_results = [
-                _run(jaxprs[1], [pieces[i] for _, pieces in pairs]) for i in range(case.num_pieces)
-            ]
+            (whole_results,) = _run(case, jaxprs[0], [[whole] for whole, _ in pairs])
+            piece_results = _run(case, jaxprs[1], [pieces for _, pieces in pairs])
             for k, relation in enumerate(relations):
                 if not equal_draws and is_drawn(relation):
                     continue
                 pieces = [results[k] for results in piece_results]
-                problem = violation(relation, whole_results[k], pieces)
+                problem = (case.violation or violation)(relation, whole_results[k], pieces)
                 assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
+            if case.settings.get("training") and equal_draws:
+                _check_gradients(case, rng, jaxprs, relations, pairs)
     return relations
+
+
+def _traces(case: RuleCase) -> list[jex.ClosedJaxpr]:
+    traces = []
+    for i, function in enumerate(case.functions):
+        operands = [jax.ShapeDtypeStruct(x.shapes[i], x.dtype) for x in case.operands]
+        sizes = [(AXIS, (1, case.num_pieces)[i])] if case.axis else []
+        traces.append(jax.make_jaxpr(function, axis_env=sizes)(*operands))
+    return traces
 
 
 def primitives_of(case: RuleCase) -> set[str]:
     """Return the names of the primitives in the trace of a case on the whole batch."""
     with as_users_have_it():
-        operands = [jax.ShapeDtypeStruct(x.shapes[0], x.dtype) for x in case.operands]
-        jaxpr = jax.make_jaxpr(case.functions[0])(*operands)
-    return {eqn.primitive.name for eqn in equations(jaxpr)}
+        return {eqn.primitive.name for eqn in equations(_traces(case)[0])}
 
 
 # --- drawing --------------------------------------------------------------------------------------
@@ -455,8 +462,88 @@ def _equal(a: Any, b: Any, tolerance: float) -> bool:
     return bool(np.all(np.isclose(a, b, rtol=0, atol=tolerance, equal_nan=True)))
 
 
-def _run(jaxpr: jex.ClosedJaxpr, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [np.asarray(result) for result in jax.jit(jex.jaxpr_as_fun(jaxpr))(*operands)]
+def _run(
+    case: RuleCase, jaxpr: jex.ClosedJaxpr, operands: Sequence[Sequence[np.ndarray]]
+) -> list[list[np.ndarray]]:
+    """Return the results on each of several pieces, from operands on each of them."""
+    function = jax.jit(jex.jaxpr_as_fun(jaxpr))
+    if case.axis:
+        stacked = [np.stack(values) for values in operands]
+        results = jax.vmap(function, axis_name=AXIS)(*stacked)
+        return [[np.asarray(result)[i] for result in results] for i in range(len(operands[0]))]
+    return [
+        [np.asarray(result) for result in function(*values)]
+        for values in zip(*operands, strict=True)
+    ]
+
+
+def _check_gradients(
+    case: RuleCase,
+    rng: np.random.Generator,
+    jaxprs: Sequence[jex.ClosedJaxpr],
+    relations: Sequence[Relation],
+    pairs: Sequence[Pair],
+) -> None:
+    """Check the cotangents of some operands, for cotangents of some results.
+
+    A cotangent is a derivative of the loss, and the loss of the whole batch is `SCALE` times the
+    sum of the losses of the pieces.
+    """
+    known = (Same, Split, Total)
+    if not all(isinstance(relation, known) for relation in relations):
+        return
+    operands = [
+        i
+        for i, operand in enumerate(case.operands)
+        if isinstance(operand.relation, known) and rng.random() < 0.8
+    ]
+    results = [i for i in range(len(relations)) if rng.random() < 0.7] or [0]
+    cotangents = [
+        _draw_cotangent(rng, relations[i], [jaxpr.out_avals[i].shape for jaxpr in jaxprs], case)
+        for i in results
+    ]
+
+    def pulled_back(jaxpr: jex.ClosedJaxpr, values: list[Any], cotangents: list[Any]) -> list[Any]:
+        def of_operands(*differentiated: jax.Array) -> list[jax.Array]:
+            filled = list(values)
+            for i, value in zip(operands, differentiated, strict=True):
+                filled[i] = value
+            outputs = jex.jaxpr_as_fun(jaxpr)(*filled)
+            return [outputs[i] for i in results]
+
+        _, pull_back = jax.vjp(of_operands, *[jnp.asarray(values[i]) for i in operands])
+        return [np.asarray(cotangent) for cotangent in pull_back(cotangents)]
+
+    whole = pulled_back(jaxprs[0], [pair[0] for pair in pairs], [pair[0] for pair in cotangents])
+    pieces = [
+        pulled_back(jaxprs[1], [pair[1][i] for pair in pairs], [pair[1][i] for pair in cotangents])
+        for i in range(case.num_pieces)
+    ]
+    for k, i in enumerate(operands):
+        relation = _relation_of_cotangent(case.operands[i].relation)
+        problem = violation(relation, whole[k], [piece[k] for piece in pieces])
+        assert problem is None, _message(case, jaxprs, relations, i, f"gradient: {problem}", pairs)
+
+
+def _relation_of_cotangent(relation: Relation) -> Relation:
+    if isinstance(relation, Total):
+        return Same(SCALE / relation.ratio)
+    if isinstance(relation, Same):
+        return Total(SCALE / relation.ratio)
+    assert isinstance(relation, Split)
+    return dataclasses.replace(relation, ratio=SCALE / relation.ratio)
+
+
+def _draw_cotangent(
+    rng: np.random.Generator, relation: Relation, shapes: Sequence[Any], case: RuleCase
+) -> Pair:
+    cotangent = _relation_of_cotangent(relation)
+    pieces = [rng.normal(size=shapes[1]) for _ in range(case.num_pieces)]
+    if isinstance(cotangent, Same):
+        return cotangent.ratio * pieces[0], [pieces[0]] * case.num_pieces
+    assert isinstance(cotangent, Split | Total)
+    whole = sum(pieces) if isinstance(cotangent, Total) else joined_pieces(cotangent, pieces)
+    return np.asarray(cotangent.ratio * whole), pieces
 
 
 def _message(
