@@ -1,47 +1,21 @@
-"""`check`: compare the loss, gradient and metrics of a strategy with a single evaluation of the
-whole batch.
-"""
+"""`check`: compare whole steps of a strategy with one device."""
 
-import functools
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import make_layout
-from shardopt.config._slots import no_stages
-from shardopt.core._block_model import LossFn, as_block_model, takes_rng
 from shardopt.core._errors import NotSeparableError, calling, format_error
 from shardopt.core._tracebacks import api_boundary
-from shardopt.core._types import PyTree, TrainState, abstract, leaves_with_paths
-from shardopt.losses._global_view import GlobalView
-from shardopt.losses._metrics import values
-from shardopt.losses._view import Views
-from shardopt.mesh import on_mesh
+from shardopt.core._types import PyTree, TrainState, abstract
+from shardopt.diagnose._difference import Difference, largest
+from shardopt.diagnose._whole_steps import Comparison, batches_of, values_of, with_gradients
 from shardopt.step._global_rows import rows_of
-from shardopt.step._gradients import exact_sum
 from shardopt.step._inputs import check_batch, check_state, place_batch
 from shardopt.step._optimizer import ShardedOptimizer, check_is_strategy
 
-
-class Difference(NamedTuple):
-    """The difference between one value of the strategy and the same value of the whole batch.
-
-    Attributes:
-      name: "loss", "gradient of <key path>" or "metric <name>".
-      relative: the largest difference of an entry, divided by the largest entry.
-      tolerance: the largest relative difference that counts as rounding.
-    """
-
-    name: str
-    relative: float
-    tolerance: float
-
-    @property
-    def differs(self) -> bool:
-        """Whether the difference is more than rounding; NaN always is."""
-        return not self.relative <= self.tolerance
+NUM_STEPS = 3
+"""The steps that are compared: what a step leaves for the next one is read twice."""
 
 
 class CheckReport(NamedTuple):
@@ -63,12 +37,11 @@ class CheckReport(NamedTuple):
 def check(
     opt: ShardedOptimizer, state: TrainState, batch: PyTree, *, tolerance: float | None = None
 ) -> CheckReport:
-    """Compare a step's loss, gradient and metrics with a single evaluation of the whole batch, and
-    print the differences.
+    """Compare whole steps of a strategy with one device, and print the differences.
 
     Args:
       opt: a synchronous strategy; for `local_sgd` and `diloco`, check the strategy inside.
-      state: its train state.
+      state: its train state. It may be a small one, `opt.init` of parameters with fewer layers.
       batch: a global batch, leaves [global batch, ...], as for `opt.step`.
       tolerance: the largest relative difference that counts as rounding. By default it is the root
         of the machine epsilon of each value (3e-4 in float32, 1.5e-8 in float64), or of
@@ -85,22 +58,41 @@ def check(
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
       >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
-      >>> opt = so.ddp(optax.sgd(0.1), so.make_mesh(), loss_fn)
+      >>> opt = so.ddp(optax.sgd(0.5), so.make_mesh(), loss_fn)
       >>> report = so.check(opt, opt.init({"w": jnp.zeros((4,))}), {"x": jnp.ones((8, 4)), "y": jnp.ones((8,))})
-      loss           0.0e+00
-      gradient of w  0.0e+00
+      first parameters  0.0e+00
+      evaluated loss    0.0e+00
+      loss              0.0e+00
+      metric grad_norm  0.0e+00
+      gradient of w     0.0e+00
+      update of w       0.0e+00
+      step              0.0e+00
 
-    Let g be the gradient that the strategy adds up from its pieces, and g* the gradient of the loss
-    of the union batch. `check` prints max|g - g*| / max|g*| of every leaf, and the same ratio for
-    the loss and every metric. The whole batch runs in the global view on the same mesh with the
-    same placement, so a model that needs the mesh fits. It takes about the memory of a step without
-    micro-batches. Nothing is donated and nothing is updated. A loss that takes a key gets none, so
+    The reference is plain jax and optax on one device: the gradient of the loss of the whole batch,
+    and one update. It knows no mesh, wire, micro-batch or schedule. The check compares:
+
+    - the parameters and the optimizer state that `init` makes;
+    - an evaluation;
+    - of three steps in turn the loss, metrics, gradients, updates and optimizer state.
+
+    Each step begins at the state that the strategy has reached, so rounding does not add up. Its
+    update is compared for the strategy's own gradients, relative to the largest update of a leaf.
+    Copies of a leaf must be the same bits. The second and third batch are rows drawn from the
+    first, so that a stale value shows. Nothing is donated. A loss that takes a key gets none, so
     dropout is off.
+
+    **Reducers**: a reducer that compresses keeps two promises, and both are compared. With error
+    feedback, N times the mean and what is not sent add up to N times the gradient. A message of
+    `int8`, `sign`, `top_k` and `power_sgd` is what its formula says. `check` adds error feedback
+    to a reducer without it.
+
+    **Large models**: the whole model and batch must fit one device. Check a reduced one with the
+    same strategy: fewer layers, narrower ones, and short sequences.
 
     **Equivalence**: for a loss that is a (weighted) mean over rows the two agree up to summation
     order.
 
-    **Communication**: as much as one step, and one step with `view="global"`.
+    **Communication**: as much as three steps and one evaluation.
     """
     check_is_strategy(opt)
     config = opt.config
@@ -112,26 +104,7 @@ def check(
         raise ValueError(
             format_error("check", problem, fix="check the strategy that was combined.")
         )
-    placed = place_batch(config, batch)
-    view = Views(config, training=True).of(make_layout(config, abstract(state.params)), placed)
-    in_pieces = config.replace(
-        loss_fn=_without_key(config.loss.loss_fn), reducer=None, scatter_dtype=None, view=view
-    )
-    in_one_piece = in_pieces.replace(view="global", micro_batches=1, schedule=None)
-    slots = config.slots._replace(reduce=exact_sum)
-    slots_of_whole = slots._replace(differentiate={"global": GlobalView()}, counts=no_stages)
-    in_pieces = in_pieces._replace(filled=slots)
-    in_one_piece = in_one_piece._replace(filled=slots_of_whole)
-    actual_values, expected_values = (
-        _evaluate(variant, state, placed) for variant in (in_pieces, in_one_piece)
-    )
-    expected = dict(expected_values)
-    report = CheckReport(
-        tuple(
-            _compare(config, name, actual, expected[name], tolerance)
-            for name, actual in actual_values
-        )
-    )
+    report = CheckReport(_differences(opt, state, batch, tolerance))
     print(report)
     if wrong := [difference for difference in report.differences if difference.differs]:
         listed = [
@@ -141,57 +114,26 @@ def check(
         problem = "the step is not that of one device on this batch; relative differences:"
         fix = (
             "see the remedies of NotSeparableError in the documentation of so.ddp: view='global' is"
-            " exact for every loss."
+            " exact for every loss. If that differs too, it is a fault of the strategy: report it."
         )
         raise NotSeparableError(format_error(config.strategy, problem, listed, fix))
     return report
 
 
-def _evaluate(
-    config: StrategyConfig, state: TrainState, batch: PyTree
-) -> list[tuple[str, jax.Array]]:
+def _differences(
+    opt: ShardedOptimizer, state: TrainState, batch: PyTree, tolerance: float | None
+) -> tuple[Difference, ...]:
+    instrumented = with_gradients(opt)
+    config = instrumented.config
     layout = make_layout(config, abstract(state.params))
-    gradients = jax.jit(on_mesh(config.mesh, config.differentiate.gradients(config, layout)))
-    results = gradients(state.params, batch, state.step, state.rng)
-    leaves = [(f"gradient of {path}", leaf) for path, leaf in leaves_with_paths(results.grads)]
-    return [
-        ("loss", results.loss),
-        *leaves,
-        *((f"metric {name}", value) for name, value in values(results.metrics).items()),
-    ]
-
-
-def _without_key(loss_fn: LossFn) -> LossFn:
-    model = as_block_model(loss_fn)
-
-    def bind(f):
-        return functools.partial(f, rng=None) if takes_rng(f) else f
-
-    if model is None:
-        return bind(loss_fn)
-    return model._replace(embed=bind(model.embed), block=bind(model.block), loss=bind(model.loss))
-
-
-def _compare(
-    config: StrategyConfig,
-    name: str,
-    actual: jax.Array,
-    expected: jax.Array,
-    tolerance: float | None,
-) -> Difference:
-    if tolerance is None:
-        dtypes = [
-            dtype
-            for dtype in (actual.dtype, config.wire.gather_dtype)
-            if dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
-        ]
-        allowed = max((float(jnp.finfo(dtype).eps) ** 0.5 for dtype in dtypes), default=0.0)
-    else:
-        allowed = tolerance
-    return Difference(name, float(jax.device_get(_relative_difference(actual, expected))), allowed)
-
-
-@jax.jit
-def _relative_difference(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    scale = jnp.max(jnp.abs(expected))
-    return jnp.max(jnp.abs(actual - expected)) / jnp.where(scale > 0, scale, 1)
+    comparison = Comparison(instrumented, layout, tolerance)
+    if jax.process_count() > 1:
+        batch = values_of(place_batch(config, batch))
+    params = values_of(state.params)
+    differences = list(comparison.first_state(params))
+    differences += comparison.messages(params, batch)
+    state = comparison.start(state, params)
+    differences += comparison.evaluation(state, params, batch)
+    for rows in batches_of(config, batch, NUM_STEPS):
+        state = comparison.step(state, rows, differences)
+    return largest(differences)

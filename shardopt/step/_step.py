@@ -4,6 +4,7 @@ Compiled per parameter structure at the first call.
 """
 
 import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -23,8 +24,12 @@ from shardopt.step._results import TakenStep
 from shardopt.step._update import all_gather_params, apply_update, gradient_norm
 
 
-def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
-    """Return the programs of a synchronous strategy."""
+def compile_step(
+    config: StrategyConfig,
+    layout: Layout,
+    report: Callable[[TakenStep], PyTree] = operator.attrgetter("metrics"),
+) -> CompiledStep:
+    """Return the programs of a synchronous strategy, whose step returns a state and its `report`."""
     take_step = make_step(config, layout)
     out_shardings, in_shardings = (
         on_host(config.update.offload, layout.abstract, state_shardings)
@@ -37,7 +42,7 @@ def compile_step(config: StrategyConfig, layout: Layout) -> CompiledStep:
 
     def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, jax.Array | Metric]]:
         taken = take_step(state, batch)
-        return taken.state, taken.metrics
+        return taken.state, report(taken)
 
     def step_with_norms(
         state: TrainState, batch: PyTree
