@@ -13,7 +13,7 @@ of shardopt.
 Each side chooses from the same list, `CHOICES`: beginning with its defaults, one field after the
 other takes the fastest value whose program fits into the chip's memory. Every program that was
 tried is in results/beside_maxtext.json, as soon as it is there, with the commit that compiled it.
-Programs are read by `so.planning.step_seconds`: cycles as XLA estimates them, collectives over
+Programs are read by `step_times.step_seconds`: cycles as XLA estimates them, collectives over
 published links, and Pallas kernels by their flops at the chip's peak ("stated") or by their final
 schedules ("scheduled"); memory is what the compiler planned. The texts are kept in FOLDER. `--read`
 reads those there again and compiles none. WORDS choose rows by parts of their names; without, those
@@ -451,12 +451,14 @@ def maxtext_child(folder: Path, words: list[str]) -> None:
 
 def read(text: str, mesh: dict[str, int], row: Row) -> dict[str, Any]:
     """Return what the text of a compiled program tells, the same of both."""
+    from step_times import step_seconds
+
     import shardopt as so
     from shardopt.hlo import inner_product_flops
 
     sizes = {axis: size for axis, size in mesh.items() if size > 1}
-    step = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip, kernels="stated")
-    scheduled = so.planning.step_seconds(text, mesh=sizes, hardware=row.chip)
+    step = step_seconds(text, mesh=sizes, hardware=row.chip, kernels="stated")
+    scheduled = step_seconds(text, mesh=sizes, hardware=row.chip)
     audit = so.hlo.audit(text, mesh=sizes)
     return {
         "seconds": step.total,

@@ -117,6 +117,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     """Return what the compiler says of the step."""
     import jax
     import jax.numpy as jnp
+    from step_times import of_report
 
     import shardopt as so
     from shardopt.models import moe
@@ -141,6 +142,7 @@ def compile_row(row: Row) -> dict[str, Any]:
     )
     if folder := os.environ.get("EXPERTS_POD_HLO"):
         (Path(folder) / f"{row.name.replace(' ', '_')}.txt").write_text(report.text)
+    step = of_report(report)
     return {
         "compile_seconds": report.compile_seconds,
         "memory": report.memory._asdict(),
@@ -148,10 +150,10 @@ def compile_row(row: Row) -> dict[str, Any]:
         "dense_flops": report.flops,
         "kernels": kernels(report.text, row),
         "sent": sent(report, row),
-        "seconds": report.step_seconds.total,
-        "compute": report.step_seconds.compute,
-        "exposed": report.step_seconds.exposed,
-        "dearest": [one._asdict() for one in report.step_seconds.operations[:12]],
+        "seconds": step.total,
+        "compute": step.compute,
+        "exposed": step.exposed,
+        "dearest": [one._asdict() for one in step.operations[:12]],
         "mesh": report.mesh_shape,
     }
 
@@ -160,9 +162,10 @@ def kernels(text: str, row: Row) -> dict[str, dict[str, float]]:
     """Return the Pallas kernels of the program by name: calls in a step, flops of all of them, and
     the most they could be.
     """
+    from step_times._attention_kernels import kernel_flops
+
     from shardopt.hlo._hlo_text import operands, parse
     from shardopt.hlo._walk import callees, trip_count
-    from shardopt.planning._attention_kernels import kernel_flops
 
     shape, module, found = shape_of(row), parse(text), {}
     tokens = min(LENGTH, shape.expert_chunk or LENGTH)
@@ -205,9 +208,9 @@ def tile_overlap(
 def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     """Return what is stated beside what was compiled."""
     import jax.numpy as jnp
+    from step_times import step_flops
 
     from shardopt.planning import ParallelLayout, predict
-    from shardopt.planning._costs import step_flops
     from shardopt.planning._layout import stored_bytes
     from shardopt.planning._topologies import parse_topology
 
@@ -221,7 +224,7 @@ def compared(row: Row, facts: dict[str, Any]) -> dict[str, Any]:
     arguments = told.memory.params + told.memory.opt_state + stored_bytes((1, LENGTH + 1), 4)
     splash = sum(one["flops"] for name, one in facts["kernels"].items() if "splash" in name)
     flops = facts["dense_flops"] + sum(one["flops"] for one in facts["kernels"].values())
-    stated = step_flops(work, layout, batch_size=chips, hardware=chip)
+    stated = step_flops(work, layout, batch_size=chips, on_tpu=shape_of(row))
     active, shape = step_flops(work, layout, batch_size=chips), shape_of(row)
     attention = 4 * work.num_blocks * work.attention.flops  # forwards twice and backwards
     tokens = row.expert * min(LENGTH, shape.expert_chunk or LENGTH)

@@ -298,8 +298,9 @@ def table(results: dict[str, dict[str, dict[str, float]]]) -> str:
     """Return a line for each kernel: its counts, and milliseconds of a row by its schedule and by
     its flops at peak.
     """
+    from step_times import _attention_kernels as kernels
+
     from shardopt.planning import HARDWARE
-    from shardopt.planning import _attention_kernels as kernels
 
     lines = [
         "| chip | kernel | blocks | bundles: step, more in a tile, in a row of blocks | cores | ms,"

@@ -56,10 +56,11 @@ def compile_product(topology: str, precision: str | None, vmem_kib: int) -> dict
     """
     import jax
     import jax.numpy as jnp
+    from step_times import step_seconds
 
     import shardopt as so
     from shardopt.nn._quantized_einsum import quantized_einsum
-    from shardopt.planning import step_seconds, topology_devices
+    from shardopt.planning import topology_devices
 
     mesh = so.make_mesh(data=1, devices=topology_devices(topology)[:1])
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

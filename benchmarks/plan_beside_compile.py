@@ -5,7 +5,7 @@ compiled.
     FOLDER]
 
 A GPT of four blocks, 64 rows of 1024 tokens over 16 chips: predicted seconds
-(`so.planning.predict`) beside those of the compiled schedule (`so.planning.aot(...).step_seconds`).
+(`so.planning.predict`) beside those of the compiled schedule (`step_times.of_report`).
 It needs libtpu (pip install 'shardopt[tpu]') and no TPU; half a minute a layout. `again` predicts
 again what has been compiled before. Each result is kept in results/plan_beside_compile.json as soon
 as it is there.
@@ -74,6 +74,7 @@ def shape():
 def compiled(layout, topology):
     """Return what the compiler says of a layout."""
     import optax
+    from step_times import of_report
 
     import shardopt as so
     from shardopt.models import _transformer as transformer
@@ -88,7 +89,7 @@ def compiled(layout, topology):
         topology=topology,
         **layout.sizes,
     )
-    step = report.step_seconds
+    step = of_report(report)
     return {
         "compiled_seconds": step.total,
         "compute": step.compute,
@@ -107,8 +108,9 @@ def compiled(layout, topology):
 
 def predicted(layout, topology):
     """Return what the planner says of it."""
+    from step_times import step_flops
+
     from shardopt.planning import predict
-    from shardopt.planning._costs import step_flops
     from shardopt.planning._topologies import parse_topology
 
     told = predict(

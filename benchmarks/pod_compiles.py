@@ -6,11 +6,11 @@ import time
 
 import jax.numpy as jnp
 import optax
+from step_times import step_flops
 
 import shardopt as so
 from shardopt.models import _transformer as transformer
 from shardopt.planning import ParallelLayout, predict
-from shardopt.planning._costs import step_flops
 from shardopt.planning._layout import stored_bytes
 from shardopt.planning._models import RULES, find_model
 from shardopt.planning._topologies import parse_topology

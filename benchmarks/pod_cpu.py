@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from common import spearman
+from step_times import step_flops
 
 import shardopt as so
 from shardopt.hlo import inner_product_flops, memory
 from shardopt.models import _transformer as transformer
 from shardopt.planning import Hardware, ParallelLayout, Transformer, predict, trace
-from shardopt.planning._costs import step_flops
 from shardopt.planning._models import RULES
 
 TX = optax.adamw(1e-3)

@@ -79,10 +79,11 @@ def compiled(make, blocks=2):
 
 def passes(text, schedule):
     """Return seconds and flops of each pass of a compiled step, and what comes beside them."""
+    from step_times._schedule_actions import Done, Loop, Reader, Start
+
     from shardopt.hlo._program import read_program
     from shardopt.hlo._walk import callees
     from shardopt.planning._hardware import HARDWARE
-    from shardopt.planning._schedule_actions import Done, Loop, Reader, Start
 
     chip = HARDWARE["v5p"]
     program = read_program(text, (), mesh={"pipeline": STAGES})

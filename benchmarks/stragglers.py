@@ -74,8 +74,7 @@ def sleeper(tx, max_staleness, durations):
 def durations_of(name, step):
     """The seconds that a step of each worker takes: numbers, or functions from a random generator."""
     if name == "stalls":
-        stalled = so.parameter_server.durations.with_stalls(step, probability=0.1, seconds=9 * step)
-        return [stalled] * WORKERS
+        return [lambda rng: step + 9 * step * (rng.random() < 0.1)] * WORKERS
     return [step] * (WORKERS - 1) + [SLOWER * step]
 
 

@@ -79,11 +79,26 @@ strategies = {
 # Each row is a leaf. A grey row is replicated on every device. A row of boxes is sharded, and each
 # box is a shard. First `ddp`, then `fsdp`:
 
-# %%
-so.planning.plot_placement(strategies["ddp"], shapes)
 
 # %%
-so.planning.plot_placement(strategies["fsdp"], shapes)
+def draw(opt):
+    """Draw the shards of each leaf as boxes."""
+    rows = opt.config.report(shapes).rows
+    _, axes = plt.subplots(figsize=(9, 0.3 * len(rows) + 0.5), layout="constrained")
+    for i, row in enumerate(rows):
+        count = row.bytes_total // row.bytes_per_device
+        boxes = [(box / count, 0.98 / count) for box in range(count)]
+        axes.broken_barh(boxes, (i - 0.4, 0.8), facecolor="#33608c" if count > 1 else "#c3c8d0")
+    axes.set_yticks(range(len(rows)), [f"{row.path} {list(row.shape)}" for row in rows])
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    plt.show()
+
+
+draw(strategies["ddp"])
+
+# %%
+draw(strategies["fsdp"])
 
 # %% [markdown]
 # The report shows the same as a table. It adds the optimizer state. If a leaf stays replicated although the strategy
@@ -210,13 +225,13 @@ for name, predicted_bytes in formulas.items():
 # ## A second axis
 #
 # A mesh can have several axes. With `tensor=2` each block is sharded over two devices; rules say on
-# which dim of each leaf. The four pairs of devices then shard the leaves over `data` as before. Two
-# strips in a row are two sharded dims.
+# which dim of each leaf. The four pairs of devices then shard the leaves over `data` as before. Rows
+# of eight boxes have two sharded dims, rows of two or four have one.
 
 # %%
 print(*gpt.rules, sep="\n")
 tensor_opt = so.fsdp(tx, so.make_mesh(data=4, tensor=2), model, rules=gpt.rules)
-so.planning.plot_placement(tensor_opt, shapes)
+draw(tensor_opt)
 
 # %% [markdown]
 # Now a step also sends activations: they are summed over `tensor` inside every block.

@@ -65,7 +65,24 @@ fastest = {}
 for plan in plans.ranked:
     fastest.setdefault(kind_of(plan), plan)
 shown = list(fastest.values())[:10]
-plans.plot(shown)
+names = [str(plan.layout) for plan in shown]
+figure, (memory_axes, traffic_axes) = plt.subplots(
+    1, 2, figsize=(12.8, 1.5 + 0.3 * len(shown)), sharey=True, layout="constrained"
+)
+for axes, parts, unit in (
+    (memory_axes, [plan.memory._asdict() for plan in shown], "GB per device"),
+    (traffic_axes, [plan.wire_bytes for plan in shown], "GB sent per device and step"),
+):
+    starts = np.zeros(len(shown))
+    for part in dict.fromkeys(name for row in parts for name in row):
+        gigabytes = np.array([row.get(part, 0.0) for row in parts]) / 1e9
+        axes.barh(names, gigabytes, left=starts, label=part)
+        starts += gigabytes
+    axes.set_xlabel(unit)
+    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3, fontsize=8)
+memory_axes.axvline(plans.limit / 1e9, color="black", linestyle="--")
+memory_axes.invert_yaxis()
+plt.show()
 
 # %% [markdown]
 # ## Layouts that do not fit

@@ -109,8 +109,7 @@ def _builder_text(layout: ParallelLayout, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class AuditOptions:
-    """List the collectives of a compiled program, with their mesh axes, bytes and calls, and
-    estimate its step time.
+    """List the collectives of a compiled program, with their mesh axes, bytes and calls.
 
     The program is a file with `compiled.as_text()`: `shardopt audit step.hlo --mesh
     data=4,tensor=2`. Or it is a published model, compiled for TPUs without a TPU: `shardopt audit
@@ -146,9 +145,6 @@ class AuditOptions:
     length: int = 1024
     """Tokens of a sequence."""
 
-    hardware: Annotated[str | None, tyro.conf.arg(metavar="CHIP")] = None
-    """Chip that the program in a file was compiled for, such as v5p; needed for the step time."""
-
     prove: bool = False
     """Prove the program too: each sum over devices is complete once, and the results are those that
     were written.
@@ -182,11 +178,7 @@ def _audit_file(options: AuditOptions, program: Path) -> str:
         problem = "--prove needs to know where results live, which a file does not tell."
         fix = "give --model and --topology, or use so.hlo.prove(text, outputs=...) in Python."
         raise value_error(problem, fix=fix)
-    text, mesh = program.read_text(), mesh_sizes(options.mesh) or None
-    file_audit = so.hlo.audit(text, mesh=mesh)
-    if options.hardware is None:
-        return str(file_audit)
-    return f"{file_audit}\n\n{so.planning.step_seconds(text, mesh=mesh, hardware=options.hardware)}"
+    return str(so.hlo.audit(program.read_text(), mesh=mesh_sizes(options.mesh) or None))
 
 
 def _audit_model(options: AuditOptions) -> str:

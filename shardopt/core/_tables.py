@@ -29,8 +29,3 @@ def name_end(name: str) -> str:
     beginning.
     """
     return name if len(name) <= 60 else f"...{name[-57:]}"
-
-
-def source_and_name(source: str, name: str) -> str:
-    """Return the end of the path of a source, and the end of a jax name, as far as they are known."""
-    return " ".join(filter(None, ("/".join(source.split("/")[-2:]), name_end(name))))

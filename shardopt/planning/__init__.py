@@ -3,12 +3,10 @@ without a device.
 """
 
 from shardopt.planning._aot import aot
-from shardopt.planning._compiled_time import step_seconds
 from shardopt.planning._diloco import Replicas
 from shardopt.planning._hardware import HARDWARE, Hardware
 from shardopt.planning._layout import ParallelLayout
 from shardopt.planning._models import MODELS, Transformer
-from shardopt.planning._plots import plot_placement
 from shardopt.planning._recovery import Failures, plan_recovery
 from shardopt.planning._search import predict
 from shardopt.planning._topologies import topology_devices
@@ -24,9 +22,7 @@ __all__ = [
     "Transformer",
     "aot",
     "plan_recovery",
-    "plot_placement",
     "predict",
-    "step_seconds",
     "topology_devices",
     "trace",
 ]

@@ -22,15 +22,13 @@ from shardopt.hlo._program import (
     audit,
     inner_product_flops,
     memory,
-    read_program,
 )
 from shardopt.hlo._report import Audit
 from shardopt.hlo.proof import Proof
 from shardopt.hlo.proof._prove import source_of
 from shardopt.hlo.proof._text import text_of
 from shardopt.mesh import make_mesh
-from shardopt.planning._compiled_time import StepSeconds, walk_schedule
-from shardopt.planning._hardware import Hardware, hardware_of
+from shardopt.planning._hardware import Hardware
 from shardopt.planning._topologies import parse_topology, topology_devices
 from shardopt.step._optimizer import ShardedOptimizer
 
@@ -49,8 +47,6 @@ class AotReport(NamedTuple):
       compile_seconds: seconds of lowering and compiling.
       hbm_bytes: memory of a device.
       text: the compiled program, as HLO text.
-      step_seconds: the duration of a step by the compiler's own estimates, see
-        `so.planning.step_seconds`; unknown on GPU, because XLA:GPU writes no estimates.
     """
 
     topology: str
@@ -62,7 +58,6 @@ class AotReport(NamedTuple):
     compile_seconds: float
     hbm_bytes: int
     text: str
-    step_seconds: StepSeconds
 
     @property
     def argument_bytes(self) -> int:
@@ -115,12 +110,11 @@ class AotReport(NamedTuple):
             "collectives": {
                 kind: traffic._asdict() for kind, traffic in self.audit.by_kind().items()
             },
-            "step_seconds": self.step_seconds.to_json(),
         }
 
     def __str__(self) -> str:
-        """Return a few lines: memory compared with the chip's, flops, bytes sent over each axis,
-        and the timing.
+        """Return a few lines: memory compared with the chip's, flops, and bytes sent over each
+        axis.
         """
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh_shape.items() if size > 1)
         slices = f"{self.num_slices} x " if self.num_slices > 1 else ""
@@ -145,7 +139,7 @@ class AotReport(NamedTuple):
                 "unknown" if wire is None else f"{wire / 1e9:.3f} GB sent in {traffic.calls} calls"
             )
             lines.append(f"{' x '.join(axes) if axes else 'mixed axes'}: {sent}")
-        return "\n".join([*lines, str(self.step_seconds)])
+        return "\n".join(lines)
 
 
 @calling("aot")
@@ -181,7 +175,7 @@ def aot(
       expert: size of the mesh axis.
 
     Returns:
-      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`, `.step_seconds`,
+      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`,
       `.compile_seconds`.
 
     Raises:
@@ -246,9 +240,6 @@ def aot(
         compile_seconds=seconds,
         hbm_bytes=chip.memory_bytes // devices_per_chip,
         text=text,
-        step_seconds=walk_schedule(
-            read_program(text, (), mesh=mesh), hardware_of(devices), schedule
-        ),
     )
 
 

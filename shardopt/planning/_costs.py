@@ -11,7 +11,6 @@ from shardopt.nn._embedding import exchange_bytes
 from shardopt.pipeline._messages import rounds_to_schedule
 from shardopt.planning._hardware import Hardware
 from shardopt.planning._layout import ElementCounts, ParallelLayout, PlacedModel
-from shardopt.planning._workload import Workload
 
 _FP32_BYTES = 4
 """Bytes of fp32; gradients are summed in fp32 or wider."""
@@ -566,32 +565,6 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
         grad * (stage - elements.data_sharded_experts),
     )
     return loss, outer + (weights + grads) / placed.num_blocks, outer + largest * grad
-
-
-def step_flops(
-    workload: Workload, layout: ParallelLayout, *, batch_size: int, hardware: Hardware | None = None
-) -> float:
-    """Return the flops of inner products of one device in a step, on average over the stages of a
-    pipeline.
-
-    With `hardware` of TPUs, the flops of attention are the flops of its kernels (`splash_flops`):
-    whole tiles of the causal mask, scores again in the backward kernel, and rotary positions. Over
-    context `hardware` makes no difference.
-    """
-    recompute = workload.recompute(layout.remat)
-    block = 3 * workload.block_flops + (0 if recompute is None else recompute.flops)
-    attention = workload.attention
-    if (
-        attention is not None
-        and hardware is not None
-        and hardware.torus_dims
-        and layout.context == 1
-    ):
-        forward, backward = attention.kernel_flops
-        passes = 1 if recompute is None or layout.saves("attention") else 2
-        block += passes * forward + backward - (passes + 2) * attention.flops
-    row = workload.num_blocks * block + 3 * workload.ends_flops
-    return batch_size * row / layout.num_chips
 
 
 class StepTime(NamedTuple):

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 from shardopt.core._errors import error_text
-from shardopt.core._types import Devices
 
 _ALL = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 
@@ -90,17 +89,6 @@ GHz (Jouppi et al., "TPU v4: An Optically Reconfigurable Supercomputer for Machi
 table 4). The other clocks are the peak flops divided by the flops per cycle of the matrix units: 4
 units of 128 x 128 on v5e, 8 on v4 and v5p; 524,288 flops on v6e, twice that on tpu7x. """
 
-_DEVICE_KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "tpu7x",
-}
-
 _ALIASES = {
     "7x": "tpu7x",
     "v7x": "tpu7x",
@@ -137,18 +125,3 @@ def find_hardware(name: str | Hardware) -> Hardware:
         fix = f"use one of {', '.join(HARDWARE)}, or describe the chip with so.planning.Hardware."
         raise ValueError(error_text(f"unknown hardware {name!r}.", fix=fix))
     return HARDWARE[normalized_name]
-
-
-def hardware_of(devices: Devices) -> Hardware | None:
-    """Return the peak rates of one of these devices; None if they are not known TPUs.
-
-    If a chip appears as two devices, each has half of its arithmetic, memory and links.
-    """
-    name = _DEVICE_KINDS.get(getattr(devices[0], "device_kind", "")) if devices else None
-    if name is None:
-        return None
-    places = {
-        (getattr(device, "slice_index", 0), *getattr(device, "coords", (i,)))
-        for i, device in enumerate(devices)
-    }
-    return HARDWARE[name].per_device(len(devices) // len(places))

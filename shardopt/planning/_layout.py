@@ -18,19 +18,15 @@ from jax.typing import DTypeLike
 from shardopt.config._config import (
     PLACEMENTS,
     Placement,
-    configure,
     default_min_shard_elements,
 )
-from shardopt.config._layout import make_layout
-from shardopt.core._block_model import BLOCKS, BlockModel
+from shardopt.core._block_model import BLOCKS
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, Rules
 from shardopt.low_precision._weight import wire_form
-from shardopt.matrices._owned_update import layout_bytes
 from shardopt.mesh import spec_axes
 from shardopt.partition import (
     COLUMNS,
-    LayoutBytes,
     LeafPlan,
     LeafPlanOptions,
     ShardAxes,
@@ -44,9 +40,6 @@ from shardopt.pipeline import Schedule, schedules
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._workload import Recompute, Workload
 from shardopt.reducers import exact
-from shardopt.step._pipelined import Pipelined
-from shardopt.strategies._hybrid import pipelined_slots
-from shardopt.strategies._slots import own_slots
 
 
 class ParallelLayout(NamedTuple):
@@ -370,36 +363,6 @@ def place(
         itemsize=jnp.dtype(plans[0].dtype).itemsize,
         shards=placement,
     )
-
-
-def state_layout_bytes(
-    workload: Workload,
-    layout: ParallelLayout,
-    tx: optax.GradientTransformation,
-    *,
-    min_shard_elements: int,
-) -> LayoutBytes | None:
-    """Return the bytes that optimizer work on matrices sends with each `opt_state`.
-
-    None without such work.
-    """
-
-    def placeholder(*args):
-        return args[-1]
-
-    model = BlockModel(placeholder, placeholder, placeholder)  # never runs
-    options = {
-        "rules": workload.rules,
-        "min_shard_elements": min_shard_elements,
-    }
-    mesh = cast(Mesh, _MeshShape(layout.sizes))
-    config = configure("plan", tx, mesh, model, PLACEMENTS[layout.placement], options)
-    schedule = layout.table()
-    slots = own_slots(config)
-    if schedule is not None:
-        slots = pipelined_slots(config, Pipelined(schedule))
-    config = config.replace(schedule=schedule, filled=slots)
-    return layout_bytes(config, make_layout(config, workload.params))
 
 
 def _elements(

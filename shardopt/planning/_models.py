@@ -17,7 +17,6 @@ from jax.typing import DTypeLike
 from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import error_text, format_error, plural
 from shardopt.core._types import LeafRole, PyTree, Rules, leaves_with_paths
-from shardopt.planning._attention_kernels import BACKWARD, FORWARD, splash_flops
 from shardopt.planning._workload import (
     AttentionSizes,
     Bytes,
@@ -343,23 +342,12 @@ class Transformer:
 
     def _attention(self) -> AttentionSizes:
         T, H, G, K = self.length, self.num_heads, self.kv_heads, self.width
-        rope, key_width = (
-            (K, K) if self.latent is None else (self.latent.rope, K + self.latent.rope)
-        )
-        rotated_heads = 0 if self.positions else H + (G if self.latent is None else 1)
-        # on TPU, rotary positions swap halves of a head by an inner product
-        rotation_flops = 2.0 * T * rope * rope * rotated_heads
-        forward, backward = (
-            splash_flops(*products, heads=H, length=T, keys=key_width, values=K) + rotation_flops
-            for products in (FORWARD, BACKWARD)
-        )
         return AttentionSizes(
             queries=self._token_bytes * H * K,
             keys=self._token_bytes * G * K,
             kv_heads=G,
             scores=0 if self.fused_attention else _FP32_BYTES * H * T * T,
             flops=self._score_flops / (2 if self.fused_attention else 1),
-            kernel_flops=(forward, backward),
         )
 
     def _experts(self) -> ExpertSizes:

@@ -5,19 +5,17 @@ not fit.
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from shardopt.config._config import PLACEMENTS, default_min_shard_elements
+from shardopt.config._config import PLACEMENTS
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, format_error, plural
-from shardopt.core._figures import FilePath
 from shardopt.core._tables import aligned
 from shardopt.core._types import PyTree, Rules
-from shardopt.partition import LayoutBytes
 from shardopt.pipeline import schedules as known_schedules
 from shardopt.pipeline._kinds import KINDS, ScheduleKind
 from shardopt.planning._costs import (
@@ -36,14 +34,9 @@ from shardopt.planning._layout import (
     PlacedModel,
     abstract_opt_state,
     place,
-    state_layout_bytes,
 )
 from shardopt.planning._models import Transformer, find_model
-from shardopt.planning._plots import plot_plans
 from shardopt.planning._workload import Workload
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 SCHEDULES = (
     "eager_one_f_one_b",
@@ -137,9 +130,6 @@ class Plans(NamedTuple):
       chips: number of chips.
       batch_size: rows of the global batch.
       limit: bytes of a device's memory that may be used.
-      state_layouts: bytes that work on matrices sends under the fastest layout with each
-        `opt_state`, and the recommended one; None if the optimizer does not work on
-        matrices.
     """
 
     ranked: tuple[Prediction, ...]
@@ -149,7 +139,6 @@ class Plans(NamedTuple):
     chips: int
     batch_size: int
     limit: float
-    state_layouts: LayoutBytes | None = None
 
     @property
     def best(self) -> Prediction:
@@ -168,27 +157,6 @@ class Plans(NamedTuple):
     def __str__(self) -> str:
         """Return a table of the ten fastest layouts."""
         return self.table()
-
-    def plot(
-        self, predictions: Sequence[Prediction] | None = None, path: FilePath = None
-    ) -> "Figure":
-        """Draw memory and traffic next to each other, one bar per layout.
-
-        Memory is the bytes per device, with a colour for each purpose and a line at the limit.
-        Traffic is the bytes that a device sends in a step, with a colour for each mesh axis.
-
-        Args:
-          predictions: the layouts to draw, at most 40; by default the ten fastest.
-          path: the file to save the picture to; the suffix chooses the format, PNG without one.
-
-        Returns:
-          A matplotlib figure.
-
-        Raises:
-          ValueError: if there are no predictions, or more than 40.
-        """
-        shown = self.ranked[:10] if predictions is None else predictions
-        return plot_plans(shown, self.limit, path)
 
 
 @calling("plan")
@@ -218,8 +186,7 @@ def plan(
       chips: number of chips. A chip is one device, but a tpu7x is two: the meshes for 8 chips have
         16 devices, each with half of a chip's memory, arithmetic and links.
       batch_size: rows (sequences) of the global batch.
-      tx: any optax transformation, for the bytes of its state and of its work on matrices; by
-        default `optax.adamw`.
+      tx: any optax transformation, for the bytes of its state; by default `optax.adamw`.
       slices: number of pods, joined by the data-centre network; each has an equal number of chips.
       placements: placements to try, among "ddp", "zero1", "zero2" and "fsdp".
       schedules: names of `so.schedules` to try, for layouts with a pipeline. Schedules
@@ -290,10 +257,6 @@ def plan(
     plans = Plans(tuple(fitting), tuple(dropped), workload, chip, chips, batch_size, limit)
     if not fitting:
         raise ValueError(_nothing_fits(plans))
-    if tx is not None:
-        elements = default_min_shard_elements("tpu" if device.torus_dims else "")
-        layouts = state_layout_bytes(workload, plans.best.layout, tx, min_shard_elements=elements)
-        plans = plans._replace(state_layouts=layouts)
     return plans
 
 
@@ -671,7 +634,6 @@ def _table(plans: Plans, count: int) -> str:
                 if uneven
                 else []
             ),
-            *([] if plans.state_layouts is None else [str(plans.state_layouts)]),
         ]
     )
 

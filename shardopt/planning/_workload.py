@@ -99,8 +99,6 @@ class AttentionSizes(NamedTuple):
       scores: bytes of scores that a block stores, as part of its `residuals`. Over context,
         attention runs tile by tile and stores none.
       flops: flops of attention, as part of `block_flops`; 0 if nothing is known.
-      kernel_flops: flops on TPU instead of `flops`, (forward, backward): splash attention
-        (`splash_flops`) and rotary positions.
     """
 
     queries: float
@@ -108,7 +106,6 @@ class AttentionSizes(NamedTuple):
     kv_heads: int
     scores: float = 0.0
     flops: float = 0.0
-    kernel_flops: tuple[float, float] = (0.0, 0.0)
 
 
 class ExpertSizes(NamedTuple):

@@ -81,7 +81,6 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     assert data == {
         "shardopt/models/families.json",
         "shardopt/planning/hardware.json",
-        "shardopt/planning/kernel_schedules.csv",
         "shardopt/planning/models.json",
     }
     assert {Path(name).name for name in set(files) - ours} == {
@@ -237,4 +236,4 @@ def test_a_bare_environment_can_use_it(built, tmp_path):
         "4",
     ]
     run(folder / "bin" / "shardopt", "train", "--data", text, *sizes, "--run-dir", tmp_path / "run")
-    assert (tmp_path / "run" / "loss.png").is_file()
+    assert (tmp_path / "run" / "metrics.jsonl").is_file()

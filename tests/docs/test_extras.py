@@ -44,8 +44,6 @@ from shardopt import data, models
 from shardopt.cli import main
 gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
 refused(schedule.plot)
-refused(lambda: so.planning.plot_placement(opt))
-refused(so.plan("gpt2", hardware="a100", chips=1, batch_size=1).plot)
 refused(so.parameter_server.simulate(2, num_updates=3).log.plot)
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: so.interop.nnx(None, None))
@@ -81,10 +79,7 @@ def test_training_checkpoints_and_planning_need_no_extra(without_extras):
 def test_the_error_names_the_extra(without_extras):
     needed = [
         ("plot", "matplotlib", "plot"),
-        ("plot_placement", "matplotlib", "plot"),
         ("plot", "matplotlib", "plot"),
-        ("plot", "matplotlib", "plot"),
-        ("tensorboard", "tensorboard"),
         ("data.batches", "grain", "data"),
         ("interop.nnx", "flax", "flax"),
     ]

@@ -8,7 +8,8 @@ import pytest
 from support.paths import ROOT
 from support.scripts import imported
 
-from shardopt.planning._attention_kernels import SCHEDULED
+with imported("step_times") as step_times:
+    SCHEDULED = step_times._attention_kernels.SCHEDULED
 
 pytestmark = pytest.mark.fast
 

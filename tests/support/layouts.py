@@ -14,9 +14,10 @@ import shardopt as so
 from shardopt.hlo import inner_product_flops, memory
 from shardopt.models import _transformer as transformer
 from shardopt.planning import ParallelLayout, Transformer, trace
-from shardopt.planning._costs import by_axis, footprint, step_flops, traffic
+from shardopt.planning._costs import by_axis, footprint, traffic
 from shardopt.planning._layout import abstract_opt_state, place
 from shardopt.planning._models import RULES
+from support.scripts import imported
 
 SIZES = {
     "dim": 128,
@@ -214,7 +215,8 @@ def disagreements(layout, batch_size, shape=SHAPE):
             wrong.append(f"sent over {axis}")
 
     if layout.pipeline == 1:
-        told = step_flops(placed.workload, layout, batch_size=batch_size)
+        with imported("step_times") as step_times:
+            told = step_times.step_flops(placed.workload, layout, batch_size=batch_size)
         if not math.isclose(told, inner_product_flops(program) or 0.0, rel_tol=0.05):
             wrong.append("flops")
     return wrong

@@ -105,24 +105,6 @@ def test_audit_prints_what_the_library_does(capsys):
     assert capsys.readouterr().out == f"{expected}\n"
 
 
-ESTIMATED = """HloModule m, is_scheduled=true
-
-ENTRY %main (p: f32[1000]) -> f32[1000] {
-  %p = f32[1000]{0} parameter(0)
-  ROOT %a = f32[1000]{0} add(%p, %p), backend_config={"estimated_cycles":"1750000"}
-}
-"""
-
-
-def test_audit_estimates_a_step_for_a_chip(capsys, tmp_path):
-    file = tmp_path / "step.hlo"
-    file.write_text(ESTIMATED)
-    assert main(["audit", str(file), "--hardware", "v5p"]) == 0
-    step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
-    assert step.total == pytest.approx(1e-3)
-    assert capsys.readouterr().out == f"{so.hlo.audit(ESTIMATED)}\n\n{step}\n"
-
-
 COUNTED = """HloModule m, num_partitions=2
 
 %sum (a: f32[], b: f32[]) -> f32[] {
@@ -154,9 +136,8 @@ ENTRY %main (p: f32[16]) -> f32[8] {
 def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
     source = Source(COUNTED, outputs=("{replicated}",), lowered=written)
     audit = so.hlo.audit(COUNTED, mesh={"data": 2})._replace(source=source)
-    step = so.planning.step_seconds(ESTIMATED, hardware="v5p")
     report = AotReport(
-        "v5p:2x1x1", 1, {"data": 2}, Memory(8, 8, 8, 8), audit, 1.0, 1.0, 100, COUNTED, step
+        "v5p:2x1x1", 1, {"data": 2}, Memory(8, 8, 8, 8), audit, 1.0, 1.0, 100, COUNTED
     )
     monkeypatch.setattr(_plan, "compile_model", lambda options: report)
     words = ["audit", "--topology", "v5p:2x1x1", "--model", "gpt2", "--prove"]
@@ -185,10 +166,6 @@ def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
         (
             [str(PROGRAM)],
             "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one.",
-        ),
-        (
-            [str(PROGRAM), "--mesh", "data=8", "--hardware", "v9"],
-            "step_seconds: unknown hardware 'v9'.",
         ),
         ([__file__], "audit: this is not the text of an HLO module: it has no HloModule line."),
         (["--topology", "v9:2"], "aot: unknown topology 'v9:2'."),

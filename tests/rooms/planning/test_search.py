@@ -91,7 +91,6 @@ def test_the_planned_mesh_compiles(name):
     )
     assert math.prod(report.mesh_shape.values()) == plans.devices
     assert plans.limit == report.hbm_bytes * 0.9
-    assert report.step_seconds.total
 
 
 def test_plans_are_ranked_by_time_and_fit():

@@ -67,7 +67,7 @@ def test_weights_that_a_block_casts_are_not_kept_whole(mesh_of):
 
 
 def test_the_lines_of_a_block_are_those_of_the_user(mesh_of):
-    """Backwards too: profiles, NaN checks and `so.planning.step_seconds` name them."""
+    """Backwards too: profiles and NaN checks name them."""
     model = model_of(lambda w, x: advanced(x, jnp.tanh(x["x"] @ w["up"]) @ w["down"]))
     opt = so.fsdp(optax.sgd(0.1), mesh_of(data=2), model)
     state = opt.abstract_state(jax.eval_shape(lambda: params_of(2)))

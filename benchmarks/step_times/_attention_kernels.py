@@ -1,6 +1,4 @@
-"""Flops and final schedules of splash attention's kernels, which compute whole tiles of a causal
-mask.
-"""
+"""Final schedules of splash attention's kernels, which compute whole tiles of a causal mask."""
 
 import csv
 import math
@@ -12,53 +10,10 @@ from shardopt.hlo._hlo_text import Instruction, arrays, elements
 from shardopt.kernels import _splash_backward, _splash_forward
 from shardopt.kernels._devices import vmem
 from shardopt.kernels._flash import TILE
+from step_times._flops import BACKWARD, FORWARD, splash_flops
 
-KERNELS = {"fwd": (1, 1), "dq": (2, 1), "fused": (3, 2), "dkv": (2, 2)}
+KERNELS = {"fwd": FORWARD, "dq": (2, 1), "fused": BACKWARD, "dkv": (2, 2)}
 """Kernel to the number of products per tile: (with the width of keys, with the width of values)."""
-FORWARD = KERNELS["fwd"]
-BACKWARD = KERNELS["fused"]
-"""The products of `shardopt.kernels._splash_backward`; each of jax's two kernels computes scores and
-their gradients again.
-"""
-
-
-def splash_flops(
-    key_products: int,
-    value_products: int,
-    *,
-    heads: int,
-    length: int,
-    keys: int,
-    values: int,
-    block: int = TILE,
-) -> float:
-    """Return the flops of a kernel for one row.
-
-    A row has n blocks of positions. The kernel computes n (n + 1) / 2 of the n^2 tiles of scores.
-
-    Args:
-      key_products: number of products with the width of keys: scores, and gradients of queries and
-        keys.
-      value_products: number of products with the width of values.
-      heads: query heads.
-      length: T, positions.
-      keys: width of a head of queries and keys.
-      values: width of a head of values.
-      block: positions of a block.
-
-    Example:
-      >>> splash_flops(*FORWARD, heads=1, length=512, keys=192, values=128) == 2 * 512**2 * (192 + 128)
-      True
-    """
-    tiles = max(length // block, 1)
-    return (
-        2.0
-        * (key_products * keys + value_products * values)
-        * heads
-        * length**2
-        * (tiles + 1)
-        / (2 * tiles)
-    )
 
 
 class KernelCall(NamedTuple):

@@ -25,14 +25,14 @@ from shardopt.hlo._walk import (
     unread_starts,
 )
 from shardopt.pipeline import Schedule
-from shardopt.planning._attention_kernels import (
+from shardopt.planning._costs import torus_axes
+from shardopt.planning._hardware import Hardware
+from step_times._attention_kernels import (
     kernel_call,
     kernel_flops,
     scheduled_cycles,
     shared_by_cores,
 )
-from shardopt.planning._costs import torus_axes
-from shardopt.planning._hardware import Hardware
 
 Kernels = Literal["scheduled", "stated"]
 """Where the seconds of a Pallas kernel come from: its final schedule if that is known, or the flops

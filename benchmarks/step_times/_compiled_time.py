@@ -5,26 +5,22 @@ published link rates.
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._figures import FilePath
-from shardopt.core._tables import aligned, source_and_name
-from shardopt.core._types import PyTree
+from shardopt.core._tables import aligned, name_end
+from shardopt.core._types import Devices, PyTree
 from shardopt.hlo._hlo_text import Instruction
 from shardopt.hlo._program import CanLower, CompiledProgram, read_program
 from shardopt.hlo._source_lines import Frames, op_name_of, read_frames, source_of
 from shardopt.hlo._walk import check_schedule
 from shardopt.pipeline import Schedule
-from shardopt.planning._hardware import Hardware, find_hardware, hardware_of
-from shardopt.planning._plots import plot_step
-from shardopt.planning._schedule_actions import Branch, Compute, Done, Kernels, Loop, Reader, Start
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from shardopt.planning._aot import AotReport
+from shardopt.planning._hardware import HARDWARE, Hardware, find_hardware
+from step_times._schedule_actions import Branch, Compute, Done, Kernels, Loop, Reader, Start
 
 
 class CompiledOperation(NamedTuple):
@@ -88,21 +84,6 @@ class StepSeconds(NamedTuple):
     all_operations: tuple[CompiledOperation, ...] = ()
     collectives: Mapping[tuple[str, tuple[str, ...]], float] = {}
 
-    def plot(self, path: FilePath = None) -> "Figure":
-        """Draw the timeline: computation and waiting of the TensorCore, and transfers of each mesh
-        axis.
-
-        Args:
-          path: the file to save the picture to; the suffix chooses the format, PNG without one.
-
-        Returns:
-          A matplotlib figure.
-
-        Raises:
-          ValueError: if the program holds no estimates.
-        """
-        return plot_step(self, path)
-
     def to_json(self) -> dict[str, object]:
         """Return a dict of plain numbers and strings, with ten operations and without the timeline."""
         operations = [operation._asdict() for operation in self.operations]
@@ -144,7 +125,7 @@ class StepSeconds(NamedTuple):
                     f"{share:.1%}",
                     str(operation.calls),
                     name,
-                    source_and_name(operation.source, operation.op_name),
+                    _source_and_name(operation.source, operation.op_name),
                 )
             )
         return "\n".join([sums, *aligned(rows, lambda column, _: column < 3), *self.notes])
@@ -222,6 +203,39 @@ def step_seconds(
         else hardware_of(parsed.devices)
     )
     return walk_schedule(parsed, chip, schedule, kernels)
+
+
+def of_report(report: AotReport, schedule: Schedule | None = None) -> StepSeconds:
+    """Return the seconds of a step that `so.planning.aot` has compiled."""
+    chip = report.topology.partition(":")[0]
+    return step_seconds(report.text, mesh=report.mesh_shape, hardware=chip, schedule=schedule)
+
+
+_DEVICE_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "tpu7x",
+}
+
+
+def hardware_of(devices: Devices) -> Hardware | None:
+    """Return the peak rates of one of these devices; None if they are not known TPUs.
+
+    If a chip appears as two devices, each has half of its arithmetic, memory and links.
+    """
+    name = _DEVICE_KINDS.get(getattr(devices[0], "device_kind", "")) if devices else None
+    if name is None:
+        return None
+    places = {
+        (getattr(device, "slice_index", 0), *getattr(device, "coords", (i,)))
+        for i, device in enumerate(devices)
+    }
+    return HARDWARE[name].per_device(len(devices) // len(places))
 
 
 def walk_schedule(
@@ -374,3 +388,8 @@ class _Walk:
 
 
 _MAX_OPERATIONS = 10
+
+
+def _source_and_name(source: str, name: str) -> str:
+    """Return the end of the path of a source, and the end of a jax name, as far as they are known."""
+    return " ".join(filter(None, ("/".join(source.split("/")[-2:]), name_end(name))))
