@@ -188,9 +188,13 @@ else:
 # eight gradients counts as much as eight updates with one gradient.
 
 # %%
-step_seconds = server.durations.with_stalls(
-    server.durations.lognormal(1.0, 0.2), probability=0.1, seconds=10.0
-)
+
+
+def step_seconds(rng):
+    """Draw the seconds of a step."""
+    return rng.lognormal(0.0, 0.2) + 10.0 * (rng.random() < 0.1)
+
+
 workers = [server.SimulatedWorker(step_seconds=step_seconds)] * 8
 work = {"loss_fn": loss_fn, "params": params, "batches_of": batches_of}
 simulated = {

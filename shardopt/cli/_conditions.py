@@ -58,18 +58,6 @@ CONDITIONS = (
         "choose --strategy fsdp, or hybrid with --placement fsdp",
     ),
     Condition(
-        ("experts", "top_k", "balance"),
-        lambda options: options.model.model == "moe",
-        "for --model moe; {options.model.model} was asked for",
-        "choose --model moe",
-    ),
-    Condition(
-        ("precision",),
-        lambda options: options.model.model == "gpt",
-        "for --model gpt; {options.model.model} was asked for",
-        "choose --model gpt",
-    ),
-    Condition(
         ("lora_alpha", "lora_dropout", "lora_targets", "base"),
         lambda options: getattr(options.model, "lora_rank", None) is not None,
         "for adapters, and --lora-rank is not given",

@@ -1,12 +1,9 @@
-"""The output of `shardopt train` for people: the run, the placement of every leaf, the result, and
-the loss curve.
-"""
+"""The output of `shardopt train` for people: the run, the placement of every leaf, and the result."""
 
 import math
 import os
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from rich.console import Console
@@ -16,9 +13,8 @@ from rich.text import Text
 import shardopt as so
 from shardopt.cli._communication import describe, size
 from shardopt.cli._options import RunOptions, TrainOptions, TuneOptions
-from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, CURVE, METRICS
+from shardopt.cli._run_folder import CHECKPOINTS, CONFIG, METRICS
 from shardopt.core._errors import plural
-from shardopt.core._figures import new_figure
 from shardopt.data import Windows
 from shardopt.pipeline import Schedule
 from shardopt.training._fit import FitResult
@@ -186,7 +182,7 @@ def show_loss(screen: Console, result: FitResult, unit: str) -> None:
 def show_files(screen: Console, options: RunOptions, result: FitResult, *names: str) -> None:
     """Show the goodput and the files of the run, `names` first."""
     say(screen, f"\n{result.goodput}")
-    files = ", ".join([*names, CHECKPOINTS, METRICS, CONFIG, CURVE])
+    files = ", ".join([*names, CHECKPOINTS, METRICS, CONFIG])
     say(screen, f"\nin {options.run.run_dir}: {files}")
 
 
@@ -214,34 +210,3 @@ def _strategy_text(options: RunOptions) -> str:
 
 def _mesh_text(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
-
-
-_BLUE, _ORANGE, _GREY = "#3b6ea8", "#d1495b", "#6b7280"
-
-
-def draw_curve(metrics: Sequence[dict[str, float]], path: Path, unit: str = "byte") -> None:
-    """Draw training and validation loss over the steps as a PNG."""
-    figure = new_figure(8, 4.5, dpi=150)
-    axes = figure.subplots()
-    for name, label, style in (
-        ("loss", "training", {"color": _BLUE, "linewidth": 1.4, "alpha": 0.85}),
-        (
-            "val_loss",
-            "validation",
-            {"color": _ORANGE, "linewidth": 1.8, "marker": "o", "markersize": 4},
-        ),
-    ):
-        points = [(line["step"], line[name]) for line in metrics if line.get(name) is not None]
-        if points:
-            steps, losses = zip(*points, strict=True)
-            axes.plot(steps, losses, label=f"{label}, {losses[-1]:.3f} at the end", **style)
-    axes.set_xlabel("step", color=_GREY)
-    axes.set_ylabel(f"loss (nats a {unit})", color=_GREY)
-    axes.set_xlim(left=0)
-    axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
-    axes.tick_params(colors=_GREY, length=0)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color("#d1d5db")
-    if axes.lines:
-        axes.legend(frameon=False, loc="upper right")
-    figure.savefig(path)

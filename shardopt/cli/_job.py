@@ -12,10 +12,8 @@ import shardopt as so
 from shardopt.cli import _display as display
 from shardopt.cli._options import RunOptions
 from shardopt.cli._run_folder import (
-    CURVE,
     loggers,
     order_changes,
-    read_metrics,
     write_options,
 )
 from shardopt.core._types import PyTree, TrainState
@@ -69,8 +67,3 @@ class RunInFolder(NamedTuple):
         if result.exit_code:
             display.show_stopped(self.screen, options, result, self.steps)
         return result
-
-    def draw(self, unit: str) -> None:
-        """Draw the losses in nats per `unit`."""
-        folder = self.options.run.run_dir
-        display.draw_curve(read_metrics(folder), folder / CURVE, unit=unit)

@@ -64,7 +64,6 @@ Check = functools.partial
 
 Count = Annotated[int, Check(check_count)]
 OptionalCount = Annotated[int | None, _INT, Check(check_count)]
-CountFromZero = Annotated[int, Check(check_count, minimum=0)]
 Positive = Annotated[float, Check(check_number, positive=True)]
 OptionalPositive = Annotated[float | None, _FLOAT, Check(check_number, positive=True)]
 NotNegative = Annotated[float, Check(check_number)]
@@ -159,13 +158,8 @@ class CommunicationOptions:
 class ModelOptions:
     """The model, a decoder-only transformer over bytes."""
 
-    FIXED: ClassVar = ("model", "dim", "layers", "heads", "experts", "top_k", "balance")
+    FIXED: ClassVar = ("dim", "layers", "heads")
     """The options that determine the shapes of the parameters."""
-
-    model: Literal["gpt", "moe"] = "gpt"
-    """One mlp in each block (gpt), or a mixture of experts (moe). The mesh axis expert shards the
-    experts.
-    """
 
     dim: int = 192
     """Width of the residual stream."""
@@ -180,25 +174,10 @@ class ModelOptions:
     length: int = 128
     """Bytes of context."""
 
-    experts: More[Count] = 8
-    """Experts of each block of a moe."""
-
-    top_k: More[Count] = 2
-    """Experts that each byte goes through; together they have as many hidden units as the mlp of a
-    gpt.
-    """
-
-    balance: More[Literal["bias", "loss", "sequence_loss", "none"]] = "bias"
-    """How the loads of experts are kept equal: biases of the routing, or a loss over the batch or
-    each sequence.
-    """
-
     precision: More[
         Annotated[Literal["int8", "fp8"] | None, tyro.conf.arg(metavar="{int8,fp8}")]
     ] = None
-    """Multiply by the weights of a gpt's blocks in 8 bits. By default in the dtype of the
-    computation.
-    """
+    """Multiply by the weights of blocks in 8 bits. By default in the dtype of the computation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,7 +215,7 @@ class FolderOptions:
     """Folder, checkpoints and logs of the run."""
 
     run_dir: Path = Path("runs/default")
-    """Folder for checkpoints, metrics.jsonl, config.json and loss.png."""
+    """Folder for checkpoints, metrics.jsonl and config.json."""
 
     resume: bool = False
     """Continue the run in the folder. Options that are not set here keep their saved values; mesh,

@@ -22,7 +22,6 @@ from shardopt.core._errors import value_error
 from shardopt.runtime._files import write_atomic
 
 CONFIG, CHECKPOINTS, METRICS = "config.json", "checkpoints", "metrics.jsonl"
-CURVE = "loss.png"
 
 
 def check_run_folder(options: RunOptions) -> None:
@@ -105,12 +104,6 @@ def keep_options(options: RunOptions, text_bytes: int) -> None:
     """
     if not (options.run.run_dir / CONFIG).exists():
         write_options(options, text_bytes)
-
-
-def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """Return the metrics that the run has logged, `{"step": n, "loss": ..., ...}` each."""
-    path = folder / METRICS
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 def loggers(options: RunOptions, text_bytes: int) -> list[Callable[..., object]]:

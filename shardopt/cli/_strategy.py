@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 import shardopt as so
 from shardopt.cli._communication import combined, make_reducer
 from shardopt.cli._conditions import check_conditions
-from shardopt.cli._models import strategy_arguments
 from shardopt.cli._options import RunOptions, TrainOptions, check_numbers
 from shardopt.core._errors import plural, value_error
-from shardopt.core._types import Devices
+from shardopt.core._types import Devices, Rules
 from shardopt.mesh import data_axes
+from shardopt.models import gpt
 from shardopt.pipeline._kinds import KINDS
 from shardopt.planning._layout import named_builder
 
@@ -123,7 +123,8 @@ def make_strategy(
     """Return the strategy for the options; they must have passed `check_strategy` and `fitted`."""
     communication = options.communication
     reducer = make_reducer(communication) if communication.sync_every is None else None
-    return combined(communication, make_base(options, tx, mesh, model, reducer=reducer))
+    base = make_base(options, tx, mesh, model, reducer=reducer, rules=gpt.rules)
+    return combined(communication, base)
 
 
 def make_base(
@@ -133,7 +134,7 @@ def make_base(
     model: so.BlockModel,
     *,
     reducer: so.reducers.Reducer | None = None,
-    leaf_arguments: Mapping[str, Any] | None = None,
+    rules: Rules,
 ) -> so.ShardedOptimizer:
     """Return the strategy for the options, without local updates.
 
@@ -143,14 +144,11 @@ def make_base(
       mesh: the mesh.
       model: the model.
       reducer: the reducer of gradients, or None.
-      leaf_arguments: the arguments of a strategy that describe the leaves of the model; by default
-        those of train's models.
+      rules: the rules of the model's leaves.
     """
-    if leaf_arguments is None:
-        assert isinstance(options, TrainOptions)
-        leaf_arguments = strategy_arguments(options.model)
-    arguments = vars(options.where) | vars(options.pipeline) | dict(leaf_arguments)
+    arguments = vars(options.where) | vars(options.pipeline)
     arguments |= {
+        "rules": rules,
         "micro_batches": num_micro_batches(options, mesh),
         "placement": options.placement,
         "reducer": reducer,

@@ -91,16 +91,13 @@ def _train(setup: _Setup) -> int:
     text = continue_text(
         result.state.params, model, prompt, num_bytes=_SAMPLE_BYTES, seed=training.seed
     )
-    if jax.process_index() == 0:
-        job.draw("byte")
     display.show_result(screen, options, result, data.decode(prompt), text)
     return 0
 
 
 def _set_up(options: TrainOptions) -> _Setup:
     """Check the options, and open the text."""
-    for module in ("grain", "matplotlib"):
-        require(module, extra="cli")
+    require("grain", extra="cli")
     check_run_folder(options)
     check_options(options)
     devices, replicas = jax.devices(), options.communication.replicas

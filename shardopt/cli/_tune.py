@@ -22,7 +22,7 @@ from shardopt.cli._run_folder import check_run_folder, checkpoint_settings
 from shardopt.cli._strategy import check_options, make_base, mesh_of
 from shardopt.core._errors import calling, error_text, plural, value_error
 from shardopt.core._extras import require
-from shardopt.core._types import PyTree, TrainState, leaves_with_paths
+from shardopt.core._types import PyTree, Rules, TrainState, leaves_with_paths
 from shardopt.data._corpus import Batch
 from shardopt.models import Pretrained, decoder, from_pretrained
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
@@ -90,9 +90,9 @@ class _Tuned(NamedTuple):
         return self.adapters.model if self.adapters else self.pretrained.model
 
     @property
-    def leaf_arguments(self) -> dict[str, Any]:
-        """The arguments of a strategy that describe the leaves."""
-        return {"rules": self.adapters.rules if self.adapters else self.pretrained.rules}
+    def rules(self) -> Rules:
+        """The rules of the leaves."""
+        return self.adapters.rules if self.adapters else self.pretrained.rules
 
     @property
     def abstract_params(self) -> PyTree:
@@ -139,7 +139,7 @@ def tune(options: TuneOptions) -> int:
     )
     devices = jax.devices()
     mesh = mesh_of(options.where.mesh, devices, pipelined=options.is_hybrid)
-    opt = make_base(options, tx, mesh, tuned.model, leaf_arguments=tuned.leaf_arguments)
+    opt = make_base(options, tx, mesh, tuned.model, rules=tuned.rules)
     opt.specs(tuned.abstract_params)  # the display needs the shapes of the parameters
 
     screen, num_bytes = display.open_screen(), training.data.stat().st_size
@@ -161,7 +161,6 @@ def tune(options: TuneOptions) -> int:
         out = run.run_dir / ("adapters" if tuned.adapters else "model")
         if jax.process_index() == 0:
             shutil.rmtree(out, ignore_errors=True)  # from before a resume
-            job.draw("token")
         multihost_utils.sync_global_devices("the folder of the model is free")
         tuned.save(out, result.state.params)
         _show_result(screen, options, result, out)
@@ -170,8 +169,7 @@ def tune(options: TuneOptions) -> int:
 
 def _check(options: TuneOptions) -> None:
     """Refuse options that cannot work, as far as this is known without reading the model."""
-    for module in ("grain", "matplotlib"):
-        require(module, extra="cli")
+    require("grain", extra="cli")
     require("safetensors", extra="huggingface")
     paths = {"--model": options.model.model, "--data": options.training.data}
     missing = [flag for flag, path in paths.items() if path is None]

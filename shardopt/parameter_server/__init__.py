@@ -2,7 +2,7 @@
 simulation.
 """
 
-from shardopt.parameter_server import durations, rules
+from shardopt.parameter_server import rules
 from shardopt.parameter_server._async_local_sgd import async_local_sgd
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._replay import replay
@@ -18,7 +18,6 @@ __all__ = [
     "SimulatedWorker",
     "WorkersLostError",
     "async_local_sgd",
-    "durations",
     "make_server",
     "make_update",
     "replay",

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,11 +20,13 @@ from shardopt.parameter_server._run import AsyncResult, AsyncRun, BatchesOf, Wor
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._updates import trained
 from shardopt.parameter_server._worker import check_codec, key_data, no_compute, sgd_spec
-from shardopt.parameter_server.durations import Duration, check_duration, seconds_of
 from shardopt.parameter_server.rules import StalenessRule
 from shardopt.reducers import Reducer
 
 CALLER = "simulate"
+
+Duration = float | Callable[[np.random.Generator], float]
+"""Seconds, or a function that draws them."""
 
 
 class SimulatedWorker(NamedTuple):
@@ -32,7 +34,7 @@ class SimulatedWorker(NamedTuple):
 
     Attributes:
       step_seconds: the duration of a gradient: seconds, or a function `(numpy generator) ->
-        seconds`; see `parameter_server.durations`.
+        seconds`, such as `lambda rng: rng.exponential(2.0)`.
       latency: seconds that a message takes in each direction, in addition to its size / bandwidth.
       bandwidth: bytes per second, in each direction.
       availability: periods `(from, to)`, in seconds, in which it works. It joins at the start of
@@ -190,7 +192,8 @@ def _check_workers(workers: int | Sequence[SimulatedWorker]) -> Sequence[Simulat
             raise TypeError(
                 f"{CALLER}: {name} must be a SimulatedWorker, got {type(worker).__name__}."
             )
-        check_duration(f"{name}.step_seconds", worker.step_seconds)
+        if not callable(worker.step_seconds):
+            check_number(f"{name}.step_seconds", worker.step_seconds)
         check_number(f"{name}.latency", worker.latency)
         if worker.bandwidth != math.inf:
             check_number(f"{name}.bandwidth", worker.bandwidth, positive=True)
@@ -337,7 +340,8 @@ class EventLoop:
             return
         event = self.run.pull(worker, self.asked_at.pop(worker))
         self.steps[worker] = Step(event.version, event.clock, self.run.state.params, batch)
-        step_seconds = seconds_of(self.workers[worker].step_seconds, self.generators[worker])
+        duration = self.workers[worker].step_seconds
+        step_seconds = duration(self.generators[worker]) if callable(duration) else duration
         pull_seconds, push_seconds = self.transfers[worker]
         arrival = self.now + pull_seconds + step_seconds + push_seconds
         self.schedule(arrival, _ARRIVE, worker, self.incarnations[worker])

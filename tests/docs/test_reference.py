@@ -62,10 +62,6 @@ ROOMS = {
     "nn.": (nn, nn.__all__),
     "optimizers.": (optimizers, optimizers.__all__),
     "parameter_server.": (parameter_server, parameter_server.__all__),
-    "parameter_server.durations.": (
-        parameter_server.durations,
-        ["exponential", "lognormal", "with_stalls"],
-    ),
     "parameter_server.rules.": (parameter_server.rules, parameter_server.rules.__all__),
     "planning.": (planning, planning.__all__),
     "reducers.": (reducers, reducers.__all__),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import shardopt as so
+from support import durations
 from support.problems import problem
 
 
@@ -103,9 +104,7 @@ def simulate_really(regression):
 
     def run(tx, *, workers=3, num_updates=30, **options):
         specs = [
-            so.parameter_server.SimulatedWorker(
-                so.parameter_server.durations.exponential(1.0 + worker)
-            )
+            so.parameter_server.SimulatedWorker(durations.exponential(1.0 + worker))
             for worker in range(workers)
         ]
         return so.parameter_server.simulate(

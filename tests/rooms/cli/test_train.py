@@ -65,13 +65,12 @@ def test_a_run_shows_its_placement_learns_and_leaves_a_folder(finished):
         "P(None, 'data', None, 'tensor', None)",
         "after 8 steps",
         "What it writes",
-        f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png",
+        f"in {folder}: checkpoints, metrics.jsonl, config.json",
     ):
         assert piece in out
     assert committed(folder / "checkpoints") == [4, 8]
     assert [line["step"] for line in logged(folder)] == [4, 8]
     assert logged(folder)[-1]["val_loss"] < logged(folder)[0]["val_loss"] < 5.5
-    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_resuming_a_run_that_is_done_says_so_and_a_changed_order_too(train, fold
 def test_norms_of_layers_are_logged(train, folder):
     code, out, _ = train("--run-dir", folder, "--resume", "--steps", 10, "--norms-every", 1)
     assert code == 0
-    assert f"in {folder}: checkpoints, metrics.jsonl, config.json, loss.png" in out
+    assert f"in {folder}: checkpoints, metrics.jsonl, config.json" in out
     gradients = {
         line["step"]: line
         for line in logged(folder)

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import durations
 from support.tiers import tiered
 
 import shardopt as so
@@ -91,9 +92,7 @@ def test_the_fastest_gets_just_as_far_ahead_as_the_bound(max_staleness):
 @pytest.mark.slow  # test_the_bound_holds_whatever_workers_do
 @pytest.mark.parametrize("max_staleness", tiered(BOUNDS, lambda bound: bound == 2))
 def test_10_000_pushes_with_random_stalls(max_staleness):
-    step = so.parameter_server.durations.with_stalls(
-        so.parameter_server.durations.exponential(1.0), probability=0.05, seconds=10.0
-    )
+    step = durations.with_stalls(durations.exponential(1.0), probability=0.05, seconds=10.0)
     workers = [so.parameter_server.SimulatedWorker(step)] * 8
     updates = 10_000 if max_staleness else 10_000 // 8
     result = so.parameter_server.simulate(
@@ -128,7 +127,7 @@ def test_deaths_at_any_time_leave_nobody_waiting_for_ever(max_staleness, incarna
         availability = tuple(zip(times[::2], times[1::2], strict=True))
         workers.append(
             so.parameter_server.SimulatedWorker(
-                so.parameter_server.durations.exponential(mean), availability=availability
+                durations.exponential(mean), availability=availability
             )
         )
     result = so.parameter_server.simulate(

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import durations
 from support.seams import break_function
 
 import shardopt as so
 from shardopt.core._types import Weighted
-from shardopt.parameter_server import SimulatedWorker, durations, simulate
+from shardopt.parameter_server import SimulatedWorker, simulate
 from shardopt.parameter_server import _apply as apply
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server import _server as server

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import optax
 import pytest
+from support import durations
 from support.tiers import tiered
 
 from shardopt.parameter_server import (
     Log,
     SimulatedWorker,
-    durations,
     replay,
     simulate,
 )
@@ -314,16 +314,6 @@ def test_two_thousand_workers():
                 "simulate: loss_fn and batches_of are missing for real mathematics.\n"
                 "Fix: pass tx, loss_fn, params and batches_of, or none of them."
             ),
-        ),
-        (
-            lambda: durations.with_stalls(1.0, probability=2.0, seconds=1.0),
-            ValueError,
-            "with_stalls: probability must be at most 1, got 2.0.",
-        ),
-        (
-            lambda: durations.exponential(0.0),
-            ValueError,
-            "exponential: mean must be finite, above 0; got 0.0.",
         ),
     ],
 )
