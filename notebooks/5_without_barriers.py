@@ -187,9 +187,8 @@ else:
 # For a fair comparison the averaged run has eight times the learning rate. Then one update with
 # eight gradients counts as much as eight updates with one gradient.
 
+
 # %%
-
-
 def step_seconds(rng):
     """Draw the seconds of a step."""
     return rng.lognormal(0.0, 0.2) + 10.0 * (rng.random() < 0.1)
