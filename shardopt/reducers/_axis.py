@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.core._axis import AxisName, axis_names
+from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._errors import plural, value_error
 from shardopt.core._types import PyTree, abstract
 
@@ -122,6 +122,36 @@ def all_to_all_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[
 def all_gather_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
     """Send each array [1, k] to all devices; row j of each result [N, k] came from device j."""
     return _packed(arrays, lambda buffer: _all_gather(buffer, axis_name))
+
+
+def all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Send row i of an array [N, ...] to device i, and keep how the partitioner shards the row.
+
+    It keeps the sharding through permutes and sums alone: it would gather the operand of an
+    all-to-all or an all-gather first (jax 0.10.2). Each of N - 1 permutes moves a row.
+    """
+    num_devices, bits = axis_size(axis_name), _as_bits(array)
+    index = jax.lax.axis_index(axis_name)
+    received = bits
+    for hop in range(1, num_devices):
+        row = jax.lax.dynamic_index_in_dim(bits, (index + hop) % num_devices)
+        moves = [(device, (device + hop) % num_devices) for device in range(num_devices)]
+        row = jax.lax.ppermute(row, axis_name, moves)
+        source = (index - hop) % num_devices
+        received = jax.lax.dynamic_update_index_in_dim(received, row, source, 0)
+    return _from_bits(received, array.dtype)
+
+
+def all_gather_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Send an array [1, ...] to all devices, and keep how the partitioner shards it.
+
+    It is a sum of N rows of which each device has one, and zeros.
+    """
+    num_devices, bits = axis_size(axis_name), _as_bits(array)
+    zeros = jnp.zeros((num_devices, *bits.shape[1:]), bits.dtype)
+    index = jax.lax.axis_index(axis_name)
+    rows = jax.lax.dynamic_update_index_in_dim(zeros, bits, index, 0)
+    return _from_bits(jax.lax.psum(rows, axis_name), array.dtype)
 
 
 def all_reduce_padded(flat: jax.Array, axis_name: AxisName, axis_size: int) -> jax.Array:

@@ -14,14 +14,13 @@ from shardopt.core._axis import AxisName
 from shardopt.core._errors import calling, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
+from shardopt.reducers._codec import Codec
 from shardopt.reducers._mean import (
-    Codec,
     buckets_of,
-    in_buckets,
     join_bucket,
+    means_of,
     split_bucket,
     two_phase_bytes,
-    two_phase_mean,
 )
 from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
@@ -130,6 +129,9 @@ def int8(block_size: int = 256) -> Reducer:
 
     **Communication** per call and device, for Psi elements: an all-to-all and an all-gather of int8
     and scales, 2(N-1)/N Psi (1 + 4/block_size) bytes. This is about a quarter of fp32.
+    In a `shard_map` over one axis, with other axes that the partitioner keeps, each gradient keeps
+    its sharding and is sent by itself: N - 1 permutes and an all-reduce, 0.4 of fp32 in all. A
+    gradient without a dim that the devices of all axes divide is sent in fp32.
 
     References:
       Dettmers, "8-Bit Approximations for Parallelism in Deep Learning", 2016 (the linear code with
@@ -185,10 +187,8 @@ class _Blockwise:
     def send(
         self, values: Values, dtypes: Dtypes, state: PyTree, axis_name: AxisName
     ) -> tuple[Values, Values, PyTree]:
-        def average(flat, key):
-            return two_phase_mean(flat, self.codec, axis_name)
-
-        return *in_buckets(values, [value.dtype for value in values], average), state
+        dtypes_of_values = [value.dtype for value in values]
+        return *means_of(values, dtypes_of_values, lambda dtype: self.codec, axis_name), state
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
         leaves = jax.tree.leaves(params)

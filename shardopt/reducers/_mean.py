@@ -19,7 +19,7 @@ equals the sum of the values exactly.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,24 @@ from shardopt.core._axis import axis_size as size_of
 from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._reducer import Dtypes, MessageCodec, Reducer, Values
 from shardopt.core._types import PyTree, wide_dtype
-from shardopt.reducers._axis import all_gather_packed, all_reduce_padded, all_to_all_packed
+from shardopt.reducers._axis import (
+    all_gather_kept,
+    all_gather_packed,
+    all_reduce_padded,
+    all_to_all_kept,
+    all_to_all_packed,
+)
+from shardopt.reducers._codec import Codec
+from shardopt.reducers._grid import grid_of, num_partitions
 from shardopt.reducers._reducer import make_reducer, real_dtype, real_shape
 
 BUCKET_ELEMENTS = 2**23
 """The size at which a bucket is full: 32 MiB in fp32. A larger leaf has its own bucket, and is not
 copied.
 """
+
+Collective = Callable[[jax.Array, AxisName], jax.Array]
+"""A collective over an axis."""
 
 
 @calling("exact")
@@ -157,19 +168,13 @@ def mean_of(
       dtypes: the dtype on the wire of each array.
       axis_name: the axis.
     """
-    num_devices = size_of(axis_name)
+    keys = list(zip([value.dtype for value in values], dtypes, strict=True))
 
-    def average(flat, key):
+    def codec_of(key: tuple[np.dtype, np.dtype]) -> Codec | None:
         value_dtype, wire_dtype = key
-        if wire_dtype.itemsize >= value_dtype.itemsize:
-            return all_reduce_padded(flat, axis_name, num_devices) / num_devices, jnp.zeros_like(
-                flat
-            )
-        return two_phase_mean(flat, _cast_codec(wire_dtype), axis_name)
+        return None if wire_dtype.itemsize >= value_dtype.itemsize else _cast_codec(wire_dtype)
 
-    return in_buckets(
-        values, list(zip([value.dtype for value in values], dtypes, strict=True)), average
-    )
+    return means_of(values, keys, codec_of, axis_name)
 
 
 def mean_bytes(
@@ -198,6 +203,50 @@ def mean_bytes(
                 bucket.size, _cast_codec(wire_dtype), axis_size, value_dtype
             )
     return num_bytes
+
+
+def means_of(
+    values: Sequence[jax.Array],
+    keys: Sequence[Any],
+    codec_of: Callable[[Any], Codec | None],
+    axis_name: AxisName,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Average real arrays over an axis; return (means, residuals).
+
+    Arrays share flat buckets. Where the partitioner keeps an axis of the mesh, it may shard them:
+    each array is then averaged in its own shape, because a flat one has no sharding of its dims.
+
+    Args:
+      values: real arrays.
+      keys: arrays with different keys share no bucket.
+      codec_of: the codec of a key, or None for the exact mean.
+      axis_name: the axis.
+    """
+    num_devices, num_shards = size_of(axis_name), num_partitions()
+
+    def average(flat: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+        codec = codec_of(key)
+        if codec is not None:
+            return two_phase_mean(flat, codec, axis_name)
+        return all_reduce_padded(flat, axis_name, num_devices) / num_devices, jnp.zeros_like(flat)
+
+    def average_in_shape(value: jax.Array, key: Any) -> tuple[jax.Array, jax.Array]:
+        codec = codec_of(key)
+        grid = None if codec is None else grid_of(value, codec, num_devices, num_shards)
+        if codec is None or grid is None:
+            return jax.lax.psum(value, axis_name) / num_devices, jnp.zeros_like(value)
+        rows = grid.rows(value)
+        row_codec = _of_last_dim(codec, rows.ndim)
+        valid = jnp.ones(rows.shape, bool)
+        means, residual = _mean_of_rows(
+            rows, valid, row_codec, rows.shape[-1], axis_name, (all_to_all_kept, all_gather_kept)
+        )
+        return grid.array(means), grid.array(residual)
+
+    if num_shards == 1:
+        return in_buckets(values, keys, average)
+    pairs = [average_in_shape(value, key) for value, key in zip(values, keys, strict=True)]
+    return [mean for mean, _ in pairs], [residual for _, residual in pairs]
 
 
 def in_buckets(
@@ -245,23 +294,6 @@ def split_bucket(flat: jax.Array, bucket: Bucket) -> list[jax.Array]:
     return [flat[stop - size : stop] for stop, size in zip(stops, bucket.sizes, strict=True)]
 
 
-class Codec(NamedTuple):
-    """Functions that encode rows of numbers in few bytes.
-
-    Attributes:
-      padded_length: `padded_length(n)`: the length of a chunk of n elements after padding.
-      encode: `encode(rows, valid) -> parts`: rows [R, C] to arrays [R, k]; `valid` [R, C] is False
-        for padding.
-      decode: `decode(parts, length, dtype) -> rows`.
-      nbytes: `nbytes(length, dtype)`: the bytes of one encoded row.
-    """
-
-    padded_length: Callable[[int], int]
-    encode: Callable[[jax.Array, jax.Array], tuple[jax.Array, ...]]
-    decode: Callable[[Sequence[jax.Array], int, np.dtype], jax.Array]
-    nbytes: Callable[[int, np.dtype], int]
-
-
 @calling("two_phase_mean")
 def two_phase_mean(
     flat: jax.Array, codec: Codec, axis_name: AxisName
@@ -270,17 +302,52 @@ def two_phase_mean(
 
     The mean has the same bits on all devices.
     """
-    num_devices, n, dtype = size_of(axis_name), flat.size, flat.dtype
+    num_devices, n = size_of(axis_name), flat.size
     length = _chunk_length(n, num_devices, codec)
     rows = jnp.pad(flat, (0, num_devices * length - n)).reshape(num_devices, length)
     num_valid = jnp.asarray(np.clip(n - np.arange(num_devices) * length, 0, length), jnp.int32)
     valid = jnp.arange(length)[None, :] < num_valid[:, None]
+
+    def all_to_all(part: jax.Array, axis_name: AxisName) -> jax.Array:
+        return all_to_all_packed([part], axis_name)[0]
+
+    def all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
+        return all_gather_packed([part], axis_name)[0]
+
+    means, residual = _mean_of_rows(rows, valid, codec, length, axis_name, (all_to_all, all_gather))
+    return means.reshape(-1)[:n], residual.reshape(-1)[:n]
+
+
+def _mean_of_rows(
+    rows: jax.Array,
+    valid: jax.Array,
+    codec: Codec,
+    length: int,
+    axis_name: AxisName,
+    collectives: tuple[Collective, Collective],
+) -> tuple[jax.Array, jax.Array]:
+    """Return the mean of rows [N, ..., length] over an axis, and this device's residual.
+
+    Row i of each device goes to device i. The mean of padding is 0.
+
+    Args:
+      rows: the rows.
+      valid: False for padding.
+      codec: how rows are written.
+      length: the length of a row.
+      axis_name: the axis.
+      collectives: the all-to-all and the all-gather of arrays of rows.
+    """
+    all_to_all, all_gather = collectives
+    num_devices, dtype = size_of(axis_name), rows.dtype
     device_index = jax.lax.axis_index(axis_name)
-    is_owned = (jnp.arange(num_devices) == device_index)[:, None]
+    is_owned = jnp.arange(num_devices) == device_index
+    is_owned = is_owned.reshape(num_devices, *[1] * (rows.ndim - 1))
     owned_row = jax.lax.dynamic_slice_in_dim(rows, device_index, 1)
 
     parts = codec.encode(rows, valid)
-    received_rows = codec.decode(all_to_all_packed(parts, axis_name), length, dtype)
+    received = [all_to_all(part, axis_name) for part in parts]
+    received_rows = codec.decode(received, length, dtype)
     owned_valid = jax.lax.dynamic_slice_in_dim(valid, device_index, 1)
     # A codec may decode padding to a nonzero number, which must not count in the mean.
     chunk_mean = jnp.where(
@@ -289,12 +356,33 @@ def two_phase_mean(
         0,
     )
     encoded_mean = codec.encode(chunk_mean, owned_valid)
-    means = codec.decode(all_gather_packed(encoded_mean, axis_name), length, dtype)
+    gathered = [all_gather(part, axis_name) for part in encoded_mean]
+    means = codec.decode(gathered, length, dtype)
 
     sending_error = rows - codec.decode(parts, length, dtype)
     mean_error = num_devices * (chunk_mean - codec.decode(encoded_mean, length, dtype))
-    residual = jnp.where(is_owned, mean_error, sending_error)
-    return means.reshape(-1)[:n], residual.reshape(-1)[:n]
+    return means, jnp.where(is_owned, mean_error, sending_error)
+
+
+def _of_last_dim(codec: Codec, ndim: int) -> Codec:
+    """Return the codec of arrays with `ndim` dims, whose last dim is a row."""
+
+    def encode_row(row: jax.Array, valid: jax.Array) -> tuple[jax.Array, ...]:
+        return tuple(part[0] for part in codec.encode(row[None], valid[None]))
+
+    def decode(parts: Sequence[jax.Array], length: int, dtype: np.dtype) -> jax.Array:
+        def decode_row(*parts: jax.Array) -> jax.Array:
+            return codec.decode([part[None] for part in parts], length, dtype)[0]
+
+        return _vmapped(decode_row, ndim - 1)(*parts)
+
+    return codec._replace(encode=_vmapped(encode_row, ndim - 1), decode=decode)
+
+
+def _vmapped(function: Callable[..., Any], times: int) -> Callable[..., Any]:
+    for _ in range(times):
+        function = jax.vmap(function)
+    return function
 
 
 def two_phase_bytes(n: int, codec: Codec, axis_size: int, dtype: np.dtype) -> int:
