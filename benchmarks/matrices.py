@@ -1,4 +1,4 @@
-"""Tokens to reach a loss: Muon and SOAP (and with --only, Shampoo) against AdamW on a small GPT,
+"""Tokens to reach a loss: Muon and SOAP against AdamW on a small GPT,
 tuned alike.
 
 Run: python benchmarks/matrices.py [--steps 800] [--seeds 3], with --only NAME... to run some beside
@@ -7,7 +7,7 @@ what the JSON has of the others, or with --draw for the picture alone.
 Each optimizer has the same first parameters, batches and form of schedule. Its peak learning rate
 is the best of the same grid, on a seed of its own; all else is its default, weight decay none.
 Matrices are `gpt.matrices`; embedding, head and norms go to AdamW, at the same rate as the matrices
-in SOAP and Shampoo, at AdamW's own best rate in Muon, whose steps have another size.
+in SOAP, at AdamW's own best rate in Muon, whose steps have another size.
 
 Measured: the tokens after which held-out loss, interpolated along the curve, is what AdamW has at
 its end (mean over seeds), as a share of AdamW's tokens.
@@ -31,7 +31,7 @@ CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=2, max_length=32)
 GRID = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 EVERY = 50
 RESULTS = Path(__file__).parent / "results" / "matrices.json"
-COLOURS = {"adamw": "black", "muon": "#3b6ea8", "soap": "#d1495b", "shampoo": "#3a9d6e"}
+COLOURS = {"adamw": "black", "muon": "#3b6ea8", "soap": "#d1495b"}
 Make = Callable[[float], optax.GradientTransformation]
 
 
@@ -48,7 +48,6 @@ def optimizers(steps: int, adam_rate: float) -> dict[str, Make]:
         "adamw": lambda peak: optax.adamw(schedule(peak, steps), weight_decay=0.0),
         "muon": muon,
         "soap": lambda peak: so.optimizers.soap(schedule(peak, steps), matrices=gpt.matrices),
-        "shampoo": lambda peak: so.optimizers.shampoo(schedule(peak, steps), matrices=gpt.matrices),
     }
 
 

@@ -60,7 +60,7 @@ class TableForm(NamedTuple):
     is_scattered = False
 
     def encode(self, shard: jax.Array, axes: MeshAxes) -> Encoded:
-        """Return no matrices; the decoded table holds the shard."""
+        """Return no arrays; the decoded table holds the shard."""
         return Encoded([], lambda _: ColumnTable(shard, axes, self.tensor, self.sums))
 
     def gradient(self, cotangent: ColumnTable) -> jax.Array:

@@ -21,13 +21,12 @@ from shardopt.collectives._buckets import (
 from shardopt.collectives._per_device import shard_by_shard
 from shardopt.collectives._tiles import (
     gather_joined,
-    gather_matrices,
     in_gathered_layout,
     is_tpu,
     joined_to_tiles,
     joins_small_matrices,
 )
-from shardopt.collectives._wire import Encoded, LeafWire
+from shardopt.collectives._wire import LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
@@ -73,17 +72,21 @@ def all_gather(
     def forward(xs, probe):
         del probe
         leaves = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
-        plain_wires = [wire if wire.form is None else wire._replace(dim=None) for wire in wires]
+        encoded = {i: form.encode(leaves[i], wires[i].axes) for i, form in forms.items()}
+        arrays = [encoded[i].arrays if i in encoded else [x] for i, x in enumerate(leaves)]
+        array_wires = [wire for wire, group in zip(wires, arrays, strict=True) for _ in group]
+        flat_arrays, treedef = jax.tree.flatten(arrays)
 
         def move(xs: list[jax.Array], dims: list[int], axes: MeshAxes) -> list[jax.Array]:
             if joins_small_matrices(axes):
                 return gather_joined(xs, dims, axes, _all_gather)
             return all_gather_buckets(xs, dims, axes, _all_gather, bucket_bytes=bucket_bytes)
 
-        gathered = _apply_where_sharded(move, leaves, plain_wires)
-        encoded = [form.encode(leaves[i], wires[i].axes) for i, form in forms.items()]
-        decoded = _gather_encoded(encoded, [wires[i].axes for i in forms])
-        return replaced(gathered, list(forms), decoded)
+        gathered = treedef.unflatten(_apply_where_sharded(move, flat_arrays, array_wires))
+        return [
+            encoded[i].decode(group) if i in encoded else group[0]
+            for i, group in enumerate(gathered)
+        ]
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is
     # written out.
@@ -104,18 +107,6 @@ def all_gather(
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
-
-
-def _gather_encoded(encoded: Sequence[Encoded], axes: Sequence[MeshAxes]) -> list[Any]:
-    """Return the decoded leaves: their first matrices are gathered together, then their second."""
-    gathered: list[list[jax.Array]] = [[] for _ in encoded]
-    for place in range(max((len(leaf.matrices) for leaf in encoded), default=0)):
-        members = [i for i, leaf in enumerate(encoded) if place < len(leaf.matrices)]
-        shards = [encoded[i].matrices[place] for i in members]
-        matrices = gather_matrices(shards, [axes[i] for i in members], _all_gather)
-        for i, matrix in zip(members, matrices, strict=True):
-            gathered[i].append(matrix)
-    return [leaf.decode(matrices) for leaf, matrices in zip(encoded, gathered, strict=True)]
 
 
 def reduce_scatter(

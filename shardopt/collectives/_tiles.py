@@ -77,33 +77,20 @@ def gather_joined(
 
     Small arrays with as many rows are joined while they are sent.
     """
-    rows = [i for i, dim in enumerate(dims) if dim == 0 and xs[i].ndim > 1]
-    matrices = gather_matrices(
-        [xs[i].reshape(len(xs[i]), -1) for i in rows], [axis] * len(rows), gather
-    )
-    gathered = [x if i in rows else gather(x, axis, dims[i]) for i, x in enumerate(xs)]
-    return replaced(
-        gathered,
-        rows,
-        [m.reshape(-1, *xs[i].shape[1:]) for m, i in zip(matrices, rows, strict=True)],
-    )
-
-
-def gather_matrices(
-    shards: Sequence[jax.Array], axes: Sequence[MeshAxes], gather: Gather
-) -> list[jax.Array]:
-    """Return matrices, all-gathered from shards of their rows.
-
-    Small ones with as many rows are joined while they are sent.
-    """
     bundles: dict[Hashable, list[int]] = {}
-    for i, shard in enumerate(shards):
-        is_small = shard.nbytes * jax.lax.axis_size(axes[i]) <= _SMALL_MATRIX
-        bundles.setdefault((len(shard), shard.dtype, axes[i]) if is_small else i, []).append(i)
-    matrices = list(shards)
+    for i, (x, dim) in enumerate(zip(xs, dims, strict=True)):
+        is_small = x.nbytes * jax.lax.axis_size(axis) <= _SMALL_MATRIX
+        joins = is_small and dim == 0 and x.ndim > 1
+        bundles.setdefault((len(x), x.dtype) if joins else i, []).append(i)
+    gathered = list(xs)
     for bundle in bundles.values():
-        members = [shards[i] for i in bundle]
-        matrix = gather(jnp.concatenate(members, axis=1), axes[bundle[0]], 0)
-        parts = jnp.split(matrix, split_points([shard.shape[1] for shard in members]), axis=1)
-        matrices = replaced(matrices, bundle, parts)
-    return matrices
+        members = [xs[i] for i in bundle]
+        if len(members) == 1:
+            parts = [gather(members[0], axis, dims[bundle[0]])]
+        else:
+            rows = jnp.concatenate([x.reshape(len(x), -1) for x in members], axis=1)
+            ends = split_points([x.size // len(x) for x in members])
+            parts = jnp.split(gather(rows, axis, 0), ends, axis=1)
+            parts = [part.reshape(-1, *x.shape[1:]) for part, x in zip(parts, members, strict=True)]
+        gathered = replaced(gathered, bundle, parts)
+    return gathered

@@ -15,11 +15,11 @@ class Encoded(NamedTuple):
     """A shard in the form in which it is gathered.
 
     Attributes:
-      matrices: the matrices whose rows are gathered.
-      decode: makes the leaf, or a node that stands for it, of the gathered matrices.
+      arrays: the arrays that are gathered, on the dim of the leaf.
+      decode: makes the leaf, or a node that stands for it, of the gathered arrays.
     """
 
-    matrices: list[jax.Array]
+    arrays: list[jax.Array]
     decode: Callable[[list[jax.Array]], Any]
 
 

@@ -348,7 +348,7 @@ class ShardingOptions(TypedDict, total=False):
         Option(
             'where optimizer state lives. By default, "within", each leaf is sharded on one of its'
             ' dims. "matrices" assigns each matrix to one device, its owner, for optimizers of'
-            " matrices (Muon, Shampoo): work on a matrix then needs no collectives. The notes of"
+            " matrices (Muon, SOAP): work on a matrix then needs no collectives. The notes of"
             ' `so.fsdp` on matrices say what is sent. In `hybrid` it is not for placement "ddp".'
             ' "host" keeps the state in host memory between steps, 8/N bytes per parameter with'
             " fp32 Adam. The numbers are the same. A step copies the state to the device and back."

@@ -57,30 +57,16 @@ class RoundedForm(NamedTuple):
             functools.partial(largest_over, axes=axes if shares_sums else ()),
         )
 
-        def decode(matrices: list[Array]) -> "RoundedWeight":
-            gathered = self._from_rows(matrices[0], numbers.shape)
-            channel_scale = scale if shares_sums else self._from_rows(matrices[1], scale.shape)
+        def decode(arrays: list[Array]) -> "RoundedWeight":
+            channel_scale = scale if shares_sums else arrays[1]
             is_cast = dtype == shard.dtype
-            return RoundedWeight.of(gathered, channel_scale, dtype, self.rounding, is_cast=is_cast)
+            return RoundedWeight.of(arrays[0], channel_scale, dtype, self.rounding, is_cast=is_cast)
 
-        matrices = [self._as_rows(numbers)]
-        if not shares_sums:
-            # one row, so that the scales of several weights travel together
-            matrices.append(self._as_rows(scale).reshape(1, -1))
-        return Encoded(matrices, decode)
+        return Encoded([numbers] if shares_sums else [numbers, scale], decode)
 
     def gradient(self, cotangent: "RoundedWeight") -> Array:
         """Return the gradient of the weight."""
         return cotangent.zeros
-
-    def _as_rows(self, x: Array) -> Array:
-        """Return a matrix with a row for each index of the dim that devices share."""
-        return jnp.moveaxis(x, self.dim, 0).reshape(x.shape[self.dim], -1)
-
-    def _from_rows(self, rows: Array, shape: tuple[int, ...]) -> Array:
-        """Return the array whose shards have a shape, from the rows of all devices."""
-        others = shape[: self.dim] + shape[self.dim + 1 :]
-        return jnp.moveaxis(rows.reshape(-1, *others), 0, self.dim)
 
 
 def wire_form(

@@ -1,27 +1,54 @@
 """The families that `from_pretrained` reads, and the types that it refuses with a reason."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from shardopt.models import (
-    _expert_families,
-    _layer_norm_families,
-    _post_norm_families,
-    _pre_norm_families,
-)
+from shardopt.models import _dense_readers, _expert_readers
 from shardopt.models._family import Family
 
-_PUBLISHED = json.loads(Path(__file__).with_name("families.json").read_text(encoding="utf-8"))
-"""model_type -> its classes, and what its config.json means where it leaves a field out."""
+_FOLDER = Path(__file__).parent
+_TENSORS = json.loads((_FOLDER / "tensors.json").read_text(encoding="utf-8"))
+"""The name of a group -> name of a tensor, or of a module whose weight and bias it is ("name.*") -> the
+leaf, or the leaves that it joins."""
+_READERS = _dense_readers.READERS | _expert_readers.READERS
+_LLAMA_BLOCK = ["pre_norms", "qkv", "out", "qk_norms", "mlp"]
+
+
+def _tensors(groups: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Return tensor name -> its leaves, for the tensors of some groups."""
+    tensors: dict[str, tuple[str, ...]] = {}
+    for group in groups:
+        for name, text in _TENSORS[group].items():
+            leaves = tuple(text.split())
+            module = name.removesuffix(".*")
+            if module == name:
+                tensors[name] = leaves
+            else:
+                tensors[f"{module}.weight"] = leaves
+                tensors[f"{module}.bias"] = tuple(f"{leaf}_bias" for leaf in leaves)
+    return tensors
+
+
+def _family(
+    reader: str, tensors: Sequence[str] = _LLAMA_BLOCK, outer: str = "model", **options: Any
+) -> Family:
+    """Return a family of `families.json`.
+
+    Args:
+      reader: the name of a reader.
+      tensors: the groups of the tensors of a block.
+      outer: the group of the tensors outside of blocks.
+      options: the other attributes of `Family`.
+    """
+    outer_tensors = {name: leaf for name, (leaf,) in _tensors([outer]).items()}
+    return Family(_READERS[reader], _tensors(tensors), outer_tensors, **options)
+
 
 FAMILIES: dict[str, Family] = {
-    name: family._replace(**_PUBLISHED[name])
-    for name, family in (
-        _pre_norm_families.FAMILIES
-        | _post_norm_families.FAMILIES
-        | _layer_norm_families.FAMILIES
-        | _expert_families.FAMILIES
-    ).items()
+    name: _family(**record)
+    for name, record in json.loads((_FOLDER / "families.json").read_text(encoding="utf-8")).items()
 }
 """model_type of config.json -> family."""
 

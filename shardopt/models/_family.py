@@ -1,6 +1,4 @@
-"""What families of open models share: the record of a family, names of tensors, and the fields that
-many have.
-"""
+"""What families of open models share: the record of a family, and the fields that many have."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +8,6 @@ from shardopt.models._fields import Fields
 from shardopt.models._rope import Rope
 
 Reader = Callable[[Fields], dict[str, Any]]
-Leaves = Mapping[str, str | tuple[str, ...]]
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -23,69 +20,59 @@ ACTIVATIONS = {
 }
 
 
-def with_biases(modules: Leaves) -> dict[str, str | tuple[str, ...]]:
-    """Return tensor name -> leaves for the weight and the bias of each module."""
-    tensors: dict[str, str | tuple[str, ...]] = {}
-    for module, leaves in modules.items():
-        tensors[f"{module}.weight"] = leaves
-        tensors[f"{module}.bias"] = (
-            f"{leaves}_bias" if isinstance(leaves, str) else tuple(f"{x}_bias" for x in leaves)
-        )
-    return tensors
-
-
-PRE_NORMS = {
-    "input_layernorm.weight": "attention/norm",
-    "post_attention_layernorm.weight": "mlp/norm",
-}
-QKV = with_biases({f"self_attn.{name}_proj": f"attention/{name}" for name in "qkv"})
-OUT = with_biases({"self_attn.o_proj": "attention/out"})
-ATTENTION = (
-    QKV
-    | OUT
-    | {
-        "self_attn.q_norm.weight": "attention/q_norm",
-        "self_attn.k_norm.weight": "attention/k_norm",
-    }
-)
-MLP = with_biases({f"mlp.{name}_proj": f"mlp/{name}" for name in ("gate", "up", "down")})
-LLAMA_BLOCK = PRE_NORMS | ATTENTION | MLP
-
-
 class Family(NamedTuple):
-    """A family of models.
+    """A family of models; `families.json` has one record for each.
 
     Attributes:
-      read: returns the fields of `DecoderConfig` for a config.json.
+      reader: returns the fields of `DecoderConfig` that it reads from a config.json. The next five
+        attributes say the rest of them.
       block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the
         tensor joins. "{e}" is the number of an expert.
       outer: tensor name -> leaf outside of blocks.
+      required: field of config.json -> the values that the decoder can do.
+      skipped: fields that have no effect in this family.
+      numbers: field of `DecoderConfig` -> the field that has this positive number.
+      when: field -> fields of `DecoderConfig`, if the field is true.
+      constants: fields of `DecoderConfig` that all models of the family have.
       prefix: the prefix of a block's tensors, with "{i}" for its number.
       transposed: whether the weights of linear layers are stored [out, in].
       ignored: regular expressions of tensors that are no weights.
       optional: the beginning of names that files may leave out.
-      by_head: names in `block` whose tensors join leaves head by head, not one after the other.
+      by_head: whether tensors join leaves head by head, not one after the other.
       has_predictors: whether files may have blocks after the last one, which predict further tokens
         in training.
       architectures: the class in transformers, and others of the same mathematics.
       defaults: config.json's fields that may be absent, with transformers' defaults.
     """
 
-    read: Reader
-    block: Leaves = LLAMA_BLOCK
-    outer: Mapping[str, str] = {
-        "model.embed_tokens.weight": "embedding",
-        "model.norm.weight": "norm",
-        "lm_head.weight": "head",
-    }
+    reader: Reader
+    block: Mapping[str, tuple[str, ...]]
+    outer: Mapping[str, str]
+    required: Mapping[str, Sequence[Any]] = {}
+    skipped: Sequence[str] = ()
+    numbers: Mapping[str, str] = {}
+    when: Mapping[str, Mapping[str, Any]] = {}
+    constants: Mapping[str, Any] = {}
     prefix: str = "model.layers.{i}."
     transposed: bool = True
-    ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
+    ignored: Sequence[str] = (r"rotary_emb\.inv_freq$",)
     optional: str = ""
-    by_head: frozenset[str] = frozenset()
+    by_head: bool = False
     has_predictors: bool = False
     architectures: Sequence[str] = ()
     defaults: Mapping[str, Any] = {}
+
+    def read(self, fields: Fields) -> dict[str, Any]:
+        """Return the fields of `DecoderConfig` for a config.json."""
+        for name, values in self.required.items():
+            fields.require(name, *values)
+        fields.skip(*self.skipped)
+        config = self.reader(fields)
+        config |= {name: fields.number(field) for name, field in self.numbers.items()}
+        for field, settings in self.when.items():
+            if fields[field]:
+                config |= settings
+        return config | self.constants
 
 
 def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
@@ -114,34 +101,35 @@ def head_dim(fields: Fields) -> int:
     )
 
 
-def biases(fields: Fields, name: str = "attention_bias") -> dict[str, Any]:
-    """Return whether all products of attention have biases."""
-    return {"qkv_bias": bool(fields[name]), "out_bias": bool(fields[name])}
-
-
 def rope(fields: Fields, kind: str = "full_attention", **changes: Any) -> Rope:
     """Return the rotary positions of blocks of a type, as `Fields.rope` does."""
     return fields.rope(head_dim(fields), kind, **changes)
 
 
-def interleaved(fields: Fields) -> dict[str, Any]:
-    """Return blocks of one kind, whose rotary pairs are neighbours."""
-    return {"kinds": (BlockKind(rope=fields.rope(head_dim(fields), interleaved=True)),)}
+def one_kind(rope: Rope | None) -> dict[str, Any]:
+    """Return blocks of one kind, without a window."""
+    return {"kinds": (BlockKind(rope=rope),)}
 
 
 def same_kinds(fields: Fields, window: int | None = None) -> dict[str, Any]:
     """Return blocks of one kind."""
-    return fields.kinds(None, window, lambda kind: rope(fields, kind))
+    return kinds(fields, None, window)
 
 
-def windows(fields: Fields, types: list[str] | None = None) -> dict[str, Any]:
-    """Return blocks with windows by "layer_types", or else by `types`.
+def kinds(fields: Fields, types: list[str] | None, window: int | None) -> dict[str, Any]:
+    """Return blocks that have the window or not, by their types. Without types all have it."""
+    return fields.kinds(types, window, lambda kind: rope(fields, kind))
 
-    Without both all blocks have the window.
-    """
-    return fields.kinds(
-        fields["layer_types"] or types, fields["sliding_window"], lambda kind: rope(fields, kind)
-    )
+
+def window_kinds(fields: Fields, types: list[str] | None = None) -> dict[str, Any]:
+    """Return blocks with windows by "layer_types", or else by `types`."""
+    return kinds(fields, fields["layer_types"] or types, fields["sliding_window"])
+
+
+def types_from(fields: Fields, first: int) -> list[str]:
+    """Return types of blocks, of which the block `first` and those after it have a window."""
+    L = fields.size("num_hidden_layers")
+    return ["sliding_attention" if i >= first else "full_attention" for i in range(L)]
 
 
 def types_of(fields: Fields, period: int) -> list[str]:
@@ -155,33 +143,20 @@ def types_of(fields: Fields, period: int) -> list[str]:
     ]
 
 
+def plain(fields: Fields) -> dict[str, Any]:
+    """Return a model with blocks of one kind."""
+    return sizes(fields) | same_kinds(fields)
+
+
 def llama(fields: Fields) -> dict[str, Any]:
-    return (
-        sizes(fields) | biases(fields) | {"mlp_bias": bool(fields["mlp_bias"])} | same_kinds(fields)
-    )
+    has_biases = bool(fields["attention_bias"])
+    biases = {"qkv_bias": has_biases, "out_bias": has_biases, "mlp_bias": bool(fields["mlp_bias"])}
+    return plain(fields) | biases
 
 
 def mistral(fields: Fields) -> dict[str, Any]:
     return sizes(fields) | same_kinds(fields, fields["sliding_window"])
 
 
-def qwen(fields: Fields) -> dict[str, Any]:
-    types, window = (
-        fields["layer_types"],
-        fields["sliding_window"] if fields["use_sliding_window"] else None,
-    )
-    first, L = fields["max_window_layers"], fields.size("num_hidden_layers")
-    if window is None:
-        types = None
-    elif types is None:
-        types = ["sliding_attention" if i >= first else "full_attention" for i in range(L)]
-    return sizes(fields) | fields.kinds(types, window, lambda kind: rope(fields, kind))
-
-
-def qwen3(fields: Fields) -> dict[str, Any]:
-    return qwen(fields) | biases(fields) | {"qk_norm": "head"}
-
-
-def post_normed(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config whose norms are after attention and mlp alone."""
-    return config | {"pre_norms": False, "post_norms": True}
+def windows(fields: Fields) -> dict[str, Any]:
+    return sizes(fields) | window_kinds(fields)

@@ -80,13 +80,11 @@ def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
         is_first = i < config.num_first
         group, row = ("first_blocks", i) if is_first else ("blocks", i - config.num_first)
         for name, leaves in family.block.items():
-            paths = [
-                f"{group}/{leaf}" for leaf in ([leaves] if isinstance(leaves, str) else leaves)
-            ]
+            paths = [f"{group}/{leaf}" for leaf in leaves]
             if paths[0] not in shapes:
                 continue
             tensor = family.prefix.format(i=i) + name
-            if name in family.by_head:
+            if family.by_head and len(leaves) > 1:
                 places[tensor] = _join_by_head(paths, row, shapes)
             elif "{e}" in name:
                 for e in range(shapes[paths[0]][1]):

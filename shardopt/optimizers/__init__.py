@@ -6,7 +6,6 @@ Rules select the leaves that are matrices, and the dims that are rows and column
 from shardopt.optimizers._decay_mask import decay_mask
 from shardopt.optimizers._matrices import Matrix
 from shardopt.optimizers._muon import muon_dimension_numbers
-from shardopt.optimizers._shampoo import shampoo
 from shardopt.optimizers._soap import soap
 
-__all__ = ["Matrix", "decay_mask", "muon_dimension_numbers", "shampoo", "soap"]
+__all__ = ["Matrix", "decay_mask", "muon_dimension_numbers", "soap"]

@@ -14,8 +14,7 @@ from shardopt.optimizers._matrices import Matrices, check_matrices, match_matric
 
 @calling("muon_dimension_numbers")
 def muon_dimension_numbers(matrices: Matrices) -> Callable[[PyTree], PyTree]:
-    """Return dimension numbers for `optax.contrib.muon`, from the same rules as `soap` and
-    `shampoo`.
+    """Return dimension numbers for `optax.contrib.muon`, from the same rules as `soap`.
 
     Muon orthogonalises each matrix of a leaf separately. Leaves without a rule go to AdamW, as
     usual in optax.

@@ -1,8 +1,6 @@
-"""Helpers of Shampoo and SOAP: second moments of rows and columns, and the choice of the optimizer
-of each leaf.
-"""
+"""Helpers of SOAP: second moments of rows and columns, and the choice of the optimizer of each leaf."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ import optax
 from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, TreeDef, wide_dtype
-from shardopt.optimizers._inverse_root import product
 from shardopt.optimizers._matrices import Matrices, Matrix, check_matrices, match_matrices
 
 Number = float | jax.Array
@@ -94,20 +91,6 @@ def as_pairs(treedef: TreeDef, left: PyTree, right: PyTree) -> list[Pair]:
     return list(zip(treedef.flatten_up_to(left), treedef.flatten_up_to(right), strict=True))
 
 
-def refresh_every(
-    interval: int, step: jax.Array, refresh: Callable[[], Pair], old_pair: Pair
-) -> Pair:
-    """Return the result of `refresh` on steps 0, interval, 2 interval, ..., and the old pair on all
-    other steps.
-
-    Call it once for each leaf. One branch for all leaves would tie their matrices together, and
-    `opt_state="matrices"` could not separate them.
-    """
-    if isinstance(interval, int) and interval == 1:
-        return refresh()
-    return jax.lax.cond(step % interval == 0, refresh, lambda: old_pair)
-
-
 def second_moments(g: jax.Array, pair: Pair, decay: Number) -> Pair:
     """Return the updated moving means of G G^T and G^T G, for matrices G [..., m, n]."""
     left, right = pair
@@ -141,3 +124,17 @@ def unbiased(mean: jax.Array, decay: Number, count: jax.Array) -> jax.Array:
     """Return the bias-corrected moving mean of `count` values: divided by the sum of their weights."""
     decay_array = jnp.asarray(decay, mean.dtype)
     return mean / (1 - decay_array ** count.astype(mean.dtype))
+
+
+def product(a: jax.Array, b: jax.Array, *, flip_a: bool = False, flip_b: bool = False) -> jax.Array:
+    """Return A B of batches of matrices [..., m, k] and [..., k, n].
+
+    `flip_a` and `flip_b` transpose A and B first. `jnp.matmul` and `jnp.einsum` drop batch dims of
+    length 1. The update of one block would then have other equations than the update of several,
+    and `opt_state="matrices"` could not separate the blocks.
+    """
+    batch_dims = tuple(range(a.ndim - 2))
+    contracted_dims = (a.ndim - (2 if flip_a else 1),), (b.ndim - (1 if flip_b else 2),)
+    return jax.lax.dot_general(
+        a, b, (contracted_dims, (batch_dims, batch_dims)), precision=jax.lax.Precision.HIGHEST
+    )

@@ -9,7 +9,6 @@ import optax
 from shardopt.core._errors import calling
 from shardopt.core._types import PyTree, wide_dtype, wide_zeros
 from shardopt.optimizers import _sides as sides
-from shardopt.optimizers._inverse_root import product
 from shardopt.optimizers._matrices import Matrices
 from shardopt.optimizers._orthonormal import orthonormal
 from shardopt.optimizers._sides import Number, Pair, Side
@@ -226,7 +225,7 @@ def _orthogonal_iteration(moment: Side, basis: Side, ridge: Number) -> Side:
     eye = jnp.eye(moment.shape[-1], dtype=bool)
     mean = jnp.mean(jnp.sum(jnp.where(eye, moment, 0), -1, keepdims=True), -2, keepdims=True)
     shift = jnp.where(mean > 0, jnp.asarray(ridge, mean.dtype) * mean, jnp.ones_like(mean))
-    return orthonormal(product(moment, basis) + shift * basis)
+    return orthonormal(sides.product(moment, basis) + shift * basis)
 
 
 def _identity_like(zeros: Side) -> Side:

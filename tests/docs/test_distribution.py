@@ -80,6 +80,7 @@ def test_the_wheel_has_the_package_and_nothing_else(built):
     data = {name for name in ours if Path(name).suffix not in (".py", ".typed")}
     assert data == {
         "shardopt/models/families.json",
+        "shardopt/models/tensors.json",
         "shardopt/planning/hardware.json",
         "shardopt/planning/models.json",
     }

@@ -14,6 +14,5 @@ ANY_OPTIMIZER = {
     "muon": lambda: optax.contrib.muon(1e-2),
     "clip_adamw": lambda: optax.chain(optax.clip_by_global_norm(0.3), optax.adamw(1e-2)),
     "soap": lambda: so.optimizers.soap(1e-2),
-    "shampoo": lambda: so.optimizers.shampoo(1e-2),
     "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
 }

@@ -1,31 +1,10 @@
-"""Shampoo and SOAP of one matrix, written plainly in numpy float64 after their papers."""
+"""SOAP of one matrix, written plainly in numpy float64 after its paper."""
 
 import numpy as np
 
 
-def inverse_root(a, root, ridge):
-    values, vectors = np.linalg.eigh(a + ridge * np.linalg.norm(a) * np.eye(len(a)))
-    return (vectors * values ** (-1 / root)) @ vectors.T
-
-
 def adam_step(m, v, t, b1, b2, eps):
     return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + eps)
-
-
-def shampoo(grads, *, b1, b2, eps, ridge, interval, graft):
-    """Yield what is to be subtracted, for a learning rate of 1."""
-    m = v = left = right = 0
-    for t, g in enumerate(grads, 1):
-        m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
-        left, right = b2 * left + (1 - b2) * g @ g.T, b2 * right + (1 - b2) * g.T @ g
-        if (t - 1) % interval == 0:
-            roots = [inverse_root(x / (1 - b2**t), 4, ridge) for x in (left, right)]
-        mean = m / (1 - b1**t)
-        direction = roots[0] @ mean @ roots[1]
-        if graft is not None:
-            size = mean if graft == "sgd" else adam_step(m, v, t, b1, b2, eps)
-            direction *= np.linalg.norm(size) / np.linalg.norm(direction)
-        yield direction
 
 
 def soap(grads, *, b1, b2, eps, ridge, interval, first=10):

@@ -84,9 +84,6 @@ OWNED = {
     "soap": lambda: so.optimizers.soap(
         1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=2, matrices=RULES_OF_MATRICES
     ),
-    "shampoo": lambda: so.optimizers.shampoo(
-        1e-2, eps=1e-4, ridge=1e-4, interval=2, matrices=RULES_OF_MATRICES
-    ),
 }
 PIPELINE = {"data": 2, "tensor": 2, "pipeline": 2}
 
@@ -255,7 +252,7 @@ SPLIT_STACKS = [
         {"rules": [*EXPERTS["rules"], ("up|experts", P(None, None, "tensor"))]},
     ),
     ("muon", 8, {"data": 1, "expert": 8}, EXPERTS),
-    ("shampoo", 8, {"data": 1, "tensor": 8}, {"rules": [("up", P("tensor"))]}),
+    ("soap", 8, {"data": 1, "tensor": 8}, {"rules": [("up", P("tensor"))]}),
 ]
 SPLIT_SLOPES = {
     name: np.random.default_rng(3).normal(size=(8, *shape))
@@ -367,7 +364,7 @@ def test_muon_sends_little_more_than_adam(name, mesh_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one", ["muon", "soap", "shampoo"])
+@pytest.mark.parametrize("one", ["muon", "soap"])
 @pytest.mark.parametrize("layers", [8, 16])
 def test_each_device_computes_its_share_of_the_update(one, layers, mesh_of):
     """The products of an update with matrices, in the whole job, are those of one device: nothing
@@ -504,9 +501,10 @@ def test_gradients_go_to_owners_and_updates_come_back(one, arrays, mesh_of):
     assert sent == arrays * 2 * (8 * 16 * 32 * 4) * 7 // 64
 
 
-@pytest.mark.parametrize("one", [pytest.param("soap", marks=pytest.mark.slow), "shampoo"])
-def test_blocks_that_do_not_divide_go_to_owners_one_by_one(one, mesh_of):
-    opt = so.fsdp(OWNED[one](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices")
+def test_blocks_that_do_not_divide_go_to_owners_one_by_one(mesh_of):
+    opt = so.fsdp(
+        OWNED["soap"](), mesh_of(data=8), MODEL, min_shard_elements=8, opt_state="matrices"
+    )
     owners = opt.config.report(model_params(6, jnp.float32)).owners
     assert [len(row.owners) for row in owners.rows] == [6, 6]
     assert sorted(owner for row in owners.rows for owner in row.owners) == sorted(

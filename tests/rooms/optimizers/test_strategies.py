@@ -23,14 +23,11 @@ OPTIMIZERS = {
     "soap": lambda rules: so.optimizers.soap(
         1e-2, eps=1e-4, ridge=1e-3, weight_decay=1e-2, interval=3, matrices=rules
     ),
-    "shampoo": lambda rules: so.optimizers.shampoo(
-        1e-2, eps=1e-4, ridge=1e-4, interval=3, matrices=rules
-    ),
     "muon": lambda rules: optax.contrib.muon(
         1e-2, muon_weight_dimension_numbers=so.optimizers.muon_dimension_numbers(rules)
     ),
 }
-QUICK = [("shampoo", "zero1", 3, "odd")]
+QUICK = [("soap", "zero1", 3, "odd")]
 ROWS = QUICK + [
     (optimizer, strategy, i % 4, ("gpt", "odd", "nnx")[(i + j) % 3])
     for j, optimizer in enumerate(OPTIMIZERS)
@@ -101,14 +98,12 @@ STACKED = ((16, 24, 16), so.optimizers.Matrix())
 @pytest.mark.parametrize(
     ("name", "leaf"),
     [
-        ("shampoo", FUSED),
+        ("soap", FUSED),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in [
                 ("soap", STACKED),
                 ("muon", STACKED),
-                ("soap", FUSED),
-                ("shampoo", STACKED),
                 ("muon", FUSED),
             ]
         ),

@@ -294,11 +294,10 @@ def test_replace_refuses_a_step_at_the_end(mesh_of, step):
         optax.adam(0.1),
         optax.MultiSteps(optax.adam(0.1), 2),
         so.optimizers.soap(0.1),
-        so.optimizers.shampoo(0.1),
         optax.chain(optax.sgd(0.1), so.transforms.average_params(0.9)),
         so.transforms.skip_anomalies(optax.sgd(0.1)),
     ],
-    ids=["adam", "MultiSteps", "soap", "shampoo", "average_params", "skip_anomalies"],
+    ids=["adam", "MultiSteps", "soap", "average_params", "skip_anomalies"],
 )
 def test_counters_of_an_optimizer_stay_at_their_end(mesh_of, tx):
     tx = getattr(tx, "gradient_transformation", lambda: tx)()

@@ -30,7 +30,6 @@ LINKS = {
     "top_k": lambda: T.average_gradients("data", R.error_feedback(R.top_k(density=0.5))),
     "power_sgd": lambda: T.average_gradients("data", R.error_feedback(R.power_sgd(rank=2))),
     "soap": lambda: so.optimizers.soap(0.1),
-    "shampoo": lambda: so.optimizers.shampoo(0.1),
 }
 """Links whose `init` needs no axis."""
 
@@ -345,7 +344,7 @@ def train_under_pmap(tx, mesh):
 
 
 LOOPS = {"jit": train_under_jit, "shard_map": train_under_shard_map, "pmap": train_under_pmap}
-EIGENVECTORS = ("soap", "shampoo")  # decompositions amplify the rounding of sums
+EIGENVECTORS = ("soap",)  # decompositions amplify the rounding of sums
 
 
 @pytest.mark.parametrize(

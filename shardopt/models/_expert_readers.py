@@ -1,0 +1,162 @@
+"""Readers of families with experts, whose routers are softmax or DeepSeek's sigmoid, and of families
+with latent attention, for `families.json`.
+"""
+
+from typing import Any
+
+from shardopt.models import _family as base
+from shardopt.models._decoder_config import ExpertsConfig
+from shardopt.models._family import Reader
+from shardopt.models._fields import Fields, yarn_scale
+from shardopt.models._latent_attention import LatentConfig
+
+
+def _experts(
+    fields: Fields, hidden: str = "moe_intermediate_size", **changes: Any
+) -> dict[str, Any]:
+    """Return experts, whose number has one of two names.
+
+    `hidden` names the field of their hidden units.
+    """
+    number = fields.size(
+        "num_experts" if fields["num_experts"] is not None else "num_local_experts"
+    )
+    sizes = number, fields.size("num_experts_per_tok"), fields.size(hidden)
+    options: dict[str, Any] = {"normalize": bool(fields["norm_topk_prob"])} | changes
+    return {"experts": ExpertsConfig(*sizes, **options)}
+
+
+def _mixtral(fields: Fields) -> dict[str, Any]:
+    return base.mistral(fields) | _experts(fields, "intermediate_size", normalize=True)
+
+
+def _qwen2_moe(fields: Fields) -> dict[str, Any]:
+    shared_hidden = fields.size("shared_expert_intermediate_size")
+    kinds = base.kinds(fields, fields["layer_types"], None)
+    experts = _experts(fields, shared_hidden=shared_hidden, shared_gate=True)
+    return base.sizes(fields) | kinds | experts
+
+
+def _qwen3_moe(fields: Fields) -> dict[str, Any]:
+    window = fields["sliding_window"] if fields["use_sliding_window"] else None
+    fields.skip("layer_types", "max_window_layers")
+    return base.sizes(fields) | base.same_kinds(fields, window) | _experts(fields)
+
+
+def _olmoe(fields: Fields) -> dict[str, Any]:
+    return base.llama(fields) | _experts(fields, "intermediate_size")
+
+
+def _mellum(fields: Fields) -> dict[str, Any]:
+    fields.require("mlp_layer_types", None, ["sparse"] * fields.size("num_hidden_layers"))
+    kinds = base.window_kinds(fields, ["full_attention"])
+    return base.sizes(fields) | kinds | _experts(fields)
+
+
+def _gpt_oss(fields: Fields) -> dict[str, Any]:
+    experts = _experts(fields, "intermediate_size", normalize=True, biases=True)
+    return base.sizes(fields) | base.window_kinds(fields, base.types_of(fields, 2)) | experts
+
+
+def _scored_by_sigmoid(fields: Fields, num_first: int) -> dict[str, Any]:
+    """Return DeepSeek-V3's experts, which are chosen by the sigmoid of a score plus a bias."""
+    hidden = fields.size("moe_intermediate_size")
+    experts = ExpertsConfig(
+        fields.size("n_routed_experts"),
+        fields.size("num_experts_per_tok"),
+        hidden,
+        shared_hidden=hidden * (fields["n_shared_experts"] or 0),
+        score="sigmoid",
+        normalize=bool(fields["norm_topk_prob"]),
+        groups=(fields.size("n_group"), fields.size("topk_group")),
+        scale=float(fields["routed_scaling_factor"]),
+        choice_bias=True,
+        num_first=num_first,
+    )
+    return {"experts": experts}
+
+
+def _sigmoid_experts(fields: Fields) -> dict[str, Any]:
+    """Return DeepSeek-V3's experts after the first, dense blocks."""
+    return _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
+
+
+def _latent(fields: Fields) -> dict[str, Any]:
+    """Return a model with DeepSeek-V3's attention."""
+    fields.require("attention_bias", None, False)
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    latent = LatentConfig(*map(fields.size, names))
+    fields.require("qk_head_dim", None, latent.nope + latent.rope)
+    rope = fields.rope(latent.rope, interleaved=fields["rope_interleave"])
+    scaling = fields.record("rope_scaling") or fields.record("rope_parameters")
+    scale = (
+        yarn_scale(rope.factor, scaling.get("mscale_all_dim") or 0) if rope.kind == "yarn" else 1.0
+    )
+    return {
+        **base.sizes(fields),
+        "num_kv_heads": None,
+        "head_dim": None,
+        "latent": latent,
+        "attention_scale": scale**2 * (latent.nope + latent.rope) ** -0.5,
+        **base.one_kind(rope),
+    }
+
+
+def _deepseek_v3(fields: Fields) -> dict[str, Any]:
+    return _latent(fields) | _sigmoid_experts(fields)
+
+
+def _glm4_moe_lite(fields: Fields) -> dict[str, Any]:
+    L = fields.size("num_hidden_layers")
+    types = fields["mlp_layer_types"] or ["dense"] + ["sparse"] * (L - 1)
+    num_first = types.count("dense")
+    fields.require("mlp_layer_types", None, ["dense"] * num_first + ["sparse"] * (L - num_first))
+    fields.require("first_k_dense_replace", None, num_first)
+    return _latent(fields) | _scored_by_sigmoid(fields, num_first)
+
+
+def _solar_open(fields: Fields) -> dict[str, Any]:
+    sizes = base.sizes(fields, fields.size("moe_intermediate_size"))
+    return sizes | base.same_kinds(fields) | _scored_by_sigmoid(fields, 0)
+
+
+def _minimax_m2(fields: Fields) -> dict[str, Any]:
+    fields.require("attn_type_list", None, [1] * fields.size("num_hidden_layers"))
+    share = fields["partial_rotary_factor"]
+    if share is None and fields["rotary_dim"] is not None:
+        share = fields.size("rotary_dim") / base.head_dim(fields)
+    rope = base.rope(fields, partial_rotary_factor=share)
+    experts = _experts(
+        fields, "intermediate_size", normalize=True, score="sigmoid", choice_bias=True
+    )
+    return base.sizes(fields) | experts | base.one_kind(rope)
+
+
+def _dots1(fields: Fields) -> dict[str, Any]:
+    first = fields["max_window_layers"]
+    if not fields["sliding_window"]:
+        first = fields.size("num_hidden_layers")
+    types = base.types_from(fields, first)
+    return base.sizes(fields) | base.window_kinds(fields, types) | _sigmoid_experts(fields)
+
+
+def _glm4_moe(fields: Fields) -> dict[str, Any]:
+    return base.plain(fields) | _sigmoid_experts(fields)
+
+
+READERS: dict[str, Reader] = {
+    "deepseek_v3": _deepseek_v3,
+    "dots1": _dots1,
+    "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "gpt_oss": _gpt_oss,
+    "latent": _latent,
+    "mellum": _mellum,
+    "minimax_m2": _minimax_m2,
+    "mixtral": _mixtral,
+    "olmoe": _olmoe,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "solar_open": _solar_open,
+}
+"""The name of a reader in `families.json` -> the reader."""
