@@ -224,7 +224,7 @@ def check_fields(folder: object, fields: Fields) -> None:
                 f"{folder} describes a model that the decoder cannot be.",
                 problems,
                 "the decoder reads float weights of text models; docs/howto/open_weights.md lists"
-                " the families.",
+                " the families, and says how quantized weights become floats.",
             )
         )
 

@@ -27,7 +27,6 @@ from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._families import FAMILIES, UNFIT
 from shardopt.models._fields import Fields, check_fields
 from shardopt.models._places import Place, check_tensors, is_ignored, places_of, tensor_shape
-from shardopt.models._quantized_files import Quantized, join_quantized, read_quantization
 from shardopt.models._tensor_files import Part, Tensor, header_of, read_header
 from shardopt.optimizers import Matrix
 from shardopt.step._optimizer import ShardedOptimizer
@@ -44,7 +43,6 @@ _COPIED = (
 )
 _UNFINISHED = ".unfinished"
 Bounds = tuple[tuple[int, int], ...]
-Source = Tensor | Quantized
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +55,7 @@ class Pretrained:
       model: the decoder as a `BlockModel`.
       family: the model_type in `config.json`, or the family that the caller named.
       hf_config: the content of config.json.
-      tensors: the tensors of the files, by name; weights in mxfp4 and fp8 are floats when they are
-        read.
+      tensors: the tensors of the files, by name.
     """
 
     folder: Path
@@ -66,7 +63,7 @@ class Pretrained:
     model: BlockModel
     family: str
     hf_config: Mapping[str, Any] = dataclasses.field(repr=False)
-    tensors: Mapping[str, Source] = dataclasses.field(repr=False)
+    tensors: Mapping[str, Tensor] = dataclasses.field(repr=False)
     param_dtype: DTypeLike | None = None
 
     @property
@@ -141,7 +138,7 @@ class Pretrained:
         if shardings is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             shardings = jax.tree.map(lambda _: device, self.abstract_params)
-        sources: dict[str, list[tuple[Source, Place]]] = {}
+        sources: dict[str, list[tuple[Tensor, Place]]] = {}
         for name, places in self.places.items():
             for place in places:
                 sources.setdefault(place.leaf, []).append((self.tensors[name], place))
@@ -200,9 +197,7 @@ class Pretrained:
                 for path in sorted(different)
             ]
             raise ValueError(error_text("the parameters are not those of the model.", problems))
-        hf_config = {
-            name: value for name, value in self.hf_config.items() if name != "quantization_config"
-        }
+        hf_config = dict(self.hf_config)
         if dtype is not None:
             hf_config.pop("torch_dtype", None)
             hf_config["dtype"] = np.dtype(dtype).name
@@ -342,18 +337,17 @@ def from_pretrained(
             None,
             *([architecture] for architecture in FAMILIES[name].architectures),
         )
-    config_fields, quantization = FAMILIES[name].read(fields), read_quantization(fields)
+    config_fields = FAMILIES[name].read(fields)
     check_fields(folder, fields)
     config = DecoderConfig(**config_fields)
-    headers: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
-        headers |= read_header(path)
-    headers = {
+        tensors |= read_header(path)
+    tensors = {
         tensor: entry
-        for tensor, entry in headers.items()
+        for tensor, entry in tensors.items()
         if not is_ignored(tensor, config, FAMILIES[name])
     }
-    tensors: dict[str, Source] = join_quantized(headers, quantization)
     places = places_of(config, FAMILIES[name])
     if not any(tensor.startswith(FAMILIES[name].optional) for tensor in tensors):
         tensors = {FAMILIES[name].optional + tensor: entry for tensor, entry in tensors.items()}
@@ -400,7 +394,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _load_leaf(
-    leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Source, Place]]
+    leaf: jax.ShapeDtypeStruct, sharding: Sharding, sources: list[tuple[Tensor, Place]]
 ) -> jax.Array:
     """Return a leaf whose shards on this process were read from the files."""
     indices = sharding.addressable_devices_indices_map(leaf.shape)
@@ -412,9 +406,8 @@ def _load_leaf(
         view = tensor.view()
         for bounds, shard in shards.items():
             if (places := _places_in(place, bounds)) is not None:
-                shard[places.outer] = tensor.read(
-                    place.of(view)[places.inner], view.__array_interface__["data"][0]
-                )
+                start = view.__array_interface__["data"][0]
+                shard[places.outer] = Part(tensor, place.of(view)[places.inner], start).read()
         del view
     return jax.make_array_from_callback(
         leaf.shape, sharding, lambda index: shards[_bounds(index, leaf.shape)]

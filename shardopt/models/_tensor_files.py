@@ -23,9 +23,6 @@ _DTYPES = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
-    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
-    "F8_E5M2": np.dtype(jnp.float8_e5m2),
-    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _MAX_HEADER = 2**28
@@ -64,7 +61,9 @@ class Tensor(NamedTuple):
                 f" {', '.join(_DTYPES)}."
             )
             raise ValueError(
-                error_text(problem, fix="convert the model to bfloat16 with transformers first.")
+                error_text(
+                    problem, fix="load the model in bfloat16 with transformers, and save it."
+                )
             )
         return _DTYPES[self.code]
 
@@ -74,13 +73,6 @@ class Tensor(NamedTuple):
         Reading it in place would read whole pages.
         """
         return np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=self.shape)
-
-    def read(self, view: np.ndarray, start: int) -> np.ndarray:
-        """Return the numbers of a part, a view of `view()`.
-
-        `start` is the address of its first byte.
-        """
-        return Part(self, view, start).read()
 
 
 def read_header(path: Path) -> dict[str, Tensor]:

@@ -168,7 +168,7 @@ REFUSED = [
     (
         "llama2",
         {"quantization_config": {"quant_method": "awq"}},
-        "quantization_config.quant_method is 'awq', must be",
+        "quantization_config is {'quant_method': 'awq'}, which the decoder does not know",
     ),
     (
         "llama2",
