@@ -71,8 +71,9 @@ class Family(NamedTuple):
         config |= {name: fields.number(field) for name, field in self.numbers.items()}
         for field, settings in self.when.items():
             if fields[field]:
-                config |= settings
-        return config | self.constants
+                config.update(settings)
+        config.update(self.constants)
+        return config
 
 
 def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
