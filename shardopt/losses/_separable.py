@@ -9,6 +9,7 @@ that it is a mean. docs/proof.md explains the proof.
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -37,13 +38,12 @@ from shardopt.separability._relations import (
     Operation,
     Relation,
     Same,
+    Shifted,
     Split,
     Total,
     Unrelated,
-    close,
     is_drawn,
     is_exactly_same,
-    ratio_tolerance,
 )
 from shardopt.separability._walk import relate_jaxprs
 from shardopt.trace._jaxprs import equations
@@ -502,7 +502,7 @@ def _results_of_value(name: str, value: Any) -> list[_Result]:
 
 def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -> Mixing | None:
     """Return why a result of the loss is not the expected mean, sum or extreme; None if it is."""
-    shares: list[float] = []  # the c of W = c (P_0 + ... + P_{n-1})
+    shares: list[Fraction] = []  # the c of W = c (P_0 + ... + P_{n-1})
     ops = [
         relation.op
         for relation in relations
@@ -510,10 +510,10 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
     ]
     operation, lines = (operation_name(ops[0]), (operation_line(ops[0]),)) if ops else ("", ())
     for leaf, relation in zip(result.leaves, relations, strict=True):
-        relation = _resolve(relation, jnp.asarray(leaf).dtype)
+        relation = _resolve(relation, jnp.asarray(leaf).dtype, pieces)
         if isinstance(relation, Unrelated):
             return _mixing_of_unknown(result.name, relation)
-        if isinstance(relation, Split):
+        if isinstance(relation, Split | Shifted):
             reason = (
                 "it holds a number for each row, and the mean over devices would be taken of those"
                 " of different rows."
@@ -535,20 +535,17 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
             return Mixing(f"the weight of {result.name}", REASONS["drawn"], operation, lines)
         shares.append(relation.ratio / pieces if isinstance(relation, Same) else relation.ratio)
 
-    def equal(a, b):
-        return close(a, b, ratio_tolerance(jnp.asarray(result.leaves[0]).dtype))
-
-    if result.expected == "mean" and not equal(shares[0], 1 / pieces):
-        summed = equal(shares[0], 1.0)
+    if result.expected == "mean" and shares[0] * pieces != 1:
+        summed = shares[0] == 1
         return Mixing(
             result.name,
             "it is a sum over rows, where a mean is expected." if summed else REASONS["count"],
             operation,
             lines,
         )
-    if result.expected == "sum" and not equal(shares[0], 1.0):
+    if result.expected == "sum" and shares[0] != 1:
         return Mixing(result.name, "it is no sum over rows.", operation, lines)
-    if result.expected == "ratio" and not equal(shares[0], shares[1]):
+    if result.expected == "ratio" and shares[0] != shares[1]:
         reason = (
             "its total and its weight do not grow alike with the number of rows, as two sums over"
             " rows do, or two means."
@@ -557,7 +554,7 @@ def _find_problem(result: _Result, relations: Sequence[Relation], pieces: int) -
     return None
 
 
-def _resolve(relation: Relation, dtype: Any) -> Relation:
+def _resolve(relation: Relation, dtype: Any, pieces: int) -> Relation:
     """Return the relation of a result.
 
     Known numbers are replaced by the relation that follows from them.
@@ -565,7 +562,7 @@ def _resolve(relation: Relation, dtype: Any) -> Relation:
     if not isinstance(relation, Known):
         return relation
     return relation_of_numbers(
-        relation, (relation.whole_values.shape, relation.piece_values.shape), 1, dtype
+        relation, (relation.whole_values.shape, relation.piece_values.shape), pieces, dtype
     )
 
 

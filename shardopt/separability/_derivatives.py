@@ -9,6 +9,7 @@ from their derivatives.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import jax
@@ -32,7 +33,7 @@ from shardopt.separability._relations import (
 )
 from shardopt.trace._parts import abstract_value
 
-SCALE = 0.7390851332151607
+SCALE = Fraction(7390851332151607, 10**16)
 """An arbitrary positive factor s between the derivative of the whole batch's loss and the
 derivative of a piece's loss.
 
@@ -242,7 +243,7 @@ def _agree(site: EquationPair, a: Relation, b: Relation) -> bool:
         a = Total(a.ratio / site.num_pieces)
     if isinstance(a, Same | Split | Total) and isinstance(b, type(a)):
         places = [relation.place if isinstance(relation, Split) else None for relation in (a, b)]
-        return places[0] == places[1] and site.equal_ratios(a.ratio, b.ratio)  # pyright: ignore[reportAttributeAccessIssue]
+        return places[0] == places[1] and a.ratio == b.ratio  # pyright: ignore[reportAttributeAccessIssue]
     return a == b and not isinstance(a, Unrelated)
 
 

@@ -1,7 +1,8 @@
 """Rules of equations that work entry by entry."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,24 +28,10 @@ from shardopt.separability._relations import (
 )
 from shardopt.trace._primitives import IDENTITIES
 
-LINEAR = IDENTITIES | {"neg", "real", "imag", "conj", "reduce_precision", "convert_element_type"}
+LINEAR = IDENTITIES | {"neg", "real", "imag", "conj"}
 """f(r a) = r f(a), and f(a + b) = f(a) + f(b)."""
 ADDITIVE = frozenset(["add", "sub", "add_any", "complex"])
 """f(a + c, b + d) = f(a, b) + f(c, d), and f(r a, r b) = r f(a, b)."""
-HOMOGENEOUS = frozenset(["abs", "max", "min", "clamp", "rem"])
-"""f(r a, r b) = r f(a, b) for r > 0."""
-UNSCALED = frozenset(
-    ["sign", "is_finite", "eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "atan2"]
-)
-"""f(r a, r b) = f(a, b) for r > 0."""
-POWERS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
-    "sqrt": lambda params: 0.5,
-    "rsqrt": lambda params: -0.5,
-    "cbrt": lambda params: 1 / 3,
-    "square": lambda params: 2.0,
-    "integer_pow": lambda params: params["y"],
-}
-"""f(r a) = r^k f(a) for r > 0."""
 SELECT = "select_n"
 
 
@@ -133,11 +120,11 @@ def unify(
         term.ratio / site.num_pieces if totals and isinstance(term, Same) else term.ratio
         for term in terms
     ]
-    if not all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios):
+    if len(set(ratios)) > 1:
         return Unrelated(
             "count", totals[0].op or site.op if totals else site.op, site.op if totals else None
         )
-    joined = (totals or splits or [Same(ratios[0] if ratios else 1.0)])[0]
+    joined = (totals or splits or [Same(ratios[0] if ratios else Fraction(1))])[0]
     return dataclasses.replace(joined, drawn=drawn)
 
 
@@ -199,14 +186,14 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
 
 
 def _select(site: EquationPair, predicate: Same, cases: Sequence[Relation]) -> Relation:
-    if not site.equal_ratios(predicate.ratio, 1.0):
+    if predicate.ratio != 1:
         return site.unknown("count")
     return join(OperandSite(site, 1), cases)
 
 
 def _result_ratio(
     site: EquationPair, operands: Sequence[Same | Split], zeros: Sequence[bool]
-) -> float | None:
+) -> Fraction | None:
     """Return the ratio of the result in the whole trace to the result in a piece.
 
     None if there is no fixed ratio.
@@ -216,48 +203,39 @@ def _result_ratio(
       operands: the relations of the operands.
       zeros: whether each operand is zero, so that any ratio is right for it.
     """
-    name, ratios = site.name, [operand.ratio for operand in operands]
-    if name == "mul":
+    ratios = [operand.ratio for operand in operands]
+    if all(ratio == 1 for ratio in ratios):
+        return Fraction(1)
+    if site.name == "mul":
         return ratios[0] * ratios[1]
-    if name == "div" and np.issubdtype(site.dtype, np.inexact):
-        return ratios[0] / ratios[1] if ratios[1] else None
-    if name in LINEAR and _stays_floating(site):
+    if site.name == "div" and np.issubdtype(site.dtype, np.inexact):
+        return ratios[0] / ratios[1]
+    if _is_linear(site):
         return ratios[0]
-    if all(site.equal_ratios(ratio, 1.0) for ratio in ratios):
-        return 1.0
-    if name in POWERS and ratios[0] > 0 and np.issubdtype(site.dtype, np.inexact):
-        return ratios[0] ** POWERS[name](site.params)
-    nonzero = [ratio for ratio, zero in zip(ratios, zeros, strict=True) if not zero]
-    if name == SELECT:
-        nonzero = [ratio for ratio, zero in zip(ratios[1:], zeros[1:], strict=True) if not zero]
-        if not site.equal_ratios(ratios[0], 1.0):
-            return None
-        return _common_ratio(site, nonzero)
-    if name in HOMOGENEOUS or name in UNSCALED:
-        shared_ratio = _common_ratio(site, nonzero)
-        if shared_ratio is None or not shared_ratio > 0:
-            return None
-        return shared_ratio if name in HOMOGENEOUS else 1.0
+    if site.name == SELECT and ratios[0] == 1:
+        nonzero = {ratio for ratio, zero in zip(ratios[1:], zeros[1:], strict=True) if not zero}
+        if len(nonzero) < 2:
+            return next(iter(nonzero), Fraction(1))
     return None
 
 
-def _common_ratio(site: EquationPair, ratios: Sequence[float]) -> float | None:
-    if not ratios:
-        return 1.0
-    return ratios[0] if all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios) else None
+def _is_linear(site: EquationPair) -> bool:
+    """Return whether f(r a) = r f(a) and f(a + b) = f(a) + f(b), up to the rounding of the dtype.
 
-
-def _stays_floating(site: EquationPair) -> bool:
+    A cast to integers is, if no integer is cut off. A rounding to fewer bits than the dtype has is
+    not.
+    """
+    if site.name == "reduce_precision":
+        bits = jnp.finfo(site.dtype)
+        return (
+            site.params["mantissa_bits"] >= bits.nmant and site.params["exponent_bits"] >= bits.nexp
+        )
     if site.name != "convert_element_type":
+        return site.name in LINEAR
+    target, source = site.params["new_dtype"], _operand_dtype(site, 0)
+    if jnp.issubdtype(target, jnp.inexact):
         return True
-    dtype = site.params["new_dtype"]
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return True
-    source_dtype = site.whole_eqn.invars[0].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    from_integers = jnp.issubdtype(dtype, jnp.integer) and (
-        source_dtype == jnp.bool_ or jnp.issubdtype(source_dtype, jnp.integer)
-    )
-    return from_integers and dtype.itemsize >= source_dtype.itemsize  # no integer is cut off
+    return np.can_cast(source, target) and jnp.issubdtype(target, jnp.integer)
 
 
 def _apply_to_total(site: EquationPair, total: Total, operands: Sequence[Relation]) -> Relation:
@@ -266,7 +244,7 @@ def _apply_to_total(site: EquationPair, total: Total, operands: Sequence[Relatio
     A product is linear in one factor if the other factor is the same in all pieces. So is a
     quotient in its numerator.
     """
-    if site.name in LINEAR and _stays_floating(site):
+    if _is_linear(site):
         return total
     if site.name == "mul":
         other_factors = [operand for operand in operands if operand is not total]
@@ -274,7 +252,7 @@ def _apply_to_total(site: EquationPair, total: Total, operands: Sequence[Relatio
             return scaled(total, other_factors[0].ratio)
     if site.name == "div" and operands[0] is total and np.issubdtype(site.dtype, np.inexact):
         divisor = operands[1]
-        if isinstance(divisor, Same) and divisor.ratio:
+        if isinstance(divisor, Same):
             return scaled(total, 1 / divisor.ratio)
     return not_linear(site, total)
 
@@ -283,10 +261,10 @@ def _keeps_order(site: EquationPair) -> bool:
     """Return whether an equation is a conversion that changes no order, and wraps nothing."""
     if site.name != "convert_element_type":
         return False
-    dtype, source_dtype = site.params["new_dtype"], _operand_dtype(site, 0)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return dtype.itemsize > 1
-    return np.can_cast(source_dtype, dtype)
+    target, source = site.params["new_dtype"], _operand_dtype(site, 0)
+    return jnp.issubdtype(target, jnp.inexact) or (
+        target.kind != "b" and np.can_cast(source, target)
+    )
 
 
 def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relation:

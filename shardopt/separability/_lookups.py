@@ -1,5 +1,6 @@
 """Rules of gathers, scatters and dynamic slices, whose indices are operands."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ from shardopt.separability._relations import (
     Total,
     Unrelated,
     differing_dims,
+    is_exactly_same,
+    is_unscaled,
     sizes_of_dim,
 )
 
@@ -84,17 +87,13 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     index_relation = _resolve_indices(site, relations)
     if _fill_breaks_ratio(site, operand):
         return [site.unknown("count")]
-    if (
-        isinstance(operand, Split)
-        and uneven_dims == [operand.dim]
-        and operand.dim in numbers.operand_batching_dims
-    ):
-        return [_gather_paired_dims(site, operand, index_relation, batch_dims)]
+    if len(uneven_dims) == 1 and uneven_dims[0] in numbers.operand_batching_dims:
+        return [_gather_paired_dims(site, uneven_dims[0], operand, index_relation, batch_dims)]
     if uneven_dims:
         return [site.unknown("mixes")]
     if not isinstance(index_relation, Same | Split):
         return [first_unknown([index_relation]) or not_linear(site, index_relation)]
-    if not site.is_unscaled(index_relation):
+    if not is_unscaled(index_relation):
         return [site.unknown("count")]
     if isinstance(index_relation, Split):
         if (
@@ -119,7 +118,7 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
 
 def _fill_breaks_ratio(site: EquationPair, operand: Relation) -> bool:
     """Return whether an index out of bounds gives a number that does not have the operand's ratio."""
-    if isinstance(operand, Same | Split) and operand.ratio == 1.0:
+    if isinstance(operand, Same | Split) and operand.ratio == 1:
         return False
     fill_value = site.params.get("fill_value")
     has_fill_value = fill_value is not None and fill_value != 0
@@ -149,13 +148,21 @@ def _resolve_indices(site: EquationPair, relations: Sequence[Relation]) -> Relat
 
 
 def _gather_paired_dims(
-    site: EquationPair, operand: Split, indices: Relation, batch_dims: Sequence[int]
+    site: EquationPair,
+    operand_dim: int,
+    operand: Same | Split | Total,
+    indices: Relation,
+    batch_dims: Sequence[int],
 ) -> Relation:
     """Look up in each row by the indices of this row: the rows are a batching dim of the operand
     and of the indices.
     """
     numbers = site.params["dimension_numbers"]
-    dim = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand.dim)]
+    dim = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(operand_dim)]
+    if isinstance(operand, Same) and isinstance(indices, Split):  # equal entries in each row
+        operand = dataclasses.replace(indices, dim=operand_dim, ratio=operand.ratio)
+    if not isinstance(operand, Split) or operand.dim != operand_dim:
+        return site.unknown("mixes")
     same_rows = _belong_to_rows(site, [indices], (dim, *operand.place[1:]))
     return operand.moved_to(batch_dims[dim]) if same_rows else site.unknown("mixes")
 
@@ -168,7 +175,7 @@ def _belong_to_rows(
     Their ratio must be 1.
     """
     return all(
-        site.is_unscaled(index) and (isinstance(index, Same) or index.place == place)
+        is_unscaled(index) and (isinstance(index, Same) or index.place == place)
         for index in indices
     )
 
@@ -250,9 +257,6 @@ def _row_dim(site: EquationPair, column: Relation) -> int | None:
     return dims[0] if differing_dims(shapes) == (dims[0],) else None
 
 
-ADDING = frozenset(["scatter-add", "scatter_add", "scatter_sub"])
-
-
 def scatter(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Write or add entries.
 
@@ -268,7 +272,7 @@ def scatter(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     own_rows = _own_row_place(site, relations[1])
     if unknown := first_unknown([operand, updates] if own_rows else [operand, updates, indices]):
         return [unknown]
-    if not own_rows and not site.is_unscaled(indices):
+    if not own_rows and not is_unscaled(indices):
         return [site.unknown("mixes")]
     row_dims = differing_dims(site.operand_shapes(0))
     if len(row_dims) > 1 or len(differing_dims(site.operand_shapes(2))) > 1:
@@ -350,8 +354,6 @@ def _combine_entries(
         (Same(relation.ratio) if isinstance(relation, Same | Split) else relation)
         for relation in (operand, updates)
     ]
-    if site.name not in ADDING and site.name != "scatter":  # scatter_mul, scatter_max, scatter_min
-        return Same(1.0) if all(map(site.is_unscaled, entries)) else site.unknown("count")
     return unify(site, entries, zeros)
 
 
@@ -363,7 +365,7 @@ def _scatter_into_shared(
     if isinstance(indices, Same) and not row_dims:
         return _combine_entries(site, operand, updates, zeros)
     # rows are added up, so it does not matter where their indices point
-    if site.name not in ADDING or not row_dims or row_dims[0] not in batch_dims:
+    if site.name != "scatter-add" or not row_dims or row_dims[0] not in batch_dims:
         return site.unknown("mixes")
     index_dim = batch_dims.index(row_dims[0])
     places = {(index_dim, *updates.place[1:])} if isinstance(updates, Split) else set()
@@ -403,7 +405,7 @@ def dynamic_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
     operand, starts = resolve_numbers(site, relations)[0], resolve_numbers(site, relations)[1:]
     if unknown := first_unknown([operand, *starts]):
         return [unknown]
-    if not all(isinstance(start, Same) and site.equal_ratios(start.ratio, 1.0) for start in starts):
+    if not all(is_exactly_same(start) for start in starts):
         return [site.unknown("mixes")]
     shapes, result_shapes = site.operand_shapes(), site.result_shapes()
     for dim in range(len(shapes[0])):
@@ -423,7 +425,7 @@ def dynamic_update_slice(site: EquationPair, relations: Sequence[Relation]) -> l
     operand, updates, *starts = resolve_numbers(site, relations)
     if unknown := first_unknown([operand, updates, *starts]):
         return [unknown]
-    if not all(isinstance(start, Same) and site.equal_ratios(start.ratio, 1.0) for start in starts):
+    if not all(is_exactly_same(start) for start in starts):
         return [site.unknown("mixes")]
     for sizes in zip(*site.operand_shapes(0), *site.operand_shapes(1), strict=True):
         whole_size, piece_size, whole_update_size, piece_update_size = sizes

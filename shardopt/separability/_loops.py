@@ -5,6 +5,7 @@ A relation of a carry must hold before every turn. A scan may also take one row 
 
 import sys
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -262,7 +263,7 @@ def _scan_over_rows(
             and not (terms & turn_dependent)
             and len(set(site.result_shapes(len(results)))) == 1
         ):
-            results.append(Total(1.0, site.op))
+            results.append(Total(Fraction(1), site.op))
         else:
             results.append(unknown)
     for i, out in enumerate(body.outvars[num_carry:]):

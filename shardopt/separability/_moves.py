@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 
 import numpy as np
 
@@ -47,20 +48,25 @@ def as_split(site: EquationPair, relation: Relation, i: int = 0) -> Relation:
 
 
 def reshape(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Arrange the entries in other dims, in the same order.
+    """Arrange the entries in other dims, in the same order. A parameter may transpose them first.
 
     The order of entries is [outer, block, piece, j, inner] in the whole trace and [outer, block, j,
     inner] in the piece trace. If a result dim holds the pieces and some of the outer entries, these
     are its blocks.
     """
     relation, old_shapes, new_shapes = relations[0], site.operand_shapes(), site.result_shapes()
-    if site.params.get("dimensions") is not None:
-        return [site.unknown("shape")]
+    dims_order = site.params.get("dimensions") or range(len(old_shapes[0]))
+    old_shapes = (
+        tuple(old_shapes[0][dim] for dim in dims_order),
+        tuple(old_shapes[1][dim] for dim in dims_order),
+    )
     if isinstance(relation, Same | Total | Extreme) and _keeps_differing_dims(
         old_shapes, new_shapes
     ):
         return [relation]
     relation = as_split(site, relation)
+    if isinstance(relation, Split):
+        relation = relation.moved_to(list(dims_order).index(relation.dim))
     if not isinstance(relation, Split):
         return [site.unknown("position" if isinstance(relation, Same) else "shape")]
     if differing_dims(old_shapes) != (relation.dim,):
@@ -365,9 +371,9 @@ def concatenate(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
         for i, part in enumerate(parts)
         if isinstance(part, Split) and not is_zero(relations[i])
     ]
-    if not all(site.equal_ratios(ratio, ratios[0]) for ratio in ratios):
+    if len(set(ratios)) > 1:
         return [site.unknown("count")]
-    return [Split(dim, blocks, ratios[0] if ratios else 1.0)]
+    return [Split(dim, blocks, ratios[0] if ratios else Fraction(1))]
 
 
 def _cannot_concatenate(site: EquationPair, relation: Relation) -> Unrelated:

@@ -6,6 +6,7 @@ An array has size 1 along dims along which all its numbers are equal.
 
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -20,10 +21,8 @@ from shardopt.separability._relations import (
     Shapes,
     Split,
     Unrelated,
-    close,
     differing_dims,
     growth,
-    ratio_tolerance,
 )
 
 MAX_SIZE = 1 << 21
@@ -68,14 +67,22 @@ ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x: x,
     "select_n": lambda index, *cases: np.select([index == i for i in range(len(cases))], cases, 0),
     "clamp": lambda low, x, high: np.clip(x, low, high),
-    "div": lambda x, y: np.trunc(np.divide(x, y)) if x.dtype.kind in "biu" else np.divide(x, y),
+    "div": lambda x, y: _truncated(x, y) if x.dtype.kind in "iu" else np.divide(x, y),
 }
+
+
+def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return the quotients of integers, rounded towards zero."""
+    quotients = np.floor_divide(x, y)
+    return quotients + ((quotients < 0) & (quotients * y != x))
+
+
 REDUCE = {
     "reduce_sum": np.sum,
     "reduce_max": np.max,
     "reduce_min": np.min,
-    "reduce_and": np.all,
-    "reduce_or": np.any,
+    "reduce_and": np.bitwise_and.reduce,
+    "reduce_or": np.bitwise_or.reduce,
 }
 
 
@@ -142,12 +149,12 @@ def _compute(
     if name in ENTRY_BY_ENTRY or name == "integer_pow":
         if math.prod(np.broadcast_shapes(*(arg.shape for arg in args))) > max_size:
             return None
-        array = np.asarray(
-            args[0].astype(float) ** params["y"]
-            if name == "integer_pow"
-            else ENTRY_BY_ENTRY[name](*args)
-        )
-        array = array.astype(np.float32 if dtype.kind == "V" else dtype)
+        if not _is_defined(name, args, dtype):
+            return None
+        compute = ENTRY_BY_ENTRY.get(name, lambda x: np.power(x, params["y"]))
+        array = np.asarray(compute(*args)).astype(dtype)
+        if dtype.kind == "V":
+            array = array.astype(np.float32)
         return array.reshape((1,) * (len(shape) - array.ndim) + array.shape)
     if name == "iota":
         size, dim = shape[params["dimension"]], params["dimension"]
@@ -194,8 +201,20 @@ def _compute(
         num_repeats = math.prod(
             full_shape[dim] for dim in params["axes"] if args[0].shape[dim] == 1
         )
-        return reduced * num_repeats if name == "reduce_sum" else reduced
+        return (reduced * num_repeats).astype(dtype) if name == "reduce_sum" else reduced
     return None
+
+
+def _is_defined(name: str, args: Sequence[np.ndarray], dtype: np.dtype) -> bool:
+    """Return whether numpy and XLA give the same: not for integers divided by 0, raised to negative
+    powers, or made of numbers that they cannot hold.
+    """
+    if name in ("div", "rem", "pow") and dtype.kind in "iu":
+        return bool(np.all(args[1] > 0))
+    if name == "convert_element_type" and dtype.kind in "iu" and args[0].dtype.kind == "f":
+        bounds = np.iinfo(dtype)
+        return bool(np.all((args[0] >= bounds.min) & (args[0] <= bounds.max)))
+    return True
 
 
 def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: Any) -> Relation:
@@ -207,7 +226,7 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
       known: the numbers in the whole trace and in the piece trace.
       shapes: the shapes of the value in the whole trace and in the piece trace.
       num_pieces: n. All pieces have the same numbers.
-      dtype: the dtype of the value, for the tolerance of the ratio.
+      dtype: the dtype of the value, to whose rounding the ratio is exact.
     """
     whole_values, piece_values, dims = (
         known.whole_values,
@@ -216,7 +235,7 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
     )
     # with size 1 along dims where the shapes differ: equal entries
     if whole_values.shape == piece_values.shape:
-        ratio = _common_ratio(whole_values, piece_values, ratio_tolerance(dtype))
+        ratio = _common_ratio(whole_values, piece_values, num_pieces, dtype)
         if ratio is not None and all(whole_values.shape[dim] == 1 for dim in dims):
             return Same(ratio)
     for dim in dims:
@@ -232,23 +251,38 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
 
 
 def _common_ratio(
-    whole_values: np.ndarray, piece_values: np.ndarray, tolerance: float
-) -> float | None:
-    """Return the only number r with whole_values = r * piece_values; None if there is none."""
+    whole_values: np.ndarray, piece_values: np.ndarray, num_pieces: int, dtype: Any
+) -> Fraction | None:
+    """Return a number r with whole_values = r * piece_values, up to the rounding of the result.
+
+    None if there is none. A power of n comes first: of rounded numbers, several ratios may be right.
+    """
     if np.array_equal(whole_values, piece_values, equal_nan=whole_values.dtype.kind in "fc"):
-        return 1.0
-    if whole_values.dtype.kind not in "iuf" or not np.array_equal(
-        whole_values != 0, piece_values != 0
-    ):
+        return Fraction(1)
+    nonzero = piece_values != 0
+    if whole_values.dtype.kind not in "iuf" or not nonzero.any():
         return None
+    pair = whole_values[nonzero].flat[0].item(), piece_values[nonzero].flat[0].item()
+    if not all(map(math.isfinite, pair)):
+        return None
+    powers = [Fraction(num_pieces) ** k for k in (-1, 1, -2, 2)]
+    for ratio in (*powers, Fraction(pair[0]) / Fraction(pair[1])):
+        if ratio and (
+            _rounds_to(piece_values, ratio, whole_values, dtype)
+            or _rounds_to(whole_values, 1 / ratio, piece_values, dtype)
+        ):
+            return ratio
+    return None
+
+
+def _rounds_to(values: np.ndarray, ratio: Fraction, expected: np.ndarray, dtype: Any) -> bool:
+    """Return whether the numbers times a ratio are the expected ones, rounded to their dtype."""
+    if dtype.kind in "iu":
+        products = values.astype(object) * ratio
+        return bool(np.all(products == expected))
     with np.errstate(all="ignore"):
-        ratios = (whole_values / piece_values)[piece_values != 0].astype(float)
-    ratio = float(ratios.flat[0])
-    if not math.isfinite(ratio) or not all(
-        close(ratio, float(extreme), tolerance) for extreme in (ratios.min(), ratios.max())
-    ):
-        return None
-    return ratio
+        products = values.astype(float) * ratio.numerator / ratio.denominator
+        return np.array_equal(products.astype(dtype).astype(float), expected.astype(float))
 
 
 def row_numbers(indices: np.ndarray, size: int) -> np.ndarray | None:

@@ -16,6 +16,7 @@ from shardopt.separability._relations import (
     differing_dims,
     dim_after_removal,
     growth,
+    is_unscaled,
     scaled,
 )
 
@@ -29,9 +30,6 @@ def reduce_sum(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
     an entry times the size.
     """
     relation, dims = relations[0], site.params["axes"]
-    if site.dtype.kind in "iu" and site.dtype.itemsize < 4:
-        # small integers overflow, and the whole batch does so earlier than a piece
-        return [site.unknown("count")]
     equal_dims = [
         dim
         for dim in differing_dims(site.operand_shapes())
@@ -64,7 +62,7 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
     relation, dims = relations[0], site.params["axes"]
     if site.name in ("reduce_or", "reduce_and") and site.dtype != bool:  # of bits
         return reduce_other(site, relations)
-    if isinstance(relation, Extreme) and EXTREMES.get(site.name) == relation.kind:
+    if isinstance(relation, Extreme) and EXTREMES[site.name] == relation.kind:
         return [relation]
     if isinstance(relation, Total | Extreme):
         return [not_linear(site, relation)]
@@ -75,7 +73,7 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
         return [
             (
                 Extreme(EXTREMES[site.name], site.op)
-                if relation.ratio == 1.0
+                if relation.ratio == 1
                 else site.unknown("count")
             )
         ]
@@ -92,7 +90,7 @@ def reduce_other(site: EquationPair, relations: Sequence[Relation]) -> list[Rela
     return _row_by_row(
         site,
         relations,
-        lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, 1.0, split.order),
+        lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, order=split.order),
     )
 
 
@@ -151,7 +149,7 @@ def _row_by_row(
     for relation in relations:
         if isinstance(relation, Total):
             return [not_linear(site, relation)] * site.num_results
-    if not all(map(site.is_unscaled, relations)):
+    if not all(map(is_unscaled, relations)):
         return [site.unknown("count")] * site.num_results
     joined = join(site, relations)
     return [result_of_split(joined) if isinstance(joined, Split) else joined] * site.num_results
@@ -210,6 +208,16 @@ def batched(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     return _row_by_row(site, relations)
 
 
+def triangular_solve(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
+    """Solve triangular systems. Each column of the right side has a solution, which is linear in it."""
+    matrix, right_side = relations
+    ndim = len(site.operand_shapes()[0])
+    mixes = any(dim >= ndim - 2 for dim in differing_dims(site.operand_shapes()))
+    if mixes or matrix != Same():
+        return batched(site, relations)
+    return [right_side]
+
+
 def fft(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Transform the last dims, which must not be dims of rows. A Fourier transform is linear."""
     shapes = site.operand_shapes()
@@ -246,7 +254,7 @@ def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     ratio = left_relation.ratio * right_relation.ratio
     if not splits:
         operand = left_relation if isinstance(left_relation, Total) else right_relation
-        factor = ratio / operand.ratio if operand.ratio else 0.0
+        factor = ratio / operand.ratio
         return [scaled(operand, factor * growth(site.operand_shapes(), uneven_contract_dims))]
     places = set()
     for side, relation in splits.items():
@@ -285,16 +293,21 @@ def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
 def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Convolve images with a kernel.
 
-    Rows may be the batch dim of the images. Or they are the feature dim of both operands, over
-    which the convolution sums: so does the gradient of a kernel.
+    Rows may be in one of three places:
+
+    - the batch dim of the images;
+    - the feature dim of both operands, over which the convolution sums, as for the gradient of a
+      kernel;
+    - the groups of features, of a convolution with one kernel for each row.
     """
     numbers, params = site.params["dimension_numbers"], site.params
     image, kernel = relations
     assert isinstance(image, Same | Split | Total) and isinstance(kernel, Same | Split | Total)  # noqa: PT018
     ratio = image.ratio * kernel.ratio
     uneven_dims = differing_dims(site.operand_shapes(0)), differing_dims(site.operand_shapes(1))
-    ungrouped = params["batch_group_count"] == params["feature_group_count"] == 1
-    if uneven_dims == ((), ()):
+    groups = site.both_params("feature_group_count")
+    ungrouped = params["batch_group_count"] == groups[0] == groups[1] == 1
+    if uneven_dims == ((), ()) and groups[0] == groups[1]:
         if isinstance(image, Total) != isinstance(kernel, Total):
             total, factor_relation = (
                 (image, kernel) if isinstance(image, Total) else (kernel, image)
@@ -310,6 +323,7 @@ def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     if (
         uneven_dims == ((numbers.lhs_spec[0],), ())
         and params["batch_group_count"] == 1
+        and groups[0] == groups[1]
         and isinstance(kernel, Same)
     ):
         if isinstance(image, Split):
@@ -323,4 +337,11 @@ def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
         return [site.unknown("mixes")]
     if uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) and ungrouped:
         return [Total(ratio, site.op)]
+    if (
+        uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[0],))
+        and groups[0] == groups[1] * site.num_pieces
+        and image.place[1:] == (1, None)
+        and params["batch_group_count"] == 1
+    ):
+        return [Split(numbers.out_spec[1], ratio=ratio)]
     return [site.unknown("mixes")]

@@ -4,7 +4,7 @@ proof.
 A loss is traced twice: on the whole batch (the whole trace), and on one of n equal pieces of it
 (the piece trace). Both traces have the same equations, with other sizes. A variable has the value W
 in the whole trace, and P_i in the trace of piece i. A relation says how W follows from P_0, ...,
-P_{n-1}, for all parameters and all rows:
+P_{n-1}, for all parameters and all rows. Ratios are exact fractions:
 
     Same(r)       W = r P_i for every i
     Split(d, k)   W = r concat(P_0, ..., P_{n-1}) along dim d (k times, for each of k blocks)
@@ -27,6 +27,7 @@ the Same for any number of rows.
 import dataclasses
 import math
 from collections.abc import Hashable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import numpy as np
@@ -62,7 +63,7 @@ class Same:
       drawn: whether the value follows from a random draw for all rows.
     """
 
-    ratio: float = 1.0
+    ratio: Fraction = Fraction(1)
     drawn: bool = False
 
 
@@ -82,7 +83,7 @@ class Split:
 
     dim: int
     blocks: int = 1
-    ratio: float = 1.0
+    ratio: Fraction = Fraction(1)
     order: Hashable = None
     drawn: bool = False
 
@@ -106,7 +107,7 @@ class Total:
       drawn: see `Same`.
     """
 
-    ratio: float
+    ratio: Fraction
     op: Operation | None = dataclasses.field(default=None, compare=False)
     drawn: bool = False
 
@@ -208,7 +209,7 @@ Relation = Same | Split | Total | Shifted | Extreme | Known | Columns | Unrelate
 Scaled = TypeVar("Scaled", bound=Same | Split | Total)
 
 
-def scaled(relation: Scaled, factor: float) -> Scaled:
+def scaled(relation: Scaled, factor: Fraction) -> Scaled:
     """Return the relation of a value times a number which is `factor` times as large in the whole
     trace.
     """
@@ -271,23 +272,12 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 def is_exactly_same(relation: Relation) -> bool:
     """Return whether W = P_i, without any rounding: a relation `Same` with ratio 1."""
-    return isinstance(relation, Same) and relation.ratio == 1.0
+    return isinstance(relation, Same) and relation.ratio == 1
 
 
-def close(a: float, b: float, tolerance: float) -> bool:
-    """Return whether two ratios are equal up to rounding, `tolerance` being relative."""
-    return a == b or math.isclose(a, b, rel_tol=tolerance)
-
-
-def ratio_tolerance(dtype: Any) -> float:
-    """Return the largest relative rounding error of the ratio of two numbers of a dtype."""
-    name = getattr(dtype, "name", "")
-    return {
-        "float64": 2.0**-49,
-        "complex128": 2.0**-49,
-        "bfloat16": 2.0**-6,
-        "float16": 2.0**-9,
-    }.get(name, 2.0**-20)
+def is_unscaled(relation: Relation) -> TypeGuard[Same | Split]:
+    """Return whether a relation is `Same` or `Split` with ratio 1."""
+    return isinstance(relation, Same | Split) and relation.ratio == 1
 
 
 class EquationPair:
@@ -348,26 +338,6 @@ class EquationPair:
         """The dtype of the first result."""
         return getattr(self.whole_eqn.outvars[0].aval, "dtype", np.dtype(np.float32))
 
-    @property
-    def tolerance(self) -> float:
-        """The largest relative difference of two ratios that count as equal."""
-        dtypes = [
-            getattr(var.aval, "dtype", None)
-            for var in (*self.whole_eqn.invars, *self.whole_eqn.outvars)
-        ]
-        floating = [
-            ratio_tolerance(dtype) for dtype in dtypes if getattr(dtype, "kind", "") in "fcV"
-        ]
-        return min(floating, default=ratio_tolerance(np.dtype(np.float64)))
-
-    def equal_ratios(self, a: float, b: float) -> bool:
-        """Return whether two ratios are equal up to rounding."""
-        return close(a, b, self.tolerance)
-
-    def is_unscaled(self, relation: "Relation") -> TypeGuard[Same | Split]:
-        """Return whether a relation is `Same` or `Split` with ratio 1, up to rounding."""
-        return isinstance(relation, Same | Split) and self.equal_ratios(relation.ratio, 1.0)
-
     def unknown(self, reason: str = "mixes") -> Unrelated:
         """Return `Unrelated`, with this equation as the first operation whose result is unknown."""
         return Unrelated(reason, self.op)
@@ -414,9 +384,9 @@ def dim_after_removal(dim: int, removed_dims: Sequence[int]) -> int:
     return dim - sum(removed_dim < dim for removed_dim in removed_dims)
 
 
-def growth(shapes: Shapes, dims: Sequence[int]) -> float:
+def growth(shapes: Shapes, dims: Sequence[int]) -> Fraction:
     """Return the number of entries along dims in the whole trace, divided by their number in the
-    piece trace.
+    piece trace; 0 if a piece has none.
     """
     whole_size, piece_size = (math.prod(shape[dim] for dim in dims) for shape in shapes)
-    return whole_size / piece_size if piece_size else math.nan
+    return Fraction(whole_size, piece_size) if piece_size else Fraction(0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
@@ -35,15 +36,10 @@ from shardopt.separability._relations import (
     as_drawn,
     differing_dims,
     is_drawn,
+    is_unscaled,
 )
 from shardopt.trace._jaxprs import jaxpr_params, open_jaxpr
-from shardopt.trace._primitives import (
-    ARITHMETIC,
-    DECOMPOSITIONS,
-    IDENTITIES,
-    SPECIAL,
-    library_name,
-)
+from shardopt.trace._primitives import ARITHMETIC, IDENTITIES, SPECIAL, library_name
 
 
 class Rule(NamedTuple):
@@ -92,7 +88,9 @@ def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
         return unknown_results(site, relations, "primitive")
     if (numbers := fold_constants(site, relations)) is not None:
         return [numbers]
-    results = _results(site, rule, relations)
+    results = [
+        _checked(site, i, relation) for i, relation in enumerate(_results(site, rule, relations))
+    ]
     if rule.draws or not any(map(is_drawn, relations)):
         return results
     return list(map(as_drawn, results))
@@ -116,28 +114,45 @@ def _results(site: EquationPair, rule: Rule, relations: Sequence[Relation]) -> l
     return rule.results(site, relations)
 
 
-_UPDATES = {
-    "scatter-add": "add",
-    "scatter_sub": "sub",
-    "scatter_mul": "mul",
-    "scatter_min": "min",
-    "scatter_max": "max",
-}
-
-
 def _combines_by_name(eqn: JaxprEqn) -> bool:
-    """Return whether an equation has no function, or the one that its name says."""
+    """Return whether an equation has no function, or is a `scatter-add` that adds."""
     functions = jaxpr_params(eqn)
     if not functions:
-        return eqn.primitive.name not in _UPDATES
+        return eqn.primitive.name != "scatter-add"
     inner = open_jaxpr(functions[0])
     names = [library_name(update.primitive) for update in inner.eqns]
     return (
         len(functions) == 1
-        and names == [_UPDATES.get(eqn.primitive.name)]
+        and (eqn.primitive.name, names) == ("scatter-add", ["add"])
         and inner.eqns[0].invars == inner.invars
         and inner.eqns[0].outvars == inner.outvars
     )
+
+
+WRAPPING = frozenset(
+    "mul neg sub cumsum reduce_window_sum dot_general conv_general_dilated".split()  # noqa: SIM905
+)
+"""Primitives whose results may wrap although a sum of rows does not."""
+
+
+def _checked(site: EquationPair, i: int, relation: Relation) -> Relation:
+    """Return the relation of a result; `Unrelated` if its numbers may wrap, or are rounded coarsely,
+    or if a piece has none.
+
+    Integers wrap, and floats of 8 bits have few digits. So sums and ratios do not hold for them.
+    Sums of integers of 32 or 64 bits are taken to fit, see docs/proof.md.
+    """
+    shapes = site.result_shapes(i)
+    if any(shapes[1][dim] == 0 for dim in differing_dims(shapes)):
+        return site.unknown("count")
+    is_scaled = isinstance(relation, Total | Shifted) or (
+        isinstance(relation, Same | Split) and relation.ratio != 1
+    )
+    dtype = site.whole_eqn.outvars[i].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
+    if not is_scaled or (jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize > 1):
+        return relation
+    is_sum = jnp.issubdtype(dtype, jnp.integer) and dtype.itemsize >= 4
+    return relation if is_sum and site.name not in WRAPPING else site.unknown("count")
 
 
 LINEAR_IN_ONE = frozenset(
@@ -260,7 +275,7 @@ def _attention_kernel(site: EquationPair, relations: Sequence[Relation]) -> list
         for dim in differing_dims(shapes)
     }
     places = {relation.place for relation in relations if isinstance(relation, Split)}
-    if not dims <= {0} or not all(map(site.is_unscaled, relations)) or places != {(0, 1, None)}:
+    if not dims <= {0} or not all(map(is_unscaled, relations)) or places != {(0, 1, None)}:
         return [site.unknown("mixes")] * site.num_results
     has_rows = [0 in differing_dims(site.result_shapes(i)) for i in range(site.num_results)]
     return [Split(0) if rows else site.unknown("mixes") for rows in has_rows]
@@ -301,16 +316,17 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(reductions.top_k), "top_k"),
     **_rules(
         Rule(reductions.window),
-        "reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add",
+        "reduce_window_sum reduce_window_max reduce_window_min",
     ),
     **_rules(Rule(reductions.dot_general), "dot_general"),
-    **_rules(Rule(reductions.convolution, frozenset(["lhs_shape", "rhs_shape"])), "conv_general_dilated"),
+    **_rules(Rule(reductions.convolution, frozenset(["lhs_shape", "rhs_shape", "feature_group_count"])), "conv_general_dilated"),
     **_rules(Rule(reductions.fft), "fft"),
-    **dict.fromkeys([*DECOMPOSITIONS, "lu_pivots_to_permutation"], Rule(reductions.batched)),
+    **_rules(Rule(reductions.batched), "cholesky eig eigh lu lu_pivots_to_permutation qr svd"),
+    **_rules(Rule(reductions.triangular_solve), "triangular_solve"),
     **_rules(Rule(lookups.gather, frozenset(["slice_sizes"]), raw=True), "gather"),
     **_rules(
         Rule(lookups.scatter, frozenset(["update_jaxpr"]), raw=True),
-        "scatter scatter-add scatter_sub scatter_mul scatter_min scatter_max",
+        "scatter scatter-add",
     ),
     **_rules(Rule(lookups.dynamic_slice, frozenset(["slice_sizes"]), raw=True), "dynamic_slice"),
     **_rules(Rule(lookups.dynamic_update_slice, raw=True), "dynamic_update_slice"),

@@ -256,7 +256,7 @@ def _take_along_axis(site: EquationPair, relations: Sequence[Relation], axis: in
     if unknown := first_unknown(operands):
         return unknown
     if axis in differing_dims(site.operand_shapes(0)) or not all(
-        isinstance(operand, Same | Split) and operand.ratio == 1.0 for operand in operands
+        isinstance(operand, Same | Split) and operand.ratio == 1 for operand in operands
     ):
         return site.unknown("mixes")
     for i, relation in enumerate(operands):

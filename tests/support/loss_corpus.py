@@ -232,7 +232,7 @@ def fenchel_young(p, b):
 @mixing("google-deepmind/optax: optax/losses/_ranking.py")
 def ranking_softmax_loss_with_a_mask(p, b):
     scores = token_logits(p, b)[..., 0]
-    return optax.losses.ranking_softmax_loss(scores, b["reward"], where=b["targets"] > 1)
+    return optax.losses.ranking_softmax_loss(scores, b["reward"], where=b["label"][:, None] > 0)
 
 
 # --- image classification, distillation, semi-supervision -----------------------------------------

@@ -191,7 +191,7 @@ def draw_pair(
         return _spread(reduce(np.stack(parts), 0), shapes[0], uneven), [
             _spread(part, shapes[1], uneven) for part in parts
         ]
-    ratio = Fraction(relation.ratio).limit_denominator(64)
+    ratio = relation.ratio
     if isinstance(relation, Same):
         base = _limited(_equal_entries(numbers, rng, shapes[1], uneven, dtype), dtype, ratio, 1)
         piece = _spread(_times(base, ratio.denominator, dtype), shapes[1], uneven)
@@ -408,7 +408,7 @@ def _shifted_violation(
     """
     rows, share = relation.split, relation.total.ratio
     numbers = joined_pieces(rows, [np.full(piece.shape, i) for i, piece in enumerate(pieces)])
-    residuals = whole - rows.ratio * joined_pieces(rows, pieces)
+    residuals = whole - float(rows.ratio) * joined_pieces(rows, pieces)
     sums = 0.0
     for i in range(len(pieces)):
         of_piece = np.moveaxis(residuals, rows.dim, -1)[np.moveaxis(numbers, rows.dim, -1) == i]
@@ -440,11 +440,10 @@ def _exact(value: np.ndarray) -> np.ndarray:
     return value if value.dtype.kind == "c" else value.astype(np.float64)
 
 
-def _fraction(ratio: float, whole: np.ndarray) -> tuple[Any, Any]:
+def _fraction(ratio: Fraction, whole: np.ndarray) -> tuple[Any, Any]:
     if whole.dtype != object:
-        return ratio, 1
-    fraction = Fraction(ratio).limit_denominator(4096)
-    return fraction.numerator, fraction.denominator
+        return float(ratio), 1
+    return ratio.numerator, ratio.denominator
 
 
 def _unspread(value: np.ndarray, dims: Sequence[int]) -> np.ndarray:
@@ -628,7 +627,9 @@ def draw_relation(
     ]
     fitting = [kind for kind in kinds if kind not in (Split, Shifted) or row_dims]
     if dtype.kind not in "iufcV":
-        fitting = [kind for kind in fitting if kind not in (Total, Shifted)]
+        fitting = [kind for kind in fitting if kind is not Total]
+    if dtype.kind not in "fcV":
+        fitting = [kind for kind in fitting if kind is not Shifted]
     kind = fitting[rng.integers(len(fitting))] if fitting else Same
     relation = _relation_of_kind(rng, kind, shapes, dtype, num_pieces, row_dims)
     return as_drawn(relation) if kind is not Known and rng.random() < 0.2 else relation
@@ -663,12 +664,14 @@ def _relation_of_kind(
     return split
 
 
-def draw_ratio(rng: np.random.Generator, dtype: np.dtype, num_pieces: int) -> float:
+def draw_ratio(rng: np.random.Generator, dtype: np.dtype, num_pieces: int) -> Fraction:
     """Return a random ratio: 1 in most cases."""
     if dtype.kind == "b" or rng.random() < 0.6:
-        return 1.0
-    ratios = [2.0, 0.5, 1 / num_pieces, float(num_pieces)]
-    return float(rng.choice([*ratios, -1.0] if dtype.kind != "u" else ratios))
+        return Fraction(1)
+    ratios = [Fraction(2), Fraction(1, 2), Fraction(1, num_pieces), Fraction(num_pieces)]
+    if dtype.kind != "u":
+        ratios.append(Fraction(-1))
+    return ratios[rng.integers(len(ratios))]
 
 
 def _draw_known(
@@ -680,7 +683,7 @@ def _draw_known(
         return Known(np.zeros(ones, dtype), np.zeros(ones, dtype))
     if style in ("equal", "ratio"):
         uneven = differing_dims(shapes)
-        ratio = 1.0 if style == "equal" else draw_ratio(rng, dtype, num_pieces)
+        ratio = Fraction(1) if style == "equal" else draw_ratio(rng, dtype, num_pieces)
         whole, pieces = draw_pair(
             rng,
             Same(ratio),

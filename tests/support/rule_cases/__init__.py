@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from support.relation_meaning import RuleCase
-from support.rule_cases import calls, elementwise, loops
+from support.rule_cases import calls, elementwise, lookups, loops, moves, reductions
 
 Draw = Callable[[np.random.Generator], RuleCase]
 
@@ -19,4 +19,6 @@ def _merged(*tables: Mapping[str, Sequence[Draw]]) -> dict[str, list[Draw]]:
     return {name: [draw for table in tables for draw in table.get(name, ())] for name in names}
 
 
-CASES: dict[str, list[Draw]] = _merged(calls.CASES, elementwise.CASES, loops.CASES)
+CASES: dict[str, list[Draw]] = _merged(
+    calls.CASES, elementwise.CASES, loops.CASES, lookups.CASES, moves.CASES, reductions.CASES
+)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -30,9 +31,15 @@ def rows_or_shared(rng: np.random.Generator, num_pieces: int) -> list[Operand]:
     features = int(rng.integers(1, 3))
     rows = int(rng.integers(1, 4))
     relations = [
-        [Split(0), Split(0), Same(), Total(1.0), Split(0, ratio=2.0), Same(2.0), Same(drawn=True)][
-            i
-        ]
+        [
+            Split(0),
+            Split(0),
+            Same(),
+            Total(Fraction(1)),
+            Split(0, ratio=Fraction(2)),
+            Same(Fraction(2)),
+            Same(drawn=True),
+        ][i]
         for i in rng.integers(0, 7, 2)
     ]
     shapes: Shapes = (rows, features), (rows, features)
@@ -137,10 +144,12 @@ def _trained(operands: list[Operand], function: Function, num_pieces: int) -> Ru
 def linear_solve(rng: np.random.Generator) -> RuleCase:
     """Return a case of a solver, which may mix the right sides."""
     num_pieces, size, rows = int(rng.choice([2, 3])), 2, int(rng.integers(1, 3))
-    relation = [Split(0), Same(), Total(1.0), Split(0, ratio=2.0)][rng.integers(4)]
+    relation = [Split(0), Same(), Total(Fraction(1)), Split(0, ratio=Fraction(2))][rng.integers(4)]
     times = num_pieces if isinstance(relation, Split) else 1
     right = Operand(relation, ((rows * times, size), (rows, size)))
-    matrix = Operand([Same(), Same(), Same(2.0)][rng.integers(3)], ((size, size), (size, size)))
+    matrix = Operand(
+        [Same(), Same(), Same(Fraction(2))][rng.integers(3)], ((size, size), (size, size))
+    )
     solve = [
         lambda a, b: b @ jnp.linalg.inv(a),
         lambda a, b: b @ a,
