@@ -1,0 +1,154 @@
+"""Random numbers in a loss: one draw for all rows is not a draw for each row.
+
+Each piece has a key of its own. So a mean over pieces is right in expectation, and a quotient, an
+extreme or a number that all pieces see is not.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.piecewise import as_users_have_it
+from support.tiers import tiered
+
+import shardopt as so
+from shardopt.core._types import abstract
+from shardopt.losses._separable import Cut, LossCall, find_mixing
+
+PARAMS = {"w": np.array([0.5, -1.0, 2.0])}
+DRAW = np.random.default_rng(0)
+BATCH = {"x": DRAW.normal(size=(8, 3)) + np.arange(8)[:, None] / 4, "label": np.arange(8) % 3}
+
+
+def errors(p, b):
+    return (b["x"] @ p["w"] - 1) ** 2
+
+
+def rows(b):
+    return b["x"].shape[0]
+
+
+def masked(mask):
+    """Return the mean error of the rows that a mask keeps: `mask(rate_key, mask_key, b)`."""
+
+    def loss(p, b, rng):
+        weight = mask(*jax.random.split(rng), b).astype(float)
+        return so.losses.Weighted(jnp.sum(errors(p, b) * weight), jnp.sum(weight) + 1e-3 * rows(b))
+
+    return loss
+
+
+def uniform(key, shape=()):
+    return jax.random.uniform(key, shape)
+
+
+def of_row(key, i):
+    return uniform(jax.random.fold_in(key, i))
+
+
+SHARED = {
+    "a masking rate": masked(lambda r, m, b: uniform(m, (rows(b),)) < uniform(r)),
+    "a rate by its logarithm": masked(lambda r, m, b: uniform(m, (rows(b),)) < jnp.exp(-2 * uniform(r))),
+    "a scale of all weights": masked(lambda r, m, b: uniform(m, (rows(b),)) * uniform(r) ** 4),
+    "a chosen branch": masked(
+        lambda r, m, b: jax.lax.cond(
+            uniform(r) < 0.5, lambda: uniform(m, (rows(b),)), lambda: 9 * jnp.ones(rows(b))
+        )
+    ),
+    "a number of turns": masked(
+        lambda r, m, b: jax.lax.fori_loop(
+            0, jax.random.randint(r, (), 0, 4), lambda _, x: x * 3.0, uniform(m, (rows(b),))
+        )
+    ),
+    "one key for all rows": masked(
+        lambda r, m, b: jax.vmap(uniform)(jnp.broadcast_to(r, (rows(b),))) ** 4
+    ),
+    "a draw for each class": masked(lambda r, m, b: jax.vmap(of_row, (None, 0))(r, b["label"]) ** 4),
+    "the sum of a row and a draw": masked(lambda r, m, b: uniform(m, (rows(b),)) + 9 * uniform(r) ** 4),
+    "in a scan over rows": masked(
+        lambda r, m, b: jax.lax.scan(
+            lambda c, x: (c, uniform(r) ** 4 + 0 * x[0]), 0.0, b["x"]
+        )[1]
+    ),
+}  # fmt: skip
+OWN = {
+    "a rate for each row": masked(lambda r, m, b: uniform(m, (rows(b),)) < uniform(r, (rows(b),))),
+    "a key for each row": masked(
+        lambda r, m, b: jax.vmap(uniform)(jax.random.split(r, rows(b))) > 0.3
+    ),
+    "a key for each number": masked(
+        lambda r, m, b: jax.vmap(of_row, (None, 0))(r, jnp.arange(rows(b)))
+    ),
+    "a scale of the errors": lambda p, b, rng: jnp.mean(errors(p, b) * uniform(rng)),
+    "features that all rows drop": lambda p, b, rng: so.losses.Weighted(
+        jnp.sum(errors(p, {"x": b["x"] * jax.random.bernoulli(rng, 0.5, (3,))})), rows(b)
+    ),
+    "noise": lambda p, b, rng: jnp.mean(errors(p, {"x": b["x"] + jax.random.normal(rng, b["x"].shape)})),
+}  # fmt: skip
+
+
+def mixing(loss_fn, pieces=2):
+    with as_users_have_it():
+        call = LossCall(key=jax.eval_shape(lambda: jax.random.key(0)))
+        return find_mixing(loss_fn, *abstract((PARAMS, BATCH)), Cut(pieces), call)
+
+
+def expectations(loss_fn, draws=1 << 17):
+    """Return the expected loss of the whole batch, and of two pieces with keys of their own."""
+
+    def parts(key, start, size):
+        piece = {name: leaf[start : start + size] for name, leaf in BATCH.items()}
+        value = loss_fn(PARAMS, piece, key)
+        return value if isinstance(value, so.losses.Weighted) else (value * size, size)
+
+    def both(key):
+        keys = jax.random.split(key, 3)
+        whole = parts(keys[0], 0, 8)
+        pieces = [parts(keys[1], 0, 4), parts(keys[2], 4, 4)]
+        return whole[0] / whole[1], sum(x for x, _ in pieces) / sum(x for _, x in pieces)
+
+    with as_users_have_it():
+        values = jax.jit(jax.vmap(both))(jax.random.split(jax.random.key(1), draws))
+        return [(float(jnp.mean(x)), float(jnp.std(x)) / draws**0.5) for x in values]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", SHARED)
+def test_a_weight_that_follows_from_one_draw_for_all_rows_is_refused(name):
+    assert mixing(SHARED[name]) is not None
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", OWN)
+def test_draws_for_each_row_and_shared_factors_of_a_mean_are_accepted(name):
+    assert mixing(OWN[name]) is None
+
+
+@pytest.mark.parametrize("name", tiered([*SHARED, *OWN], lambda name: name == "a masking rate"))
+def test_labels_of_draws_are_those_of_many_keys(name):
+    (whole, error), (pieces, other_error) = expectations({**SHARED, **OWN}[name])
+    deviations = abs(whole - pieces) / np.hypot(error, other_error)
+    assert deviations < 4 if name in OWN else deviations > 6, (whole, pieces, deviations)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", [so.losses.Max, so.losses.Min])
+@pytest.mark.parametrize("value", [lambda e, k: uniform(k), lambda e, k: jnp.max(e * uniform(k)), lambda e, k: -jnp.min(e + uniform(k))])  # fmt: skip
+def test_an_extreme_of_one_draw_for_all_rows_is_refused(kind, value):
+    def loss(p, b, rng):
+        return jnp.mean(errors(p, b)), {"metric": kind(value(errors(p, b), rng))}
+
+    problem = mixing(loss)
+    assert problem is not None
+    assert problem.result == "metric 'metric'"
+
+
+@pytest.mark.fast
+def test_the_message_names_the_weight_and_the_remedy():
+    problem = mixing(SHARED["a masking rate"])
+    assert problem is not None
+    assert problem.result == "the weight of the loss"
+    assert problem.reason == (
+        "it follows from one random number for all rows, and each device draws another one. Draw one"
+        " for each row."
+    )

@@ -1,0 +1,124 @@
+"""Cases of random keys, and of draws from them.
+
+Operands are the bits of keys. Rows of a fresh draw have numbers of their own, so the check is that no
+two rows of the whole or of the pieces have the same numbers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardopt.separability._relations import Known, Relation, Same, Split, is_drawn
+from support.relation_meaning import Operand, RuleCase, violation
+
+BITS = np.uint32
+FEATURES = 3
+
+
+def bits(keys: jax.Array, shape: tuple[int, ...] = (FEATURES,)) -> jax.Array:
+    """Return random bits from the bits of a key, or of keys [rows]."""
+    draw: Callable[[jax.Array], jax.Array] = lambda key: jax.random.bits(  # noqa: E731
+        jax.random.wrap_key_data(key), shape
+    )
+    return draw(keys) if keys.ndim == 1 else jax.vmap(draw)(keys)
+
+
+def fresh_violation(relation: Relation, whole: Any, pieces: Sequence[Any]) -> str | None:
+    """Return why rows of a fresh draw share numbers."""
+    if not isinstance(relation, Split) or is_drawn(relation):
+        return violation(relation, whole, pieces)
+    for value in (whole, *pieces):
+        rows = np.moveaxis(np.asarray(value), relation.dim, 0).reshape(
+            value.shape[relation.dim], -1
+        )
+        if len(np.unique(rows, axis=0)) < len(rows):
+            return "two rows have the same numbers"
+    sizes = whole.shape[relation.dim], pieces[0].shape[relation.dim]
+    return None if sizes[0] == sizes[1] * len(pieces) else f"it has {sizes} rows"
+
+
+def shared_key(rng: np.random.Generator) -> RuleCase:
+    """Return a case of one key, which each piece has for itself or all pieces share."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
+    kind = int(rng.integers(8))
+
+    def function(rows: int) -> Callable[[jax.Array], jax.Array]:
+        return [
+            lambda key: bits(key, (rows, FEATURES)),
+            lambda key: bits(key),
+            lambda key: bits(key, (FEATURES, rows)),
+            lambda key: bits(jnp.broadcast_to(key, (rows, 2))),
+            lambda key: bits(
+                jax.random.key_data(jax.random.split(jax.random.wrap_key_data(key), rows))
+            ),
+            lambda key: jnp.broadcast_to(bits(key), (rows, FEATURES)),
+            lambda key: bits(key, (rows - 1, FEATURES)),
+            lambda key: bits(key, (rows, rows)),
+        ][kind]
+
+    key = Operand(Same(drawn=bool(rng.random() < 0.8)), ((2,), (2,)), BITS)
+    functions = function(rows * num_pieces), function(rows)
+    return RuleCase([key], functions, num_pieces, violation=fresh_violation)
+
+
+def keys_of_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a key for each row."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    relation = [Split(0), Split(0), Split(0, drawn=True), Split(0, ratio=2.0)][rng.integers(4)]
+    keys = Operand(relation, ((rows * num_pieces, 2), (rows, 2)), BITS)
+
+    def second(keys: jax.Array) -> jax.Array:
+        wrapped = jax.random.wrap_key_data(keys)
+        return jax.random.key_data(jax.vmap(lambda key: jax.random.split(key)[1])(wrapped))
+
+    function = [bits, second, lambda keys: bits(keys, ())][rng.integers(3)]
+    return RuleCase([keys], (function, function), num_pieces)
+
+
+def folded(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a number that is folded into a key."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(2, 4))
+    sizes = rows * num_pieces, rows
+    numbers = [
+        Known(np.arange(sizes[0]), np.arange(sizes[1])),
+        Known(np.zeros(1, int), np.zeros(1, int)),
+        Known(np.arange(sizes[0]) // 2, np.arange(sizes[1]) // 2),
+        Known(np.arange(sizes[0]) % rows, np.arange(sizes[1])),
+        Split(0),
+        Same(),
+    ][rng.integers(6)]
+    key = Operand(Same(drawn=bool(rng.random() < 0.8)), ((2,), (2,)), BITS)
+    number = Operand(numbers, ((sizes[0],), (sizes[1],)), np.int32)
+
+    def function(key: jax.Array, number: jax.Array) -> jax.Array:
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.wrap_key_data(key), number)
+        return jax.random.key_data(keys)
+
+    check = fresh_violation if isinstance(numbers, Known) and is_drawn(key.relation) else None
+    return RuleCase([key, number], (function, function), num_pieces, violation=check)
+
+
+def seeded(rng: np.random.Generator) -> RuleCase:
+    """Return a case of seeds."""
+    num_pieces, rows = int(rng.choice([2, 3])), int(rng.integers(1, 4))
+    relation = [Split(0), Split(0, ratio=2.0), Split(0, drawn=True)][rng.integers(3)]
+    seeds = Operand(relation, ((rows * num_pieces,), (rows,)), np.int32)
+
+    def function(seeds: jax.Array) -> jax.Array:
+        return jax.random.key_data(jax.random.clone(jax.vmap(jax.random.key)(seeds)))
+
+    return RuleCase([seeds], (function, function), num_pieces)
+
+
+CASES = {
+    "random_bits": [shared_key, keys_of_rows],
+    "random_split": [shared_key],
+    "random_wrap": [keys_of_rows],
+    "random_unwrap": [folded],
+    "random_fold_in": [folded],
+    "random_seed": [seeded],
+    "random_clone": [seeded],
+}
