@@ -22,14 +22,15 @@ def library_name(primitive: Primitive) -> str:
     if primitive in _LIBRARY:
         return primitive.name
     if primitive not in _FOREIGN:
-        _LIBRARY.update(_defined_primitives())
+        _LIBRARY.update(defined_primitives())
         if primitive in _LIBRARY:
             return primitive.name
         _FOREIGN.add(primitive)
     return ""
 
 
-def _defined_primitives() -> set[Primitive]:
+def defined_primitives() -> set[Primitive]:
+    """Return all primitives that modules of jax and equinox define."""
     modules = [
         module
         for name, module in list(sys.modules.items())

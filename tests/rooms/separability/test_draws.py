@@ -87,6 +87,10 @@ OWN = {
 }  # fmt: skip
 
 
+UNBIASED = {"a chosen branch", "a number of turns", "the sum of a row and a draw"}
+"""Shared draws that change the loss too little to be seen in its mean over keys."""
+
+
 def mixing(loss_fn, pieces=2):
     with as_users_have_it():
         call = LossCall(key=jax.eval_shape(lambda: jax.random.key(0)))
@@ -124,7 +128,10 @@ def test_draws_for_each_row_and_shared_factors_of_a_mean_are_accepted(name):
     assert mixing(OWN[name]) is None
 
 
-@pytest.mark.parametrize("name", tiered([*SHARED, *OWN], lambda name: name == "a masking rate"))
+@pytest.mark.parametrize(
+    "name",
+    tiered(sorted((SHARED.keys() | OWN.keys()) - UNBIASED), lambda name: name == "a masking rate"),
+)
 def test_labels_of_draws_are_those_of_many_keys(name):
     (whole, error), (pieces, other_error) = expectations({**SHARED, **OWN}[name])
     deviations = abs(whole - pieces) / np.hypot(error, other_error)

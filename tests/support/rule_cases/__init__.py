@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from support.relation_meaning import RuleCase
-from support.rule_cases import calls, elementwise, lookups, loops, moves, reductions
+from support.rule_cases import calls, draws, elementwise, lookups, loops, moves, reductions
 
 Draw = Callable[[np.random.Generator], RuleCase]
 
@@ -20,5 +20,11 @@ def _merged(*tables: Mapping[str, Sequence[Draw]]) -> dict[str, list[Draw]]:
 
 
 CASES: dict[str, list[Draw]] = _merged(
-    calls.CASES, elementwise.CASES, loops.CASES, lookups.CASES, moves.CASES, reductions.CASES
+    calls.CASES,
+    draws.CASES,
+    elementwise.CASES,
+    loops.CASES,
+    lookups.CASES,
+    moves.CASES,
+    reductions.CASES,
 )
