@@ -10,11 +10,9 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from shardopt import nn
 from shardopt.core import BlockModel, Weighted
 from shardopt.core._types import PyTree
 from shardopt.models import gpt, moe
-from shardopt.nn._attention import Method
 
 STEPS = 4
 LENGTH = 16
@@ -56,21 +54,16 @@ class Problem(NamedTuple):
     options: dict[str, Any]
 
 
-def make_problem(name: str, num_rows: int, dtype: str) -> Problem:
+def make_problem(name: str, num_rows: int) -> Problem:
     """Return the problem of this name with `num_rows` rows per step."""
     params, loss_fn, rules, draw_batch = MODELS[name]()
     draw = np.random.default_rng(7)
 
     def cast(x):
-        return np.asarray(x, dtype if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
+        return np.asarray(x, np.float32 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)
 
     batches = tuple(jax.tree.map(cast, draw_batch(draw, num_rows)) for _ in range(STEPS))
     return Problem(jax.tree.map(cast, params), loss_fn, batches, {"rules": rules})
-
-
-def split_rows(batch: PyTree, count: int) -> list[PyTree]:
-    """Return the rows of a batch in equal parts."""
-    return [jax.tree.map(lambda leaf, i=i: np.split(leaf, count)[i], batch) for i in range(count)]
 
 
 def _draw_tokens(draw: np.random.Generator, rows: int) -> PyTree:
@@ -134,62 +127,21 @@ def _odd(loss_fn: Any):
     return params, loss_fn, rules, _draw_points
 
 
-def _attention(method: Method):
-    def block(w, x):
-        query, key, value = jnp.moveaxis(jnp.einsum("btd,dchk->btchk", x, w["qkv"]), 2, 0)
-        return x + jnp.einsum(
-            "bthk,hkd->btd", nn.attention(query, key, value, method=method), w["out"]
-        )
-
-    def loss(outer, x, batch):
-        return _weighted_mean(((x @ outer["out"])[..., 0] - batch["weights"]) ** 2, batch)
-
-    draw = np.random.default_rng(5)
-    blocks = {
-        "qkv": draw.normal(size=(2, 16, 3, 2, 8)) / 4,
-        "out": draw.normal(size=(2, 2, 8, 16)) / 4,
-    }
-    params = {
-        "blocks": blocks,
-        "in": draw.normal(size=(_VOCABULARY, 16)),
-        "out": draw.normal(size=(16, 1)) / 4,
-    }
-    model = BlockModel(
-        embed=lambda outer, batch: outer["in"][batch["tokens"]], block=block, loss=loss
-    )
-    return params, model, [], _draw_tokens
-
-
 MODELS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "gpt": _gpt,
     "moe": _moe,
     "odd sizes": functools.partial(_odd, _weighted_loss),
     "loss that mixes rows": functools.partial(_odd, _mixing_loss),
-    "ring attention": functools.partial(_attention, "ring"),
-    "all-to-all attention": functools.partial(_attention, "all_to_all"),
-    "gathered attention": functools.partial(_attention, "all_gather"),
 }
 
 
 @functools.cache
-def train_on_one_device(
-    model: str,
-    optimizer: str,
-    num_rows: int,
-    dtype: str,
-    replicas: int = 1,
-    sync_every: int = STEPS + 1,
-    outer: Callable[[], optax.GradientTransformation] | None = None,
-) -> tuple[PyTree, list[float]]:
+def train_on_one_device(model: str, optimizer: str, num_rows: int) -> tuple[PyTree, list[float]]:
     """Train in plain jax and optax on one device, on whole batches.
 
     Return the final parameters and the loss of each step.
-
-    With replicas, each trains on its own rows. After every `sync_every` steps the outer optimizer
-    steps on their mean progress, and each replica continues from the result with its own optimizer
-    state.
     """
-    problem, tx = make_problem(model, num_rows, dtype), OPTIMIZERS[optimizer]()
+    problem, tx = make_problem(model, num_rows), OPTIMIZERS[optimizer]()
     loss_fn = problem.loss_fn
     if isinstance(loss_fn, BlockModel):
         loss_fn = loss_fn.loss_fn
@@ -207,20 +159,9 @@ def train_on_one_device(
         return optax.apply_updates(params, updates), opt_state, loss
 
     with jax.default_device(jax.local_devices()[0]):
-        shared = jax.tree.map(jnp.asarray, problem.params)
-        outer_tx = optax.identity() if outer is None else outer()
-        outer_state, copies = outer_tx.init(shared), [(shared, jax.jit(tx.init)(shared))] * replicas
-        losses = []
-        for number, batch in enumerate(problem.batches, 1):
-            parts = split_rows(batch, replicas)
-            results = [step(*copy, part) for copy, part in zip(copies, parts, strict=True)]
-            copies = [result[:2] for result in results]
-            losses.append(float(np.mean([loss for _, _, loss in results])))
-            if number % sync_every == 0:
-                progress = jax.tree.map(
-                    lambda old, *new: old - sum(new) / replicas, shared, *(p for p, _ in copies)
-                )
-                updates, outer_state = outer_tx.update(progress, outer_state, shared)
-                shared = optax.apply_updates(shared, updates)
-                copies = [(shared, opt_state) for _, opt_state in copies]
-        return jax.device_get(copies[0][0]), losses
+        params = jax.tree.map(jnp.asarray, problem.params)
+        opt_state, losses = jax.jit(tx.init)(params), []
+        for batch in problem.batches:
+            params, opt_state, loss = step(params, opt_state, batch)
+            losses.append(float(loss))
+        return jax.device_get(params), losses

@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from shardopt.config._program_check import ProgramCheck
 from shardopt.core._errors import WrongProgramError
 from shardopt.core._types import PyTree
 from shardopt.hlo import check_proved
-from shardopt.local_updates import diloco, local_sgd
 from shardopt.mesh import make_mesh
-from shardopt.parameter_server._async_sgd import async_sgd
 from shardopt.pipeline import schedules
 from shardopt.step._global_rows import GlobalRows
 from shardopt.step._optimizer import ShardedOptimizer
@@ -34,13 +31,11 @@ from shardopt.verify._problems import (
     STEPS,
     Problem,
     make_problem,
-    split_rows,
     train_on_one_device,
 )
 from shardopt.verify._rows import (
     Devices,
     Measurement,
-    NotRun,
     Row,
     agree,
     device_names,
@@ -63,12 +58,6 @@ _STRATEGIES: dict[str, Callable[..., ShardedOptimizer]] = {
     "hybrid": functools.partial(hybrid, min_shard_elements=8),
 }
 
-_OUTER = {
-    "diloco": functools.partial(optax.sgd, 0.7, momentum=0.9, nesterov=True),
-    "local_sgd": functools.partial(optax.sgd, 1.0),
-}
-"""The outer optimizers of the methods that synchronize replicas now and then."""
-
 
 class Training(NamedTuple):
     """A row of the table.
@@ -79,7 +68,6 @@ class Training(NamedTuple):
       optimizer: name of the optimizer.
       model: name of the model.
       options: further arguments of the strategy.
-      dtype: dtype of parameters and batch.
     """
 
     strategy: str
@@ -87,14 +75,11 @@ class Training(NamedTuple):
     optimizer: str = "momentum"
     model: str = "gpt"
     options: Mapping[str, Any] = {}
-    dtype: str = "float32"
 
     def __str__(self) -> str:
         """Return `fsdp tensor=2, gpt, adamw`."""
         layout = " ".join([self.strategy, *(f"{axis}={n}" for axis, n in self.axes.items())])
         words = [layout, self.model, self.optimizer]
-        if self.dtype == "float64":
-            words.append("float64")
         words += [
             f"{name}={_short(value)}"
             for name, value in self.options.items()
@@ -130,9 +115,6 @@ FIRST = (
         options={**_PIPELINE, "schedule": _INTERLEAVED},
     ),
     Training("fsdp", {}, "lamb", options={"micro_batches": 2}),
-    Training("diloco", {"replica": 2}),
-    Training("local_sgd", {"replica": 2}),
-    Training("async_sgd", {}, model="odd sizes"),
 )
 """One row for each strategy and for each mesh axis, the most important first; small models first.
 """
@@ -149,10 +131,6 @@ _SCHEDULES = (
 _AXES = ({"tensor": 2}, {"replica": 2}, {"context": 2}, {"replica": 2, "tensor": 2})
 
 SECOND = (
-    *(
-        Training("fsdp", {"context": 2}, model=model)
-        for model in ("ring attention", "all-to-all attention", "gathered attention")
-    ),
     *(
         Training("hybrid", {"pipeline": 2}, options={**_PIPELINE, "schedule": schedule})
         for schedule in _SCHEDULES
@@ -182,11 +160,6 @@ SECOND = (
         Training(strategy, {}, model="loss that mixes rows", options=_GLOBAL)
         for strategy in _SYNCHRONOUS
     ),
-    *(
-        Training(strategy, {}, optimizer, dtype="float64")
-        for strategy in _SYNCHRONOUS
-        for optimizer in OPTIMIZERS
-    ),
 )
 
 
@@ -211,30 +184,22 @@ def allowed_difference(training: Training, platform: str, num_rows: int) -> floa
     if training.model == "moe" and platform != "cpu":
         return _MOE_TOLERANCE_ON_ACCELERATORS
     factor = 10 if training.optimizer == "muon" else 1
-    return factor * tolerance(training.dtype, max(STEPS * num_rows * LENGTH, _LEAST_ROUNDINGS))
+    return factor * tolerance("float32", max(STEPS * num_rows * LENGTH, _LEAST_ROUNDINGS))
 
 
 def measure_training(training: Training, devices: Devices) -> Measurement:
     """Train, and compare the losses and the updates of all parameters with one device."""
     platform = devices[0].platform
-    if training.dtype == "float64" and platform != "cpu":
-        raise NotRun(
-            "not on this platform", f"float64 is compared on CPU, and these devices are {platform}"
-        )
     sizes = mesh_sizes(training.axes, devices)
     num_rows = _ROWS_PER_DEVICE * len(devices)
-    losses, wrong = [], ""
-    with jax.enable_x64(training.dtype == "float64"), jax.default_matmul_precision("highest"):
-        problem = make_problem(training.model, num_rows, training.dtype)
+    with jax.default_matmul_precision("highest"):
+        problem = make_problem(training.model, num_rows)
         expected_params, expected_losses = train_on_one_device(
-            training.model, training.optimizer, num_rows, training.dtype, **_sync(training)
+            training.model, training.optimizer, num_rows
         )
-        if training.strategy == "async_sgd":
-            params = _train_asynchronously(training, problem, devices)
-        else:
-            params, losses, wrong = _train(training, problem, make_mesh(**sizes, devices=devices))
+        params, losses, wrong = _train(training, problem, make_mesh(**sizes, devices=devices))
     differences = agree(device_differences(params, expected_params, problem.params, devices))
-    loss = max((abs(a - b) / abs(b) for a, b in zip(losses, expected_losses)), default=0.0)  # noqa: B905
+    loss = max(abs(a - b) / abs(b) for a, b in zip(losses, expected_losses, strict=True))
     allowed, worst = allowed_difference(training, platform, num_rows), float(np.max(differences))
     passed = bool(worst <= allowed and loss <= allowed) and not wrong
     detail = f"{max(worst, loss):.1e} of {allowed:.1e}"
@@ -251,61 +216,28 @@ def measure_training(training: Training, devices: Devices) -> Measurement:
     return Measurement(passed, detail, numbers)
 
 
-def _sync(training: Training) -> dict[str, Any]:
-    if training.strategy not in _OUTER:
-        return {}
-    return {
-        "replicas": training.axes["replica"],
-        "sync_every": 2,
-        "outer": _OUTER[training.strategy],
-    }
-
-
 def _train(training: Training, problem: Problem, mesh: Mesh) -> tuple[PyTree, list[float], str]:
-    """Return the trained parameters, the losses and why a program is wrong.
-
-    Local methods report the losses of this process, which are left out.
-    """
+    """Return the trained parameters, the losses and why a program is wrong."""
     try:
-        return (*_train_synchronously(training, problem, mesh, check_proved), "")
+        return (*_train_checked(training, problem, mesh, check_proved), "")
     except WrongProgramError as error:
-        return (*_train_synchronously(training, problem, mesh, None), str(error))
+        return (*_train_checked(training, problem, mesh, None), str(error))
 
 
-def _train_synchronously(
+def _train_checked(
     training: Training, problem: Problem, mesh: Mesh, check: ProgramCheck | None
 ) -> tuple[PyTree, list[float]]:
     tx, options = OPTIMIZERS[training.optimizer](), {**problem.options, **training.options}
-    combinator = {"diloco": diloco, "local_sgd": local_sgd}.get(training.strategy)
-    strategy = _STRATEGIES["fsdp" if combinator else training.strategy]
+    strategy = _STRATEGIES[training.strategy]
     opt = strategy(tx, mesh, problem.loss_fn, check=check, **options)
-    if combinator:
-        opt = combinator(opt, sync_every=2)
     with warnings.catch_warnings():
         # the comparison with one device covers what the proof of a program leaves open
         warnings.filterwarnings("ignore", message="(?s).*check_proved proves all but")
         state, losses = opt.init(problem.params), []
         for batch in problem.batches:
             state, metrics = opt.step(state, GlobalRows(batch))
-            if not combinator:
-                losses.append(float(metrics["loss"]))
+            losses.append(float(metrics["loss"]))
     return state.params, losses
-
-
-def _train_asynchronously(training: Training, problem: Problem, devices: Devices) -> PyTree:
-    if jax.process_count() > 1:
-        raise NotRun(
-            "did not fit", "threads share the devices of one process, and there are several"
-        )
-    opt = async_sgd(
-        OPTIMIZERS[training.optimizer](), problem.loss_fn, workers=devices, max_staleness=0
-    )
-    batches = [split_rows(batch, len(devices)) for batch in problem.batches]
-
-    def worker_batches(worker):
-        return iter([parts[worker] for parts in batches])
-
-    return opt.run(problem.params, worker_batches, num_updates=STEPS).params
 
 
 def device_differences(
