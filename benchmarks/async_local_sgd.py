@@ -7,7 +7,7 @@ Four islands train one small GPT on the bundled corpus (Python's standard librar
 one takes twice and one four times as long for a step. Steps sleep besides their work, which is fair
 on two cores. Control: DiLoCo, that is `so.parameter_server.async_local_sgd` with max_staleness=0
 (tests compare it with `so.diloco`), H steps each, outer Nesterov momentum: every round waits for
-the slowest. Test: no bound, H_w steps by speed (`rules.dynamic_local_steps`), `optax.sgd` with
+the slowest. Test: no bound, H_w steps by speed, `optax.sgd` with
 `rules.delayed_nesterov`, as Liu et al. found to train well; and the same with int8 changes (error
 feedback). Same first parameters, same number of inner steps of all islands together, so the same
 tokens; same inner AdamW.
@@ -68,7 +68,7 @@ def contenders(step_seconds):
 
     They share islands, compiled once.
     """
-    speeds = rules.dynamic_local_steps([1 / slowness for slowness in SLOWNESS], H)
+    speeds = [max(1, int(H * min(SLOWNESS) / slowness)) for slowness in SLOWNESS]
     late = rules.delayed_nesterov(every=len(SLOWNESS), momentum=0.3)
     delayed = {"outer": optax.sgd(1.0), "rule": late, "local_steps": speeds}
     tuned = optax.sgd(0.7, momentum=0.6, nesterov=True)

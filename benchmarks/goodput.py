@@ -251,7 +251,11 @@ def main():
                 "failures": {
                     name: getattr(row.failures, name) for name in row.failures.__dataclass_fields__
                 },
-                "recovery": row.recovery.to_json(),
+                "recovery": row.recovery._asdict()
+                | {
+                    "save_steps": row.recovery.save_steps,
+                    "snapshot_steps": row.recovery.snapshot_steps,
+                },
             }
         )
     print(write_json(__file__, {"rows": results}))

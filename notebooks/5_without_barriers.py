@@ -113,8 +113,23 @@ def run(max_staleness, num_updates):
     return opt.run(params, slow_batches_of, num_updates=num_updates)
 
 
+COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
+
+
+def draw(log, until):
+    """Draw in which periods each worker computed or waited."""
+    _, axes = plt.subplots(figsize=(11, 2.2), layout="constrained")
+    for worker, doing, start, end in log.timeline():
+        color = COLORS[doing]
+        axes.broken_barh([(start, end - start)], (worker - 0.4, 0.8), color=color, ec="white")
+    axes.set_yticks(range(4), [f"worker {worker}" for worker in range(4)])
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, until))
+    plt.show()
+
+
 waiting = run(max_staleness=0, num_updates=50)
-from_steady_state(waiting.log).plot(until=1.5)
+draw(from_steady_state(waiting.log), until=1.5)
 
 # %% [markdown]
 # ## Few workers wait
@@ -125,7 +140,7 @@ from_steady_state(waiting.log).plot(until=1.5)
 
 # %%
 ahead = run(max_staleness=8, num_updates=200)
-from_steady_state(ahead.log).plot(until=1.5)
+draw(from_steady_state(ahead.log), until=1.5)
 
 # %%
 for name, result in {"max_staleness=0": waiting, "max_staleness=8": ahead}.items():
@@ -251,7 +266,7 @@ assert seconds[0] > 1.5 * seconds[1] > 1.5 * seconds[2]
 
 # %%
 uneven = [server.SimulatedWorker()] * 3 + [server.SimulatedWorker(step_seconds=4.0)]
-server.simulate(uneven, max_staleness=4, until=40.0).log.plot()
+draw(server.simulate(uneven, max_staleness=4, until=40.0).log, until=40.0)
 
 # %% [markdown]
 # So a bound helps against stalls that pass. It does not help against a worker that is always slow. Then remove the bound

@@ -69,7 +69,8 @@ def async_local_sgd(
       outer: the outer optimizer, by default `optax.sgd(0.7, momentum=0.9, nesterov=True)`. With
         several islands and no bound, stale changes enter its momentum one by one. Liu et al. then
         found that `optax.sgd(0.7)` with `rules.delayed_nesterov(every=n)` trains well.
-      local_steps: H; or one number for each island, for instance from `rules.dynamic_local_steps`.
+      local_steps: H; or one number for each island, for instance in proportion to its speed (Liu et
+        al.), so that all push at about the same time.
       max_staleness: the bound in pushes; None for no bound.
       rule: the treatment of late changes, from `parameter_server.rules`.
       reducer: the encoding of changes on their way to the server, as for `async_sgd`.

@@ -2,72 +2,13 @@
 the next step.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from shardopt.core._arguments import check_count, is_integer
 from shardopt.core._errors import calling, error_text, format_error, plural
 
 CALLER = "parameter_server"
-
-Entry = TypeVar("Entry")
-_BITS = 6
-
-
-class PersistentMap(Mapping[int, Entry]):
-    """An immutable mapping from integers.
-
-    `put` and `drop` return a new mapping that shares most of its memory.
-
-    Keys that differ only in their last six bits share a bucket. A change copies one bucket and the
-    table of buckets: for n keys about n / 64 + 64 references, while a dict would copy n.
-
-    Example:
-      >>> first = PersistentMap().put(3, "a")
-      >>> second = first.put(70, "b").drop(3)
-      >>> dict(first), dict(second), len(second)
-      ({3: 'a'}, {70: 'b'}, 1)
-    """
-
-    __slots__ = ("_buckets", "_size")
-
-    def __init__(self, _buckets: dict[int, dict[int, Entry]] | None = None, _size: int = 0):
-        self._buckets, self._size = _buckets or {}, _size
-
-    def __getitem__(self, key: int) -> Entry:
-        return self._buckets[key >> _BITS][key]
-
-    def __contains__(self, key: object) -> bool:
-        return isinstance(key, int) and key in self._buckets.get(key >> _BITS, ())
-
-    def __iter__(self) -> Iterator[int]:
-        return (key for bucket in self._buckets.values() for key in bucket)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __repr__(self) -> str:
-        return f"PersistentMap({dict(self)})"
-
-    def put(self, key: int, value: Entry) -> "PersistentMap[Entry]":
-        """Return a mapping with this entry added or replaced."""
-        old = self._buckets.get(key >> _BITS, {})
-        bucket, buckets = old.copy(), self._buckets.copy()
-        bucket[key] = value
-        buckets[key >> _BITS] = bucket
-        return PersistentMap(buckets, self._size + (key not in old))
-
-    def drop(self, key: int) -> "PersistentMap[Entry]":
-        """Return a mapping without this key; the same mapping if it does not have the key."""
-        if key not in self:
-            return self
-        bucket, buckets = self._buckets[key >> _BITS].copy(), self._buckets.copy()
-        del bucket[key]
-        if bucket:
-            buckets[key >> _BITS] = bucket
-        else:
-            del buckets[key >> _BITS]
-        return PersistentMap(buckets, self._size - 1)
 
 
 class Clock(NamedTuple):
@@ -91,7 +32,7 @@ class Clock(NamedTuple):
     """
 
     max_staleness: int | None
-    steps: PersistentMap[int] = PersistentMap()
+    steps: Mapping[int, int] = {}
     counts: Mapping[int, int] = {}
     slowest: int = 0
     fastest: int = 0
@@ -133,7 +74,7 @@ def join(clock: Clock, worker: int) -> Clock:
         raise ValueError(format_error(CALLER, problem, fix=fix))
     first_step = clock.slowest
     return clock._replace(
-        steps=clock.steps.put(worker, first_step),
+        steps={**clock.steps, worker: first_step},
         counts={**clock.counts, first_step: clock.counts.get(first_step, 0) + 1},
     )
 
@@ -146,9 +87,9 @@ def leave(clock: Clock, worker: int) -> Clock:
     """
     finished_steps = clock_of(clock, worker)
     counts = _decrement(clock.counts, finished_steps)
-    return clock._replace(
-        steps=clock.steps.drop(worker), counts=counts, slowest=min(counts, default=clock.fastest)
-    )
+    steps = dict(clock.steps)
+    del steps[worker]
+    return clock._replace(steps=steps, counts=counts, slowest=min(counts, default=clock.fastest))
 
 
 def tick(clock: Clock, worker: int) -> Clock:
@@ -159,7 +100,7 @@ def tick(clock: Clock, worker: int) -> Clock:
     # If no worker is left at the least clock, the new least clock is one more: this worker is
     # there.
     slowest = step + 1 if step == clock.slowest and step not in counts else clock.slowest
-    steps = clock.steps.put(worker, step + 1)
+    steps = {**clock.steps, worker: step + 1}
     return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, step + 1))
 
 

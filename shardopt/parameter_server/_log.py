@@ -5,16 +5,12 @@ import os
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from shardopt.core._errors import format_error
-from shardopt.core._figures import FilePath
-from shardopt.parameter_server._views import Segment, plot_timeline, summarize, timeline
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from shardopt.parameter_server._views import Segment, summarize, timeline
 
 KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
 
@@ -139,27 +135,6 @@ class Log:
           Segment(worker=0, doing='step', start=0.0, end=1.0)
         """
         return timeline(self)
-
-    def plot(self, path: FilePath = None, *, until: float | None = None) -> "Figure":
-        """Plot the periods in which each worker computed or waited.
-
-        Args:
-          path: the file to write the picture to; its suffix gives the format.
-          until: plot this many seconds from the start; by default all.
-
-        Returns:
-          The matplotlib figure.
-
-        Raises:
-          ValueError: if the log has no events, or more than 64 workers.
-
-        Example:
-          >>> import shardopt as so
-          >>> log = so.parameter_server.simulate(2, num_updates=3).log
-          >>> log.plot().axes[0].get_title(loc="left")
-          '3 updates in 3 s, 2 workers'
-        """
-        return plot_timeline(list(self), path, until)
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return a copy of the events as arrays, one for each field of `Event`.

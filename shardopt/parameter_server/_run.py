@@ -18,7 +18,7 @@ from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._errors import CheckpointError, format_error
 from shardopt.core._types import PyTree, TrainState
 from shardopt.parameter_server._apply import copy_states
-from shardopt.parameter_server._clock import PersistentMap, make_clock
+from shardopt.parameter_server._clock import make_clock
 from shardopt.parameter_server._log import Event, Header, Log
 from shardopt.parameter_server._server import ParameterServer, ServerState
 from shardopt.parameter_server._updates import Update, check_params, digest
@@ -334,9 +334,7 @@ def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     _check_settings(caller, saved, current)
     if "devices" in saved:
         saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
-    steps: PersistentMap[int] = PersistentMap()
-    for worker, finished_steps in record["steps"]:
-        steps = steps.put(worker, finished_steps)
+    steps = dict(record["steps"])
     clock = make_clock(run.server.max_staleness)._replace(
         slowest=record["slowest"],
         fastest=record["fastest"],

@@ -14,7 +14,7 @@ from shardopt.core._errors import calling, format_error
 from shardopt.core._types import PyTree
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server._apply import Mathematics
-from shardopt.parameter_server._clock import Clock, PersistentMap
+from shardopt.parameter_server._clock import Clock
 from shardopt.parameter_server._log import Event
 from shardopt.parameter_server._updates import (
     NO_WEIGHT,
@@ -80,7 +80,7 @@ class ServerState(NamedTuple):
     rule_state: PyTree
     version: int
     clock: Clock
-    working: PersistentMap[Pulled] = PersistentMap()
+    working: Mapping[int, Pulled] = {}
     waiting: tuple[Waiting, ...] = ()
     metrics: Mapping[str, jax.Array] = {}
 
@@ -149,7 +149,7 @@ class ParameterServer:
         )
         pulled = Pulled(state.version, staleness, state.params if is_needed else None)
         event = Event("pull", worker, step, state.version, state.version, staleness)
-        return state._replace(working=state.working.put(worker, pulled)), event
+        return state._replace(working={**state.working, worker: pulled}), event
 
     def push(
         self, state: ServerState, worker: int, update: Update | None, pulled_version: int
@@ -166,9 +166,8 @@ class ParameterServer:
             fix = "push once for each pull, with the version of its event."
             raise ValueError(format_error(CALLER, problem, fix=fix))
         refused = self._is_refused(state, worker, step, update)
-        state = state._replace(
-            working=state.working.drop(worker), clock=clocks.tick(state.clock, worker)
-        )
+        working = _without(state.working, worker)
+        state = state._replace(working=working, clock=clocks.tick(state.clock, worker))
         if not refused and self.max_staleness == 0:
             state = state._replace(waiting=(*state.waiting, Waiting(step, worker, update)))
         elif not refused:
@@ -181,13 +180,15 @@ class ParameterServer:
         """Remove a worker. Its step in flight is lost, its pushes stay."""
         step = clocks.clock_of(state.clock, worker)
         clock = clocks.leave(state.clock, worker)
-        state = self._close_clock(state._replace(clock=clock, working=state.working.drop(worker)))
+        state = self._close_clock(
+            state._replace(clock=clock, working=_without(state.working, worker))
+        )
         return state, Event("leave", worker, step, state.version, state.version)
 
     def resume(self, state: ServerState, worker: int) -> tuple[ServerState, Event]:
         """Start a worker again. Its step in flight is lost, its clock stays."""
         step = clocks.clock_of(state.clock, worker)
-        state = state._replace(working=state.working.drop(worker))
+        state = state._replace(working=_without(state.working, worker))
         return state, Event("resume", worker, step, state.version, state.version)
 
     def _is_refused(
@@ -241,6 +242,13 @@ class ParameterServer:
         if self.mathematics is None:
             return state
         return state._replace(**self.mathematics.apply(state[:3], updates, pulled, delay)._asdict())
+
+
+def _without(working: Mapping[int, Pulled], worker: int) -> dict[int, Pulled]:
+    """Return the steps in flight without the one of a worker, if it has one."""
+    others = dict(working)
+    others.pop(worker, None)
+    return others
 
 
 @calling(CALLER)

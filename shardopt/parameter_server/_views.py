@@ -1,20 +1,14 @@
-"""Views of a run: the summary, the timeline and the plot of its log, and the current activity of
-its workers.
+"""Views of a run: the summary and the timeline of its log, and the current activity of its
+workers.
 """
 
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from shardopt.core._errors import calling, error_text
-from shardopt.core._figures import FilePath, new_figure, saved
-
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
     from shardopt.parameter_server._log import Event
 
 
@@ -105,72 +99,6 @@ def timeline(log: Iterable["Event"]) -> list[Segment]:
     for worker, (activity, start) in sorted(since.items()):
         add(worker, "lost" if activity == "step" else "wait", start, last_time)
     return segments
-
-
-_COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
-_NAMES = {
-    "step": "step, from pull to push",
-    "wait": "waits for others",
-    "data": "gets its data",
-    "lost": "step never pushed",
-}
-_INK, _IDLE = "#22272e", "#eceef2"
-_MAX_ROWS = 64  # more rows cannot be told apart
-
-
-@calling("plot")
-def plot_timeline(events: Sequence["Event"], path: FilePath, until: float | None) -> "Figure":
-    """Plot the periods in which each worker computed or waited; see `Log.plot`."""
-    workers = sorted({event.worker for event in events})
-    if not events:
-        raise ValueError(error_text("the log has no events."))
-    if len(workers) > _MAX_ROWS:
-        problem = (
-            f"{len(workers)} workers are more rows than can be told apart, at most {_MAX_ROWS}."
-        )
-        fix = "append the events of some workers to a Log of their own."
-        raise ValueError(error_text(problem, fix=fix))
-    summary, segments = summarize(events), timeline(events)
-    end = summary["seconds"] if until is None else until
-    figure = new_figure(11, 0.34 * len(workers) + 1.5)
-    from matplotlib.patches import Patch
-
-    axes = figure.add_subplot()
-    for row, worker in enumerate(workers):
-        axes.broken_barh([(0, end)], (row - 0.4, 0.8), facecolor=_IDLE, zorder=0)
-        for doing, color in _COLORS.items():
-            row_segments = [
-                s for s in segments if (s.worker, s.doing) == (worker, doing) and s.start < end
-            ]
-            bars = [
-                (segment.start, min(segment.end, end) - segment.start) for segment in row_segments
-            ]
-            axes.broken_barh(
-                bars, (row - 0.4, 0.8), facecolor=color, edgecolor="white", linewidth=0.3
-            )
-    _style_axes(axes, workers, summary, end)
-    handles = [Patch(facecolor=color, label=_NAMES[doing]) for doing, color in _COLORS.items()]
-    handles.append(Patch(facecolor=_IDLE, label="not there"))
-    figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=5,
-        frameon=False,
-        fontsize=8,
-        labelcolor=_INK,
-    )
-    return saved(figure, path)
-
-
-def _style_axes(axes: "Axes", workers: list[int], summary: dict[str, Any], end: float) -> None:
-    title = f"{summary['updates']} updates in {summary['seconds']:.3g} s, {len(workers)} workers"
-    axes.set_title(title, loc="left", color=_INK, fontsize=11, fontweight="bold")
-    axes.set_xlim(0, end or 1.0)
-    axes.set_ylim(len(workers) - 0.5, -0.5)
-    axes.set_yticks(range(len(workers)), [f"worker {worker}" for worker in workers])
-    axes.set_xlabel("seconds", color=_INK, fontsize=8, loc="left")
-    axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
-    axes.spines[:].set_visible(False)
 
 
 class WorkerStatus(NamedTuple):

@@ -2,8 +2,7 @@
 by its delay.
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,7 +16,6 @@ __all__ = [
     "StalenessRule",
     "dc_asgd",
     "delayed_nesterov",
-    "dynamic_local_steps",
     "from_config",
     "plain",
     "staleness_learning_rate",
@@ -231,41 +229,6 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
 
     config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
     return StalenessRule("delayed_nesterov", config, init=init, gradient=gradient)
-
-
-@calling("dynamic_local_steps")
-def dynamic_local_steps(speeds: Sequence[float], local_steps: int) -> list[int]:
-    """Return fewer local steps for slower workers, so that all push at about the same time.
-
-    H_w = max(1, floor(v_w / max v * H)): the fastest worker does H steps, a worker of half its
-    speed H / 2.
-
-    Args:
-      speeds: steps per second of each worker.
-      local_steps: H, the local steps of the fastest worker.
-
-    Returns:
-      H_w for each worker.
-
-    Raises:
-      TypeError: if an argument is of the wrong kind.
-      ValueError: if there is no speed, a speed is not above 0, or `local_steps` is below 1.
-
-    Example:
-      >>> dynamic_local_steps([4.0, 2.0, 1.0, 0.01], 50)
-      [50, 25, 12, 1]
-
-    References:
-      Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024: dynamic local
-      updates. The minimum of one step is ours.
-    """
-    check_count("local_steps", local_steps, minimum=1)
-    if not len(speeds):
-        raise ValueError(error_text("speeds must not be empty."))
-    for index, speed in enumerate(speeds):
-        check_number(f"speeds[{index}]", speed, positive=True)
-    # Multiply before dividing: 1/3 * 3 must not become 0.999... in floating point.
-    return [max(1, math.floor(speed * local_steps / max(speeds))) for speed in speeds]
 
 
 _KNOWN = {

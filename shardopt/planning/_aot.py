@@ -93,25 +93,6 @@ class AotReport(NamedTuple):
         """
         return self.audit.prove()
 
-    def to_json(self) -> dict[str, object]:
-        """Return the report as a dict of plain numbers and strings."""
-        extra = {
-            "argument_padding": self.argument_padding,
-            "peak": self.peak_bytes,
-            "hbm": self.hbm_bytes,
-        }
-        return {
-            "topology": self.topology,
-            "num_slices": self.num_slices,
-            "mesh": self.mesh_shape,
-            "memory": self.memory._asdict() | extra,
-            "flops": self.flops,
-            "compile_seconds": round(self.compile_seconds, 2),
-            "collectives": {
-                kind: traffic._asdict() for kind, traffic in self.audit.by_kind().items()
-            },
-        }
-
     def __str__(self) -> str:
         """Return a few lines: memory compared with the chip's, flops, and bytes sent over each
         axis.

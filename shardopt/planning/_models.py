@@ -174,16 +174,6 @@ class Transformer:
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params()))
 
     @property
-    def active_parameters(self) -> int:
-        """The number of parameters that one token uses: without the experts that the token does not
-        go to.
-        """
-        idle = self.num_experts - self.top_k if self.num_experts else 0
-        return (
-            self.num_parameters - self.num_layers * idle * (2 + self.gated) * self.dim * self.hidden
-        )
-
-    @property
     def rules(self) -> Rules:
         """The rules, as strategies take them."""
         paths = [path for path, _ in leaves_with_paths(self.abstract_params())]

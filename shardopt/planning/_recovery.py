@@ -143,11 +143,6 @@ class Recovery(NamedTuple):
         """`memory_every` of `so.Checkpoints`."""
         return _steps(self.snapshot_every, self.step_seconds)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the recovery as a dict of plain numbers."""
-        steps = {"save_steps": self.save_steps, "snapshot_steps": self.snapshot_steps}
-        return {**self._asdict(), "lost": dict(self.lost), **steps}
-
     def __str__(self) -> str:
         chips = plural(self.chips, "chip")
         groups = "" if self.islands == 1 else f" in {self.islands} islands"

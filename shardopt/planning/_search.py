@@ -86,24 +86,6 @@ class Prediction(NamedTuple):
         """Bytes that a device sends in a step, by mesh axis."""
         return by_axis(self.transfers, self.mesh)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the prediction as a dict of plain numbers and strings."""
-        dtypes = {
-            "gather_dtype": self.layout.gather_dtype,
-            "scatter_dtype": self.layout.scatter_dtype,
-        }
-        return {
-            "layout": (
-                self.layout._asdict()
-                | {name: None if dtype is None else str(dtype) for name, dtype in dtypes.items()}
-            ),
-            "memory": self.memory._asdict() | {"total": self.memory.total},
-            "wire_bytes": self.wire_bytes,
-            "seconds": self.time._asdict() | {"total": self.time.total},
-            "mfu": self.mfu,
-            "tokens_per_second": self.tokens_per_second,
-        }
-
 
 class Dropped(NamedTuple):
     """A layout that cannot be used.

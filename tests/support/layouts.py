@@ -220,3 +220,12 @@ def disagreements(layout, batch_size, shape=SHAPE):
         if not math.isclose(told, inner_product_flops(program) or 0.0, rel_tol=0.05):
             wrong.append("flops")
     return wrong
+
+
+def active_parameters(shape):
+    """Return the number of parameters that one token uses: without the experts that the token does
+    not go to.
+    """
+    idle = shape.num_experts - shape.top_k if shape.num_experts else 0
+    of_an_expert = (2 + shape.gated) * shape.dim * shape.hidden
+    return shape.num_parameters - shape.num_layers * idle * of_an_expert

@@ -11,7 +11,6 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.parameter_server import _clock as clocks
 from shardopt.parameter_server import make_server
-from shardopt.parameter_server._clock import PersistentMap
 
 pytestmark = pytest.mark.fast
 
@@ -195,20 +194,3 @@ def test_a_clock_is_a_value():
     kept = (dict(clock.steps), dict(clock.counts), clock.slowest)
     clocks.tick(clock, 0), clocks.join(clock, 1), clocks.leave(clock, 0)
     assert (dict(clock.steps), dict(clock.counts), clock.slowest) == kept
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=60))
-def test_persistent_map_is_a_dict_that_does_not_change(changes):
-    found, expected, history = PersistentMap(), {}, []
-    for key, put in changes:
-        history.append((found, dict(expected)))
-        if put:
-            found, expected[key] = found.put(key, -key), -key
-        else:
-            found = found.drop(key)
-            expected.pop(key, None)
-    for mapping, snapshot in [*history, (found, expected)]:
-        assert dict(mapping) == snapshot
-        assert len(mapping) == len(snapshot)
-        assert all((key in mapping) == (key in snapshot) for key in range(300))

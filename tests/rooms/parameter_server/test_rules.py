@@ -1,7 +1,5 @@
 """Every rule, through the server, against the formula of its paper written in numpy."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,15 +152,6 @@ def test_the_learning_rate_falls_also_for_optimizers_that_do_not_mind_the_size_o
 
 
 @pytest.mark.parametrize(
-    ("speeds", "steps"),
-    [([3.0, 1.0], [30, 10]), ([1.0] * 3, [30] * 3), ([7.0, 2.0, 0.1], [30, 8, 1])],
-)
-def test_dynamic_local_steps(speeds, steps):
-    assert rules.dynamic_local_steps(speeds, 30) == steps
-    assert steps == [max(1, math.floor(v / max(speeds) * 30 + 1e-9)) for v in speeds]
-
-
-@pytest.mark.parametrize(
     ("make", "error", "message"),
     [
         (
@@ -189,21 +178,6 @@ def test_dynamic_local_steps(speeds, steps):
             lambda: rules.delayed_nesterov(4, float("nan")),
             ValueError,
             "delayed_nesterov: momentum must be finite, at least 0 and below 1; got nan.",
-        ),
-        (
-            lambda: rules.dynamic_local_steps([], 3),
-            ValueError,
-            "dynamic_local_steps: speeds must not be empty.",
-        ),
-        (
-            lambda: rules.dynamic_local_steps([1.0, 0.0], 3),
-            ValueError,
-            "dynamic_local_steps: speeds[1] must be finite, above 0; got 0.0.",
-        ),
-        (
-            lambda: rules.dynamic_local_steps([1.0], 0),
-            ValueError,
-            "dynamic_local_steps: local_steps must be at least 1, got 0.",
         ),
     ],
 )

@@ -1,66 +1,18 @@
-"""What a person sees of a run: its picture, and a line with who computes, waits and is gone."""
+"""What a person sees of a run: a line with who computes, waits and is gone."""
 
-import math
 import threading
 
 import numpy as np
 import optax
 import pytest
-from matplotlib.colors import to_hex
 
 import shardopt as so
-from shardopt.parameter_server import Log, SimulatedWorker, simulate
+from shardopt.parameter_server import SimulatedWorker, simulate
 from shardopt.parameter_server import _views as views
 from shardopt.parameter_server._log import Event
-from shardopt.parameter_server._views import _COLORS, Status, WorkerStats, WorkerStatus
+from shardopt.parameter_server._views import Status, WorkerStats, WorkerStatus
 
 pytestmark = pytest.mark.fast
-
-DRAWN = [
-    SimulatedWorker(),
-    SimulatedWorker(3.0),
-    SimulatedWorker(1.0, availability=((0.0, 4.5), (8.0, math.inf))),
-]
-
-
-def boxes(figure):
-    """Every box as (row, colour, from, to)."""
-    found = []
-    for collection in figure.axes[0].collections:
-        for path in collection.get_paths():
-            (left, low), (right, high) = path.get_extents().get_points()
-            found.append(
-                (round((low + high) / 2), to_hex(collection.get_facecolor()[0]), left, right)
-            )
-    return found
-
-
-def test_each_stretch_is_a_box(tmp_path):
-    log = simulate(DRAWN, max_staleness=1, num_updates=20).log
-    figure = log.plot(tmp_path / "run.png")
-    drawn = {box for box in boxes(figure) if box[1] in _COLORS.values()}
-    assert drawn == {(one.worker, _COLORS[one.doing], one.start, one.end) for one in log.timeline()}
-    assert {box[1] for box in drawn} == {_COLORS[doing] for doing in ("step", "wait", "lost")}
-    assert (tmp_path / "run.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [
-        "worker 0",
-        "worker 1",
-        "worker 2",
-    ]
-
-
-def test_only_the_beginning_is_drawn():
-    figure = simulate(DRAWN, max_staleness=1, num_updates=20).log.plot(until=2.0)
-    assert max(box[3] for box in boxes(figure)) == 2.0
-
-
-def test_refusals_of_the_picture(message_of):
-    assert message_of(ValueError, Log({}).plot) == "plot: the log has no events."
-    assert (
-        message_of(ValueError, simulate(65, num_updates=1).log.plot)
-        == "plot: 65 workers are more rows than can be told apart, at most 64.\n"
-        "Fix: append the events of some workers to a Log of their own."
-    )
 
 
 def shown(statuses, capsys):

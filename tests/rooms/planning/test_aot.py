@@ -238,7 +238,6 @@ def test_a_report_reads_as_a_few_lines():
         3 * 10**9,
         5 * 10**9,
     )
-    assert report.to_json()["memory"]["hbm"] == 34 * 10**9
     assert "unknown flops" in str(report._replace(flops=None))
 
 

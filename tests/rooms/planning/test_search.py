@@ -4,7 +4,6 @@ Times from first principles.
 """
 
 import dataclasses
-import json
 import math
 import re
 
@@ -163,7 +162,6 @@ def test_a_table_and_json():
         "pipeline",
         "bubble",
     ]
-    assert json.loads(json.dumps(plans.best.to_json()))["layout"]["data"] * 1 >= 1
 
 
 @pytest.mark.slow
