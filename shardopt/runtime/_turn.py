@@ -6,7 +6,7 @@ the state.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NoReturn
@@ -103,3 +103,28 @@ def take_back_turn() -> None:
     turn = _current.get()
     if turn is not None:
         turn.take_back()
+
+
+_stop_check: ContextVar[Callable[[], None] | None] = ContextVar("stop_check", default=None)
+"""What ends the evaluation that this thread runs, if a signal stops the run."""
+
+
+@contextmanager
+def stop_points(check: Callable[[], None]) -> Iterator[None]:
+    """Let `pass_stop_point` call `check` while the context lasts."""
+    token = _stop_check.set(check)
+    try:
+        yield
+    finally:
+        _stop_check.reset(token)
+
+
+def pass_stop_point() -> None:
+    """End the evaluation of a run that a signal stops, by a `StopRun`.
+
+    `opt.evaluate` and `so.training.evaluation` call it before each batch, which all processes
+    evaluate together. So all of them leave before the same batch.
+    """
+    check = _stop_check.get()
+    if check is not None:
+        check()

@@ -15,6 +15,7 @@ from shardopt.config._user_mesh import on_auto_axes, on_auto_mesh
 from shardopt.core._errors import format_error, value_error
 from shardopt.core._tracebacks import api_boundary
 from shardopt.core._types import PyTree, TrainState, is_average, leaves_with_paths, wide_dtype
+from shardopt.runtime._turn import pass_stop_point
 from shardopt.step._optimizer import Metrics
 from shardopt.step._programs import Program
 
@@ -76,6 +77,7 @@ class EvaluationFn:
     @api_boundary
     def __call__(self, state: TrainState, batch: PyTree, params: str | None = None) -> Metrics:
         """Return the loss and metrics of a batch."""
+        pass_stop_point()
         return self.of_params(select_params("evaluate", state, params), batch)
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:

@@ -74,6 +74,11 @@ class RowsOfOne:
         """This process."""
         return [jax.process_index()]
 
+    @property
+    def row_shard(self) -> tuple[int, int]:
+        """The only part of the rows."""
+        return 0, 1
+
     def join(self, batch: PyTree) -> PyTree:
         """Return the batch with arrays as leaves."""
         return as_arrays(self.config.strategy, unwrap(batch)[0])

@@ -11,6 +11,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._recipe import Recipe
 from shardopt.core._errors import error_text, format_error
 from shardopt.core._types import Metric, PyTree, TrainState
+from shardopt.step._global_rows import rows_of
 from shardopt.step._norms import Norms
 
 Metrics = dict[str, jax.Array]
@@ -198,6 +199,18 @@ class ShardedOptimizer(NamedTuple):
     def world_size(self) -> int:
         """The number of devices in the mesh."""
         return self.mesh.size
+
+    @property
+    def row_shard(self) -> tuple[int, int]:
+        """Which part of the rows this process loads: the number of the part, and how many there are.
+
+        They are `jax.process_index()` and `jax.process_count()`, unless `tensor`, `pipeline` or
+        `context` spans processes. Processes that share rows of the mesh have the same part.
+
+        Raises:
+          ValueError: if the devices of processes hold parts that overlap, or this one has none.
+        """
+        return rows_of(self.config, self.config.strategy).row_shard
 
     @property
     def rank(self) -> int:

@@ -266,6 +266,18 @@ class AgreedRows:
         by_shares = {self.shares[process]: process for process in reversed(self.processes)}
         return [by_shares[shares] for shares in sorted(by_shares)]
 
+    @property
+    def row_shard(self) -> tuple[int, int]:
+        """The part of the rows that this process holds, and the number of parts."""
+        parts = sorted(set(self.shares.values()))
+        own = self.shares.get(jax.process_index())
+        if own is None:
+            problem = (
+                f"process {jax.process_index()} has no device of the mesh, so it loads no rows."
+            )
+            raise ValueError(format_error(self.caller, problem))
+        return parts.index(own), len(parts)
+
     def _place(self, batch: HostBatch, rows_per_share: int) -> PyTree:
         """Return a batch on the devices; each process gives them its own rows."""
         config = self.config

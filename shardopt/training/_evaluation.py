@@ -14,6 +14,7 @@ from shardopt.core._errors import calling, format_error, value_error
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._types import Metric, PyTree, TrainState
 from shardopt.losses._metrics import added, value_of
+from shardopt.runtime._turn import pass_stop_point
 from shardopt.step._average import check_selection, select_params
 from shardopt.step._evaluate import Totals
 from shardopt.step._global_rows import unwrap
@@ -126,6 +127,7 @@ class Evaluation:
         # the next. So the device holds at most two.
         pending = None
         for done, batch in enumerate(self.totals.rows.join_all(self.batches), 1):
+            pass_stop_point()
             if show is not None:
                 show(done - 1, total)
             if done == 2:

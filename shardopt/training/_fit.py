@@ -212,7 +212,8 @@ def fit(
     **Several processes.** All call `fit` with the same arguments. Before each step they agree on
     the host that all have a batch, and that the rows fit together. If the batches of one process
     end, all stop, and a message names it. A signal or early stopping on one process stops all at
-    the same step. If one of them does not get to its next step, threads on all save the last step. The first process shows progress and writes logs.
+    the same step. If one of them does not get to its next step, threads on all save the last step. An `evaluate` of several processes is left before a
+    batch of `opt.evaluate` or `so.training.evaluation`. The first process shows progress and writes logs.
     """
     check_joined()
     check_optimizer_and_state(opt, state)

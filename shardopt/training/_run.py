@@ -24,7 +24,7 @@ from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._agreement import agree
 from shardopt.runtime._probe import probe_or_warn
 from shardopt.runtime._progress import is_reported
-from shardopt.runtime._turn import StopRun, turn_of_step
+from shardopt.runtime._turn import StopRun, stop_points, turn_of_step
 from shardopt.step._global_rows import rows_of
 from shardopt.step._optimizer import Metrics
 from shardopt.training._arguments import Arguments, Due, check_same_arguments
@@ -220,9 +220,10 @@ class FitRun:
             return {}
         self.stop.check()
         self.ledger.enter("evaluate")
-        # several processes must leave it together, if they compute together
+        # several processes must leave it together, if they compute together: before a batch
         is_alone = jax.process_count() == 1
-        with self.stop.turn.away(), self.stop.turn.leavable() if is_alone else nullcontext():
+        leavable = self.stop.turn.leavable() if is_alone else nullcontext()
+        with self.stop.turn.away(), stop_points(self.stop.check_batch), leavable:
             return call_evaluate(evaluate, state, metrics, self.show_evaluation)
 
     def observe(self, metrics: dict[str, float]) -> None:
@@ -334,7 +335,6 @@ class FitRun:
 
     def show_evaluation(self, done: int, total: int | None) -> None:
         """Show the progress of an evaluation."""
-        self.stop.check_batch()
         self.ledger.enter("evaluate")
         self.display.evaluate(done, total)
 

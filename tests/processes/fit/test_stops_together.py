@@ -29,16 +29,18 @@ CASES = [
     ("evaluate_sleep", "0", 1),
     ("evaluate_c", "1", 1),
     ("evaluation", "01", 1),
+    ("evaluate_batches", "01", 0),
+    ("evaluate_wrapped", "01", 1),
     ("data_c", "1", 0),
     ("data_sleep", "0", 0),
     ("data_queue", "01", 1),
     ("compile", "01", 0),
 ]
 
-LEFT = ["data_sleep", "data_queue", "evaluation"]
+LEFT = ["data_sleep", "data_queue", "evaluation", "evaluate_batches", "evaluate_wrapped"]
 """Phases that both processes leave, so that they end by themselves."""
 
-QUICK = [("data_sleep", "0"), ("evaluation", "01")]
+QUICK = [("data_sleep", "0"), ("evaluate_batches", "01")]
 
 
 def start(folder, phase, blocked):

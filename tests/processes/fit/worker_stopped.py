@@ -121,6 +121,22 @@ class Run:
             tokens.block_until_ready()
         return {"val": 1.0}
 
+    def evaluate_batches(self, state):
+        """Evaluate batch after batch, in a function of the user."""
+        losses = []
+        for number in range(1000 if state.step == STOP_AT else 2):
+            if number == 3:
+                self.arrive(STOP_AT)
+            metrics = self.opt.evaluate(state, self.rows(batch_of(number)))
+            losses.append(float(metrics["loss"]))
+            time.sleep(0.5 if number > 2 else 0)
+        return {"val": sum(losses) / len(losses)}
+
+    def evaluate_wrapped(self, state):
+        """Call an evaluation of shardopt, in a function of the user."""
+        evaluate = so.training.evaluation(self.opt, self.rows(self.evaluation_batches()))
+        return dict(evaluate(state))
+
     def evaluation_batches(self):
         run = self
 
@@ -174,6 +190,7 @@ def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: 
     run = run_type(folder, phase if is_blocked else "none")
     opt = so.fsdp(optax.adam(0.05), so.make_mesh(), loss_fn, min_shard_elements=1)
     options = {"num_steps": NUM_STEPS, "progress": False}
+    run.opt, run.rows = opt, rows
 
     def fit(every, keep=3, **more):
         state = so.training.DeferredInit({"w": np.zeros(4, np.float32)})

@@ -63,6 +63,22 @@ def test_the_rows_of_all_processes_train_as_one_device_does(outcomes, name):
         np.testing.assert_allclose(outcome[name], np.repeat(expected, 2), rtol=1e-5)
 
 
+def test_a_strategy_says_which_part_of_the_rows_a_process_loads(outcomes):
+    count, of_processes = outcomes
+    for rank, outcome in enumerate(of_processes):
+        own, pair, all_rows = [rank, count], [rank // 2, count // 2], [0, 1]
+        assert outcome["parts"] == {
+            "data": own,
+            "tensor in a process": own,
+            "tensor over two": pair,
+            "tensor over all": all_rows,
+            "context over two": pair,
+            "replicas": own,
+            "pipeline over two": pair,
+            "one device of each": pair,
+        }
+
+
 def test_replicas_of_diloco_get_the_rows_of_their_process(outcomes):
     first, *others = outcomes[1]
     for other in others:

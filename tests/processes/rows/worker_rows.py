@@ -35,7 +35,8 @@ def own(step, rows=16):
 
 def rows_of_pair(step):
     """Return the rows of two processes that share them, since tensor splits over four devices."""
-    return jax.tree.map(lambda leaf: leaf[rank // 2 :: count // 2], whole(step))
+    shard, num_shards = tensor_parallel().row_shard
+    return jax.tree.map(lambda leaf: leaf[shard::num_shards], whole(step))
 
 
 def first(batch, rows):
@@ -113,6 +114,23 @@ def tensor_parallel():
     return so.fsdp(optax.adam(0.05), so.make_mesh(data=count // 2, tensor=4), loss_fn, rules=rules)
 
 
+def shards(devices=None, **sizes):
+    """Return the part of the rows of this process on a mesh over all processes."""
+    options = {"rules": [("w", jax.P("tensor"))]} if "tensor" in sizes else {}
+    mesh = so.make_mesh(**sizes, devices=devices)
+    return so.fsdp(optax.adam(0.05), mesh, loss_fn, **options).row_shard
+
+
+def pipeline():
+    model = so.BlockModel(
+        embed=lambda outer, batch: batch["x"],
+        block=lambda weights, x: x + x @ weights["k"],
+        loss=lambda outer, x, batch: jnp.mean(x**2),
+    )
+    mesh = so.make_mesh(data=count // 2, pipeline=4)
+    return so.hybrid(optax.adam(0.05), mesh, model, micro_batches=4)
+
+
 def diloco():
     inner = so.zero(optax.adam(0.05), so.make_mesh(data=2, replica=count), loss_fn)
     return so.diloco(inner, sync_every=2)
@@ -156,6 +174,16 @@ CASES = {
     "own tensors": lambda: losses(fsdp(), (jax.tree.map(Tensor, own(i)) for i in three)),
     "own lists": lambda: losses(fsdp(), (jax.tree.map(np.ndarray.tolist, own(i)) for i in three)),
     "own float64": lambda: losses(fsdp(), (jax.tree.map(np.float64, own(i)) for i in three)),
+    "parts": lambda: {
+        "data": fsdp().row_shard,
+        "tensor in a process": shards(tensor=2),
+        "tensor over two": shards(tensor=4),
+        "tensor over all": shards(tensor=2 * count, data=1),
+        "context over two": shards(context=4),
+        "replicas": diloco().row_shard,
+        "pipeline over two": pipeline().row_shard,
+        "one device of each": shards(jax.devices()[::2], tensor=2),
+    },
     "own with a number": lambda: step({**own(0), "scale": 1.0}, fsdp(scaled_loss)),
     # another batch size after a restart
     "resized, own": lambda: next_row(32),
