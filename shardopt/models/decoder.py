@@ -292,7 +292,8 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
       Attention then uses plain XLA, not the kernel of the devices. Rows in natural order need no
       "order", packed or not.
 
-    Targets of -100 are left out, as in torch and transformers. Other ids that the model does not
+    Targets of -100 are left out, as in torch and transformers. So with "targets" the loss is a
+    `so.losses.Weighted` as well; in a loop of your own differentiate its total / weight. Other ids that the model does not
     have are refused in a numpy batch; in arrays of jax they make the loss NaN. Give strategies
     `rules=decoder.rules(config)` over tensor, and with experts.
 

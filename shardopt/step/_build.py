@@ -253,7 +253,8 @@ def build(
     cache = caches["global" if config.loss.view == "global" else "per_device"]
     views = Views(config, training=True)
     evaluation_views = Views(config.of_evaluation, training=False)
-    rows, evaluation_rows = (rows_of(config, config.strategy) for _ in range(2))
+    rows = rows_of(config, config.strategy)
+    evaluation_rows = rows_of(config.of_evaluation, config.strategy)
     states, counter, limit = States(config, cache), StepCounter(config), limit_in_flight(config)
     functions = StrategyFunctions(
         config, caches, cache, views, evaluation_views, rows, evaluation_rows, states, counter

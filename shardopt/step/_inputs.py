@@ -232,6 +232,8 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         sizes = f"use a batch of {' or '.join(map(str, nearest_sizes))}"
         if size == 0 or config.loss.view != "global" or config.per_replica:
             fix = f"{sizes}, or another mesh or micro_batches."
+            if size and config.has_global_view and not config.per_replica:
+                fix = f'{fix} Or view="global", where devices repeat work on rows.'
             raise ValueError(format_error(config.strategy, problem, fix=fix))
         lines = [
             "The whole batch runs at once, and devices repeat work on rows. The step is exact."

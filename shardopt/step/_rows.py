@@ -29,7 +29,7 @@ from shardopt.step._check_rows import (
 )
 from shardopt.step._global_rows import END, unwrap
 from shardopt.step._host_batch import HostBatch, from_text, is_on_host, read_batch, to_text
-from shardopt.step._inputs import check_batch, place_batch
+from shardopt.step._inputs import check_batch, check_values, place_batch
 
 UNKNOWN = "unknown"
 """The message of a process whose batch cannot be told as text."""
@@ -136,6 +136,8 @@ class AgreedRows:
     def read(self, batch: PyTree) -> tuple[HostBatch | None, Exception | None]:
         """Return a batch, or the error that it causes."""
         try:
+            # before they are joined on the devices, where no value can be looked at
+            check_values(self.config, unwrap(batch)[0])
             return read_batch(self.config, batch), None
         except (TypeError, ValueError) as error:
             return None, error

@@ -204,7 +204,8 @@ FIRST_BATCH = [
         ValueError,
         (
             "ddp: a global batch of 12 is not divisible by 8 devices along data = 8.\n"
-            "Fix: use a batch of 8 or 16, or another mesh or micro_batches."
+            'Fix: use a batch of 8 or 16, or another mesh or micro_batches. Or view="global", where'
+            " devices repeat work on rows."
         ),
     ),
     (
@@ -214,7 +215,8 @@ FIRST_BATCH = [
         ValueError,
         (
             "ddp: a global batch of 48 is not divisible by 8 devices along data x 4 micro-batches ="
-            " 32.\nFix: use a batch of 32 or 64, or another mesh or micro_batches."
+            ' 32.\nFix: use a batch of 32 or 64, or another mesh or micro_batches. Or view="global",'
+            " where devices repeat work on rows."
         ),
     ),
     (
