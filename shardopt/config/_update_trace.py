@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.extend.core import Jaxpr
 
 from shardopt.config._transformation import ExtraArgs, call_update
 from shardopt.core._types import PyTree
@@ -24,7 +25,20 @@ def trace_of_update(
       params: the shapes of the trainable parameters.
       value: the shape of the loss.
     """
+    return trace_update(*_update_of_shapes(tx, params, value))[0]
 
+
+def jaxpr_of_update(
+    tx: optax.GradientTransformation, params: PyTree, value: jax.ShapeDtypeStruct
+) -> Jaxpr:
+    """Return the equations of `trace_of_update` with calls as they are, in half of its time."""
+    update, *args = _update_of_shapes(tx, params, value)
+    return jax.make_jaxpr(update)(*args).jaxpr
+
+
+def _update_of_shapes(
+    tx: optax.GradientTransformation, params: PyTree, value: jax.ShapeDtypeStruct
+) -> tuple[Callable[..., PyTree], PyTree, PyTree, PyTree, PyTree]:
     def zeros(x):
         return jnp.zeros(x.shape, x.dtype)
 
@@ -36,7 +50,7 @@ def trace_of_update(
         )
         return call_update(tx, grads, opt_state, params, opaque(extra_args))
 
-    return trace_update(update, params, jax.eval_shape(tx.init, params), params, value)[0]
+    return update, params, jax.eval_shape(tx.init, params), params, value
 
 
 def trace_update(update: Callable[..., PyTree], *args: PyTree) -> tuple[Trace, PyTree]:

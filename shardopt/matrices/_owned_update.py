@@ -14,7 +14,7 @@ import numpy as np
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout, make_layout
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.config._update_trace import opaque, trace_of_update, trace_update
+from shardopt.config._update_trace import jaxpr_of_update, opaque, trace_of_update, trace_update
 from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._matrix_tasks import gathered_bytes
 from shardopt.matrices._owned_sides import Sides, plan_sides
@@ -207,14 +207,14 @@ def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
     count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
     if not config.placement.opt_state or count == 1:
         return None
-    trace = retrace(config, layout, jax.ShapeDtypeStruct((), jnp.float32), WHOLE)
-    gathered = gathered_bytes(trace.jaxpr, max(MIN_ELEMENTS, config.layout.min_shard_elements))
+    shapes = layout.abstract.params
+    jaxpr = jaxpr_of_update(
+        config.update.tx, layout.trainable(shapes), jax.ShapeDtypeStruct((), jnp.float32)
+    )
+    gathered = gathered_bytes(jaxpr, max(MIN_ELEMENTS, config.layout.min_shard_elements))
     if not gathered:
         return None
     config = config.replace(opt_state_layout="matrices")
-    shapes = layout.treedef.unflatten(
-        [jax.ShapeDtypeStruct(plan.shape, plan.dtype) for plan in layout.plans]
-    )
     owners = owners_of(config, make_layout(config, shapes))
     assert owners is not None
     return LayoutBytes(gathered * (count - 1) // count, owners.bytes_sent)

@@ -27,7 +27,7 @@ from shardopt.step._norms import Norms
 from shardopt.step._optimizer import Metrics, NotPickled, ShardedOptimizer
 from shardopt.step._programs import CompiledStep, Program
 from shardopt.step._repeats import Repeats
-from shardopt.step._report import report_of
+from shardopt.step._report import Reports
 from shardopt.step._step import compile_step
 from shardopt.step._step_counter import StepCounter
 
@@ -128,6 +128,7 @@ class StrategyFunctions(NotPickled):
       evaluation_rows: joins the batches of several processes, for evaluations.
       states: checks states, and places their values of the host.
       counter: refuses a step whose number would wrap.
+      reports: the placements of leaves.
     """
 
     config: StrategyConfig
@@ -139,6 +140,7 @@ class StrategyFunctions(NotPickled):
     evaluation_rows: Rows
     states: States
     counter: StepCounter
+    reports: Reports
 
     def init(self, params: PyTree, rng: jax.Array | None = None) -> TrainState:
         """Create the train state, sharded, from parameters or from `init_fn(rng)`.
@@ -208,9 +210,7 @@ class StrategyFunctions(NotPickled):
         return self.cache.of(check_params(self.config, abstract_params))
 
     def specs(self, abstract_params: PyTree) -> TrainState:
-        """Return where every leaf of the train state lives, as `PartitionSpec`, without allocating
-        anything.
-        """
+        """Return where every leaf of the train state lives, as `PartitionSpec`; allocate nothing."""
         return self.cache.of(check_params(self.config, abstract_params)).specs
 
     def abstract_state(self, abstract_params: PyTree = None) -> TrainState:
@@ -225,10 +225,8 @@ class StrategyFunctions(NotPickled):
         )
 
     def report(self, abstract_params: PyTree = None) -> Report:
-        """Return the placement of every leaf (within a replica), by default for the last
-        parameters.
-        """
-        return report_of(self.config, self.compiled_step(abstract_params).layout, self.views)
+        """Return the placement of all leaves in a replica, by default of the last parameters."""
+        return self.reports.of(self.compiled_step(abstract_params).layout)
 
 
 def build(
@@ -257,7 +255,16 @@ def build(
     evaluation_rows = rows_of(config.of_evaluation, config.strategy)
     states, counter, limit = States(config, cache), StepCounter(config), limit_in_flight(config)
     functions = StrategyFunctions(
-        config, caches, cache, views, evaluation_views, rows, evaluation_rows, states, counter
+        config,
+        caches,
+        cache,
+        views,
+        evaluation_views,
+        rows,
+        evaluation_rows,
+        states,
+        counter,
+        Reports(config, views),
     )
     count = counter.counting(limit)
     return ShardedOptimizer(

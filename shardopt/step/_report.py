@@ -4,13 +4,40 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.losses._view import Views
 from shardopt.mesh import on_mesh
-from shardopt.partition import Report, report
+from shardopt.partition import LayoutBytes, Owners, Report, report
+
+MatrixWork = tuple[Owners | None, LayoutBytes | None]
 
 UNDECIDED = "view: the first step chooses it."
 
 
-def report_of(config: StrategyConfig, layout: Layout, views: Views) -> Report:
-    """Return the placement of every leaf, within a replica."""
+class Reports:
+    """The reports of a strategy.
+
+    Tracing the update takes most of the time, so that is done once for a layout.
+
+    Args:
+      config: of the strategy.
+      views: chooses the view of each batch shape.
+    """
+
+    def __init__(self, config: StrategyConfig, views: Views):
+        self._config, self._views = config, views
+        # by id: the layouts are kept alive with them
+        self._matrix_work: dict[int, tuple[Layout, MatrixWork]] = {}
+
+    def of(self, layout: Layout) -> Report:
+        """Return the placement of every leaf, within a replica."""
+        if id(layout) not in self._matrix_work:
+            describe = on_mesh(self._config.mesh, self._config.slots.update.describe)
+            self._matrix_work[id(layout)] = layout, describe(self._config, layout)
+        _, matrix_work = self._matrix_work[id(layout)]
+        return _report_of(self._config, layout, self._views, matrix_work)
+
+
+def _report_of(
+    config: StrategyConfig, layout: Layout, views: Views, matrix_work: MatrixWork
+) -> Report:
     placement_report = report(
         layout.plans,
         layout.specs,
@@ -21,7 +48,7 @@ def report_of(config: StrategyConfig, layout: Layout, views: Views) -> Report:
         min_shard_elements=config.layout.min_shard_elements,
     )
     spec = config.home.spec
-    owners, layouts = on_mesh(config.mesh, config.slots.update.describe)(config, layout)
+    owners, layouts = matrix_work
     return placement_report._replace(
         view=UNDECIDED if views.last is None else str(views.last),
         owners=owners,
