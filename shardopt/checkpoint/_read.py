@@ -12,14 +12,7 @@ from shardopt.checkpoint._listing import listing, tell
 from shardopt.checkpoint._match import NewChain
 from shardopt.checkpoint._multihost import on_primary_process
 from shardopt.checkpoint._new_chain import Chain, fill_new_chain, without_params
-from shardopt.checkpoint._record import (
-    MANIFEST_NAME,
-    RECORD_NAME,
-    Meta,
-    read_meta,
-    start_verify,
-    verify,
-)
+from shardopt.checkpoint._record import MANIFEST_NAME, RECORD_NAME, Meta, read_meta, verify
 from shardopt.checkpoint._replicas import as_stored, to_wanted
 from shardopt.checkpoint._run_folder import committed, interrupted, run_folder, step_folder
 from shardopt.checkpoint._store import StoredLeaves, describe, dtype_of
@@ -50,8 +43,8 @@ def restore(
 ) -> PyTree:
     """Read a checkpoint into the placement of an optimizer: of any strategy, on any mesh.
 
-    Every file is compared with its SHA-256 in the manifest, while arrays are read. Every leaf's key
-    path, shape and dtype is compared with the target before that. For an optimizer, a checkpoint is restored
+    Every file is compared with its SHA-256 in the manifest, and every leaf's key path, shape and
+    dtype with the target, before any array is loaded. For an optimizer, a checkpoint is restored
     completely or not at all. If the newest checkpoint is damaged, an older one is restored only if
     `step` asks for it.
 
@@ -142,17 +135,17 @@ def load(
     path = run_folder(directory)
     chosen_step = on_primary_process(lambda: _choose_step(path, step))
     folder = step_folder(path, chosen_step)
-    is_part, files = False, _StoredArrays(path, chosen_step)
+    is_part = False
     if not isinstance(target, ShardedOptimizer):
         _check_undamaged(path, chosen_step, arrays=False)
         stored = read_meta(folder).leaves
         is_part = not stored.keys() <= _asked_for(stored, target).keys()
     if not is_part:
-        files.check()
+        _check_undamaged(path, chosen_step)
     meta, source = read_meta(folder), f"step {chosen_step} in {path}"
 
     def read(abstract_state: PyTree) -> PyTree:
-        state = files.read(abstract_state)
+        state = store.read_arrays(folder, abstract_state)
         check_sums(source, state, meta.sums)
         return state
 
@@ -175,39 +168,6 @@ def load(
         chain = Chain(new_chain, lambda state: target.init(with_all_params(state).params), params)
     stored_state = without_hashed(wanted_state, patterns) if patterns else wanted_state
     return with_all_params(_fill(source, meta, stored_state, read, chain)), meta
-
-
-class _StoredArrays:
-    """The arrays of a step, whose bytes are compared with the manifest while they are read.
-
-    With several processes they are compared before: a process that cannot read damaged arrays would
-    leave the others waiting.
-    """
-
-    def __init__(self, directory: Path, step: int):
-        self._directory, self._step = directory, step
-        self._find_damage: Callable[[], list[str]] | None = None
-
-    def check(self) -> None:
-        """Refuse a damaged step, and begin to compare the bytes of its arrays."""
-        is_alone = jax.process_count() == 1
-        _check_undamaged(self._directory, self._step, arrays=not is_alone)
-        if is_alone:
-            self._find_damage = start_verify(step_folder(self._directory, self._step))
-
-    def read(self, abstract_state: PyTree) -> PyTree:
-        """Return the arrays; refuse a damaged step."""
-        try:
-            state = store.read_arrays(step_folder(self._directory, self._step), abstract_state)
-        except Exception:
-            self._refuse_damage()  # it is the cause
-            raise
-        self._refuse_damage()
-        return state
-
-    def _refuse_damage(self) -> None:
-        if self._find_damage is not None:
-            _refuse_damage(self._directory, self._step, self._find_damage())
 
 
 def check_target(
@@ -416,11 +376,7 @@ def _check_undamaged(directory: Path, step: int, *, arrays: bool = True) -> None
       step: the number of the checkpoint.
       arrays: whether all bytes of the arrays are read and compared; else their files' sizes only.
     """
-    _refuse_damage(directory, step, verify(step_folder(directory, step), arrays=arrays))
-
-
-def _refuse_damage(directory: Path, step: int, damage_lines: list[str]) -> None:
-    """Refuse a step with damaged files; one line describes each of them."""
+    damage_lines = verify(step_folder(directory, step), arrays=arrays)
     if not damage_lines:
         return
     # A silent return to an older step would lose work or hide a failing disk. So the message names

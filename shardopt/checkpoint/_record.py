@@ -3,6 +3,7 @@
 """
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -271,14 +272,6 @@ def verify(folder: Path, *, arrays: bool = True) -> list[str]:
       folder: the folder of a step.
       arrays: whether the bytes of the arrays are compared too; else only the sizes of their files.
     """
-    return start_verify(folder, arrays=arrays)()
-
-
-def start_verify(folder: Path, *, arrays: bool = True) -> Callable[[], list[str]]:
-    """Begin to compare a folder with its manifest, on threads; see `verify`.
-
-    Return a function that waits for them and returns the lines. All processes must call it.
-    """
     records, damage_lines = _read_manifest(folder)
     damage_lines = damage_lines or _damaged_sizes(folder, records)
     names: list[str] = []
@@ -289,15 +282,14 @@ def start_verify(folder: Path, *, arrays: bool = True) -> Callable[[], list[str]
             if arrays or _VALUES not in name
         }
         names = assigned_names(sizes)
-    pool = ThreadPoolExecutor(_HASH_THREADS)
-    comparisons = [pool.submit(_damaged_bytes, folder, name, records[name]) for name in names]
-    pool.shutdown(wait=False)
-
-    def damage() -> list[str]:
-        lines = [*damage_lines, *(line for future in comparisons for line in future.result())]
-        return sorted({line for text in exchange(json.dumps(lines)) for line in json.loads(text)})
-
-    return damage
+    with ThreadPoolExecutor(_HASH_THREADS) as threads:
+        damage_of_files = threads.map(
+            lambda name: _damaged_bytes(folder, name, records[name]), names
+        )
+        damage_lines = [*damage_lines, *itertools.chain(*damage_of_files)]
+    return sorted(
+        {line for text in exchange(json.dumps(damage_lines)) for line in json.loads(text)}
+    )
 
 
 def _render(body: JsonObject) -> str:
