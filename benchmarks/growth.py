@@ -32,7 +32,7 @@ import shardopt as so
 TX = optax.adamw(0.1)
 SMALL = {"64 x 32": (64, 1), "128 x 128, 4 layers": (128, 4), "256 x 256, 8 layers": (256, 8)}
 LEAVES = (100, 1000)
-CALLS = 200
+CALLS = 500
 
 
 def loss_fn(params, batch):
@@ -114,16 +114,18 @@ def small(rounds):
         batch = batch_of(64, width)
         opt, contestants = contestants_of_steps(so.ddp, mesh, params, batch, CALLS, place=False)
 
-        def fit(opt=opt, params=params, batch=batch):
-            state = opt.init(params)
-            so.fit(
+        kept = {"state": opt.init(params)}
+
+        def fit(opt=opt, kept=kept, batch=batch):
+            result = so.fit(
                 opt,
-                state,
+                so.replace(kept["state"], step=0),
                 [batch] * CALLS,
                 num_steps=CALLS,
                 log=lambda *_: None,
                 progress=False,
             )
+            kept["state"] = result.state
 
         fit()
         seconds = smallest(rounds, contestants | {"fit": fit}, time.thread_time)
