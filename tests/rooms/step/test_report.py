@@ -14,8 +14,8 @@ PARAMS = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32)}
 OPTIMIZERS = {
     "adam": (optax.adam(0.1), False),
     "muon": (optax.contrib.muon(0.1), True),
-    "shampoo": (so.optimizers.shampoo(0.1), True),
-    "soap in a chain": (optax.chain(optax.clip(1.0), so.optimizers.soap(0.1)), True),
+    "muon in a chain": (optax.chain(optax.clip(1.0), optax.contrib.muon(0.1)), True),
+    "lion": (optax.lion(0.1), False),
 }
 
 
