@@ -28,7 +28,7 @@ _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Steps of SLURM from this number on are a batch script, or the shell of an interactive job."""
 
 
-class Place(NamedTuple):
+class ProcessPlace(NamedTuple):
     """The place of a process in its job.
 
     Attributes:
@@ -46,7 +46,7 @@ class Place(NamedTuple):
     address: str | None = None
 
 
-def stated_place() -> Place | None:
+def stated_place() -> ProcessPlace | None:
     """Return the place of this process, or None if no launcher states one. It starts no backend."""
     place = _jax_place() or _ray_train_place() or _torchrun_place()
     if place is not None or is_ray_worker():
@@ -124,7 +124,7 @@ def _is_live(device: Any) -> bool:
     return any(backend is device.client for backend in xla_bridge.backends().values())
 
 
-def _text(place: Place) -> str:
+def _text(place: ProcessPlace) -> str:
     return f"{place.source} {place.rank} {place.address}"
 
 
@@ -136,20 +136,20 @@ def _number(name: str) -> int | None:
 
 def _of_variables(
     launcher: str, count_name: str, rank_name: str, address: str | None = None
-) -> Place | None:
+) -> ProcessPlace | None:
     """Return the place of two variables, or None if the first is not set."""
     count = _number(count_name)
     if not count:
         return None
-    return Place(launcher, f"{count_name}={count}", count, _number(rank_name), address)
+    return ProcessPlace(launcher, f"{count_name}={count}", count, _number(rank_name), address)
 
 
-def _jax_place() -> Place | None:
+def _jax_place() -> ProcessPlace | None:
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     return _of_variables("jax", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", address)
 
 
-def _ray_train_place() -> Place | None:
+def _ray_train_place() -> ProcessPlace | None:
     """Return the place of a worker of Ray Train."""
     train = sys.modules.get("ray.train")
     if train is None or not is_ray_worker():
@@ -159,10 +159,14 @@ def _ray_train_place() -> Place | None:
         count, rank = context.get_world_size(), context.get_world_rank()
     except (RuntimeError, DeprecationWarning):  # a task or an actor, or a trial of Ray Tune
         return None
-    return Place("Ray Train", f"Ray Train's world size of {count}", count, rank) if count else None
+    return (
+        ProcessPlace("Ray Train", f"Ray Train's world size of {count}", count, rank)
+        if count
+        else None
+    )
 
 
-def _torchrun_place() -> Place | None:
+def _torchrun_place() -> ProcessPlace | None:
     host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT")
     address = None
     if host and port:
@@ -173,12 +177,12 @@ def _torchrun_place() -> Place | None:
     return None if place is None or place.rank is None else place
 
 
-def _sized_world() -> Place | None:
+def _sized_world() -> ProcessPlace | None:
     """Return the place of a process that is told the number of processes and not its rank."""
     return _of_variables("torchrun", "WORLD_SIZE", "RANK")
 
 
-def _mpi_place() -> Place | None:
+def _mpi_place() -> ProcessPlace | None:
     for count_name, rank_name in _MPI_VARIABLES:
         place = _of_variables("MPI", count_name, rank_name)
         if place is not None:
@@ -189,7 +193,7 @@ def _mpi_place() -> Place | None:
     return None
 
 
-def _slurm_place() -> Place | None:
+def _slurm_place() -> ProcessPlace | None:
     """Return the place of a task that srun started.
 
     SLURM_NTASKS is set in a batch script and in the shell of an interactive job, too. These are one

@@ -241,7 +241,7 @@ def _are_whole(plans: Sequence[LeafPlan]) -> bool:
     )
 
 
-class _Cut(NamedTuple):
+class _BlockTask(NamedTuple):
     """A task that does the same to each block.
 
     Attributes:
@@ -288,7 +288,7 @@ class _Cuts:
             return False
         return len({(plan.shape[0], plan.spec(sharded=True)[0]) for plan in plans}) == 1
 
-    def cut(self, task: MatrixTask, leaves: Sequence[int]) -> _Cut | None:
+    def cut(self, task: MatrixTask, leaves: Sequence[int]) -> _BlockTask | None:
         """Return a task of some leaves in blocks; None if it mixes blocks, or has a single one."""
         if leaves and self.blocks.issuperset(leaves):
             attempts = [self.blocks]
@@ -306,7 +306,7 @@ class _Cuts:
             if matches is not None:
                 trace = self.traces[cut_leaves]
                 return (
-                    _Cut(cut_leaves, trace, matches, blocks)
+                    _BlockTask(cut_leaves, trace, matches, blocks)
                     if self.is_cut(task, trace, matches, blocks)
                     else None
                 )
@@ -350,7 +350,7 @@ def _make_owned_task(
     plans: Sequence[LeafPlan],
     full_trace: Trace,
     specs: Mapping[jex.Var, PartitionSpec],
-    cut: _Cut | None,
+    cut: _BlockTask | None,
     block_axes: tuple[str, ...],
     *,
     is_local: bool = False,

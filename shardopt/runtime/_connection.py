@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 
 from shardopt.core._arguments import check_flag
 from shardopt.core._errors import value_error
-from shardopt.core._place import Place, is_ray_worker, joined_address, slurm_tasks, stated_place
+from shardopt.core._place import (
+    ProcessPlace,
+    is_ray_worker,
+    joined_address,
+    slurm_tasks,
+    stated_place,
+)
 
 _DETECTED_BY_JAX = (
     "OMPI_MCA_orte_hnp_uri",
@@ -100,7 +106,7 @@ def _without_place() -> Connection | None:
     return None
 
 
-def _by_ray_train(place: Place) -> Connection:
+def _by_ray_train(place: ProcessPlace) -> Connection:
     """Let the first worker choose an address, and tell it to the others."""
     ray, collective = sys.modules["ray"], _ray_collective()
     address = None
@@ -123,7 +129,7 @@ def _ray_collective() -> Any:
     return collective
 
 
-def _by_torchrun(place: Place) -> Connection:
+def _by_torchrun(place: ProcessPlace) -> Connection:
     if place.rank is None or place.address is None:
         names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
         raise _incomplete(place, [name for name in names if not os.environ.get(name)])
@@ -142,7 +148,7 @@ def _has_chosen_devices() -> bool:
     return sees_one_gpu or is_only_one or "JAX_LOCAL_DEVICE_IDS" in os.environ
 
 
-def _by_mpi(place: Place) -> Connection:
+def _by_mpi(place: ProcessPlace) -> Connection:
     if "OMPI_MCA_orte_hnp_uri" in os.environ:
         return Connection()
     if importlib.util.find_spec("mpi4py") is None:
@@ -152,7 +158,7 @@ def _by_mpi(place: Place) -> Connection:
     return Connection(options={"cluster_detection_method": "mpi4py"})
 
 
-def _by_slurm(place: Place) -> Connection:
+def _by_slurm(place: ProcessPlace) -> Connection:
     missing = [name for name in _SLURM_STEP if name not in os.environ]
     if missing or place.rank is None:
         raise _incomplete(place, missing or ["SLURM_PROCID"])
@@ -168,7 +174,7 @@ _CONNECT = {
 """Launcher -> how a process that it started joins the others."""
 
 
-def _incomplete(place: Place, missing: list[str]) -> ValueError:
+def _incomplete(place: ProcessPlace, missing: list[str]) -> ValueError:
     problem = f"{place.source} states several processes, and {', '.join(missing)} is not set."
     fix = (
         "set it, pass coordinator_address, num_processes and process_id, or, if each process shall"
