@@ -91,17 +91,8 @@ def schedule_lines(options: RunOptions, schedule: Schedule | None) -> list[tuple
         return []
     if schedule is None:
         return [("schedule", "none, as pipeline=1: micro-batches run one after another")]
-    peaks = ", ".join(map(str, schedule.peak_activations))
-    bubbles = (
-        f"{schedule.bubble_fraction:.1%} of the table, {schedule.program_bubble_fraction:.1%} of"
-        " the lockstep program"
-    )
-    return [
-        ("schedule", repr(schedule).removeprefix("Schedule(").removesuffix(")")),
-        ("ticks", str(schedule.num_ticks)),
-        ("bubble", bubbles),
-        ("activations", f"at most {max(schedule.peak_activations)} kept on a stage ({peaks})"),
-    ]
+    text = repr(schedule).removeprefix("Schedule(").removesuffix(")")
+    return [("schedule", f"{text}, {schedule.program_bubble_fraction:.1%} bubble")]
 
 
 def show_placement(screen: Console, options: RunOptions, opt: so.ShardedOptimizer) -> None:

@@ -83,8 +83,7 @@ def as_text(plans: Plans, top: int) -> str:
         f"{axis}={size}" for axis, size in best.mesh.items() if size > 1 or axis == "data"
     )
     layout = best.layout
-    placement = layout.placement if layout.regather else "fsdp_once"
-    arguments = [f'placement="{placement}"', f"micro_batches={layout.micro_batches}"]
+    arguments = [f'placement="{layout.placement}"', f"micro_batches={layout.micro_batches}"]
     if layout.schedule is not None:
         arguments.append(f"schedule={_builder_text(layout, layout.schedule)}")
     if layout.remat:

@@ -68,12 +68,11 @@ def traffic(placed: PlacedModel, *, batch_size: int) -> tuple[StepTransfer, ...]
       gradients once per step.
     - fsdp: per micro-batch two all-gathers of the blocks (three in a pipeline with remat and
       several blocks a stage), one all-gather of the outer parameters, and a reduce-scatter. In a
-      pipeline the outer parameters are gathered once per step, and so are the blocks without
-      `regather`. Tables of `so.nn.embedding` are not gathered if the exchange of rows sends fewer
-      bytes.
+      pipeline the outer parameters are gathered once per step. Tables of `so.nn.embedding` are not
+      gathered if the exchange of rows sends fewer bytes.
     - data, all placements: leaves that stay replicated are all-reduced once. Gathers are in
       `gather_dtype`, reduce-scatters in `scatter_dtype`, all other transfers in the dtype of the
-      parameters. Weights that `BlockModel.rounded` names are gathered in 8 bits with `regather`;
+      parameters. Weights that `BlockModel.rounded` names are gathered in 8 bits;
       their scales are not counted.
     - replica: one all-reduce, of shards if the gradients are sharded.
     - pipeline: two permutes of A per tick, and an all-reduce of the outer gradients, under ddp over
@@ -163,25 +162,20 @@ def _gathers_and_sums(placed: PlacedModel, other_axes: tuple[str, ...]) -> list[
             ),
             over_data("all-gather", "weights", size * sharded),
         ]
-    # with regather every pass gathers every block of every micro-batch; without it the step gathers
-    # all blocks once
-    blocks, regather = placed.num_blocks, layout.regather
+    # every pass gathers every block of every micro-batch
+    blocks = placed.num_blocks
     # a backward pass runs its blocks forward again; if a stage has one block, XLA removes both
     # loops, and gathers it once
     gathers_again = pipelined and layout.remat and blocks > 1
-    passes = (3 if gathers_again else 2) if regather else 1
-    block_elements, calls = (
-        (elements.sharded_blocks / blocks, blocks * m) if regather else (elements.sharded_blocks, 1)
-    )
+    passes = 3 if gathers_again else 2
+    block_elements, calls = elements.sharded_blocks / blocks, blocks * m
     gathered, outer = placed.gathered_itemsize, elements.sharded_outer - elements.tables
-    rounded = elements.rounded_blocks / blocks if regather else 0
+    rounded = elements.rounded_blocks / blocks
     weight_bytes = gathered * (block_elements - rounded) + rounded
     return [
         replicated_sum,
-        over_data("all-gather", "weights", weight_bytes, passes * calls, hidden=regather),
-        over_data(
-            "reduce-scatter", "gradients", scattered * block_elements, calls, hidden=regather
-        ),
+        over_data("all-gather", "weights", weight_bytes, passes * calls, hidden=True),
+        over_data("reduce-scatter", "gradients", scattered * block_elements, calls, hidden=True),
         over_data("all-gather", "outer weights", gathered * outer, outer_calls),
         over_data("reduce-scatter", "outer gradients", scattered * outer, outer_calls),
     ]
@@ -466,14 +460,10 @@ def _gradient_bytes(placed: PlacedModel) -> float:
     elements, shards, data = placed.elements, placed.shards, placed.layout.shards.size
     scattered = elements.total(data)
     if placed.layout.pipeline > 1:
-        blocks = elements.blocks(data if shards.grads and placed.layout.regather else 1)
+        blocks = elements.blocks(data if shards.grads else 1)
         # the branch of a tick writes its new sums to another buffer than the old sums
         sums = 2 * (blocks + elements.outer())
-        # blocks that are gathered once are scattered after the last tick, when the new sums are
-        # gone
-        return _FP32_BYTES * (
-            sums + (scattered if shards.opt_state and placed.layout.regather else 0)
-        )
+        return _FP32_BYTES * (sums + (scattered if shards.opt_state else 0))
     has_micro_batches = placed.layout.micro_batches > 1
     if shards.grads and not shards.params:
         return _FP32_BYTES * (elements.total() + (scattered if has_micro_batches else 0))
@@ -524,10 +514,8 @@ def _reordered_bytes(placed: PlacedModel) -> float:
     """Return the bytes of a copy of a stage's blocks in the order of execution.
 
     0 if it stores them in that order.
-
-    Blocks that are gathered once are not needed as shards after that.
     """
-    if placed.layout.chunks == 1 or not placed.layout.regather:
+    if placed.layout.chunks == 1:
         return 0.0
     return placed.itemsize * placed.elements.blocks(
         placed.layout.shards.size if placed.shards.params else 1
@@ -557,8 +545,6 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
         if _exchange_bytes(placed, rows)
         else max(elements.largest_outer, elements.tables)
     )
-    if not layout.regather:  # the blocks of the stage are gathered during the whole step
-        return loss + stage * size, outer + stage * size, outer + stage * size + largest * grad
     rounded = elements.rounded_blocks + elements.rounded_experts
     weights, grads = (
         size * (stage - rounded) + rounded,

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardopt.core._arguments import check_number
+from shardopt.core._arguments import check_count, check_number
 from shardopt.core._errors import calling, error_text
 
 
@@ -74,29 +74,26 @@ class Replicas:
     bits: float = 32
     latency: float = 0.0
 
+    @calling("Replicas")
     def __post_init__(self) -> None:
-        errors = [
-            f"{name} must be {bound}, got {getattr(self, name)}"
-            for bound, allows, names in (
-                ("above 0", lambda value: value > 0, ("num_parameters", "step_seconds", "bits")),
-                ("at least 1", lambda value: value >= 1, ("replicas", "sync_every", "fragments")),
-                ("at least 0", lambda value: value >= 0, ("delay", "latency")),
-                ("from 0 to 1", lambda value: 0 <= value <= 1, ("overlap",)),
+        for name in ("num_parameters", "step_seconds", "bits"):
+            check_number(name, getattr(self, name), positive=True)
+        for name in ("replicas", "sync_every", "fragments"):
+            check_count(name, getattr(self, name))
+        for name in ("delay", "latency", "overlap"):
+            check_number(name, getattr(self, name))
+        stride = self.sync_every / self.fragments
+        problem = ""
+        if self.overlap > 1:
+            problem = f"overlap must be from 0 to 1, got {self.overlap}"
+        elif self.sync_every % self.fragments:
+            problem = f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}"
+        elif self.delay and self.delay >= stride:
+            problem = f"delay={self.delay} must be below sync_every / fragments = {stride:g}"
+        if problem:
+            raise ValueError(
+                error_text(f"{problem}.", fix="choose numbers as so.diloco takes them.")
             )
-            for name in names
-            if not allows(getattr(self, name))
-        ]
-        if not errors and self.sync_every % self.fragments:
-            errors = [
-                f"sync_every={self.sync_every} is not divisible by fragments={self.fragments}"
-            ]
-        elif not errors and self.delay and self.delay >= self.sync_every // self.fragments:
-            stride = self.sync_every // self.fragments
-            errors = [f"delay={self.delay} must be below sync_every / fragments = {stride}"]
-        if errors:
-            fix = "choose numbers as so.diloco takes them."
-            with calling("Replicas"):
-                raise ValueError(error_text("these numbers cannot be used.", errors, fix))
 
     @calling("utilisation")
     def utilisation(self, *, bandwidth: float) -> Utilisation:

@@ -65,8 +65,6 @@ class ParallelLayout(NamedTuple):
       context: size of the context axis: devices that share the positions of every row.
       expert: size of the expert axis: devices that share the experts. Each also has rows of its
         own.
-      regather: whether fsdp in a pipeline gathers a block in every pass. False gathers it once per
-        step.
     """
 
     replica: int = 1
@@ -82,7 +80,6 @@ class ParallelLayout(NamedTuple):
     scatter_dtype: DTypeLike | None = None
     context: int = 1
     expert: int = 1
-    regather: bool = True
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -137,7 +134,7 @@ class ParallelLayout(NamedTuple):
         return {
             "schedule": self.builder(),
             "micro_batches": self.micro_batches,
-            "placement": self.placement if self.regather else "fsdp_once",
+            "placement": self.placement,
             "remat": self.remat,
             "rules": rules,
             **optional,
@@ -149,7 +146,7 @@ class ParallelLayout(NamedTuple):
             " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
             or "one chip"
         )
-        words = [axes, self.placement + ("" if self.regather else " gathered once")]
+        words = [axes, self.placement]
         if self.schedule is not None:
             words.append(
                 self.schedule

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from shardopt.core._arguments import check_count
 from shardopt.core._block_model import BlockModel
-from shardopt.core._errors import error_text, format_error, plural
+from shardopt.core._errors import calling, error_text
 from shardopt.core._types import LeafRole, PyTree, Rules, leaves_with_paths
 from shardopt.planning._workload import (
     AttentionSizes,
@@ -118,8 +119,9 @@ class Transformer:
     param_dtype: DTypeLike = jnp.float32
     dtype: DTypeLike = jnp.bfloat16
 
+    @calling("Transformer")
     def __post_init__(self):
-        sizes = (
+        for name in (
             "dim",
             "num_layers",
             "num_heads",
@@ -127,28 +129,16 @@ class Transformer:
             "hidden",
             "vocab_size",
             "length",
-            "width",
-        )
-        errors = [
-            f"{name} must be positive, got {getattr(self, name)}"
-            for name in sizes
-            if getattr(self, name) < 1
-        ]
-        if not errors and self.num_heads % self.kv_heads:
-            errors = [
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"
-            ]
-        if self.num_experts and not 0 < self.top_k <= self.num_experts:
-            errors.append(
-                f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}"
-            )
-        if errors:
-            fix = "choose positive sizes, and heads in equal groups."
-            raise ValueError(
-                format_error(
-                    "Transformer", f"{plural(len(errors), 'size')} cannot be used.", errors, fix
-                )
-            )
+        ):
+            check_count(name, getattr(self, name))
+        check_count("width", self.width)
+        problem = ""
+        if self.num_heads % self.kv_heads:
+            problem = f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.kv_heads}"
+        elif self.num_experts and not 0 < self.top_k <= self.num_experts:
+            problem = f"top_k must be from 1 to num_experts={self.num_experts}, got {self.top_k}"
+        if problem:
+            raise ValueError(error_text(f"{problem}."))
 
     @property
     def kv_heads(self) -> int:

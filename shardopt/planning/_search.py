@@ -231,8 +231,6 @@ def plan(
         dtypes,
     )
     ranking.add(space.layouts())
-    # gathering once is tried on the best layouts alone
-    ranking.add(_gathered_once(ranking.fitting))
     fitting, dropped = ranking.fitting, ranking.dropped
     dropped.sort(key=lambda entry: entry.missing_bytes or float("inf"))
     fitting.sort(key=lambda prediction: (prediction.time.total, prediction.memory.total))
@@ -295,20 +293,6 @@ _SCHEDULE_NAMES = tuple(
     for name in known_schedules.__all__
     if name not in ("Schedule", "balance", "from_order", "from_ticks", "send_ahead")
 )
-
-
-_MAX_TRIES = 6
-
-
-def _gathered_once(fitting: Sequence[Prediction]) -> list[ParallelLayout]:
-    """Return the fastest pipelines of fsdp, changed to gather blocks once per step."""
-    fastest = [prediction.layout for prediction in _fastest(fitting)]
-    layouts = [layout for layout in fastest if layout.pipeline > 1 and layout.placement == "fsdp"]
-    return [layout._replace(regather=False) for layout in layouts[:_MAX_TRIES]]
-
-
-def _fastest(fitting: Sequence[Prediction]) -> list[Prediction]:
-    return sorted(fitting, key=lambda prediction: prediction.time.total)
 
 
 def _check(
@@ -486,7 +470,6 @@ def predict(
     hardware: Hardware,
     batch_size: int,
     tx: optax.GradientTransformation | None = None,
-    opt_state: PyTree = None,
     slices: int = 1,
     placed: PlacedModel | None = None,
 ) -> Prediction:
@@ -498,7 +481,6 @@ def predict(
       hardware: the chip, of which each device of the mesh has its part.
       batch_size: rows of the global batch.
       tx: the optimizer, for the bytes of its state; by default `optax.adamw`.
-      opt_state: abstract optimizer state, if it is known already.
       slices: number of pods; each has an equal number of chips.
       placed: the result of `place` for the layout, if it is known already.
 
@@ -520,7 +502,7 @@ def predict(
         problem = f"what remat={layout.remat!r} keeps in a pipeline is not predicted."
         raise ValueError(format_error("plan", problem, fix="use remat=True or False there."))
     if placed is None:
-        state = abstract_opt_state(workload, tx) if opt_state is None else opt_state
+        state = abstract_opt_state(workload, tx)
         placed = place(workload, layout, state, tiled=hardware.torus_dims > 0)
     transfers = traffic(placed, batch_size=batch_size)
     time = step_time(placed, transfers, hardware, batch_size=batch_size, slices=slices)

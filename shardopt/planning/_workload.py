@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jax.typing import DTypeLike
 
 from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
 from shardopt.core._block_remat import Named, read_remat
@@ -339,7 +338,6 @@ def trace(
     rules: Rules = (),
     name: str = "model",
     tokens: int = 1,
-    compute_dtype: DTypeLike | None = None,
 ) -> Workload:
     """Return the costs of one row of a model's batch.
 
@@ -353,8 +351,6 @@ def trace(
       rules: the rules, as strategies take them.
       name: name for tables.
       tokens: positions of a row.
-      compute_dtype: dtype of the weights in blocks, the `gather_dtype` of fsdp; None keeps the
-        dtype of each leaf.
 
     Returns:
       A `Workload`.
@@ -407,7 +403,7 @@ def trace(
     params = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), abstract_params
     )
-    functions = _ModelFunctions.of(blocks, params, compute_dtype)
+    functions = _ModelFunctions.of(blocks, params)
     one_row, two_rows = (
         _row_costs(functions, _with_rows(abstract_batch, count)) for count in (1, 2)
     )
@@ -460,11 +456,7 @@ class _ModelFunctions(NamedTuple):
     key: jax.ShapeDtypeStruct
 
     @staticmethod
-    def of(model: BlockModel, params: PyTree, compute_dtype: DTypeLike | None) -> "_ModelFunctions":
-        def abstract_leaf(shape: tuple[int, ...], dtype: np.dtype) -> jax.ShapeDtypeStruct:
-            narrowed = compute_dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-            return jax.ShapeDtypeStruct(shape, compute_dtype if narrowed else dtype)
-
+    def of(model: BlockModel, params: PyTree) -> "_ModelFunctions":
         def loss(outer: PyTree, x: PyTree, batch: PyTree, key: jax.Array) -> jax.Array:
             value = call(model.loss, key, 0, outer, x, batch)
             value = (
@@ -477,9 +469,9 @@ class _ModelFunctions(NamedTuple):
             embed=lambda outer, batch, key: call(model.embed, key, 0, outer, batch),
             block=lambda weights, x, key: call(model.block, key, 0, weights, x),
             loss=loss,
-            outer=jax.tree.map(lambda leaf: abstract_leaf(leaf.shape, leaf.dtype), outer),
+            outer=outer,
             weights=jax.tree.map(
-                lambda leaf: abstract_leaf(leaf.shape[1:], leaf.dtype), params[BLOCKS]
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params[BLOCKS]
             ),
             key=jax.eval_shape(lambda: jax.random.key(0)),
         )

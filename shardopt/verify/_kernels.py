@@ -60,10 +60,6 @@ def _plain_attention(
     return jnp.einsum("bhts,bshk->bthk", weights, value)
 
 
-def _tiled_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return nn.attention(query, key, value, positions=jnp.arange(_POSITIONS))
-
-
 _SIZES = np.array([200, 0, 150, 162], np.int32)
 
 
@@ -96,18 +92,6 @@ def _plain_embedding(table: jax.Array) -> jax.Array:
     return jnp.einsum("iv,vd->id", jnp.asarray(_IDS)[:, None] == jnp.arange(len(table)), table)
 
 
-_TARGETS = np.arange(2 * 64, dtype=np.int32).reshape(2, 64)
-
-
-def _run_cross_entropy(x: jax.Array, head: jax.Array) -> jax.Array:
-    return nn.cross_entropy(x, head, jnp.asarray(_TARGETS), chunk=32)
-
-
-def _plain_cross_entropy(x: jax.Array, head: jax.Array) -> jax.Array:
-    scores = jax.nn.log_softmax(jnp.einsum("btd,vd->btv", x, head))
-    return -jnp.take_along_axis(scores, _TARGETS[..., None], axis=-1)[..., 0]
-
-
 _splash = functools.partial(nn.attention, implementation="splash")
 _cudnn = functools.partial(nn.attention, implementation="cudnn")
 _xla = functools.partial(nn.attention, implementation="xla")
@@ -129,7 +113,6 @@ KERNELS = (
         ("gpu",),
         "bfloat16",
     ),
-    Kernel("attention in tiles", _tiled_attention, _plain_attention, _HEADS),
     Kernel("attention by XLA", _xla, _plain_attention, _HEADS),
     Kernel("grouped product, ragged_dot", _run_groups("ragged_dot"), _plain_groups, _GROUPS),
     Kernel("grouped product, megablox", _run_groups("megablox"), _plain_groups, _GROUPS, ("tpu",)),
@@ -152,12 +135,6 @@ KERNELS = (
         tolerance=_FP8_TOLERANCE,
     ),
     Kernel("embedding", _run_embedding, _plain_embedding, [(64, 32)], dtype="bfloat16"),
-    Kernel(
-        "cross-entropy in chunks",
-        _run_cross_entropy,
-        _plain_cross_entropy,
-        [(2, 64, 32), (128, 32)],
-    ),
 )
 
 

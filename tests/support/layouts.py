@@ -74,24 +74,6 @@ LAYOUTS = {
         ),
         64,
     ),
-    "1f1b, gathered once": (
-        ParallelLayout(
-            data=2, pipeline=4, schedule="eager_one_f_one_b", micro_batches=8, regather=False
-        ),
-        64,
-    ),
-    "interleaved, gathered once, remat": (
-        ParallelLayout(
-            data=4,
-            pipeline=2,
-            schedule="interleaved",
-            chunks=2,
-            micro_batches=4,
-            remat=True,
-            regather=False,
-        ),
-        64,
-    ),
     "zero bubble on a V, sent ahead": (
         ParallelLayout(
             data=2,

@@ -61,27 +61,25 @@ def test_no_bandwidth_makes_up_for_a_long_latency():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "reasons"),
+    ("numbers", "message"),
     [
+        ({"replicas": 0}, "Replicas: replicas must be at least 1, got 0."),
+        ({"delay": -1}, "Replicas: delay must be finite, at least 0; got -1."),
+        ({"bits": 0}, "Replicas: bits must be finite, above 0; got 0."),
+        ({"overlap": 2}, "Replicas: overlap must be from 0 to 1, got 2.\n"),
         (
-            {"replicas": 0, "delay": -1, "overlap": 2},
-            "replicas must be at least 1, got 0\n  delay must be at least 0, got -1\n  overlap"
-            " must be from 0 to 1, got 2",
+            {"sync_every": 10, "fragments": 4},
+            "Replicas: sync_every=10 is not divisible by fragments=4.\n",
         ),
-        ({"bits": 0}, "bits must be above 0, got 0"),
-        ({"sync_every": 10, "fragments": 4}, "sync_every=10 is not divisible by fragments=4"),
         (
             {"sync_every": 10, "fragments": 2, "delay": 5},
-            "delay=5 must be below sync_every / fragments = 5",
+            "Replicas: delay=5 must be below sync_every / fragments = 5.\n",
         ),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(numbers, reasons):
-    message = (
-        f"Replicas: these numbers cannot be used.\n  {reasons}\nFix: choose numbers as so.diloco"
-        " takes them."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+def test_numbers_that_cannot_be_are_refused(numbers, message):
+    fix = "Fix: choose numbers as so.diloco takes them." if message.endswith("\n") else ""
+    with pytest.raises(ValueError, match=f"^{re.escape(message + fix)}$"):
         replicas(**numbers)
 
 
