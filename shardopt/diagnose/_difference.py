@@ -88,10 +88,10 @@ def compare_change(
     is_inexact = jnp.issubdtype(dtype, jnp.inexact)
     epsilon = float(jnp.finfo(dtype).eps) if is_inexact else 0.0
     before, actual, expected = map(as_numbers, (before, actual, expected))
-    before = np.where(np.isfinite(before), before, 0)  # the best loss so far begins at infinity
-    change = _size(expected - before)
-    scale = change or _size(expected) or 1.0
-    rounding = ROUNDINGS * epsilon * max(_size(expected), _size(before)) / scale
+    # the best loss so far begins at infinity
+    old, new = (np.where(np.isfinite(values), values, 0) for values in (before, expected))
+    scale = _size(new - old) or _size(new) or 1.0
+    rounding = ROUNDINGS * epsilon * max(_size(new), _size(old)) / scale
     allowed = (tolerance if is_inexact else 0.0) + rounding
     return Difference(name, _largest_error(actual, expected) / scale, allowed)
 

@@ -228,6 +228,8 @@ def read_groups(text: str, count: int) -> Groups:
       ((0, 2, 4, 6), (1, 3, 5, 7))
       >>> read_groups("mesh['data'=2,'tensor'=4] {'data'}", 8)
       ((0, 4), (1, 5), (2, 6), (3, 7))
+      >>> read_groups("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", 8)
+      ((0, 1, 2, 3), (4, 5, 6, 7))
     """
     text = text.strip()
     if text.startswith("["):
@@ -271,9 +273,8 @@ def _mesh_axes(text: str) -> np.ndarray:
     }
     ids = np.arange(math.prod(sizes.values()))
     if match["ids"]:
-        ids = (
-            _iota(match["ids"]) if match["ids"].startswith("[") else np.array(numbers(match["ids"]))
-        )
+        is_iota = match["ids"].startswith("[")
+        ids = _iota(match["ids"]).reshape(-1) if is_iota else np.array(numbers(match["ids"]))
     positions = np.arange(len(ids))
     first, member, size = positions, np.zeros_like(positions), 1
     for part in filter(str.strip, match["over"].split(",")):

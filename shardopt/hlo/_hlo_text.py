@@ -43,6 +43,8 @@ def parse(text: str) -> Module:
     computations: dict[str, list[Instruction]] = {}
     for line in text.splitlines():
         if line.startswith("HloModule"):
+            if header:
+                raise _not_a_module("it has two HloModule lines")
             header = line
         elif name is None:
             if opening := _OPENING.match(line):
@@ -57,16 +59,16 @@ def parse(text: str) -> Module:
             previous = computations[name][-1]
             computations[name][-1] = previous._replace(rest=previous.rest + line)
     if not header or not entry:
-        problem = (
-            "this is not the text of an HLO module: it has no"
-            f" {'entry computation' if header else 'HloModule line'}."
-        )
-        raise ValueError(
-            format_error(
-                "audit", problem, fix="pass compiled.as_text(), or the compiled program itself."
-            )
-        )
+        raise _not_a_module(f"it has no {'entry computation' if header else 'HloModule line'}")
+    if name is not None:
+        raise _not_a_module(f"it ends within computation {name}")
     return Module(header, entry, {key: tuple(lines) for key, lines in computations.items()})
+
+
+def _not_a_module(reason: str) -> ValueError:
+    problem = f"this is not the text of an HLO module: {reason}."
+    fix = "pass compiled.as_text(), or the compiled program itself."
+    return ValueError(format_error("audit", problem, fix=fix))
 
 
 def header_count(header: str, attribute: str) -> int:
@@ -187,6 +189,7 @@ lines.
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>.*)$")
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
 _TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
 
 
@@ -206,7 +209,7 @@ def _instruction(line: str) -> Instruction | None:
 def end_of(text: str) -> int:
     """Return the index of the bracket that closes the one just before `text`."""
     depth = 1
-    for token in _PUNCTUATION.finditer(text):
+    for token in _BRACKETS.finditer(text):
         if token[0] in "([{":
             depth += 1
         elif token[0] in ")]}":

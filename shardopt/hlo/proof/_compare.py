@@ -21,10 +21,11 @@ from shardopt.hlo._collective import Groups
 from shardopt.hlo._hlo_text import Instruction, Module, arrays, parse
 from shardopt.hlo._source_lines import op_name_of
 from shardopt.hlo.proof._cublas import TARGETS
+from shardopt.hlo.proof._draws import STEERED, Arguments, Sides
 from shardopt.hlo.proof._folded import errors_of_folding
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between, join
-from shardopt.hlo.proof._lines import array_shape, read_shape
+from shardopt.hlo.proof._lines import array_shape
 from shardopt.hlo.proof._locate import LocatedFault, Recorded, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._shardings import sharding_text
@@ -40,10 +41,8 @@ MAX_NUMBERS = 1 << 28
 """A program is interpreted if it computes at most so many numbers, on all devices together and in
 all turns of loops.
 """
-DRAWS = (1.0, 0.05)
-"""Arguments are drawn so often, each time with numbers of this size: clipping takes both of its
-branches.
-"""
+NOT_ROUNDED = 1e-6
+"""An update is compared relative to itself, if it is more than this part of its largest number."""
 
 
 class ResultDifference(NamedTuple):
@@ -67,11 +66,13 @@ class Comparison(NamedTuple):
       difference: a result that differs; None if none does.
       refusal: why nothing was compared, as a sentence; "" if all results were.
       assumption: what holds for the arguments that were compared; "" if they were any.
+      one_sided: the predicates of the program that XLA was given that had one value in all runs.
     """
 
     difference: ResultDifference | None
     refusal: str = ""
     assumption: str = ""
+    one_sided: tuple[str, ...] = ()
 
 
 class Equal(NamedTuple):
@@ -127,35 +128,26 @@ class Reference:
             *(Equal(chosen, params) for params in (False, True) for chosen in sets),
         ]:
             self.interpreter.uneven = False
-            self._results[0] = self.interpreter.run(self._drawn(0, equal))
+            self.interpreter.run(self._drawn(0, equal))
             if not self.interpreter.uneven:
                 return equal
         return None
 
+    @functools.cached_property
+    def drawn(self) -> Arguments:
+        """What the arguments are drawn from."""
+        return Arguments(self.interpreter.module, self.interpreter.parameters)
+
     def arguments(self, draw: int) -> list[np.ndarray]:
-        """Return whole arguments: moments are positive, tokens small, keys any bits."""
+        """Return whole arguments."""
         return self._drawn(draw, self.equal or Equal())
 
     def _drawn(self, draw: int, equal: Equal) -> list[np.ndarray]:
-        source, values = np.random.default_rng(1 + draw), []
-        for line in self.interpreter.parameters:
-            shape, name = read_shape(line.shape), op_name_of(line)
-            if shape.dtype == np.uint32:
-                value = source.integers(0, 2**31, shape.dims)
-            elif shape.dtype.kind in "iub":
-                value = (
-                    source.integers(0, 8, shape.dims)
-                    if "batch" in name
-                    else source.integers(1, 3, shape.dims)
-                )
-            elif "opt_state" in name or "weights" in name:
-                value = source.uniform(0.1, 1, shape.dims)
-            else:
-                value = source.uniform(-1, 1, shape.dims) * DRAWS[draw]
-            value = np.asarray(value).astype(shape.dtype)
-            for axis in (
-                equal.axes if "batch" not in name and (equal.params or "params" not in name) else ()
-            ):
+        values = []
+        for line, drawn in zip(self.interpreter.parameters, self.drawn.draw(draw), strict=True):
+            value, name = drawn, op_name_of(line)
+            has_copies = "batch" not in name and (equal.params or "params" not in name)
+            for axis in equal.axes if has_copies else ():
                 value = self.interpreter.with_equal_pieces(value, line, axis)
             values.append(value)
         return values
@@ -163,8 +155,32 @@ class Reference:
     def results(self, draw: int) -> list[np.ndarray]:
         """Return the whole results."""
         if draw not in self._results:
-            self._results[draw] = self.interpreter.run(self.arguments(draw))
+            arguments = self.arguments(draw)
+            self.interpreter.watch = self.sides.watch
+            self._results[draw] = self.interpreter.run(arguments)
+            self.interpreter.watch = None
         return self._results[draw]
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """The sides of its choices that the draws took."""
+        return Sides(self.interpreter.module)
+
+    @functools.cached_property
+    def draws(self) -> tuple[int, ...]:
+        """The draws for which all results are finite.
+
+        Further ones are added while a choice of the program is always made in the same way.
+        """
+        count = self.drawn.num_draws
+        draws = [draw for draw in range(count) if all(map(_tells, self.results(draw)))]
+        for draw in range(count, count + len(STEERED)):
+            if not (before := self.sides.one_sided):
+                break
+            is_finite = all(map(_tells, self.results(draw)))
+            if is_finite and self.sides.one_sided != before:
+                draws.append(draw)
+        return tuple(draws)
 
     def values(self, draw: int) -> Recorded:
         """Return the value of each instruction."""
@@ -199,11 +215,13 @@ def compare(
             sharding_text(sharding, rank, devices)
             for sharding, rank in zip(inputs, ranks, strict=True)
         ]
-        for draw in range(len(DRAWS)):
+        if not reference.draws:
+            return Comparison(None, "for drawn arguments, a result is not finite.")
+        for draw in reference.draws:
             expected = reference.results(draw)
-            if not all(map(_tells, expected)):
-                return Comparison(None, "for drawn arguments, a result is not finite.")
-            arguments = interpreter.shard(reference.arguments(draw), into)
+            whole = reference.arguments(draw)
+            scales = [_scale(target, whole) for target in expected]
+            arguments = interpreter.shard(whole, into)
             try:
                 results = interpreter.run(arguments)
             except CannotInterpretError as error:
@@ -211,13 +229,15 @@ def compare(
                     return Comparison(ResultDifference(error.instruction, f"{error.reason}."))
                 raise
             errors = [
-                _error(shards, sharding_text(sharding, target.ndim, devices), target)
-                for shards, sharding, target in zip(results, outputs, expected, strict=True)
+                _error(shards, sharding_text(sharding, target.ndim, devices), target, scale)
+                for shards, sharding, target, scale in zip(
+                    results, outputs, expected, scales, strict=True
+                )
             ]
             index = int(np.argmax(errors)) if errors else 0
             if errors and errors[index] > TOLERANCE:
                 rounding = errors_of_folding(
-                    module, reference.interpreter.module, arguments, results
+                    module, reference.interpreter.module, arguments, results, scales
                 )
                 if all(
                     error <= TOLERANCE + bound
@@ -229,7 +249,8 @@ def compare(
     except CannotInterpretError as error:
         return Comparison(None, str(error).removeprefix("interpret: "))
     axes = " x ".join(reference.equal.axes if reference.equal else ())
-    return Comparison(None, assumption=f"pieces of the state are equal over {axes}" if axes else "")
+    assumption = f"pieces of the state are equal over {axes}" if axes else ""
+    return Comparison(None, "", assumption, reference.sides.one_sided)
 
 
 def _described(result: int, error: float, site: LocatedFault | None) -> ResultDifference:
@@ -289,9 +310,25 @@ def _tells(result: np.ndarray) -> bool:
     )
 
 
-def _error(shards: np.ndarray, sharding: str, expected: np.ndarray) -> float:
+def _error(shards: np.ndarray, sharding: str, expected: np.ndarray, scale: float) -> float:
     """Return the error of a result; infinite if copies differ."""
     try:
-        return error_between(join(shards, sharding), expected, smallest=SMALLEST)
+        return error_between(join(shards, sharding), expected, scale)
     except ValueError:
         return np.inf
+
+
+def _scale(expected: np.ndarray, arguments: Sequence[np.ndarray]) -> float:
+    """Return the number that errors of a result are divided by: its largest change of an argument
+    of its shape, if it is an update of one, else its largest number.
+    """
+    if expected.dtype.kind != "f" or not expected.size:
+        return SMALLEST
+    size = np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max()
+    size = max(float(size), SMALLEST)
+    changes = [
+        float(np.abs(expected - argument).max())
+        for argument in arguments
+        if argument.shape == expected.shape and argument.dtype.kind in "fV"
+    ]
+    return max(min([size, *changes]), NOT_ROUNDED * size)

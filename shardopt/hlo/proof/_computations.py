@@ -11,7 +11,7 @@ from shardopt.hlo._walk import KINDS, branches_of
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._cublas import Gemm, read_gemm
-from shardopt.hlo.proof._lines import Line, array_shape, leaves, major_to_minor
+from shardopt.hlo.proof._lines import Line, array_shape, combiner, leaves, major_to_minor
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._neighbours import block_of, window
 from shardopt.hlo.proof._numbers import iota, known, literal
@@ -177,12 +177,8 @@ class Derivation:
 
     def reduction(self, name: str) -> str | None:
         """Return the reduction of a computation of two scalars, such as `add`; None for others."""
-        opcodes = [
-            line.opcode
-            for line in self.computations.get(name, ())
-            if line.opcode not in ("parameter", "convert")
-        ]
-        return opcodes[0] if len(opcodes) == 1 else None
+        opcode = combiner(self.computations[name]) if name in self.computations else None
+        return None if opcode == "set" else opcode
 
     def _reduce(self, line: Line, operands: list[DerivedValue]) -> Result:
         kind = self.reduction(line.callee)

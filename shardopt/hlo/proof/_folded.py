@@ -47,7 +47,11 @@ def _constants(module: Module) -> tuple[set[str], set[float]]:
 
 
 def errors_of_folding(
-    module: Module, written: Module, arguments: Sequence[np.ndarray], results: Sequence[np.ndarray]
+    module: Module,
+    written: Module,
+    arguments: Sequence[np.ndarray],
+    results: Sequence[np.ndarray],
+    scales: Sequence[float],
 ) -> list[float]:
     """Return how far each result moves if each folded constant moves by its spacing."""
     errors = [0.0] * len(results)
@@ -56,6 +60,7 @@ def errors_of_folding(
             arguments
         )
         errors = [
-            error + error_between(a, b) for error, a, b in zip(errors, moved, results, strict=True)
+            error + error_between(a, b, scale)
+            for error, a, b, scale in zip(errors, moved, results, scales, strict=True)
         ]
     return errors

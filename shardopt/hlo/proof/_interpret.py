@@ -29,7 +29,7 @@ from shardopt.hlo.proof._interpret_numpy import (
     widened,
 )
 from shardopt.hlo.proof._interpret_shards import cut, read_literal, written_shardings
-from shardopt.hlo.proof._lines import Line, lines_of, read_shape, sizes_of_program
+from shardopt.hlo.proof._lines import Line, combiner, lines_of, read_shape, sizes_of_program
 from shardopt.hlo.proof._opened import opened
 from shardopt.trace._primitives import words
 
@@ -280,14 +280,8 @@ class Interpreter:
 
     def _combiner(self, line: Line) -> str | None:
         """Return the opcode of a computation of two numbers; None if it is not one of `UFUNCS`."""
-        lines = [
-            instruction
-            for instruction in self.module.computations[line.callee]
-            if instruction.opcode not in ("convert", "parameter", "custom-call")
-        ]
-        if len(lines) == 1 and lines[0].opcode in UFUNCS:
-            return lines[0].opcode
-        return "set" if not lines else None
+        opcode = combiner(self.module.computations[line.callee])
+        return opcode if opcode in (*UFUNCS, "set") else None
 
     def _named_combiner(self, line: Line) -> str:
         name = self._combiner(line)
@@ -320,9 +314,9 @@ class Interpreter:
             line.callee,
             tuple(dim + 1 for dim in line.integers("dimensions")),
         )
-        combiner, count = self._combiner(line), len(line.operand_shapes) // 2
-        if count == 1 and combiner in UFUNCS:
-            ufunc = UFUNCS[combiner]
+        kind, count = self._combiner(line), len(line.operand_shapes) // 2
+        if count == 1 and kind in UFUNCS:
+            ufunc = UFUNCS[kind]
 
             def direct(devices, values):
                 value, initial = values

@@ -22,11 +22,16 @@ def read_literal(text: str, shape: Shape) -> np.ndarray:
         raise ValueError("complex literals are not read")
     words = words_of_literal(text)
     if shape.dtype.kind in "iub" or "int" in shape.dtype.name:
-        wide = np.array(list(map(int, words)), np.uint64 if shape.dtype.kind == "u" else np.int64)
+        wide = whole_numbers(words)
     else:
         # a payload of a NaN, `nan(0x400000)`, has no meaning here
         wide = np.array([float(word.partition("(")[0]) for word in words], np.float64)
     return wide.astype(shape.dtype).reshape(shape.dims)
+
+
+def whole_numbers(words: Sequence[str]) -> np.ndarray:
+    """Return whole numbers of a literal; those that no type holds wrap around."""
+    return np.array([int(word) % 2**64 for word in words], np.uint64)
 
 
 def words_of_literal(text: str) -> list[str]:
@@ -85,6 +90,8 @@ def tile_of_device(sharding: str, rank: int, devices: int) -> np.ndarray:
     order = match[2] if match[2].startswith("<") else "{" + match[2] + "}"
     ids = read_groups(f"[{match[1]}]{order}", 0) if order.startswith("<") else (numbers(order),)
     flat = [device for row in ids for device in row]
+    if len(flat) != devices:
+        raise ValueError(f"the sharding {sharding!r} is for {len(flat)} devices, not {devices}.")
     places = np.zeros((devices + 1, rank), int)
     for position, device in enumerate(flat):
         places[device] = np.unravel_index(position, tiles)[:rank]
@@ -137,7 +144,7 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
             slice(i * size, (i + 1) * size) for i, size in zip(place, local, strict=True)
         )
         first = written.setdefault(tuple(place.tolist()), device)
-        if first != device and not same(shards[first], shards[device]):
+        if first != device and not _are_copies(shards[first], shards[device]):
             raise ValueError(
                 f"devices {first} and {device} should hold copies, and hold different numbers."
             )
@@ -147,12 +154,16 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
     return array
 
 
-def error_between(actual: np.ndarray, expected: np.ndarray, smallest: float = 1e-30) -> float:
-    """Return the largest difference, relative to the largest expected number.
+def _are_copies(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two arrays are the same bits, but for the sign of zero."""
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def error_between(actual: np.ndarray, expected: np.ndarray, scale: float | None = None) -> float:
+    """Return the largest difference, relative to `scale`; by default to the largest expected
+    number.
 
     Infinite where one is not finite.
-
-    Numbers below `smallest` count as `smallest`.
     """
     if actual.shape != expected.shape:
         return math.inf
@@ -164,12 +175,12 @@ def error_between(actual: np.ndarray, expected: np.ndarray, smallest: float = 1e
         a[~finite], b[~finite], equal_nan=True
     ):
         return math.inf
-    difference, scale = np.abs(a[finite] - b[finite]), np.abs(b[finite])
-    return (
-        float(difference.max(initial=0) / max(scale.max(initial=0), smallest))
-        if difference.any()
-        else 0.0
-    )
+    difference = np.abs(a[finite] - b[finite])
+    if not difference.any():
+        return 0.0
+    if scale is None:
+        scale = float(np.abs(b[finite]).max(initial=1e-30))
+    return float(difference.max() / scale)
 
 
 def same(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5) -> bool:

@@ -164,6 +164,25 @@ def lines_of(
     return tuple(lines)
 
 
+def combiner(instructions: Sequence[Any]) -> str | None:
+    """Return the opcode by which a computation combines its two parameters, `set` if it returns the
+    second one; None for any other computation.
+    """
+    lines = {line.name: line for line in instructions}
+
+    def source(name: str) -> Any:
+        while lines[name].opcode in ("convert", "custom-call"):
+            name = operands(lines[name])[0]
+        return lines[name]
+
+    root = source(next(line.name for line in instructions if line.is_root))
+    if root.opcode == "parameter":
+        return "set" if operands(root) == ["1"] else None
+    sources = [source(name) for name in operands(root) if name in lines]
+    read = sorted(operands(line)[0] for line in sources if line.opcode == "parameter")
+    return root.opcode if read == ["0", "1"] and len(sources) == 2 else None
+
+
 def sizes_of_program(module: Module) -> tuple[int, int]:
     """Return the number of replicas, and of partitions of each."""
     return (

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from shardopt.hlo.proof import _interpret_numpy
-from shardopt.hlo.proof._interpret_shards import words_of_literal
+from shardopt.hlo.proof._interpret_shards import whole_numbers, words_of_literal
 from shardopt.hlo.proof._lines import INTEGERS, Line, dtype_of
 from shardopt.hlo.proof._value import (
     Data,
@@ -62,7 +62,7 @@ def literal(line: Line) -> DerivedValue:
     written = words_of_literal(line.rest.partition(")")[0])
     has_all = "..." not in written and size <= LIMIT and len(written) in (1, size)
     if has_all and dtype_of(line.shape) in INTEGERS:
-        array = np.array(list(map(int, written)), INTEGERS[dtype_of(line.shape)])
+        array = whole_numbers(written).astype(INTEGERS[dtype_of(line.shape)])
         array = array.reshape(shape if len(written) == size else ())
         return known(np.broadcast_to(array, shape)[None], line)
     is_one = len(set(written)) <= 1

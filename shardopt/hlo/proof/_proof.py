@@ -79,6 +79,8 @@ class Proof(NamedTuple):
       assumption: what holds for the arguments that were compared; "" if they were any.
       sums_of_constants: the instructions that sum a number which is the same on all devices, such
         as a count of rows. No rule tells whether such a sum is meant, only the comparison does.
+      one_sided: the predicates of the program that XLA was given that were always true, or always
+        false, for the drawn arguments. With one, a program "agrees" at most.
     """
 
     verdict: Verdict
@@ -88,6 +90,7 @@ class Proof(NamedTuple):
     not_compared: str = ""
     assumption: str = ""
     sums_of_constants: tuple[str, ...] = ()
+    one_sided: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return the verdict, its reasons, and the problem or the first unknown instructions."""
@@ -112,6 +115,8 @@ class Proof(NamedTuple):
                 f"Whether sums of constants are meant is {settled}:"
                 f" {_shown(self.sums_of_constants)}."
             )
+        if self.one_sided:
+            lines.append(f"Only one side was taken of: {_shown(self.one_sided)}.")
         lines += [f"  {unknown}" for unknown in self.unknown[:MAX_SHOWN]]
         more = len(self.unknown) - MAX_SHOWN
         return "\n".join([*lines, *([f"  and {more} more"] if more > 0 else [])])

@@ -13,6 +13,7 @@ from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
 from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, parse
+from shardopt.hlo.proof._aliases import faults_of_aliases
 from shardopt.hlo.proof._compare import Comparison, Reference, ResultDifference, compare
 from shardopt.hlo.proof._computations import Derivation, Result
 from shardopt.hlo.proof._interpret_shards import written_shardings
@@ -114,8 +115,9 @@ def prove(
     Note:
       A "proved" program is derived, and its results are equal. A "derived" program was not
       compared. That is less: a sum of constants that was dropped leaves no trace in a compiled
-      program. A program that "agrees" has equal results, and instructions that no rule covers.
-      "unknown" is neither. `docs/compiled_proof.md` says more.
+      program. A program that "agrees" has equal results, and instructions that no rule covers, or
+      a choice of which no draw took both sides. If a rule objects and the results are equal, it is
+      "unknown", and so is a program that is neither derived nor compared. `docs/compiled_proof.md` says more.
     """
     source = _whole_source(program, inputs, outputs, lowered)
     text, inputs, outputs = source.text, source.inputs, source.outputs
@@ -127,17 +129,23 @@ def prove(
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
     derivation = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
+    reference = None
     if source.lowered is not None:
         assert outputs is not None
         lowered = source.lowered
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, sizes)
-    faults = derivation.faults
     instructions = [line for lines in written.computations.values() for line in lines]
+    faults = {*derivation.faults, *_faults_of_memory(written, instructions)}
     compared = not comparison.refusal
-    # a rule that objects does not cover this program
-    if compared and comparison.difference is None:
+    is_equal = compared and comparison.difference is None
+    # A rule that objects says more than results that agree: the drawn arguments may not reach what
+    # differs.
+    is_disputed = is_equal and any(fault.wrong for fault in faults)
+    if is_equal:
         faults = {fault._replace(wrong=False) for fault in faults}
+        if reference is not None:
+            faults |= _faults_of_range(reference, instructions)
     wrong = _first_wrong(faults, comparison.difference, derivation)
     unknown = {
         fault.order: UncoveredInstruction(
@@ -146,15 +154,17 @@ def prove(
         for fault in sorted(faults)
         if not fault.wrong
     }
+    is_open = bool(unknown or comparison.one_sided)
     problem = None if wrong is None else describe(wrong, written, instructions, text, sizes)
     return Proof(
-        "wrong" if problem else _VERDICTS[bool(unknown), compared],
+        "wrong" if problem else _VERDICTS[is_open, compared and not is_disputed],
         problem,
         tuple(unknown.values()),
         len(instructions),
         comparison.refusal,
         comparison.assumption,
         derivation.sums_of_constants,
+        comparison.one_sided,
     )
 
 
@@ -164,7 +174,29 @@ _VERDICTS: dict[tuple[bool, bool], Verdict] = {
     (True, True): "agrees",
     (True, False): "unknown",
 }
-"""(whether some instruction is not covered, whether results were compared) -> the verdict."""
+"""(whether an instruction is not covered or a branch not taken, whether results were compared and
+no rule objects) -> the verdict."""
+
+
+def _faults_of_memory(module: Module, instructions: Sequence[Instruction]) -> Set[Fault]:
+    """Return where a donated argument is overwritten before it is read."""
+    places = {line.name: place for place, line in enumerate(instructions)}
+    return {Fault(True, places[line.name], reason) for line, reason in faults_of_aliases(module)}
+
+
+def _faults_of_range(reference: Reference, instructions: Sequence[Instruction]) -> Set[Fault]:
+    """Return the casts to float16 in a program that was given without that type: they overflow."""
+    lines = [line for rows in reference.interpreter.module.computations.values() for line in rows]
+    if any(line.shape.startswith("f16[") for line in lines):
+        return set()
+    reason = (
+        "it rounds to float16, whose largest number is 65504, where the given program does not."
+    )
+    return {
+        Fault(False, place, reason)
+        for place, line in enumerate(instructions)
+        if line.opcode in ("convert", "reduce-precision") and line.shape.startswith("f16[")
+    }
 
 
 def _whole_source(

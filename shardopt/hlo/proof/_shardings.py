@@ -23,7 +23,7 @@ def sharded(sharding: Sharding | str, shape: tuple[int, ...], devices: int) -> D
     try:
         *places, tiles = tile_of_device(text, len(shape), devices)
     except ValueError:
-        problem = f"cannot read the sharding {text!r}."
+        problem = f"cannot read the sharding {text!r} of a program for {devices} devices."
         fix = "pass text such as {devices=[8,1]<=[8]} or {replicated}."
         raise ValueError(format_error("prove", problem, fix=fix)) from None
     dims: list[Dim] = []

@@ -1,0 +1,221 @@
+"""Arguments that reach what differs: whole numbers up to the size of what they index, and around
+the constants that they are compared with.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from shardopt.hlo._hlo_text import Instruction, Module
+from shardopt.hlo._source_lines import op_name_of
+from shardopt.hlo.proof._lines import Line, array_shape, lines_of, read_shape
+
+SCALES = (1.0, 0.05, 4.0)
+"""Arguments are drawn at least so often, each time with numbers of this size: clipping takes both
+of its branches, and functions are read outside of [-1, 1].
+"""
+STEERED = (40.0, 1e-3, 400.0, 1e-5)
+"""Further sizes, drawn while a branch is not taken."""
+MOST_DRAWS = 10
+FEW = 8
+"""Whole numbers of a batch are below this if nothing is indexed by them."""
+_INDEXES = {"gather": ("start_index_map", 1), "scatter": ("scatter_dims_to_operand_dims", 1)}
+_FROM = {"dynamic-slice": 1, "dynamic-update-slice": 2}
+_COMPARED = ("compare", "minimum", "maximum", "clamp", "remainder", "subtract")
+_ENDS = ("dot", "reduce", "rng-bit-generator", "sort", "convolution")
+
+
+class Reached(NamedTuple):
+    """What a whole number of the arguments reaches.
+
+    Attributes:
+      sizes: the sizes of the dims that it indexes.
+      constants: the constants that it is compared with.
+    """
+
+    sizes: set[int]
+    constants: set[int]
+
+    def draw(self, name: str, shape: tuple[int, ...], draw: int, source: np.random.Generator):
+        """Return numbers for a draw."""
+        if "batch" not in name and not shape:
+            return np.array(self.counts[draw % len(self.counts)])
+        size = min(self.sizes, default=FEW)
+        if "batch" not in name and not self.sizes:
+            return source.integers(1, 3, shape)
+        values = source.integers(0, size, shape)
+        inside = [number for number in sorted(self.constants) if -size <= number < size]
+        if inside and draw == 1:
+            return np.where(source.random(shape) < 0.2, source.choice(inside, shape), values)
+        return values
+
+    @property
+    def counts(self) -> list[int]:
+        """The values that a counter takes, one in each draw."""
+        near = {constant + step for constant in self.constants for step in (-1, 0, 1)}
+        return sorted({1, 2, *(number for number in near if 0 <= number < 2**31)})
+
+
+class Arguments:
+    """The arguments of a program, drawn.
+
+    Attributes:
+      parameters: of its entry computation.
+      reached: what each parameter of whole numbers reaches.
+    """
+
+    def __init__(self, module: Module, parameters: list[Instruction]) -> None:
+        walk = _Walk({name: lines_of(lines) for name, lines in module.computations.items()})
+        self.parameters = parameters
+        self.reached = {
+            line.name: walk.reached(module.entry, line.name)
+            for line in parameters
+            if read_shape(line.shape).dtype.kind in "ib"
+        }
+
+    @property
+    def num_draws(self) -> int:
+        """The number of draws."""
+        counters = [
+            len(self.reached[line.name].counts)
+            for line in self.parameters
+            if line.name in self.reached and not array_shape(line.shape)
+        ]
+        return min(MOST_DRAWS, max([len(SCALES), *counters]))
+
+    def draw(self, draw: int) -> Iterator[np.ndarray]:
+        """Yield whole arguments: moments are positive, keys any bits."""
+        source = np.random.default_rng(1 + draw)
+        extra = draw - self.num_draws
+        scale = SCALES[draw % len(SCALES)] if extra < 0 else STEERED[extra]
+        for line in self.parameters:
+            shape, name = read_shape(line.shape), op_name_of(line)
+            if shape.dtype.kind == "u":
+                limit = 2**31 if shape.dtype == np.uint32 else FEW
+                value = source.integers(0, limit, shape.dims)
+            elif line.name in self.reached:
+                value = self.reached[line.name].draw(name, shape.dims, draw, source)
+            elif "opt_state" in name or "weights" in name:
+                value = source.uniform(0.1, 1, shape.dims)
+            else:
+                value = source.uniform(-1, 1, shape.dims) * scale
+            yield np.asarray(value).astype(shape.dtype)
+
+
+class _Walk:
+    """Follows a value forwards through the computations of a program."""
+
+    def __init__(self, computations: dict[str, tuple[Line, ...]]) -> None:
+        self.computations = computations
+        self.lines = {
+            name: {line.name: line for line in lines} for name, lines in computations.items()
+        }
+        self.users: dict[tuple[str, str], list[tuple[Line, int]]] = {}
+        for name, lines in computations.items():
+            for line in lines:
+                for position, operand in enumerate(line.operands):
+                    self.users.setdefault((name, operand), []).append((line, position))
+
+    def reached(self, computation: str, name: str) -> Reached:
+        """Return what a value reaches."""
+        reached = Reached(set(), set())
+        waiting = [(computation, name, -1)]
+        visited = set(waiting)
+        while waiting:
+            place = waiting.pop()
+            for line, position in self.users.get(place[:2], ()):
+                self._add(reached, place[0], line, position)
+                new = set(self._next(place, line, position)) - visited
+                visited |= new
+                waiting += new
+        return reached
+
+    def _add(self, reached: Reached, computation: str, line: Line, position: int) -> None:
+        if line.opcode in _INDEXES:
+            key, first = _INDEXES[line.opcode]
+            if position == first:
+                dims = line.operand(0).dims
+                reached.sizes.update(dims[dim] for dim in line.integers(key))
+        elif position >= _FROM.get(line.opcode, 99):
+            reached.sizes.add(line.operand(0).dims[position - _FROM[line.opcode]])
+        elif line.opcode in _COMPARED:
+            for operand in line.operands[:position] + line.operands[position + 1 :]:
+                source = self._source(computation, operand)
+                if source.opcode == "iota":
+                    reached.sizes.add(source.dims[source.integers("iota_dimension")[0]])
+                number = source.rest.partition(")")[0]
+                if source.opcode == "constant" and number.lstrip("-").partition(".")[0].isdigit():
+                    reached.constants.add(int(float(number)))
+
+    def _source(self, computation: str, name: str) -> Line:
+        line = self.lines[computation][name]
+        while line.opcode in ("broadcast", "convert", "reshape", "copy"):
+            line = self.lines[computation][line.operands[0]]
+        return line
+
+    def _next(
+        self, place: tuple[str, str, int], line: Line, position: int
+    ) -> Iterator[tuple[str, str, int]]:
+        computation, _, index = place
+        callees = [line.callee] if line.opcode in ("call", "fusion") else []
+        callees += [
+            line.attributes[key].lstrip("%")
+            for key in ("condition", "body")
+            if key in line.attributes
+        ]
+        for callee in callees:
+            yield callee, self._parameter(callee, position), index
+        if line.opcode in _ENDS:
+            return
+        if line.opcode == "get-tuple-element":
+            if index in (-1, int(line.attributes["index"])):
+                yield computation, line.name, -1
+        elif line.shape.startswith("(") and index < 0:
+            yield computation, line.name, position
+        else:
+            yield computation, line.name, index
+
+    def _parameter(self, computation: str, number: int) -> str:
+        parameters = (line for line in self.computations[computation] if line.opcode == "parameter")
+        return next(line.name for line in parameters if int(line.rest.partition(")")[0]) == number)
+
+
+def _is_of_an_index(predicate: Line, lines: dict[str, Line]) -> bool:
+    """Return whether a predicate tells an index that counts from the end."""
+    if predicate.attributes.get("direction") != "LT":
+        return False
+    zero = lines[predicate.operands[1]]
+    return zero.shape[0] in "su" and zero.opcode == "constant" and zero.rest.startswith("0)")
+
+
+class Sides:
+    """Which sides of the choices of a program its runs took.
+
+    A choice is a select or a conditional that one number decides. A select whose predicate is an
+    array takes both sides within one run, or guards against numbers that no draw has.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self.taken: dict[tuple[str, str], set[int]] = {}
+        for name, instructions in module.computations.items():
+            lines = {line.name: line for line in lines_of(instructions)}
+            for line in lines.values():
+                if line.opcode not in ("select", "conditional"):
+                    continue
+                predicate = lines[line.operands[0]]
+                while predicate.opcode in ("broadcast", "convert", "copy"):
+                    predicate = lines[predicate.operands[0]]
+                is_array = predicate.shape.startswith("(") or predicate.dims
+                if not is_array and not _is_of_an_index(predicate, lines):
+                    self.taken[name, predicate.name] = set()
+
+    def watch(self, computation: str, line: Instruction, value: np.ndarray) -> None:
+        """Record the value of a predicate."""
+        if (computation, line.name) in self.taken:
+            self.taken[computation, line.name].update(np.unique(value).astype(int).tolist())
+
+    @property
+    def one_sided(self) -> tuple[str, ...]:
+        """The predicates of choices that were made, and always in the same way."""
+        return tuple(name for (_, name), sides in self.taken.items() if len(sides) == 1)
