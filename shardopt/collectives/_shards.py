@@ -26,7 +26,7 @@ from shardopt.collectives._tiles import (
     joined_to_tiles,
     joins_small_matrices,
 )
-from shardopt.collectives._wire import LeafWire
+from shardopt.collectives._wire import Encoded, LeafWire
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._types import replaced
 from shardopt.mesh import device_kind, device_kind_or_default
@@ -58,45 +58,23 @@ def all_gather(
       is summed over its axes; the gradient of a replicated leaf stays local.
     """
     stored = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    is_inexact = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in stored]
-    differentiable = [i for i, wire in enumerate(wires) if is_inexact[i] and wire.trained]
-    forms = {i: wire.form for i, wire in enumerate(wires) if wire.form is not None}
-
-    def cast(x: jax.Array, wire: LeafWire) -> jax.Array:
-        if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
-            return x
-        return (
-            _cast_in_place(x, wire.gather_dtype) if cast_in_place else x.astype(wire.gather_dtype)
-        )
+    differentiable = [
+        i
+        for i, wire in enumerate(wires)
+        if wire.trained and jnp.issubdtype(stored[i].dtype, jnp.inexact)
+    ]
 
     def forward(xs, probe):
         del probe
-        leaves = [cast(x, wire) for x, wire in zip(xs, wires, strict=True)]
-        encoded = {i: form.encode(leaves[i], wires[i].axes) for i, form in forms.items()}
-        arrays = [encoded[i].arrays if i in encoded else [x] for i, x in enumerate(leaves)]
-        array_wires = [wire for wire, group in zip(wires, arrays, strict=True) for _ in group]
-        flat_arrays, treedef = jax.tree.flatten(arrays)
-
-        def move(xs: list[jax.Array], dims: list[int], axes: MeshAxes) -> list[jax.Array]:
-            if joins_small_matrices(axes):
-                return gather_joined(xs, dims, axes, _all_gather)
-            return all_gather_buckets(xs, dims, axes, _all_gather, bucket_bytes=bucket_bytes)
-
-        gathered = treedef.unflatten(_apply_where_sharded(move, flat_arrays, array_wires))
-        return [
-            encoded[i].decode(group) if i in encoded else group[0]
-            for i, group in enumerate(gathered)
-        ]
+        pairs = zip(xs, wires, strict=True)
+        sent = [_cast_to_send(x, wire, in_place=cast_in_place) for x, wire in pairs]
+        return _gather(sent, wires, bucket_bytes)
 
     # A derived backward pass would reduce the gradients in the dtype of the gather, so it is
     # written out.
     def backward(_, cotangents):
         local_grads = [
-            forms[i].gradient(cotangents[i]) if i in forms else cotangents[i]
-            for i in differentiable
-        ]
-        local_grads = [
-            x.astype(stored[i].dtype) for i, x in zip(differentiable, local_grads, strict=True)
+            _local_gradient(cotangents[i], wires[i]).astype(stored[i].dtype) for i in differentiable
         ]
         gradient_wires = [wires[i].of_gradient for i in differentiable]
         sums = reduce_scatter(local_grads, gradient_wires, bucket_bytes=bucket_bytes)
@@ -107,6 +85,40 @@ def all_gather(
     run = jax.custom_vjp(forward)
     run.defvjp(lambda xs, probe: (forward(xs, probe), None), backward)
     return run(list(leaves), probe)
+
+
+def _cast_to_send(x: jax.Array, wire: LeafWire, *, in_place: bool) -> jax.Array:
+    """Return a shard in the dtype in which it is gathered."""
+    if wire.gather_dtype is None or x.dtype == wire.gather_dtype:
+        return x
+    return _cast_in_place(x, wire.gather_dtype) if in_place else x.astype(wire.gather_dtype)
+
+
+def _gather(shards: Sequence[jax.Array], wires: Sequence[LeafWire], bucket_bytes: int) -> list[Any]:
+    """Return the gathered leaves, decoded. The arrays of all leaves travel together."""
+    encoded = [_encode(shard, wire) for shard, wire in zip(shards, wires, strict=True)]
+    arrays, treedef = jax.tree.flatten([leaf.arrays for leaf in encoded])
+    array_wires = [wire for wire, leaf in zip(wires, encoded, strict=True) for _ in leaf.arrays]
+
+    def move(xs: list[jax.Array], dims: list[int], axes: MeshAxes) -> list[jax.Array]:
+        if joins_small_matrices(axes):
+            return gather_joined(xs, dims, axes, _all_gather)
+        return all_gather_buckets(xs, dims, axes, _all_gather, bucket_bytes=bucket_bytes)
+
+    gathered = treedef.unflatten(_apply_where_sharded(move, arrays, array_wires))
+    return [leaf.decode(group) for leaf, group in zip(encoded, gathered, strict=True)]
+
+
+def _encode(shard: jax.Array, wire: LeafWire) -> Encoded:
+    """Return a shard as it is gathered: in the form of its wire, or as its own numbers."""
+    if wire.form is None:
+        return Encoded([shard], lambda arrays: arrays[0])
+    return wire.form.encode(shard, wire.axes)
+
+
+def _local_gradient(cotangent: Any, wire: LeafWire) -> jax.Array:
+    """Return the gradient of a leaf from the gradient of the decoded leaf."""
+    return cotangent if wire.form is None else wire.form.gradient(cotangent)
 
 
 def reduce_scatter(
