@@ -140,15 +140,8 @@ class Fields:
           group: the entry of "rope_parameters" for blocks of one type, if it has entries by type.
           changes: fields of the old form that blocks of this type have differently.
         """
-        old, new = (
-            changes.get("rope_scaling", self.record("rope_scaling")),
-            self.record("rope_parameters"),
-        )
-        if old and not ("rope_parameters" in self._values and _is_grouped(new)):
-            new = {}  # the old form replaces the new one as a whole, unless that has groups
-        scaling = dict(
-            new.get(group) or {} if group in new else {} if _is_grouped(new) else new
-        ) | dict(old)
+        described = self._rope_scaling(group, changes)
+        scaling = dict(described)
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
         base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
@@ -160,22 +153,19 @@ class Fields:
             )
         dims = None if share in (None, 1) else int(head_dim * share)
         kind = "longrope" if kind == "su" else kind  # the name in older files
-        interleaved = bool(changes.get("interleaved", False))
-        make = _KINDS.get(kind)
-        if make is None:
+        if kind not in _KINDS:
             self.problems.append(
                 f"rope_type is {kind!r}, must be one of {', '.join(map(repr, _KINDS))}"
             )
             return Rope()
         try:
-            base, values = float(base), make(scaling, self)
+            base, values = float(base), _KINDS[kind](scaling, self)
         except KeyError as error:
             self.problems.append(f"rope_scaling has no {error.args[0]!r}, which {kind!r} needs")
             return Rope()
         except (TypeError, ValueError):
             self.problems.append(
-                f"rope_scaling is {dict(new) | dict(old)}, and has no numbers where {kind!r} needs"
-                " them"
+                f"rope_scaling is {described}, and has no numbers where {kind!r} needs them"
             )
             return Rope()
         self.problems += [
@@ -183,11 +173,31 @@ class Fields:
             for name, value in scaling.items()
             if value is not None
         ]
-        for name in ("short", "long"):
-            if len(values.get(name, ())) not in (0, (dims or head_dim) // 2):
-                number = f"{len(values[name])} numbers, must be {(dims or head_dim) // 2}"
-                self.problems.append(f"rope_scaling.{name}_factor has {number}")
-        return Rope(base=base, dims=dims, interleaved=interleaved, **values)
+        rope = Rope(base=base, dims=dims, interleaved=bool(changes.get("interleaved")), **values)
+        self._check_pairs(rope, head_dim)
+        return rope
+
+    def _rope_scaling(self, group: str | None, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entries that describe the rotary positions of blocks of one type."""
+        old = changes.get("rope_scaling", self.record("rope_scaling"))
+        new = self.record("rope_parameters")
+        is_grouped = any(isinstance(value, dict) for value in new.values())
+        if old and not ("rope_parameters" in self._values and is_grouped):
+            return dict(old)  # the old form replaces the new one, unless that has groups
+        if group in new:
+            new = new[group] or {}
+        elif is_grouped:
+            new = {}
+        return dict(new) | dict(old)
+
+    def _check_pairs(self, rope: Rope, head_dim: int) -> None:
+        """Note a "longrope" whose numbers are not one for each pair."""
+        num_pairs = (rope.dims or head_dim) // 2
+        for name, numbers in (("short", rope.short), ("long", rope.long)):
+            if len(numbers) not in (0, num_pairs):
+                self.problems.append(
+                    f"rope_scaling.{name}_factor has {len(numbers)} numbers, must be {num_pairs}"
+                )
 
     def kinds(
         self, types: Sequence[str] | None, window: int | None, rope_of: Callable[[str], Rope | None]
@@ -227,10 +237,6 @@ def check_fields(folder: object, fields: Fields) -> None:
                 " the families, and says how quantized weights become floats.",
             )
         )
-
-
-def _is_grouped(rope_parameters: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, dict) for value in rope_parameters.values())
 
 
 def _plain(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:

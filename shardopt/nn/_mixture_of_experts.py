@@ -391,56 +391,32 @@ def _on_each_device(
     """Call `run` on local rows and hidden units, in a region that is manual over every axis that is
     still automatic.
     """
-    mesh, weights = mesh_under_trace(), inputs.weights
-    auto_axes = {axis for axis in not_manual_axes() if mesh.shape[axis] > 1}
+    sizes = mesh_under_trace().shape
+    auto_axes = {axis for axis in not_manual_axes() if sizes[axis] > 1}
     if not auto_axes:
         return run(_Axes(axes if travels else ()), inputs)
-    row_axes = tuple(
-        axis
-        for role in ("replica", "data", EXPERT)
-        for axis in axes_of_role(role)
-        if axis in auto_axes
-    )
-    context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if axis in auto_axes)
-    tensor_axes = tuple(axis for axis in axes_of_role(TENSOR) if axis in auto_axes)
-    is_rounded = any(isinstance(weight, RoundedWeight) for weight in weights.values())
-    if is_rounded or weights["up"].shape[2] % math.prod(mesh.shape[axis] for axis in tensor_axes):
+
+    def of_roles(*roles: str) -> tuple[str, ...]:
+        return tuple(axis for role in roles for axis in axes_of_role(role) if axis in auto_axes)
+
+    row_axes, context_axes = of_roles("replica", "data", EXPERT), of_roles(CONTEXT)
+    tensor_axes = of_roles(TENSOR)
+    if not _divides(tensor_axes, sizes, inputs.weights, "up", 2):
         tensor_axes = ()
     # replicated experts are split over their axis if its size divides them: slicing a replicated
     # array costs nothing
-    splits_experts = (
-        not is_rounded
-        and axes
-        and set(axes) <= auto_axes
-        and inputs.router.shape[1] % math.prod(mesh.shape[axis] for axis in axes) == 0
-    )
-    expert_spec, hidden_spec = (axes if splits_experts else None), tensor_axes or None
-    inner_spec = PartitionSpec(expert_spec, None, hidden_spec)
-    specs_by_name = {
-        "down": PartitionSpec(expert_spec, hidden_spec, None),
-        "down_bias": PartitionSpec(expert_spec),
-    }
-    specs_by_name |= dict.fromkeys(
-        ("gate_bias", "up_bias"), PartitionSpec(expert_spec, hidden_spec)
-    )
-    specs = {
-        name: (
-            PartitionSpec()
-            if isinstance(weight, RoundedWeight)
-            else specs_by_name.get(name, inner_spec)
-        )
-        for name, weight in weights.items()
-    }
-    if "down_bias" in weights:  # each tensor shard adds its part
-        num_shards = math.prod(mesh.shape[axis] for axis in tensor_axes)
-        inputs = inputs._replace(
-            weights={**weights, "down_bias": weights["down_bias"] / num_shards}
-        )
+    splits_experts = set(axes) <= auto_axes and _divides(axes, sizes, inputs.weights, "up", 0)
+    expert_axes = axes if splits_experts else ()
+    specs = _weight_specs(inputs.weights, expert_axes, tensor_axes)
+    if "down_bias" in inputs.weights:  # each tensor shard adds its part
+        num_shards = math.prod(sizes[axis] for axis in tensor_axes)
+        down_bias = inputs.weights["down_bias"] / num_shards
+        inputs = inputs._replace(weights={**inputs.weights, "down_bias": down_bias})
     token_spec, row_spec = (
         PartitionSpec(row_axes or None, context_axes or None, None),
         PartitionSpec(row_axes or None),
     )
-    axes_of_region = _Axes(axes if travels or splits_experts else (), tensor_axes)
+    axes_of_region = _Axes(axes if travels else expert_axes, tensor_axes)
 
     def region(*arrays: Any) -> tuple[Array, RouterStatistics]:
         y, statistics = run(axes_of_region, _Inputs(*arrays))
@@ -540,3 +516,35 @@ def _check_capacity(factor: float, context_axes: tuple[str, ...]) -> None:
                 "mixture_of_experts", problem, fix="leave it out (dropless), or take context=1."
             )
         )
+
+
+def _divides(
+    axes: tuple[str, ...], sizes: Mapping[str, int], weights: Weights, name: str, dim: int
+) -> bool:
+    """Return whether there are axes, and their devices divide a dim of a weight. None divides weights
+    that are rounded, whose arrays are whole.
+    """
+    if not axes or any(isinstance(weight, RoundedWeight) for weight in weights.values()):
+        return False
+    return weights[name].shape[dim] % math.prod(sizes[axis] for axis in axes) == 0
+
+
+def _weight_specs(
+    weights: Weights, expert_axes: tuple[str, ...], tensor_axes: tuple[str, ...]
+) -> dict[str, PartitionSpec]:
+    """Return how the region shards each weight: experts, and hidden units."""
+    experts, hidden = expert_axes or None, tensor_axes or None
+    specs = {
+        "down": PartitionSpec(experts, hidden, None),
+        "down_bias": PartitionSpec(experts),
+        "gate_bias": PartitionSpec(experts, hidden),
+        "up_bias": PartitionSpec(experts, hidden),
+    }
+    return {
+        name: (
+            PartitionSpec()
+            if isinstance(weight, RoundedWeight)
+            else specs.get(name, PartitionSpec(experts, None, hidden))
+        )
+        for name, weight in weights.items()
+    }
