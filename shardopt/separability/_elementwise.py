@@ -212,6 +212,10 @@ def _result_ratio(
         return ratios[0] / ratios[1]
     if _is_linear(site):
         return ratios[0]
+    if site.name == "abs" and ratios[0] > 0:
+        return ratios[0]
+    if site.name in ("eq", "ne") and zeros[1]:  # a multiple of a number is zero where the number is
+        return Fraction(1)
     if site.name == SELECT and ratios[0] == 1:
         nonzero = {ratio for ratio, zero in zip(ratios[1:], zeros[1:], strict=True) if not zero}
         if len(nonzero) < 2:
