@@ -43,6 +43,7 @@ from shardopt.core._arguments import check_count
 from shardopt.core._errors import CheckpointError, calling, format_error, value_error
 from shardopt.core._types import PyTree
 from shardopt.runtime import _progress as progress
+from shardopt.runtime._agreement import agree
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 from shardopt.step._optimizer import ShardedOptimizer
 
@@ -171,6 +172,8 @@ class Checkpoints:
         weakref.finalize(self, self._lock.release)
         self._programs = contextlib.ExitStack()
         weakref.finalize(self, self._programs.close)
+        # a process that makes none is named: the others would wait in a program of all devices
+        agree(_CALLER, None, range(jax.process_count()))
         # first, because processes agree by programs too
         self._programs.enter_context(stored_programs(_CALLER, self.directory / FOLDER_NAME))
         try:

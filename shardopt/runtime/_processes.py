@@ -388,7 +388,8 @@ def share_compiled_programs() -> None:
     fingerprint of the topology, which on CPU differs between processes (jax 0.10.2). So the others
     find nothing and compile again at each start. This replaces the fingerprint by the values that a
     program depends on: the kinds of the devices, and the processor. A program for one device is
-    loaded on the device of each process, as jax does on GPUs.
+    loaded on the device of each process, as jax does on GPUs. On TPU its key has the number of the
+    device, and nobody has tried to load it elsewhere; so jax's key stays.
     """
     from jax._src import cache_key
 
@@ -409,7 +410,10 @@ def share_compiled_programs() -> None:
     def hash_without_device(key_hash: Any, options: Any, **arguments: Any) -> None:
         # the programs of one device have the number of the device of their process in the key
         devices = options.device_assignment
-        if devices is not None and devices.replica_count() * devices.computation_count() == 1:
+        is_single = (
+            devices is not None and devices.replica_count() * devices.computation_count() == 1
+        )
+        if is_single and jax.default_backend() == "cpu":
             arguments["strip_device_assignment"] = True
         hash_options(key_hash, options, **arguments)
 

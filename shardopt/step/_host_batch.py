@@ -152,7 +152,7 @@ def _decoded(leaf: dict[str, Any]) -> Any:
 def digest_of(values: np.ndarray) -> str:
     """Return a digest of shape, dtype and values."""
     digest = hashlib.sha256(f"{values.dtype}{values.shape}".encode())
-    digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 

@@ -107,3 +107,4 @@ def test_processes_that_call_other_functions_are_told_so(outcomes):
     for outcome in outcomes[2]:
         assert "the processes do different things" in outcome["another call"]
         assert f"\n  {others}: evaluation\n  {last}: fit\n" in outcome["another call"]
+        assert f"\n  {others}: fsdp\n  {last}: Checkpoints\n" in outcome["checkpoints on one"]

@@ -96,6 +96,9 @@ CASES = {
     "init_fn": lambda: fsdp().init(
         lambda key: {"w": jax.random.normal(key, 4) * (1.0 + is_last)}, jax.random.key(0)
     ),
+    "checkpoints on one": lambda: (
+        so.Checkpoints(".", 1, 1) if is_last else fsdp().init(first_params())
+    ),
     "another call": lambda: (
         train(num_steps=1)
         if is_last

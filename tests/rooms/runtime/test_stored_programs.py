@@ -148,7 +148,8 @@ def test_commands_and_launched_processes_get_an_order_whose_programs_can_be_stor
     name = "--xla_cpu_enable_concurrency_optimized_scheduler"
     ordered = f"{flags} {name}=false".strip()
     assert order_environment() == {"XLA_FLAGS": ordered}
-    order_programs()  # devices are in use: XLA has read its flags
+    jax.devices()
+    order_programs()  # XLA has read its flags already
     assert os.environ["XLA_FLAGS"] == flags
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
     order_programs()
@@ -234,6 +235,12 @@ def test_a_program_of_one_device_is_loaded_on_the_device_of_its_arguments(
             assert result.devices() == {device}
             np.testing.assert_array_equal(result, [0, 2.25, 4.5])
     assert len(list(tmp_path.glob("jit_double-*-cache"))) == 1
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    with stored_programs("run", tmp_path):
+        for number in (3, 7):
+            jax.clear_caches()
+            jax.jit(double)(jax.device_put(np.arange(3.0, dtype=np.float32), jax.devices()[number]))
+    assert len(list(tmp_path.glob("jit_double-*-cache"))) == 1 + 2
 
 
 def test_a_folder_that_cannot_be_made_is_refused_as_without_the_cache(tmp_path, without_cache):
