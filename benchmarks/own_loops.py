@@ -27,7 +27,7 @@ from jax._src import compiler
 import shardopt as so
 
 FOLDER = Path(__file__).parents[1] / "examples" / "own_loops"
-LINKS = ("plain", "zero", "int8", "local_updates", "clip", "skip_anomalies")
+LINKS = ("plain", "zero", "int8", "local_updates")
 DEVICES = 8
 
 

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import json
 import re
 import sys
 import types
@@ -158,6 +159,21 @@ def test_the_table_of_the_page_has_these_numbers():
     for loop in LOOPS:
         cells = " | ".join(str(num_changed(loop, link)) for link in columns)
         assert f"| {cells} |" in page
+
+
+def test_the_page_has_the_bytes_that_were_measured():
+    root = FOLDER.parents[1]
+    page = (root / "docs" / "howto" / "own_loop.md").read_text()
+    record = json.loads((root / "benchmarks" / "results" / "own_loops.json").read_text())
+    for loop in LOOPS:
+        rows = [
+            record["results"][loop][link] for link in ("plain", "zero", "int8", "local_updates")
+        ]
+        cells = [f"{row['bytes sent']:,}, {row['bytes of state']:,}" for row in rows]
+        assert f"| {' | '.join(cells)} |" in page
+        plain, sharded, compressed, _ = rows
+        assert sharded["bytes of state"] < 0.2 * plain["bytes of state"]
+        assert compressed["bytes sent"] < 0.5 * plain["bytes sent"]
 
 
 OPTIMIZERS = {
