@@ -212,11 +212,7 @@ def _derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes)
 
     None if it is not known.
     """
-    if (
-        isinstance(relation, Split)
-        and differing_dims(shapes) == (relation.dim,)
-        and relation.order is None
-    ):
+    if isinstance(relation, Split) and differing_dims(shapes) == (relation.dim,):
         return Split(relation.dim, relation.blocks, SCALE / relation.ratio)
     if isinstance(relation, Same) and not differing_dims(shapes):
         return Total(SCALE / relation.ratio, site.op)

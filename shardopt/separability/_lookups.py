@@ -106,7 +106,6 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
                 batch_dims[index_relation.dim],
                 index_relation.blocks,
                 operand.ratio,
-                index_relation.order,
             )
         ]
     if isinstance(operand, Split):
@@ -341,7 +340,7 @@ def _scatter_into_rows(
     combined = _combine_entries(site, operand, updates, zeros)
     if not splits or not isinstance(combined, Same | Split):
         return combined if isinstance(combined, Same | Unrelated) else site.unknown("mixes")
-    return Split(dim, splits[0].blocks, combined.ratio, splits[0].order)
+    return Split(dim, splits[0].blocks, combined.ratio)
 
 
 def _combine_entries(

@@ -84,12 +84,9 @@ def reshape(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     ):
         return [site.unknown("shape")]
     blocks = outer_blocks // outer_entries
-    if new_shapes[1][dim] % blocks or (
-        relation.order is not None
-        and (blocks, new_shapes[1][dim]) != (relation.blocks, old_shapes[1][relation.dim])
-    ):
+    if new_shapes[1][dim] % blocks:
         return [site.unknown("shape")]
-    return [Split(dim, blocks, relation.ratio, relation.order)]
+    return [Split(dim, blocks, relation.ratio)]
 
 
 def _keeps_differing_dims(old_shapes: Shapes, new_shapes: Shapes) -> bool:
@@ -160,8 +157,7 @@ def take_along_split(
     """Return the relation of entries that are taken along the split dim, at known indices.
 
     If piece i takes its entry [block, j], the whole batch must take its entry [block, i, j] at this
-    place. This is compared index by index. If the whole batch takes the same entries in another
-    order, the result is split with this order.
+    place. This is compared index by index.
 
     Args:
       site: the equation.
@@ -171,11 +167,7 @@ def take_along_split(
       sizes: the sizes of the operand's split dim in the whole trace and in the piece trace.
     """
     num_pieces, block_size = site.num_pieces, sizes[1] // relation.blocks
-    if (
-        relation.order is not None
-        or whole_entries.size != piece_entries.size * num_pieces
-        or piece_entries.size == 0
-    ):
+    if whole_entries.size != piece_entries.size * num_pieces or piece_entries.size == 0:
         return site.unknown("mixes")
     block, j = np.divmod(piece_entries, block_size)
     for blocks in (
@@ -189,16 +181,6 @@ def take_along_split(
         ).reshape(num_pieces, blocks, -1)
         if np.array_equal(per_piece.swapaxes(0, 1).reshape(-1), whole_entries):
             return Split(relation.dim, blocks, relation.ratio)
-    per_piece = np.concatenate(
-        [block * num_pieces * block_size + i * block_size + j for i in range(num_pieces)]
-    )
-    if np.array_equal(np.sort(per_piece), np.sort(whole_entries)):
-        return Split(
-            relation.dim,
-            1,
-            relation.ratio,
-            (sizes, relation.blocks, whole_entries.tobytes(), piece_entries.tobytes()),
-        )
     return site.unknown("mixes")
 
 
@@ -259,23 +241,16 @@ def slice_entries(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
 
 
 def rev(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Reverse the entries along dims."""
+    """Reverse the entries along dims, but not along the dim of rows."""
     relation = relations[0]
-    if isinstance(relation, Split) and relation.dim in site.params["dimensions"]:
-        sizes = sizes_of_dim(site.operand_shapes(), relation.dim)
-        return [
-            take_along_split(
-                site, relation, np.arange(sizes[0])[::-1], np.arange(sizes[1])[::-1], sizes
-            )
-        ]
-    return [relation]
+    reverses_rows = isinstance(relation, Split) and relation.dim in site.params["dimensions"]
+    return [site.unknown("position") if reverses_rows else relation]
 
 
 def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Repeat all entries of dims, one copy after the other.
 
-    Copies of rows are further blocks. Copies of a value that is the same in all pieces are split,
-    if the whole trace has n times as many.
+    Copies of rows are further blocks.
     """
     relation, repeats = relations[0], site.both_params("reps")
     uneven_dims = [dim for dim in range(len(repeats[0])) if repeats[0][dim] != repeats[1][dim]]
@@ -284,9 +259,7 @@ def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     ]
     if isinstance(relation, Split):
         times = repeats[0][relation.dim]
-        even = (
-            not uneven_repeated_dims and relation.dim not in uneven_dims and relation.order is None
-        )
+        even = not uneven_repeated_dims and relation.dim not in uneven_dims
         return [
             (
                 Split(relation.dim, relation.blocks * times, relation.ratio)
@@ -294,25 +267,7 @@ def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
                 else site.unknown("mixes")
             )
         ]
-    if not uneven_repeated_dims:
-        return [relation]
-    if (
-        isinstance(relation, Same)
-        and uneven_dims == uneven_repeated_dims == [uneven_repeated_dims[0]]
-        and not differing_dims(site.operand_shapes())
-    ):
-        fills_pieces = (
-            repeats[0][uneven_repeated_dims[0]]
-            == repeats[1][uneven_repeated_dims[0]] * site.num_pieces
-        )
-        return [
-            (
-                Split(uneven_repeated_dims[0], 1, relation.ratio)
-                if fills_pieces
-                else site.unknown("position")
-            )
-        ]
-    return [site.unknown("position")]
+    return [site.unknown("position") if uneven_repeated_dims else relation]
 
 
 def pad(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -356,7 +311,7 @@ def concatenate(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     ]
     blocks, block_size = 0, None
     for i, part in enumerate(parts):
-        if not isinstance(part, Split) or part.dim != dim or part.order is not None:
+        if not isinstance(part, Split) or part.dim != dim:
             return [_cannot_concatenate(site, part)]
         length = site.operand_shapes(i)[1][dim]
         if block_size is None:

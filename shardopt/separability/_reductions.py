@@ -44,7 +44,6 @@ def reduce_sum(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
                 dim_after_removal(relation.dim, dims),
                 relation.blocks,
                 relation.ratio * factor,
-                relation.order,
             )
         ]
     assert isinstance(relation, Same | Total)
@@ -90,7 +89,7 @@ def reduce_other(site: EquationPair, relations: Sequence[Relation]) -> list[Rela
     return _row_by_row(
         site,
         relations,
-        lambda split: Split(dim_after_removal(split.dim, dims), split.blocks, order=split.order),
+        lambda split: Split(dim_after_removal(split.dim, dims), split.blocks),
     )
 
 
@@ -273,7 +272,7 @@ def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
         return [Total(ratio * growth(site.operand_shapes(), equal_dims), site.op)]
     ratio *= growth(site.operand_shapes(), uneven_contract_dims)
     if kind == "batch":
-        return [Split(index, relation.blocks, ratio, relation.order)]
+        return [Split(index, relation.blocks, ratio)]
     free_dims = [
         [
             dim
@@ -287,61 +286,35 @@ def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
         + (len(free_dims[0]) if index else 0)
         + free_dims[index].index(relation.dim)
     )
-    return [Split(result_dim, relation.blocks, ratio, relation.order)]
+    return [Split(result_dim, relation.blocks, ratio)]
 
 
 def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Convolve images with a kernel.
 
-    Rows may be in one of three places:
-
-    - the batch dim of the images;
-    - the feature dim of both operands, over which the convolution sums, as for the gradient of a
-      kernel;
-    - the groups of features, of a convolution with one kernel for each row.
+    Rows may be the batch dim of the images. Or they are the groups of features, of a convolution
+    with one kernel for each row.
     """
-    numbers, params = site.params["dimension_numbers"], site.params
+    numbers, groups = site.params["dimension_numbers"], site.both_params("feature_group_count")
     image, kernel = relations
-    assert isinstance(image, Same | Split | Total) and isinstance(kernel, Same | Split | Total)  # noqa: PT018
-    ratio = image.ratio * kernel.ratio
-    uneven_dims = differing_dims(site.operand_shapes(0)), differing_dims(site.operand_shapes(1))
-    groups = site.both_params("feature_group_count")
-    ungrouped = params["batch_group_count"] == groups[0] == groups[1] == 1
-    if uneven_dims == ((), ()) and groups[0] == groups[1]:
-        if isinstance(image, Total) != isinstance(kernel, Total):
-            total, factor_relation = (
-                (image, kernel) if isinstance(image, Total) else (kernel, image)
-            )
-            return [scaled(total, factor_relation.ratio)]
-        return [
-            (
-                Same(ratio)
-                if isinstance(image, Same) and isinstance(kernel, Same)
-                else site.unknown("mixes")
-            )
-        ]
+    uneven_dims = [differing_dims(site.operand_shapes(i)) for i in (0, 1)]
+    if isinstance(image, Total | Split) and isinstance(kernel, Total | Split):
+        rows_are_groups = (
+            uneven_dims == [(numbers.lhs_spec[1],), (numbers.rhs_spec[0],)]
+            and groups[0] == groups[1] * site.num_pieces
+            and site.params["batch_group_count"] == 1
+            and image == Split(numbers.lhs_spec[1])
+            and kernel == Split(numbers.rhs_spec[0])
+        )
+        return [Split(numbers.out_spec[1]) if rows_are_groups else site.unknown("mixes")]
     if (
-        uneven_dims == ((numbers.lhs_spec[0],), ())
-        and params["batch_group_count"] == 1
-        and groups[0] == groups[1]
-        and isinstance(kernel, Same)
-    ):
-        if isinstance(image, Split):
-            return [Split(numbers.out_spec[0], image.blocks, ratio, image.order)]
-        return [scaled(image, kernel.ratio)]
-    if not (
-        isinstance(image, Split)
-        and isinstance(kernel, Split)
-        and image.place[1:] == kernel.place[1:]
+        uneven_dims not in ([(), ()], [(numbers.lhs_spec[0],), ()])
+        or not isinstance(kernel, Same)
+        or site.params["batch_group_count"] != 1
+        or groups[0] != groups[1]
     ):
         return [site.unknown("mixes")]
-    if uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[1],)) and ungrouped:
-        return [Total(ratio, site.op)]
-    if (
-        uneven_dims == ((numbers.lhs_spec[1],), (numbers.rhs_spec[0],))
-        and groups[0] == groups[1] * site.num_pieces
-        and image.place[1:] == (1, None)
-        and params["batch_group_count"] == 1
-    ):
-        return [Split(numbers.out_spec[1], ratio=ratio)]
-    return [site.unknown("mixes")]
+    if isinstance(image, Split):
+        image = image.moved_to(numbers.out_spec[0])
+    assert isinstance(image, Same | Split | Total)
+    return [scaled(image, kernel.ratio)]

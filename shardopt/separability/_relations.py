@@ -26,7 +26,7 @@ the Same for any number of rows.
 
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -76,21 +76,18 @@ class Split:
       blocks: how many blocks this dim has. Each block is a concatenation: entry [block, j] of P_i
         is entry [block, i, j] of W.
       ratio: the ratio of an entry of W to its entry of P_i.
-      order: None if the pieces come in order; else an identifier of the permutation of the entries
-        of W.
       drawn: see `Same`. A value with a random draw for each row is not drawn.
     """
 
     dim: int
     blocks: int = 1
     ratio: Fraction = Fraction(1)
-    order: Hashable = None
     drawn: bool = False
 
     @property
-    def place(self) -> tuple[int, int, Hashable]:
+    def place(self) -> tuple[int, int]:
         """The fields that must be equal for two values to be combined entry by entry."""
-        return self.dim, self.blocks, self.order
+        return self.dim, self.blocks
 
     def moved_to(self, dim: int) -> "Split":
         """Return the same relation along another dim."""

@@ -275,7 +275,7 @@ def _attention_kernel(site: EquationPair, relations: Sequence[Relation]) -> list
         for dim in differing_dims(shapes)
     }
     places = {relation.place for relation in relations if isinstance(relation, Split)}
-    if not dims <= {0} or not all(map(is_unscaled, relations)) or places != {(0, 1, None)}:
+    if not dims <= {0} or not all(map(is_unscaled, relations)) or places != {(0, 1)}:
         return [site.unknown("mixes")] * site.num_results
     has_rows = [0 in differing_dims(site.result_shapes(i)) for i in range(site.num_results)]
     return [Split(0) if rows else site.unknown("mixes") for rows in has_rows]

@@ -408,7 +408,6 @@ def _collective_over_pieces(site: EquationPair, relation: Relation, i: int) -> R
         if whole_shape == piece_shape and relation.place == (
             site.params["all_gather_dimension"],
             1,
-            None,
         ):
             return Same(relation.ratio)
     return site.unknown("mixes")

@@ -284,34 +284,10 @@ def _times(base: np.ndarray, factor: int, dtype: np.dtype) -> np.ndarray:
 
 
 def joined_pieces(relation: Split, pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the concatenation of pieces in the blocks and in the order of a relation."""
+    """Return the concatenation of pieces in the blocks of a relation."""
     dim = relation.dim
-    if relation.order is not None:
-        return _in_order(relation, pieces)
     blocks = [np.split(piece, relation.blocks, dim) for piece in pieces]
     return np.concatenate([part[k] for k in range(relation.blocks) for part in blocks], dim)
-
-
-def _in_order(relation: Split, pieces: Sequence[np.ndarray]) -> np.ndarray:
-    """Return pieces in an order as `take_along_split` writes it: from the entries that the whole
-    and a piece take of an operand.
-    """
-    (_, piece_size), blocks, whole_bytes, piece_bytes = relation.order  # pyright: ignore
-    whole_entries = np.frombuffer(whole_bytes, np.int64)
-    piece_entries = np.frombuffer(piece_bytes, np.int64)
-    block_size = piece_size // blocks
-    block, j = np.divmod(piece_entries, block_size)
-    places: dict[int, tuple[int, int]] = {}
-    for i in range(len(pieces)):
-        entries = (block * len(pieces) + i) * block_size + j
-        places.update({int(entry): (i, k) for k, entry in enumerate(entries)})
-    return np.stack(
-        [
-            np.take(pieces[i], k, relation.dim)
-            for i, k in (places[int(entry)] for entry in whole_entries)
-        ],
-        relation.dim,
-    )
 
 
 # --- checking -------------------------------------------------------------------------------------
@@ -657,10 +633,6 @@ def _relation_of_kind(
     split = Split(dim, int(rng.choice(divisors)), ratio)
     if kind is Shifted:
         return Shifted(split, Total(draw_ratio(rng, dtype, num_pieces)))
-    if rng.random() < 0.1:
-        sizes = shapes[0][dim], shapes[1][dim]
-        order = rng.permutation(sizes[0]).astype(np.int64)
-        return Split(dim, 1, ratio, (sizes, 1, order.tobytes(), np.arange(sizes[1]).tobytes()))
     return split
 
 

@@ -169,7 +169,6 @@ def joined(rng: np.random.Generator) -> RuleCase:
         if isinstance(relation, Split) and (
             other[0][relation.dim] != other[1][relation.dim] * num_pieces
             or other[1][relation.dim] % relation.blocks
-            or relation.order is not None
         ):
             fits = False
         if not fits:
