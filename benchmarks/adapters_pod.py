@@ -94,8 +94,8 @@ def compiled(model_name, topology, length, rows, base):
     return {
         "fits": True,
         "devices": devices,
-        "argument_bytes": report.argument_bytes,
-        "peak_bytes": report.peak_bytes,
+        "argument_bytes": report.memory.arguments,
+        "peak_bytes": report.memory.peak,
         "hbm_bytes": report.hbm_bytes,
         "wire_bytes": sent() if callable(sent) else sent,
         "flops": report.flops,

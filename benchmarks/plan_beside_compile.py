@@ -96,7 +96,7 @@ def compiled(layout, topology):
         "exposed": step.exposed,
         "hidden": step.hidden,
         "flops": report.flops,
-        "peak_bytes": report.peak_bytes,
+        "peak_bytes": report.memory.peak,
         "wire_bytes": {
             " x ".join(axes or ("mixed",)): sent.wire_bytes
             for axes, sent in report.audit.by_axis().items()

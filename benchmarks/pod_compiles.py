@@ -94,10 +94,10 @@ def one(label, case):
         "compile_seconds": round(report.compile_seconds, 1),
         # of one core; the seconds above count what else the machine did
         "compile_cpu_seconds": round(time.process_time() - start, 1),
-        "argument_bytes": report.argument_bytes,
+        "argument_bytes": report.memory.arguments,
         "argument_padding": report.argument_padding,
-        "temp_bytes": report.temp_bytes,
-        "peak_bytes": report.peak_bytes,
+        "temp_bytes": report.memory.temporary,
+        "peak_bytes": report.memory.peak,
         "hbm_bytes": report.hbm_bytes,
         "flops": report.flops,
         "collectives": {kind: found._asdict() for kind, found in report.audit.by_kind().items()},

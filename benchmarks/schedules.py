@@ -304,7 +304,7 @@ def main():
                 options.keep.write_text(report.text)
             rows[name] = {
                 "passes": passes(report.text, make(STAGES, MICRO_BATCHES)),
-                "temporary_bytes": report.temp_bytes,
+                "temporary_bytes": report.memory.temporary,
                 "wire_bytes": report.audit.by_axis()[("pipeline",)].wire_bytes,
                 "compile_seconds": round(report.compile_seconds, 1),
             }

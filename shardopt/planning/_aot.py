@@ -15,7 +15,6 @@ from jax.stages import Compiled, Lowered
 from shardopt.core._errors import calling, format_error
 from shardopt.core._extras import version_numbers, version_of
 from shardopt.core._types import PyTree, abstract, is_array_like
-from shardopt.hlo._collective import Collective
 from shardopt.hlo._program import (
     Memory,
     argument_padding,
@@ -60,31 +59,11 @@ class AotReport(NamedTuple):
     text: str
 
     @property
-    def argument_bytes(self) -> int:
-        """Bytes of parameters, optimizer state and batch, as they are stored."""
-        return self.memory.arguments
-
-    @property
     def argument_padding(self) -> int:
-        """The part of `argument_bytes` that is padding: shards are smaller than the chip's tiles of
+        """The part of `memory.arguments` that is padding: shards are smaller than the chip's tiles of
         8 x 128 numbers.
         """
         return argument_padding(self.text)
-
-    @property
-    def temp_bytes(self) -> int:
-        """Bytes of temporary buffers, at their peak."""
-        return self.memory.temporary
-
-    @property
-    def peak_bytes(self) -> int:
-        """All bytes that the step needs."""
-        return self.memory.peak
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """The collectives, as `so.hlo.audit` returns them."""
-        return self.audit.collectives
 
     @property
     def proof(self) -> Proof:
@@ -108,8 +87,8 @@ class AotReport(NamedTuple):
                 f" {self.compile_seconds:.1f} s"
             ),
             (
-                f"{self.peak_bytes / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB per device"
-                f" ({self.argument_bytes / 1e9:.2f} arguments{padding}, {self.temp_bytes / 1e9:.2f}"
+                f"{self.memory.peak / 1e9:.2f} GB of {self.hbm_bytes / 1e9:.1f} GB per device"
+                f" ({self.memory.arguments / 1e9:.2f} arguments{padding}, {self.memory.temporary / 1e9:.2f}"
                 " temporary)"
             ),
             f"{flops} of inner products per device and step",
@@ -156,8 +135,7 @@ def aot(
       expert: size of the mesh axis.
 
     Returns:
-      An `AotReport`: `.argument_bytes`, `.temp_bytes`, `.collectives`, `.flops`,
-      `.compile_seconds`.
+      An `AotReport`: `.memory`, `.audit`, `.flops`, `.compile_seconds`.
 
     Raises:
       ModuleNotFoundError: if the compiler is not installed: libtpu, or jax's plugin for CUDA with

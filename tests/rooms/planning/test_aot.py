@@ -233,7 +233,7 @@ def test_a_report_reads_as_a_few_lines():
         "5.00 GB of 34.0 GB per device (2.00 arguments, 3.00 temporary)",
         "5.00 Tflop of inner products per device and step",
     ]
-    assert (report.argument_bytes, report.temp_bytes, report.peak_bytes) == (
+    assert (report.memory.arguments, report.memory.temporary, report.memory.peak) == (
         2 * 10**9,
         3 * 10**9,
         5 * 10**9,
@@ -248,15 +248,15 @@ def test_arguments_are_those_of_the_placement_formula(sizes):
     report = compiled(topology="v5e:2x4", **sizes)
     shards = 8 // sizes.get("replica", 1)
     formula = 12 * SHAPE.num_parameters / shards + 32 / 8 * sizes.get("tensor", 1) * 65 * 4
-    assert report.argument_bytes - report.argument_padding == pytest.approx(formula, rel=0.01)
+    assert report.memory.arguments - report.argument_padding == pytest.approx(formula, rel=0.01)
     layout = ParallelLayout(data=shards // sizes.get("tensor", 1), **sizes)
     told = predict(SHAPE.workload(), layout, hardware=HARDWARE["v5e"], batch_size=32).memory
     rows = stored_bytes((32 // 8 * sizes.get("tensor", 1), 65), 4)
     # and a few scalars
-    assert told.params + told.opt_state + rows == pytest.approx(report.argument_bytes, abs=4096)
+    assert told.params + told.opt_state + rows == pytest.approx(report.memory.arguments, abs=4096)
     assert report.mesh_shape["tensor"] == sizes.get("tensor", 1)
-    assert "data" in {axis for one in report.collectives for axis in one.axes or ()}
-    assert 0 < report.peak_bytes < report.hbm_bytes
+    assert "data" in {axis for one in report.audit.collectives for axis in one.axes or ()}
+    assert 0 < report.memory.peak < report.hbm_bytes
 
 
 @pytest.mark.slow
@@ -384,7 +384,7 @@ def test_a_step_for_gpus(name):
     report = compiled(make, topology=f"{name}:4", num_slices=2, tensor=2)
     layout = ParallelLayout(data=4, tensor=2, gather_dtype=jnp.bfloat16)
     told = predict(SHAPE.workload(), layout, hardware=HARDWARE[name], batch_size=32)
-    assert report.argument_bytes == pytest.approx(
+    assert report.memory.arguments == pytest.approx(
         told.memory.params + told.memory.opt_state + 32 / 4 * 65 * 4, abs=4096
     )
     sent = sum(one.wire_bytes for one in report.audit.of(axis="data").by_kind().values())
@@ -393,4 +393,4 @@ def test_a_step_for_gpus(name):
     in_products = SHAPE.num_parameters - SHAPE.vocab_size * SHAPE.dim
     assert report.flops == pytest.approx(6 * in_products * 32 * SHAPE.length / 8, rel=0.05)
     assert "__cudnn$fmha" in report.text
-    assert report.peak_bytes < report.hbm_bytes == HARDWARE[name].memory_bytes
+    assert report.memory.peak < report.hbm_bytes == HARDWARE[name].memory_bytes
