@@ -364,9 +364,8 @@ def test_fit_counts_examples_and_check_compares(mesh_of, x64, capsys):
     report = so.check(opt, opt.init(params()), batches()[0])
     names = [one.name for one in report.differences if "state" not in one.name]
     leaves = [f"{kind} of {leaf}" for kind in ("gradient", "update") for leaf in sorted(params())]
-    assert sorted(names) == sorted(
-        ["first parameters", "evaluated loss", "loss", "metric grad_norm", "step", *leaves]
-    )
+    others = ["first parameters", "loss", "step", "evaluated loss", "evaluated rows"]
+    assert sorted(names) == sorted([*others, "metric grad_norm", "metric rows", *leaves])
     assert capsys.readouterr().out == f"{report}\n"
     result = so.fit(opt, opt.init(params()), batches(), num_steps=3, log_every=1, progress=False)
     last = result.history[-1]
