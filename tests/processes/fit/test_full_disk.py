@@ -131,4 +131,6 @@ def test_a_full_disk_does_not_keep_the_next_job_from_making_room(tmp_path):
     done = subprocess.run(
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
-    assert done.stdout == "[Errno 28] No space left on device\n['.lock', '4']\n", done.stderr
+    assert done.stdout == "[Errno 28] No space left on device\n['.lock', '4', 'compiled']\n", (
+        done.stderr
+    )
