@@ -121,15 +121,12 @@ def _common_relation(site: EquationPair, before: Relation, after: Relation) -> R
     """
     if before is after or before == after:
         return before
-    if unknown := first_unknown([before, after]):
+    relations = [
+        relation.as_same() if isinstance(relation, Known) else relation
+        for relation in (before, after)
+    ]
+    if unknown := first_unknown(relations):
         return unknown
-    relations = []
-    for relation in (before, after):
-        if isinstance(relation, Known):
-            if not relation.same_numbers:
-                return Unrelated("count", relation.op)
-            relation = Same()
-        relations.append(relation)
     if not all(isinstance(relation, Same | Split | Total) for relation in relations):
         return relations[0] if relations[0] == relations[1] else site.unknown("loop")
     return unify(site, relations, [is_zero(before), is_zero(after)])
@@ -241,31 +238,12 @@ def _scan_over_rows(
         _terms_added_to_carry(body, var, out)
         for var, out in zip(carry_vars, body.outvars, strict=False)
     ]
-    start_relations = [
-        resolve_numbers(OperandSite(site, num_consts + i), [relation])[0]
-        for i, relation in enumerate(start)
-    ]
-    changing_vars = {
-        var
-        for var, out, relation in zip(carry_vars, body.outvars, start_relations, strict=False)
-        if var is not out or relation != Same()
-    }
-    turn_dependent = reached_from(body, changing_vars, every=False)
+    turn_dependent = reached_from(body, set(carry_vars), every=False)
     results: list[Relation] = []
-    for relation, var, out, terms in zip(
-        start, carry_vars, body.outvars, added_terms, strict=False
-    ):
-        if var is out:
-            results.append(relation)
-        elif (
-            terms is not None
-            and is_zero(relation)
-            and not (terms & turn_dependent)
-            and len(set(site.result_shapes(len(results)))) == 1
-        ):
-            results.append(Total(Fraction(1), site.op))
-        else:
-            results.append(unknown)
+    for i, (relation, terms) in enumerate(zip(start, added_terms, strict=True)):
+        is_sum = terms is not None and is_zero(relation) and not (terms & turn_dependent)
+        one_shape = len(set(site.result_shapes(i))) == 1
+        results.append(Total(Fraction(1), site.op) if is_sum and one_shape else unknown)
     for i, out in enumerate(body.outvars[num_carry:]):
         from_row = not isinstance(out, Literal) and out not in turn_dependent
         shapes = site.result_shapes(num_carry + i)

@@ -36,7 +36,6 @@ from shardopt.separability._relations import (
     as_drawn,
     differing_dims,
     is_drawn,
-    is_unscaled,
 )
 from shardopt.trace._jaxprs import jaxpr_params, open_jaxpr
 from shardopt.trace._primitives import ARITHMETIC, IDENTITIES, SPECIAL, library_name
@@ -204,13 +203,9 @@ def equal_params(whole_param: Any, piece_param: Any) -> bool:
     """Return whether a parameter of an equation is the same in both traces."""
     if whole_param is piece_param:
         return True
-    if isinstance(whole_param, np.ndarray | jax.Array) or isinstance(
-        piece_param, np.ndarray | jax.Array
-    ):
+    numbers = np.ndarray | jax.Array | float
+    if isinstance(whole_param, numbers) and isinstance(piece_param, numbers):
         return np.array_equal(np.asarray(whole_param), np.asarray(piece_param), equal_nan=True)
-    floats = isinstance(whole_param, float) and isinstance(piece_param, float)
-    if floats and whole_param != whole_param and piece_param != piece_param:  # both NaN
-        return True
     try:
         return bool(whole_param == piece_param)
     except Exception:
@@ -260,25 +255,8 @@ def _bitcast(site: EquationPair, relations: Sequence[Relation]) -> list[Relation
 
 
 def _any_of_scalar(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Follow `equinox`'s any and all over vmapped dims: a single number stays as it is."""
+    """Follow `equinox`'s any over vmapped dims: a single number stays as it is."""
     return list(relations) if not site.operand_shapes()[0] else [site.unknown("primitive")]
-
-
-def _attention_kernel(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Follow cuDNN's attention on operands [rows, ...]: the result of a row follows from this row
-    alone.
-    """
-    dims = site.differing_operand_dims
-    dims |= {
-        dim
-        for shapes in map(site.result_shapes, range(site.num_results))
-        for dim in differing_dims(shapes)
-    }
-    places = {relation.place for relation in relations if isinstance(relation, Split)}
-    if not dims <= {0} or not all(map(is_unscaled, relations)) or places != {(0, 1)}:
-        return [site.unknown("mixes")] * site.num_results
-    has_rows = [0 in differing_dims(site.result_shapes(i)) for i in range(site.num_results)]
-    return [Split(0) if rows else site.unknown("mixes") for rows in has_rows]
 
 
 def _rules(rule: Rule, names: str) -> dict[str, Rule]:
@@ -337,8 +315,5 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(_constant), "platform_index"),
     **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),
     **_rules(Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
-    **_rules(Rule(_any_of_scalar, accepts=MOVABLE), "unvmap_any unvmap_all"),
-    **_rules(
-        Rule(_attention_kernel), "dot_product_attention_fwd_wrapper dot_product_attention_bwd_wrapper"
-    ),
+    **_rules(Rule(_any_of_scalar, accepts=MOVABLE), "unvmap_any"),
 }  # fmt: skip

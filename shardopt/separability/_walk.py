@@ -199,7 +199,7 @@ def _function_param(site: EquationPair) -> str | None:
 
     None if there is none.
     """
-    return next((key for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in site.params), None)
+    return next((key for key in ("jaxpr", "call_jaxpr") if key in site.params), None)
 
 
 def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
