@@ -304,8 +304,8 @@ class Bench:
                         try:
                             parts = [piece[k] for piece in pieces]
                             problem = meaning.violation(relation, whole[k], parts)
-                        except (IndexError, ValueError):  # a dim that the value does not have
-                            return "unsound"
+                        except Exception:  # the relation is malformed, or of other dims
+                            return "error"
                         if problem:
                             return "unsound"
                 unknown = [isinstance(relation, Unrelated) for relation in relations]
