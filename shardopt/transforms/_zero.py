@@ -48,11 +48,11 @@ def zero(
     largest dim that the axis divides. A leaf without such a dim stays whole. A state that comes in
     whole, because of `out_shardings` or `filter_shard` of your own, gives a warning when the step
     is compiled. Programs of several processes and of jax's compilation cache are not looked at:
-    their text may not hold the address of a function. For the same reason `jax.export` refuses the
-    step. Under `shard_map` and
-    `pmap` leaves are flattened, padded and cut, except those with fewer numbers than devices; a
-    state that was made outside of the axis is whole until the first update. `so.transforms.on_mesh`
-    carries it in and out of `shard_map`. A device that gets the shards of another one, after an
+    their text may not hold the address of a function. A step that `jax.export` stores does not warn
+    either. An eager `init` warns of parameters whose largest dim an Auto axis shards already.
+    Under `shard_map` and `pmap` leaves are flattened, padded and cut, except those with fewer
+    numbers than devices; a state that was made outside of the axis is whole until the first update.
+    `so.transforms.on_mesh` carries it in and out of `shard_map`. A device that gets the shards of another one, after an
     unreplicate and a replicate, returns NaN.
 
     **Communication**: under `jit` the partitioner reduce-scatters gradients, or all-reduces and

@@ -9,12 +9,14 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from shardopt.core._errors import calling, error_text, plural
-from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.core._types import PyTree, leaves_with_paths, replaced
 from shardopt.mesh import spec_axes
 from shardopt.partition._plan import largest_divisible_dim
+from shardopt.transforms._watch import may_watch, watch_shardings
 
 FREE = PartitionSpec.UNCONSTRAINED
 
@@ -37,6 +39,7 @@ class ByConstraints:
         # without a mesh: the axis of a pmap or shard_map that is opened later
         if mesh is None:
             return state
+        self.check_params(params, mesh)
         specs = self.specs(state, mesh)
         return _with_auto_axes(lambda mesh, state: _constrain(state, specs, mesh), mesh, specs)(
             state
@@ -50,7 +53,7 @@ class ByConstraints:
             problem = f"axis {self.axis_name!r} is not bound here, and there is no mesh with it."
             fix = 'pass the mesh of the loop: so.transforms.zero(tx, "data", mesh).'
             raise ValueError(error_text(problem, fix=fix))
-        self.watch(state, mesh)
+        state = self.watched(state, mesh)
         specs, state_specs = self.specs(updates, mesh), self.specs(state, mesh)
         unsharded = jax.tree.map(self.unsharded_spec, specs)
 
@@ -86,43 +89,56 @@ class ByConstraints:
     def unsharded_spec(self, spec: PartitionSpec) -> PartitionSpec:
         return PartitionSpec(*[None if entry == self.axis_name else entry for entry in spec])
 
-    def watch(self, state: PyTree, mesh: Mesh | AbstractMesh) -> None:
-        """Warn, when the step is compiled, if leaves of the state come in whole.
+    def watched(self, state: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+        """Return the state, and warn, when the step is compiled, if leaves of it come in whole.
 
         Only the compiler knows how arrays of a program are sharded, and jax gives the program the
         address of a function to call with it.
         """
-        if jax.process_count() > 1 or jax.config.values["jax_compilation_cache_dir"]:
-            return
-        leaves = [
-            (path, leaf)
-            for path, leaf in leaves_with_paths(state)
-            if self.axis_name in self.specs(leaf, mesh)
+        if not may_watch() or mesh.shape[self.axis_name] == 1:
+            return state
+        all_leaves = leaves_with_paths(state)
+        places = [
+            i for i, (_, leaf) in enumerate(all_leaves) if self.axis_name in self.specs(leaf, mesh)
         ]
-        if mesh.shape[self.axis_name] == 1 or not leaves:
+        leaves = [all_leaves[i] for i in places]
+        arrays, treedef = jax.tree.flatten(state)
+        watched = watch_shardings(
+            [arrays[i] for i in places], lambda shardings: self.warn_of_whole(leaves, shardings)
+        )
+        return treedef.unflatten(replaced(arrays, places, watched))
+
+    def check_params(self, params: PyTree, mesh: Mesh | AbstractMesh) -> None:
+        """Warn if an Auto axis shards the dim of a parameter that this axis takes in the state."""
+        taken = []
+        for path, leaf in leaves_with_paths(params):
+            spec = self.specs(leaf, mesh)
+            # under jit only the compiler knows the sharding over Auto axes
+            if self.axis_name not in spec or isinstance(leaf, Tracer):
+                continue
+            if not isinstance(leaf.sharding, NamedSharding):
+                continue
+            dim = spec.index(self.axis_name)
+            axes = set(spec_axes(PartitionSpec(*leaf.sharding.spec[dim : dim + 1])))
+            others = [name for name in axes - {self.axis_name} if mesh.shape.get(name, 1) > 1]
+            if others:
+                taken.append(f"{path}: dim {dim} of shape {leaf.shape}, split by {sorted(others)}")
+        if not taken:
             return
-        shardings: dict[str, Sharding] = {}
+        problem = (
+            f"{self.axis_name!r} takes dims that Auto axes shard in parameters. The state is"
+            " sharded over fewer axes than it could be."
+        )
+        fix = "make these axes of the mesh Explicit: zero then takes a dim that is free."
+        with calling("zero"):
+            warnings.warn(error_text(problem, taken, fix), stacklevel=2)
 
-        def notice(path: str) -> Callable[[Sharding], None]:
-            def callback(sharding: Sharding) -> None:
-                shardings[path] = sharding
-                if len(shardings) == len(leaves):
-                    self.warn_of_whole(leaves, shardings)
-                    shardings.clear()
-
-            return callback
-
-        for path, leaf in leaves:
-            jax.debug.inspect_array_sharding(leaf, callback=notice(path))
-
-    def warn_of_whole(
-        self, leaves: list[tuple[str, jax.Array]], shardings: dict[str, Sharding]
-    ) -> None:
+    def warn_of_whole(self, leaves: list[tuple[str, jax.Array]], shardings: list[Sharding]) -> None:
         """Warn if leaves are whole along the axis."""
         whole = []
         num_bytes = 0
-        for path, leaf in leaves:
-            if not _is_whole(leaf.shape, shardings[path], self.axis_name):
+        for (path, leaf), sharding in zip(leaves, shardings, strict=True):
+            if not _is_whole(leaf.shape, sharding, self.axis_name):
                 continue
             whole.append(f"{path}: shape {leaf.shape}")
             num_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize

@@ -745,3 +745,66 @@ def test_a_state_whose_shards_the_loop_undoes_is_noticed_when_it_comes_in(
     for message in messages:
         assert re.search(r"^zero: \d+ of \d+ leaves .* come in unsharded along 'data'", message)
         assert "Fix: leave the state out of your out_shardings" in message
+
+
+@pytest.mark.parametrize(
+    "name", tiered([*WATCHED, "scan", "vmap"], lambda name: name in ["adam", "scan"])
+)
+def test_a_step_with_zero_is_exported_and_still_warns_where_it_runs(
+    name, mesh_of, no_stored_programs
+):
+    mesh = mesh_of(data=8)
+    tx, replicated = WATCHED.get(name, WATCHED["adam"])(mesh), jax.NamedSharding(mesh, P())
+
+    def step(params, state):
+        updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def two_steps(params, state):
+        return jax.lax.scan(lambda carry, _: (step(*carry), None), (params, state), None, length=2)
+
+    params = jax.device_put({"w": np.ones((16, 8)), "b": np.ones(8)}, replicated)
+    state = tx.init(params)
+    if name == "vmap":
+        params, state = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (params, state))
+    run = jax.jit({"scan": two_steps, "vmap": jax.vmap(step)}.get(name, step))
+    exported = jax.export.export(run)(params, state)
+    assert "InspectSharding" not in exported.mlir_module()
+    whole = jax.device_put(state, replicated)
+    results = jax.jit(exported.call)(params, whole)
+    if name == "scan":  # its leaves are not those that come in
+        expected = run(params, whole)
+    else:
+        with pytest.warns(UserWarning, match="come in unsharded along 'data'"):
+            expected = run(params, whole)
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+
+
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+
+
+@pytest.mark.parametrize(
+    ("spec", "kinds", "warns"),
+    [
+        (P("tensor"), (AUTO, AUTO), True),
+        (P(("tensor", "data")), (AUTO, AUTO), True),
+        (P(("data", "tensor"), None), (AUTO, AUTO), True),
+        (P(None, "tensor"), (AUTO, AUTO), False),
+        (P("data"), (AUTO, AUTO), False),
+        (P("tensor"), (AUTO, EXPLICIT), False),
+        (P("tensor"), (EXPLICIT, EXPLICIT), False),
+    ],
+    ids=str,
+)
+def test_zero_warns_where_it_takes_the_dim_of_an_auto_tensor_axis(spec, kinds, warns):
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=kinds)
+    params = {"w": jax.device_put(np.ones((64, 32)), jax.NamedSharding(mesh, spec))}
+    tx = T.zero(optax.sgd(0.1, momentum=0.9), "data", mesh)
+    with warnings.catch_warnings(record=True) as caught, jax.set_mesh(mesh):
+        warnings.simplefilter("always")
+        state = tx.init(params)
+    messages = [str(warning.message) for warning in caught]
+    assert bool(messages) == warns
+    assert all("'data' takes dims that Auto axes shard" in message for message in messages)
+    shards = state[0].trace["w"].sharding.shard_shape((64, 32))
+    assert shards[0] * shards[1] == 64 * 32 // (8 if not warns and "tensor" in spec else 4)

@@ -1,0 +1,81 @@
+"""How the compiler shards arrays of a program, told while the program is compiled."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Sharding
+
+
+def may_watch() -> bool:
+    """Return whether the text of a program may hold the address of a function.
+
+    It may not where processes compare their programs, or a cache stores them.
+    """
+    return jax.process_count() == 1 and not jax.config.values["jax_compilation_cache_dir"]
+
+
+def watch_shardings(
+    arrays: list[jax.Array], callback: Callable[[list[Sharding]], None]
+) -> list[jax.Array]:
+    """Return the arrays; the callback gets their shardings when the program is compiled.
+
+    Outside of `jit` it gets them at once. A program that is lowered for `jax.export` has no
+    callback: it could not be stored.
+    """
+    shardings: dict[int, Sharding] = {}
+
+    def notice(index: int) -> Callable[[Sharding], None]:
+        def collect(sharding: Sharding) -> None:
+            shardings[index] = sharding
+            if len(shardings) == len(arrays):
+                callback([shardings[i] for i in range(len(arrays))])
+                shardings.clear()
+
+        return collect
+
+    return [_watch_p.bind(array, callback=notice(i)) for i, array in enumerate(arrays)]
+
+
+_watch_p = Primitive("watch_sharding")
+"""The identity. An effect in its place would keep a program from being exported."""
+
+
+def _watch_now(array: jax.Array, *, callback: Callable[[Sharding], None]) -> jax.Array:
+    callback(array.sharding)
+    return array
+
+
+def _lower(ctx: mlir.LoweringRuleContext, value, *, callback: Callable[[Sharding], None]):
+    module = ctx.module_context
+    if module.lowering_parameters.for_export:
+        return [value]
+    axes = module.axis_context
+    if isinstance(axes, mlir.ShardingContext) and axes.device_assignment is None:
+        # jax names the devices to its own primitive alone; which ones they are does not matter
+        devices = tuple(jax.devices()[: axes.num_devices])
+        if len(devices) < axes.num_devices:  # a program for another machine
+            return [value]
+        axes = dataclasses.replace(axes, device_assignment=devices)
+        ctx = ctx.replace(module_context=module.replace(axis_context=axes))
+
+    def inspect(array: jax.Array) -> list[jax.Array]:
+        jax.debug.inspect_array_sharding(array, callback=callback)
+        return [array]
+
+    return mlir.lower_fun(inspect)(ctx, value)
+
+
+_watch_p.def_impl(_watch_now)
+_watch_p.def_abstract_eval(lambda array, **_: array)
+mlir.register_lowering(_watch_p, _lower)
+batching.primitive_batchers[_watch_p] = lambda arrays, dims, **params: (
+    _watch_p.bind(*arrays, **params),
+    dims[0],
+)
+ad.primitive_jvps[_watch_p] = lambda primals, tangents, **params: (
+    _watch_p.bind(*primals, **params),
+    tangents[0],
+)
