@@ -139,7 +139,7 @@ def follow_jvp(
         return unknown_results(site, results, "backward")
     rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
     agree = _all_agree(site, rule_results, results) and all(
-        is_zero(rule_relation) or _agree(site, rule_relation, results[i])
+        is_zero(rule_relation) or implies(site, rule_relation, results[i])
         for rule_relation, i in zip(rule_tangents, of.results, strict=True)
     )
     return results if agree else unknown_results(site, results, "backward")
@@ -189,7 +189,7 @@ def follow_vjp(
     cotangents = [
         relation
         for i in of.results
-        if (relation := _derivative_relation(site, results[i], site.result_shapes(i))) is not None
+        if (relation := derivative_relation(site, results[i], site.result_shapes(i))) is not None
     ]
     if len(cotangents) < len(of.results):
         return unknown_results(site, results, "backward")
@@ -202,12 +202,12 @@ def follow_vjp(
         # a known number has no gradient, and 0 has every relation
         if isinstance(relations[i], Known) or is_zero(rule_relation):
             continue
-        expected = _derivative_relation(site, operands[i], site.operand_shapes(i))
-        agree &= expected is not None and _agree(site, rule_relation, expected)
+        expected = derivative_relation(site, operands[i], site.operand_shapes(i))
+        agree &= expected is not None and implies(site, rule_relation, expected)
     return results if agree else unknown_results(site, results, "backward")
 
 
-def _derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) -> Relation | None:
+def derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) -> Relation | None:
     """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`.
 
     None if it is not known.
@@ -225,10 +225,10 @@ def _all_agree(
     site: EquationPair, rule_results: Sequence[Relation], results: Sequence[Relation]
 ) -> bool:
     """Return whether the results of a rule have the relations of the results of its function."""
-    return all(_agree(site, *pair) for pair in zip(rule_results, results, strict=True))
+    return all(implies(site, *pair) for pair in zip(rule_results, results, strict=True))
 
 
-def _agree(site: EquationPair, a: Relation, b: Relation) -> bool:
+def implies(site: EquationPair, a: Relation, b: Relation) -> bool:
     """Return whether relation `a` implies relation `b`, up to rounding of the ratios."""
     if isinstance(b, Known):
         return isinstance(a, Known) and a.equals(b)

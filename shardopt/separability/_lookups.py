@@ -78,6 +78,8 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     ]
     if resized_dims:
         return [site.unknown("position")]
+    if _fill_breaks_ratio(site, operand):
+        return [site.unknown("count")]
     if (
         isinstance(operand, Split)
         and uneven_dims == [operand.dim]
@@ -85,8 +87,6 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     ):
         return [_gather_known_rows(site, operand, indices, batch_dims)]
     index_relation = _resolve_indices(site, relations)
-    if _fill_breaks_ratio(site, operand):
-        return [site.unknown("count")]
     if len(uneven_dims) == 1 and uneven_dims[0] in numbers.operand_batching_dims:
         return [_gather_paired_dims(site, uneven_dims[0], operand, index_relation, batch_dims)]
     if uneven_dims:

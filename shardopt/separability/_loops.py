@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
@@ -34,6 +35,7 @@ from shardopt.separability._relations import (
     is_drawn,
     is_exactly_same,
 )
+from shardopt.separability._table import checked
 from shardopt.trace._jaxprs import open_jaxpr
 from shardopt.trace._parts import reached_from
 from shardopt.trace._primitives import library_name
@@ -243,7 +245,8 @@ def _scan_over_rows(
     for i, (relation, terms) in enumerate(zip(start, added_terms, strict=True)):
         is_sum = terms is not None and is_zero(relation) and not (terms & turn_dependent)
         one_shape = len(set(site.result_shapes(i))) == 1
-        results.append(Total(Fraction(1), site.op) if is_sum and one_shape else unknown)
+        total = checked(site, i, Total(Fraction(1), site.op))
+        results.append(total if is_sum and one_shape else unknown)
     for i, out in enumerate(body.outvars[num_carry:]):
         from_row = not isinstance(out, Literal) and out not in turn_dependent
         shapes = site.result_shapes(num_carry + i)
@@ -284,8 +287,10 @@ def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
         var = eqn.outvars[0]  # this conversion only drops the weak type, which changes no number
     positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
     name = eqn.primitive.name
+    wraps = name == "sub" and not jnp.issubdtype(var.aval.dtype, jnp.inexact)
     if (
         name not in ADDING
+        or wraps
         or eqn.outvars[0] is not out
         or len(positions) != 1
         or (positions[0] != 0 and name not in ("add", "add_any"))

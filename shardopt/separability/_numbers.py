@@ -186,6 +186,8 @@ def _compute(
         )
     if name in REDUCE:
         full_shape = eqn.invars[0].aval.shape  # pyright: ignore[reportAttributeAccessIssue]
+        if 0 in full_shape and name != "reduce_sum":
+            return None
         reduced = REDUCE[name](args[0], axis=tuple(params["axes"]))
         num_repeats = math.prod(
             full_shape[dim] for dim in params["axes"] if args[0].shape[dim] == 1

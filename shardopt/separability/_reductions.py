@@ -212,9 +212,13 @@ def triangular_solve(site: EquationPair, relations: Sequence[Relation]) -> list[
     matrix, right_side = relations
     ndim = len(site.operand_shapes()[0])
     mixes = any(dim >= ndim - 2 for dim in differing_dims(site.operand_shapes()))
-    if mixes or matrix != Same():
+    if not mixes and matrix == Same():
+        return [right_side]
+    if not isinstance(right_side, Same | Split):
         return batched(site, relations)
-    return [right_side]
+    (solution,) = batched(site, [matrix, scaled(right_side, 1 / right_side.ratio)])
+    is_solved = isinstance(solution, Same | Split)
+    return [scaled(solution, right_side.ratio) if is_solved else solution]
 
 
 def fft(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:

@@ -88,7 +88,7 @@ def apply_rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relati
     if (numbers := fold_constants(site, relations)) is not None:
         return [numbers]
     results = [
-        _checked(site, i, relation) for i, relation in enumerate(_results(site, rule, relations))
+        checked(site, i, relation) for i, relation in enumerate(_results(site, rule, relations))
     ]
     if rule.draws or not any(map(is_drawn, relations)):
         return results
@@ -134,16 +134,12 @@ WRAPPING = frozenset(
 """Primitives whose results may wrap although a sum of rows does not."""
 
 
-def _checked(site: EquationPair, i: int, relation: Relation) -> Relation:
-    """Return the relation of a result; `Unrelated` if its numbers may wrap, or are rounded coarsely,
-    or if a piece has none.
+def checked(site: EquationPair, i: int, relation: Relation) -> Relation:
+    """Return the relation of a result; `Unrelated` if its numbers may wrap, or are rounded coarsely.
 
     Integers wrap, and floats of 8 bits have few digits. So sums and ratios do not hold for them.
     Sums of integers of 32 or 64 bits are taken to fit, see docs/proof.md.
     """
-    shapes = site.result_shapes(i)
-    if any(shapes[1][dim] == 0 for dim in differing_dims(shapes)):
-        return site.unknown("count")
     is_scaled = isinstance(relation, Total | Shifted) or (
         isinstance(relation, Same | Split) and relation.ratio != 1
     )

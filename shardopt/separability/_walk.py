@@ -25,17 +25,20 @@ from shardopt.separability._relations import (
     EquationPair,
     Extreme,
     Known,
+    OperandSite,
     Relation,
     Same,
+    Shapes,
     Split,
     Total,
     Unrelated,
     differing_dims,
     is_drawn,
     is_exactly_same,
+    sizes_of_dim,
 )
 from shardopt.separability._single_rows import batched_product, omitted_broadcast
-from shardopt.separability._table import apply_rule
+from shardopt.separability._table import apply_rule, checked
 from shardopt.trace._jaxprs import (
     CHECKPOINTS,
     COLLECTIVES,
@@ -88,7 +91,10 @@ def relate_jaxprs(
     for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns, piece_var_of):
         site = EquationPair(*eqns, proof.num_pieces, proof.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
-        results = _relate_equation(proof, site, operands)
+        results = [
+            site.unknown("count") if _is_empty(site.result_shapes(i)) else result
+            for i, result in enumerate(_relate_equation(proof, site, operands))
+        ]
         relation_of.update(zip(eqns[0].outvars, results, strict=True))
         piece_var_of.update(zip(eqns[0].outvars, eqns[1].outvars, strict=True))
     return [read(*atoms) for atoms in zip(jaxprs[0].outvars, jaxprs[1].outvars, strict=True)]
@@ -142,6 +148,11 @@ def _same_kind(whole_eqn: JaxprEqn, piece_eqn: JaxprEqn) -> bool:
         return eqn.primitive, len(eqn.invars), len(eqn.outvars), types
 
     return kind(whole_eqn) == kind(piece_eqn)
+
+
+def _is_empty(shapes: Shapes) -> bool:
+    """Return whether a value has entries only in the whole trace, or only in the piece trace."""
+    return any(0 in sizes_of_dim(shapes, dim) for dim in differing_dims(shapes))
 
 
 def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
@@ -330,7 +341,8 @@ def _linear_solve(
 ) -> list[Relation]:
     """Follow `custom_linear_solve`: first its solver, then its other functions on the solution.
 
-    The derivative needs these other functions. Each must give the relation of the solution again.
+    The derivative needs these other functions. A product must give the relation of the solution
+    again. The transposed solver maps cotangents, and an iteration that stops early is not linear.
     """
     const_counts = site.params["const_lengths"]
     functions = {
@@ -345,12 +357,33 @@ def _linear_solve(
     solution = proof.relate(
         site, functions["solve"][0], functions["solve"][1], [*consts["solve"], *right_sides]
     )
-    for name, jaxprs in functions.items():
-        if name == "solve" or jaxprs[0] is None:
+    for name in ("matvec", "vecmat"):
+        jaxprs = functions[name]
+        if jaxprs[0] is None:
             continue
         results = proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *solution])
         if any(result != solved for result, solved in zip(results, solution, strict=False)):
             return unknown_results(site, results)
+    if not proof.training or functions["transpose_solve"][0] is None:
+        return solution
+    cotangents = [
+        derivatives.derivative_relation(site, solved, site.result_shapes(i))
+        or site.unknown("backward")
+        for i, solved in enumerate(solution)
+    ]
+    results = proof.relate(
+        site,
+        functions["transpose_solve"][0],
+        functions["transpose_solve"][1],
+        [*consts["transpose_solve"], *cotangents],
+    )
+    sides = zip(resolve_numbers(OperandSite(site, start), right_sides), right_sides, strict=True)
+    for i, (side, known_side) in enumerate(sides):
+        expected = derivatives.derivative_relation(site, side, site.operand_shapes(start + i))
+        if isinstance(known_side, Known):  # it has no gradient
+            continue
+        if expected is None or not derivatives.implies(site, results[i], expected):
+            return unknown_results(site, results, "backward")
     return solution
 
 
@@ -383,9 +416,10 @@ def _collective(
         ]
     if axes != proof.row_axes or not axes or grouped:
         return [site.unknown("primitive")] * site.num_results
-    return [_collective_over_pieces(site, relation, i) for i, relation in enumerate(relations)] or [
-        site.unknown("position")
-    ]
+    return [
+        checked(site, i, _collective_over_pieces(site, relation, i))
+        for i, relation in enumerate(relations)
+    ] or [site.unknown("position")]
 
 
 def _collective_over_pieces(site: EquationPair, relation: Relation, i: int) -> Relation:

@@ -236,10 +236,117 @@ METRICS = cases({name: with_metric(metric) for name, metric in {
     "the smallest of the largest": lambda p, b: so.losses.Min(jnp.max(b["x"], 0).min()),
 }.items()})  # fmt: skip
 
+# --- values that are empty in one trace, narrow carries, numbers out of bounds ----------------------
+
+
+def missing(p: Any, b: Any) -> jax.Array:
+    """Return an array that has no entries on the whole batch of 8 rows."""
+    return jnp.full((8 - rows_of(b),), p["scale"][0])
+
+
+def carried(dtype: Any, turn: Any) -> Any:
+    """Return the mean error, and a metric that a scan over rows carries in a narrow dtype."""
+
+    def loss(p: Any, b: Any) -> Any:
+        carry, _ = jax.lax.scan(
+            lambda c, x: (turn(c, (x * 50 + 7).astype(dtype)), None),
+            jnp.zeros((), dtype),
+            b["label"],
+        )
+        return jnp.mean(errors(p, b)), {"carry": so.losses.Sum(carry.astype(float))}
+
+    return loss
+
+
+def filled(value: float, scaled: Any) -> Any:
+    """Return a sum of entries of each row, where some columns are out of bounds."""
+    return lambda p, b: (
+        p["scale"][0]
+        * jnp.sum(
+            scaled(b["x"], rows_of(b))
+            .at[jnp.arange(rows_of(b)), b["label"] * 3]
+            .get(mode="fill", fill_value=value)
+        )
+    )
+
+
+EMPTY = cases({
+    "the largest of none": lambda p, b: jnp.mean(errors(p, b)) + jnp.max(missing(p, b), initial=-9.0),
+    "the smallest of none": lambda p, b: jnp.mean(errors(p, b)) - jnp.min(missing(p, b), initial=9.0),
+    "any of none": lambda p, b: jnp.mean(errors(p, b)) * (1.0 + jnp.any(missing(p, b) > -99)),
+    "the largest of no numbers": lambda p, b: jnp.mean(errors(p, b)) + jnp.max(
+        jnp.full((8 - rows_of(b),), 3.0), initial=0.0
+    ),
+    "a product of none on a piece": lambda p, b: jnp.mean(errors(p, b)) * jnp.where(
+        jnp.dot(jnp.ones(rows_of(b) // 8), jnp.ones(rows_of(b) // 8)) != 0, 1.0, 2.0
+    ),
+})  # fmt: skip
+
+NARROW_CARRIES = cases(
+    {
+        "int8": carried(jnp.int8, lambda c, x: c + x),
+        "uint8": carried(jnp.uint8, lambda c, x: x + c),
+        "int16": carried(jnp.int16, lambda c, x: c + x * 150),
+        "unsigned, minus": carried(jnp.uint32, lambda c, x: c - x),
+        "in a bin": carried(jnp.int8, lambda c, x: c.at[()].add(x)),
+    }
+)
+
+FILLS = cases(
+    {
+        "over the count": filled(7.0, lambda x, B: x / B),
+        "times the count": filled(-1.0, lambda x, B: x * B),
+        "integers": filled(3, lambda x, B: (x * 9).astype(int) * B),
+    }
+)
+
+
+# --- solvers whose transpose is not linear -----------------------------------------------------------
+
+
+def solved(solver: Any) -> Any:
+    """Return the mean of squares of rows times the solution of a system of the parameters."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        matrix = p["w"].T @ p["w"] + jnp.eye(3)
+        solution = solver(lambda x: matrix @ x, matrix, p["b"])
+        return jnp.mean((hidden(p, b) @ solution - b["x"][:, 0]) ** 2)
+
+    return loss
+
+
+def with_transpose(transpose: Any) -> Any:
+    return solved(
+        lambda product, matrix, side: jax.lax.custom_linear_solve(
+            product,
+            side,
+            lambda _, right: jnp.linalg.solve(matrix, right),
+            lambda _, cotangent: transpose(jnp.linalg.solve(matrix, cotangent)),
+        )
+    )
+
+
+def iterated(solver: Any, turns: int) -> Any:
+    return solved(lambda product, _, side: solver(product, side, maxiter=turns)[0])
+
+
+SOLVERS = cases({
+    "conjugate gradients, a turn": iterated(jax.scipy.sparse.linalg.cg, 1),
+    "conjugate gradients, two turns": iterated(jax.scipy.sparse.linalg.cg, 2),
+    "stabilised gradients, a turn": iterated(jax.scipy.sparse.linalg.bicgstab, 1),
+    "a clipped transpose": with_transpose(lambda x: jnp.clip(x, -0.01, 0.01)),
+    "a transpose of bounded length": with_transpose(lambda x: x / (1 + jnp.linalg.norm(x))),
+    "a transpose with a sine": with_transpose(jnp.sin),
+})  # fmt: skip
+
 DECEPTIONS = {
     "lengths of loops": LOOPS,
     "symbolic zeros": SYMBOLIC_ZEROS,
     "functions in primitives": SUB_PROGRAMS,
     "names of others": NAMES,
     "metrics": METRICS,
+    "empty values": EMPTY,
+    "narrow carries": NARROW_CARRIES,
+    "fills": FILLS,
+    "solvers": SOLVERS,
 }
