@@ -131,7 +131,7 @@ ENTRY %main (p: f32[16]) -> f32[8] {
 
 @pytest.mark.parametrize(
     ("written", "verdict"),
-    [(WRITTEN, "agrees"), (WRITTEN.replace("add", "subtract"), "wrong"), (None, "wrong")],
+    [(WRITTEN, "unknown"), (WRITTEN.replace("add", "subtract"), "wrong"), (None, "wrong")],
 )
 def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
     source = Source(COUNTED, outputs=("{replicated}",), lowered=written)

@@ -176,5 +176,5 @@ def test_two_cores_have_two_steps_of_heads_if_there_are_two_heads(heads, steps, 
     jax.eval_shape(
         lambda *qkv: splash_forward.attend(*qkv, None, None, MaskRule(True, None)), *shapes
     )
-    assert grids[0]["grid_spec"].grid == (1, steps, 2)
+    assert grids[0]["grid"] == (1, steps, 2)
     assert grids[0]["cost_estimate"].flops == 2 * 512**2 * 3 * heads[0] * 256
