@@ -212,7 +212,9 @@ def find_mixing(
             return Mixing(result.name, "it has another shape on a piece than on the whole batch.")
     relations: list[Relation] = [Same()] * num_params
     relations += [Same() if dim is None else Split(dim, cut.blocks) for dim in dims]
-    relations += [Same(drawn=True) for _ in jax.tree.leaves(loss_call.key)]
+    relations += [
+        Same(drawn=True, key=-1 - i) for i, _ in enumerate(jax.tree.leaves(loss_call.key))
+    ]
     try:
         mixing = _find_unproved(whole_jaxpr, piece_jaxpr, relations, results, cut, loss_call)
     except DifferentTracesError as error:

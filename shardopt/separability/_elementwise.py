@@ -268,9 +268,9 @@ def _keeps_order(site: EquationPair) -> bool:
     if site.name != "convert_element_type":
         return False
     target, source = site.params["new_dtype"], _operand_dtype(site, 0)
-    return jnp.issubdtype(target, jnp.inexact) or (
-        target.kind != "b" and np.can_cast(source, target)
-    )
+    if jnp.issubdtype(target, jnp.inexact):
+        return target.itemsize > 1  # a float of 8 bits may have no infinity, so it is NaN
+    return target.kind != "b" and np.can_cast(source, target)
 
 
 def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relation:

@@ -40,6 +40,8 @@ class ProofSettings:
       callers: the calls that the proof is inside of, the outermost first.
       rule_traces: traces of derivative rules, by the ids of the two equations and what is
         differentiated. The proof follows a loop several times, so it caches them.
+      keys: the numbers of random keys, by the operation that makes them.
+      key_uses: the draws from each random key, and whether they are draws for each row.
     """
 
     relate_jaxprs: "Callable[[ProofSettings, Any, Any, Sequence[Relation]], list[Relation]]"
@@ -50,6 +52,8 @@ class ProofSettings:
     training: bool = False
     callers: tuple[JaxprEqn, ...] = ()
     rule_traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    keys: dict[Hashable, int] = dataclasses.field(default_factory=dict)
+    key_uses: dict[int, dict[Hashable, bool]] = dataclasses.field(default_factory=dict)
 
     def relate(
         self, site: EquationPair, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]

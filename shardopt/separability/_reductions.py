@@ -93,14 +93,6 @@ def reduce_other(site: EquationPair, relations: Sequence[Relation]) -> list[Rela
     )
 
 
-def argmax(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Find the index of the largest or smallest entry, which a positive ratio does not change."""
-    relation = relations[0]
-    if isinstance(relation, Same | Split) and relation.ratio > 0:
-        relation = scaled(relation, 1 / relation.ratio)
-    return reduce_other(site, [relation])
-
-
 def rule_along(param: str, linear: bool = False) -> Rule:
     """Return the rule of a primitive that works along a dim, which must have one size in both
     traces.

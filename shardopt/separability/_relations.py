@@ -61,10 +61,12 @@ class Same:
     Attributes:
       ratio: W / P_i.
       drawn: whether the value follows from a random draw for all rows.
+      key: for a random key that is drawn, a number that only equal keys have.
     """
 
     ratio: Fraction = Fraction(1)
     drawn: bool = False
+    key: int | None = dataclasses.field(default=None, compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +255,10 @@ REASONS = {
     "drawn": (
         "it follows from one random number for all rows, and each device draws another one. Draw one"
         " for each row."
+    ),
+    "reused": (
+        "one random key gives numbers for each row, and is used once more. Split it with"
+        " jax.random.split before."
     ),
     "traces": "it does other things on the whole batch than on a piece of it.",
 }

@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.separability import _derivatives as derivatives
+from shardopt.separability import _draws as draws
 from shardopt.separability import _loops as loops
 from shardopt.separability._elementwise import (
     first_unknown,
@@ -187,7 +188,7 @@ def _is_readable(value: Any) -> bool:
 
 def _relate_equation(
     proof: ProofSettings, site: EquationPair, relations: list[Relation]
-) -> list[Relation]:
+) -> Sequence[Relation]:
     if site.name == "scan":
         return loops.scan(proof, site, relations)
     if site.name == "while":
@@ -202,7 +203,7 @@ def _relate_equation(
         return _custom(proof, site, relations)
     if site.name in CALLS:
         return _call(proof, site, relations)
-    return apply_rule(site, relations)
+    return draws.follow_keys(proof, site, relations, apply_rule(site, relations))
 
 
 def _function_param(site: EquationPair) -> str | None:

@@ -295,8 +295,8 @@ NARROW_CARRIES = cases(
 FILLS = cases(
     {
         "over the count": filled(7.0, lambda x, B: x / B),
-        "times the count": filled(-1.0, lambda x, B: x * B),
-        "integers": filled(3, lambda x, B: (x * 9).astype(int) * B),
+        "of a negative number": filled(-1.0, lambda x, B: x / B),
+        "over twice the count": filled(1e3, lambda x, B: x / (2 * B)),
     }
 )
 
@@ -339,6 +339,24 @@ SOLVERS = cases({
     "a transpose with a sine": with_transpose(jnp.sin),
 })  # fmt: skip
 
+
+def tied(pick: Any, start: float) -> Any:
+    """Return an error that is chosen by two neighbours, which a division makes equal."""
+    numbers = np.array([start, np.nextafter(start, 3)])
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        shares = (numbers + 0 * jax.lax.stop_gradient(p["scale"][0])) / rows_of(b)
+        return jnp.mean(errors(p, b)) + p["scale"][pick(shares)]
+
+    return loss
+
+
+TIES = cases({
+    "the largest": tied(jnp.argmax, 1.501),
+    "the largest of others": tied(jnp.argmax, 1.621),
+    "the largest of others again": tied(jnp.argmax, 1.821),
+}, rows=6, pieces=3)  # fmt: skip
+
 DECEPTIONS = {
     "lengths of loops": LOOPS,
     "symbolic zeros": SYMBOLIC_ZEROS,
@@ -349,4 +367,5 @@ DECEPTIONS = {
     "narrow carries": NARROW_CARRIES,
     "fills": FILLS,
     "solvers": SOLVERS,
+    "ties": TIES,
 }

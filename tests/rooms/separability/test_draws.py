@@ -71,6 +71,26 @@ SHARED = {
         )[1]
     ),
 }  # fmt: skip
+REUSED = {
+    "a number of the row keys' first": lambda p, b, rng: jnp.mean(
+        jax.vmap(of_row, (None, 0))(rng, jnp.arange(rows(b))) * of_row(rng, 0)
+    ),
+    "two draws from one key": lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(rng)),
+    "rows and features": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b), 3))[:, 1] * uniform(rng, (3,))[1]
+    ),
+    "rows of two shapes": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b),)) * uniform(rng, (rows(b), 3))[:, 0]
+    ),
+    "keys of two splits": lambda p, b, rng: jnp.mean(
+        jax.vmap(uniform)(jax.random.split(rng, rows(b))) * uniform(jax.random.split(rng)[0])
+    ),
+    "inside a call": lambda p, b, rng: jnp.mean(
+        jax.jit(lambda k: uniform(k, (rows(b),)))(jax.random.fold_in(rng, 3))
+        * jax.checkpoint(lambda k: uniform(jax.random.fold_in(k, 3)))(rng)
+    ),
+}
+"""Losses that use one key twice. The mean over keys differs, although each term is right alone."""
 OWN = {
     "a rate for each row": masked(lambda r, m, b: uniform(m, (rows(b),)) < uniform(r, (rows(b),))),
     "a key for each row": masked(
@@ -80,6 +100,15 @@ OWN = {
         lambda r, m, b: jax.vmap(of_row, (None, 0))(r, jnp.arange(rows(b)))
     ),
     "a scale of the errors": lambda p, b, rng: jnp.mean(errors(p, b) * uniform(rng)),
+    "keys of one key": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.split(rng)[0], (rows(b),)) * uniform(jax.random.split(rng)[1], (rows(b), 3))[:, 0]
+    ),
+    "a key of each number": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.fold_in(rng, 0), (rows(b),)) * uniform(jax.random.fold_in(rng, 1))
+    ),
+    "a key of each layer": lambda p, b, rng: jax.lax.scan(
+        lambda x, k: (x * jax.random.bernoulli(k, 0.9, x.shape), None), errors(p, b), jax.random.split(rng, 3)
+    )[0].mean(),
     "features that all rows drop": lambda p, b, rng: so.losses.Weighted(
         jnp.sum(errors(p, {"x": b["x"] * jax.random.bernoulli(rng, 0.5, (3,))})), rows(b)
     ),
@@ -87,6 +116,7 @@ OWN = {
 }  # fmt: skip
 
 
+SHARED |= REUSED
 UNBIASED = {"a chosen branch", "a number of turns", "the sum of a row and a draw"}
 """Shared draws that change the loss too little to be seen in its mean over keys."""
 
