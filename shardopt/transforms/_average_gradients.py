@@ -3,11 +3,12 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from shardopt.core._axis import AxisName, axis_names, axis_size
 from shardopt.core._device_state import DeviceNumber, differs_by_device
-from shardopt.core._errors import calling
+from shardopt.core._errors import calling, error_text
 from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers import Reducer, exact
@@ -38,7 +39,8 @@ def average_gradients(
     """Replace each device's gradients by their mean over an axis.
 
     g = mean_d g_d, computed by the reducer. Later transformations in the chain see the same
-    gradients on all devices.
+    gradients on all devices. Earlier ones see the gradients of one device: put a clip after it. No
+    type shows that a gradient was clipped before, so this is not checked.
 
     Args:
       axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
@@ -47,12 +49,13 @@ def average_gradients(
     Returns:
       An optax transformation. Its `update` takes `weight=`, the weight of this device: the number
       of valid rows, if its loss is a mean over valid rows. The mean is then weighted.
+      A device with weight 0 does not count, not even with NaN.
 
     Raises:
       TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a
         gradient is not floating.
-      ValueError: in `update`, if the axis is not bound, or the types show that the gradients are
-        summed already.
+      ValueError: in `update`, if the axis is not bound, the weight is no scalar, or the types show
+        that the gradients are summed already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -92,8 +95,15 @@ def average_gradients(
         num_devices = axis_size(axis_name)
         check_leaves(updates)
         if weight is not None:
-            factor = num_devices * weight / jax.lax.psum(weight, axis_name)
-            updates = jax.tree.map(lambda g: (g * factor).astype(g.dtype), updates)
+            if jnp.size(weight) != 1:
+                problem = f"weight is one number of this device, got shape {jnp.shape(weight)}."
+                raise ValueError(error_text(problem, fix="pass a scalar, such as mask.sum()."))
+            own_weight = jnp.reshape(weight, ())
+            factor = num_devices * own_weight / jax.lax.psum(own_weight, axis_name)
+            # without valid rows a mean is NaN, and counts nothing
+            updates = jax.tree.map(
+                lambda g: jnp.where(own_weight == 0, 0, g * factor).astype(g.dtype), updates
+            )
         check_form(state.reducer, jax.eval_shape(gradient_reducer.init, abstract(updates)))
         mean, reducer_state = gradient_reducer.reduce(updates, state.reducer, axis_name)
         if state.device is None:

@@ -10,10 +10,16 @@ import optax
 
 from shardopt.core._arguments import check_count, check_params, check_transformation
 from shardopt.core._axis import AxisName, axis_names, axis_size
-from shardopt.core._errors import calling
-from shardopt.core._types import PyTree, leaves_with_paths, wide_dtype
+from shardopt.core._device_state import DeviceNumber
+from shardopt.core._errors import calling, error_text
+from shardopt.core._types import PyTree, abstract, leaves_with_paths, wide_dtype
 from shardopt.reducers import PerDevice, exact
 from shardopt.reducers._axis import agreeing_cond, check_not_summed
+from shardopt.transforms._state_form import (
+    check_form,
+    number_of_device,
+    own_nan_for_state_of_another_device,
+)
 
 
 class LocalUpdatesState(NamedTuple):
@@ -22,6 +28,7 @@ class LocalUpdatesState(NamedTuple):
     Attributes:
       since_sync: int32, the number of updates since parameters were averaged.
       inner: the state of the wrapped transformation. It differs between devices.
+      device: the number of the device that it belongs to.
       shared_params: the parameters after the last synchronization, the same on all devices; None
         without an outer optimizer.
       outer: the state of the outer optimizer; None without one.
@@ -29,6 +36,7 @@ class LocalUpdatesState(NamedTuple):
 
     since_sync: jax.Array
     inner: PerDevice
+    device: DeviceNumber
     shared_params: PyTree = None
     outer: PyTree = None
 
@@ -60,7 +68,7 @@ def local_updates(
     Raises:
       TypeError: if an argument is of the wrong kind.
       ValueError: if `sync_every` is below 1; in `update`, if the axis is not bound, parameters are
-        missing, or the types show that the gradients are means already.
+        missing, there is a `weight`, or the types show that the gradients are means already.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -73,13 +81,14 @@ def local_updates(
       >>> print(halfway, end)
       [-1. -3.] [-4. -4.]
 
-    **Equivalence**: equal to Local SGD, and to DiLoCo with an outer optimizer. After a synchronised update, parameters are equal on all
-    devices, up to the rounding of p + (mean - p), which the next synchronised update removes. With
-    `sync_every` 1 and SGD it equals averaging the gradients.
+    **Equivalence**: equal to Local SGD, and to DiLoCo with an outer optimizer. After a synchronised
+    update, parameters are equal on all devices, up to the rounding of p + (mean - p), which the
+    next synchronised update removes. With `sync_every` 1 and SGD it equals averaging the gradients.
 
     **Placement**: parameters and the state of `inner` differ between devices, so both are [N, ...]
     outside `shard_map`. `so.transforms.on_mesh` converts the state. Theta and the state of `outer`
-    are the same on all devices.
+    are the same on all devices. A device that gets the state of another one, after an unreplicate
+    and a replicate, returns NaN.
 
     **Communication**: an all-reduce of the parameters every `sync_every` steps. It is in a branch
     that other steps do not take. Under a `jax.vmap` over the state, both branches are computed.
@@ -94,7 +103,9 @@ def local_updates(
     outer_tx = None if outer is None else check_transformation("outer", outer)
 
     def init(params):
-        state = LocalUpdatesState(jnp.zeros((), jnp.int32), PerDevice(tx.init(params)))
+        state = LocalUpdatesState(
+            jnp.zeros((), jnp.int32), PerDevice(tx.init(params)), number_of_device(axis_name)
+        )
         if outer_tx is None:
             return state
         # A copy: a step that donates the parameters and the state must not get one buffer twice.
@@ -104,10 +115,16 @@ def local_updates(
     @calling("local_updates")
     def update(updates, state, params=None, **extra_args: PyTree):
         axis_size(axis_name)
+        if "weight" in extra_args:
+            problem = "it takes no weight: the mean of parameters counts all devices alike."
+            fix = "use as many valid rows on each device, or so.transforms.average_gradients."
+            raise ValueError(error_text(problem, fix=fix))
         leaves = leaves_with_paths(updates)
         check_not_summed(axis_name, [path for path, _ in leaves], [leaf for _, leaf in leaves])
         old_params = check_params(params)
+        check_form(state, jax.eval_shape(init, abstract(params)))
         inner_updates, inner_state = tx.update(updates, state.inner.value, params, **extra_args)
+        inner_updates = own_nan_for_state_of_another_device(state.device, axis_name, inner_updates)
         # In a wide dtype, p + (mean - p) equals the mean for half-precision parameters.
         inner_updates = jax.tree.map(
             lambda u, p: u.astype(wide_dtype(p.dtype)), inner_updates, old_params
@@ -137,7 +154,11 @@ def local_updates(
             results = agreeing_cond(is_last, synchronise, lambda *unchanged: unchanged, *results)
         synchronised_updates, shared_params, outer_state = results
         return synchronised_updates, LocalUpdatesState(
-            (state.since_sync + 1) % sync_every, PerDevice(inner_state), shared_params, outer_state
+            (state.since_sync + 1) % sync_every,
+            PerDevice(inner_state),
+            number_of_device(axis_name),
+            shared_params,
+            outer_state,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

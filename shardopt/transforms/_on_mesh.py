@@ -22,6 +22,7 @@ from shardopt.core._device_state import (
 )
 from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text
+from shardopt.transforms._state_form import check_alike
 
 
 @calling("on_mesh")
@@ -124,10 +125,12 @@ class OnMesh:
           state: the state, as `init` returns it or as `shard_map` hands it in.
           params: the parameters, the same on all devices; with `own_params` those of all devices
             [N, ...], or as `shard_map` hands them in.
-          **extra: further arguments of the transformation, the same on all devices.
+          **extra: further arguments of the transformation, the same on all devices. `weight` has
+            the weight of each device, [N], under `jit`, and is a scalar inside of `shard_map`.
 
         Raises:
-          ValueError: under `jit`, if gradients do not have a first dim of N.
+          ValueError: under `jit`, if gradients or weights do not have a first dim of N, or the
+            updates differ between devices that have the same parameters.
         """
         if is_bound(self.axis_name):
             return self._update_device(updates, state, params, **extra)
@@ -135,20 +138,53 @@ class OnMesh:
             return self._update_unreduced(updates, state, params, **extra)
         self._check_stacked(updates)
 
-        def run(grads: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
-            return self._update_device(device_part(grads), state, params, **extra)
+        weights = self._weights(extra)
+
+        def run(
+            grads: PyTree, state: PyTree, params: PyTree, weights: PyTree, extra: dict[str, Any]
+        ):
+            extra = extra | device_part(weights)
+            updates, state = self._update_device(device_part(grads), state, params, **extra)
+            if not self.own_params:
+                problem = f"updates differ along {self.axis_name!r}: no link of the chain averages."
+                fix = (
+                    "put so.transforms.average_gradients in the chain; or, for local_updates, pass"
+                    " own_params=True."
+                )
+                with calling("on_mesh"):
+                    check_alike(updates, self.axis_name, problem, fix)
+            return updates, state
 
         specs, stacked = self.specs(state), PartitionSpec(self.axis_name)
         of_params = stacked if self.own_params else PartitionSpec()
-        in_specs = stacked, specs, of_params, PartitionSpec()
+        in_specs = stacked, specs, of_params, stacked, PartitionSpec()
         run = manual(run, self.mesh, self.axis_name, in_specs, (of_params, specs))
-        return run(updates, state, params, extra)
+        return run(updates, state, params, weights, extra)
+
+    def _weights(self, extra: dict[str, Any]) -> dict[str, jax.Array]:
+        """Take the weights of all devices, if there are any, out of the further arguments."""
+        weight = extra.pop("weight", None)
+        if weight is None:
+            return {}
+        size = self.mesh.shape[self.axis_name]
+        if jnp.shape(weight) != (size,):
+            problem = f"under jit weight has shape [{size}], got {jnp.shape(weight)}."
+            fix = "pass the weight of each device, such as mask.reshape(size, -1).sum(1)."
+            with calling("on_mesh"):
+                raise ValueError(error_text(problem, fix=fix))
+        return {"weight": weight}
 
     def _update_unreduced(
         self, updates: PyTree, state: PyTree, params: PyTree, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         """Return the updates for gradients whose type says that they are not summed yet."""
         size = self.mesh.shape[self.axis_name]
+        if extra.get("weight") is not None:
+            problem = (
+                "unreduced gradients belong to the loss of the whole batch, and take no weight."
+            )
+            with calling("on_mesh"):
+                raise ValueError(error_text(problem, fix="leave it out."))
 
         def run(parts: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
             # the mean of these is the sum of the parts

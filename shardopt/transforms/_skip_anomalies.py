@@ -78,7 +78,8 @@ def skip_anomalies(
     Raises:
       TypeError: if an argument is of the wrong kind. In `update`, if `loss_z` is set and there is
         no `value`.
-      ValueError: if an argument is out of range.
+      ValueError: if an argument is out of range. In `update`, if `inner` returns a state of another
+        structure.
 
     Example:
       >>> import jax.numpy as jnp, optax, shardopt as so
@@ -163,6 +164,7 @@ def skip_anomalies(
         inner_updates = jax.tree.map(
             lambda u: jnp.where(skipped, jnp.full_like(u, -0.0), u), inner_updates
         )
+        _check_structure(state.inner, inner_state)
         inner_state = jax.tree.map(
             lambda old, new: jnp.where(skipped, old, new), state.inner, inner_state
         )
@@ -185,6 +187,17 @@ def skip_anomalies(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_structure(old: PyTree, new: PyTree) -> None:
+    if jax.tree.structure(old) == jax.tree.structure(new):
+        return
+    problem = (
+        "the update of inner returns a state of another structure. That of zero is cut only where"
+        " its axis is bound."
+    )
+    fix = "make the state where the axis is bound, jax.pmap(tx.init, axis_name=...)(params)."
+    raise ValueError(error_text(problem, fix=fix))
 
 
 def unless_skipped(old_opt_state: PyTree, opt_state: PyTree, old: PyTree, new: PyTree) -> PyTree:

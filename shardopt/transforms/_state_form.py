@@ -12,6 +12,7 @@ from shardopt.core._axis import AxisName, axis_names, is_bound
 from shardopt.core._device_state import DeviceNumber
 from shardopt.core._errors import error_text
 from shardopt.core._types import PyTree, leaves_with_paths
+from shardopt.reducers._axis import varying
 
 FIX_STACKED = (
     "between steps it is stacked [N, ...]: wrap the chain in so.transforms.on_mesh, whose"
@@ -34,9 +35,33 @@ def nan_for_state_of_another_device(
 
     A program cannot raise an error by what it computes. NaN is seen at the next loss.
     """
-    is_own = (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
-    all_own = jax.lax.pmin(is_own.astype(jnp.int32), axis_name) == 1
-    return jax.tree.map(lambda u: jnp.where(all_own, u, jnp.nan).astype(u.dtype), updates)
+    all_own = jax.lax.pmin(_is_own(number, axis_name).astype(jnp.int32), axis_name) == 1
+    return _or_nan(all_own, updates)
+
+
+def own_nan_for_state_of_another_device(
+    number: DeviceNumber, axis_name: AxisName, updates: PyTree
+) -> PyTree:
+    """Return the updates, or NaN on this device alone if it has the state of another one.
+
+    Nothing is sent.
+    """
+    return _or_nan(_is_own(number, axis_name), updates)
+
+
+def _is_own(number: DeviceNumber, axis_name: AxisName) -> jax.Array:
+    return (number.value < 0) | (number.value == jax.lax.axis_index(axis_name))
+
+
+def _or_nan(is_right: jax.Array, updates: PyTree) -> PyTree:
+    return jax.tree.map(lambda u: jnp.where(is_right, u, jnp.nan).astype(u.dtype), updates)
+
+
+def check_alike(tree: PyTree, axis_name: str, problem: str, fix: str) -> None:
+    """Raise an error with this text if types show that leaves differ along an axis."""
+    local = [path for path, leaf in leaves_with_paths(tree) if axis_name in varying(leaf)]
+    if local:
+        raise ValueError(error_text(problem, local, fix))
 
 
 def check_form(state: PyTree, expected: PyTree) -> None:

@@ -10,11 +10,12 @@ import optax
 
 from shardopt.core._axis import axis_size
 from shardopt.core._device_state import DeviceNumber, PerDevice
-from shardopt.core._errors import error_text, plural
-from shardopt.core._types import PyTree, abstract, leaves_with_paths
-from shardopt.reducers._axis import tracks_varying, varying
+from shardopt.core._errors import error_text
+from shardopt.core._types import PyTree, abstract
+from shardopt.reducers._axis import varying
 from shardopt.transforms._state_form import (
     FIX_STACKED,
+    check_alike,
     nan_for_state_of_another_device,
     number_of_device,
 )
@@ -60,18 +61,9 @@ class ByShards:
 
     def check_averaged(self, updates: PyTree) -> None:
         """Refuse gradients that differ between devices, where types show it."""
-        if not tracks_varying(self.axis_name):
-            return
-        local = [
-            path for path, leaf in leaves_with_paths(updates) if self.axis_name in varying(leaf)
-        ]
-        if local:
-            problem = (
-                f"{plural(len(local), 'gradient leaf')} {'differs' if len(local) == 1 else 'differ'}"
-                f" along {self.axis_name!r}: they are no mean yet."
-            )
-            fix = "put so.transforms.average_gradients, or jax.lax.pmean, before it."
-            raise ValueError(error_text(problem, local, fix))
+        problem = f"gradients differ along {self.axis_name!r}: they are no mean yet."
+        fix = "put so.transforms.average_gradients, or jax.lax.pmean, before it."
+        check_alike(updates, self.axis_name, problem, fix)
 
     def is_cut(self, leaf: Any) -> bool:
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # random keys

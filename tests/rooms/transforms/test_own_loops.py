@@ -127,6 +127,11 @@ PER_DEVICE = {
     "sign": lambda: T.average_gradients("data", R.error_feedback(R.sign())),
     "top_k": lambda: T.average_gradients("data", R.error_feedback(R.top_k(density=0.5))),
     "power_sgd": lambda: T.average_gradients("data", R.error_feedback(R.power_sgd(rank=1))),
+    "local_updates": lambda: T.local_updates(optax.sgd(0.1, momentum=0.9), "data", 2),
+    "diloco": lambda: T.local_updates(optax.adam(0.1), "data", 3, optax.sgd(0.7)),
+    "local_updates with skips": lambda: T.skip_anomalies(
+        T.local_updates(optax.adam(0.1), "data", 2), loss_z=None
+    ),
     "zero": lambda: optax.chain(MEAN, T.zero(optax.adam(0.1), "data")),
     "zero of a chain": lambda: T.skip_anomalies(
         optax.chain(MEAN, T.zero(optax.chain(optax.clip(1.0), optax.lamb(0.1)), "data")),
@@ -157,10 +162,14 @@ def test_a_state_that_was_unreplicated_and_replicated_gives_nan_at_the_next_step
     assert np.isfinite(own_updates["w"]).all()
     of_device_0 = jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), jax.device_get(state))
     updates, _ = update(grads, of_device_0, params)
-    assert np.isnan(updates["w"]).all()
+    assert np.isnan(updates["w"][1:]).all()
+    if "local" not in name and name != "diloco":  # they agree by an all-reduce of one number
+        assert np.isnan(updates["w"][0]).all()
 
 
-@pytest.mark.parametrize("name", ["error_feedback", "sign", "top_k", "power_sgd"])
+@pytest.mark.parametrize(
+    "name", ["error_feedback", "sign", "top_k", "power_sgd", "local_updates", "diloco"]
+)
 def test_a_state_made_outside_of_the_axis_and_replicated_takes_its_first_step(name):
     tx, grads = PER_DEVICE[name](), gradients_of_devices()
     params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
@@ -172,6 +181,16 @@ def test_a_state_made_outside_of_the_axis_and_replicated_takes_its_first_step(na
     )
     updates, _ = update(grads, *replicated)
     assert np.isfinite(updates["w"]).all()
+
+
+@pytest.mark.parametrize("name", [name for name in PER_DEVICE if "zero" in name])
+def test_skipping_around_a_state_that_zero_cuts_later_is_refused_with_a_remedy(name):
+    tx, grads = T.skip_anomalies(PER_DEVICE[name](), loss_z=None), gradients_of_devices()
+    params = jax.tree.map(lambda x: np.zeros_like(x[0]), grads)
+    replicated = jax.tree.map(lambda x: np.stack([x] * SIZE), (tx.init(params), params))
+    update = jax.pmap(tx.update, axis_name="data", devices=jax.devices()[:SIZE])
+    with pytest.raises(ValueError, match=r"skip_anomalies: .* another structure.*\nFix: make"):
+        update(grads, *replicated)
 
 
 @pytest.mark.parametrize("name", PER_DEVICE)
@@ -493,6 +512,70 @@ def test_a_mean_over_valid_rows_is_exact_with_the_weight_of_each_device(way, way
         *[jax.grad(masked_loss)(params, jax.tree.map(lambda x, d=d: x[d], rows)) for d in range(4)],
     )
     assert np.abs(plain - expected).max() > 1e-2  # the mean of means is another
+
+
+@pytest.mark.parametrize("kind", ["alone", "zero", "skipped", "clipped"])
+def test_weights_of_all_devices_under_jit_make_a_mean_over_valid_rows_exact(kind, mesh_of, x64):
+    mesh, params, batch = mesh_of(data=8), np.ones((4, 3)), masked_batch()
+    chain = {
+        "alone": MEAN,
+        "zero": optax.chain(MEAN, T.zero(optax.identity(), "data")),
+        "skipped": optax.chain(MEAN, T.skip_anomalies(optax.identity(), loss_z=None)),
+        "clipped": optax.chain(MEAN, optax.clip_by_global_norm(1e3)),
+    }[kind]
+    tx = T.on_mesh(chain, mesh, "data")
+    grads_of = T.per_device_grads(jax.value_and_grad(masked_loss), mesh, "data")
+    weights = jnp.asarray(batch["mask"]).reshape(8, 2).sum(1)
+    _, grads = jax.jit(grads_of)(params, batch)
+    mean, _ = jax.jit(tx.update)(grads, tx.init(params), params, weight=weights)
+    np.testing.assert_allclose(mean, jax.grad(masked_loss)(params, batch), rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (4,), (8, 1)], ids=str)
+def test_a_weight_under_jit_that_is_not_that_of_each_device_is_refused(shape, mesh_of):
+    tx = T.on_mesh(MEAN, mesh_of(data=8), "data")
+    params = jnp.ones(4)
+    with pytest.raises(ValueError, match=r"on_mesh: under jit weight has shape \[8\], got .*\nFix"):
+        tx.update(jnp.ones((8, 4)), tx.init(params), params, weight=jnp.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [(3,), (4,), (2, 2)], ids=str)
+def test_the_weight_of_a_device_is_one_number(shape, ways):
+    def run(grads):
+        return MEAN.update(grads, MEAN.init(grads), weight=jnp.ones(shape))[0]
+
+    with pytest.raises(ValueError, match=r"average_gradients: weight is one number .*\nFix"):
+        ways["vmap"](run, 4)(np.ones((4, 4)))
+
+
+@pytest.mark.parametrize("outer", [None, optax.sgd(0.7)])
+@pytest.mark.parametrize("way", ["pmap", "checked shard_map"])
+def test_local_updates_refuse_a_weight(way, outer, ways):
+    tx = T.local_updates(optax.sgd(0.1), "data", 1, outer)
+
+    def run(grads):
+        return tx.update(grads, tx.init(grads), grads, weight=grads.sum())[0]
+
+    with pytest.raises(ValueError, match=r"local_updates: it takes no weight.*\nFix"):
+        ways[way](run, 4)(np.ones((4, 4), np.float32))
+
+
+UNAVERAGED = {
+    "sgd": lambda: optax.sgd(0.1),
+    "adam": lambda: optax.adam(0.1),
+    "clip": lambda: optax.clip(1.0),
+    "local_updates": lambda: T.local_updates(optax.sgd(0.1), "data", 2),
+}
+
+
+@pytest.mark.parametrize("name", UNAVERAGED)
+def test_a_chain_on_a_mesh_whose_updates_differ_is_refused_with_both_remedies(name, mesh_of):
+    tx = T.on_mesh(UNAVERAGED[name](), mesh_of(data=8), "data")
+    params = {"w": jnp.ones(4)}
+    state = tx.init(params)
+    remedies = r"on_mesh: updates differ .*\n  w\nFix: .*average_gradients.*own_params=True"
+    with pytest.raises(ValueError, match=remedies):
+        jax.jit(tx.update)({"w": jnp.ones((8, 4))}, state, params)
 
 
 @pytest.mark.parametrize("name", ["exact", "int8", "sign"])
