@@ -8,12 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import primitives
 
 from support.relation_meaning import Operand, RuleCase, draw_operands, draw_relation, draw_shapes
 
 FLOATS = ("float64", "float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 REALS = FLOATS + INTEGERS
+UNARY = """acos acosh asin asinh atan atanh bessel_i0e bessel_i1e ceil cos cosh digamma erf erf_inv erfc exp2
+    expm1 lgamma log1p logistic round sinh tan""".split()  # noqa: SIM905
+"""Functions of a float that have one rule: nothing is known of them but that they go entry by entry."""
 
 
 def entry_by_entry(
@@ -67,4 +72,16 @@ CASES = {
     **_rows({"clamp": lax.clamp}, 3, REALS),
     "convert_element_type": [converted],
     "select_n": [selected],
+    **_rows({name: getattr(lax, name) for name in UNARY}, 1, FLOATS),
+    **_rows({name: getattr(lax, name) for name in ("clz", "population_count")}, 1, INTEGERS),
+    **_rows({"not": lax.bitwise_not}, 1, (*INTEGERS, "bool")),
+    **_rows({name: getattr(lax, name) for name in ("shift_left", "shift_right_arithmetic", "shift_right_logical")}, 2, INTEGERS),
+    **_rows({name: getattr(lax, name) for name in ("igamma", "igammac", "polygamma", "zeta")}, 2, ("float64", "float32")),
+    **_rows({"igamma_grad_a": lax.igamma_grad_a}, 2, ("float64", "float32")),
+    **_rows({"regularized_incomplete_beta": lax.betainc}, 3, ("float64", "float32")),
+    **_rows({"add_any": primitives.add_jaxvals_p.bind}, 2, REALS),
+    **_rows({"name": lambda x: checkpoint_name(x, "x"), "optimization_barrier": lax.optimization_barrier}, 1, REALS),
+    **_rows({"bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")}, 1, FLOATS),
 }  # fmt: skip
+if hasattr(lax, "log2_p"):  # jax 0.12
+    CASES |= _rows({"log2": lax.log2, "one_minus_square": lax.one_minus_square}, 1, FLOATS)
