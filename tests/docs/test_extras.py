@@ -3,6 +3,7 @@
 The packages are hidden, not removed.
 """
 
+import importlib.metadata
 import subprocess
 import sys
 
@@ -57,6 +58,10 @@ def without_extras():
         "PATH": "",
         "PYTHONPATH": ":".join(filter(None, sys.path)),
     }
+    if importlib.metadata.version("jaxlib").startswith(
+        "0.10."
+    ):  # or programs are not stored, with a warning
+        environment["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", HIDDEN + TRAINS],
         capture_output=True,
