@@ -1,6 +1,7 @@
 """Restore into another optax chain: read the stored leaves that fit, start the other ones."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import jax
@@ -79,8 +80,8 @@ def without_params(
         for path, leaf in meta.leaves.items()
         if path[0] != OPT_STATE and not _is_replaced(path, leaves, new_params)
     }
-    kept = [None if path in (new_params or ()) else leaf for path, leaf in leaves.items()]
-    return stored, jax.tree.structure(wanted).unflatten(kept)
+    equal_leaves = [None if path in (new_params or ()) else leaf for path, leaf in leaves.items()]
+    return stored, jax.tree.structure(wanted).unflatten(equal_leaves)
 
 
 def _is_replaced(
@@ -224,28 +225,28 @@ def _tell_match(
     """Print what was matched, started and dropped."""
     wanted = {path: describe(leaf) for path, leaf in leaves_by_path(wanted_state).items()}
     lines = []
-    moved: dict[tuple[LeafPath, LeafPath], int] = {}
-    for path, origin in match.sources.items():
-        if path[0] == OPT_STATE:
-            pair = without_common_end(path, origin)
-            moved[pair] = moved.get(pair, 0) + 1
+    moved = Counter(
+        without_common_end(path, origin)
+        for path, origin in match.sources.items()
+        if path[0] == OPT_STATE
+    )
     for (path, origin), count in moved.items():
         text = f"{show(path)} from {show(origin)}" if path != origin else "under the same paths"
         lines.append(f"{plural(count, 'leaf')} matched: {text}")
-    cast = {
-        path: wanted[path]
+    cast = [
+        path
         for path, origin in match.sources.items()
         if wanted[path].dtype != meta.leaves[origin].dtype
-    }
-    others = {path: leaf for path, leaf in wanted.items() if path not in cast}
-    lines += listing(cast, others, "cast", MAX_LISTED)
-    of_params = {path: leaf for path, leaf in wanted.items() if path in new_params}
-    others = {path: leaf for path, leaf in wanted.items() if path not in of_params}
-    lines += listing(of_params, others, "taken from params", MAX_LISTED)
-    started = {path: wanted[path] for path in match.started}
-    dropped = {path: meta.leaves[path] for path in match.dropped}
-    others = {path: leaf for path, leaf in wanted.items() if path not in started}
-    lines += listing(started, others, "started", MAX_LISTED)
-    others = {path: leaf for path, leaf in meta.leaves.items() if path not in dropped}
-    lines += listing(dropped, others, "dropped", MAX_LISTED)
+    ]
+    lines += _listed(wanted, cast, "cast")
+    lines += _listed(wanted, [path for path in wanted if path in new_params], "taken from params")
+    lines += _listed(wanted, match.started, "started")
+    lines += _listed(meta.leaves, match.dropped, "dropped")
     tell("\n  ".join([f"{source} has the state of another chain than opt.", *lines]))
+
+
+def _listed(leaves: StoredLeaves, paths: Iterable[LeafPath], verdict: str) -> list[str]:
+    """Return lines with the verdict on some leaves of a state."""
+    listed_leaves = {path: leaves[path] for path in paths}
+    other_leaves = {path: leaf for path, leaf in leaves.items() if path not in listed_leaves}
+    return listing(listed_leaves, other_leaves, verdict, MAX_LISTED)

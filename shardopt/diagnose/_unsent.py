@@ -66,12 +66,12 @@ def _assembled(plan: CompressionPlan, leaf: LeafPlan, pieces: np.ndarray) -> np.
     """Return a whole leaf from its pieces [sizes of the axes without a mean..., local shape...]."""
     sharding = NamedSharding(plan.mesh, leaf.spec(sharded=False))
     indices = sharding.devices_indices_map(tuple(leaf.shape))
-    whole = np.zeros(leaf.shape, pieces.dtype)
+    assembled = np.zeros(leaf.shape, pieces.dtype)
     for place in np.ndindex(*(plan.mesh.shape[axis] for axis in plan.others)):
         position = dict(zip(plan.others, place, strict=True))
         device = plan.mesh.devices[tuple(position.get(axis, 0) for axis in plan.mesh.axis_names)]
-        whole[indices[device]] = pieces[place]
-    return whole
+        assembled[indices[device]] = pieces[place]
+    return assembled
 
 
 def compare_messages(

@@ -22,6 +22,7 @@ from shardopt.diagnose._difference import (
 )
 from shardopt.diagnose._one_device import Evaluation, OneDevice
 from shardopt.diagnose._pieces import values_on_host
+from shardopt.diagnose._unsent import compare_messages, exact_gradients, unsent, with_memory
 from shardopt.losses._batch_dims import map_rows, num_rows, row_counts
 from shardopt.step._build import build
 from shardopt.step._optimizer import Metrics, ShardedOptimizer
@@ -40,8 +41,6 @@ def with_gradients(opt: ShardedOptimizer) -> ShardedOptimizer:
     config = opt.config
     fields: dict[str, Any] = {"loss_fn": without_key(config.loss.loss_fn)}
     if config.wire.reducer is not None:
-        from shardopt.diagnose._unsent import with_memory
-
         fields["reducer"] = with_memory(config.wire.reducer)
     return build(
         config.replace(**fields), compile_step=functools.partial(compile_step, report=_report)
@@ -131,8 +130,6 @@ class Comparison:
         reducer = self.opt.config.wire.reducer
         if reducer is None:
             return []
-        from shardopt.diagnose._unsent import compare_messages
-
         _, gradients = self.one_device.differentiate(params, values_of(batch))
         paths = [plan.path for plan in self.layout.trained]
         return compare_messages(reducer, paths, gradients, self.allowed(np.float32))
@@ -182,8 +179,6 @@ class Comparison:
     def _unsent(self, state: TrainState) -> list[np.ndarray]:
         if self.opt.config.wire.reducer is None:
             return []
-        from shardopt.diagnose._unsent import unsent
-
         return unsent(self.layout, state.opt_state)
 
     def _exact(
@@ -192,8 +187,6 @@ class Comparison:
         """Return the gradients before a reducer."""
         if self.opt.config.wire.reducer is None:
             return means
-        from shardopt.diagnose._unsent import exact_gradients
-
         return exact_gradients(self.layout, means, before, after)
 
     def _metrics(

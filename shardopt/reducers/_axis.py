@@ -124,12 +124,16 @@ def all_gather_packed(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[
     return _packed(arrays, lambda buffer: _all_gather(buffer, axis_name))
 
 
-def all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Send row i of an array [N, ...] to device i, and keep how the partitioner shards the row.
+def all_to_all_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Send row i of each array [N, ...] to device i, and keep how the partitioner shards the row.
 
     It keeps the sharding through permutes and sums alone: it would gather the operand of an
     all-to-all or an all-gather first (jax 0.10.2). Each of N - 1 permutes moves a row.
     """
+    return [_all_to_all_kept(array, axis_name) for array in arrays]
+
+
+def _all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
     num_devices, bits = axis_size(axis_name), _as_bits(array)
     index = jax.lax.axis_index(axis_name)
     received = bits
@@ -142,11 +146,15 @@ def all_to_all_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
     return _from_bits(received, array.dtype)
 
 
-def all_gather_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Send an array [1, ...] to all devices, and keep how the partitioner shards it.
+def all_gather_kept(arrays: Sequence[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+    """Send each array [1, ...] to all devices, and keep how the partitioner shards it.
 
     It is a sum of N rows of which each device has one, and zeros.
     """
+    return [_all_gather_kept(array, axis_name) for array in arrays]
+
+
+def _all_gather_kept(array: jax.Array, axis_name: AxisName) -> jax.Array:
     num_devices, bits = axis_size(axis_name), _as_bits(array)
     zeros = jnp.zeros((num_devices, *bits.shape[1:]), bits.dtype)
     index = jax.lax.axis_index(axis_name)

@@ -48,8 +48,8 @@ BUCKET_ELEMENTS = 2**23
 copied.
 """
 
-Collective = Callable[[jax.Array, AxisName], jax.Array]
-"""A collective over an axis."""
+Collective = Callable[[Sequence[jax.Array], AxisName], list[jax.Array]]
+"""A collective of several arrays over an axis."""
 
 
 @calling("exact")
@@ -307,14 +307,9 @@ def two_phase_mean(
     rows = jnp.pad(flat, (0, num_devices * length - n)).reshape(num_devices, length)
     num_valid = jnp.asarray(np.clip(n - np.arange(num_devices) * length, 0, length), jnp.int32)
     valid = jnp.arange(length)[None, :] < num_valid[:, None]
-
-    def all_to_all(part: jax.Array, axis_name: AxisName) -> jax.Array:
-        return all_to_all_packed([part], axis_name)[0]
-
-    def all_gather(part: jax.Array, axis_name: AxisName) -> jax.Array:
-        return all_gather_packed([part], axis_name)[0]
-
-    means, residual = _mean_of_rows(rows, valid, codec, length, axis_name, (all_to_all, all_gather))
+    means, residual = _mean_of_rows(
+        rows, valid, codec, length, axis_name, (all_to_all_packed, all_gather_packed)
+    )
     return means.reshape(-1)[:n], residual.reshape(-1)[:n]
 
 
@@ -346,8 +341,7 @@ def _mean_of_rows(
     owned_row = jax.lax.dynamic_slice_in_dim(rows, device_index, 1)
 
     parts = codec.encode(rows, valid)
-    received = [all_to_all(part, axis_name) for part in parts]
-    received_rows = codec.decode(received, length, dtype)
+    received_rows = codec.decode(all_to_all(parts, axis_name), length, dtype)
     owned_valid = jax.lax.dynamic_slice_in_dim(valid, device_index, 1)
     # A codec may decode padding to a nonzero number, which must not count in the mean.
     chunk_mean = jnp.where(
@@ -356,8 +350,7 @@ def _mean_of_rows(
         0,
     )
     encoded_mean = codec.encode(chunk_mean, owned_valid)
-    gathered = [all_gather(part, axis_name) for part in encoded_mean]
-    means = codec.decode(gathered, length, dtype)
+    means = codec.decode(all_gather(encoded_mean, axis_name), length, dtype)
 
     sending_error = rows - codec.decode(parts, length, dtype)
     mean_error = num_devices * (chunk_mean - codec.decode(encoded_mean, length, dtype))

@@ -331,9 +331,9 @@ def _custom(proof: ProofSettings, site: EquationPair, relations: list[Relation])
     if subsets is None:
         return unknown_results(site, results, "symbolic")
     for subset in subsets:
-        checked = follow(proof, site, relations, results, subset)
-        if first_unknown(checked):
-            return checked
+        rule_results = follow(proof, site, relations, results, subset)
+        if first_unknown(rule_results):
+            return rule_results
     return results
 
 

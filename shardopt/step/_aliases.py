@@ -144,7 +144,8 @@ def _shard_bytes(leaf: jax.Array | np.ndarray) -> int:
 def _addresses(leaf: jax.Array | np.ndarray) -> set[tuple[Sharding, int]]:
     """Return the addresses of an array's shards in this process.
 
-    None for a numpy array or an array without elements. Of equal shards the first one has it.
+    There are none for a numpy array or an array without elements. An array that is whole on each
+    device has the address of its first copy alone.
     """
     if not isinstance(leaf, jax.Array) or not leaf.size or leaf.is_deleted():
         return set()

@@ -272,13 +272,13 @@ class AgreedRows:
     def row_shard(self) -> tuple[int, int]:
         """The part of the rows that this process holds, and the number of parts."""
         parts = sorted(set(self.shares.values()))
-        own = self.shares.get(jax.process_index())
-        if own is None:
+        own_shares = self.shares.get(jax.process_index())
+        if own_shares is None:
             problem = (
                 f"process {jax.process_index()} has no device of the mesh, so it loads no rows."
             )
             raise ValueError(format_error(self.caller, problem))
-        return parts.index(own), len(parts)
+        return parts.index(own_shares), len(parts)
 
     def _place(self, batch: HostBatch, rows_per_share: int) -> PyTree:
         """Return a batch on the devices; each process gives them its own rows."""
@@ -333,8 +333,8 @@ class AgreedRows:
 
     def _own_or_empty(self, batch: HostBatch | None) -> PyTree:
         """Return the batch of this process; if it has none, the batch of another with 0 rows."""
-        own = "" if batch is None else to_text(batch.without_rows(self.config)) or UNKNOWN
-        texts = agree(self.caller, own, self.processes)
+        own_text = "" if batch is None else to_text(batch.without_rows(self.config)) or UNKNOWN
+        texts = agree(self.caller, own_text, self.processes)
         if UNKNOWN in texts:
             problem = "a process has no batch, and cannot be told what the batches of others are."
             fix = "pass batches of dicts, lists, tuples and arrays; or as many batches on each."

@@ -120,9 +120,11 @@ class ByConstraints:
                 continue
             dim = spec.index(self.axis_name)
             axes = set(spec_axes(PartitionSpec(*leaf.sharding.spec[dim : dim + 1])))
-            others = [name for name in axes - {self.axis_name} if mesh.shape.get(name, 1) > 1]
-            if others:
-                taken.append(f"{path}: dim {dim} of shape {leaf.shape}, split by {sorted(others)}")
+            other_axes = sorted(
+                name for name in axes - {self.axis_name} if mesh.shape.get(name, 1) > 1
+            )
+            if other_axes:
+                taken.append(f"{path}: dim {dim} of shape {leaf.shape}, split by {other_axes}")
         if not taken:
             return
         problem = (
@@ -135,16 +137,16 @@ class ByConstraints:
 
     def warn_of_whole(self, leaves: list[tuple[str, jax.Array]], shardings: list[Sharding]) -> None:
         """Warn if leaves are whole along the axis."""
-        whole = []
+        whole_leaves = []
         num_bytes = 0
         for (path, leaf), sharding in zip(leaves, shardings, strict=True):
             if not _is_whole(leaf.shape, sharding, self.axis_name):
                 continue
-            whole.append(f"{path}: shape {leaf.shape}")
+            whole_leaves.append(f"{path}: shape {leaf.shape}")
             num_bytes += math.prod(leaf.shape) * leaf.dtype.itemsize
-        if not whole:
+        if not whole_leaves:
             return
-        count = f"{len(whole)} of {plural(len(leaves), 'leaf')} of the optimizer state"
+        count = f"{len(whole_leaves)} of {plural(len(leaves), 'leaf')} of the optimizer state"
         problem = (
             f"{count} come in unsharded along {self.axis_name!r}, {num_bytes:,} bytes on each"
             " device, though zero shards them."
@@ -155,7 +157,7 @@ class ByConstraints:
             " tx.init(params))."
         )
         with calling("zero"):
-            warnings.warn(error_text(problem, whole, fix), stacklevel=2)
+            warnings.warn(error_text(problem, whole_leaves, fix), stacklevel=2)
 
 
 def _constrain(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:

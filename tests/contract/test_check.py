@@ -12,7 +12,7 @@ import optax
 import pytest
 from contract import test_exact, test_hybrid_exact, test_hybrid_mutations, test_mutations
 from rooms.reducers import test_mutations as reducer_mutations
-from support.pipelines import SCHEDULES, block_problem, micro_batches
+from support.pipelines import SCHEDULES, block_problem
 from support.problems import problem
 from support.reference import OPTIMIZERS
 from support.seams import break_function
@@ -602,24 +602,7 @@ def test_a_right_strategy_passes(row, mesh_of):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", test_hybrid_exact.ROWS[::5], ids=test_hybrid_exact.row_id)
 def test_a_right_pipeline_passes(row, mesh_of):
-    sizes = {"data": 1} | row["mesh"]
-    stages = sizes["pipeline"]
-    count = micro_batches(row["schedule"], row["micro_batches"], stages)
-    case = block_problem(
-        row["model"],
-        weighted=row["weighted"],
-        num_blocks=16 if stages == 8 else 8,
-        rows=2 * count * sizes["data"] * sizes.get("replica", 1),
-    )
-    opt = so.hybrid(
-        OPTIMIZERS[row["optimizer"]](),
-        mesh_of(**sizes),
-        case.loss_fn,
-        schedule=SCHEDULES[row["schedule"]],
-        micro_batches=count,
-        placement=row["placement"],
-        rules=case.rules if "tensor" in sizes else (),
-        min_shard_elements=8,
-        remat=row["remat"],
-    )
+    case, count = test_hybrid_exact.problem_of(row)
+    tx, mesh = OPTIMIZERS[row["optimizer"]](), mesh_of(**{"data": 1} | row["mesh"])
+    opt = test_hybrid_exact.strategy_of(row, case, count, tx, mesh)
     check(lambda _: (opt, case.params, case.batches[0]), mesh_of)

@@ -78,13 +78,8 @@ def row_id(row) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "row",
-    tiered(
-        ROWS + ROWS_OF_LATER, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id
-    ),
-)
-def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
+def problem_of(row):
+    """Return the blocks of a row, and the number of its micro-batches."""
     sizes = {"data": 1} | row["mesh"]
     stages = sizes["pipeline"]
     count = micro_batches(row["schedule"], row["micro_batches"], stages)
@@ -93,18 +88,33 @@ def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
     case = block_problem(
         row["model"], weighted=row["weighted"], num_blocks=num_blocks, rows=2 * count * devices
     )
-    tx = OPTIMIZERS[row["optimizer"]]()
-    opt = so.hybrid(
+    return case, count
+
+
+def strategy_of(row, case, count, tx, mesh):
+    return so.hybrid(
         tx,
-        mesh_of(**sizes),
+        mesh,
         case.loss_fn,
         schedule=SCHEDULES[row["schedule"]],
         micro_batches=count,
         placement=row["placement"],
-        rules=case.rules if "tensor" in sizes else (),
+        rules=case.rules if "tensor" in row["mesh"] else (),
         min_shard_elements=8,
         remat=row["remat"],
     )
+
+
+@pytest.mark.parametrize(
+    "row",
+    tiered(
+        ROWS + ROWS_OF_LATER, lambda row: row in QUICK, fast=lambda row: row in FAST, ids=row_id
+    ),
+)
+def test_equals_one_device_on_the_union_batch(row, mesh_of, x64):
+    case, count = problem_of(row)
+    tx = OPTIMIZERS[row["optimizer"]]()
+    opt = strategy_of(row, case, count, tx, mesh_of(**{"data": 1} | row["mesh"]))
     trains_as_one_device(opt, case, tx)
 
 

@@ -2,7 +2,7 @@
 the constants that they are compared with.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,8 +21,9 @@ MOST_DRAWS = 10
 FEW = 8
 """Whole numbers of a batch are below this if nothing is indexed by them."""
 _INDEXES = {"gather": ("start_index_map", 1), "scatter": ("scatter_dims_to_operand_dims", 1)}
-_FROM = {"dynamic-slice": 1, "dynamic-update-slice": 2}
+_FIRST_INDEX = {"dynamic-slice": 1, "dynamic-update-slice": 2}
 _COMPARED = ("compare", "minimum", "maximum", "clamp", "remainder", "subtract")
+_COPIES = ("broadcast", "convert", "copy")
 _ENDS = ("dot", "reduce", "rng-bit-generator", "sort", "convolution")
 
 
@@ -37,7 +38,9 @@ class Reached(NamedTuple):
     sizes: set[int]
     constants: set[int]
 
-    def draw(self, name: str, shape: tuple[int, ...], draw: int, source: np.random.Generator):
+    def draw(
+        self, name: str, shape: tuple[int, ...], draw: int, source: np.random.Generator
+    ) -> np.ndarray:
         """Return numbers for a draw."""
         if "batch" not in name and not shape:
             return np.array(self.counts[draw % len(self.counts)])
@@ -137,22 +140,18 @@ class _Walk:
             if position == first:
                 dims = line.operand(0).dims
                 reached.sizes.update(dims[dim] for dim in line.integers(key))
-        elif position >= _FROM.get(line.opcode, 99):
-            reached.sizes.add(line.operand(0).dims[position - _FROM[line.opcode]])
+        elif line.opcode in _FIRST_INDEX:
+            dim = position - _FIRST_INDEX[line.opcode]
+            if dim >= 0:
+                reached.sizes.add(line.operand(0).dims[dim])
         elif line.opcode in _COMPARED:
             for operand in line.operands[:position] + line.operands[position + 1 :]:
-                source = self._source(computation, operand)
+                source = _before(self.lines[computation], operand, (*_COPIES, "reshape"))
                 if source.opcode == "iota":
                     reached.sizes.add(source.dims[source.integers("iota_dimension")[0]])
                 number = source.rest.partition(")")[0]
                 if source.opcode == "constant" and number.lstrip("-").partition(".")[0].isdigit():
                     reached.constants.add(int(float(number)))
-
-    def _source(self, computation: str, name: str) -> Line:
-        line = self.lines[computation][name]
-        while line.opcode in ("broadcast", "convert", "reshape", "copy"):
-            line = self.lines[computation][line.operands[0]]
-        return line
 
     def _next(
         self, place: tuple[str, str, int], line: Line, position: int
@@ -181,6 +180,14 @@ class _Walk:
         return next(line.name for line in parameters if int(line.rest.partition(")")[0]) == number)
 
 
+def _before(lines: Mapping[str, Line], name: str, opcodes: Collection[str]) -> Line:
+    """Return the line that a line follows from through some opcodes of one operand."""
+    line = lines[name]
+    while line.opcode in opcodes:
+        line = lines[line.operands[0]]
+    return line
+
+
 def _is_of_an_index(predicate: Line, lines: dict[str, Line]) -> bool:
     """Return whether a predicate tells an index that counts from the end."""
     if predicate.attributes.get("direction") != "LT":
@@ -203,9 +210,7 @@ class Sides:
             for line in lines.values():
                 if line.opcode not in ("select", "conditional"):
                     continue
-                predicate = lines[line.operands[0]]
-                while predicate.opcode in ("broadcast", "convert", "copy"):
-                    predicate = lines[predicate.operands[0]]
+                predicate = _before(lines, line.operands[0], _COPIES)
                 is_array = predicate.shape.startswith("(") or predicate.dims
                 if not is_array and not _is_of_an_index(predicate, lines):
                     self.taken[name, predicate.name] = set()
