@@ -416,7 +416,6 @@ def _experts(
         x,
         router["kernel"],
         top_k=experts.top_k,
-        capacity_factor=experts.capacity_factor,
         score=experts.score,
         normalize=experts.normalize,
         bias=(

@@ -81,8 +81,6 @@ class ExpertsConfig(NamedTuple):
       biases: whether the router and the products of experts have biases.
       num_first: blocks without experts, before the others; their hidden units are
         `DecoderConfig.hidden`.
-      capacity_factor: the places of an expert, relative to its share of the choices; None drops no
-        token.
       chunk: how many tokens of a device are dispatched at a time; None is all.
       loads: whether the leaf "router_load" holds the loads of the last step. The loss then returns
         metrics and new loads, see `moe.model`.
@@ -103,7 +101,6 @@ class ExpertsConfig(NamedTuple):
     choice_bias: bool = False
     biases: bool = False
     num_first: int = 0
-    capacity_factor: float | None = None
     chunk: int | None = None
     loads: bool = False
     balance: Balance | None = None

@@ -90,15 +90,7 @@ def _described(config: GPTConfig | MoEConfig, dtype: str) -> dict[str, Any]:
     if isinstance(config, GPTConfig):
         return fields | {"attention_bias": False, "mlp_bias": False}
     defaults = MoEConfig()
-    fixed_fields = (
-        "shared_hidden",
-        "score",
-        "normalize",
-        "groups",
-        "scale",
-        "capacity_factor",
-        "latent",
-    )
+    fixed_fields = ("shared_hidden", "score", "normalize", "groups", "scale", "latent")
     problems = [
         f"{name} is {getattr(config, name)!r}, must be {getattr(defaults, name)!r}"
         for name in fixed_fields

@@ -56,8 +56,7 @@ def first_routers(experts: ExpertsConfig, outer: Params, x: Float[Array, "B T D"
         "probability": experts.balance in ("loss", "sequence_loss"),
         "z_loss": bool(experts.z_loss),
     }
-    needed["dropped"] = experts.capacity_factor is not None
-    shapes = {"probability": (B, L, E), "z_loss": (B, L), "dropped": (B, L)}
+    shapes = {"probability": (B, L, E), "z_loss": (B, L)}
     statistics = {
         name: jnp.zeros(shapes[name], wide) for name, is_needed in needed.items() if is_needed
     }
@@ -87,8 +86,6 @@ def balanced_loss(
         "load_imbalance": jnp.mean(jnp.max(loads, axis=1)) * experts.number,
         "router_entropy": jnp.mean(entropy) / math.log(experts.number),
     }
-    if "dropped" in routers.statistics:
-        aux["dropped"] = jnp.mean(routers.statistics["dropped"])
     return _add_terms(cross_entropy, _balance_terms(experts, routers)), aux
 
 

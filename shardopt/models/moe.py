@@ -65,7 +65,6 @@ class MoEConfig:
       normalize: whether the weights of a token's experts are divided by their sum.
       groups: (number of groups, how many are open to a token), see `so.nn.mixture_of_experts`.
       scale: the factor of these weights.
-      capacity_factor: None drops no token.
       chunk: how many tokens of a device are dispatched at a time; None is all.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
       balance: how experts are balanced. "bias": by `so.nn.update_router_bias`, without a loss.
@@ -111,7 +110,6 @@ class MoEConfig:
     normalize: bool = True
     groups: tuple[int, int] | None = None
     scale: float = 1.0
-    capacity_factor: float | None = None
     chunk: int | None = None
     loss_chunk: int | None = None
     balance: Balance | None = "bias"
@@ -201,7 +199,6 @@ class MoEConfig:
             "normalize",
             "groups",
             "scale",
-            "capacity_factor",
             "chunk",
         )
         experts += ("balance", "z_loss")
@@ -285,8 +282,7 @@ def model(config: MoEConfig, *, remat: Remat = None) -> BlockModel:
     - "load_imbalance" of the previous step: the load of the busiest expert over the mean, averaged
       over blocks; 1 if balanced;
     - "router_entropy" of the previous step: the entropy of the loads in nats over log(E); 1 if
-      balanced;
-    - "dropped", the share of the choices without a place, with a `capacity_factor`.
+      balanced.
 
     **Equivalence**: exact on any mesh, with micro-batches and in pipelines. balance="loss" needs
     the whole batch at once, and is refused there. In a pipeline a batch with weights cannot have a

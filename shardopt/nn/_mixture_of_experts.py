@@ -48,7 +48,6 @@ def mixture_of_experts(
     router: Float[Array, "D E"],
     *,
     top_k: int,
-    capacity_factor: float | None = None,
     score: Score = "softmax",
     normalize: bool = True,
     bias: Float[Array, " E"] | None = None,
@@ -69,8 +68,7 @@ def mixture_of_experts(
         y = shared(x) + sum_k w_k expert_{e_k}(x)        w_k = scale s_{e_k} / sum_j s_{e_j}
         expert_e(x) = (activation(x gate_e) * (x up_e)) down_e        without "gate": activation(x up_e) down_e
 
-    Router and scores are computed in float32 at least. No token is dropped unless there is a
-    `capacity_factor`.
+    Router and scores are computed in float32 at least. No token is dropped.
 
     Args:
       weights: "up" [E, D, F] and "down" [E, F, D], and "gate" [E, D, F] for gated experts, in the
@@ -80,9 +78,6 @@ def mixture_of_experts(
       x: [B, T, D].
       router: [D, E].
       top_k: K.
-      capacity_factor: c: each expert takes the first ceil(c K T / E) tokens of a row that chose it.
-        It contributes nothing to the other tokens of the row; the weights of their other choices do
-        not change. None: every token is taken.
       score: "softmax" over the experts (Mixtral), or "sigmoid" of each (DeepSeek-V3).
       normalize: whether the K weights are divided by their sum.
       bias: [E], added to the scores for the choice alone, and not differentiated: see
@@ -102,15 +97,14 @@ def mixture_of_experts(
 
     Returns:
       (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the
-      choices of each row: load and probability [B, E], z_loss and dropped [B]. A token whose scores
-      are NaN has the result NaN. It takes no place of other tokens, and no load counts it.
+      choices of each row: load and probability [B, E], and z_loss [B]. A token whose scores are NaN
+      has the result NaN. No load counts it.
 
     Raises:
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
       ValueError: if a shape does not fit, or weights have neither E nor E/X experts.
       ValueError: if a number is not positive, top_k is above the number of open experts, `groups`
         does not divide E, or the score or the precision is unknown.
-      ValueError: if `capacity_factor` is used over a context axis, which splits rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -124,8 +118,7 @@ def mixture_of_experts(
 
     **Equivalence**: the result equals sending every token through its experts one by one, up to
     summation order, on any number of devices. Tokens are sorted by expert, and each expert
-    multiplies its own tokens. With `capacity_factor` places are counted in each row of the batch,
-    so the same tokens are dropped on any number of devices.
+    multiplies its own tokens.
 
     **Placement**: inside a strategy, rows are sharded over the axes that carry them. If the local
     weights are E/X experts, device i of the X devices of the expert axis has the experts i E/X,
@@ -162,7 +155,7 @@ def mixture_of_experts(
     E = router.shape[-1]
     weights = {name: as_array(weight) for name, weight in weights.items()}
     shared = shared and {name: as_array(weight) for name, weight in shared.items()}
-    routing = Routing(top_k, score, normalize, groups, scale, capacity_factor)
+    routing = Routing(top_k, score, normalize, groups, scale)
     check_precision("mixture_of_experts", precision)
     with calling("mixture_of_experts"):
         _check_arrays(weights, x, router, shared, (bias, router_bias))
@@ -170,9 +163,6 @@ def mixture_of_experts(
         if chunk is not None:
             check_count("chunk", chunk)
     mesh = mesh_under_trace()
-    context_axes = tuple(axis for axis in axes_of_role(CONTEXT) if mesh.shape[axis] > 1)
-    if capacity_factor is not None:
-        _check_capacity(capacity_factor, context_axes)
     expert_axes = tuple(axis for axis in axes_of_role(EXPERT) if mesh.shape[axis] > 1)
     devices = math.prod(mesh.shape[axis] for axis in expert_axes)
     num_held = weights["up"].shape[0]
@@ -499,22 +489,6 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
         shapes_text = [f"{name}: shape {shape}" for name, shape in shapes.items()]
         raise ValueError(
             format_error("mixture_of_experts", f"the {label} do not fit.", shapes_text, fix)
-        )
-
-
-def _check_capacity(factor: float, context_axes: tuple[str, ...]) -> None:
-    if not factor > 0:
-        problem = f"capacity_factor must be above 0, got {factor}."
-        raise ValueError(format_error("mixture_of_experts", problem, fix="None takes every token."))
-    if context_axes:
-        problem = (
-            f"capacity_factor={factor} counts places in each row, which mesh axis"
-            f" {context_axes[0]!r} splits."
-        )
-        raise ValueError(
-            format_error(
-                "mixture_of_experts", problem, fix="leave it out (dropless), or take context=1."
-            )
         )
 
 

@@ -3,7 +3,6 @@
 Suffixes: B sequences, T positions, D width, E experts, K experts that a token goes to.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -29,26 +28,23 @@ class RouterStatistics(NamedTuple):
     micro-batches are exact.
 
     Attributes:
-      load: [B, E], each expert's share of the row's T K choices, before any choice was dropped; 1/E
-        if balanced.
+      load: [B, E], each expert's share of the row's T K choices; 1/E if balanced.
       probability: [B, E], the mean probability of each expert: its softmax, or its share of the sum
         of sigmoids.
       z_loss: [B], the mean of logsumexp(logits)^2.
-      dropped: [B], the share of the choices without a place; 0 without a capacity factor.
     """
 
     load: Array
     probability: Array
     z_loss: Array
-    dropped: Array
 
 
 class Routes(NamedTuple):
     """The experts of each token.
 
     Attributes:
-      experts: [B, T, K], int32; E for a choice without a place.
-      weights: [B, T, K], in float32 at least; 0 for a choice without a place.
+      experts: [B, T, K], int32; E if the scores of the token are NaN.
+      weights: [B, T, K], in float32 at least.
       statistics: the statistics of the router.
       is_nan: [B, T], whether the scores of a token are NaN: it chooses no expert.
     """
@@ -68,7 +64,6 @@ class Routing:
     normalize: bool = True
     groups: tuple[int, int] | None = None
     scale: float = 1.0
-    capacity_factor: float | None = None
 
     def check(self, num_experts: int) -> None:
         """Refuse settings that do not fit this number of experts.
@@ -109,10 +104,9 @@ def route(
 ) -> Routes:
     """Choose the experts of each token. If scores are equal, the lower index wins.
 
-    A token whose scores are NaN takes no place, and is not counted in any load.
+    A token whose scores are NaN goes to no expert, and is not counted in any load.
     """
-    top_k, capacity_factor = routing.top_k, routing.capacity_factor
-    E = router.shape[1]
+    E, top_k = router.shape[1], routing.top_k
     wide = wide_dtype(x.dtype)
     # without this precision a TPU multiplies float32 as bfloat16
     logits = jnp.einsum(
@@ -141,25 +135,12 @@ def route(
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
     weights = weights * routing.scale
     count = jnp.sum(is_chosen, axis=2, dtype=wide)  # [B, T, E], 0 or 1
-    dropped = jnp.zeros_like(logits[:, 0, 0])
-    if capacity_factor is not None:
-        places = capacity(x.shape[1], E, top_k, capacity_factor)
-        is_dropped = jnp.cumsum(count, axis=1) > places
-        is_dropped = jnp.any(is_chosen & is_dropped[:, :, None], axis=-1)
-        experts, weights = jnp.where(is_dropped, E, experts), jnp.where(is_dropped, 0, weights)
-        dropped = jnp.mean(is_dropped.astype(wide), axis=(1, 2))
     statistics = RouterStatistics(
         load=jnp.mean(count, axis=1) / top_k,
         probability=jnp.mean(probability, axis=1),
         z_loss=jnp.mean(jnp.square(jax.nn.logsumexp(logits, axis=-1)), axis=1),
-        dropped=dropped,
     )
     return Routes(experts, weights, statistics, is_nan)
-
-
-def capacity(length: int, num_experts: int, top_k: int, factor: float) -> int:
-    """Return how many tokens of a row of `length` each expert takes: ceil(factor K T / E)."""
-    return math.ceil(factor * top_k * length / num_experts)
 
 
 def _scores_of_best_groups(

@@ -46,12 +46,10 @@ def drawn(
 
 
 def dense(weights, x, router, *, top_k, score="softmax", normalize=True, bias=None, groups=None, scale=1.0, shared=None,
-          capacity_factor=None, activation=jax.nn.silu):  # fmt: skip
+          activation=jax.nn.silu):  # fmt: skip
     """Return y and statistics: every expert of every token, of which those that numpy would choose
     one by one count.
     """
-    B, T, _ = x.shape
-    E = router.shape[1]
 
     def mlp(w, x):
         hidden = (
@@ -67,17 +65,12 @@ def dense(weights, x, router, *, top_k, score="softmax", normalize=True, bias=No
     weight = mask * scores
     if normalize:
         weight = weight / weight.sum(-1, keepdims=True)
-    load, dropped = mask.mean(1) / top_k, jnp.zeros(B)
-    if capacity_factor is not None:
-        kept = jnp.cumsum(mask, axis=1) <= math.ceil(capacity_factor * top_k * T / E)
-        dropped = (mask * ~kept).sum((1, 2)) / (T * top_k)
-        weight = weight * kept
     of_each = jax.vmap(mlp, (0, None), 2)(weights, x)
     y = scale * jnp.sum(of_each * weight[..., None], axis=2)
     if shared is not None:
         y = y + mlp(shared, x)
     z = jnp.mean(jax.nn.logsumexp(logits, -1) ** 2, axis=1)
-    return y, so.nn.RouterStatistics(load, probability.mean(1), z, dropped)
+    return y, so.nn.RouterStatistics(mask.mean(1) / top_k, probability.mean(1), z)
 
 
 def _chosen(scores, bias, groups, top_k):

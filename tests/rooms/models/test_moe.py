@@ -82,11 +82,11 @@ TABLE = [
         {"score": "sigmoid", "groups": (2, 1)},
         {"micro_batches": 2},
     ),
-    ("ddp", {"expert": 2, "data": 2, "replica": 2}, {"capacity_factor": 1.0, "chunk": 5}, {}),
+    ("ddp", {"expert": 2, "data": 2, "replica": 2}, {"chunk": 5}, {}),
     (
         "hybrid",
         {"expert": 2, "data": 1, "pipeline": 2},
-        {"capacity_factor": 1.5},
+        {"chunk": 7},
         {"micro_batches": 2},
     ),
     (

@@ -23,7 +23,6 @@ WAYS = {
     "sigmoid": {"top_k": 3, "score": "sigmoid", "bias": BIAS, "groups": (4, 2), "scale": 2.5},
     "all": {"top_k": 8, "normalize": False},
     "one": {"top_k": 1, "normalize": False, "activation": jax.nn.gelu},
-    "capacity": {"top_k": 2, "capacity_factor": 0.75},
     "chunk": {"top_k": 2, "chunk": 7},
 }
 
@@ -41,8 +40,6 @@ def test_equals_tokens_one_by_one(name, x64):
     how, args = WAYS[name], drawn(gated=name != "one", shared=name in ("sigmoid", "all"))
     found = one_device(args, **how)
     assert difference(found, on_one_device(args, **without(how, "chunk"))) <= 1e-10
-    dropped = found[0][1].dropped
-    assert bool(jnp.any(dropped > 0)) == (name == "capacity")
 
 
 @pytest.mark.slow  # test_equals_tokens_one_by_one, without ties
@@ -63,7 +60,7 @@ def test_ties_and_an_expert_without_tokens(x64):
     [
         pytest.param("softmax", {"expert": 2, "data": 2}, True, marks=pytest.mark.slow),
         pytest.param("sigmoid", {"expert": 4}, True, marks=pytest.mark.slow),
-        pytest.param("capacity", {"expert": 4}, True, marks=pytest.mark.fast),
+        pytest.param("one", {"expert": 4}, True, marks=pytest.mark.fast),
         pytest.param("chunk", {"expert": 2, "context": 2}, True, marks=pytest.mark.slow),
         pytest.param("softmax", {"expert": 2, "tensor": 2}, True, marks=pytest.mark.slow),
         ("softmax", {"expert": 2, "data": 2}, False),
@@ -107,7 +104,6 @@ def loss_of_rows(params, batch):
         bias=params["bias"],
         top_k=2,
         groups=(4, 2),
-        capacity_factor=2.0,
     )
     updates = so.losses.Updated({"load": jnp.mean(statistics.load, axis=0)})
     balance = so.nn.load_balancing_loss(statistics.load, statistics.probability)
@@ -175,8 +171,6 @@ def test_a_loss_is_shown_to_be_a_mean_over_positions(mesh_of, x64):
         ({"top_k": 2, "score": "tanh"}, ValueError, "unknown score 'tanh'.\nFix: use 'softmax' or 'sigmoid'."),
         ({"top_k": 2, "chunk": 0}, ValueError, "chunk must be at least 1, got 0."),
         ({"top_k": 2, "bias": np.zeros(4)}, ValueError, "bias has shape (4,).\nFix: give [8]."),
-        ({"top_k": 2, "capacity_factor": 0.0}, ValueError,
-         "capacity_factor must be above 0, got 0.0.\nFix: None takes every token."),
         ({"top_k": 2, "x": np.zeros((4, 6, 3))}, ValueError,
          "x has shape (4, 6, 3), the router (5, 8).\nFix: give x [B, T, D] and router [D, E]."),
         ({"top_k": 2, "x": np.zeros((4, 6, 5), np.float32)}, TypeError,
@@ -195,14 +189,3 @@ def test_what_cannot_be_is_refused(change, kind, message):
     given = {name: args[name] for name in ("weights", "x", "router")} | change
     with pytest.raises(kind, match=f"^{re.escape('mixture_of_experts: ' + message)}$"):
         so.nn.mixture_of_experts(given.pop("weights"), given.pop("x"), given.pop("router"), **given)
-
-
-def test_capacity_over_context_is_refused(mesh_of):
-    params, batch = problem()
-    opt = so.ddp(optax.sgd(0.1), mesh_of(context=2), loss_of_rows)
-    message = (
-        "mixture_of_experts: capacity_factor=2.0 counts places in each row, which mesh axis"
-        " 'context' splits.\nFix: leave it out (dropless), or take context=1."
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        opt.step(opt.init(params), batch)
