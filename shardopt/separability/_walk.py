@@ -51,7 +51,7 @@ from shardopt.trace._jaxprs import (
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
 from shardopt.trace._parts import abstract_value
 
-CALLS = frozenset(["pjit", "jit", "closed_call", *CHECKPOINTS])
+CALLS = frozenset(["jit", *CHECKPOINTS])
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 

@@ -49,6 +49,8 @@ from support.piecewise import as_users_have_it
 
 AXIS = "data"
 """The mesh axis of cases with collectives."""
+OTHER_AXIS, OTHER_DEVICES = "model", 2
+"""A mesh axis that divides the work of every piece in the same way, and its size."""
 SCALE = 0.5
 """The derivative of the whole loss is this many times the sum of the derivatives of the pieces."""
 ROUNDINGS = 64
@@ -85,6 +87,7 @@ class RuleCase:
       num_pieces: the number of pieces.
       settings: further fields of `ProofSettings`. With `training`, gradients are checked too.
       axis: whether the function names the mesh axis `AXIS`, which has the pieces.
+      other_axis: whether it names the mesh axis `OTHER_AXIS`, which has no pieces.
       violation: says why results do not have a relation, see `violation`.
     """
 
@@ -93,6 +96,7 @@ class RuleCase:
     num_pieces: int
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     axis: bool = False
+    other_axis: bool = False
     violation: "Callable[[Relation, Any, Sequence[Any]], str | None] | None" = None
 
 
@@ -107,6 +111,9 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
         proof = ProofSettings(relate_jaxprs, case.num_pieces, **case.settings)
         relations = relate_jaxprs(proof, *jaxprs, [operand.relation for operand in case.operands])
         if all(isinstance(relation, Unrelated) for relation in relations):
+            return relations
+        if case.other_axis:
+            _check_over_other_axis(case, rng, jaxprs, relations)
             return relations
         has_draws = any(is_drawn(operand.relation) for operand in case.operands)
         for equal_draws in [True] * draws + [False] * has_draws:
@@ -127,11 +134,39 @@ def check_rule(case: RuleCase, rng: np.random.Generator, draws: int = 1) -> list
     return relations
 
 
+def _check_over_other_axis(
+    case: RuleCase,
+    rng: np.random.Generator,
+    jaxprs: Sequence[jex.ClosedJaxpr],
+    relations: Sequence[Relation],
+) -> None:
+    """Check the results on each device of an axis without pieces, whose operands differ."""
+    drawn = [
+        [_draw_operand(rng, operand, case.num_pieces, True) for operand in case.operands]
+        for _ in range(OTHER_DEVICES)
+    ]
+
+    def results(jaxpr: jex.ClosedJaxpr, values: Sequence[Sequence[np.ndarray]]) -> list[Any]:
+        function = jax.vmap(jex.jaxpr_as_fun(jaxpr), axis_name=OTHER_AXIS)
+        return function(*[np.stack(of_devices) for of_devices in zip(*values, strict=True)])
+
+    whole = results(jaxprs[0], [[pair[0] for pair in pairs] for pairs in drawn])
+    pieces = [
+        results(jaxprs[1], [[pair[1][i] for pair in pairs] for pairs in drawn])
+        for i in range(case.num_pieces)
+    ]
+    for device, pairs in enumerate(drawn):
+        for k, relation in enumerate(relations):
+            problem = violation(relation, whole[k][device], [piece[k][device] for piece in pieces])
+            assert problem is None, _message(case, jaxprs, relations, k, problem, pairs)
+
+
 def _traces(case: RuleCase) -> list[jex.ClosedJaxpr]:
     traces = []
     for i, function in enumerate(case.functions):
         operands = [jax.ShapeDtypeStruct(x.shapes[i], x.dtype) for x in case.operands]
         sizes = [(AXIS, (1, case.num_pieces)[i])] if case.axis else []
+        sizes += [(OTHER_AXIS, OTHER_DEVICES)] if case.other_axis else []
         traces.append(jax.make_jaxpr(function, axis_env=sizes)(*operands))
     return traces
 

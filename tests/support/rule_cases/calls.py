@@ -12,7 +12,14 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from shardopt.separability._relations import Extreme, Same, Shapes, Split, Total
-from support.relation_meaning import AXIS, Operand, RuleCase, draw_operands, draw_shapes
+from support.relation_meaning import (
+    AXIS,
+    OTHER_AXIS,
+    Operand,
+    RuleCase,
+    draw_operands,
+    draw_shapes,
+)
 
 Function = Callable[..., Any]
 PLAIN: list[Function] = [
@@ -176,11 +183,26 @@ def collective(function: Function, rng: np.random.Generator) -> RuleCase:
     return RuleCase(operands, (function, function), num_pieces, settings, axis=True)
 
 
+def collective_over_other_axis(function: Function, rng: np.random.Generator) -> RuleCase:
+    """Return a case of a collective over an axis that has no pieces."""
+    num_pieces = int(rng.choice([2, 3]))
+    shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)), most_uneven=1)
+    kinds = (Same, Split, Total, Extreme)
+    operands = draw_operands(rng, shapes, np.float64, num_pieces, 1, kinds)
+    settings = {"row_axes": frozenset([AXIS]), "other_axes": frozenset([OTHER_AXIS])}
+    return RuleCase(operands, (function, function), num_pieces, settings, other_axis=True)
+
+
+def exchanged(x: jax.Array) -> jax.Array:
+    """Return the value of the other device."""
+    return lax.ppermute(x, OTHER_AXIS, [(0, 1), (1, 0)])
+
+
 def _collectives(names: dict[str, Function]) -> dict[str, list[Any]]:
     return {name: [functools.partial(collective, function)] for name, function in names.items()}
 
 
-CASES = {
+CASES: dict[str, list[Callable[[np.random.Generator], RuleCase]]] = {
     "jit": [functools.partial(called, jax.jit)],
     "remat2": [functools.partial(called, jax.checkpoint)],
     "custom_vjp_call": [custom_vjp, custom_vjp_with_symbolic_zeros],
@@ -194,4 +216,8 @@ CASES = {
             "all_gather": lambda x: lax.all_gather(x, AXIS, tiled=True),
         }
     ),
+    "ppermute": [functools.partial(collective_over_other_axis, exchanged)],
 }
+CASES["psum"].append(
+    functools.partial(collective_over_other_axis, lambda x: lax.psum(x, OTHER_AXIS))
+)

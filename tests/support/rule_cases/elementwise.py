@@ -1,21 +1,26 @@
-"""Cases of equations that work entry by entry."""
+"""Cases of equations that work entry by entry, and of equations that change no entry."""
 
 import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import primitives
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding, reshard
 
+from shardopt.separability._relations import Same
 from support.relation_meaning import Operand, RuleCase, draw_operands, draw_relation, draw_shapes
 
 FLOATS = ("float64", "float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64")
 REALS = FLOATS + INTEGERS
+COMPLEX = ("complex128", "complex64")
 UNARY = """acos acosh asin asinh atan atanh bessel_i0e bessel_i1e ceil cos cosh digamma erf erf_inv erfc exp2
     expm1 lgamma log1p logistic round sinh tan""".split()  # noqa: SIM905
 """Functions of a float that have one rule: nothing is known of them but that they go entry by entry."""
@@ -56,6 +61,62 @@ def selected(rng: np.random.Generator) -> RuleCase:
     return RuleCase([index, *case.operands[1:]], case.functions, case.num_pieces)
 
 
+def counted(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a count along a dim: of rows, or of more numbers than the proof computes."""
+    num_pieces, dim = int(rng.choice([2, 3])), int(rng.integers(2))
+    length = int(rng.choice([3, 5000]))
+    dtype = np.dtype(rng.choice(["int8", "uint32", "int64", "float32"]))
+
+    def function(rows: int, length: int) -> Callable[..., Any]:
+        shape = (length, rows) if dim == 0 else (rows, length)
+        return lambda x: lax.broadcasted_iota(dtype, shape, dim)
+
+    whole_length = length * int(rng.choice([1, 1, num_pieces]))
+    functions = function(2 * num_pieces, whole_length), function(2, length)
+    return RuleCase([Operand(Same(), ((), ()))], functions, num_pieces)
+
+
+def of_platform(x: jax.Array) -> jax.Array:
+    """Return another function of a value on each platform."""
+    return lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos)
+
+
+def with_callback(x: jax.Array) -> jax.Array:
+    """Return a value that the host sees too."""
+    jax.debug.callback(lambda _: None, x)
+    return x
+
+
+def printed(x: jax.Array) -> jax.Array:
+    """Return a value that is printed."""
+    jax.debug.print("{}", x)
+    return x
+
+
+def resharded(x: jax.Array) -> jax.Array:
+    """Return a value that is placed on a mesh."""
+    mesh = jax.make_mesh((1,), ("z",), axis_types=(jax.sharding.AxisType.Explicit,))
+    return reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def constrained(x: jax.Array) -> jax.Array:
+    """Return a value that is placed on the first device."""
+    return lax.with_sharding_constraint(x, SingleDeviceSharding(jax.devices()[0]))
+
+
+def laid_out(x: jax.Array) -> jax.Array:
+    """Return a value whose dims are stored in this order."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+def any_is_true(rng: np.random.Generator) -> RuleCase:
+    """Return a case of equinox's `any`, which keeps a single number."""
+    num_pieces = int(rng.choice([2, 3]))
+    shapes = draw_shapes(rng, num_pieces, int(rng.choice([0, 0, 1])))
+    operands = draw_operands(rng, shapes, np.dtype(bool), num_pieces, 1)
+    return RuleCase(operands, (eqxi.unvmap_any, eqxi.unvmap_any), num_pieces)
+
+
 def _rows(table: dict[str, Callable[..., Any]], arity: int, dtypes: tuple[str, ...]) -> dict:
     return {
         name: [functools.partial(entry_by_entry, function, arity, dtypes)]
@@ -82,6 +143,13 @@ CASES = {
     **_rows({"add_any": primitives.add_jaxvals_p.bind}, 2, REALS),
     **_rows({"name": lambda x: checkpoint_name(x, "x"), "optimization_barrier": lax.optimization_barrier}, 1, REALS),
     **_rows({"bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")}, 1, FLOATS),
+    **_rows({"complex": lax.complex}, 2, ("float64", "float32")),
+    **_rows({"real": lax.real, "imag": lax.imag, "conj": lax.conj}, 1, COMPLEX),
+    **_rows({"eq_to": primitives.eq_to_p.bind, "le_to": primitives.le_to_p.bind, "lt_to": primitives.lt_to_p.bind}, 2, FLOATS),
+    **_rows({"reshard": resharded, "sharding_constraint": constrained, "layout_constraint": laid_out, "device_put": jax.device_put}, 1, REALS),
+    **_rows({"debug_callback": with_callback, "debug_print": printed, "platform_index": of_platform}, 1, ("float64", "float32")),
+    "iota": [counted],
+    "unvmap_any": [any_is_true],
 }  # fmt: skip
 if hasattr(lax, "log2_p"):  # jax 0.12
     CASES |= _rows({"log2": lax.log2, "one_minus_square": lax.one_minus_square}, 1, FLOATS)
