@@ -4,7 +4,7 @@ Run: python benchmarks/agreement.py [--processes 2 4] [--repeats 500]
 
 The processes are on this machine, with two devices of the CPU each. "message" is `agree` on a text as
 `fit` exchanges before each batch. "digest" is the digests of all leaves of a batch of floats, which
-`fit` computes for the first three batches and then for each 1000th.
+`fit` computes for batches 1, 2, 4, 8 and so on, and for each 1000th.
 
 Claim: docs/data_on_several_processes.md states these times. A digest is work of one core, so its time
 is that of the core. A message is mostly waiting. So its least time is the time without other programs

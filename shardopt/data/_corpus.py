@@ -64,7 +64,7 @@ def _read(path: Path, start: int, count: int) -> bytes:
             " bytes and no more."
         )
         fix = "leave the text alone while a model trains on it."
-        raise OSError(format_error("data", problem, fix=fix))
+        raise OSError(format_error("data.Corpus", problem, fix=fix))
     return content
 
 
@@ -112,7 +112,7 @@ class Documents:
         return (self[i] for i in range(len(self)))
 
 
-@calling("data")
+@calling("data.open_corpus")
 def open_corpus(path: str | os.PathLike | None = None) -> Corpus:
     """Return the corpus of a file, of the text files in a folder, or of Python's own standard
     library.
@@ -193,7 +193,7 @@ def _is_binary(path: Path) -> bool:
         return b"\0" in file.read(8192)
 
 
-@calling("split")
+@calling("data.split")
 def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Windows, Windows]:
     """Split a corpus into training windows and, at its end, validation windows; no byte is in both.
 
@@ -227,7 +227,7 @@ def split(corpus: Corpus, length: int, *, validation: float = 0.05) -> tuple[Win
             " on both sides."
         )
         fix = "give more text, or choose shorter windows."
-        raise ValueError(format_error("data", problem, fix=fix))
+        raise value_error(problem, fix=fix)
     return sides
 
 
@@ -238,7 +238,7 @@ def _cut(corpus: Corpus, validation: float) -> int:
     return nearest if near_enough else wanted
 
 
-@calling("batches")
+@calling("data.batches")
 def batches(windows: Windows, batch_size: int, *, seed: int = 0) -> "grain.IterDataset":
     """Return endless shuffled batches, `{"tokens": int32 [batch_size, length + 1]}`.
 
@@ -289,7 +289,7 @@ def spread_batches(windows: Windows, batch_size: int, num_batches: int) -> list[
     return [{"tokens": np.stack(chosen[i : i + batch_size])} for i in range(0, count, batch_size)]
 
 
-@calling("next_token")
+@calling("data.next_token")
 def next_token(batch: Mapping[str, ArrayLike]) -> dict[str, ArrayLike]:
     """Return a batch with separate inputs and targets: "tokens" [..., T] and "targets" [..., T] of
     "tokens" [..., T + 1].
@@ -345,5 +345,7 @@ def decode(tokens: ArrayLike) -> str:
     values = np.asarray(tokens)
     if not ((values >= 0) & (values < 256)).all():
         problem = f"tokens must be bytes, got {values.min()} to {values.max()}."
-        raise ValueError(format_error("decode", problem, fix="use the tokenizer of the model."))
+        raise ValueError(
+            format_error("data.decode", problem, fix="use the tokenizer of the model.")
+        )
     return values.astype(np.uint8).tobytes().decode(errors="replace")

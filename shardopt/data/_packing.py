@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import grain
 
 
-@calling("pack")
+@calling("data.pack")
 def pack(
     documents: "Corpus | Iterable[ArrayLike | Mapping[str, ArrayLike]] | grain.MapDataset | grain.IterDataset",
     length: int,
@@ -88,8 +88,7 @@ def pack(
       Sequence Packing without Cross-contamination", 2021;
       grain.experimental.FirstFitPackIterDataset.
     """
-    with calling("data.pack"):
-        require("grain", extra="data")
+    require("grain", extra="data")
     import grain
     from grain import experimental
 
@@ -127,12 +126,14 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
     if not tokens.size:
         return []
     if tokens.dtype.kind not in "iu":
-        raise TypeError(f"pack: a document must hold integer token ids, got {tokens.dtype}.")
+        raise TypeError(f"data.pack: a document must hold integer token ids, got {tokens.dtype}.")
     if tokens.ndim != 1 or tokens.min() < 0:
         received = f"shape {tokens.shape}" if tokens.ndim != 1 else f"token {tokens.min()}"
-        raise ValueError(f"pack: a document must be 1-D, of token ids from 0 on; got {received}.")
+        raise ValueError(
+            f"data.pack: a document must be 1-D, of token ids from 0 on; got {received}."
+        )
     if tokens.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"pack: a token must fit into int32; got {tokens.max()}.")
+        raise ValueError(f"data.pack: a token must fit into int32; got {tokens.max()}.")
     weights = np.ones(len(tokens))
     if isinstance(document, Mapping):
         weights = np.asarray(document["weights"])
@@ -140,10 +141,10 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
         problem = (
             f"a document has tokens of shape {tokens.shape} and weights of shape {weights.shape}."
         )
-        raise ValueError(format_error("pack", problem, fix="give one weight for each token."))
+        raise ValueError(format_error("data.pack", problem, fix="give one weight for each token."))
     if not (np.isfinite(weights) & (weights >= 0)).all():
         problem = "a document has weights that are negative, infinite or NaN."
-        raise ValueError(format_error("pack", problem, fix="give 0 to tokens without a loss."))
+        raise ValueError(format_error("data.pack", problem, fix="give 0 to tokens without a loss."))
     whole = {
         "tokens": tokens.astype(np.int32),
         "targets": np.append(tokens[1:], 0).astype(np.int32),

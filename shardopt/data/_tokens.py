@@ -11,7 +11,7 @@ from shardopt.core._errors import calling, plural, value_error
 from shardopt.data._corpus import Batch
 
 
-@calling("read_tokens")
+@calling("data.read_tokens")
 def read_tokens(path: str | os.PathLike[str], *, vocab_size: int) -> list[Batch]:
     r"""Read documents for `pack` from a file of JSON lines; empty lines are skipped.
 

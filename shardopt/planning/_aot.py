@@ -28,7 +28,7 @@ from shardopt.hlo.proof._prove import source_of
 from shardopt.hlo.proof._text import text_of
 from shardopt.mesh import make_mesh
 from shardopt.planning._hardware import Hardware
-from shardopt.planning._topologies import parse_topology, topology_devices
+from shardopt.planning._topologies import devices_of, parse_topology
 from shardopt.step._optimizer import ShardedOptimizer
 
 
@@ -162,7 +162,7 @@ def aot(
       a program compiled on a GPU may use other kernels and other scratch memory.
     """
     chip, dims = parse_topology(topology)
-    devices = topology_devices(topology, num_slices=num_slices)
+    devices = devices_of(topology, num_slices)
     if chip.name == "tpu7x":
         _check_versions()
     mesh = make_mesh(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardopt.core._arguments import check_count
-from shardopt.core._errors import calling, format_error, plural
+from shardopt.core._errors import calling, error_text, plural
 from shardopt.core._extras import is_installed, require
 from shardopt.core._types import Devices
 from shardopt.planning._hardware import HARDWARE, Hardware
@@ -28,17 +28,13 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
     forms = ", ".join(_form(chip) for chip in HARDWARE.values())
     if not isinstance(topology, str):
         raise TypeError(
-            format_error(
-                "aot", f"topology must be a string, got {topology!r}.", fix=f"write {forms}."
-            )
+            error_text(f"topology must be a string, got {topology!r}.", fix=f"write {forms}.")
         )
     match = re.fullmatch(r"([a-z0-9]+):(\d+(?:x\d+)*)", topology)
     if match is None or match[1] not in HARDWARE:
         problem = f"unknown topology {topology!r}."
         raise ValueError(
-            format_error(
-                "aot", problem, fix=f"write chip and torus, with sizes of your own: {forms}."
-            )
+            error_text(problem, fix=f"write chip and torus, with sizes of your own: {forms}.")
         )
     chip, dims = HARDWARE[match[1]], tuple(map(int, match[2].split("x")))
     axes = chip.torus_dims or 1
@@ -49,16 +45,14 @@ def parse_topology(topology: str) -> tuple[Hardware, tuple[int, ...]]:
             if chip.torus_dims
             else "the GPUs of a node share a switch"
         )
-        raise ValueError(format_error("aot", problem, fix=f"write it as {_form(chip)}; {reason}."))
+        raise ValueError(error_text(problem, fix=f"write it as {_form(chip)}; {reason}."))
     if not chip.torus_dims and not 1 <= dims[0] <= chip.pod_chips:
         problem = (
             f"topology {topology!r} has {dims[0]} GPUs, a node of {chip.name} has 1 to"
             f" {chip.pod_chips}."
         )
         raise ValueError(
-            format_error(
-                "aot", problem, fix=f"write {_form(chip)}, and how many nodes as num_slices."
-            )
+            error_text(problem, fix=f"write {_form(chip)}, and how many nodes as num_slices.")
         )
     return chip, dims
 
@@ -67,7 +61,7 @@ def _form(chip: Hardware) -> str:
     return f"{chip.name}:{'x'.join(['4'] * chip.torus_dims) or chip.pod_chips}"
 
 
-@calling("aot")
+@calling("topology_devices")
 def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
     """Return the abstract devices of a topology, to compile for.
 
@@ -75,6 +69,11 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
       ModuleNotFoundError: if libtpu, or jax's plugin for CUDA, is not installed.
       ValueError: if the compiler does not know the topology.
     """
+    return devices_of(topology, num_slices)
+
+
+def devices_of(topology: str, num_slices: int) -> Devices:
+    """Return what `topology_devices` returns; its errors name the function that the user called."""
     chip, dims = parse_topology(topology)
     check_count("num_slices", num_slices)
     if not chip.torus_dims:
@@ -99,7 +98,7 @@ def topology_devices(topology: str, *, num_slices: int = 1) -> Devices:
                 f" {str(error).splitlines()[0]}"
             )
             fix = "choose sizes that Google offers, such as v5p:4x4x4, v5e:4x8 or v6e:16x16."
-            raise ValueError(format_error("aot", problem, fix=fix)) from error
+            raise ValueError(error_text(problem, fix=fix)) from error
 
 
 def wraps(dims: Sequence[int]) -> tuple[bool, bool, bool]:

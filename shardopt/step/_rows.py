@@ -34,8 +34,8 @@ from shardopt.step._inputs import check_batch, check_values, place_batch
 UNKNOWN = "unknown"
 """The message of a process whose batch cannot be told as text."""
 
-FIRST_CHECKS, CHECK_EVERY = 3, 1000
-"""The rows of the first batches are compared between processes, then of each 1000th batch."""
+CHECK_EVERY = 1000
+"""The rows of batches 1, 2, 4, 8 and so on are compared between processes, and of each 1000th."""
 
 
 class Message(NamedTuple):
@@ -66,7 +66,7 @@ class AgreedRows:
 
     Before each batch the processes exchange a message on the host, while the devices still compute
     the step before it. The message has the form of the batch and its number of rows, and a digest
-    of the first row of a global batch. For the first three batches, and then for each 1000th, it
+    of the first row of a global batch. For batches 1, 2, 4, 8 and so on, and for each 1000th, it
     has digests of all values too.
 
     Attributes:
@@ -155,9 +155,10 @@ class AgreedRows:
         if error is not None:
             message = message._replace(error=f"{type(error).__name__}: {error}")
         elif batch is not None:
-            count = self.counts[batch.claim]
             self.counts[batch.claim] += 1
-            is_due = count < FIRST_CHECKS or count % CHECK_EVERY == 0
+            count = self.counts[batch.claim]
+            is_power_of_two = count & (count - 1) == 0
+            is_due = is_power_of_two or count % CHECK_EVERY == 0
             message = message._replace(
                 claim=batch.claim,
                 form=hashlib.blake2b(

@@ -218,29 +218,29 @@ def test_a_prompt_that_the_model_cannot_read_is_refused(name, token):
     [
         (
             lambda: list(data.pack([[1, 2**31]], 4)),
-            "pack: a token must fit into int32; got 2147483648.",
+            "data.pack: a token must fit into int32; got 2147483648.",
         ),
         (
             lambda: list(data.pack([[1, -2]], 4)),
-            "pack: a document must be 1-D, of token ids from 0 on; got token -2.",
+            "data.pack: a document must be 1-D, of token ids from 0 on; got token -2.",
         ),
         (
             lambda: list(data.pack([{"tokens": [1, 2], "weights": [1, np.nan]}], 4)),
-            "pack: a document has weights that are negative, infinite or NaN.",
+            "data.pack: a document has weights that are negative, infinite or NaN.",
         ),
         (
             lambda: list(data.pack([{"tokens": [1, 2], "weights": [1, -1.0]}], 4)),
-            "pack: a document has weights that are negative, infinite or NaN.",
+            "data.pack: a document has weights that are negative, infinite or NaN.",
         ),
         (
             lambda: list(data.pack([{"tokens": [1, 2], "weights": [np.inf, 1]}], 4)),
-            "pack: a document has weights that are negative, infinite or NaN.",
+            "data.pack: a document has weights that are negative, infinite or NaN.",
         ),
-        (lambda: data.decode([72, 256]), "decode: tokens must be bytes, got 72 to 256."),
-        (lambda: data.decode([-1]), "decode: tokens must be bytes, got -1 to -1."),
+        (lambda: data.decode([72, 256]), "data.decode: tokens must be bytes, got 72 to 256."),
+        (lambda: data.decode([-1]), "data.decode: tokens must be bytes, got -1 to -1."),
         (
             lambda: data.next_token({"tokens": np.array([1, -100])}),
-            "next_token: tokens must be ids from 0 on, got -100.",
+            "data.next_token: tokens must be ids from 0 on, got -100.",
         ),
     ],
 )

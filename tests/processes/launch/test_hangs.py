@@ -65,6 +65,9 @@ IN = {
     "checkpoint": "in digest",
 }
 
+CAN_SAVE = ("busy", "data")
+"""Faults in which Python can run on all processes, so that the end saves the last step."""
+
 
 @pytest.mark.parametrize("draw", range(10))
 @pytest.mark.parametrize("fault", IN)
@@ -79,7 +82,8 @@ def test_a_rank_that_hangs_is_named_and_the_outcome_is_that_of_an_undisturbed_ru
     assert named[0].startswith(f"launch: process {victim} of {PROCESSES} hangs: "), said
     assert IN[fault] in said
     assert "launch: starting again with 3 processes, restart 1 of 1.\n" in said
-    assert re.search(r"^Resuming from step [1-4]0 in ", said, re.MULTILINE), said
+    saved_step = str(step) if fault in CAN_SAVE else "[1-4]0"
+    assert re.search(rf"^Resuming from step {saved_step} in ", said, re.MULTILINE), said
     assert params.keys() == undisturbed.keys()
     assert all(np.array_equal(params[name], undisturbed[name]) for name in params)
 

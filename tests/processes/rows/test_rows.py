@@ -102,6 +102,8 @@ NOT_SPLIT = (
     [
         ("not split", "fsdp"),
         ("not split, fit", "fit"),
+        ("split for five batches", "fit"),
+        ("split for 17 batches", "fit"),
         ("not split, evaluation", "evaluation"),
         ("not split, integers", "fsdp"),
     ],

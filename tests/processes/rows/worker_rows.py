@@ -67,7 +67,8 @@ def step(batch, opt=None):
 
 def train(batches, opt=None, **options):
     opt = opt or fsdp()
-    result = so.fit(opt, begin(opt), batches, num_steps=20, progress=False, **options)
+    options = {"num_steps": 20, "progress": False} | options
+    result = so.fit(opt, begin(opt), batches, **options)
     return [result.step, result.stopped]
 
 
@@ -193,6 +194,10 @@ CASES = {
     # a claim that is wrong
     "not split": lambda: step(whole(0)),
     "not split, fit": lambda: train(map(whole, range(20))),
+    "split for five batches": lambda: train(own(i) if i < 5 else whole(i) for i in range(20)),
+    "split for 17 batches": lambda: train(
+        (own(i) if i < 17 else whole(i) for i in range(40)), num_steps=40
+    ),
     "not split, evaluation": lambda: evaluate([whole(0)]),
     "not split, integers": lambda: step({"x": np.ones((16, 4), np.int32), "y": np.arange(16)}),
     "split over half of the processes": lambda: step(

@@ -168,7 +168,7 @@ def test_audit_proves_what_it_compiled(capsys, monkeypatch, written, verdict):
             "audit: cannot tell the mesh of this program on 8 devices, none of its inputs has one.",
         ),
         ([__file__], "audit: this is not the text of an HLO module: it has no HloModule line."),
-        (["--topology", "v9:2"], "aot: unknown topology 'v9:2'."),
+        (["--topology", "v9:2"], "audit: unknown topology 'v9:2'."),
         (["--topology", "v5e:2x4", "--model", "gpt9"], "audit: unknown model 'gpt9'."),
         (["--topology", "v5e:2x4", "--rows", "0"], "audit: --rows must be at least 1, got 0."),
     ],

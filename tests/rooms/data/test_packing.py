@@ -193,16 +193,16 @@ def test_the_files_of_a_corpus_and_any_iterable_are_documents(tmp_path):
 @pytest.mark.parametrize(
     ("document", "kind", "message"),
     [
-        ([0.5, 1.5], TypeError, "pack: a document must hold integer token ids, got float64."),
+        ([0.5, 1.5], TypeError, "data.pack: a document must hold integer token ids, got float64."),
         (
             [[1, 2]],
             ValueError,
-            "pack: a document must be 1-D, of token ids from 0 on; got shape (1, 2).",
+            "data.pack: a document must be 1-D, of token ids from 0 on; got shape (1, 2).",
         ),
         (
             [1, -1],
             ValueError,
-            "pack: a document must be 1-D, of token ids from 0 on; got token -1.",
+            "data.pack: a document must be 1-D, of token ids from 0 on; got token -1.",
         ),
     ],
 )
@@ -213,9 +213,9 @@ def test_documents_of_no_tokens_are_refused(document, kind, message):
 
 
 def test_numbers_out_of_range_are_refused():
-    with pytest.raises(ValueError, match=r"^pack: length must be at least 1, got 0\.$"):
+    with pytest.raises(ValueError, match=r"^data\.pack: length must be at least 1, got 0\.$"):
         data.pack([[1]], 0)
-    with pytest.raises(ValueError, match=r"^pack: open_rows must be at least 1, got -1\.$"):
+    with pytest.raises(ValueError, match=r"^data\.pack: open_rows must be at least 1, got -1\.$"):
         data.pack([[1]], 4, open_rows=-1)
 
 
@@ -234,7 +234,7 @@ def test_windows_become_inputs_and_targets(tmp_path):
         ({}, "nothing"),
     ]:
         what = (
-            "next_token: a batch must have tokens [..., T + 1], T at least 1, and no targets; it"
+            "data.next_token: a batch must have tokens [..., T + 1], T at least 1, and no targets; it"
             f" has {found}."
         )
         with pytest.raises(ValueError, match=f"^{re.escape(what)}$"):

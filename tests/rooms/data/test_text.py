@@ -171,14 +171,16 @@ def test_what_is_missing_or_empty_is_refused(tmp_path):
             "name a text file, or a folder that holds some.",
         ),
     ]:
-        with pytest.raises(kind, match=f"^{re.escape(f'data: {what}')}\nFix: {re.escape(fix)}$"):
+        with pytest.raises(
+            kind, match=f"^{re.escape(f'data.open_corpus: {what}')}\nFix: {re.escape(fix)}$"
+        ):
             data.open_corpus(path)
 
 
 def test_text_too_short_for_its_windows_is_refused(tmp_path):
     corpus = digits(tmp_path / "text", 1000)
     message = (
-        "data: 1000 bytes of text, 950 to train on and 50 to validate, are too few for windows of"
+        "data.split: 1000 bytes of text, 950 to train on and 50 to validate, are too few for windows of"
         " 65 bytes on both sides.\nFix: give more text, or choose shorter windows."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
@@ -188,13 +190,15 @@ def test_text_too_short_for_its_windows_is_refused(tmp_path):
 
 def test_numbers_out_of_range_are_refused(tmp_path):
     corpus = digits(tmp_path / "text", 1000)
-    with pytest.raises(ValueError, match=r"^split: length must be at least 1, got 0\.$"):
+    with pytest.raises(ValueError, match=r"^data\.split: length must be at least 1, got 0\.$"):
         data.split(corpus, 0)
     with pytest.raises(
-        ValueError, match=r"^split: validation must be between 0 and 1, got 1\.0\.$"
+        ValueError, match=r"^data\.split: validation must be between 0 and 1, got 1\.0\.$"
     ):
         data.split(corpus, 4, validation=1.0)
-    with pytest.raises(ValueError, match=r"^batches: batch_size must be at least 1, got 0\.$"):
+    with pytest.raises(
+        ValueError, match=r"^data\.batches: batch_size must be at least 1, got 0\.$"
+    ):
         data.batches(data.split(corpus, 4)[0], 0)
 
 
@@ -202,7 +206,7 @@ def test_a_text_that_shrank_is_noticed(tmp_path):
     windows, _ = data.split(digits(tmp_path / "text", 1000), 9)
     (tmp_path / "text").write_bytes(b"short")
     message = (
-        f"data: '{tmp_path}/text' is shorter than when the corpus was opened: 5 bytes and no"
+        f"data.Corpus: '{tmp_path}/text' is shorter than when the corpus was opened: 5 bytes and no"
         " more.\nFix: leave the text alone while a model trains on it."
     )
     with pytest.raises(OSError, match=f"^{re.escape(message)}$"):

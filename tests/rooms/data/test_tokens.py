@@ -42,7 +42,7 @@ def test_lines_are_documents_that_pack_takes(tmp_path):
 def test_a_line_of_another_form_is_named(line, problem, tmp_path):
     path = tmp_path / "tokens.jsonl"
     path.write_text(f"{GOOD}\n{line}\n{GOOD}")
-    with pytest.raises(ValueError, match="read_tokens: 1 line of ") as error:
+    with pytest.raises(ValueError, match=r"data\.read_tokens: 1 line of ") as error:
         data.read_tokens(path, vocab_size=8)
     assert f"line 2: {problem}" in str(error.value)
 

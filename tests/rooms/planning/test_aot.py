@@ -205,7 +205,7 @@ def test_a_program_that_jaxlib_cannot_read_back_says_so():
 )
 def test_tpu7x_needs_a_jaxlib_that_reads_its_programs(jax_version, libtpu, refused, monkeypatch):
     monkeypatch.setattr(
-        aot_module, "topology_devices", lambda topology, num_slices: list(jax.devices()[:1])
+        aot_module, "devices_of", lambda topology, num_slices: list(jax.devices()[:1])
     )
     monkeypatch.setattr(jax, "__version_info__", jax_version)
     monkeypatch.setattr(
