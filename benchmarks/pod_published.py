@@ -11,7 +11,6 @@ from shardopt.planning import (
     MODELS,
     Hardware,
     ParallelLayout,
-    Replicas,
     Transformer,
     predict,
 )
@@ -181,10 +180,10 @@ def diloco_rows(only):
             if only not in name:
                 continue
             way = _way(name, layers // 3)
-            replicas = Replicas(
-                num_parameters=billions * 1e9, step_seconds=seconds, overlap=2 / 3, **way
-            )
-            predicted = {share: 8e-9 * replicas.bandwidth_for(share) for share in SHARES}
+            predicted = {
+                share: 8e-9 * bandwidth_for(share, billions * 1e9, seconds, **way)
+                for share in SHARES
+            }
             ratios = [
                 found / stated for found, stated in zip(predicted.values(), paper, strict=True)
             ]
@@ -197,6 +196,20 @@ def diloco_rows(only):
                 "ratios": ratios,
                 "within_a_rung": sum(1 / LADDER <= ratio <= LADDER for ratio in ratios),
             }
+
+
+def bandwidth_for(
+    share, num_parameters, step_seconds, *, bits, sync_every=1, fragments=1, delay=0, overlap=2 / 3
+):
+    """Return the bytes a second that each of two replicas has to send, so that it computes for a
+    share of the time.
+
+    Every `sync_every` steps each fragment is all-reduced in a ring. Its transfer overlaps with a
+    share `overlap` of the step before, and with `delay` steps after it.
+    """
+    sent = num_parameters * bits / 8
+    waiting = sync_every * step_seconds * (1 / share - 1)
+    return sent / (waiting + fragments * (delay + overlap) * step_seconds)
 
 
 def _way(name, fragments):

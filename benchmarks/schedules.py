@@ -247,8 +247,9 @@ def pictures(folder):
 
 def _draw(path, schedule, **times):
     from PIL import Image
+    from schedule_pictures import draw
 
-    schedule.plot(path, **times)
+    draw(schedule, path, **times)
     Image.open(path).convert("RGB").quantize(48).save(path, optimize=True)
 
 

@@ -33,6 +33,32 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 100})
 
+
+def draw(schedule):
+    """Draw a row for each stage; a box is a pass, and its number is the micro-batch."""
+    ticks, stage = schedule.ticks, np.asarray(schedule.ticks.stage_of)[:, None]
+    lengths = {"forward": 1, "backward": 2 if ticks.weight is None else 1, "weight": 1}
+    colors = {"forward": "tab:blue", "backward": "tab:green", "weight": "tab:orange"}
+    busy, offsets = np.zeros((ticks.num_ticks, ticks.num_stages)), {}
+    for kind, when in ticks.passes.items():  # the passes of a tick follow one another
+        offsets[kind] = busy[when, stage]
+        np.add.at(busy, (when, stage), lengths[kind])
+    begins = np.concatenate([[0], np.cumsum(busy.max(axis=1))])
+    _, axes = plt.subplots(figsize=(0.27 * begins[-1] / schedule.num_chunks**0.5, 1.8))
+    axes.set(yticks=range(ticks.num_stages), ylabel="stage", xlim=(0, begins[-1]), xlabel="time")
+    axes.invert_yaxis()
+    for kind, when in ticks.passes.items():
+        for v, lefts in enumerate(begins[when] + offsets[kind]):
+            row, alpha = ticks.stage_of[v] - 0.45, 1 - 0.5 * ticks.chunk_of[v]
+            extents = [(left, lengths[kind]) for left in lefts]
+            look = {"color": colors[kind], "alpha": alpha, "edgecolor": "white"}
+            axes.broken_barh(extents, (row, 0.9), label=kind if v == 0 else None, **look)
+            for m, left in enumerate(lefts):
+                axes.text(left + lengths[kind] / 2, row + 0.45, m, ha="center", va="center", size=6)
+    axes.legend(ncols=3, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    plt.show()
+
+
 # %% [markdown]
 # ## The simplest schedule
 #
@@ -41,7 +67,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # forward pass, because it computes two gradients.
 
 # %%
-so.schedules.gpipe(4, 8).plot()
+draw(so.schedules.gpipe(4, 8))
 
 # %% [markdown]
 # The pale corners are the bubble: stages with nothing to do. For $S$ stages and $M$ micro-batches the share of the
@@ -63,7 +89,7 @@ assert gpipe.bubble_fraction == 3 / 11
 # in one program it is idle for longer.
 
 # %%
-so.schedules.eager_one_f_one_b(4, 8).plot()
+draw(so.schedules.eager_one_f_one_b(4, 8))
 
 # %% [markdown]
 # ## More and smaller stages
@@ -72,7 +98,7 @@ so.schedules.eager_one_f_one_b(4, 8).plot()
 # are half as wide. But stages send more messages.
 
 # %%
-so.schedules.interleaved(4, 8, num_chunks=2).plot()
+draw(so.schedules.interleaved(4, 8, num_chunks=2))
 
 # %% [markdown]
 # ## Fill the bubble with work
@@ -81,7 +107,7 @@ so.schedules.interleaved(4, 8, num_chunks=2).plot()
 # gradient of the weights. So this half can be delayed until the stage would be idle.
 
 # %%
-so.schedules.zero_bubble_lockstep(4, 8).plot()
+draw(so.schedules.zero_bubble_lockstep(4, 8))
 
 # %% [markdown]
 # ## More micro-batches

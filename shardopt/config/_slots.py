@@ -16,7 +16,7 @@ from shardopt.collectives import LeafWire
 from shardopt.core._loss_parts import Gradients, LossParts
 from shardopt.core._rounding import Rounding
 from shardopt.core._types import Metric, PyTree, Weighted
-from shardopt.partition import LayoutBytes, LeafPlan, Owners
+from shardopt.partition import LeafPlan, Owners
 from shardopt.partition._counts import Counts
 
 if TYPE_CHECKING:
@@ -180,12 +180,8 @@ class OptimizerUpdate(Protocol):
         """Return the updates and the new optimizer state."""
         ...
 
-    def describe(
-        self, config: StrategyConfig, layout: Layout
-    ) -> tuple[Owners | None, LayoutBytes | None]:
-        """Return for the report who owns which matrices, and what their work sends in each form of
-        optimizer state.
-        """
+    def describe(self, config: StrategyConfig, layout: Layout) -> Owners | None:
+        """Return for the report who owns which matrices."""
         ...
 
 

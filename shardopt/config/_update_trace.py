@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Jaxpr
 
 from shardopt.config._transformation import ExtraArgs, call_update
 from shardopt.core._types import PyTree
@@ -26,14 +25,6 @@ def trace_of_update(
       value: the shape of the loss.
     """
     return trace_update(*_update_of_shapes(tx, params, value))[0]
-
-
-def jaxpr_of_update(
-    tx: optax.GradientTransformation, params: PyTree, value: jax.ShapeDtypeStruct
-) -> Jaxpr:
-    """Return the equations of `trace_of_update` with calls as they are, in half of its time."""
-    update, *args = _update_of_shapes(tx, params, value)
-    return jax.make_jaxpr(update)(*args).jaxpr
 
 
 def _update_of_shapes(

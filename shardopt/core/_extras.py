@@ -1,4 +1,4 @@
-"""Packages of shardopt's extras (`shardopt[plot]`): required when a function uses them, never at
+"""Packages of shardopt's extras (`shardopt[data]`): required when a function uses them, never at
 import.
 """
 
@@ -38,20 +38,20 @@ def require(module: str, *, extra: str) -> None:
     Called before that package is imported.
 
     Args:
-      module: the import name of the package, such as "matplotlib".
-      extra: the extra of shardopt that installs the package, such as "plot".
+      module: the import name of the package, such as "grain".
+      extra: the extra of shardopt that installs the package, such as "data".
 
     Raises:
       ModuleNotFoundError: if the package is not installed; the message names the extra.
 
     Example:
       >>> from shardopt.core._errors import calling
-      >>> with calling("plot_plans"):
-      ...     require("no_such_package", extra="plot")
+      >>> with calling("batches"):
+      ...     require("no_such_package", extra="data")
       Traceback (most recent call last):
       ...
-      ModuleNotFoundError: plot_plans: no_such_package is needed, which is not installed.
-      Fix: pip install 'shardopt[plot]'
+      ModuleNotFoundError: batches: no_such_package is needed, which is not installed.
+      Fix: pip install 'shardopt[data]'
     """
     if not is_installed(module):
         problem = f"{module} is needed, which is not installed."

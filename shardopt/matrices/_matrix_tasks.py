@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeGuard
 
 import jax.extend.core as jex
 
-from shardopt.trace._jaxprs import called_jaxprs, cost_of, shape_of
 from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
 from shardopt.trace._parts import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, slice_of
 
@@ -42,27 +41,6 @@ class MatrixTask(NamedTuple):
     outputs: tuple[jex.Var, ...]
     group: int
     stage: int
-
-
-def gathered_bytes(jaxpr: jex.Jaxpr, min_elements: int) -> int:
-    """Return a lower bound of the bytes that products and decompositions would gather if matrices
-    were sharded within.
-
-    Each such equation counts its smallest large operand or result. An equation in a loop counts
-    once per known iteration.
-    """
-
-    def smallest_operand(eqn: jex.JaxprEqn) -> int | None:
-        if called_jaxprs(eqn) and not is_opaque(eqn):
-            return None
-        if is_opaque(eqn) or not is_heavy(eqn, min_elements):
-            return 0
-        large = [
-            var for var in (*eqn.invars, *eqn.outvars) if math.prod(shape_of(var)) >= min_elements
-        ]
-        return min(map(bytes_of, large), default=0)
-
-    return int(sum(cost_of(eqn, smallest_operand) for eqn in jaxpr.eqns))
 
 
 def find_tasks(trace: Trace, groups: Groups) -> list[MatrixTask]:

@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.config._config import StrategyConfig
-from shardopt.config._layout import Layout, make_layout
+from shardopt.config._layout import Layout
 from shardopt.config._transformation import ExtraArgs, call_update
-from shardopt.config._update_trace import jaxpr_of_update, opaque, trace_of_update, trace_update
+from shardopt.config._update_trace import opaque, trace_of_update, trace_update
 from shardopt.core._types import PyTree, abstract
-from shardopt.matrices._matrix_tasks import gathered_bytes
 from shardopt.matrices._owned_sides import Sides, plan_sides
 from shardopt.matrices._owned_stage import run_stage, stage_bytes
 from shardopt.matrices._owned_tasks import (
@@ -30,7 +29,7 @@ from shardopt.matrices._owned_tasks import (
 )
 from shardopt.matrices._owners import move, moved_bytes
 from shardopt.mesh import spec_axes
-from shardopt.partition import LayoutBytes, Owned, Owners
+from shardopt.partition import Owned, Owners
 from shardopt.trace._matrix_work import MIN_ELEMENTS
 from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
 
@@ -50,11 +49,9 @@ class OwnedUpdate:
         """Return the updates and the new optimizer state."""
         return owned_update(config, layout, grads, opt_state, params, extra_args)
 
-    def describe(
-        self, config: StrategyConfig, layout: Layout
-    ) -> tuple[Owners | None, LayoutBytes | None]:
-        """Return the owners, and the bytes of both forms of optimizer state."""
-        return owners_of(config, layout), layout_bytes(config, layout)
+    def describe(self, config: StrategyConfig, layout: Layout) -> Owners | None:
+        """Return the owners."""
+        return owners_of(config, layout)
 
 
 def owned_update(
@@ -197,27 +194,6 @@ def owners_of(config: StrategyConfig, layout: Layout) -> Owners | None:
     return Owners(
         (*rows, *without_owner), count, imbalance, sent, sum(padding for _, padding in staged)
     )
-
-
-def layout_bytes(config: StrategyConfig, layout: Layout) -> LayoutBytes | None:
-    """Return the bytes that an update sends for its work on matrices with either layout.
-
-    None if it sends none.
-    """
-    count = math.prod(config.mesh_shape[axis] for axis in owner_axes(config))
-    if not config.placement.opt_state or count == 1:
-        return None
-    shapes = layout.abstract.params
-    jaxpr = jaxpr_of_update(
-        config.update.tx, layout.trainable(shapes), jax.ShapeDtypeStruct((), jnp.float32)
-    )
-    gathered = gathered_bytes(jaxpr, max(MIN_ELEMENTS, config.layout.min_shard_elements))
-    if not gathered:
-        return None
-    config = config.replace(opt_state_layout="matrices")
-    owners = owners_of(config, make_layout(config, shapes))
-    assert owners is not None
-    return LayoutBytes(gathered * (count - 1) // count, owners.bytes_sent)
 
 
 def retrace(

@@ -18,7 +18,7 @@ from shardopt.core._types import PyTree, abstract
 from shardopt.matrices._blockwise import block_dim, is_blockwise, match_variables
 from shardopt.matrices._owned_tasks import WHOLE
 from shardopt.matrices._owned_update import evaluate, retrace
-from shardopt.partition import LayoutBytes, Owners
+from shardopt.partition import Owners
 from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._matrix_work import is_opaque
 from shardopt.trace._parts import Atom, Trace, abstract_value, part_of, slice_of
@@ -67,9 +67,7 @@ class StreamedUpdate:
 
     update: OptimizerUpdate
 
-    def describe(
-        self, config: StrategyConfig, layout: Layout
-    ) -> tuple[Owners | None, LayoutBytes | None]:
+    def describe(self, config: StrategyConfig, layout: Layout) -> Owners | None:
         """Return what the update of a state on the device says."""
         return self.update.describe(config, layout)
 

@@ -12,12 +12,11 @@ from shardopt.partition._plan import (
     shard_axes,
     state_specs,
 )
-from shardopt.partition._report import LayoutBytes, Owned, Owners, Report, report
+from shardopt.partition._report import Owned, Owners, Report, report
 from shardopt.partition._rules import match_rules, rules_from_logical_axes
 
 __all__ = [
     "COLUMNS",
-    "LayoutBytes",
     "LeafPlan",
     "LeafPlanOptions",
     "Owned",

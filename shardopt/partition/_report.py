@@ -103,34 +103,6 @@ class Owners(NamedTuple):
         ]
 
 
-class LayoutBytes(NamedTuple):
-    """The additional bytes that a device sends in a step because the optimizer works on matrices,
-    for each state layout.
-
-    Attributes:
-      within: about the bytes with `opt_state="within"`. Each product or decomposition
-        gathers the smallest of its operands and results. Loops with a known number of iterations
-        count each iteration.
-      matrices: the bytes with `opt_state="matrices"`.
-    """
-
-    within: int
-    matrices: int
-
-    @property
-    def recommended(self) -> str:
-        """The layout that sends fewer bytes."""
-        return "matrices" if self.matrices < self.within else "within"
-
-    def __str__(self) -> str:
-        """Return the comparison as one line."""
-        comparison = (
-            f"'within' sends about {self.within:,} bytes per device and step for matrices,"
-            f" 'matrices' {self.matrices:,}"
-        )
-        return f"opt_state: {comparison}; recommended: {self.recommended!r}"
-
-
 def _ranges(numbers: tuple[int, ...]) -> str:
     """Return (0, 1, 2, 2, 5) as "0-2, 5"."""
     runs: list[list[int]] = []
@@ -152,8 +124,6 @@ class Report(NamedTuple):
       params_bytes: parameter bytes on each device.
       opt_state_bytes: optimizer state bytes on each device.
       owners: the owners of matrices, with `opt_state="matrices"`.
-      layouts: the bytes that each `opt_state` sends; None if the optimizer works on no
-        matrices, or its state is replicated.
       view: one line that names the view of the loss, and the reason.
       whole: one line for each leaf that a rule would split over tensor, and tensor does not divide.
     """
@@ -163,7 +133,6 @@ class Report(NamedTuple):
     params_bytes: int
     opt_state_bytes: int
     owners: Owners | None = None
-    layouts: LayoutBytes | None = None
     view: str = ""
     whole: tuple[str, ...] = ()
 
@@ -202,7 +171,6 @@ class Report(NamedTuple):
         ]
         lines += self.whole
         lines += [] if self.owners is None else self.owners.lines()
-        lines += [] if self.layouts is None else [str(self.layouts)]
         lines += [self.view] * bool(self.view)
         total = (
             f"each device holds {self.params_bytes:,} bytes of parameters, {self.opt_state_bytes:,}"

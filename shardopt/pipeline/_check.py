@@ -7,17 +7,16 @@ import numpy as np
 
 from shardopt.core._arguments import is_integer
 from shardopt.core._errors import error_text, plural
-from shardopt.pipeline._ticks import Slots, Ticks, lifetimes
+from shardopt.pipeline._ticks import Ticks, lifetimes
 
 _MAX_CELLS = 2**20
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "weight": "weight gradient"}
 
 
-def check(ticks: Ticks, slots: Slots | None = None) -> None:
-    """Raise ValueError for a schedule that cannot be run, as `Schedule.validate` says."""
-    # in this order: a table of the wrong shape has no ticks, and with a wrong tick every slot looks
-    # wrong
-    if faults := list(_shape_faults(ticks, slots)):
+def check(ticks: Ticks) -> None:
+    """Raise ValueError for ticks that cannot be run, as `Schedule` says."""
+    # in this order: a table of the wrong shape has no ticks
+    if faults := list(_shape_faults(ticks)):
         _refuse(
             faults, "give every table one row per virtual stage and one column per micro-batch."
         )
@@ -28,17 +27,13 @@ def check(ticks: Ticks, slots: Slots | None = None) -> None:
             f" {arrival}."
         )
         _refuse(faults, fix)
-    if slots and (faults := list(_slot_faults(ticks, slots))):
-        _refuse(
-            faults, "keep apart what is live at the same tick, or leave the slots to from_ticks."
-        )
 
 
 def _refuse(faults: list[str], fix: str) -> None:
     raise ValueError(error_text(f"the schedule has {plural(len(faults), 'fault')}.", faults, fix))
 
 
-def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
+def _shape_faults(ticks: Ticks) -> Iterator[str]:
     counts = Counter(ticks.stage_of)
     per_stage = [counts[stage] for stage in range(ticks.num_stages)]
     if (
@@ -55,7 +50,7 @@ def _shape_faults(ticks: Ticks, slots: Slots | None) -> Iterator[str]:
     if shape[1] < 1:
         yield "there is no micro-batch"
     tables = {"forward": ticks.forward, "backward": ticks.backward, "weight": ticks.weight}
-    for name, table in (tables | (slots._asdict() if slots else {})).items():
+    for name, table in tables.items():
         widths = sorted({len(row) for row in table or ()})
         if table is not None and (len(table), widths) != (shape[0], [shape[1]]):
             actual_shape = f"{plural(len(table), 'row')} of {' or '.join(map(str, widths))}"
@@ -109,38 +104,6 @@ def _shared_ticks(ticks: Ticks) -> Iterator[str]:
                     f"stage {stage} has {len(clashing)} {_PASS_NAMES[kind]}s at tick {tick}:"
                     f" {', '.join(clashing)}"
                 )
-
-
-def _slot_faults(ticks: Ticks, slots: Slots) -> Iterator[str]:
-    for buffer, (first, last) in lifetimes(ticks).items():
-        slots_of, is_stored = np.asarray(getattr(slots, buffer)), last >= first
-        for v, m in np.argwhere((slots_of >= 0) != is_stored):
-            slot_missing = f"needs a slot at ticks {first[v, m]} to {last[v, m]}"
-            fault = (
-                slot_missing
-                if is_stored[v, m]
-                else f"has slot {slots_of[v, m]}, but nothing to keep"
-            )
-            yield f"{buffer} of micro-batch {m} at virtual stage {v} {fault}"
-        uses_of = defaultdict(list)
-        for v, m in np.argwhere(is_stored & (slots_of >= 0)):
-            uses_of[ticks.stage_of[v], int(slots_of[v, m])].append(
-                (int(first[v, m]), int(last[v, m]), int(m), int(v))
-            )
-        for (stage, index), uses in sorted(uses_of.items()):
-            holder, *later_uses = sorted(uses)
-            for next_use in later_uses:
-                if next_use[0] <= holder[1]:
-                    yield (
-                        f"stage {stage} keeps two things in {buffer} slot {index}:"
-                        f" {_use_text(holder)} and {_use_text(next_use)}"
-                    )
-                holder = max(holder, next_use, key=lambda use: use[1])  # the use that ends last
-
-
-def _use_text(use: tuple[int, int, int, int]) -> str:
-    first, last, m, v = use
-    return f"micro-batch {m} at virtual stage {v} (ticks {first} to {last})"
 
 
 def check_sizes(**sizes: int) -> None:

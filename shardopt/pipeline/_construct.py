@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from shardopt.core._errors import calling, error_text, format_error, plural
-from shardopt.pipeline._check import check, check_cells, check_sizes
+from shardopt.pipeline._check import check_cells, check_sizes
 from shardopt.pipeline._schedule import Schedule
-from shardopt.pipeline._ticks import LETTERS, Ticks, as_table, assign_slots, input_pass_of
+from shardopt.pipeline._ticks import LETTERS, Ticks, as_table, input_pass_of
 
 
 def from_ticks(
@@ -38,15 +38,15 @@ def from_ticks(
       stage_of: [V] integers: the stage that runs each virtual stage; by default v % S.
       message_ticks: the number of ticks after which another stage can use a message, 1 or 2; see
         `send_ahead`.
-      name: the name of the schedule in messages, prints and plots.
+      name: the name of the schedule in messages and prints.
 
     Returns:
-      A valid `Schedule`, with slots chosen.
+      A `Schedule`.
 
     Raises:
       TypeError: if a table does not consist of integers.
       ValueError: if `num_stages` is below 1, `message_ticks` is neither 1 nor 2, the table is too
-        large, or `Schedule.validate` refuses it.
+        large, or `Schedule` refuses it.
 
     Example:
       >>> import shardopt as so
@@ -77,8 +77,7 @@ def from_ticks(
         ticks = Ticks(
             int(num_stages), tuple(stage_of_virtual.tolist()), **tables, message_ticks=message_ticks
         )
-        check(ticks)
-    return Schedule(name, ticks, assign_slots(ticks))
+    return Schedule(name, ticks)
 
 
 def _integers(argument: str, values: ArrayLike, ndim: int) -> np.ndarray:
@@ -133,7 +132,7 @@ def from_order(
       stage_of: [V] integers: the stage that runs each virtual stage; by default v % S.
       message_ticks: the number of ticks after which another stage can use a message, 1 or 2; see
         `send_ahead`.
-      name: the name of the schedule in messages, prints and plots.
+      name: the name of the schedule in messages and prints.
 
     Returns:
       A valid `Schedule`.

@@ -1,10 +1,10 @@
-"""`Schedule`: which pass each stage of a pipeline runs at each tick, as data that can be checked,
-printed and plotted.
+"""`Schedule`: which pass each stage of a pipeline runs at each tick, as data that can be checked and
+printed.
 """
 
-import os
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Unpack
 
 import numpy as np
 
@@ -18,14 +18,12 @@ from shardopt.pipeline._ticks import (
     Table,
     Ticks,
     as_table,
+    assign_slots,
     num_live,
     shifts,
     tick_table,
 )
-from shardopt.pipeline._timing import Pace, PassTimes, Times
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from shardopt.pipeline._timing import Durations, Pace, PassTimes, pass_times
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,14 +37,26 @@ class Schedule:
     the input, and the weight pass the gradient of the weights.
 
     Attributes:
-      name: the name of the schedule in messages, prints and plots.
+      name: the name of the schedule in messages and prints.
       ticks: the tick of every pass.
-      slots: the ring-buffer slots of all values that a stage stores from one tick to another.
+
+    Raises:
+      ValueError: in this order: if tables differ in shape, or virtual stages are not spread evenly;
+        if a pass is missing, runs before its input arrives, or shares its tick, stage and kind with
+        another pass. The error counts all faults and lists the first eight.
     """
 
     name: str
     ticks: Ticks
-    slots: Slots
+
+    def __post_init__(self) -> None:
+        with calling(self.name):
+            check(self.ticks)
+
+    @functools.cached_property
+    def slots(self) -> Slots:
+        """The ring-buffer slots of all values that a stage stores from one tick to another."""
+        return assign_slots(self.ticks)
 
     @property
     def num_stages(self) -> int:
@@ -89,15 +99,7 @@ class Schedule:
         """
         return self.bubble_rate(pace="lockstep")
 
-    def bubble_rate(
-        self,
-        *,
-        forward: Times = 1,
-        backward: Times = 1,
-        weight: Times = 1,
-        communication: float = 0,
-        pace: Pace = "own",
-    ) -> float:
+    def bubble_rate(self, *, pace: Pace = "own", **durations: Unpack[Durations]) -> float:
         """Return the idle share of all stages from the first pass to the last: an exact fraction,
         rounded once.
 
@@ -105,11 +107,8 @@ class Schedule:
         / max(`stage_times`).
 
         Args:
-          forward: as for `table_time`.
-          backward: as for `table_time`.
-          weight: as for `table_time`.
-          communication: as for `table_time`.
           pace: "own": the idle share of `table_time`. "lockstep": the idle share of `program_time`.
+          **durations: as for `table_time`.
 
         Example:
           >>> import shardopt as so
@@ -119,18 +118,15 @@ class Schedule:
           >>> round(schedule.bubble_rate(pace="lockstep"), 3)
           0.4
         """
-        times = self._times(forward, backward, weight, communication)
+        times = self._times(durations)
         total = (timing.program_time if pace == "lockstep" else timing.table_time)(
             self.ticks, times
         )
         return float(timing.idle_fraction(self.ticks, times, total))
 
-    def _times(
-        self, forward: Times, backward: Times, weight: Times, communication: float
-    ) -> PassTimes:
-        pass_times = {"forward": forward, "backward": backward, "weight": weight}
+    def _times(self, durations: Durations) -> PassTimes:
         with calling(self.name):
-            return timing.pass_times(self.ticks, **pass_times, communication=communication)
+            return pass_times(self.ticks, **durations)
 
     @property
     def peak_activations(self) -> tuple[int, ...]:
@@ -181,14 +177,7 @@ class Schedule:
         """
         return shifts(self.ticks)["backward"]
 
-    def table_time(
-        self,
-        *,
-        forward: Times = 1,
-        backward: Times = 1,
-        weight: Times = 1,
-        communication: float = 0,
-    ) -> float:
+    def table_time(self, **durations: Unpack[Durations]) -> float:
         """Return the time from the first pass to the last if every stage goes at its own pace.
 
         Every stage runs its passes in the order of the table, each as soon as the stage is free and
@@ -197,13 +186,16 @@ class Schedule:
         `program_time`.
 
         Args:
-          forward: time of the forward of one chunk of one micro-batch. If the virtual stages differ
-            (embedding, head), a sequence [V] of times in the order of the model.
-          backward: time of the gradient of its input: a number or a sequence [V].
-          weight: time of the gradient of its weights: a number or a sequence [V]. A backward pass
-            that computes both gradients takes backward + weight.
-          communication: time of a message from one stage to another. Both stages can run passes
-            that do not need the message meanwhile. Between chunks of one stage it is 0.
+          **durations: times, each 1 by default:
+
+            - forward: of the forward of one chunk of one micro-batch. If the virtual stages differ
+              (embedding, head), a sequence [V] of times in the order of the model.
+            - backward: of the gradient of its input: a number or a sequence [V].
+            - weight: of the gradient of its weights: a number or a sequence [V]. A backward pass
+              that computes both gradients takes backward + weight.
+            - communication: of a message from one stage to another, 0 by default. Both stages can
+              run passes that do not need the message meanwhile. Between chunks of one stage it is
+              0.
 
         Raises:
           TypeError: if a time is not a number.
@@ -215,16 +207,9 @@ class Schedule:
           >>> schedule.table_time(), schedule.table_time(forward=[2, 1], communication=0.5)
           (12, 16.0)
         """
-        return timing.table_time(self.ticks, self._times(forward, backward, weight, communication))
+        return timing.table_time(self.ticks, self._times(durations))
 
-    def stage_times(
-        self,
-        *,
-        forward: Times = 1,
-        backward: Times = 1,
-        weight: Times = 1,
-        communication: float = 0,
-    ) -> tuple[float, ...]:
+    def stage_times(self, **durations: Unpack[Durations]) -> tuple[float, ...]:
         """Return [S], each stage's time from its first pass to its last, at its own pace.
 
         Arguments as for `table_time`.
@@ -233,16 +218,9 @@ class Schedule:
         the next step as soon as it is done. A step of shardopt is synchronous and takes
         `table_time`: it ends when all stages have ended.
         """
-        return timing.stage_times(self.ticks, self._times(forward, backward, weight, communication))
+        return timing.stage_times(self.ticks, self._times(durations))
 
-    def program_time(
-        self,
-        *,
-        forward: Times = 1,
-        backward: Times = 1,
-        weight: Times = 1,
-        communication: float = 0,
-    ) -> float:
+    def program_time(self, **durations: Unpack[Durations]) -> float:
         """Return the time of the compiled program; arguments as for `table_time`.
 
         In lockstep a tick takes the time of its busiest stage, and then the time of the messages:
@@ -250,9 +228,7 @@ class Schedule:
         neighbours begin to send at the beginning of a tick, and a stage waits for these messages at
         the end of its tick.
         """
-        return timing.program_time(
-            self.ticks, self._times(forward, backward, weight, communication)
-        )
+        return timing.program_time(self.ticks, self._times(durations))
 
     def table(self) -> dict[str, np.ndarray]:
         """Return the schedule as int32 arrays with one row per tick; -1 means none.
@@ -287,65 +263,6 @@ class Schedule:
           [[-1, -1, 0, 1, 2], [-1, 0, 1, 2, -1]]
         """
         return tick_table(self.ticks, self.slots)
-
-    def validate(self) -> None:
-        """Raise an error if the schedule cannot be run.
-
-        The schedules of `from_ticks` are already checked.
-
-        Raises:
-          ValueError: in this order: if tables differ in shape, or virtual stages are not spread
-            evenly; if a pass is missing, runs before its input arrives, or shares its tick, stage
-            and kind with another pass; if values that are live at the same tick share a slot. The
-            error counts all faults and lists the first eight.
-        """
-        with calling(self.name):
-            check(self.ticks, self.slots)
-
-    def plot(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        pace: Pace = "lockstep",
-        forward: Times = 1,
-        backward: Times = 1,
-        weight: Times = 1,
-        communication: float = 0,
-    ) -> "Figure":
-        """Draw which pass each stage runs when, in the lockstep program or with stages at their own
-        pace.
-
-        Args:
-          path: where to save the picture; the suffix chooses the format, PNG without one.
-          pace: "lockstep": draw the times of `program_time`. "own": draw the times of `table_time`.
-          forward: as for `table_time`.
-          backward: as for `table_time`.
-          weight: as for `table_time`.
-          communication: as for `table_time`.
-
-        Returns:
-          A matplotlib figure.
-        """
-        from shardopt.pipeline._plot import plot
-
-        idle_share = self.bubble_rate(
-            forward=forward,
-            backward=backward,
-            weight=weight,
-            communication=communication,
-            pace=pace,
-        )
-        program_kind = " in lockstep" if self.ticks.message_ticks == 1 else ", messages sent ahead"
-        duration = (
-            plural(self.num_ticks, "tick") + program_kind
-            if pace == "lockstep"
-            else "stages at their own pace"
-        )
-        peak = plural(max(self.peak_activations), "activation")
-        heading = self._sizes(), f"{duration}, {idle_share:.1%} idle, at most {peak} per stage"
-        return plot(
-            self.ticks, self._times(forward, backward, weight, communication), pace, heading, path
-        )
 
     def __repr__(self) -> str:
         sizes = (

@@ -4,7 +4,7 @@ program runs.
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -19,6 +19,15 @@ Pace = Literal["own", "lockstep"]
 """`own`: a stage runs its next pass as soon as it is free and the message has arrived. `lockstep`:
 all begin a tick together.
 """
+
+
+class Durations(TypedDict, total=False):
+    """The times that a user states, see `Schedule.table_time`."""
+
+    forward: Times
+    backward: Times
+    weight: Times
+    communication: float
 
 
 class PassTimes(NamedTuple):

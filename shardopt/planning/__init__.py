@@ -3,7 +3,6 @@ without a device.
 """
 
 from shardopt.planning._aot import aot
-from shardopt.planning._diloco import Replicas
 from shardopt.planning._hardware import HARDWARE, Hardware
 from shardopt.planning._layout import ParallelLayout
 from shardopt.planning._models import MODELS, Transformer
@@ -18,7 +17,6 @@ __all__ = [
     "Failures",
     "Hardware",
     "ParallelLayout",
-    "Replicas",
     "Transformer",
     "aot",
     "plan_recovery",

@@ -214,8 +214,7 @@ def plan_recovery(
       and `wide` ones to the newest checkpoint. Islands return to the last exchange.
 
       **Islands** of n: each fails n times less often, and only its own chips wait, except for
-      `stall`. What islands cost in loss, and what their exchanges cost, is not predicted: see
-      `Replicas`.
+      `stall`. What islands cost in loss, and what their exchanges cost, is not predicted.
 
       Nothing is fitted. `benchmarks/failure_simulation.py` plays the same events one by one.
 

@@ -4,9 +4,7 @@ from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.losses._view import Views
 from shardopt.mesh import on_mesh
-from shardopt.partition import LayoutBytes, Owners, Report, report
-
-MatrixWork = tuple[Owners | None, LayoutBytes | None]
+from shardopt.partition import Owners, Report, report
 
 UNDECIDED = "view: the first step chooses it."
 
@@ -14,7 +12,7 @@ UNDECIDED = "view: the first step chooses it."
 class Reports:
     """The reports of a strategy.
 
-    Tracing the update takes most of the time, so that is done once for a layout.
+    Owners of matrices are found in the trace of the update, once for a layout.
 
     Args:
       config: of the strategy.
@@ -24,19 +22,19 @@ class Reports:
     def __init__(self, config: StrategyConfig, views: Views):
         self._config, self._views = config, views
         # by id: the layouts are kept alive with them
-        self._matrix_work: dict[int, tuple[Layout, MatrixWork]] = {}
+        self._owners: dict[int, tuple[Layout, Owners | None]] = {}
 
     def of(self, layout: Layout) -> Report:
         """Return the placement of every leaf, within a replica."""
-        if id(layout) not in self._matrix_work:
+        if id(layout) not in self._owners:
             describe = on_mesh(self._config.mesh, self._config.slots.update.describe)
-            self._matrix_work[id(layout)] = layout, describe(self._config, layout)
-        _, matrix_work = self._matrix_work[id(layout)]
-        return _report_of(self._config, layout, self._views, matrix_work)
+            self._owners[id(layout)] = layout, describe(self._config, layout)
+        _, owners = self._owners[id(layout)]
+        return _report_of(self._config, layout, self._views, owners)
 
 
 def _report_of(
-    config: StrategyConfig, layout: Layout, views: Views, matrix_work: MatrixWork
+    config: StrategyConfig, layout: Layout, views: Views, owners: Owners | None
 ) -> Report:
     placement_report = report(
         layout.plans,
@@ -48,11 +46,9 @@ def _report_of(
         min_shard_elements=config.layout.min_shard_elements,
     )
     spec = config.home.spec
-    owners, layouts = matrix_work
     return placement_report._replace(
         view=UNDECIDED if views.last is None else str(views.last),
         owners=owners,
-        layouts=layouts,
         rows=tuple(
             row._replace(params=spec(row.params), opt_state=spec(row.opt_state))
             for row in placement_report.rows

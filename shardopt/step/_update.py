@@ -19,7 +19,7 @@ from shardopt.core._loss_parts import Gradients
 from shardopt.core._types import PyTree, wide_dtype
 from shardopt.losses._parts import check_updated
 from shardopt.mesh import spec_axes
-from shardopt.partition import LayoutBytes, Owners
+from shardopt.partition import Owners
 from shardopt.step._results import AppliedUpdate, Change
 from shardopt.transforms._skip_anomalies import unless_skipped
 
@@ -124,11 +124,9 @@ class PlainUpdate:
         """Return the updates and the new optimizer state."""
         return call_update(config.update.tx, grads, opt_state, params, extra_args)
 
-    def describe(
-        self, config: StrategyConfig, layout: Layout
-    ) -> tuple[Owners | None, LayoutBytes | None]:
-        """Return (None, None): nothing is divided between owners."""
-        return None, None
+    def describe(self, config: StrategyConfig, layout: Layout) -> Owners | None:
+        """Return None: nothing is divided between owners."""
+        return None
 
 
 def _replace_updated(

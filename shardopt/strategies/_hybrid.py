@@ -260,5 +260,4 @@ def _build_schedule(
         raise ValueError(
             error_text(problem, fix="make it of these sizes, or pass the function that makes it.")
         )
-    built_schedule.validate()
     return built_schedule

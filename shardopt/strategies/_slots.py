@@ -4,13 +4,12 @@ from collections.abc import Callable, Sequence
 
 from shardopt.collectives import LeafWire
 from shardopt.config._config import StrategyConfig, WireOptions
-from shardopt.config._layout import Layout
 from shardopt.config._slots import OptimizerUpdate, Reduce, StepSlots, Wire
 from shardopt.core._block_model import as_block_model
 from shardopt.core._rounding import Rounding
 from shardopt.losses._global_view import GlobalView
 from shardopt.losses._sums import leaf_wire
-from shardopt.partition import LayoutBytes, LeafPlan, Owners
+from shardopt.partition import LeafPlan
 from shardopt.remat._gathered_block import BlockRemat
 from shardopt.step._gradients import MicroBatches, PerDeviceView, exact_sum
 from shardopt.step._update import PlainUpdate
@@ -63,28 +62,13 @@ def _remat(config: StrategyConfig) -> BlockRemat:
 
 
 def _update(config: StrategyConfig) -> OptimizerUpdate:
-    if not config.placement.opt_state:
-        update: OptimizerUpdate = PlainUpdate()
-    elif config.layout.opt_state_layout == "matrices":
+    update: OptimizerUpdate = PlainUpdate()
+    if config.placement.opt_state and config.layout.opt_state_layout == "matrices":
         from shardopt.matrices._owned_update import OwnedUpdate
 
         update = OwnedUpdate()
-    else:
-        update = UpdateOfShards()
     if "opt_state" in config.update.offload:
         from shardopt.matrices._streamed_update import StreamedUpdate
 
         update = StreamedUpdate(update)
     return update
-
-
-class UpdateOfShards(PlainUpdate):
-    """One optax update of a state that is sharded within leaves."""
-
-    def describe(
-        self, config: StrategyConfig, layout: Layout
-    ) -> tuple[Owners | None, LayoutBytes | None]:
-        """Return the bytes that whole matrices on owners would save."""
-        from shardopt.matrices._owned_update import layout_bytes
-
-        return None, layout_bytes(config, layout)

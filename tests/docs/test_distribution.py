@@ -135,7 +135,6 @@ def test_what_is_imported_is_required(built):
     optional = {
         "flax",
         "grain",
-        "matplotlib",
         "ray",
         "rich",
         "safetensors",

@@ -44,7 +44,6 @@ def refused(call):
 from shardopt import data, models
 from shardopt.cli import main
 gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
-refused(schedule.plot)
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: so.interop.nnx(None, None))
 print(main(["plan"]))
@@ -82,7 +81,6 @@ def test_training_checkpoints_and_planning_need_no_extra(without_extras):
 @pytest.mark.slow  # test_distribution.py reads what is imported
 def test_the_error_names_the_extra(without_extras):
     needed = [
-        ("plot", "matplotlib", "plot"),
         ("data.batches", "grain", "data"),
         ("interop.nnx", "flax", "flax"),
     ]

@@ -210,16 +210,6 @@ def test_refused_at_construction(make, error, message, no_compile):
     assert str(caught.value) == message
 
 
-def test_an_invalid_table_is_refused(no_compile):
-    good = so.schedules.eager_one_f_one_b(4, 4)
-    late = good.ticks._replace(backward=good.ticks.backward[::-1])
-    with pytest.raises(ValueError, match="eager_one_f_one_b") as caught:
-        hybrid(schedule=so.schedules.Schedule("eager_one_f_one_b", late, good.slots))
-    with pytest.raises(ValueError, match="eager_one_f_one_b") as expected:
-        so.schedules.Schedule("eager_one_f_one_b", late, good.slots).validate()
-    assert str(caught.value) == str(expected.value)
-
-
 FIRST_PARAMETERS = [
     (
         lambda: hybrid().specs(params(2)),

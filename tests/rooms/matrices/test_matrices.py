@@ -686,21 +686,3 @@ def test_replicas_that_train_apart_update_at_owners_too(layers, mesh_of, x64):
         opt = so.local_sgd(inner, sync_every=2)
         states.append(jax.device_get(after(opt, params, 3).params))
     assert relative_difference(*states) < 1e-10
-
-
-def test_the_report_recommends_a_layout(mesh_of):
-    shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
-    within, owned, adam = (
-        so.fsdp(tx, mesh_of(data=8), flat_loss, opt_state=one).config.report(shapes)
-        for tx, one in (
-            (optax.contrib.muon(1e-2), "within"),
-            (optax.contrib.muon(1e-2), "matrices"),
-            (optax.adamw(1e-2), "within"),
-        )
-    )
-    nbytes = 8 * 64 * 64 * 4
-    # fifteen products, each of which gathers; or momentum there and the update back
-    assert within.layouts == owned.layouts == (15 * nbytes * 7 // 8, 2 * nbytes * 7 // 64)
-    assert within.layouts.recommended == "matrices"
-    assert str(within).count("recommended: 'matrices'") == 1
-    assert adam.layouts is None

@@ -91,13 +91,6 @@ def test_the_program_comes_near_the_stages_own_pace(make, before, after, own):
     assert known.table_time(**times) == own
 
 
-def test_the_picture_is_that_of_the_program():
-    ahead = schedules.send_ahead(schedules.zero_bubble(2, 2))
-    figure = ahead.plot(backward=3)
-    assert figure.axes[0].get_xlim() == (0, ahead.program_time(backward=3))
-    assert "messages sent ahead" in figure.axes[0].texts[-1].get_text()
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -2,8 +2,6 @@
 or overwritten.
 """
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -143,7 +141,6 @@ SCHEDULES = {
 def test_every_schedule_is_valid_and_hands_everything_on(name, count):
     def check(p, m, v):
         schedule = SCHEDULES[name](p, m, v)
-        schedule.validate()
         assert schedule.bubble_fraction <= schedule.program_bubble_fraction
         assert schedule.num_slots == max(schedule.peak_activations)
         assert walk(schedule) == expected(schedule)
@@ -190,7 +187,6 @@ def late(draw):
 @pytest.mark.parametrize("count", tiered([50, 400], lambda count: count == 50))
 def test_schedules_of_ones_own_hand_everything_on(count):
     def check(schedule):
-        schedule.validate()
         assert walk(schedule) == expected(schedule)
         assert schedule.num_slots == max(schedule.peak_activations)
         assert schedule.table_time() <= schedule.program_time()
@@ -199,9 +195,9 @@ def test_schedules_of_ones_own_hand_everything_on(count):
 
 
 def test_the_walk_sees_a_slot_that_is_reused_too_early():
-    schedule = schedules.gpipe(2, 3)
+    careless = schedules.gpipe(2, 3)
     zeros = as_table(np.zeros((2, 3), int))
-    careless = replace(schedule, slots=schedule.slots._replace(activation=zeros))
+    careless.__dict__["slots"] = careless.slots._replace(activation=zeros)
     assert walk(careless) != expected(careless)
 
 

@@ -1,13 +1,17 @@
-"""Draw a schedule: one row per stage, with time to the right."""
+"""Draw the schedule of a pipeline: one row per stage, with time to the right.
 
-from typing import TYPE_CHECKING
+`draw(schedule, path)` draws the lockstep program. `pace="own"` draws the times of `table_time`.
+`benchmarks/schedules.py --pictures` draws those of the docs.
+"""
+
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from shardopt.core._errors import calling
-from shardopt.core._figures import FilePath, new_figure, saved
+from shardopt.core._errors import plural
+from shardopt.pipeline import Schedule
 from shardopt.pipeline._ticks import Ticks
-from shardopt.pipeline._timing import Pace, PassTimes, own_pace, program_begins
+from shardopt.pipeline._timing import PassTimes, Times, own_pace, pass_times, program_begins
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,11 +33,25 @@ _MIN_FONT_SIZE = 4  # points; smaller numbers are left out
 _WIDTH_RANGE = 6.5, 60.0
 
 
-@calling("plot")
-def plot(
-    ticks: Ticks, times: PassTimes, pace: Pace, heading: tuple[str, str], path: FilePath
+def draw(
+    schedule: Schedule,
+    path: str | None = None,
+    *,
+    pace: Literal["own", "lockstep"] = "lockstep",
+    **times_of_passes: Times,
 ) -> "Figure":
-    """Draw the lockstep program, or stages at their own pace; see `Schedule.plot`."""
+    """Draw which pass each stage runs when.
+
+    Args:
+      schedule: the schedule.
+      path: where to save the picture.
+      pace: "lockstep": the times of `program_time`. "own": the times of `table_time`.
+      **times_of_passes: as for `table_time`.
+    """
+    from matplotlib.figure import Figure
+
+    ticks, times = schedule.ticks, pass_times(schedule.ticks, **times_of_passes)
+    heading = str(schedule).partition("\n")[0], _summary(schedule, pace, times_of_passes)
     lefts, edges = (
         _lockstep_boxes(ticks, times) if pace == "lockstep" else _own_pace_boxes(ticks, times)
     )
@@ -41,7 +59,8 @@ def plot(
     unit = sum(map(sum, times.passes.values())) / (3 * len(ticks.stage_of)) or 1.0
     inches = (_PASS_INCHES if ticks.num_chunks == 1 else _CHUNK_INCHES) * edges[-1] / unit
     width = float(np.clip(inches, *_WIDTH_RANGE))
-    figure = new_figure(width + 0.9, 0.36 * ticks.num_stages + 1.4)
+    size = width + 0.9, 0.36 * ticks.num_stages + 1.4
+    figure = Figure(figsize=size, dpi=160, layout="constrained")
     axes = figure.add_subplot()
     _draw_background(axes, ticks, edges, "tick" if len(edges) > 2 else "time")
     _draw_passes(axes, ticks, times, lefts, inches=width / edges[-1])
@@ -70,7 +89,21 @@ def plot(
         fontsize=8,
         labelcolor=_INK,
     )
-    return saved(figure, path)
+    if path is not None:
+        figure.savefig(path)
+    return figure
+
+
+def _summary(schedule: Schedule, pace: str, times: dict[str, Times]) -> str:
+    program_kind = " in lockstep" if schedule.ticks.message_ticks == 1 else ", messages sent ahead"
+    duration = (
+        plural(schedule.num_ticks, "tick") + program_kind
+        if pace == "lockstep"
+        else "stages at their own pace"
+    )
+    peak = plural(max(schedule.peak_activations), "activation")
+    idle_share = schedule.bubble_rate(pace=pace, **times)
+    return f"{duration}, {idle_share:.1%} idle, at most {peak} per stage"
 
 
 def _lockstep_boxes(ticks: Ticks, times: PassTimes) -> tuple[dict[str, np.ndarray], np.ndarray]:
