@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, arrays, attributes, elements, nbytes, numbers
+from shardopt.hlo._source_lines import op_name_of
 from shardopt.hlo._walk import CollectiveSite, crosses_slices
 
 Groups = tuple[tuple[int, ...], ...]
@@ -89,28 +90,19 @@ def read_collective(
     axis spans the slices.
     """
     instruction = site.instruction
-    instruction_attributes = attributes(instruction)
     outermost = next((axis for axis, size in sizes.items() if size > 1), "")
     if crosses_slices(instruction):
-        sent_bytes = nbytes(elements(instruction.shape)[0]) * (
-            slices if site.kind == "all-gather" else 1
-        )
-        return _collective(
-            site, (outermost,), sent_bytes, slices, elements(instruction.shape)[0], None
-        )
+        sent = elements(instruction.shape)[0]
+        sent_bytes = nbytes(sent) * (slices if site.kind == "all-gather" else 1)
+        return _collective(site, (outermost,), sent_bytes, slices, sent, None)
     if slices > 1:
         sizes = {**sizes, outermost: sizes[outermost] // slices}
     if site.kind == "collective-permute":
-        groups = permute_pairs(instruction_attributes, replicas=replicas, partitions=partitions)
+        pairs = permute_pairs(attributes(instruction), replicas, partitions)
+        groups = tuple(pair for pair in pairs if pair[0] != pair[1])
         group_size, axes_of = 0, axes_of_pairs
     else:
-        has_global_flag = site.kind in ("all-reduce", "all-gather", "reduce-scatter")
-        groups = replica_groups(
-            instruction_attributes,
-            replicas=replicas,
-            partitions=partitions,
-            has_global_flag=has_global_flag,
-        )
+        groups = replica_groups(site.kind, attributes(instruction), replicas, partitions)
         group_size, axes_of = max(len(group) for group in groups), axes_of_groups
     if not groups or group_size == 1:
         return None
@@ -147,7 +139,7 @@ def _collective(
         asynchronous=site.asynchronous,
         shapes=tuple(arrays(result)),
         name=site.instruction.name,
-        op_name=_op_name(attributes(site.instruction)),
+        op_name=op_name_of(site.instruction),
         groups=groups,
         part=part,
     )
@@ -158,12 +150,10 @@ def _result(instruction: Instruction, kind: str) -> str:
 
     The full shape of a `-start` is (operands, results, contexts).
     """
-    parts = elements(instruction.shape)
+    _, *results = elements(instruction.shape)
     # the shape of an all-reduce-start contains the results alone
-    holds_operands = (
-        instruction.opcode.endswith("-start") and kind != "all-reduce" and len(parts) > 1
-    )
-    return parts[1] if holds_operands else instruction.shape
+    holds_operands = instruction.opcode.endswith("-start") and kind != "all-reduce"
+    return results[0] if holds_operands and results else instruction.shape
 
 
 def _wire_bytes(kind: str, size: int, n: int) -> int:
@@ -172,12 +162,11 @@ def _wire_bytes(kind: str, size: int, n: int) -> int:
     return -(-(2 if kind == "all-reduce" else 1) * (n - 1) * size // n)
 
 
-def _op_name(words: Mapping[str, str]) -> str:
-    return words.get("metadata", "").partition('op_name="')[2].partition('"')[0]
+_WITH_GLOBAL_FLAG = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def replica_groups(
-    attributes: Mapping[str, str], *, replicas: int, partitions: int, has_global_flag: bool
+    kind: str, attributes: Mapping[str, str], replicas: int, partitions: int
 ) -> Groups:
     """Return the groups of a collective as positions in the device assignment, replica-major, from
     its attributes.
@@ -185,11 +174,12 @@ def replica_groups(
     The meaning of an id depends on the instruction:
 
     - With `use_global_device_ids=true` an id is such a position.
-    - With a channel, without that flag, and with `has_global_flag` (all-reduce, all-gather,
-      reduce-scatter): an id is a replica, and a group contains all partitions of its replicas.
-    - With a channel, other operations: an id is a partition, and each replica has its own groups.
+    - With a channel, without that flag, all-reduce, all-gather and reduce-scatter: an id is a
+      replica, and a group contains all partitions of its replicas.
+    - With a channel, other kinds: an id is a partition, and each replica has its own groups.
     - Without a channel: an id is a replica, and each partition has its own groups.
     """
+    has_global_flag = kind in _WITH_GLOBAL_FLAG
     is_global = attributes.get("use_global_device_ids") == "true"
     on_channel = "channel_id" in attributes
     if is_global:
@@ -209,14 +199,15 @@ def replica_groups(
     return tuple(tuple(column[list(group)].tolist()) for column in positions.T for group in groups)
 
 
-def permute_pairs(attributes: Mapping[str, str], *, replicas: int, partitions: int) -> Groups:
-    """Return the (source, target) pairs of a collective-permute as positions, without pairs of
-    equal positions.
+def permute_pairs(attributes: Mapping[str, str], replicas: int, partitions: int) -> Groups:
+    """Return the (source, target) pairs of a collective-permute as positions.
+
+    A device that keeps its value is a pair of equal positions.
     """
     pairs = read_groups(attributes.get("source_target_pairs", "{}"), 0)
     positions = np.arange(replicas * partitions).reshape(replicas, partitions)
     rows = positions if "channel_id" in attributes else positions.T
-    return tuple((int(row[s]), int(row[t])) for row in rows for s, t in pairs if s != t)
+    return tuple((int(row[s]), int(row[t])) for row in rows for s, t in pairs)
 
 
 def read_groups(text: str, count: int) -> Groups:

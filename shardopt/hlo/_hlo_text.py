@@ -219,17 +219,16 @@ def end_of(text: str) -> int:
     return len(text)
 
 
-def elements(shape: str) -> list[str]:
+@functools.cache
+def elements(shape: str) -> tuple[str, ...]:
     """Return the elements of a tuple shape, one level deep.
 
     For an array, return the array alone.
     """
     shape = shape.strip()
-    return (
-        [part.strip() for part in split(shape[1:-1]) if part.strip()]
-        if shape.startswith("(")
-        else [shape]
-    )
+    if not shape.startswith("("):
+        return (shape,)
+    return tuple(part.strip() for part in split(shape[1:-1]) if part.strip())
 
 
 def arrays(shape: str) -> list[str]:
@@ -239,6 +238,12 @@ def arrays(shape: str) -> list[str]:
     if shape.strip().startswith("("):
         return [array for part in elements(shape) for array in arrays(part)]
     return [shape.split("{")[0].strip()]
+
+
+@functools.cache
+def array_shape(shape: str) -> tuple[int, ...]:
+    """Return the dims of an array shape as text."""
+    return numbers(arrays(shape)[0].partition("[")[2])
 
 
 def nbytes(shape: str) -> int:

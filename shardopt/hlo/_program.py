@@ -21,7 +21,7 @@ from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
     WindowDim,
-    arrays,
+    array_shape,
     attributes,
     header_count,
     nbytes,
@@ -502,12 +502,16 @@ def _dot(line: Instruction, shapes: Mapping[str, str]) -> float:
 
     Calls of cuBLAS name the contracted dims in their configuration.
     """
-    lhs = _dims(shapes[operands(line)[0]])
+    lhs = array_shape(shapes[operands(line)[0]])
     contracting = attributes(line).get("lhs_contracting_dims", "")
     if line.opcode == "custom-call":
         match = re.search(r'lhs_contracting_dimensions\\?":\[([^\]]*)\]', line.rest)
         contracting = match[1] if match else str(len(lhs) - 1)
-    return 2.0 * math.prod(_dims(line.shape)) * math.prod(lhs[dim] for dim in numbers(contracting))
+    return (
+        2.0
+        * math.prod(array_shape(line.shape))
+        * math.prod(lhs[dim] for dim in numbers(contracting))
+    )
 
 
 def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
@@ -515,7 +519,9 @@ def _convolution(line: Instruction, shapes: Mapping[str, str]) -> float:
     read an input.
     """
     values = attributes(line)
-    dims = [_dims(shape) for shape in (*(shapes[name] for name in operands(line)[:2]), line.shape)]
+    dims = [
+        array_shape(shape) for shape in (*(shapes[name] for name in operands(line)[:2]), line.shape)
+    ]
     labels = re.split("_|->", values["dim_labels"])
     lhs, kernel, out = (
         dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels, dims, strict=True)
@@ -539,7 +545,3 @@ def _overlaps(size: int, kernel: int, out: int, window: WindowDim) -> int:
         for i in range(out)
         for j in range(kernel)
     )
-
-
-def _dims(shape: str) -> tuple[int, ...]:
-    return numbers(arrays(shape)[0].partition("[")[2])

@@ -18,14 +18,13 @@ from jax.sharding import Sharding
 from jax.stages import Lowered
 
 from shardopt.hlo._collective import Groups
-from shardopt.hlo._hlo_text import Instruction, Module, arrays, parse
+from shardopt.hlo._hlo_text import Instruction, Module, array_shape, arrays, parse
 from shardopt.hlo._source_lines import op_name_of
 from shardopt.hlo.proof._cublas import TARGETS
 from shardopt.hlo.proof._draws import STEERED, Arguments, Sides
 from shardopt.hlo.proof._folded import errors_of_folding
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between, join
-from shardopt.hlo.proof._lines import array_shape
 from shardopt.hlo.proof._locate import LocatedFault, Recorded, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._shardings import sharding_text
@@ -104,7 +103,7 @@ class Reference:
     def interpreter(self) -> ReferenceInterpreter:
         """The interpreter of the program."""
         text = self.program if isinstance(self.program, str) else lowered_text(self.program)
-        return ReferenceInterpreter(parse(text), exact=True, limit=MAX_NUMBERS)
+        return ReferenceInterpreter(parse(text), limit=MAX_NUMBERS)
 
     @functools.cached_property
     def equal(self) -> Equal | None:
@@ -205,7 +204,7 @@ def compare(
       outputs: the sharding of each of its results.
       sizes: mesh axis to size, to name the devices over which a sum is missing.
     """
-    interpreter = Interpreter(module, exact=True, limit=MAX_NUMBERS)
+    interpreter = Interpreter(module, limit=MAX_NUMBERS)
     devices = interpreter.replicas * interpreter.partitions
     try:
         if refusal := _refusal(interpreter, reference):

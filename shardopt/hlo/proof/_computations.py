@@ -6,17 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from shardopt.hlo._collective import Groups, permute_pairs, read_groups, replica_groups
+from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
+from shardopt.hlo._hlo_text import array_shape, elements
 from shardopt.hlo._walk import KINDS, branches_of
 from shardopt.hlo.proof import _collectives, _indexing, _rules
 from shardopt.hlo.proof._convolution import convolution
 from shardopt.hlo.proof._cublas import Gemm, read_gemm
-from shardopt.hlo.proof._lines import Line, array_shape, combiner, leaves, major_to_minor
+from shardopt.hlo.proof._lines import Line, combiner, major_to_minor
 from shardopt.hlo.proof._lookup import noted
 from shardopt.hlo.proof._neighbours import block_of, window
-from shardopt.hlo.proof._numbers import iota, known, literal
+from shardopt.hlo.proof._numbers import evaluate, iota, known, literal
 from shardopt.hlo.proof._opened import THROUGH
-from shardopt.hlo.proof._parts import BY_ELEMENT, along
+from shardopt.hlo.proof._parts import BY_ELEMENT, along, by_parts
 from shardopt.hlo.proof._value import (
     DerivedValue,
     Facts,
@@ -32,6 +33,7 @@ from shardopt.hlo.proof._value import (
     same_everywhere,
     used,
     whole,
+    without_known_devices,
 )
 from shardopt.trace._primitives import words
 
@@ -155,7 +157,6 @@ class Derivation:
             o.parts for o in operands
         ):
             raise Unproved(f"no rule covers {opcode} of a bucket of pieces with different layouts.")
-        constant = all(operand.constant for operand in operands)
         if opcode == "sort":
             return line.results(_indexing.along_whole(line, operands, line.integers("dimensions")))
         if opcode == "custom-call":
@@ -164,16 +165,7 @@ class Derivation:
             return self._reduce(line, operands)
         if opcode == "scatter":
             return _indexing.scatter(line, operands, self.reduction(line.callee))
-        if opcode == "bitcast" and operands[0].data is None and not operands[0].parts:
-            return _rules.bitcast(line, operands[0])._replace(constant=constant)
-        if opcode in _SPECIAL and not any(operand.parts for operand in operands):
-            value = _rules.evaluate(line, operands)
-            if value is not None:
-                return known(value, line)
-            return _rules.without_known_devices(
-                _SPECIAL[opcode](line, operands)._replace(constant=constant)
-            )
-        return _rules.apply(line, operands)
+        return apply(line, operands)
 
     def reduction(self, name: str) -> str | None:
         """Return the reduction of a computation of two scalars, such as `add`; None for others."""
@@ -200,7 +192,7 @@ class Derivation:
         if target == "TopK":
             (value,) = operands
             (whole_rows,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
-            shape = array_shape(leaves(line.shape)[0])
+            shape = array_shape(elements(line.shape)[0])
             dims = (*whole_rows.dims[:-1], whole(shape[-1], self.devices))
             return (DerivedValue(shape, dims, whole_rows.hidden),) * 2
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
@@ -218,7 +210,7 @@ class Derivation:
         raise Unproved(f"no rule covers the custom call {target}.")
 
     def _gemm(self, line: Line, gemm: Gemm, operands: list[DerivedValue]) -> Result:
-        shape, *workspaces = leaves(line.shape)
+        shape, *workspaces = elements(line.shape)
         array = line._replace(shape=shape)
         left, right, *addends = operands
         value = _rules.product(array, left, right, gemm.batch, gemm.contracting)
@@ -226,13 +218,13 @@ class Derivation:
             last = array._replace(
                 attributes={"dimensions": f"{{{len(value.shape) - 1}}}"}, opcode="broadcast"
             )
-            addends[-1] = _rules.apply(last, addends[-1:])
+            addends[-1] = apply(last, addends[-1:])
         for other in addends:
-            value = _rules.apply(array._replace(opcode="add"), [value, other])
+            value = apply(array._replace(opcode="add"), [value, other])
         if gemm.function:
-            value = _rules.apply(array._replace(opcode="tanh"), [value])
+            value = apply(array._replace(opcode="tanh"), [value])
         constant = all(operand.constant for operand in operands)
-        result = _rules.without_known_devices(value._replace(constant=constant))
+        result = without_known_devices(value._replace(constant=constant))
         empty = [self._allocated(array_shape(workspace)) for workspace in workspaces]
         return line.results([result, *empty])
 
@@ -252,7 +244,7 @@ class Derivation:
             raise Unproved("it mixes the elements of dims of which each device holds a piece.")
         hidden = mixed(operands, line.order)
         results = []
-        for shape in leaves(line.shape):
+        for shape in elements(line.shape):
             sizes = array_shape(shape)
             dims = tuple(
                 (
@@ -332,13 +324,8 @@ class Derivation:
 
     # collectives
 
-    def _groups(self, line: Line, *, has_global_flag: bool) -> Groups:
-        return replica_groups(
-            line.attributes,
-            replicas=self.replicas,
-            partitions=self.partitions,
-            has_global_flag=has_global_flag,
-        )
+    def _groups(self, line: Line) -> Groups:
+        return replica_groups(line.opcode, line.attributes, self.replicas, self.partitions)
 
     def _collective(self, line: Line, kind: str, operands: Sequence[Result]) -> Result:
         if kind == "all-to-all" and "dimensions" not in line.attributes:
@@ -348,7 +335,7 @@ class Derivation:
         if kind in ("collective-broadcast", "ragged-all-to-all"):
             raise Unproved(f"no rule covers {kind}.")
         results = []
-        for shape, operand in zip(leaves(line.shape), operands, strict=True):
+        for shape, operand in zip(elements(line.shape), operands, strict=True):
             if not isinstance(operand, DerivedValue):
                 raise Unproved(f"no rule covers {kind} of a tuple.")
             rule = functools.partial(self._one_collective, line, kind, operand)
@@ -360,9 +347,7 @@ class Derivation:
     def _one_collective(self, line: Line, kind: str, value: DerivedValue) -> DerivedValue:
         if kind == "collective-permute":
             return _collectives.permuted(value, self._senders(line), line.order)
-        groups = self._groups(
-            line, has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter")
-        )
+        groups = self._groups(line)
         if kind == "all-reduce":
             return self._by_part(value, lambda part: self._reduced(line, part, groups))
         (dim,) = line.integers("dimensions")
@@ -381,12 +366,8 @@ class Derivation:
 
     def _senders(self, line: Line) -> np.ndarray:
         """Return from which device each device receives; -1 for none."""
-        pairs = permute_pairs(line.attributes, replicas=self.replicas, partitions=self.partitions)
-        if self.replicas == 1 or self.partitions == 1:
-            same = read_groups(line.attributes.get("source_target_pairs", "{}"), 0)
-            pairs = (*pairs, *((s, t) for s, t in same if s == t))
         senders = np.full(self.devices, -1)
-        for sender, receiver in pairs:
+        for sender, receiver in permute_pairs(line.attributes, self.replicas, self.partitions):
             senders[receiver] = sender
         return senders
 
@@ -410,7 +391,7 @@ class Derivation:
             return faulty(line.shape, faults)
         if any(operand.parts for operand in operands):
             raise Unproved("devices send each other buckets of different pieces.")
-        groups = self._groups(line, has_global_flag=False)
+        groups = self._groups(line)
         common, values = _rules.unified_operands(operands)
         kinds = {(h.kind, h.at) for value in values for h in value.hidden}
         if any({(h.kind, h.at) for h in value.hidden} != kinds for value in values):
@@ -423,16 +404,32 @@ class Derivation:
         return (element,) * n
 
 
-_SPECIAL = {
+_IDENTITIES = words(
+    "Sharding MoveToHost MoveToDevice annotate_device_placement LayoutConstraint"
+    " AssumeGatherIndicesInBound"
+)
+
+
+_RULES = {
+    **_rules.RULES,
     "dynamic-slice": _indexing.dynamic_slice,
     "dynamic-update-slice": _indexing.dynamic_update_slice,
     "gather": _indexing.gather,
     "convolution": convolution,
 }
-_IDENTITIES = words(
-    "Sharding MoveToHost MoveToDevice annotate_device_placement LayoutConstraint"
-    " AssumeGatherIndicesInBound"
-)
+
+
+def apply(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
+    """Return the value of a local instruction with one array as its result."""
+    if (data := evaluate(line, values)) is not None:
+        return known(data, line)
+    if any(value.parts for value in values):
+        return by_parts(line, values, apply)
+    rule = _RULES.get(line.opcode)
+    if rule is None:
+        raise Unproved(f"no rule covers {line.opcode}.")
+    constant = all(value.constant for value in values)
+    return without_known_devices(rule(line, values)._replace(constant=constant))
 
 
 def _exchanged(
@@ -466,17 +463,19 @@ def _or_fault(line: Line, shape: str, rule: Callable[[], Result]) -> Result:
 def faulty(shape: str, faults: frozenset[Fault]) -> Result:
     """Return a result whose every array has these faults."""
     if shape.startswith("("):
-        return tuple(faulty(part, faults) for part in leaves(shape))
+        return tuple(faulty(part, faults) for part in elements(shape))
     return DerivedValue(array_shape(shape), faults=faults)
 
 
 def _faults(operands: Sequence[Result]) -> frozenset[Fault]:
-    return frozenset[Fault]().union(
-        *(
-            operand.faults if isinstance(operand, DerivedValue) else _faults(operand)
-            for operand in operands
-        )
-    )
+    return frozenset[Fault]().union(*(value.faults for value in flat(tuple(operands))))
+
+
+def flat(result: Result) -> list[DerivedValue]:
+    """Return the arrays of a result, also in nested tuples."""
+    if isinstance(result, DerivedValue):
+        return [result]
+    return [value for part in result for value in flat(part)]
 
 
 def join(first: Result, second: Result, line: Line) -> Result:
@@ -494,6 +493,4 @@ def _with_hidden(result: Result, hidden: tuple[Hidden, ...]) -> Result:
         return tuple(_with_hidden(part, hidden) for part in result)
     if result.faults:
         return result._replace(facts=Facts())
-    return _rules.without_known_devices(
-        result.changed(hidden=merged_hidden([result.hidden, hidden]))
-    )
+    return without_known_devices(result.changed(hidden=merged_hidden([result.hidden, hidden])))

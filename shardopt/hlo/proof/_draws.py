@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, Module
+from shardopt.hlo._hlo_text import Instruction, Module, array_shape
 from shardopt.hlo._source_lines import op_name_of
-from shardopt.hlo.proof._lines import Line, array_shape, lines_of, read_shape
+from shardopt.hlo._walk import branches_of
+from shardopt.hlo.proof._lines import Line, lines_of, read_shape
 
 SCALES = (1.0, 0.05, 4.0)
 """Arguments are drawn at least so often, each time with numbers of this size: clipping takes both
@@ -106,32 +107,38 @@ class Arguments:
             yield np.asarray(value).astype(shape.dtype)
 
 
+Place = tuple[str, str, int]
+"""A computation, an instruction in it, and an element of its result; -1 is all of it."""
+
+
 class _Walk:
     """Follows a value forwards through the computations of a program."""
 
     def __init__(self, computations: dict[str, tuple[Line, ...]]) -> None:
-        self.computations = computations
         self.lines = {
             name: {line.name: line for line in lines} for name, lines in computations.items()
         }
         self.users: dict[tuple[str, str], list[tuple[Line, int]]] = {}
+        self.callers: dict[str, list[tuple[str, Line]]] = {}
         for name, lines in computations.items():
             for line in lines:
                 for position, operand in enumerate(line.operands):
                     self.users.setdefault((name, operand), []).append((line, position))
+                for callee in _called(line):
+                    self.callers.setdefault(callee, []).append((name, line))
 
     def reached(self, computation: str, name: str) -> Reached:
         """Return what a value reaches."""
         reached = Reached(set(), set())
-        waiting = [(computation, name, -1)]
+        waiting: list[Place] = [(computation, name, -1)]
         visited = set(waiting)
         while waiting:
             place = waiting.pop()
             for line, position in self.users.get(place[:2], ()):
                 self._add(reached, place[0], line, position)
-                new = set(self._next(place, line, position)) - visited
-                visited |= new
-                waiting += new
+            new = set(self._next(place)) - visited
+            visited |= new
+            waiting += new
         return reached
 
     def _add(self, reached: Reached, computation: str, line: Line, position: int) -> None:
@@ -153,31 +160,46 @@ class _Walk:
                 if source.opcode == "constant" and number.lstrip("-").partition(".")[0].isdigit():
                     reached.constants.add(int(float(number)))
 
-    def _next(
-        self, place: tuple[str, str, int], line: Line, position: int
-    ) -> Iterator[tuple[str, str, int]]:
-        computation, _, index = place
-        callees = [line.callee] if line.opcode in ("call", "fusion") else []
-        callees += [
-            line.attributes[key].lstrip("%")
-            for key in ("condition", "body")
-            if key in line.attributes
-        ]
-        for callee in callees:
-            yield callee, self._parameter(callee, position), index
-        if line.opcode in _ENDS:
-            return
-        if line.opcode == "get-tuple-element":
-            if index in (-1, int(line.attributes["index"])):
+    def _next(self, place: Place) -> Iterator[Place]:
+        computation, name, index = place
+        for line, position in self.users.get((computation, name), ()):
+            if _called(line):
+                yield from self._parameters(line, position, index)
+            elif line.opcode in _ENDS:
+                continue
+            elif line.opcode == "tuple":
+                yield computation, line.name, position
+            elif line.opcode != "get-tuple-element":
+                yield computation, line.name, index
+            elif index in (-1, int(line.attributes["index"])):
                 yield computation, line.name, -1
-        elif line.shape.startswith("(") and index < 0:
-            yield computation, line.name, position
-        else:
-            yield computation, line.name, index
+        if not self.lines[computation][name].is_root:
+            return
+        for caller, call in self.callers.get(computation, ()):
+            if call.opcode != "while":
+                yield caller, call.name, index
+            elif call.attributes["body"].strip("%") == computation:
+                yield caller, call.name, index
+                yield from self._parameters(call, 0, index)  # of the next turn
 
-    def _parameter(self, computation: str, number: int) -> str:
-        parameters = (line for line in self.computations[computation] if line.opcode == "parameter")
-        return next(line.name for line in parameters if int(line.rest.partition(")")[0]) == number)
+    def _parameters(self, call: Line, position: int, index: int) -> Iterator[Place]:
+        """Yield the parameters that get an operand of a call, loop or conditional."""
+        callees = _called(call)
+        if call.opcode == "conditional":  # a branch has one operand, after the index
+            callees, position = callees[position - 1 : position], 0
+        for callee in callees:
+            for line in self.lines[callee].values():
+                if line.opcode == "parameter" and line.rest.startswith(f"{position})"):
+                    yield callee, line.name, index
+
+
+def _called(line: Line) -> list[str]:
+    """Return the computations whose parameters are operands of a line."""
+    if line.opcode in ("call", "fusion"):
+        return [line.callee]
+    if line.opcode == "while":
+        return [line.attributes[key].strip("%") for key in ("condition", "body")]
+    return branches_of(line.attributes) if line.opcode == "conditional" else []
 
 
 def _before(lines: Mapping[str, Line], name: str, opcodes: Collection[str]) -> Line:

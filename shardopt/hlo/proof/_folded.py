@@ -56,9 +56,7 @@ def errors_of_folding(
     """Return how far each result moves if each folded constant moves by its spacing."""
     errors = [0.0] * len(results)
     for number, spacing in folded_constants(module, written).items():
-        moved = Interpreter(module, exact=True, moved={number: number * (1 + spacing)}).run(
-            arguments
-        )
+        moved = Interpreter(module, moved={number: number * (1 + spacing)}).run(arguments)
         errors = [
             error + error_between(a, b, scale)
             for error, a, b, scale in zip(errors, moved, results, scales, strict=True)

@@ -106,8 +106,6 @@ def _own_block(
 def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     """Return the rule of an update at computed positions."""
     base, update, indices = values[0], values[1], values[2:]
-    if base.parts or update.parts:
-        raise Unproved("it updates a bucket of pieces with different layouts.")
     same, dims = [], list(base.dims)
     index_hidden: list[Hidden] = []
     padded: list[Hidden] = []

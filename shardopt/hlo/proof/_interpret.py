@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
 from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters
 from shardopt.hlo._walk import branches_of
 from shardopt.hlo.proof import _interpret_collectives as collectives
-from shardopt.hlo.proof._interpret_collectives import Devices
 from shardopt.hlo.proof._interpret_numpy import (
     CUSTOM_CALLS,
     UFUNCS,
@@ -35,7 +35,8 @@ from shardopt.trace._primitives import words
 
 InterpretedValue = Any
 """An array [devices, ...local shape], or a tuple of values."""
-Step = Callable[[Devices, list[InterpretedValue]], InterpretedValue]
+Step = Callable[[np.ndarray, list[InterpretedValue]], InterpretedValue]
+"""From the positions of the devices that run it, and its operands, to its result."""
 MAX_ITERATIONS = 100_000
 _PASSED = words(
     "parameter constant tuple get-tuple-element bitcast optimization-barrier fusion call while"
@@ -61,10 +62,11 @@ class CannotInterpretError(NotImplementedError):
 class Interpreter:
     """A module whose computations become lists of numpy steps when they are first called.
 
+    It computes in double precision, with no rounding in between, whatever the types of floats are.
+    Floats of 8 bits keep their rounding: the program means it.
+
     Attributes:
       module: the parsed module.
-      exact: whether to compute in double precision, with no rounding in between, whatever the types
-        of floats are.
       limit: the most numbers that are computed, of all devices, and in all turns of loops; None is
         no limit.
       moved: constants that are replaced, by their numbers.
@@ -75,7 +77,6 @@ class Interpreter:
     """
 
     module: Module
-    exact: bool = False
     limit: int | None = None
     moved: dict[float, float] = field(default_factory=dict)
     watch: Callable[[str, Instruction, InterpretedValue], object] | None = None
@@ -92,9 +93,9 @@ class Interpreter:
         self.replicas, self.partitions = sizes_of_program(self.module)
 
     @property
-    def devices(self) -> Devices:
-        """All devices."""
-        return Devices(np.arange(self.replicas * self.partitions), self.replicas, self.partitions)
+    def devices(self) -> np.ndarray:
+        """The positions of all devices."""
+        return np.arange(self.replicas * self.partitions)
 
     @property
     def parameters(self) -> list[Instruction]:
@@ -128,16 +129,15 @@ class Interpreter:
                 )
         return self._results(self.devices, inputs)
 
-    def _results(self, devices: Devices, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-        if self.exact:
-            inputs = [value.astype(wide_float(value.dtype)) for value in inputs]
+    def _results(self, devices: np.ndarray, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        inputs = [value.astype(wide_float(value.dtype)) for value in inputs]
         self.computed = 0
         with np.errstate(all="ignore"):
             result = self.call(self.module.entry, devices, list(inputs))
         return list(result) if isinstance(result, tuple) else [result]
 
     def call(
-        self, name: str, devices: Devices, arguments: Sequence[InterpretedValue]
+        self, name: str, devices: np.ndarray, arguments: Sequence[InterpretedValue]
     ) -> InterpretedValue:
         """Return the result of a computation."""
         if name not in self._steps:
@@ -185,7 +185,7 @@ class Interpreter:
         return steps, root
 
     def _step_of(self, line: Line) -> Step:
-        wide = widened(line) if self.exact and line.opcode != "constant" else line
+        wide = line if line.opcode == "constant" else widened(line)
         if wide == line or not line.reads_bits:
             return self._step(wide)
         step = self._step(line)  # a number has its bits in its own type
@@ -202,29 +202,26 @@ class Interpreter:
 
     def _iota(self, line: Line) -> Step:
         numbers = iota(line)
-        return lambda devices, values: numbers(len(devices.positions))
+        return lambda devices, values: numbers(len(devices))
 
     def _constant(self, line: Line) -> Step:
         rest = line.rest
         text = rest.partition("), ")[0].rpartition(")")[0] or rest.partition(")")[0]
         literal = read_literal(text, line.result)
-        if self.exact:
-            literal = literal.astype(widened(line).result.dtype)
-            if literal.dtype.kind == "f":
-                literal = exact_reciprocals(literal)
+        literal = literal.astype(widened(line).result.dtype)
+        if literal.dtype.kind == "f":
+            literal = exact_reciprocals(literal)
         if literal.ndim == 0:
             literal = np.array(self.moved.get(float(literal), literal), literal.dtype)
-        return lambda devices, values: np.broadcast_to(
-            literal, (len(devices.positions), *literal.shape)
-        )
+        return lambda devices, values: np.broadcast_to(literal, (len(devices), *literal.shape))
 
     # calls and control flow
 
     def _partition_id(self, line: Line) -> Step:
-        return lambda devices, values: (devices.positions % self.partitions).astype(np.uint32)
+        return lambda devices, values: (devices % self.partitions).astype(np.uint32)
 
     def _replica_id(self, line: Line) -> Step:
-        return lambda devices, values: (devices.positions // self.partitions).astype(np.uint32)
+        return lambda devices, values: (devices // self.partitions).astype(np.uint32)
 
     def _fusion(self, line: Line) -> Step:
         return lambda devices, values: self.call(line.callee, devices, values)
@@ -244,8 +241,7 @@ class Interpreter:
                     state = self.call(body, devices, [state])
                     continue
                 rows = np.flatnonzero(goes_on)
-                part = devices._replace(positions=devices.positions[rows])
-                state = _put(state, rows, self.call(body, part, [_take(state, rows)]))
+                state = _put(state, rows, self.call(body, devices[rows], [_take(state, rows)]))
             raise ValueError(f"the loop turns more than {MAX_ITERATIONS} times")
 
         return step
@@ -265,8 +261,8 @@ class Interpreter:
             result = None
             for branch in np.unique(which).tolist():
                 rows = np.flatnonzero(which == branch)
-                part = devices._replace(positions=devices.positions[rows])
-                outcome = self.call(branches[branch], part, [_take(values[1 + branch], rows)])
+                operand = _take(values[1 + branch], rows)
+                outcome = self.call(branches[branch], devices[rows], [operand])
                 result = (
                     _spread_rows(outcome, rows, len(which))
                     if result is None
@@ -297,7 +293,7 @@ class Interpreter:
         own.
         """
         flat = [np.ascontiguousarray(value).reshape(-1) for value in values]
-        result = self.call(name, Devices(np.arange(len(flat[0])), len(flat[0]), 1), flat)
+        result = self.call(name, np.arange(len(flat[0])), flat)
         shape = values[0].shape
         return (
             tuple(part.reshape(shape) for part in result)
@@ -379,18 +375,19 @@ class Interpreter:
     def _custom_call(self, line: Line) -> Step:
         if line.target == "AllocateBuffer":
             shape = line.result
-            return lambda devices, values: np.zeros(
-                (len(devices.positions), *shape.dims), shape.dtype
-            )
+            return lambda devices, values: np.zeros((len(devices), *shape.dims), shape.dtype)
         if line.target not in CUSTOM_CALLS:
             raise ValueError(f"the custom call {line.target} is not interpreted")
         return _local(CUSTOM_CALLS[line.target](line))
 
     # collectives
 
+    def _groups(self, line: Line) -> Groups:
+        return replica_groups(line.opcode, line.attributes, self.replicas, self.partitions)
+
     def _collective(self, line: Line) -> Step:
         """Return a collective whose results follow from the values of a group."""
-        groups = collectives.groups_of(line.opcode, line.attributes, self.devices)
+        groups = self._groups(line)
         dim = (*line.integers("dimensions"), 0)[0]
         ufunc = UFUNCS[self._named_combiner(line)] if line.opcode in _REDUCTIONS else None
 
@@ -414,7 +411,7 @@ class Interpreter:
         function = names[line.opcode]
 
         def step(devices, values):
-            rows = devices.rows(groups)
+            rows = collectives.rows_of(groups, devices)
             return line.results([collectives.in_groups(value, rows, function) for value in values])
 
         return step
@@ -424,16 +421,21 @@ class Interpreter:
     def _all_to_all(self, line: Line) -> Step:
         if "dimensions" in line.attributes:
             return self._collective(line)
-        groups = collectives.groups_of("all-to-all", line.attributes, self.devices)
-        return lambda devices, values: collectives.exchange(values, devices.rows(groups))
+        groups = self._groups(line)
+        return lambda devices, values: collectives.exchange(
+            values, collectives.rows_of(groups, devices)
+        )
 
     def _ragged_all_to_all(self, line: Line) -> Step:
-        groups = collectives.groups_of("ragged-all-to-all", line.attributes, self.devices)
-        return lambda devices, values: collectives.ragged_all_to_all(values, devices.rows(groups))
+        groups = self._groups(line)
+        return lambda devices, values: collectives.ragged_all_to_all(
+            values, collectives.rows_of(groups, devices)
+        )
 
     def _collective_permute(self, line: Line) -> Step:
+        pairs = permute_pairs(line.attributes, self.replicas, self.partitions)
         return lambda devices, values: line.results(
-            [collectives.permute(value, line.attributes, devices) for value in values]
+            [collectives.permute(value, pairs, devices) for value in values]
         )
 
 

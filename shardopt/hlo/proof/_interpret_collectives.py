@@ -3,54 +3,32 @@ rows.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
-from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
+from shardopt.hlo._collective import Groups
 
 Function = Callable[[np.ndarray], Sequence[np.ndarray] | np.ndarray]
 STUCK = ("waits forever", "receives twice", "do not hold each device once")
 """Parts of the reasons for which no devices can run a program."""
 
 
-class Devices(NamedTuple):
-    """The devices that run a computation: their positions in the device assignment, and the size of
-    the program.
+def rows_of(groups: Groups, positions: np.ndarray) -> list[list[int]]:
+    """Return the rows of each group among the devices at some positions.
+
+    Raise ValueError if a group waits for other devices.
     """
-
-    positions: np.ndarray
-    replicas: int
-    partitions: int
-
-    def rows(self, groups: Groups) -> list[list[int]]:
-        """Return the rows of each group among these devices.
-
-        Raise ValueError if a group waits for other devices.
-        """
-        row_of = {int(position): row for row, position in enumerate(self.positions)}
-        rows = []
-        for group in groups:
-            members = [row_of[position] for position in group if position in row_of]
-            if len(members) not in (0, len(group)):
-                raise ValueError(
-                    f"of its group {group} only some devices run it, so it waits forever"
-                )
-            if members:
-                rows.append(members)
-        if sorted(row for members in rows for row in members) != list(range(len(self.positions))):
-            raise ValueError(f"its groups {groups} do not hold each device once")
-        return rows
-
-
-def groups_of(kind: str, attributes: dict[str, str], devices: Devices) -> Groups:
-    """Return the groups of a collective as positions."""
-    return replica_groups(
-        attributes,
-        replicas=devices.replicas,
-        partitions=devices.partitions,
-        has_global_flag=kind in ("all-reduce", "all-gather", "reduce-scatter"),
-    )
+    row_of = {int(position): row for row, position in enumerate(positions)}
+    rows = []
+    for group in groups:
+        members = [row_of[position] for position in group if position in row_of]
+        if len(members) not in (0, len(group)):
+            raise ValueError(f"of its group {group} only some devices run it, so it waits forever")
+        if members:
+            rows.append(members)
+    if sorted(row for members in rows for row in members) != list(range(len(positions))):
+        raise ValueError(f"its groups {groups} do not hold each device once")
+    return rows
 
 
 def in_groups(value: np.ndarray, rows: list[list[int]], function: Function) -> np.ndarray:
@@ -103,16 +81,13 @@ def ragged_all_to_all(values: Sequence[np.ndarray], rows: list[list[int]]) -> np
     return result
 
 
-def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> np.ndarray:
-    """Return what each device receives; zeros if it receives nothing."""
-    pairs = attributes["source_target_pairs"]
-    moving = permute_pairs(attributes, replicas=devices.replicas, partitions=devices.partitions)
-    row_of = {int(position): row for row, position in enumerate(devices.positions)}
+def permute(value: np.ndarray, pairs: Groups, positions: np.ndarray) -> np.ndarray:
+    """Return what each device receives by (source, target) pairs; zeros if it receives nothing."""
+    row_of = {int(position): row for row, position in enumerate(positions)}
     result = np.zeros_like(value)
-    targets = [target for _, target in moving]
-    if len(set(targets)) < len(targets):
+    if len({target for _, target in pairs}) < len(pairs):
         raise ValueError(f"a device receives twice: {pairs}")
-    for source, target in (*moving, *_unmoved(pairs, attributes, devices)):
+    for source, target in pairs:
         if (source in row_of) != (target in row_of):
             raise ValueError(
                 f"only one of the devices {source} and {target} runs it, so it waits forever"
@@ -120,17 +95,3 @@ def permute(value: np.ndarray, attributes: dict[str, str], devices: Devices) -> 
         if source in row_of:
             result[row_of[target]] = value[row_of[source]]
     return result
-
-
-def _unmoved(pairs: str, attributes: dict[str, str], devices: Devices) -> list[tuple[int, int]]:
-    """Return the pairs of equal positions, which keep a value and are no traffic."""
-    unmoved_ids = [int(a) for a, b in _pairs(pairs) if a == b]
-    positions = np.arange(devices.replicas * devices.partitions).reshape(
-        devices.replicas, devices.partitions
-    )
-    lines = positions if "channel_id" in attributes else positions.T
-    return [(int(line[place]), int(line[place])) for line in lines for place in unmoved_ids]
-
-
-def _pairs(text: str) -> list[list[str]]:
-    return [pair.split(",") for pair in text.strip("{} ").replace(" ", "").split("},{") if pair]

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from shardopt.hlo._hlo_text import numbers, window_dims
+from shardopt.hlo._hlo_text import elements, numbers, window_dims
 from shardopt.hlo.proof._cublas import TARGETS, read_gemm
 from shardopt.hlo.proof._interpret_shards import from_memory, to_memory
-from shardopt.hlo.proof._lines import Line, leaves, read_shape
+from shardopt.hlo.proof._lines import Line, read_shape
 
 Operation = Callable[..., Any]
 
@@ -56,15 +56,13 @@ def _integer_divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     safe = np.where(b == 0, 1, b)
     quotient = np.abs(a) // np.abs(safe) if a.dtype.kind == "i" else a // safe
     quotient = quotient * (np.sign(a) * np.sign(safe)) if a.dtype.kind == "i" else quotient
-    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient).astype(a.dtype)
+    return np.where(b == 0, np.array(-1).astype(a.dtype), quotient)
 
 
 def _remainder(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    return (
-        np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b))).astype(a.dtype)
-        if a.dtype.kind in "iu"
-        else np.fmod(a, b)
-    )
+    if a.dtype.kind not in "iu":
+        return np.fmod(a, b)
+    return np.where(b == 0, a, np.fmod(a, np.where(b == 0, 1, b)))
 
 
 def _shift(a: np.ndarray, b: np.ndarray, shift: np.ufunc, kind: str) -> np.ndarray:
@@ -80,26 +78,26 @@ def _shift(a: np.ndarray, b: np.ndarray, shift: np.ufunc, kind: str) -> np.ndarr
 def _leading_zeros(a: np.ndarray) -> np.ndarray:
     bits = a.dtype.itemsize * 8
     values = a.view(f"uint{bits}").astype(np.float64 if bits <= 32 else np.longdouble)
-    return (bits - np.frexp(values)[1]).astype(a.dtype)
+    return bits - np.frexp(values)[1]
 
 
 def _erf(a: np.ndarray) -> np.ndarray:
     from scipy.special import erf
 
-    return erf(a.astype(np.float64)).astype(a.dtype)
+    return erf(a.astype(np.float64))
 
 
 def _high_product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     if a.dtype != np.uint32:
         raise ValueError(f"the high half of products of {a.dtype} is not computed")
-    return (a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)).astype(a.dtype)
+    return a.astype(np.uint64) * b.astype(np.uint64) >> np.uint64(32)
 
 
 UNARY: dict[str, Operation] = {
     "abs": np.abs,
     "negate": np.negative,
     "sqrt": np.sqrt,
-    "rsqrt": lambda a: (1 / np.sqrt(a)).astype(a.dtype),
+    "rsqrt": lambda a: 1 / np.sqrt(a),
     "cbrt": np.cbrt,
     "exponential": np.exp,
     "exponential-minus-one": np.expm1,
@@ -112,14 +110,14 @@ UNARY: dict[str, Operation] = {
     "floor": np.floor,
     "ceil": np.ceil,
     "round-nearest-even": np.rint,
-    "round-nearest-afz": lambda a: (np.sign(a) * np.floor(np.abs(a) + 0.5)).astype(a.dtype),
+    "round-nearest-afz": lambda a: np.sign(a) * np.floor(np.abs(a) + 0.5),
     "sign": np.sign,
     "not": np.invert,
     "is-finite": np.isfinite,
-    "logistic": lambda a: (1 / (1 + np.exp(-a))).astype(a.dtype),
+    "logistic": lambda a: 1 / (1 + np.exp(-a)),
     "erf": _erf,
     "count-leading-zeros": _leading_zeros,
-    "popcnt": lambda a: np.bitwise_count(a).astype(a.dtype),
+    "popcnt": np.bitwise_count,
 }
 BINARY: dict[str, Operation] = {
     "add": np.add,
@@ -152,9 +150,7 @@ UFUNCS |= {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 
 
 def reduce_rows(ufunc: Any, value: np.ndarray, axis: int | tuple[int, ...]) -> np.ndarray:
-    """Reduce axes, sums of short floats in fp32."""
-    if value.dtype == jnp.dtype("bfloat16").type or value.dtype == np.float16:
-        return ufunc.reduce(value.astype(np.float32), axis=axis).astype(value.dtype)
+    """Reduce axes in the type of the numbers."""
     return ufunc.reduce(value, axis=axis, dtype=value.dtype)
 
 
@@ -180,8 +176,6 @@ def elementwise(line: Line) -> Operation | None:
     if opcode == "convert":
         target = line.result.dtype
         return lambda value: _convert(value, target)
-    if opcode == "reduce-precision":
-        return _reduce_precision(line)
     return None
 
 
@@ -219,19 +213,6 @@ def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
             integers >= limits.max, limits.max, np.where(integers <= limits.min, limits.min, result)
         ).astype(dtype)
     return value.astype(dtype)
-
-
-def _reduce_precision(line: Line) -> Operation:
-    widths = (int(line.attributes["exponent_bits"]), int(line.attributes["mantissa_bits"]))
-    types = {
-        (8, 7): jnp.dtype("bfloat16").type,
-        (5, 10): np.float16,
-        (8, 23): np.float32,
-        (5, 2): jnp.dtype("float8_e5m2").type,
-    }
-    if widths not in types:
-        raise ValueError(f"floats of {widths[0]} and {widths[1]} bits have no type in numpy")
-    return lambda value: value.astype(types[widths]).astype(value.dtype)
 
 
 def shaped(line: Line) -> Operation | None:
@@ -394,12 +375,6 @@ def _dynamic_update_slice(line: Line) -> Operation:
     return apply
 
 
-def _sum_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the type in which sums are taken: fp32 for short floats."""
-    is_short = dtype.kind not in "biufc" or dtype == np.float16
-    return np.dtype(np.float32) if is_short else dtype
-
-
 def _dot(line: Line) -> Operation:
     lhs, rhs, result = line.operand(0), line.operand(1), line.result
     (lb, lc), (rb, rc) = (
@@ -417,7 +392,7 @@ def _dot(line: Line) -> Operation:
             [rhs.dims[d] for d in rf],
         )
     )
-    wide = _sum_dtype(result.dtype)
+    wide = wide_float(result.dtype)
 
     def apply(a, b):
         a = (
@@ -445,7 +420,7 @@ def _convolution(line: Line) -> Operation:
     if groups * batches > 1:
         raise ValueError("convolutions in groups are not interpreted")
     result = line.result
-    wide = np.float64 if result.dtype == np.float64 else np.float32
+    wide = wide_float(result.dtype)
 
     def apply(value, kernel):
         value = value.astype(wide).transpose(
@@ -579,7 +554,7 @@ def scatter(line: Line, combine: str) -> Operation:
             inside.reshape(*inside.shape, *(1,) * len(dims.window)), updates.shape
         )
         targets = tuple(place[mask] for place in full)
-        wide = _sum_dtype(value.dtype)
+        wide = wide_float(value.dtype)
         result = value.astype(wide)
         if combine == "set":
             result[targets] = updates[mask].astype(wide)
@@ -614,7 +589,7 @@ def top_k(line: Line) -> Operation:
     """Return the custom call TopK: the largest numbers of the last dim and their places, equal ones
     in order.
     """
-    values, _ = (read_shape(part) for part in leaves(line.shape))
+    values, _ = (read_shape(part) for part in elements(line.shape))
     count = values.dims[-1]
 
     def apply(value):
@@ -656,7 +631,7 @@ def gemm(line: Line) -> Operation:
     """Return a matrix product of cuBLAS; its workspaces are left out."""
     config = read_gemm(line.attributes)
     assert config is not None
-    shape = leaves(line.shape)[0]
+    shape = elements(line.shape)[0]
     pairs = {"batch": config.batch, "contracting": config.contracting}
     sides = [(i, side, key) for i, side in enumerate(("lhs", "rhs")) for key in pairs]
     dims = {

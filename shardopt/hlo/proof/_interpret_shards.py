@@ -118,13 +118,17 @@ def written_shardings(parameters: Sequence[Instruction], devices: int) -> list[s
 
 def cut(value: np.ndarray, sharding: str, devices: int) -> np.ndarray:
     """Return the shards of a whole array, [devices, ...]."""
-    places = tile_of_device(sharding, value.ndim, devices)
-    sizes = [size // tiles for size, tiles in zip(value.shape, places[-1], strict=True)]
-    windows = [
-        tuple(slice(i * size, (i + 1) * size) for i, size in zip(place, sizes, strict=True))
-        for place in places[:-1]
-    ]
+    tiles = tile_of_device(sharding, value.ndim, devices)
+    windows = windows_of(tiles[:-1], value.shape // tiles[-1])
     return np.stack([value[window] for window in windows])
+
+
+def windows_of(tiles: np.ndarray, local: Sequence[int] | np.ndarray) -> list[tuple[slice, ...]]:
+    """Return the place of each tile in a whole array; tiles have the shape `local`."""
+    return [
+        tuple(slice(i * size, (i + 1) * size) for i, size in zip(tile, local, strict=True))
+        for tile in tiles
+    ]
 
 
 def join(shards: np.ndarray, sharding: str) -> np.ndarray:
@@ -133,23 +137,18 @@ def join(shards: np.ndarray, sharding: str) -> np.ndarray:
     Raise ValueError if copies of a shard differ.
     """
     devices = len(shards)
-    places = tile_of_device(sharding, shards.ndim - 1, devices)
+    tiles = tile_of_device(sharding, shards.ndim - 1, devices)
     local = shards.shape[1:]
-    array = np.zeros(
-        [size * tiles for size, tiles in zip(local, places[-1], strict=True)], shards.dtype
-    )
+    array = np.zeros(local * tiles[-1], shards.dtype)
     written: dict[tuple[int, ...], int] = {}
-    for device, place in enumerate(places[:-1]):
-        window = tuple(
-            slice(i * size, (i + 1) * size) for i, size in zip(place, local, strict=True)
-        )
-        first = written.setdefault(tuple(place.tolist()), device)
+    for device, window in enumerate(windows_of(tiles[:-1], local)):
+        first = written.setdefault(tuple(tiles[device].tolist()), device)
         if first != device and not _are_copies(shards[first], shards[device]):
             raise ValueError(
                 f"devices {first} and {device} should hold copies, and hold different numbers."
             )
         array[window] = shards[device]
-    if len(written) != math.prod(places[-1]):
+    if len(written) != math.prod(tiles[-1]):
         raise ValueError("no device holds some of the shards.")
     return array
 

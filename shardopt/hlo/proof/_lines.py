@@ -11,6 +11,7 @@ import numpy as np
 from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
+    array_shape,
     arrays,
     attributes,
     elements,
@@ -203,12 +204,6 @@ def read_lines(module: Module) -> dict[str, tuple[Line, ...]]:
 
 
 @functools.cache
-def array_shape(shape: str) -> tuple[int, ...]:
-    """Return the dims of an array shape as text."""
-    return numbers(arrays(shape)[0].partition("[")[2])
-
-
-@functools.cache
 def dtype_of(shape: str) -> str:
     """Return the element type of an array shape as text."""
     return arrays(shape)[0].split("[")[0]
@@ -217,11 +212,4 @@ def dtype_of(shape: str) -> str:
 @functools.cache
 def major_to_minor(shape: str) -> tuple[int, ...]:
     """Return the order of the dims in memory, major first."""
-    match = re.match(r"^\w+\[[^\]]*\]\{([\d,]*)", elements(shape)[0])
-    return tuple(reversed(numbers(match[1]))) if match else tuple(range(len(array_shape(shape))))
-
-
-@functools.cache
-def leaves(shape: str) -> tuple[str, ...]:
-    """Return the element shapes of a tuple, with layouts; one level deep."""
-    return tuple(elements(shape))
+    return tuple(reversed(read_shape(elements(shape)[0]).order))

@@ -12,12 +12,12 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, parse
+from shardopt.hlo._hlo_text import Instruction, Module, array_shape, arrays, entry_parameters, parse
 from shardopt.hlo.proof._aliases import faults_of_aliases
 from shardopt.hlo.proof._compare import Comparison, Reference, ResultDifference, compare
-from shardopt.hlo.proof._computations import Derivation, Result
+from shardopt.hlo.proof._computations import Derivation, flat
 from shardopt.hlo.proof._interpret_shards import written_shardings
-from shardopt.hlo.proof._lines import array_shape, leaves, read_lines, sizes_of_program
+from shardopt.hlo.proof._lines import read_lines, sizes_of_program
 from shardopt.hlo.proof._locate import is_collective
 from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, UncoveredInstruction, Verdict
@@ -275,7 +275,7 @@ def _derive(
     walk = Derivation(computations, *sizes_of_program(module))
     result = walk.run(module.entry, arguments)
     root = next(line for line in computations[module.entry] if line.is_root)
-    results = list(zip(_flat(result), _flat_shapes(root.shape), strict=True))
+    results = list(zip(flat(result), arrays(root.shape), strict=True))
     if outputs is None or len(outputs) != len(results):
         count = "none" if outputs is None else str(len(outputs))
         problem = f"the program has {len(results)} results, and {count} shardings were passed."
@@ -314,22 +314,6 @@ def _first_wrong(
 def _fault_of_difference(difference: ResultDifference, derivation: _DerivedFaults) -> Fault:
     places = (i for i, line in enumerate(derivation.instructions) if line is difference.instruction)
     return Fault(True, next(places, derivation.root), difference.reason, difference.groups)
-
-
-def _flat(result: Result) -> list[DerivedValue]:
-    return (
-        [result]
-        if isinstance(result, DerivedValue)
-        else [value for part in result for value in _flat(part)]
-    )
-
-
-def _flat_shapes(shape: str) -> list[str]:
-    return (
-        [leaf for part in leaves(shape) for leaf in _flat_shapes(part)]
-        if shape.startswith("(")
-        else [shape]
-    )
 
 
 def _faults_of_result(

@@ -16,8 +16,7 @@ import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, attributes
 from shardopt.hlo.proof._interpret import Interpreter, Step
-from shardopt.hlo.proof._interpret_collectives import Devices
-from shardopt.hlo.proof._interpret_shards import same
+from shardopt.hlo.proof._interpret_shards import same, windows_of
 from shardopt.hlo.proof._lines import Line
 
 BODY = "xla.sdy.manual_computation_body"
@@ -55,7 +54,7 @@ class ReferenceInterpreter(Interpreter):
 
     def run(self, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the whole results for whole arguments."""
-        once = self.devices._replace(positions=np.array([WHOLE if self.partitions > 1 else 0]))
+        once = np.array([WHOLE if self.partitions > 1 else 0])
         return [value[0] for value in self._results(once, [value[None] for value in inputs])]
 
     def with_equal_pieces(self, value: np.ndarray, parameter: Instruction, axis: str) -> np.ndarray:
@@ -79,16 +78,13 @@ class ReferenceInterpreter(Interpreter):
             line.callee, self._inside(devices) if is_body else devices, values
         )
 
-    def _inside(self, devices: Devices) -> Devices:
+    def _inside(self, devices: np.ndarray) -> np.ndarray:
         """Return the devices that run the body of a `shard_map`."""
-        return self.devices if devices.positions[0] == WHOLE else devices
+        return self.devices if devices[0] == WHOLE else devices
 
     def _custom_call(self, line: Line) -> Step:
         target = line.target
-        if target == "Sharding" or target in (
-            "xla.sdy.FuncResultSharding",
-            "xla.sdy.PropagationBarrier",
-        ):
+        if target in ("Sharding", "xla.sdy.FuncResultSharding", "xla.sdy.PropagationBarrier"):
             return lambda devices, values: values[0] if len(values) == 1 else tuple(values)
         if target not in ("xla.sdy.GlobalToLocalShape", "xla.sdy.LocalToGlobalShape"):
             return super()._custom_call(line)
@@ -100,100 +96,82 @@ class ReferenceInterpreter(Interpreter):
             + "]>"
         )
         shardings = re.findall(r"<@(\w+), \[(.*?)\](?:, \w+=\{[^}]*\})*>", listed)
-        places = [
-            _Places(self.meshes[mesh], tuple(manual), _axes_of_dims(dims, manual))
-            for mesh, dims in shardings
+        pieces = [
+            _Pieces(self.meshes[mesh], _axes_of_dims(dims, manual)) for mesh, dims in shardings
         ]
 
         change = self._cut if into else self._joined
 
         def step(devices, values):
-            pairs = zip(places, values, strict=True)
-            return line.results([change(place, value, devices) for place, value in pairs])
+            pairs = zip(pieces, values, strict=True)
+            return line.results([change(piece, value, devices) for piece, value in pairs])
 
         return step
 
-    def _cut(self, place: "_Places", value: np.ndarray, devices: Devices) -> np.ndarray:
-        return place.cut(value, self._inside(devices))
+    def _cut(self, pieces: "_Pieces", value: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        return pieces.cut(value, self._inside(devices))
 
-    def _joined(self, place: "_Places", value: np.ndarray, devices: Devices) -> np.ndarray:
-        if devices.positions[0] != WHOLE:
-            return place.joined(value, devices, devices.positions)
-        result = place.joined(value, self.devices, np.arange(1))
-        self.uneven = self.uneven or not same(place.cut(result, self.devices), value)
+    def _joined(self, pieces: "_Pieces", value: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        if devices[0] != WHOLE:
+            return pieces.joined(value, devices, devices)
+        result = pieces.joined(value, self.devices, np.arange(1))
+        self.uneven = self.uneven or not same(pieces.cut(result, self.devices), value)
         return result
 
 
 @dataclass(frozen=True)
-class _Places:
-    """The places of the devices' pieces in an array at the border of a body of `shard_map`.
+class _Pieces:
+    """The devices' pieces of an array at the border of a body of `shard_map`.
 
     Attributes:
       sizes: mesh axis to size.
-      manual: the axes that the body is written for.
-      dims: for each dim the manual axes that split it, major first.
+      dims: for each dim the axes of the body that split it, major first.
     """
 
     sizes: dict[str, int]
-    manual: tuple[str, ...]
     dims: tuple[tuple[str, ...], ...]
 
+    def _places(self, axes: Sequence[str]) -> np.ndarray:
+        """Return the place of each device along some axes, major first."""
+        shape = tuple(self.sizes.values())
+        coordinates = np.unravel_index(np.arange(math.prod(shape)), shape)
+        place = np.zeros(math.prod(shape), int)
+        for axis in axes:
+            place = place * self.sizes[axis] + coordinates[list(self.sizes).index(axis)]
+        return place
+
     @property
-    def _coordinates(self) -> dict[str, np.ndarray]:
-        """Mesh axis -> the coordinate of each device."""
-        sizes = tuple(self.sizes.values())
-        places = np.unravel_index(np.arange(math.prod(sizes)), sizes)
-        return dict(zip(self.sizes, places, strict=True))
+    def _tiles(self) -> np.ndarray:
+        """The tile of each device, [devices, rank]."""
+        return np.stack([self._places(axes) for axes in self.dims], axis=1)
 
-    def _windows(self, local: tuple[int, ...]) -> list[tuple[slice, ...]]:
-        """Return the place of each device's piece."""
-        coordinates, starts = self._coordinates, []
-        for axes, size in zip(self.dims, local, strict=True):
-            index = np.zeros(math.prod(self.sizes.values()), int)
-            for axis in axes:
-                index = index * self.sizes[axis] + coordinates[axis]
-            starts.append(index * size)
-        return [
-            tuple(slice(at, at + size) for at, size in zip(place, local, strict=True))
-            for place in zip(*(at.tolist() for at in starts), strict=True)
-        ]
+    @property
+    def _counts(self) -> np.ndarray:
+        """The number of tiles along each dim."""
+        return np.array([math.prod(self.sizes[axis] for axis in axes) for axes in self.dims])
 
-    def _pieces(self, axes: tuple[str, ...]) -> int:
-        return math.prod(self.sizes[axis] for axis in axes)
-
-    def cut(self, value: np.ndarray, devices: Devices) -> np.ndarray:
+    def cut(self, value: np.ndarray, devices: np.ndarray) -> np.ndarray:
         """Return the piece of each device; `value` has one row, or one per device."""
-        count = len(devices.positions)
+        rows = np.broadcast_to(value, (len(devices), *value.shape[1:]))
         if not any(self.dims):
-            return np.broadcast_to(value, (count, *value.shape[1:]))
-        local = tuple(
-            size // self._pieces(axes)
-            for size, axes in zip(value.shape[1:], self.dims, strict=True)
-        )
-        windows = self._windows(local)
-        rows = np.broadcast_to(value, (count, *value.shape[1:]))
-        return np.stack(
-            [row[windows[device]] for row, device in zip(rows, devices.positions, strict=True)]
-        )
+            return rows
+        windows = windows_of(self._tiles, value.shape[1:] // self._counts)
+        return np.stack([row[windows[device]] for row, device in zip(rows, devices, strict=True)])
 
-    def joined(self, value: np.ndarray, devices: Devices, targets: np.ndarray) -> np.ndarray:
+    def joined(self, value: np.ndarray, devices: np.ndarray, targets: np.ndarray) -> np.ndarray:
         """Return for each target the whole array that it and its neighbours along the split axes
         make up.
         """
         if not any(self.dims):
             return value[: len(targets)]
         local = value.shape[1:]
+        windows = windows_of(self._tiles, local)
         split = {axis for axes in self.dims for axis in axes}
-        whole_shape = tuple(
-            size * self._pieces(axes) for size, axes in zip(local, self.dims, strict=True)
-        )
-        windows = self._windows(local)
-        unsplit = [place for axis, place in self._coordinates.items() if axis not in split]
-        row_of = {int(device): row for row, device in enumerate(devices.positions)}
-        result = np.empty((len(targets), *whole_shape), value.dtype)
+        unsplit = self._places([axis for axis in self.sizes if axis not in split])
+        row_of = {int(device): row for row, device in enumerate(devices)}
+        result = np.empty((len(targets), *(local * self._counts)), value.dtype)
         for row, target in enumerate(targets):
-            is_neighbour = np.all([place == place[target] for place in unsplit], axis=0)
-            for device in np.flatnonzero(np.broadcast_to(is_neighbour, len(windows))).tolist():
+            for device in np.flatnonzero(unsplit == unsplit[target]).tolist():
                 result[row][windows[device]] = value[row_of[device]]
         return result
 

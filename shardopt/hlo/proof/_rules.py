@@ -8,8 +8,7 @@ import numpy as np
 from shardopt.hlo._hlo_text import numbers, window_dims
 from shardopt.hlo.proof._lines import Line, dtype_of, major_to_minor
 from shardopt.hlo.proof._lookup import masked
-from shardopt.hlo.proof._numbers import evaluate, known
-from shardopt.hlo.proof._parts import as_parts, by_parts
+from shardopt.hlo.proof._parts import as_parts
 from shardopt.hlo.proof._value import (
     INPUT,
     REDUCTIONS,
@@ -44,25 +43,10 @@ from shardopt.hlo.proof._value import (
     varies,
     whole,
     with_element,
-    without_known_devices,
 )
 from shardopt.trace._primitives import words
 
 Rule = Callable[[Line, Sequence[DerivedValue]], DerivedValue]
-
-
-def apply(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
-    """Return the value of a local instruction with one array as its result."""
-    if (data := evaluate(line, values)) is not None:
-        return known(data, line)
-    if any(value.parts for value in values):
-        return by_parts(line, values, apply)
-    rule = _RULES.get(line.opcode)
-    if rule is None:
-        raise Unproved(f"no rule covers {line.opcode}.")
-    value = rule(line, values)
-    constant = all(operand.constant for operand in values)
-    return without_known_devices(value._replace(constant=constant))
 
 
 def unified_operands(
@@ -205,10 +189,9 @@ def reshaped(value: DerivedValue, shape: tuple[int, ...]) -> DerivedValue:
     )
 
 
-def bitcast(line: Line, value: DerivedValue) -> DerivedValue:
-    """Return the value of a bitcast between two shapes with layouts: a transpose, a reshape and a
-    transpose.
-    """
+def _bitcast(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
+    """A bitcast between two shapes with layouts is a transpose, a reshape and a transpose."""
+    (value,) = values
     source, target, shape = line.operand_shapes[0], line.shape, line.dims
     if dtype_of(source) != dtype_of(target) and math.prod(shape) != math.prod(value.shape):
         raise Unproved("the bitcast changes the number of elements.")
@@ -486,7 +469,7 @@ _NONLINEAR = words(
     " atan2 remainder shift-left shift-right-logical shift-right-arithmetic popcnt clz erf clamp"
     " mulhi stochastic-convert bitcast-convert"
 )
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     **dict.fromkeys(_NONLINEAR, _nonlinear),
     **dict.fromkeys(words("add subtract complex"), _linear),
     **dict.fromkeys(words("maximum minimum and or"), _same_kind),
@@ -496,6 +479,7 @@ _RULES: dict[str, Rule] = {
     "multiply": _product,
     "divide": _quotient,
     "select": _select,
+    "bitcast": _bitcast,
     "broadcast": _broadcast,
     "reshape": _reshape,
     "transpose": _transpose,

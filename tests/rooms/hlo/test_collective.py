@@ -57,38 +57,44 @@ def test_an_unknown_form_is_refused(text):
 
 IDS = "{{0,1}}"
 MODES = [
-    # replicas, partitions, global, channel, knows the flag -> positions
-    (2, 4, True, True, True, ((0, 1),)),
-    (1, 2, False, True, False, ((0, 1),)),
-    (2, 2, False, True, False, ((0, 1), (2, 3))),  # partitions, within each replica
-    (2, 2, False, False, True, ((0, 2), (1, 3))),  # replicas, each partition on its own
-    (2, 2, False, True, True, ((0, 1, 2, 3),)),  # replicas, over all partitions
+    # replicas, partitions, global, channel, kind -> positions
+    (2, 4, True, True, "all-reduce", ((0, 1),)),
+    (1, 2, False, True, "all-to-all", ((0, 1),)),
+    (2, 2, False, True, "all-to-all", ((0, 1), (2, 3))),  # partitions, within each replica
+    (2, 2, False, False, "all-gather", ((0, 2), (1, 3))),  # replicas, each partition on its own
+    (2, 2, False, True, "reduce-scatter", ((0, 1, 2, 3),)),  # replicas, over all partitions
 ]
 
 
 @pytest.mark.parametrize(
-    ("replicas", "partitions", "is_global", "channel", "has_flag", "groups"), MODES
+    ("replicas", "partitions", "is_global", "channel", "kind", "groups"), MODES
 )
-def test_what_an_id_means(replicas, partitions, is_global, channel, has_flag, groups):
+def test_what_an_id_means(replicas, partitions, is_global, channel, kind, groups):
     words = {"replica_groups": IDS}
     words |= {"use_global_device_ids": "true"} if is_global else {}
     words |= {"channel_id": "1"} if channel else {}
-    found = replica_groups(
-        words, replicas=replicas, partitions=partitions, has_global_flag=has_flag
-    )
-    assert found == groups
+    assert replica_groups(kind, words, replicas, partitions) == groups
 
 
 def test_no_groups_means_everybody():
     words = {"replica_groups": "{}", "channel_id": "1", "use_global_device_ids": "true"}
-    assert replica_groups(words, replicas=1, partitions=4, has_global_flag=True) == ((0, 1, 2, 3),)
-    assert replica_groups({}, replicas=4, partitions=1, has_global_flag=True) == ((0, 1, 2, 3),)
+    assert replica_groups("all-reduce", words, 1, 4) == ((0, 1, 2, 3),)
+    assert replica_groups("all-reduce", {}, 4, 1) == ((0, 1, 2, 3),)
 
 
-def test_permutes_leave_out_what_stays():
-    words = {"source_target_pairs": "{{0,1},{1,0},{2,2}}"}
-    assert permute_pairs(words | {"channel_id": "1"}, replicas=1, partitions=3) == ((0, 1), (1, 0))
-    assert permute_pairs(words, replicas=3, partitions=1) == ((0, 1), (1, 0))
+@pytest.mark.parametrize(
+    ("replicas", "partitions", "channel", "pairs"),
+    [
+        (1, 3, True, ((0, 1), (1, 0), (2, 2))),
+        (3, 1, False, ((0, 1), (1, 0), (2, 2))),
+        (2, 3, True, ((0, 1), (1, 0), (2, 2), (3, 4), (4, 3), (5, 5))),  # within each replica
+    ],
+)
+def test_the_pairs_of_a_permute_have_what_stays(replicas, partitions, channel, pairs):
+    words = {"source_target_pairs": "{{0,1},{1,0},{2,2}}"} | (
+        {"channel_id": "1"} if channel else {}
+    )
+    assert permute_pairs(words, replicas, partitions) == pairs
 
 
 @pytest.mark.parametrize(

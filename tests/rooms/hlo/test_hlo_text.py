@@ -100,9 +100,9 @@ def test_bytes_of_shapes(shape, size):
 
 def test_elements_and_arrays_of_tuples():
     shape = "((f32[4]{0}, f32[2,2]{1,0:T(8,128)}), (f32[8]{0}), u32[])"
-    assert elements(shape) == ["(f32[4]{0}, f32[2,2]{1,0:T(8,128)})", "(f32[8]{0})", "u32[]"]
+    assert elements(shape) == ("(f32[4]{0}, f32[2,2]{1,0:T(8,128)})", "(f32[8]{0})", "u32[]")
     assert arrays(shape) == ["f32[4]", "f32[2,2]", "f32[8]", "u32[]"]
-    assert elements("f32[4]{0}") == ["f32[4]{0}"]
+    assert elements("f32[4]{0}") == ("f32[4]{0}",)
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_equals_xla_on_four_devices_and_one_result_is_wrong_by_another_group():
     shardings = [cut_in_four(value) for value in inputs]  # the text of jax 0.12 does not state them
     text = full_text(compiled)
     assert max(compare(text, inputs, expected, outputs, input_shardings=shardings)) <= 1e-6
-    written = ReferenceInterpreter(parse(lowered_text(lowered)), exact=True)
+    written = ReferenceInterpreter(parse(lowered_text(lowered)))
     assert max(map(error_between, written.run(inputs), expected)) <= 1e-6
     assert not written.uneven
     groups = r"\{\{0,1,2,3\}\}|\[1,4\]<=\[4\]|mesh\['d'=4\] \{'d'\}"
@@ -264,7 +264,7 @@ def test_bodies_inside_of_bodies_run_on_their_devices():
     )
     draw = np.random.default_rng(0)
     x, w = draw.normal(size=(4, 6)).astype(np.float32), draw.normal(size=(6, 6)).astype(np.float32)
-    written = ReferenceInterpreter(parse(lowered_text(jax.jit(f).lower(x, w))), exact=True)
+    written = ReferenceInterpreter(parse(lowered_text(jax.jit(f).lower(x, w))))
     chosen = np.concatenate([x[:2] @ w, x[2:] * 0.5])
     expected = chosen + np.tile(x[:2] + x[2:], (2, 1)), chosen.reshape(2, 2, 6)
     assert max(map(error_between, written.run([x, w]), expected)) <= 1e-6

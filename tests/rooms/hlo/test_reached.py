@@ -94,6 +94,57 @@ def branch(wrong):
     return run, (FLOATS,)
 
 
+def in_a_branch(inner, limit=1):
+    """The numbers reach what differs in branches."""
+
+    def make(wrong):
+        function, arguments = inner(wrong)
+
+        def run(params, opt_state):
+            is_large = jnp.abs(params).max() > limit
+            return jax.lax.cond(is_large, function, lambda *xs: -function(*xs), params, opt_state)
+
+        return run, arguments
+
+    return make
+
+
+def in_one_of_three(inner):
+    """They reach it in the last branch of a switch, in a branch of a branch."""
+
+    def make(wrong):
+        function, arguments = inner(wrong)
+        plain, _ = inner(False)
+
+        def run(params, opt_state):
+            size = jnp.abs(params).max()
+            index = (size > 0.1).astype(int) + (size > 1)
+            nested, _ = in_a_branch(lambda _: (function, arguments), limit=100)(wrong)
+            return jax.lax.switch(index, [plain, plain, nested], params, opt_state)
+
+        return run, arguments
+
+    return make
+
+
+def after_a_branch(inner):
+    """A branch returns them in a tuple, and what differs comes after it."""
+
+    def make(wrong):
+        function, arguments = inner(wrong)
+
+        def run(params, opt_state):
+            is_large = jnp.abs(params).max() > 1
+            opt_state, scale = jax.lax.cond(
+                is_large, lambda x: (x, 2.0), lambda x: (jnp.abs(x), 3.0), opt_state
+            )
+            return function(params, opt_state) * scale
+
+        return run, arguments
+
+    return make
+
+
 def updated(rate):
     def make(wrong):
         def run(params, batch):
@@ -142,6 +193,12 @@ ROWS = {
     "clipping at 100": clipped(100.0, 0.5),
     "clipping at 0.001": clipped(1e-3, 2.0),
     "a branch": branch,
+    "index in a branch": in_a_branch(looked_up),
+    "index of a scatter in a branch": in_a_branch(summed_into),
+    "schedule in a branch": in_a_branch(scheduled(4, 0.9)),
+    "index of a slice in one branch of three": in_one_of_three(sliced),
+    "index after a branch": after_a_branch(looked_up),
+    "schedule after a branch": after_a_branch(scheduled(1000, 1.1)),
     "no update of 1e-4": updated(1e-4),
     "no update of 1e-8": updated(1e-8),
     "no update of 1e-10": updated(1e-10),
@@ -152,6 +209,7 @@ ROWS = {
     "a sum in float16": cast_sum,
 }
 QUICK = ["index of a gather", "MultiSteps of the other sign", "no update of 1e-8"]
+QUICK += ["index of a slice in one branch of three", "schedule after a branch"]
 
 
 def proof_of(make, *, wrong):
