@@ -1,5 +1,4 @@
-"""Copy the results into README.md and docs/benchmarks.md, as short tables beside torch, and into a
-note, in full.
+"""Copy the results into docs/benchmarks.md, as short tables beside torch, and into a note, in full.
 
 Each page has markers around its tables.
 
@@ -164,7 +163,7 @@ def gpu_of(record: dict[str, Any] | None) -> str:
 
 
 def short_section(record: dict[str, Any]) -> str:
-    """Return the section of the README: the runs of shardopt and torch, tokens per second at each
+    """Return the section of docs/benchmarks.md: the runs of shardopt and torch, tokens per second at each
     size.
     """
     caption = (
@@ -227,7 +226,7 @@ def sections() -> dict[str, str]:
     """Return {page: section} of the stored results."""
     record = stored("peers")
     short, full = short_section(record), full_section(record, stored("peers_gpu"))
-    return {"README.md": short, "docs/benchmarks.md": short, "docs/notes/peers.md": full}
+    return {"docs/benchmarks.md": short, "docs/notes/peers.md": full}
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_optimizers_of_matrices():
         assert (rate, loss, share) == told, name
     assert f"width 32, on one device, {found['steps']} steps" in text
     muon, soap = (found["runs"][name]["mean_share"] for name in ("muon", "soap"))
-    told = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+    told = page("tour.md")
     assert f"on {muon:.2f} (Muon) and {soap:.2f} (SOAP) of the tokens" in told
 
 

@@ -1,4 +1,4 @@
-"""The peers benchmark: tables in README and docs are those of the results, and only equal
+"""The peers benchmark: tables in docs are those of the results, and only equal
 computations are compared.
 """
 
@@ -14,7 +14,7 @@ import pytest
 from support.paths import ROOT
 
 RECORD = json.loads((ROOT / "benchmarks" / "results" / "peers.json").read_text())
-PAGES = ("README.md", "docs/benchmarks.md", "docs/notes/peers.md")
+PAGES = ("docs/benchmarks.md", "docs/notes/peers.md")
 
 
 @pytest.fixture
@@ -49,10 +49,10 @@ def test_another_number_would_be_another_table(load, name):
 def test_a_page_without_its_markers_is_refused(load, edit):
     tables = load("tables")
     message = f"peers: the page needs one {tables.BEGIN} and, after it, one {tables.END}."
-    readme = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
     with pytest.raises(ValueError, match=re.escape(message)):
         tables.with_section(
-            readme.replace(tables.END, edit(tables.END)), tables.short_section(RECORD)
+            text.replace(tables.END, edit(tables.END)), tables.short_section(RECORD)
         )
 
 
