@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -120,6 +120,9 @@ def check_transformation(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optax transformation in the form that takes extra arguments.
 
+    Its `init` copies an array that optax has in two leaves, or shares with the parameters, as in
+    `optax.contrib.dog`: a step that donates the state must not get one buffer twice.
+
     Raises:
       TypeError: if it has no callable `init` and `update`.
     """
@@ -131,7 +134,19 @@ def check_transformation(
         raise TypeError(
             error_text(f"{name} must be an optax.GradientTransformation, got {tx_name}.", fix=fix)
         )
-    return optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> PyTree:
+        arrays = {id(leaf) for leaf in jax.tree.leaves(params)}
+
+        def own(leaf: Any) -> Any:
+            if isinstance(leaf, jax.Array) and id(leaf) in arrays:
+                leaf = leaf.copy()
+            arrays.add(id(leaf))
+            return leaf
+
+        return jax.tree.map(own, tx.init(params))
+
+    return optax.GradientTransformationExtraArgs(init, optax.with_extra_args_support(tx).update)
 
 
 def check_params(params: PyTree | None) -> PyTree:

@@ -12,8 +12,8 @@ import jax
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.core._errors import format_error
-from shardopt.core._types import PyTree
-from shardopt.losses._batch_dims import FIX_ROWS, row_counts, shown_leaves
+from shardopt.core._types import PyTree, abstract
+from shardopt.losses._batch_dims import FIX_ROWS, resized, row_counts, shown_leaves
 from shardopt.losses._obstacle import Obstacle, find_obstacle
 from shardopt.losses._per_row import PerRow
 
@@ -80,6 +80,11 @@ class Views:
         self._choices[key] = choice
         self._layouts.append(layout)
         return choice.view
+
+    def mixes_rows(self, layout: Layout, batch: PyTree, rows: int) -> bool:
+        """Return whether a batch with `rows` rows in place of its own runs in the global view."""
+        shapes = resized(self._config, abstract(batch), rows=rows)
+        return self.of(layout, shapes) == "global"
 
     def _choose(self, layout: Layout, batch: PyTree) -> ViewChoice:
         config = self._config

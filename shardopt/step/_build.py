@@ -3,6 +3,7 @@
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -162,11 +163,15 @@ class StrategyFunctions(NotPickled):
     ) -> tuple[str, PyTree]:
         """Check a batch for a state; return the view of the batch, and the placed batch."""
         batch = rows.join(batch)
-        check_batch(self.config, batch)
+        layout = self.cache.of(state.params).layout
+        runs_at_once = check_batch(
+            self.config, batch, functools.partial(views.mixes_rows, layout, batch)
+        )
         evaluates = views is self.evaluation_views
         check_values(self.config.of_evaluation if evaluates else self.config, batch)
         placed = place_batch(self.config, batch)
-        return views.of(self.cache.of(state.params).layout, placed), placed
+        view = "global" if runs_at_once else views.of(layout, placed)
+        return view, placed
 
     def place(self, state: TrainState, batch: PyTree) -> tuple[str, PyTree]:
         """Check a state and a batch; return the view of the batch, and the placed batch."""

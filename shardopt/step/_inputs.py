@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -209,17 +209,25 @@ def check_rows(config: StrategyConfig, batch: PyTree) -> int | None:
     raise ValueError(format_error(config.strategy, problem, shown_leaves(config, batch), fix))
 
 
-def check_batch(config: StrategyConfig, batch: PyTree) -> None:
-    """Refuse a batch that cannot be cut into devices and micro-batches.
+def check_batch(
+    config: StrategyConfig, batch: PyTree, mixes_rows: Callable[[int], bool] = lambda rows: False
+) -> bool:
+    """Return whether all rows run at once, because devices and micro-batches do not divide them.
+
+    Args:
+      config: the config of the step.
+      batch: the global batch.
+      mixes_rows: whether the loss of this many rows runs in the global view in any case. It is
+        asked if the rows do not divide.
 
     Raises:
       ValueError: as `check_rows` and `check_positions`; or if replica * data * micro_batches does
         not divide the size.
     """
     size = check_rows(config, batch)
-    if size is None:  # the whole batch runs at once
+    if size is None:  # then the view is global, for another reason
         check_positions(config, batch)
-        return
+        return False
     axes, micro_batches = data_axes(config.mesh), config.loss.micro_batches
     devices = math.prod(config.mesh.shape[axis] for axis in axes)
     pieces = devices * micro_batches
@@ -230,9 +238,13 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         nearest_sizes = sorted({max(size // pieces, 1) * pieces, (size // pieces + 1) * pieces})
         problem = f"a global batch of {size} is not divisible by {divisors} = {pieces}."
         sizes = f"use a batch of {' or '.join(map(str, nearest_sizes))}"
-        if size == 0 or config.loss.view != "global" or config.per_replica:
+        may_run_at_once = size > 0 and config.has_global_view and not config.per_replica
+        is_global = may_run_at_once and (
+            config.loss.view == "global" or mixes_rows(nearest_sizes[-1])
+        )
+        if not is_global:
             fix = f"{sizes}, or another mesh or micro_batches."
-            if size and config.has_global_view and not config.per_replica:
+            if may_run_at_once:
                 fix = f'{fix} Or view="global", where devices repeat work on rows.'
             raise ValueError(format_error(config.strategy, problem, fix=fix))
         lines = [
@@ -241,6 +253,7 @@ def check_batch(config: StrategyConfig, batch: PyTree) -> None:
         text = format_error(config.strategy, problem, lines, f"{sizes}.")
         warnings.warn(text, stacklevel=2)
     check_positions(config, batch)
+    return size % pieces != 0
 
 
 def check_values(config: StrategyConfig, batch: PyTree) -> None:

@@ -400,3 +400,30 @@ def test_the_global_view_takes_rows_that_the_devices_do_not_divide(strategy, row
     ]
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
     np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 0.1 * grads["w"], rtol=1e-5)
+
+
+MIXING = {
+    "contrastive": lambda scores: jnp.mean(jax.nn.logsumexp(scores @ scores.T, axis=1)),
+    "product": lambda scores: scores.mean() * (scores**2).mean(),
+    "ranks": lambda scores: (jnp.sort(scores, axis=0) * jnp.arange(len(scores))[:, None]).mean(),
+}
+
+
+@pytest.mark.parametrize("rows", tiered([3, 14], lambda rows: rows == 14))
+@pytest.mark.parametrize("options", tiered([{}, {"micro_batches": 2}], lambda options: not options))
+@pytest.mark.parametrize("name", tiered(MIXING, lambda name: name == "contrastive"))
+def test_rows_that_devices_do_not_divide_are_taken_where_the_loss_mixes_rows_anyway(
+    name, options, rows, mesh_of
+):
+    def loss_fn(params, batch):
+        return MIXING[name](batch @ params["w"])
+
+    loss, grads = jax.value_and_grad(loss_fn)(PARAMS, X[:rows])
+    opt = so.fsdp(optax.sgd(0.1), mesh_of(data=4), loss_fn, **options)
+    with (
+        pytest.warns(UserWarning, match="The whole batch runs at once"),
+        pytest.warns(UserWarning, match="the loss runs in the global view"),
+    ):
+        state, metrics = opt.step(opt.init(PARAMS), X[:rows])
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(state.params["w"], PARAMS["w"] - 0.1 * grads["w"], rtol=1e-4)

@@ -34,10 +34,37 @@ LINKS = {
 """Links whose `init` needs no axis."""
 
 
-@pytest.mark.parametrize("name", LINKS)
-def test_a_state_has_a_buffer_for_each_leaf_so_that_it_can_be_donated(name):
+SHARING = {
+    "dog": optax.contrib.dog,
+    "madgrad": lambda: optax.contrib.madgrad(0.1),
+    "prodigy": optax.contrib.prodigy,
+    "cocob": optax.contrib.cocob,
+    "lbfgs": optax.lbfgs,
+    "mechanize": lambda: optax.contrib.mechanize(optax.contrib.dowg()),
+}
+"""Optimizers of optax whose state has one array in two leaves, or an array of the parameters."""
+AROUND = {
+    "skip_anomalies": lambda tx: T.skip_anomalies(tx, loss_z=None),
+    "zero": lambda tx: T.zero(tx, "data"),
+    "local_updates": lambda tx: T.local_updates(tx, "data", 2),
+    "outer": lambda tx: T.local_updates(optax.sgd(0.1), "data", 2, outer=tx),
+    "stochastic_round": lambda tx: T.stochastic_round(tx, seed=0),
+    "eight_bit": lambda tx: T.eight_bit(optax.chain(optax.scale_by_adam(), tx), min_elements=8),
+}
+
+
+@pytest.mark.parametrize(
+    ("link", "optimizer"),
+    tiered(
+        [*itertools.product(LINKS, [None]), *itertools.product(AROUND, SHARING)],
+        lambda row: row[1] in (None, "dog") or row == ("skip_anomalies", "cocob"),
+        ids=str,
+    ),
+)
+def test_a_state_has_a_buffer_for_each_leaf_so_that_it_can_be_donated(link, optimizer):
     params = {"w": jnp.ones((8, 16)), "b": jnp.ones(16)}
-    leaves = jax.tree.leaves((LINKS[name]().init(params), params))
+    tx = LINKS[link]() if optimizer is None else AROUND[link](SHARING[optimizer]())
+    leaves = jax.tree.leaves((tx.init(params), params))
     addresses = [
         leaf.unsafe_buffer_pointer()
         for leaf in leaves
