@@ -4,10 +4,10 @@ memory.
     python restarts.py --rounds 5
 
 From disk: checkpoints every 50 steps, fresh processes that import and compile. From memory:
-snapshots every 5 steps on two hosts each, processes that stand by, compiled programs from jax's
-cache. Interleaved, the same kill in each round.
+snapshots every 5 steps on two hosts each, and compiled programs from jax's cache. Interleaved, the same kill in each round.
 
-Claims: at most 5 steps are lost, and the first new step comes in less than a third of the time.
+Claims: at most 5 steps are lost, and the first new step comes in less than three quarters of
+the time.
 """
 
 import argparse
@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 WORKER = ROOT / "tests" / "processes" / "launch" / "worker_with_snapshots.py"
 STEPS, EVERY, MEMORY_EVERY, PAUSE = 180, 50, 5, 0.12
 WAYS = {
-    "disk": ([], 0, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
-    "memory": (["--spares", "4"], MEMORY_EVERY, {}),
+    "disk": (0, {"JAX_ENABLE_COMPILATION_CACHE": "false"}),
+    "memory": (MEMORY_EVERY, {}),
 }
 
 
@@ -62,7 +62,7 @@ def restart(way, victim, at):
 
     Return the seconds until the job trains again, and the steps that it lost.
     """
-    options, memory_every, variables = WAYS[way]
+    memory_every, variables = WAYS[way]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         command = [
@@ -74,7 +74,6 @@ def restart(way, victim, at):
             "4",
             "--max-restarts",
             "1",
-            *options,
         ]
         command += ["--log-dir", str(folder / "logs"), "--", str(WORKER), name]
         command += [str(STEPS), str(memory_every), str(EVERY), str(PAUSE)]
@@ -126,7 +125,7 @@ def main(rounds):
             "ratios": [round(one, 3) for one in ratios],
         }
     holds = (
-        results["first new step"]["ratio, median"] < 1 / 3
+        results["first new step"]["ratio, median"] < 3 / 4
         and results["steps lost"]["largest, memory"] <= MEMORY_EVERY
     )
     results["holds"] = holds

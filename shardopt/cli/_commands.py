@@ -51,12 +51,6 @@ class LaunchOptions:
     processes. --processes 1:4 is --processes 4 --min-processes 1.
     """
 
-    discovery_script: Annotated[str | None, tyro.conf.arg(metavar="COMMAND")] = None
-    """A shell command that prints how many processes can run now. While fewer train than at the
-    start, it is called every few seconds. When more can run, all get SIGTERM, write a checkpoint
-    and start again with more.
-    """
-
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """Seconds without progress of a live process that count as a hang. Then the stacks of all are
     saved, the process that delays the others is named, and the job ends or starts again. An action
@@ -67,11 +61,6 @@ class LaunchOptions:
     grace: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = GRACE
     """Seconds that the processes have to save and to end after SIGTERM or Ctrl-C. Then the processes
     that still run are named and killed.
-    """
-
-    spares: int = 0
-    """How many spare processes wait for the next start, with jax imported, so that a restart does
-    not wait for imports. Each needs the memory of an interpreter with jax.
     """
 
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
@@ -215,10 +204,8 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         log_dir=options.log_dir or (Path("runs/launch") if folder is None else folder / "logs"),
         max_restarts=options.max_restarts,
         min_processes=min(counts) if len(counts) > 1 else options.min_processes,
-        discovery_script=options.discovery_script,
         hang_timeout=options.hang_timeout,
         grace=options.grace,
-        spares=options.spares,
         can_share=lambda count: (
             count in counts and (run_options is None or run_options.where.devices % count == 0)
         ),

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import errno
 import itertools
-import json
 import math
 import os
 import queue
@@ -24,7 +23,6 @@ from typing import IO, Any, NamedTuple, TextIO
 
 from shardopt.core._errors import CORRUPTED, format_error, plural
 from shardopt.runtime._agreement import process_text
-from shardopt.runtime._discovery import Discovery
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
 from shardopt.runtime._progress import HUNG, STACKS, STACKS_SIGNAL
@@ -34,12 +32,11 @@ from shardopt.runtime._stored_programs import (
     order_environment,
     runs_on_cpus,
 )
-from shardopt.runtime._vault import Vaults, end_program
+from shardopt.runtime._vault import Vaults
 from shardopt.runtime._watch import Hang, Watch, describe, process_state
 
 _LOCK_NAME = ".launch.lock"
 _FOLLOW = Path(__file__).with_name("_follow.py")
-_STANDBY = Path(__file__).with_name("_standby.py")
 _GLOO_PREFIX = b"[Gloo] Rank "
 """The start of lines that gloo writes for each connection. They are only in the log, not on the
 screen.
@@ -58,12 +55,6 @@ cause.
 """
 _COPY_SECONDS = 5.0
 """Seconds to wait, after a process has ended, until its output is copied."""
-_SPARES_AFTER, _SPARES_EVERY = 5.0, 0.5
-"""Seconds from the start of an attempt to the first spare, and between two spares: the job has
-priority.
-"""
-_ASK_SECONDS = 1.0
-"""Seconds between two calls of the discovery script while too few processes can run."""
 _STACKS_SECONDS = 1.0
 """Seconds for processes to write their stacks. A signal handler writes them, which takes
 milliseconds.
@@ -103,7 +94,6 @@ class _AttemptResult(NamedTuple):
     logs: tuple[Path, ...]
     hang_text: str = ""  # the message about a hang
     hang_seconds: float = 0.0  # seconds of the hang
-    grows: bool = False  # whether the launcher ended it to continue with more processes
     corrupted: tuple[int, ...] = ()  # the ranks that have a device that computes wrong
 
 
@@ -123,14 +113,13 @@ class LaunchedJob:
       `so.Checkpoints(memory_every=...)` puts it there.
 
     A process that ends with code 117 has a device that computes wrong (`fit(cross_check_every=...)`).
-    The next attempt runs without it, or a spare runs instead. If neither is possible, the job ends
-    with code 117. SHARDOPT_PLACE is JAX_PROCESS_ID at first. No later process gets the place of a
-    wrong one. So a command that chooses its device by its place
-    (`CUDA_VISIBLE_DEVICES=$SHARDOPT_PLACE`) never uses that device again.
+    The next attempt runs without it. If that is not possible, the job ends with code 117.
+    SHARDOPT_PLACE is JAX_PROCESS_ID at first. No later process gets the place of a wrong one. So a
+    command that chooses its device by its place (`CUDA_VISIBLE_DEVICES=$SHARDOPT_PLACE`) never uses
+    that device again.
 
     With `min_processes` the job is elastic. It continues with the processes and the snapshots that
-    are left, and with `discovery_script` with more processes when more are available. Each attempt
-    builds its mesh of the available devices.
+    are left. Each attempt builds its mesh of the available devices.
 
     SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM. Processes that still run
     after `grace` seconds are killed; a second Ctrl-C kills them at once.
@@ -145,8 +134,8 @@ class LaunchedJob:
         can use the same folder.
       max_restarts: how often the job is started again after a failure.
       min_processes: the smallest number of processes. The next attempt runs without each process
-        that was killed, or has a device that computes wrong, unless a spare takes its place. By
-        default every attempt has all processes.
+        that was killed, or has a device that computes wrong. By default every attempt has all
+        processes.
       hang_timeout: seconds without progress of a live process that count as a hang; by default
         hangs are not detected. After a hang the stacks of all processes are written next to the
         logs (`process-0.stacks`), and the process that delays the others is named. Then the job
@@ -155,16 +144,8 @@ class LaunchedJob:
         progress, in processes that called `so.initialize()`.
       grace: seconds that the processes have to save and to end after SIGTERM or Ctrl-C. Then the
         processes that still run are named and killed.
-      spares: how many spare processes to keep. A spare has imported jax and shardopt, and takes a
-        place in the next attempt. Each needs the memory of an interpreter with jax. They work for
-        commands of this interpreter that run a script or a module.
       can_share: whether this many processes can share the work. The job continues with the largest
         possible number.
-      discovery_script: a shell command that prints how many processes can run now. It is called
-        when the job starts again; if fewer than `min_processes` can run, the job waits. While fewer
-        than `processes` train, it is called every few seconds. When it says twice that more can
-        run, the processes get SIGTERM, at which `fit` writes a checkpoint, and the job starts again
-        with more.
       say: prints messages about failures and restarts.
 
     Example:
@@ -185,9 +166,7 @@ class LaunchedJob:
     min_processes: int | None = None
     hang_timeout: float | None = None
     grace: float = GRACE
-    spares: int = 0
     can_share: Callable[[int], bool] = lambda count: True
-    discovery_script: str | None = None
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def usable_count(self, available: int) -> int:
@@ -217,18 +196,10 @@ def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
         _locked_folder(job.log_dir) as lock_descriptor,
         _catch_signals() as signals,
         failures() as failure_pipe,
-        contextlib.ExitStack() as cleanup,
+        contextlib.closing(Vaults(job.processes if job.max_restarts else 0)) as vaults,
     ):
-        vaults = discovery = None
-        if job.max_restarts:
-            vaults = Vaults(job.processes)
-            cleanup.callback(vaults.close)
-        spares = _Spares(job.spares, (lock_descriptor, failure_pipe.descriptor))
-        cleanup.callback(spares.close)
-        if job.discovery_script is not None:
-            discovery = Discovery(job.discovery_script, say=job.say)
-            cleanup.callback(discovery.close)
-        return _Launcher(job, signals, failure_pipe, vaults, spares, discovery, job.processes).run()
+        descriptors = (lock_descriptor, failure_pipe.descriptor)
+        return _Launcher(job, signals, failure_pipe, vaults, descriptors, job.processes).run()
 
 
 @dataclasses.dataclass
@@ -239,9 +210,8 @@ class _Launcher:
       job: the job.
       signals: the received signals.
       failures: the pipe through which processes report that they fail.
-      vaults: the vaults of snapshots; None if no restart is allowed.
-      spares: the spare processes, which inherit the same descriptors as all processes.
-      discovery: asks how many processes can run; None without a script.
+      vaults: the vaults of snapshots; none if no restart is allowed.
+      descriptors: the descriptors that all processes inherit.
       count: the number of processes of the current attempt.
       attempt: the number of attempts before it.
       num_failures: the number of attempts that failed.
@@ -253,9 +223,8 @@ class _Launcher:
     job: LaunchedJob
     signals: "_Signals"
     failures: FailurePipe
-    vaults: Vaults | None
-    spares: "_Spares"
-    discovery: Discovery | None
+    vaults: Vaults
+    descriptors: Sequence[int]
     count: int
     attempt: int = 0
     num_failures: int = 0
@@ -268,27 +237,22 @@ class _Launcher:
             result = self._run_attempt()
             if self.signals.kill_requested:
                 return 130
-            if result.failed is None and (self.signals.end_requested or not result.grows):
+            if result.failed is None:
                 return 0
-            grows = result.grows and (result.failed is None or _obeys_signal(result.failed[1]))
-            if not grows or self.signals.end_requested:
-                code = self._count_failure(result)
-                if code is not None:
-                    return code
-            remaining = self.count
-            if not grows:
-                remaining -= max(0, result.killed - self.spares.ready())
-            code = self._prepare_attempt(result, remaining, grows)
+            code = self._count_failure(result, result.failed[1])
+            if code is None:
+                code = self._prepare_attempt(result)
             if code is not None:
                 return code
 
-    def _prepare_attempt(self, result: _AttemptResult, remaining: int, grows: bool) -> int | None:
+    def _prepare_attempt(self, result: _AttemptResult) -> int | None:
         """Choose the processes of the next attempt.
 
         Return the exit code of the job if there can be none.
         """
         job = self.job
-        if result.corrupted and not self._can_drop(remaining):
+        remaining = job.usable_count(self.count - result.killed)
+        if result.corrupted and not remaining:
             job.say(
                 f"launch: the job cannot go on without {plural(result.killed, 'process')} of"
                 f" {self.count}."
@@ -298,15 +262,12 @@ class _Launcher:
         self.dropped_places.update(wrong_places)
         self.attempt += 1
         self.environment = {RESTART: str(self.attempt), HUNG_SECONDS: str(result.hang_seconds)}
-        if self.discovery:
-            self.count = self._wait_for_processes(remaining)
-        else:
-            self.count = job.usable_count(remaining) or self.count
-        if not self.count:
-            return 128 + signal.SIGTERM
-        reason = "to have more" if grows else f"restart {self.num_failures} of {job.max_restarts}"
+        self.count = remaining or self.count
         without = f" without place {', '.join(map(str, wrong_places))}" if wrong_places else ""
-        job.say(f"launch: starting again with {plural(self.count, 'process')}{without}, {reason}.")
+        job.say(
+            f"launch: starting again with {plural(self.count, 'process')}{without}, restart"
+            f" {self.num_failures} of {job.max_restarts}."
+        )
         return None
 
     def _places(self) -> list[int]:
@@ -314,17 +275,11 @@ class _Launcher:
         places = (place for place in itertools.count() if place not in self.dropped_places)
         return list(itertools.islice(places, self.count))
 
-    def _can_drop(self, remaining: int) -> bool:
-        """Return whether the job can go on with the processes that are left, or with others."""
-        return self.discovery is not None or self.job.usable_count(remaining) > 0
-
-    def _count_failure(self, result: _AttemptResult) -> int | None:
+    def _count_failure(self, result: _AttemptResult, code: int) -> int | None:
         """Show a failure, and count it.
 
         Return the exit code of the job if it must not start again.
         """
-        assert result.failed is not None
-        code = result.failed[1]
         if self.signals.end_requested and _obeys_signal(code):
             return 128 + self.signals.first
         has_hint = code > 0 and not result.hang_text
@@ -335,59 +290,23 @@ class _Launcher:
         self.num_failures += 1
         return None
 
-    def _wait_for_processes(self, remaining: int) -> int:
-        """Wait until enough processes can run.
-
-        Return the number to continue with, or 0 if a signal ends the job.
-
-        `remaining` processes are left, which counts if the script gives no number.
-        """
-        assert self.discovery is not None
-        has_warned = False
-        while not self.signals.end_requested:
-            available = self.discovery.ask()
-            if available is None:
-                return self.job.usable_count(remaining) or remaining
-            if count := self.job.usable_count(available):
-                return count
-            if not has_warned:
-                has_warned = True
-                self.job.say(
-                    f"launch: {plural(available, 'process')} can run, which is too few: waiting for"
-                    " more."
-                )
-            time.sleep(_ASK_SECONDS)
-        return 0
-
-    def _can_grow(self) -> bool:
-        """Return whether more processes could run now."""
-        return (
-            self.discovery is not None
-            and self.job.usable_count(self.discovery.stable_count) > self.count
-        )
-
     def _run_attempt(self) -> _AttemptResult:
         """Run the processes of an attempt until all have succeeded, or until a failure or a hang
         ends them all.
         """
         job = self.job
-        if self.vaults is not None:
+        if job.max_restarts:
             self.environment |= self.vaults.environment() | _cache_environment(job.log_dir)
         watch = (
             None if job.hang_timeout is None else Watch(self.count, job.hang_timeout, say=job.say)
         )
         with contextlib.closing(watch) if watch else contextlib.nullcontext():
             command = job.command_of(self.attempt)
-            self.spares.check(command)
-            may_restart = self.num_failures < job.max_restarts or self.discovery
-            self.spares.begin(self.environment if may_restart else None)
-            if self.discovery is not None:
-                self.discovery.active, self.discovery.stable_count = self.count < job.processes, 0
             return self._run_processes(command, watch)
 
     def _run_processes(self, command: Sequence[str], watch: Watch | None) -> _AttemptResult:
         address, finished, members = _free_address(), queue.SimpleQueue(), []
-        hang, hang_text, grows = None, "", False
+        hang, hang_text = None, ""
         self.failures.ranks()  # discard the reports of the previous attempt
         try:
             for rank in range(self.count):
@@ -400,11 +319,11 @@ class _Launcher:
                 place[PLACE] = str(self._places()[rank])
                 if watch is not None:
                     place |= watch.environment | {STACKS: str(_stacks_file(log))}
-                members.append(_start(command, rank, log, place, self.spares))
+                members.append(_start(command, rank, log, place, self.descriptors))
                 threading.Thread(
                     target=members[-1].report_exit, args=(finished,), daemon=True
                 ).start()
-            exits, hang, grows = self._wait_for_exits(members, finished, watch)
+            exits, hang = self._wait_for_exits(members, finished, watch)
             if hang is not None and watch is not None:
                 hang_text = _hang_text(hang, members, watch)
             reported_ranks = self.failures.ranks()
@@ -422,14 +341,14 @@ class _Launcher:
         corrupted = _corrupted_ranks(codes)
         failed = _first_failure(codes, reported_ranks)
         killed = len(corrupted or _killed_ranks(codes))
-        return _AttemptResult(failed, killed, logs, grows=grows, corrupted=tuple(corrupted))
+        return _AttemptResult(failed, killed, logs, corrupted=tuple(corrupted))
 
     def _wait_for_exits(
         self,
         members: Sequence[_Member],
         finished: "queue.SimpleQueue[tuple[int, int]]",
         watch: Watch | None,
-    ) -> tuple[list[tuple[int, int]], Hang | None, bool]:
+    ) -> tuple[list[tuple[int, int]], Hang | None]:
         """Wait until all processes have ended, or until shortly after a failure, or until a hang.
 
         Args:
@@ -438,16 +357,12 @@ class _Launcher:
           watch: finds hangs, or None.
 
         Returns:
-          (rank, exit code) of the processes in the order of their exits, the hang or None, and
-          whether the processes were asked to end because more can run.
+          (rank, exit code) of the processes in the order of their exits, and the hang or None.
         """
         exits: list[tuple[int, int]] = []
-        has_failed, grows = False, False
+        has_failed = False
         end = _EndOfProcesses(self.job, members)
         while len(exits) < len(members):
-            if not (grows or exits) and self._can_grow():
-                grows = True
-                end.send(signal.SIGTERM)
             if (signal_number := self.signals.take()) is not None:
                 end.send(signal_number)
             end.check()
@@ -456,15 +371,13 @@ class _Launcher:
             except queue.Empty:
                 if has_failed and not self.signals.end_requested:
                     break
-                self.spares.refill()
                 if watch is not None and (hang := watch.check()) is not None:
-                    return exits, hang, grows
+                    return exits, hang
                 continue
             if watch is not None:
                 watch.forget(exits[-1][0])
-            code = exits[-1][1]
-            has_failed = has_failed or (bool(code) and not (grows and _obeys_signal(code)))
-        return exits, None, grows
+            has_failed = has_failed or bool(exits[-1][1])
+        return exits, None
 
 
 @dataclasses.dataclass
@@ -504,10 +417,10 @@ class _EndOfProcesses:
 
 
 def _check_job(job: LaunchedJob) -> None:
-    counts = {"processes": job.processes, "max-restarts": job.max_restarts, "spares": job.spares}
+    counts = {"processes": job.processes, "max-restarts": job.max_restarts}
     if job.min_processes is not None:
         counts["min-processes"] = job.min_processes
-    minima = {"max-restarts": 0, "spares": 0}
+    minima = {"max-restarts": 0}
     problems = [
         f"--{name} must be at least {minima.get(name, 1)}, got {count}"
         for name, count in counts.items()
@@ -693,9 +606,13 @@ def _corrupted_ranks(codes: dict[int, int]) -> list[int]:
 
 
 def _start(
-    command: Sequence[str], rank: int, log: Path, environment: Mapping[str, str], spares: "_Spares"
+    command: Sequence[str],
+    rank: int,
+    log: Path,
+    environment: Mapping[str, str],
+    inherited_descriptors: Sequence[int],
 ) -> _Member:
-    """Start one process, from a spare if there is one; it dies with this thread.
+    """Start one process, which dies with this thread.
 
     Its output goes to a log.
 
@@ -706,26 +623,30 @@ def _start(
       rank: the rank of the process.
       log: the log file.
       environment: variables in addition to the environment of this process.
-      spares: the spares, whose descriptors the process inherits.
+      inherited_descriptors: the descriptors that the process inherits.
     """
     if shutil.which(command[0]) is None:
         error_number = errno.EACCES if Path(command[0]).exists() else errno.ENOENT
         raise OSError(error_number, os.strerror(error_number), command[0])
     log.parent.mkdir(parents=True, exist_ok=True)
-    spare, is_shown = spares.take(), rank == 0
+    is_shown = rank == 0
     with log.open("wb") as file:
         output = subprocess.PIPE if is_shown else file
-        process = spare or _spawn(
-            command, environment, spares.descriptors, stdin=subprocess.DEVNULL, output=output
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_FOLLOW), str(os.getpid()), *command],
+            env=os.environ | environment,
+            pass_fds=inherited_descriptors,
+            stdin=subprocess.DEVNULL,
+            # only the launcher gets Ctrl-C, and a kill reaches the children too
+            start_new_session=True,
+            stdout=output,
+            stderr=output,
         )
-    if spare is not None:
-        _assign_place(spare, command, environment)
     readers = []
-    if is_shown or spare is not None:
+    if is_shown:
         log_file = log.open("ab", buffering=0)
         for pipe, screen in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             assert pipe is not None  # a pipe
-            screen = screen if is_shown else None
             readers.append(
                 threading.Thread(target=_copy, args=(pipe, log_file, screen), daemon=True)
             )
@@ -733,110 +654,6 @@ def _start(
             reader.start()
         threading.Thread(target=_close_after, args=(readers, log_file), daemon=True).start()
     return _Member(rank, process, log, tuple(readers))
-
-
-def _spawn(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    inherited_descriptors: Sequence[int],
-    *,
-    stdin: int,
-    output: IO[bytes] | int,
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_FOLLOW), str(os.getpid()), *command],
-        env=os.environ | environment,
-        pass_fds=inherited_descriptors,
-        stdin=stdin,
-        # only the launcher gets Ctrl-C, and a kill reaches the children too
-        start_new_session=True,
-        stdout=output,
-        stderr=output,
-    )
-
-
-class _Spares:
-    """Spare processes for the next attempt, see `standby.py`; until `close`.
-
-    Args:
-      count: how many spares to keep.
-      descriptors: descriptors that all processes inherit.
-    """
-
-    def __init__(self, count: int, descriptors: Sequence[int]):
-        self._count, self.descriptors, self._processes = count, descriptors, []
-        self._environment: Mapping[str, str] | None = None
-        self._next_start = 0.0
-
-    def check(self, command: Sequence[str]) -> None:
-        """Refuse a command that a spare cannot run."""
-        if self._count and (
-            command[0] != sys.executable or not (command[1] == "-m" or command[1].endswith(".py"))
-        ):
-            problem = f"--spares {self._count} needs a python script or train, got {command[0]!r}."
-            raise ValueError(
-                format_error(
-                    "launch", problem, fix="leave --spares out, or launch the script itself."
-                )
-            )
-
-    def begin(self, environment: Mapping[str, str] | None) -> None:
-        """Begin an attempt with this environment for new spares.
-
-        None if no other attempt can follow.
-        """
-        self._environment, self._next_start = environment, time.monotonic() + _SPARES_AFTER
-
-    def refill(self) -> None:
-        """Start one spare if one is missing and its time has come.
-
-        Spares start one after another.
-        """
-        if (
-            self._environment is None
-            or len(self._processes) == self._count
-            or time.monotonic() < self._next_start
-        ):
-            return
-        spare = _spawn(
-            [sys.executable, str(_STANDBY)],
-            _common_environment() | dict(self._environment),
-            self.descriptors,
-            stdin=subprocess.PIPE,
-            output=subprocess.PIPE,
-        )
-        self._processes.append(spare)
-        self._next_start = time.monotonic() + _SPARES_EVERY
-
-    def ready(self) -> int:
-        """Return how many spares are alive."""
-        return sum(process.poll() is None for process in self._processes)
-
-    def take(self) -> subprocess.Popen[bytes] | None:
-        """Remove a live spare and return it, or None."""
-        while self._processes:
-            process = self._processes.pop(0)
-            if process.poll() is None:
-                return process
-            end_program(process)
-        return None
-
-    def close(self) -> None:
-        """End all spares."""
-        while self._processes:
-            end_program(self._processes.pop())
-
-
-def _assign_place(
-    spare: subprocess.Popen[bytes], command: Sequence[str], environment: Mapping[str, str]
-) -> None:
-    assert spare.stdin is not None  # a pipe
-    # a dead spare is noticed like any process that dies
-    with contextlib.suppress(OSError), spare.stdin as pipe:
-        pipe.write(
-            json.dumps({"environment": dict(environment), "words": list(command[1:])}).encode()
-            + b"\n"
-        )
 
 
 def _cache_environment(log_dir: Path) -> dict[str, str]:
@@ -864,7 +681,10 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
         "JAX_NUM_PROCESSES": str(count),
         "JAX_PROCESS_ID": str(rank),
         BEGAN: str(time.time()),
-        **_common_environment(),
+        "SHARDOPT_LAUNCHED": str(os.getpid()),
+        "PYTHONUNBUFFERED": "1",
+        "COLUMNS": str(shutil.get_terminal_size().columns),
+        **_malloc_environment(),
     }
 
 
@@ -878,15 +698,9 @@ def _place_environment(rank: int, count: int, address: str) -> dict[str, str]:
 _MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1099511627776"
 
 
-def _common_environment() -> dict[str, str]:
-    variables = {
-        "SHARDOPT_LAUNCHED": str(os.getpid()),
-        "PYTHONUNBUFFERED": "1",
-        "COLUMNS": str(shutil.get_terminal_size().columns),
-    }
-    if "GLIBC_TUNABLES" not in os.environ and runs_on_cpus():
-        variables["GLIBC_TUNABLES"] = _MALLOC
-    return variables
+def _malloc_environment() -> dict[str, str]:
+    is_free = "GLIBC_TUNABLES" not in os.environ
+    return {"GLIBC_TUNABLES": _MALLOC} if is_free and runs_on_cpus() else {}
 
 
 def _free_address() -> str:
@@ -924,11 +738,11 @@ def _send_signal(member: _Member, signal_number: signal.Signals) -> None:
             member.process.send_signal(signal_number)
 
 
-def _copy(pipe: IO[bytes], log: IO[bytes], screen: TextIO | None) -> None:
+def _copy(pipe: IO[bytes], log: IO[bytes], screen: TextIO) -> None:
     with pipe:
         for line in pipe:
             log.write(line)
-            if screen is not None and not line.startswith(_GLOO_PREFIX):
+            if not line.startswith(_GLOO_PREFIX):
                 # the log continues if the screen is closed
                 with contextlib.suppress(OSError, ValueError):
                     screen.write(line.decode(errors="replace"))

@@ -4,8 +4,7 @@ restarts.
     goodput = seconds of steps taken for the first time / seconds since the run began
 
 Every second belongs to one cause. The account is in `goodput.json` next to the checkpoints, with
-one entry per attempt. The time between two attempts is lost too in two cases: the first attempt
-failed, or its launcher ended it to continue with more processes.
+one entry per attempt. The time between two attempts is lost too if the first one failed.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._files import write_atomic
-from shardopt.runtime._launch import BEGAN, HUNG_SECONDS, RESTART
+from shardopt.runtime._launch import BEGAN, HUNG_SECONDS
 
 FILE = "goodput.json"
 
@@ -93,11 +92,10 @@ class Ledger:
         self._path = None if folder is None else folder / FILE
         self._earlier = _read(self._path)
         self._highest_step = max((attempt.step for attempt in self._earlier), default=0)
-        relaunched = RESTART in os.environ and not _counted_starts
         self._start_time = _start_of_job()
         self._seconds: dict[str, float] = {}
         previous = self._earlier[-1] if self._earlier else None
-        is_restart = previous is not None and (relaunched or not previous.ended_well)
+        is_restart = previous is not None and not previous.ended_well
         if previous is not None and is_restart:
             gap = max(0.0, self._start_time - previous.until)
             hung_seconds = min(gap, float(os.environ.get(HUNG_SECONDS, "0")))

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from support.paths import ROOT
 
-from shardopt.runtime import _discovery as discovery
 from shardopt.runtime._launch import _first_failure, launch
 from shardopt.runtime._stored_programs import runs_on_cpus
 
@@ -251,7 +250,6 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
     [
         pytest.param({}, [4, 4], marks=pytest.mark.slow),
         ({"min_processes": 2}, [4, 3]),
-        ({"min_processes": 2, "spares": 1}, [4, 4]),  # which takes the place
         ({"min_processes": 1, "can_share": lambda count: 8 % count == 0}, [4, 2]),
         # none fits: all again
         pytest.param(
@@ -261,12 +259,7 @@ def test_it_is_started_anew_as_often_as_it_may_be(job):
         ),
     ],
 )
-def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatch, options, counts):
-    ready = options.get("spares", 0)
-    monkeypatch.setattr(
-        sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready
-    )
-    options = {name: value for name, value in options.items() if name != "spares"}
+def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, options, counts):
     script = (
         "print(os.environ['JAX_NUM_PROCESSES'], flush=True)\n"
         "if rank == 1 and not (here / 'killed').exists():\n"
@@ -281,19 +274,15 @@ def test_those_that_were_killed_are_left_out_where_fewer_will_do(job, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("options", "ready", "places"),
+    ("options", "places"),
     [
-        ({"min_processes": 2}, 0, ["0", "2"]),
-        ({}, 1, ["0", "2", "3"]),  # the spare does not run on the wrong device
-        ({"min_processes": 3}, 0, None),
-        ({}, 0, None),
+        ({"min_processes": 2}, ["0", "2"]),
+        ({"min_processes": 3}, None),
+        ({}, None),
     ],
 )
-def test_the_place_of_a_wrong_device_is_not_used_again(job, monkeypatch, options, ready, places):
+def test_the_place_of_a_wrong_device_is_not_used_again(job, options, places):
     """Process 1 finds out, as all do; the others end first, with another code."""
-    monkeypatch.setattr(
-        sys.modules["shardopt.runtime._launch"]._Spares, "ready", lambda self: ready
-    )
     script = (
         "print(os.environ['SHARDOPT_PLACE'], flush=True)\n"
         "if 'SHARDOPT_RESTART' in os.environ: sys.exit(0)\n"
@@ -319,43 +308,6 @@ def test_the_place_of_a_wrong_device_is_not_used_again(job, monkeypatch, options
         f"launch: starting again with {len(places)} processes without place 1, restart 1 of 1."
     ]
     assert [found[f"process-{rank}.restart-1.log"] for rank in range(len(places))] == places
-
-
-def test_where_more_can_run_it_is_ended_and_started_again_with_more(job, monkeypatch):
-    """Who comes and goes does not count; more than there were at first are never started.
-
-    The processes end with `FitResult.exit_code` after the SIGTERM, which is no failure.
-    """
-    monkeypatch.setattr(discovery, "_ASK_SECONDS", 0.1)
-    (job.folder / "places").write_text("2")
-    script = (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))\ncount, attempt ="
-        " int(os.environ['JAX_NUM_PROCESSES']), int(os.environ.get('SHARDOPT_RESTART',"
-        " 0))\nprint(count, flush=True); (here / f'up-{attempt}-{rank}').touch()\nwhile"
-        " len(list(here.glob(f'up-{attempt}-*'))) < count: time.sleep(0.01)\nif attempt == 2:"
-        " sys.exit(0)\nif attempt == 1 and rank == 0: (here / 'new').write_text('9'); (here /"
-        " 'new').rename(here / 'places')\nif attempt == 0 and rank == 1: os.kill(os.getpid(),"
-        " signal.SIGKILL)\n"
-    )
-    options = {
-        "max_restarts": 1,
-        "min_processes": 1,
-        "can_share": lambda count: count in (1, 2, 4, 8),
-    }
-    options |= {"discovery_script": f"cat {job.folder}/places"}
-    code, said, attempts = job(script + FOREVER, processes=4, **options)
-    assert (code, attempts) == (0, [0, 1, 2])
-    assert [line for line in said if line.startswith("launch: starting again")] == [
-        "launch: starting again with 2 processes, restart 1 of 1.",
-        "launch: starting again with 4 processes, to have more.",
-    ]
-    assert [
-        logs(job.folder)[f"process-0{name}.log"] for name in ("", ".restart-1", ".restart-2")
-    ] == [
-        "4\n",
-        "2\n",
-        "4\n",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -556,7 +508,6 @@ def test_a_file_that_is_no_program(tmp_path):
             ],
         ),
         ({"processes": 2, "min_processes": 3}, ["--min-processes 3 is more than --processes 2"]),
-        ({"processes": 2, "spares": -1}, ["--spares must be at least 0, got -1"]),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
@@ -566,36 +517,6 @@ def test_numbers_that_cannot_be_are_refused(tmp_path, options, problems):
         ["launch: the numbers of processes cannot be used.", *problems]
     )
     assert not (tmp_path / "logs").exists()
-
-
-def test_spares_are_for_what_they_can_become(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"launch: --spares 1 needs a python script or train, got 'cat'\."
-    ) as caught:
-        launch(
-            lambda attempt: ["cat", "file"], processes=1, log_dir=tmp_path, max_restarts=1, spares=1
-        )
-    assert str(caught.value).endswith("\nFix: leave --spares out, or launch the script itself.")
-
-
-@pytest.mark.slow
-def test_a_process_that_stands_by_takes_the_place_of_one_that_died(job, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys.modules["shardopt.runtime._launch"], "_SPARES_AFTER", 0.0)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    (tmp_path / "mine.py").write_text(
-        HEAD
-        + "if 'SHARDOPT_RESTART' not in os.environ:\n"
-        + "    time.sleep(12)\n"
-        + "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        + "print(rank, 'jax' in sys.modules, sys.argv, __name__, sys.stdin.read() == '',"
-        " sys.path[0])\n" + "sys.exit(3 if rank == 1 else 0)\n"
-    )
-    command = [sys.executable, str(tmp_path / "mine.py"), "word"]
-    options = {"processes": 2, "log_dir": tmp_path / "logs", "say": lambda line: None}
-    assert launch(lambda attempt: command, max_restarts=1, spares=1, **options) == 3
-    place = f"{command[1:]} __main__ True {tmp_path}\n"
-    found = [(tmp_path / "logs" / f"process-{rank}.restart-1.log").read_text() for rank in (0, 1)]
-    assert found == [f"0 True {place}", f"1 False {place}"]
 
 
 def test_what_cannot_be_started_is_an_error_and_leaves_nothing_running(tmp_path):

@@ -40,7 +40,7 @@ def processes(folder):
     return found
 
 
-def run(folder, *, at=None, victim=0, lost=(), spares=0):
+def run(folder, *, at=None, victim=0, lost=()):
     """Run the job; at a step kill a process and the vaults of some hosts.
 
     Return what was said, parameters, steps.
@@ -54,8 +54,6 @@ def run(folder, *, at=None, victim=0, lost=(), spares=0):
         "4",
         "--max-restarts",
         "1",
-        "--spares",
-        str(spares),
         "--log-dir",
         str(folder / "logs"),
     ]
@@ -120,7 +118,7 @@ def same(params, others):
 def test_a_host_is_lost_and_no_more_steps_than_between_snapshots(undisturbed, tmp_path, draw):
     rng = random.Random(draw)
     victim, at = rng.randrange(4), rng.randrange(10, 90)
-    said, params, before = run(tmp_path, at=at, victim=victim, lost=[victim], spares=4 * (draw % 2))
+    said, params, before = run(tmp_path, at=at, victim=victim, lost=[victim])
     assert f"launch: process {victim} of 4 was killed by SIGKILL; the others were ended.\n" in said
     resumed = int(re.search(r"^Resuming from step (\d+) in ", said, re.MULTILINE)[1])
     assert "in the memory of the hosts, " in said or resumed % EVERY == 0  # the disk's is as new

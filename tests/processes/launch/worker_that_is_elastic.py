@@ -74,8 +74,7 @@ params = {
 def note(step, metrics):
     with (folder / "steps").open("a") as file:
         file.write(f"{os.environ.get('SHARDOPT_RESTART', 0)} {jax.process_count()} {step}\n")
-    # until others are found
-    time.sleep(0.5 if (folder / "places").exists() and jax.process_count() < 4 else 0.05)
+    time.sleep(0.05)
 
 
 where = so.Checkpoints(
@@ -92,4 +91,6 @@ with where as checkpoints:
         log_every=1,
         progress=False,
     )
-small_job.leave_params(folder, opt, result)
+if not result.exit_code:
+    small_job.leave_params(folder, opt, result)
+sys.exit(result.exit_code)

@@ -78,16 +78,6 @@ def test_every_second_has_a_cause_across_a_hang_and_a_death(clock, tmp_path, mon
 
 
 @pytest.mark.fast
-def test_the_pause_in_which_a_launcher_adds_processes_is_lost(clock, tmp_path, monkeypatch):
-    first = Ledger(tmp_path)
-    train(first, clock, range(3))
-    first.write(ended_well=True)  # it was sent SIGTERM
-    clock.pass_(7)
-    monkeypatch.setenv("SHARDOPT_RESTART", "1")
-    assert Ledger(tmp_path).total().lost["restart"] == 7
-
-
-@pytest.mark.fast
 def test_how_it_reads():
     one = Goodput(0.5, 50.0, 100.0, {"compile": 40.0, "hang": 1.0}, 0)
     assert str(one) == "goodput 50% of 100 s; lost to compile 40%, hang 1.0%"
