@@ -108,9 +108,9 @@ def from_steady_state(log, skip=5):
 
 
 def run(max_staleness, num_updates):
-    """Train on four threads, each with one device."""
+    """Train on four threads, each with one device; return the optimizer and the result."""
     opt = so.async_sgd(optax.sgd(0.1), loss_fn, workers=4, max_staleness=max_staleness)
-    return opt.run(params, slow_batches_of, num_updates=num_updates)
+    return opt, opt.run(params, slow_batches_of, num_updates=num_updates)
 
 
 COLORS = {"step": "#3369b2", "wait": "#dfa63a", "data": "#8fa3b8", "lost": "#c04a3a"}
@@ -128,7 +128,7 @@ def draw(log, until):
     plt.show()
 
 
-waiting = run(max_staleness=0, num_updates=50)
+_, waiting = run(max_staleness=0, num_updates=50)
 draw(from_steady_state(waiting.log), until=1.5)
 
 # %% [markdown]
@@ -139,7 +139,7 @@ draw(from_steady_state(waiting.log), until=1.5)
 # reached the bound.
 
 # %%
-ahead = run(max_staleness=8, num_updates=200)
+opt, ahead = run(max_staleness=8, num_updates=200)
 draw(from_steady_state(ahead.log), until=1.5)
 
 # %%
@@ -172,7 +172,7 @@ path = Path(tempfile.mkdtemp()) / "run.jsonl"
 ahead.log.save(path)
 log = server.Log.load(path)
 
-replayed = server.replay(log, optax.sgd(0.1), loss_fn, params, batches_of)
+replayed = opt.replay(log, params, batches_of)
 is_equal = [
     bool((first == second).all()) for first, second in zip(replayed, ahead.params, strict=True)
 ]
@@ -185,7 +185,7 @@ assert all(is_equal)
 
 # %%
 try:
-    server.replay(log, optax.sgd(0.1), loss_fn, params, lambda worker: batches_of(worker + 1))
+    opt.replay(log, params, lambda worker: batches_of(worker + 1))
 except ValueError as error:
     print(error)
 else:

@@ -5,7 +5,6 @@ simulation.
 from shardopt.parameter_server import rules
 from shardopt.parameter_server._async_local_sgd import async_local_sgd
 from shardopt.parameter_server._log import Log
-from shardopt.parameter_server._replay import replay
 from shardopt.parameter_server._run import ServerLostError, WorkersLostError
 from shardopt.parameter_server._server import make_server
 from shardopt.parameter_server._simulation import SimulatedWorker, simulate
@@ -20,7 +19,6 @@ __all__ = [
     "async_local_sgd",
     "make_server",
     "make_update",
-    "replay",
     "rules",
     "simulate",
 ]

@@ -21,7 +21,14 @@ from shardopt.core._types import PyTree
 from shardopt.parameter_server._callbacks import Callbacks, EvaluateParams
 from shardopt.parameter_server._log import Log
 from shardopt.parameter_server._replay import check_log, replay_events
-from shardopt.parameter_server._run import AsyncJob, AsyncResult, Availability, BatchesOf, RunSpec
+from shardopt.parameter_server._run import (
+    AsyncJob,
+    AsyncResult,
+    Availability,
+    BatchesOf,
+    RunSpec,
+    check_settings,
+)
 from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._simulation import check_availability
 from shardopt.parameter_server._threads import run_on_threads
@@ -155,18 +162,37 @@ class AsyncOptimizer:
         return run_on_ray(spec, job, callbacks)
 
     def replay(self, log: Log, params: PyTree, batches_of: BatchesOf) -> PyTree:
-        """Return the final parameters of a run, repeated from its log on one thread, bit for bit.
+        """Return the final parameters of a run, by repeating the events of its log in order.
 
-        See `parameter_server.replay`.
+        Each pull takes a batch, each push computes its gradient from the parameters of its pull,
+        and each event goes to the same pure server. The replay checks that the server makes the
+        same events as the log, and that the checksums of the parameters before and after the run
+        are the same.
+
+        Args:
+          log: the log of a run of this optimizer, or `Log.load(path)`. Or of `simulate` with
+            workers of one device.
+          params: the initial parameters of the run.
+          batches_of: the data of the run: `batches_of(worker)` returns the same batches again; it
+            is called at each join.
+
+        Returns:
+          The parameters.
+
+        Raises:
+          TypeError: if `log` is not a `Log`.
+          ValueError: if the run had other settings, other parameters or more workers, the batches
+            end too soon, an event of the server differs from the log, or the result differs from
+            the result of the run.
+
+        **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same
+        kind as in the run.
         """
-        check_log(log)
+        check_log(log, self.spec.num_workers)
         key = np.asarray(log.header["rng"], np.uint32)
-        return replay_events(
-            log,
-            self.spec.make_server(donate=False),
-            self.spec.make_compute(batches_of, key),
-            params,
-        )
+        server = self.spec.make_server(donate=False)
+        check_settings("replay", "log", log.header, {**server.settings, **self.spec.settings(key)})
+        return replay_events(log, server, self.spec.make_compute(batches_of, key), params)
 
 
 def _periods(availability: Availability | None, num_workers: int) -> Availability:

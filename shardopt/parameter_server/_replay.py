@@ -1,101 +1,21 @@
 """Repeat a run from its log, on one thread, bit for bit."""
 
-import json
 from collections import Counter
 
-import jax
-import numpy as np
-import optax
-
-from shardopt.core._block_model import LossFn
-from shardopt.core._errors import calling, format_error
+from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
-from shardopt.mesh import make_mesh
-from shardopt.parameter_server._log import Header, Log
-from shardopt.parameter_server._run import BatchesOf, WorkerCompute
-from shardopt.parameter_server._server import ParameterServer, ServerSettings
+from shardopt.parameter_server._log import Log
+from shardopt.parameter_server._run import WorkerCompute
+from shardopt.parameter_server._server import ParameterServer
 from shardopt.parameter_server._updates import digest
-from shardopt.parameter_server._worker import check_codec, sgd_spec
-from shardopt.parameter_server.rules import StalenessRule, from_config
-from shardopt.reducers import Reducer
 
 CALLER = "replay"
 
 
-@calling(CALLER)
-def replay(
-    log: Log,
-    tx: optax.GradientTransformation,
-    loss_fn: LossFn,
-    params: PyTree,
-    batches_of: BatchesOf,
-    *,
-    rule: StalenessRule | None = None,
-    reducer: Reducer | None = None,
-) -> PyTree:
-    """Return the final parameters of a run, by repeating the events of its log in order.
-
-    Each pull takes a batch, each push computes its gradient from the parameters of its pull, and
-    each event goes to the same pure server. The replay checks that the server makes the same events
-    as the log, and that the checksums of the parameters before and after the run are the same.
-
-    Args:
-      log: the log of `async_sgd(...).run` or `simulate`, or `Log.load(path)`.
-      tx: the optimizer of the run.
-      loss_fn: the loss of the run.
-      params: the initial parameters of the run.
-      batches_of: the data of the run: `batches_of(worker)` returns the same batches again; it is
-        called at each join.
-      rule: the rule of the run. Rules of `parameter_server.rules` need not be passed: the log has
-        their settings.
-      reducer: the reducer of the run; the log has only its name.
-
-    Returns:
-      The parameters.
-
-    Raises:
-      TypeError: if `log` is not a `Log`, or another argument is of the wrong kind.
-      ValueError: if the run had other parameters, another rule or another reducer, the batches end
-        too soon, an event of the server differs from the log, or the result differs from the result
-        of the run.
-
-    Example:
-      >>> import jax.numpy as jnp, numpy as np, optax, shardopt as so
-      >>> loss_fn = lambda params, batch: jnp.mean((batch["x"] - params["w"]) ** 2)
-      >>> batches_of = lambda worker: ({"x": np.full(4, worker + i % 3, np.float32)} for i in range(100))
-      >>> tx, params = optax.adam(0.1), {"w": jnp.zeros(4)}
-      >>> opt = so.async_sgd(tx, loss_fn, workers=2, max_staleness=3)
-      >>> result = opt.run(params, batches_of, num_updates=20)
-      >>> again = so.parameter_server.replay(result.log, tx, loss_fn, params, batches_of)
-      >>> bool((again["w"] == result.params["w"]).all())
-      True
-
-    **Equivalence**: bit for bit, if the loss is deterministic and the devices are of the same kind
-    as in the run.
+def check_log(log: Log, num_workers: int) -> None:
+    """Refuse an argument that is not a `Log`, the log of a simulation without parameters, and the log
+    of more workers than there are.
     """
-    check_log(log)
-    header = log.header
-    if "local_steps" in header:
-        fix = (
-            "call opt.replay(log, params, batches_of) of the AsyncOptimizer that so.parameter_server.async_local_sgd"
-            " returns."
-        )
-        raise ValueError(
-            format_error(CALLER, "this is the log of a run of async_local_sgd.", fix=fix)
-        )
-    _check_reducer(header.get("reducer"), reducer)
-    meshes = [
-        make_mesh(data=size, devices=jax.local_devices()[:size]) for size in header["devices"]
-    ]
-    recorded_rule = _rule(header["rule"], rule)
-    settings = ServerSettings(header["max_staleness"], recorded_rule, header["nonfinite"], reducer)
-    spec = sgd_spec(CALLER, tx, loss_fn, meshes, settings)
-    compute = spec.make_compute(batches_of, np.asarray(header["rng"], np.uint32))
-    return replay_events(log, spec.make_server(donate=False), compute, params)
-
-
-def check_log(log: Log) -> None:
-    """Refuse an argument that is not a `Log`, and the log of a simulation without parameters."""
     if not isinstance(log, Log):
         problem = f"log must be a parameter_server.Log, got {type(log).__name__}."
         raise TypeError(
@@ -108,6 +28,10 @@ def check_log(log: Log) -> None:
         raise ValueError(
             format_error(CALLER, "this is the log of a simulation of time only.", fix=fix)
         )
+    needed = 1 + max((event.worker for event in log), default=0)
+    if needed > num_workers:
+        problem = f"the run had {needed} workers, and this optimizer has {num_workers}."
+        raise ValueError(format_error(CALLER, problem, fix="make it for the workers of the run."))
 
 
 def replay_events(
@@ -115,7 +39,7 @@ def replay_events(
 ) -> PyTree:
     """Return the parameters after the events of a log, computed on one thread.
 
-    For the checks see `replay`.
+    For the checks see `AsyncOptimizer.replay`.
     """
     header = log.header
     state = server.init(compute.on_server(params))
@@ -170,32 +94,3 @@ def _next(compute: WorkerCompute, worker: int, clock: int) -> PyTree:
         problem = f"batches_of({worker}) ended before step {clock} of worker {worker}."
         raise ValueError(format_error(CALLER, problem, fix="pass the data of the run."))
     return batch
-
-
-def _check_reducer(recorded: str | None, reducer: Reducer | None) -> None:
-    codec = check_codec(reducer)
-    name = None if codec is None else codec.name
-    if name != recorded:
-        problem = (
-            f"the run had {'no reducer' if recorded is None else f'the reducer {recorded}'}, got"
-            f" {name or 'none'}."
-        )
-        raise ValueError(format_error(CALLER, problem, fix="pass the reducer of the run."))
-
-
-def _rule(recorded: Header, rule: StalenessRule | None) -> StalenessRule:
-    """Return the rule of the run: the argument, or without one a rule of this package from its
-    recorded settings.
-    """
-    name, config = recorded["name"], _as_json(recorded["config"])
-    if rule is None and (recorded_rule := from_config(name, recorded["config"])) is not None:
-        return recorded_rule
-    if rule is None or (rule.name, _as_json(rule.config)) != (name, config):
-        got = "none" if rule is None else f"{rule.name} {dict(rule.config)}"
-        problem = f"the run had the rule {name} {recorded['config']}, got {got}."
-        raise ValueError(format_error(CALLER, problem, fix="pass the rule of the run."))
-    return rule
-
-
-def _as_json(config: Header) -> Header:
-    return json.loads(json.dumps(dict(config)))

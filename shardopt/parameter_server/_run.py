@@ -129,7 +129,7 @@ class AsyncResult(NamedTuple):
 
     Attributes:
       params: the parameters on the server; None from a simulation of time only.
-      log: the event log, for `parameter_server.replay` and `Log.save`.
+      log: the event log, for `AsyncOptimizer.replay` and `Log.save`.
       metrics: a dict of the entries below.
 
     The metrics are those of `log.summary()`: rates, histograms of staleness
@@ -177,13 +177,8 @@ class AsyncRun:
     ):
         self.server, self.now = server, now
         self.state: ServerState = server.init(params)
-        settings = {
-            "max_staleness": server.max_staleness,
-            "rule": {"name": server.rule.name, "config": dict(server.rule.config)},
-            "nonfinite": server.nonfinite,
-        }
         initial = None if params is None else digest(self.state.params)
-        self.log = Log({**settings, **header, "initial": initial, "final": None})
+        self.log = Log({**server.settings, **header, "initial": initial, "final": None})
         # worker -> rounds of its data that it has finished
         self.positions: Counter[int] = Counter()
         self.stats = WorkerStats()
@@ -331,7 +326,7 @@ def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     """Continue from a snapshot with a new run."""
     state, record = snapshot
     saved, current = record["header"], run.log.header
-    _check_settings(caller, saved, current)
+    check_settings(caller, "checkpoint", saved, current)
     if "devices" in saved:
         saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
     steps = dict(record["steps"])
@@ -380,10 +375,11 @@ def load_snapshot(
     return RunSnapshot(state, extra["server"])
 
 
-def _check_settings(caller: str, saved: Header, current: Header) -> None:
+def check_settings(caller: str, source: str, saved: Header, current: Header) -> None:
+    """Refuse settings other than those that a checkpoint or a log has saved."""
     names = [name for name in {**saved, **current} if name not in ("initial", "final", "devices")]
     differences = [
-        f"{name}: {saved.get(name)} in the checkpoint, {current.get(name)} now"
+        f"{name}: {saved.get(name)} in the {source}, {current.get(name)} now"
         for name in names
         if saved.get(name) != current.get(name)
     ]
@@ -392,9 +388,9 @@ def _check_settings(caller: str, saved: Header, current: Header) -> None:
         f"devices of worker {i}: {a} then, {b} now" for i, (a, b) in enumerate(devices) if a != b
     ]
     if differences:
-        problem = "the checkpoint is of a run with other settings."
+        problem = f"the {source} is of a run with other settings."
         raise ValueError(
-            format_error(caller, problem, differences, "use the same settings, or another folder.")
+            format_error(caller, problem, differences, f"use the settings of the {source}.")
         )
 
 

@@ -103,6 +103,17 @@ class ParameterServer:
     nonfinite: str
     reducer: str | None = None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings that a log records, as JSON."""
+        rule = {"name": self.rule.name, "config": dict(self.rule.config)}
+        settings = {
+            "max_staleness": self.max_staleness,
+            "rule": rule,
+            "nonfinite": self.nonfinite,
+        }
+        return json.loads(json.dumps(settings))
+
     @calling(CALLER)
     def init(self, params: PyTree) -> ServerState:
         """Return the first state, with a copy of the parameters."""

@@ -16,7 +16,6 @@ __all__ = [
     "StalenessRule",
     "dc_asgd",
     "delayed_nesterov",
-    "from_config",
     "plain",
     "staleness_learning_rate",
 ]
@@ -229,19 +228,3 @@ def delayed_nesterov(every: int, momentum: float = 0.9, activation: float = 0.0)
 
     config = {"every": int(every), "momentum": float(momentum), "activation": float(activation)}
     return StalenessRule("delayed_nesterov", config, init=init, gradient=gradient)
-
-
-_KNOWN = {
-    "plain": plain,
-    "staleness_learning_rate": staleness_learning_rate,
-    "dc_asgd": dc_asgd,
-    "delayed_nesterov": delayed_nesterov,
-}
-
-
-def from_config(name: str, config: Mapping[str, Any]) -> StalenessRule | None:
-    """Return the rule with this name and these settings, which a log records.
-
-    None if this module has no such rule.
-    """
-    return _KNOWN[name](**config) if name in _KNOWN else None

@@ -147,28 +147,6 @@ def test_what_is_not_finite_is_named(regression, message_of):
     )
 
 
-def test_the_log_is_not_for_replay(regression, message_of):
-    opt = so.parameter_server.async_local_sgd(islands(regression.loss_fn), local_steps=1)
-    result = opt.run(regression.params, regression.batches_of(2), num_updates=1)
-    arguments = (
-        result.log,
-        optax.sgd(0.1),
-        regression.loss_fn,
-        regression.params,
-        regression.batches_of(2),
-    )
-    assert (
-        message_of(ValueError, so.parameter_server.replay, *arguments)
-        == "replay: this is the log of a run of async_local_sgd.\nFix: call opt.replay(log, params,"
-        " batches_of) of the AsyncOptimizer that so.parameter_server.async_local_sgd returns."
-    )
-    assert (
-        message_of(TypeError, opt.replay, [], *arguments[3:])
-        == "replay: log must be a parameter_server.Log, got list.\n"
-        "Fix: pass result.log, or parameter_server.Log.load(path)."
-    )
-
-
 def test_new_values_of_frozen_leaves_are_refused(message_of):
     def loss_fn(params, batch):
         return jnp.mean(batch * params["w"]), {

@@ -93,7 +93,7 @@ def test_a_loss_with_rng_draws_what_ddp_draws(x64):
     np.testing.assert_allclose(
         result.metrics["history"]["noise"], [one["noise"] for one in metrics], rtol=1e-12
     )
-    again = so.parameter_server.replay(result.log, optax.sgd(0.1), loss_fn, params, cut)
+    again = opt.replay(result.log, params, cut)
     np.testing.assert_array_equal(again["w"], result.params["w"])
 
 

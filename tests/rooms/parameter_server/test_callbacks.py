@@ -13,7 +13,7 @@ from support.tiers import tiered
 
 import shardopt as so
 from shardopt.parameter_server import _worker as compute
-from shardopt.parameter_server import replay, rules
+from shardopt.parameter_server import rules
 
 
 class BrokenOffError(Exception):
@@ -107,12 +107,8 @@ def test_a_finished_run_is_made_longer_by_other_workers(regression, tmp_path):
     assert {one.worker for one in logs[1]} == {0, 1, 2, 3}
     assert [one.worker for one in logs[2] if one.kind == "leave"] == [2, 3]
     same_bits(
-        replay(
-            logs[2],
-            optax.adam(0.05),
-            regression.loss_fn,
-            regression.params,
-            regression.batches_of(4),
+        optimizer(regression, 1, workers=4).replay(
+            logs[2], regression.params, regression.batches_of(4)
         ),
         result.params,
     )
@@ -198,7 +194,7 @@ def test_other_settings_and_other_folders_are_refused(regression, tmp_path, mess
             run(optimizer(regression, 2))
             == "async_sgd: the checkpoint is of a run with other settings.\n"
             "  max_staleness: 1 in the checkpoint, 2 now\n"
-            "Fix: use the same settings, or another folder."
+            "Fix: use the settings of the checkpoint."
         )
     with so.Checkpoints(tmp_path, every=4, keep=None, resume=False) as checkpoints:
         assert (

@@ -11,7 +11,7 @@ from support.reference import same_bits
 from support.tiers import tiered
 
 import shardopt as so
-from shardopt.parameter_server import Log, replay, rules
+from shardopt.parameter_server import Log, rules
 from shardopt.parameter_server._log import Event
 
 RULES = {
@@ -43,9 +43,7 @@ def test_threads(rule, max_staleness, regression, tmp_path):
     )
     path = tmp_path / "logs" / "run.jsonl"
     result = opt.run(regression.params, regression.batches_of(3), num_updates=20, log_path=path)
-    again = replay(
-        Log.load(path), tx, regression.loss_fn, regression.params, regression.batches_of(3)
-    )
+    again = opt.replay(Log.load(path), regression.params, regression.batches_of(3))
     same_bits(again, result.params)
 
 
@@ -64,10 +62,7 @@ def test_threads_with_deaths_and_late_joiners(max_staleness, regression, waiting
     assert [one.worker for one in events if one.kind == "join"].count(3) == 3
     assert next(one.version for one in events if (one.kind, one.worker) == ("join", 2)) >= 5
     assert result.metrics["updates"] == 50
-    same_bits(
-        replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)),
-        result.params,
-    )
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(4)), result.params)
 
 
 @pytest.mark.parametrize("seed", tiered(range(4), lambda seed: False))
@@ -88,10 +83,7 @@ def test_threads_with_random_kills(seed, regression):
     )
     assert (result.metrics["stopped"], result.metrics["updates"]) == ("completed", 60)
     assert result.metrics["history"]["loss"].shape == (60,)
-    same_bits(
-        replay(result.log, tx, regression.loss_fn, regression.params, regression.batches_of(4)),
-        result.params,
-    )
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(4)), result.params)
 
 
 def test_threads_with_several_devices(regression):
@@ -103,14 +95,7 @@ def test_threads_with_several_devices(regression):
         max_staleness=1,
     )
     result = opt.run(regression.params, regression.batches_of(3), num_updates=10)
-    again = replay(
-        result.log,
-        optax.adam(0.05),
-        regression.loss_fn,
-        regression.params,
-        regression.batches_of(3),
-    )
-    same_bits(again, result.params)
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(3)), result.params)
 
 
 def test_skipped_updates_are_skipped_again(regression):
@@ -128,30 +113,49 @@ def test_skipped_updates_are_skipped_again(regression):
     assert result.metrics["refused"] >= 2
     assert {one.worker for one in result.log if one.kind == "refuse"} == {1}
     assert np.isfinite(result.metrics["history"]["loss"]).all()
-    same_bits(
-        replay(result.log, optax.adam(0.05), regression.loss_fn, regression.params, batches_of),
-        result.params,
+    same_bits(opt.replay(result.log, regression.params, batches_of), result.params)
+
+
+def opt_of(regression, tx, *, workers=3, max_staleness=1, **options):
+    """Return an optimizer that can replay a simulation."""
+    here = jax.devices()[:1] * workers
+    return so.async_sgd(
+        tx, regression.loss_fn, workers=here, max_staleness=max_staleness, **options
     )
 
 
-def test_a_rule_of_ones_own_is_asked_for(simulate_really, regression, message_of):
-    mine = rules.StalenessRule("halve", {"by": 2}, scale=lambda delay: jnp.float32(0.5))
+def test_settings_other_than_those_of_the_run_are_refused(simulate_really, regression, message_of):
+    mine = rules.StalenessRule("halve", {"by": (2, 3)}, scale=lambda delay: jnp.float32(0.5))
     result = simulate_really(optax.sgd(0.05), max_staleness=1, rule=mine)
-    arguments = (
-        result.log,
-        optax.sgd(0.05),
-        regression.loss_fn,
-        regression.params,
-        regression.batches_of(3),
-    )
-    same_bits(replay(*arguments, rule=mine), result.params)
-    had = "replay: the run had the rule halve {'by': 2}, got"
+
+    def message(**options):
+        opt = opt_of(regression, optax.sgd(0.05), **options)
+        return message_of(
+            ValueError, opt.replay, result.log, regression.params, regression.batches_of(3)
+        )
+
+    opt = opt_of(regression, optax.sgd(0.05), rule=mine)
+    same_bits(opt.replay(result.log, regression.params, regression.batches_of(3)), result.params)
+    had = "replay: the log is of a run with other settings.\n  "
+    rule = "rule: {'name': 'halve', 'config': {'by': [2, 3]}} in the log, "
+    fix = "\nFix: use the settings of the log."
+    assert message() == f"{had}{rule}{{'name': 'plain', 'config': {{}}}} now{fix}"
     assert (
-        message_of(ValueError, replay, *arguments) == f"{had} none.\nFix: pass the rule of the run."
+        message(rule=rules.dc_asgd())
+        == f"{had}{rule}{{'name': 'dc_asgd', 'config': {{'strength': 0.04}}}} now{fix}"
     )
     assert (
-        message_of(ValueError, replay, *arguments, rule=rules.dc_asgd())
-        == f"{had} dc_asgd {{'strength': 0.04}}.\nFix: pass the rule of the run."
+        message(rule=mine, max_staleness=2, nonfinite="skip")
+        == f"{had}max_staleness: 1 in the log, 2 now\n  nonfinite: raise in the log, skip now{fix}"
+    )
+    assert (
+        message(rule=mine, reducer=so.reducers.int8())
+        == f"{had}reducer: None in the log, {so.reducers.int8().name} now{fix}"
+    )
+    assert (
+        message(rule=mine, workers=2)
+        == "replay: the run had 3 workers, and this optimizer has 2.\n"
+        "Fix: make it for the workers of the run."
     )
 
 
@@ -159,33 +163,34 @@ def test_numbers_of_numpy_in_a_rule_survive_the_file(simulate_really, regression
     rule = rules.delayed_nesterov(np.int32(3), momentum=np.float64(0.9))
     simulated = simulate_really(optax.sgd(0.05), max_staleness=1, rule=rule)
     simulated.log.save(tmp_path / "log.jsonl")
-    rest = (optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3))
-    same_bits(replay(Log.load(tmp_path / "log.jsonl"), *rest), simulated.params)
-    same_bits(replay(Log.load(tmp_path / "log.jsonl"), *rest, rule=rule), simulated.params)
+    opt = opt_of(regression, optax.sgd(0.05), rule=rule)
+    log = Log.load(tmp_path / "log.jsonl")
+    same_bits(opt.replay(log, regression.params, regression.batches_of(3)), simulated.params)
 
 
 def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of):
     result = simulate_really(optax.sgd(0.05), max_staleness=1)
-    log, tx, batches_of = result.log, optax.sgd(0.05), regression.batches_of(3)
+    log, params, batches_of = result.log, regression.params, regression.batches_of(3)
 
-    def message(*arguments):
-        return message_of(ValueError, replay, *arguments)
+    def message(log, params, batches_of, tx=None):
+        opt = opt_of(regression, tx or optax.sgd(0.05))
+        return message_of(ValueError, opt.replay, log, params, batches_of)
 
     assert (
-        message(log, tx, regression.loss_fn, {**regression.params, "b": jnp.ones(())}, batches_of)
+        message(log, {**params, "b": jnp.ones(())}, batches_of)
         == "replay: the parameters are not those that the run began with.\n"
         "Fix: pass the same values in the same dtypes, or make them the same way."
     )
     for other in (optax.sgd(0.051), optax.adam(0.05)):
         assert (
-            message(log, other, regression.loss_fn, regression.params, batches_of)
+            message(log, params, batches_of, other)
             == "replay: the parameters at the end are not those of the run, although they were the"
             " same at the start.\nFix: pass the data, loss and optimizer of the run; devices of"
             " another kind round differently."
         )
     short = regression.batches_of(3, rounds=0)
     assert (
-        message(log, tx, regression.loss_fn, regression.params, short)
+        message(log, params, short)
         == "replay: batches_of(0) ended before step 0 of worker 0.\nFix: pass the data of the run."
     )
     damaged = Log(log.header)
@@ -194,7 +199,7 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
     first = next(index for index, event in enumerate(log) if event.kind == "push")
     recorded = damaged[first].without_times()
     assert (
-        message(damaged, tx, regression.loss_fn, regression.params, batches_of)
+        message(damaged, params, batches_of)
         == f"replay: event {first} of the log is {recorded}, and the server comes to "
         f"{recorded._replace(version=recorded.version - 1)}.\n"
         "Fix: the log is damaged, or its data or loss is not that of the run."
@@ -202,14 +207,17 @@ def test_what_is_not_the_run_is_noticed(simulate_really, regression, message_of)
 
 
 def test_other_refusals(regression, message_of):
-    rest = (optax.sgd(0.1), regression.loss_fn, regression.params, regression.batches_of(1))
+    opt = opt_of(regression, optax.sgd(0.1), workers=1)
+    rest = (regression.params, regression.batches_of(1))
     assert (
-        message_of(TypeError, replay, [], *rest)
+        message_of(TypeError, opt.replay, [], *rest)
         == "replay: log must be a parameter_server.Log, got list.\n"
         "Fix: pass result.log, or parameter_server.Log.load(path)."
     )
     assert (
-        message_of(ValueError, replay, so.parameter_server.simulate(2, num_updates=3).log, *rest)
+        message_of(
+            ValueError, opt.replay, so.parameter_server.simulate(2, num_updates=3).log, *rest
+        )
         == "replay: this is the log of a simulation of time only.\n"
         "Fix: give simulate an optimizer, a loss, parameters and data."
     )
@@ -222,8 +230,8 @@ def test_a_log_that_broke_off_is_replayed_as_far_as_it_goes(simulate_really, reg
     for event in list(result.log)[: len(short.log)]:
         log.append(event)
     same_bits(
-        replay(
-            log, optax.sgd(0.05), regression.loss_fn, regression.params, regression.batches_of(3)
+        opt_of(regression, optax.sgd(0.05)).replay(
+            log, regression.params, regression.batches_of(3)
         ),
         short.params,
     )

@@ -9,10 +9,10 @@ import pytest
 from support import durations
 from support.tiers import tiered
 
+import shardopt as so
 from shardopt.parameter_server import (
     Log,
     SimulatedWorker,
-    replay,
     simulate,
 )
 from shardopt.parameter_server._log import Event
@@ -192,13 +192,8 @@ def test_the_mathematics_is_real(max_staleness, simulate_really, regression):
     losses = result.metrics["history"]["loss"]
     assert losses.shape == (60,)
     assert losses[-5:].mean() < 0.5 * losses[:5].mean()
-    again = replay(
-        result.log,
-        optax.adam(0.05),
-        regression.loss_fn,
-        regression.params,
-        regression.batches_of(3),
-    )
+    opt = so.async_sgd(optax.adam(0.05), regression.loss_fn, workers=3, max_staleness=max_staleness)
+    again = opt.replay(result.log, regression.params, regression.batches_of(3))
     for name, leaf in result.params.items():
         np.testing.assert_array_equal(again[name], leaf)
 

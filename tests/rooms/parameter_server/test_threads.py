@@ -136,7 +136,8 @@ def test_10_000_pushes_with_random_stalls(max_staleness):
     result = run(workers=4, max_staleness=max_staleness, batches_of=batches_of, num_updates=updates)
     assert result.metrics["pushes"] == 10_000
     assert max(result.metrics["staleness"]) == max_staleness
-    again = so.parameter_server.replay(result.log, optax.sgd(0.01), mean, PARAMS, batches_of)
+    opt = so.async_sgd(optax.sgd(0.01), mean, workers=HERE * 4, max_staleness=max_staleness)
+    again = opt.replay(result.log, PARAMS, batches_of)
     np.testing.assert_array_equal(again["w"], result.params["w"])
 
 
