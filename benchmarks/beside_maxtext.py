@@ -507,14 +507,14 @@ def compared(programs: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: dict[str, Any]) -> str:
     """Return a line a row: milliseconds by stated and by scheduled kernels, GB and choice of each
-    contender, and the claim.
+    contender, and the ratio of memory. Ratios of time are withdrawn: see docs/notes/maxtext.md.
     """
     lines = [
         "| row | "
         + " | ".join(f"{name}: ms (exposed), ms scheduled, GB | choice" for name in CONTENDERS)
-        + " | step | step, scheduled | memory | libtpu | commit |"
+        + " | memory | libtpu | commit |"
     ]
-    lines.append("|" + "---|" * (2 * len(CONTENDERS) + 6))
+    lines.append("|" + "---|" * (2 * len(CONTENDERS) + 4))
     for name, programs in results.items():
         cells = [name]
         for who in CONTENDERS:
@@ -528,13 +528,10 @@ def table(results: dict[str, Any]) -> str:
             else:
                 cells += [program.get("error", "")[:60], ""]
         ours = programs.get("shardopt", {})
-        ratios = [
-            f"{programs[key]:.3f}" if key in programs else ""
-            for key in ("ratio", "scheduled_ratio", "memory_ratio")
-        ]
+        memory = f"{programs['memory_ratio']:.3f}" if "memory_ratio" in programs else ""
         lines.append(
             "| "
-            + " | ".join([*cells, *ratios, ours.get("libtpu", "0.0.52"), ours.get("commit", "")])
+            + " | ".join([*cells, memory, ours.get("libtpu", "0.0.52"), ours.get("commit", "")])
             + " |"
         )
     return "\n".join(lines)

@@ -425,18 +425,11 @@ def test_the_page_of_all_benchmarks_in_short():
         for name, row in list(results("pipeline")["keeping"]["large"]["runs"].items())[1:]
     ]
     proof = [row["median_ratio"] - 1 for row in results("separability_cost")["models"].values()]
-    mixtral = results("experts_pod")["mixtral-8x7b v5p:4x4x4 expert=1"]
-    beside = results("beside_maxtext")
-    fsdp = [
-        beside[f"llama3-8b {row} x 1"]
-        for row in ("v5p:4x4x4 2048", "v5p:4x4x4 4096", "v6e:8x8 8192")
+    memory = [
+        row["memory_ratio"]
+        for name, row in results("beside_maxtext").items()
+        if name.startswith("llama3-8b") and "=" not in name
     ]
-    assert all(
-        row["shardopt"]["choice"]["remat"] == row["maxtext"]["choice"]["remat"] for row in fsdp
-    )
-    ratio, scheduled = ([f"{row[key]:.2f}" for row in fsdp] for key in ("ratio", "scheduled_ratio"))
-    memory = [row["memory_ratio"] for row in fsdp]
-    four_rows = beside["llama3-8b v5p:4x4x4 4096 x 4"]
     told = [
         (
             "error feedback with `int8` | held-out loss times"
@@ -456,20 +449,7 @@ def test_the_page_of_all_benchmarks_in_short():
         f"makes {slow:.2f} times the pushes",
         f"{min(work):.2f} to {max(work):.2f} of the work",
         f"0% to {max(proof):.0%} of it",
-        (
-            f"takes {mixtral['shardopt']['seconds'] / mixtral['maxtext']['seconds']:.2f} of"
-            " MaxText's time on v5p"
-        ),
-        f"{ratio[0]}, {ratio[1]} and {ratio[2]} of MaxText's time",
-        (
-            f"these are {scheduled[0]}, {scheduled[1]} and {scheduled[2]}, in {min(memory):.2f} to"
-            f" {max(memory):.2f} of its memory"
-        ),
-        (
-            f"a chip of v5p it takes {four_rows['ratio']:.2f} of MaxText's time"
-            f" ({four_rows['scheduled_ratio']:.2f} by the schedules)"
-        ),
-        f"in {four_rows['memory_ratio']:.2f} of its memory. Few of",
+        f"is {min(memory):.2f} to {max(memory):.2f} of MaxText's for Llama 3 8B without tensor",
     ]
     for words in told:
         assert words in " ".join(text.split()), words
