@@ -80,6 +80,14 @@ def header_count(header: str, attribute: str) -> int:
     return int(match[1]) if match else 1
 
 
+def aliases(header: str) -> list[tuple[tuple[int, ...], int]]:
+    """Return the results that take over the memory of arguments: the place of a result in the
+    tuple, and the number of the argument.
+    """
+    listed = header.partition("input_output_alias={")[2].partition(" }")[0]
+    return [(numbers(place), int(number)) for place, number in _ALIAS.findall(listed)]
+
+
 def operands(instruction: Instruction) -> list[str]:
     """Return the operand names. For a constant or parameter, return its literal."""
     operand_text = _TUPLE_INDEX.sub("", instruction.rest[: end_of(instruction.rest)])
@@ -190,6 +198,7 @@ _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[^\s=]+) = (?P<rest>
 _OPCODE = re.compile(r"\s*(?P<opcode>[\w\-]+)\(")
 _PUNCTUATION = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]')
+_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+),")
 _TUPLE_INDEX = re.compile(r"/\*index=\d+\*/")
 
 

@@ -21,6 +21,7 @@ from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
     WindowDim,
+    aliases,
     array_shape,
     attributes,
     header_count,
@@ -392,8 +393,7 @@ def donated(program: Compiled | str) -> dict[int, int]:
       >>> donated(step.lower(jnp.ones(4), jnp.ones(4)).compile())
       {0: 0}
     """
-    aliases = _header(program).partition("input_output_alias={")[2].partition(" }")[0]
-    return {int(source): int(output or 0) for output, source in _ALIAS.findall(aliases)}
+    return {source: (*output, 0)[0] for output, source in aliases(_header(program))}
 
 
 def _text(program: Compiled | str) -> str:
@@ -408,7 +408,6 @@ def _header(program: Compiled | str) -> str:
 
 _HEADER = re.compile(r"^HloModule.*", re.MULTILINE)
 _INDEX = re.compile(r"/\*index=\d+\*/")
-_ALIAS = re.compile(r"\{(\d*)[\d,\s]*\}: \((\d+),")
 
 
 @calling("inner_product_flops")

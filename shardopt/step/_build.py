@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 
@@ -115,6 +116,25 @@ class TrainFn(BatchFn):
         return result
 
 
+class Intake(NamedTuple):
+    """How batches come into steps, or into evaluations.
+
+    Attributes:
+      config: of the steps or the evaluations.
+      views: chooses the view of each batch shape.
+      rows: joins the batches of several processes.
+    """
+
+    config: StrategyConfig
+    views: Views
+    rows: Rows
+
+
+def intake_of(config: StrategyConfig, *, training: bool) -> Intake:
+    """Return how batches come into the steps of a config, or into its evaluations."""
+    return Intake(config, Views(config, training=training), rows_of(config, config.strategy))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StrategyFunctions(NotPickled):
     """The functions of a `ShardedOptimizer`; nothing is compiled before the first parameters.
@@ -123,10 +143,8 @@ class StrategyFunctions(NotPickled):
       config: the checked arguments of the strategy.
       caches: the compiled programs, by view and by parameter structure.
       cache: the programs to use before the view of a batch is known.
-      views: chooses the view of each batch shape, for steps.
-      evaluation_views: chooses the view of each batch shape, for evaluations.
-      rows: joins the batches of several processes, for steps.
-      evaluation_rows: joins the batches of several processes, for evaluations.
+      steps: how batches come into steps.
+      evaluations: how batches come into evaluations.
       states: checks states, and places their values of the host.
       counter: refuses a step whose number would wrap.
       reports: the placements of leaves.
@@ -135,10 +153,8 @@ class StrategyFunctions(NotPickled):
     config: StrategyConfig
     caches: dict[str, StepCache]
     cache: StepCache
-    views: Views
-    evaluation_views: Views
-    rows: Rows
-    evaluation_rows: Rows
+    steps: Intake
+    evaluations: Intake
     states: States
     counter: StepCounter
     reports: Reports
@@ -148,40 +164,37 @@ class StrategyFunctions(NotPickled):
 
         `rng` also seeds the steps.
         """
-        return first_state(self.config, self.cache, params, rng, rows=self.rows)
+        return first_state(self.config, self.cache, params, rng, rows=self.steps.rows)
 
     def prepare(
-        self, state: TrainState, batch: PyTree, views: Views, rows: Rows
+        self, state: TrainState, batch: PyTree, intake: Intake
     ) -> tuple[CompiledStep, TrainState, PyTree]:
         """Check and place a state and a batch; return them after the programs for the batch."""
         state = self.states.first_ready(state)
-        view, placed = self.prepare_batch(state, batch, views, rows)
+        view, placed = self.prepare_batch(state, batch, intake)
         return self.caches[view].of(state.params), state, placed
 
-    def prepare_batch(
-        self, state: TrainState, batch: PyTree, views: Views, rows: Rows
-    ) -> tuple[str, PyTree]:
+    def prepare_batch(self, state: TrainState, batch: PyTree, intake: Intake) -> tuple[str, PyTree]:
         """Check a batch for a state; return the view of the batch, and the placed batch."""
-        batch = rows.join(batch)
+        batch = intake.rows.join(batch)
         layout = self.cache.of(state.params).layout
         runs_at_once = check_batch(
-            self.config, batch, functools.partial(views.mixes_rows, layout, batch)
+            self.config, batch, functools.partial(intake.views.mixes_rows, layout, batch)
         )
-        evaluates = views is self.evaluation_views
-        check_values(self.config.of_evaluation if evaluates else self.config, batch)
+        check_values(intake.config, batch)
         placed = place_batch(self.config, batch)
-        view = "global" if runs_at_once else views.of(layout, placed)
+        view = "global" if runs_at_once else intake.views.of(layout, placed)
         return view, placed
 
     def place(self, state: TrainState, batch: PyTree) -> tuple[str, PyTree]:
         """Check a state and a batch; return the view of the batch, and the placed batch."""
-        return self.prepare_batch(self.states.ready(state), batch, self.views, self.rows)
+        return self.prepare_batch(self.states.ready(state), batch, self.steps)
 
     def prepare_step(
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step and its arguments."""
-        compiled, state, placed = self.prepare(state, batch, self.views, self.rows)
+        compiled, state, placed = self.prepare(state, batch, self.steps)
         self.counter.check(state)
         return compiled.step, (state, placed)
 
@@ -190,7 +203,7 @@ class StrategyFunctions(NotPickled):
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of a step that also returns norms, and its arguments."""
         check_has_norms(self.config)
-        compiled, state, placed = self.prepare(state, batch, self.views, self.rows)
+        compiled, state, placed = self.prepare(state, batch, self.steps)
         self.counter.check(state)
         assert compiled.step_with_norms is not None
         return compiled.step_with_norms, (state, placed)
@@ -199,8 +212,7 @@ class StrategyFunctions(NotPickled):
         self, state: TrainState, batch: PyTree
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
         """Return the program of an evaluation and its arguments."""
-        views, rows = self.evaluation_views, self.evaluation_rows
-        compiled, state, placed = self.prepare(state, batch, views, rows)
+        compiled, state, placed = self.prepare(state, batch, self.evaluations)
         return compiled.evaluate, (state.params, placed)
 
     def synchronize(self, state: TrainState) -> TrainState:
@@ -254,22 +266,18 @@ def build(
         for view in ("per_device", "global")
     }
     cache = caches["global" if config.loss.view == "global" else "per_device"]
-    views = Views(config, training=True)
-    evaluation_views = Views(config.of_evaluation, training=False)
-    rows = rows_of(config, config.strategy)
-    evaluation_rows = rows_of(config.of_evaluation, config.strategy)
+    steps = intake_of(config, training=True)
+    evaluations = intake_of(config.of_evaluation, training=False)
     states, counter, limit = States(config, cache), StepCounter(config), limit_in_flight(config)
     functions = StrategyFunctions(
         config,
         caches,
         cache,
-        views,
-        evaluation_views,
-        rows,
-        evaluation_rows,
+        steps,
+        evaluations,
         states,
         counter,
-        Reports(config, views),
+        Reports(config, steps.views),
     )
     count = counter.counting(limit)
     return ShardedOptimizer(
@@ -280,7 +288,7 @@ def build(
             states,
             functions.place,
             NormsFn(functions.prepare_step_with_norms, count, states),
-            Repeats(config, cache, counter, rows),
+            Repeats(config, cache, counter, steps.rows),
         ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit, states)),
         synchronize=api_boundary(functions.synchronize),

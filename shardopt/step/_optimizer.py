@@ -87,33 +87,6 @@ class EvaluateFn(Protocol):
         ...
 
 
-class SynchronizeFn(Protocol):
-    """`synchronize(state)`."""
-
-    def __call__(self, state: TrainState) -> TrainState:
-        """Return the state once all its copies are complete and equal."""
-        ...
-
-
-class SpecsFn(Protocol):
-    """`specs(abstract_params)`."""
-
-    def __call__(self, abstract_params: PyTree) -> TrainState:
-        """Return where every leaf of the train state lives, as `PartitionSpec`.
-
-        Allocates nothing.
-        """
-        ...
-
-
-class AbstractStateFn(Protocol):
-    """`abstract_state(abstract_params=None)`."""
-
-    def __call__(self, abstract_params: PyTree = None) -> TrainState:
-        """Return the train state as `jax.ShapeDtypeStruct` with shardings."""
-        ...
-
-
 class ShardedOptimizer(NamedTuple):
     """An optax optimizer made distributed: a bundle of pure functions over a mesh.
 
@@ -148,9 +121,9 @@ class ShardedOptimizer(NamedTuple):
     init: InitFn
     step: StepFn
     evaluate: EvaluateFn
-    synchronize: SynchronizeFn
-    specs: SpecsFn
-    abstract_state: AbstractStateFn
+    synchronize: Callable[[TrainState], TrainState]
+    specs: Callable[[PyTree], TrainState]
+    abstract_state: Callable[..., TrainState]
     wrapped: optax.GradientTransformation
     mesh: Mesh
     config: StrategyConfig

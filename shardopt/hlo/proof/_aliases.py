@@ -2,26 +2,21 @@
 argument is read for the last time.
 """
 
-import re
-
 from shardopt.hlo._hlo_text import (
     Instruction,
     Module,
+    aliases,
     arrays,
     elements,
     entry_parameters,
-    numbers,
     operands,
 )
 
-_ALIAS = re.compile(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}")
 _SAME_MEMORY = ("bitcast", "get-tuple-element", "optimization-barrier")
 
 
 def faults_of_aliases(module: Module) -> list[tuple[Instruction, str]]:
     """Return the instructions that write into a donated argument too early, with the reason."""
-    header = module.header.partition("input_output_alias=")[2].partition("entry_computation")[0]
-    pairs = [(numbers(result), int(number)) for result, number, _ in _ALIAS.findall(header)]
     lines = list(module.computations[module.entry])
     root = next((line for line in lines if line.is_root), lines[-1])
     parameters = entry_parameters(module)
@@ -29,7 +24,7 @@ def faults_of_aliases(module: Module) -> list[tuple[Instruction, str]]:
     places = {line.name: place for place, line in enumerate(lines)}
     taken: set[int] = set()
     faults = []
-    for result, number in pairs:
+    for result, number in aliases(module.header):
         if number >= len(parameters) or number in taken:
             faults.append((root, f"it gives argument {number} to a result, and it has none left."))
             continue

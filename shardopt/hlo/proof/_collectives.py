@@ -26,6 +26,7 @@ from shardopt.hlo.proof._value import (
     replaced,
     same_everywhere,
     scaled,
+    used,
     varies,
     whole,
     with_element,
@@ -64,10 +65,7 @@ def reduced_over(value: DerivedValue, kind: str, groups: Groups, order: int) -> 
     varying = [h for h in value.hidden if _varying(h.at, groups)]
     remaining = [h for h in value.hidden if h not in varying]
     if kind != "add":
-        varying = [
-            h._replace(kind="own") if h.kind in REDUCTIONS and h.kind != kind else h
-            for h in varying
-        ]
+        varying = list(used(varying, order, kept=kind))
         if any(h.kind == "dim" for h in varying):
             raise Unproved(
                 f"it takes the {kind} over a dim of which each device holds one element, where a"
@@ -197,7 +195,7 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
         return value
     size = value.shape[dim]
     shape = replaced(value.shape, dim, size * n)
-    if value.parts or (value.fill is not None and not value.hidden):
+    if value.fill is not None and not value.hidden:
         return value.changed(
             shape=shape,
             dims=replaced(value.dims, dim, same_everywhere(size * n, devices)),
@@ -205,30 +203,25 @@ def gathered(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
         )
     # joined in their order, pieces are a dim to the left of their elements
     minor = math.prod(value.shape[dim:])
-    new_major, dims, hidden = _gathered_coordinate(value, groups, devices, minor)
-    factors = list(dims[dim])
-    if new_major is not None:
-        moved, factor = new_major
-        if moved == dim and factors[:1] == [factor]:
-            factors[0] = Factor(factor.local * n, factor.size, _first(factor.at, groups))
-        elif moved >= 0 and size == 1:  # pieces become rows of a dim of their own
-            factors = [
-                Factor(
-                    n,
-                    factor.size // factor.local,
-                    scaled(_first(factor.at, groups), 1, factor.local),
-                )
-            ]
+    coordinate, hidden = _gathered_coordinate(value, groups, devices, minor)
+    dims, factors = value.dims, list(value.dims[dim])
+    if coordinate is None:
+        factors = [Factor(n, 0, zeros(devices)), *factors]
+    else:
+        moved, factor = coordinate
+        first = _first(factor.at, groups)
+        if moved < 0:
+            factors = [Factor(n, factor.size, first), *factors]
+        elif moved == dim and factors[:1] == [factor]:
+            factors[0] = Factor(factor.local * n, factor.size, first)
+        elif size == 1:  # pieces become rows of a dim of their own
+            factors = [Factor(n, factor.size // factor.local, scaled(first, 1, factor.local))]
             dims = replaced(dims, moved, _without_piece(dims[moved], factor, devices))
-        elif moved >= 0:
+        else:
             raise Unproved(
                 "it joins pieces of one dim along another: whether they are put in order later is"
                 " not followed."
             )
-        else:
-            factors = [Factor(n, factor.size, _first(factor.at, groups)), *factors]
-    else:
-        factors = [Factor(n, 0, zeros(devices)), *factors]
     return value.changed(
         shape=shape, dims=replaced(dims, dim, normal(tuple(factors))), hidden=hidden
     )
@@ -246,10 +239,9 @@ def _first(at: Positions, groups: Groups) -> Positions:
 
 def _gathered_coordinate(
     value: DerivedValue, groups: Groups, devices: int, minor: int
-) -> tuple[tuple[int, Factor] | None, tuple[Dim, ...], tuple[Hidden, ...]]:
-    """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim.
-
-    None if there is none.
+) -> tuple[tuple[int, Factor] | None, tuple[Hidden, ...]]:
+    """Return the one coordinate that varies in the groups: (dim, factor), dim -1 for a hidden dim;
+    None if there is none. And the hidden coordinates that remain.
     """
     factors = [
         (i, factor)
@@ -259,12 +251,12 @@ def _gathered_coordinate(
     ]
     hidden = [h for h in value.hidden if _varying(h.at, groups)]
     if not factors and not hidden:
-        return None, value.dims, value.hidden
+        return None, value.hidden
     remaining = tuple(h for h in value.hidden if h not in hidden)
     if len(factors) == 1 and not hidden:
         ((dim, factor),) = factors
         _check_ascending(factor.at, factor.local, groups)
-        return (dim, factor), value.dims, remaining
+        return (dim, factor), remaining
     if not factors and all(h.kind == "dim" for h in hidden):
         counts = sorted(hidden, key=lambda h: -_period(h.at, groups))
         combined = np.zeros(devices, np.int64)
@@ -277,7 +269,7 @@ def _gathered_coordinate(
                 "it joins elements of a dim of which each device holds one; whether along that dim"
                 " is unknown."
             )
-        return (-1, Factor(1, math.prod(h.count for h in hidden), at)), value.dims, remaining
+        return (-1, Factor(1, math.prod(h.count for h in hidden), at)), remaining
     kinds = {h.kind for h in hidden} - {"dim"}
     if "device" in kinds:
         raise Unproved("it gathers values that devices chose by their own number.")
@@ -309,36 +301,25 @@ def exchanged(value: DerivedValue, dim: int, groups: Groups) -> DerivedValue:
     devices, n = _sizes_of(groups)
     if n == 1:
         return value
-    size = value.shape[dim]
     sent = block(value, dim, zeros(devices), n)
     received = gathered(sent, dim, groups)
     # the block that arrives is the one with the receiver's number: gathering saw block 0 of every
     # device
     common = value._replace(hidden=tuple(h for h in value.hidden if not _varying(h.at, groups)))
-    arriving = block(common, dim, position_in_group(groups), n)
-    return _moved_block(received, sent, arriving, dim, size, groups)
-
-
-def _moved_block(
-    received: DerivedValue,
-    sent: DerivedValue,
-    own: DerivedValue,
-    dim: int,
-    size: int,
-    groups: Groups,
-) -> DerivedValue:
-    """Return what was gathered from block 0 with the coordinates of the receiver's own block."""
-    new_hidden = [h for h in own.hidden if h not in sent.hidden]
+    own = block(common, dim, position_in_group(groups), n)
     factors = list(received.dims[dim])
-    changed = [(a, b) for a, b in zip(sent.dims[dim], own.dims[dim], strict=False) if a != b]
-    for before, after in changed:
+    for before, after in zip(sent.dims[dim], own.dims[dim], strict=False):
+        if before == after:
+            continue
         if before not in factors:
             raise Unproved("it exchanges blocks of a dim of which each device holds a piece.")
         factors[factors.index(before)] = after
-    dims = replaced(received.dims, dim, tuple(factors))
-    hidden = tuple(h for h in received.hidden if h not in sent.hidden or h in own.hidden)
+    kept = tuple(h for h in received.hidden if h not in sent.hidden or h in own.hidden)
+    new = tuple(h for h in own.hidden if h not in sent.hidden)
     return received.changed(
-        dims=dims, hidden=merged_hidden([(*hidden, *new_hidden)]), fill=received.fill
+        dims=replaced(received.dims, dim, tuple(factors)),
+        hidden=merged_hidden([kept, new]),
+        fill=received.fill,
     )
 
 
@@ -358,9 +339,4 @@ def permuted(value: DerivedValue, senders: np.ndarray, order: int) -> DerivedVal
     hidden = tuple(h._replace(at=moved(h.at)) for h in value.hidden)
     if varies(receives):
         hidden = (*hidden, Hidden("device", partition(receives), 2, order))
-    parts = (
-        None
-        if value.parts is None
-        else tuple(permuted(part, senders, order) for part in value.parts)
-    )
-    return value.changed(dims=dims, hidden=merged_hidden([hidden]), fill=value.fill, parts=parts)
+    return value.changed(dims=dims, hidden=merged_hidden([hidden]), fill=value.fill)

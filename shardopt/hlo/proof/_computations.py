@@ -23,8 +23,8 @@ from shardopt.hlo.proof._value import (
     Facts,
     Fault,
     Hidden,
+    RuleError,
     Unproved,
-    Wrong,
     is_whole,
     joined,
     merged_hidden,
@@ -164,20 +164,21 @@ class Derivation:
         if opcode == "reduce":
             return self._reduce(line, operands)
         if opcode == "scatter":
-            return _indexing.scatter(line, operands, self.reduction(line.callee))
+            return _indexing.scatter(line, operands, self.reduction(line))
         return apply(line, operands)
 
-    def reduction(self, name: str) -> str | None:
-        """Return the reduction of a computation of two scalars, such as `add`; None for others."""
-        opcode = combiner(self.computations[name]) if name in self.computations else None
+    def reduction(self, line: Line) -> str | None:
+        """Return by which opcode an instruction reduces, such as `add`; None for other functions."""
+        called = self.computations.get(line.callee)
+        opcode = None if called is None else combiner(called)
         return None if opcode == "set" else opcode
 
     def _reduce(self, line: Line, operands: list[DerivedValue]) -> Result:
-        kind = self.reduction(line.callee)
+        kind = self.reduction(line)
         half = len(operands) // 2
         if half == 1 and kind is not None:
             value = _rules.reduce(line, operands[0], operands[1], kind)
-            return value._replace(constant=all(operand.constant for operand in operands))
+            return _settled(value, operands)
         removed = line.integers("dimensions")
         values = _indexing.along_whole(line, operands[:half], removed)
         remaining = [i for i in range(len(values[0].shape)) if i not in removed]
@@ -190,23 +191,17 @@ class Derivation:
         if target in _IDENTITIES:
             return operands[0]
         if target == "TopK":
-            (value,) = operands
-            (whole_rows,) = _indexing.along_whole(line, [value], [len(value.shape) - 1])
-            shape = array_shape(elements(line.shape)[0])
-            dims = (*whole_rows.dims[:-1], whole(shape[-1], self.devices))
-            return (DerivedValue(shape, dims, whole_rows.hidden),) * 2
+            return self._of_whole_dims(line, operands, 1)
         if target == "AllocateBuffer":  # the program writes all of it before it reads it
             return self._allocated(line.dims)
         if gemm := read_gemm(line.attributes):
             return self._gemm(line, gemm, operands)
         if target.startswith("lapack_") or target in ("Cholesky", "Qr", "Eigh"):
             return self._of_whole_dims(line, operands, 2)
-        if target == "tpu_custom_call" and '"has_communication":true' not in line.rest.replace(
-            " ", ""
-        ):
-            return self._of_whole_dims(
-                line, operands, max(len(operand.shape) for operand in operands)
-            )
+        is_kernel = target == "tpu_custom_call"
+        if is_kernel and '"has_communication":true' not in line.rest.replace(" ", ""):
+            rank = max(len(operand.shape) for operand in operands)
+            return self._of_whole_dims(line, operands, rank)
         raise Unproved(f"no rule covers the custom call {target}.")
 
     def _gemm(self, line: Line, gemm: Gemm, operands: list[DerivedValue]) -> Result:
@@ -223,10 +218,8 @@ class Derivation:
             value = apply(array._replace(opcode="add"), [value, other])
         if gemm.function:
             value = apply(array._replace(opcode="tanh"), [value])
-        constant = all(operand.constant for operand in operands)
-        result = without_known_devices(value._replace(constant=constant))
         empty = [self._allocated(array_shape(workspace)) for workspace in workspaces]
-        return line.results([result, *empty])
+        return line.results([_settled(value, operands), *empty])
 
     def _allocated(self, shape: tuple[int, ...]) -> DerivedValue:
         dims = tuple(same_everywhere(size, self.devices) for size in shape)
@@ -235,8 +228,8 @@ class Derivation:
     def _of_whole_dims(self, line: Line, operands: list[DerivedValue], count: int) -> Result:
         """Return a function of the last dims, which are whole; the dims before are a batch.
 
-        Decompositions read two dims. A kernel reads all dims, and its devices may have their own
-        elements of other dims.
+        TopK reads one dim, decompositions two. A kernel reads all dims, and
+        its devices may have their own elements of other dims.
         """
         rank = max(len(operand.shape) for operand in operands)
         batch = next(operand for operand in operands if len(operand.shape) == rank)
@@ -346,7 +339,10 @@ class Derivation:
 
     def _one_collective(self, line: Line, kind: str, value: DerivedValue) -> DerivedValue:
         if kind == "collective-permute":
-            return _collectives.permuted(value, self._senders(line), line.order)
+            senders = self._senders(line)
+            return self._by_part(
+                value, lambda part: _collectives.permuted(part, senders, line.order)
+            )
         groups = self._groups(line)
         if kind == "all-reduce":
             return self._by_part(value, lambda part: self._reduced(line, part, groups))
@@ -372,9 +368,7 @@ class Derivation:
         return senders
 
     def _reduced(self, line: Line, value: DerivedValue, groups: Groups) -> DerivedValue:
-        result = _collectives.reduced_over(
-            value, self.reduction(line.callee) or "?", groups, line.order
-        )
+        result = _collectives.reduced_over(value, self.reduction(line) or "?", groups, line.order)
         if value.constant and not value.hidden and not value.zero and len(groups[0]) > 1:
             self.sums_of_constants.add(line.order)
         return result
@@ -428,8 +422,13 @@ def apply(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     rule = _RULES.get(line.opcode)
     if rule is None:
         raise Unproved(f"no rule covers {line.opcode}.")
-    constant = all(value.constant for value in values)
-    return without_known_devices(rule(line, values)._replace(constant=constant))
+    return _settled(rule(line, values), values)
+
+
+def _settled(value: DerivedValue, operands: Sequence[DerivedValue]) -> DerivedValue:
+    """Return a result with whether it is a constant, without what its other coordinates imply."""
+    constant = all(operand.constant for operand in operands)
+    return without_known_devices(value._replace(constant=constant))
 
 
 def _exchanged(
@@ -453,10 +452,8 @@ def _or_fault(line: Line, shape: str, rule: Callable[[], Result]) -> Result:
     """Return the result of a rule; a fault, if the line is wrong or the rule does not cover it."""
     try:
         return rule()
-    except Wrong as problem:
-        fault = Fault(True, line.order, problem.reason, problem.groups)
-    except Unproved as problem:
-        fault = Fault(False, line.order, problem.reason)
+    except RuleError as problem:
+        fault = Fault(problem.is_wrong, line.order, problem.reason, problem.groups)
     return faulty(shape, frozenset([fault]))
 
 

@@ -184,10 +184,10 @@ class _Walk:
 
     def _parameters(self, call: Line, position: int, index: int) -> Iterator[Place]:
         """Yield the parameters that get an operand of a call, loop or conditional."""
-        callees = _called(call)
+        computations = _called(call)
         if call.opcode == "conditional":  # a branch has one operand, after the index
-            callees, position = callees[position - 1 : position], 0
-        for callee in callees:
+            computations, position = computations[position - 1 : position], 0
+        for callee in computations:
             for line in self.lines[callee].values():
                 if line.opcode == "parameter" and line.rest.startswith(f"{position})"):
                     yield callee, line.name, index

@@ -67,7 +67,7 @@ def dynamic_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
                 dims[dim] = ()
             continue
         start = np.clip(start, 0, local - size)
-        dims[dim], elements = _own_block(dims[dim], local, size, start, line.order)
+        dims[dim], elements = _own_block(dims[dim], size, start, line.order)
         for element in elements:
             hidden = with_element(hidden, element)
     result, remaining = elements_to_hidden(dims, merged_hidden([hidden]))
@@ -81,9 +81,7 @@ def _of_index(index: DerivedValue, value: DerivedValue, line: Line) -> tuple[Hid
     return hidden
 
 
-def _own_block(
-    dim: Dim, local: int, size: int, start: np.ndarray, order: int
-) -> tuple[Dim, list[Hidden]]:
+def _own_block(dim: Dim, size: int, start: np.ndarray, order: int) -> tuple[Dim, list[Hidden]]:
     """Return the part of a dim that starts at another position on each device."""
     if is_constant_along(dim):
         return tuple(factor._replace(local=size) for factor in dim[:1] if size != 1), []

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
@@ -391,24 +392,18 @@ class Interpreter:
         dim = (*line.integers("dimensions"), 0)[0]
         ufunc = UFUNCS[self._named_combiner(line)] if line.opcode in _REDUCTIONS else None
 
-        def all_reduce(values):
-            return collectives.copies(values, reduce_rows(ufunc, values, 0))
+        def reduced(values):
+            return reduce_rows(ufunc, values, 0)
 
-        def reduce_scatter(values):
-            return np.split(reduce_rows(ufunc, values, 0), len(values), dim)
-
-        def all_gather(values):
-            return collectives.copies(values, np.concatenate(list(values), dim))
-
-        def all_to_all(values):
-            return collectives.all_to_all(values, dim)
-
-        def collective_broadcast(values):
-            return collectives.copies(values, values[0])
-
-        functions = (all_reduce, reduce_scatter, all_gather, all_to_all, collective_broadcast)
-        names = {function.__name__.replace("_", "-"): function for function in functions}
-        function = names[line.opcode]
+        function = {
+            "all-reduce": lambda values: collectives.copies(values, reduced(values)),
+            "reduce-scatter": lambda values: np.split(reduced(values), len(values), dim),
+            "all-gather": lambda values: collectives.copies(
+                values, np.concatenate(list(values), dim)
+            ),
+            "all-to-all": lambda values: collectives.all_to_all(values, dim),
+            "collective-broadcast": lambda values: collectives.copies(values, values[0]),
+        }[line.opcode]
 
         def step(devices, values):
             rows = collectives.rows_of(groups, devices)
@@ -448,19 +443,20 @@ def _local(operation: Operation) -> Step:
 
 
 def _size(value: InterpretedValue) -> int:
-    return sum(map(_size, value)) if isinstance(value, tuple) else value.size
+    return sum(part.size for part in jax.tree.leaves(value))
 
 
 def _take(value: InterpretedValue, rows: np.ndarray) -> InterpretedValue:
-    return tuple(_take(part, rows) for part in value) if isinstance(value, tuple) else value[rows]
+    return jax.tree.map(lambda part: part[rows], value)
 
 
 def _put(value: InterpretedValue, rows: np.ndarray, update: InterpretedValue) -> InterpretedValue:
-    if isinstance(value, tuple):
-        return tuple(_put(part, rows, new) for part, new in zip(value, update, strict=True))
-    value = np.array(value)
-    value[rows] = update
-    return value
+    def put(part, new):
+        part = np.array(part)
+        part[rows] = new
+        return part
+
+    return jax.tree.map(put, value, update)
 
 
 def _spread_rows(value: InterpretedValue, rows: np.ndarray, count: int) -> InterpretedValue:
@@ -468,10 +464,10 @@ def _spread_rows(value: InterpretedValue, rows: np.ndarray, count: int) -> Inter
 
     The others are zero until they are put.
     """
-    if isinstance(value, tuple):
-        return tuple(_spread_rows(part, rows, count) for part in value)
-    if len(rows) == count:
-        return value
-    result = np.zeros((count, *value.shape[1:]), value.dtype)
-    result[rows] = value
-    return result
+
+    def spread(part):
+        result = np.zeros((count, *part.shape[1:]), part.dtype)
+        result[rows] = part
+        return result
+
+    return value if len(rows) == count else jax.tree.map(spread, value)

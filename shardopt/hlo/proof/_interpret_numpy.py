@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardopt.hlo._hlo_text import elements, numbers, window_dims
-from shardopt.hlo.proof._cublas import TARGETS, read_gemm
+from shardopt.hlo.proof._cublas import TARGETS, Pairs, read_gemm
 from shardopt.hlo.proof._interpret_shards import from_memory, to_memory
-from shardopt.hlo.proof._lines import Line, read_shape
+from shardopt.hlo.proof._lines import Line, Shape, read_shape
 
 Operation = Callable[..., Any]
 
@@ -204,14 +204,7 @@ def _convert(value: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return value != 0
     if dtype.kind in "iu" and value.dtype.kind not in "biu":  # XLA clamps, and a NaN becomes 0
         limits = np.iinfo(dtype)
-        integers = np.trunc(
-            np.nan_to_num(value.astype(np.float64), nan=0.0, posinf=np.inf, neginf=-np.inf)
-        )
-        inside = np.clip(integers, float(limits.min), float(limits.max))
-        result = np.where(np.abs(inside) < 2.0**53, inside, 0).astype(dtype)
-        return np.where(
-            integers >= limits.max, limits.max, np.where(integers <= limits.min, limits.min, result)
-        ).astype(dtype)
+        value = np.clip(np.nan_to_num(value.astype(np.longdouble)), limits.min, limits.max)
     return value.astype(dtype)
 
 
@@ -376,36 +369,33 @@ def _dynamic_update_slice(line: Line) -> Operation:
 
 
 def _dot(line: Line) -> Operation:
-    lhs, rhs, result = line.operand(0), line.operand(1), line.result
-    (lb, lc), (rb, rc) = (
-        (line.integers(f"{side}_batch_dims"), line.integers(f"{side}_contracting_dims"))
-        for side in ("lhs", "rhs")
+    batch, contracting = (
+        line.pairs(f"lhs_{kind}_dims", f"rhs_{kind}_dims") for kind in ("batch", "contracting")
     )
-    lf = [d for d in range(len(lhs.dims)) if d not in (*lb, *lc)]
-    rf = [d for d in range(len(rhs.dims)) if d not in (*rb, *rc)]
-    batch = [lhs.dims[d] for d in lb]
-    m, k, n = (
-        math.prod(sizes)
-        for sizes in (
-            [lhs.dims[d] for d in lf],
-            [lhs.dims[d] for d in lc],
-            [rhs.dims[d] for d in rf],
-        )
+    return _product(line, line.result, batch, contracting)
+
+
+def _product(line: Line, result: Shape, batch: Pairs, contracting: Pairs) -> Operation:
+    """Return the inner product of two operands: dims in the order batch, left, right."""
+    lhs, rhs = line.operand(0).dims, line.operand(1).dims
+    (lb, rb), (lc, rc) = (
+        ([left for left, _ in pairs], [right for _, right in pairs])
+        for pairs in (batch, contracting)
     )
+    lf = [dim for dim in range(len(lhs)) if dim not in (*lb, *lc)]
+    rf = [dim for dim in range(len(rhs)) if dim not in (*rb, *rc)]
+    batch_sizes = [lhs[dim] for dim in lb]
+    m, k = (math.prod(lhs[dim] for dim in dims) for dims in (lf, lc))
+    n = math.prod(rhs[dim] for dim in rf)
     wide = wide_float(result.dtype)
 
+    def matrices(value, dims, *sizes):
+        ordered = value.astype(wide).transpose(0, *(dim + 1 for dim in dims))
+        return ordered.reshape(len(value), *batch_sizes, *sizes)
+
     def apply(a, b):
-        a = (
-            a.astype(wide)
-            .transpose(0, *(d + 1 for d in (*lb, *lf, *lc)))
-            .reshape(len(a), *batch, m, k)
-        )
-        b = (
-            b.astype(wide)
-            .transpose(0, *(d + 1 for d in (*rb, *rc, *rf)))
-            .reshape(len(b), *batch, k, n)
-        )
-        return np.matmul(a, b).astype(result.dtype).reshape(len(a), *result.dims)
+        product = matrices(a, (*lb, *lf, *lc), m, k) @ matrices(b, (*rb, *rc, *rf), k, n)
+        return product.astype(result.dtype).reshape(len(a), *result.dims)
 
     return apply
 
@@ -631,14 +621,9 @@ def gemm(line: Line) -> Operation:
     """Return a matrix product of cuBLAS; its workspaces are left out."""
     config = read_gemm(line.attributes)
     assert config is not None
-    shape = elements(line.shape)[0]
-    pairs = {"batch": config.batch, "contracting": config.contracting}
-    sides = [(i, side, key) for i, side in enumerate(("lhs", "rhs")) for key in pairs]
-    dims = {
-        f"{side}_{key}_dims": f"{{{','.join(str(pair[i]) for pair in pairs[key])}}}"
-        for i, side, key in sides
-    }
-    product = _dot(line._replace(shape=shape, attributes=dims))
+    shape = read_shape(elements(line.shape)[0])
+    wide = shape._replace(dtype=wide_float(shape.dtype))
+    product = _product(line, wide, config.batch, config.contracting)
 
     def apply(left, right, *others):
         result = config.alpha * product(left, right)
@@ -648,7 +633,6 @@ def gemm(line: Line) -> Operation:
             result = result + others[-1].reshape(len(left), *(1,) * (result.ndim - 2), -1)
         if config.function:
             result = _FUNCTIONS[config.function](result)
-        result = result.astype(read_shape(shape).dtype)
         return (result, np.zeros((len(left), 0))) if line.shape.startswith("(") else result
 
     return apply

@@ -180,8 +180,3 @@ def error_between(actual: np.ndarray, expected: np.ndarray, scale: float | None 
     if scale is None:
         scale = float(np.abs(b[finite]).max(initial=1e-30))
     return float(difference.max() / scale)
-
-
-def same(actual: np.ndarray, expected: np.ndarray, tolerance: float = 1e-5) -> bool:
-    """Return whether two arrays agree."""
-    return error_between(actual, expected) <= tolerance

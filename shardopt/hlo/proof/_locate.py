@@ -12,15 +12,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
-from shardopt.hlo._walk import KINDS
+from shardopt.hlo._walk import KINDS, callees
 from shardopt.hlo.proof._interpret import InterpretedValue, Interpreter
 
 CLOSE = 1e-10
 """Values are the same if the sums of their powers agree up to this."""
-CALLS = ("fusion", "call", "while", "conditional")
 
 
 class LocatedFault(NamedTuple):
@@ -87,11 +87,6 @@ def _features(value: np.ndarray) -> np.ndarray:
     )
 
 
-def _arrays(value: InterpretedValue) -> Iterator[np.ndarray]:
-    for part in value if isinstance(value, tuple) else (value,):
-        yield from _arrays(part) if isinstance(part, tuple) else (part,)
-
-
 class _Known:
     """The values of the other program as sums of powers, sorted by the sum of squares on the first
     device.
@@ -101,7 +96,7 @@ class _Known:
         rows = [
             _features(array)
             for value in values
-            for array in _arrays(value)
+            for array in jax.tree.leaves(value)
             if len(array) in (1, devices)
         ]
         table = np.stack([np.broadcast_to(row, (devices, row.shape[1])) for row in rows])
@@ -133,11 +128,10 @@ class _Search:
         self.order = {key: place for place, key in enumerate(self.lines)}
         self.right: dict[tuple[str, str, int], bool] = {}
         self.callers = {
-            called.strip("{}% "): line
+            callee: line
             for line in self.lines.values()
             if line.opcode == "fusion"
-            for key, called in attributes(line).items()
-            if key == "calls"
+            for callee in callees(line)
         }
 
     def first_wrong(self, result: int) -> LocatedFault | None:
@@ -193,17 +187,9 @@ class _Search:
 
     def _inside(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
         """Return the same element of the root of each computation that an instruction calls."""
-        computation, name, index = node
-        line = self.lines[computation, name]
-        if line.opcode not in CALLS:
-            return []
-        called = attributes(line)
-        names = [
-            called[key].strip("{}% ") for key in ("calls", "to_apply", "body") if key in called
-        ]
         return [
-            (name, inner.name, index)
-            for name in names
+            (name, inner.name, node[2])
+            for name in callees(self.lines[node[:2]])
             for inner in self.module.computations.get(name, ())
             if inner.is_root and (name, inner.name) in self.values
         ]

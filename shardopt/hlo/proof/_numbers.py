@@ -76,15 +76,14 @@ def literal(line: Line) -> DerivedValue:
 
 def iota(line: Line) -> DerivedValue:
     """Return the value that counts along a dim."""
-    (dim,) = line.integers("iota_dimension")
-    shape, dtype = line.dims, dtype_of(line.shape)
-    if math.prod(shape) <= LIMIT and dtype in INTEGERS:
-        row = np.arange(shape[dim]).reshape([-1 if i == dim else 1 for i in range(len(shape))])
-        return known(np.broadcast_to(row, shape).astype(INTEGERS[dtype])[None], line)
+    if math.prod(line.dims) <= LIMIT and dtype_of(line.shape) in INTEGERS:
+        return known(_interpret_numpy.iota(line)(1), line)
+    (counted,) = line.integers("iota_dimension")
     dims = tuple(
-        (whole if i == dim else same_everywhere)(size, line.devices) for i, size in enumerate(shape)
+        (whole if dim == counted else same_everywhere)(size, line.devices)
+        for dim, size in enumerate(line.dims)
     )
-    return DerivedValue(shape, dims, constant=True)
+    return DerivedValue(line.dims, dims, constant=True)
 
 
 def evaluate(line: Line, values: Sequence[DerivedValue]) -> np.ndarray | None:

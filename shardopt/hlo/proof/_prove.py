@@ -29,8 +29,7 @@ from shardopt.hlo.proof._value import (
     DerivedValue,
     Fault,
     Hidden,
-    Unproved,
-    Wrong,
+    RuleError,
     unify,
     without_known_devices,
 )
@@ -331,13 +330,12 @@ def _faults_of_result(
     value = without_known_devices(value)
     try:
         _, value, rest = unify(value, declared, [(i, i) for i in range(len(value.shape))])
-    except Unproved as problem:
-        return frozenset([Fault(False, root, f"result {index}: {problem.reason}")])
-    except Wrong as problem:
+    except RuleError as problem:
         reason = problem.reason.replace(
             "its operands hold", "what is derived and what is declared are"
         )
-        return frozenset([Fault(True, root, f"result {index}: {reason}", problem.groups)])
+        fault = Fault(problem.is_wrong, root, f"result {index}: {reason}", problem.groups)
+        return frozenset([fault])
     expected = {(h.at, h.count) for h in rest.hidden}
     extra = [h for h in value.hidden if (h.at, h.count) not in expected or h.kind != "dim"]
     if not extra:

@@ -16,11 +16,13 @@ import numpy as np
 
 from shardopt.hlo._hlo_text import Instruction, attributes
 from shardopt.hlo.proof._interpret import Interpreter, Step
-from shardopt.hlo.proof._interpret_shards import same, windows_of
+from shardopt.hlo.proof._interpret_shards import error_between, windows_of
 from shardopt.hlo.proof._lines import Line
 
 BODY = "xla.sdy.manual_computation_body"
 """The bodies of `shard_map` are computations with such names."""
+UNEVEN = 1e-5
+"""Copies differ if their numbers differ by more than this part of the largest."""
 WHOLE = -1
 """The position of what runs a computation outside of the bodies of `shard_map`."""
 
@@ -115,7 +117,7 @@ class ReferenceInterpreter(Interpreter):
         if devices[0] != WHOLE:
             return pieces.joined(value, devices, devices)
         result = pieces.joined(value, self.devices, np.arange(1))
-        self.uneven = self.uneven or not same(pieces.cut(result, self.devices), value)
+        self.uneven = self.uneven or error_between(pieces.cut(result, self.devices), value) > UNEVEN
         return result
 
 

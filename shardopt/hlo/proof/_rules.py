@@ -18,11 +18,11 @@ from shardopt.hlo.proof._value import (
     Factor,
     Hidden,
     Positions,
+    RuleError,
     Unproved,
     Wrong,
     added,
     all_multiples,
-    as_own,
     classes_of,
     cut_beside,
     determines,
@@ -302,13 +302,10 @@ def _pad(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     if pending(value) and not padding.zero:
         raise Wrong("it pads a partial sum with numbers that are not 0.")
     dims = list(value.dims)
-    for dim, size in enumerate(line.dims):
-        if size != value.shape[dim]:
-            _check_whole(value, dim, "pads")
-            dims[dim] = whole(size, line.devices)
     for dim, part in enumerate(line.attributes["padding"].split("x")):
-        if value.shape[dim] == line.dims[dim] and any(numbers(part)):
+        if any(numbers(part)):
             _check_whole(value, dim, "pads")
+            dims[dim] = whole(line.dims[dim], line.devices)
     hidden = merged_hidden([value.hidden, padding.hidden])
     return DerivedValue(
         line.dims, tuple(dims), hidden, fill=0 if value.zero and padding.zero else None
@@ -325,7 +322,7 @@ def _concatenate(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
         kinds = [{(h.at, h.count) for h in value.hidden} for value in operands if not value.zero]
         if any(kind != kinds[0] for kind in kinds):
             raise Unproved("")
-    except (Wrong, Unproved):
+    except RuleError:
         return as_parts(values, dim, line)
     fills = {value.fill for value in values}
     fill = fills.pop() if len(fills) == 1 else None
@@ -395,12 +392,7 @@ def reduce(line: Line, value: DerivedValue, initial: DerivedValue, kind: str) ->
     """Return a reduction of one array."""
     removed = line.integers("dimensions")
     if kind != "add":
-        other_reductions = [h for h in pending(value) if h.kind != kind]
-        value = value._replace(
-            hidden=tuple(
-                as_own(h, line.order) if h in other_reductions else h for h in value.hidden
-            )
-        )
+        value = value._replace(hidden=used(value.hidden, line.order, kept=kind))
     hidden = reduced(value, removed, kind, line)
     sums = [h for h in hidden if h.kind == "add"]
     if kind == "add" and sums and not initial.zero:

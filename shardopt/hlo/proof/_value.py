@@ -173,20 +173,24 @@ class DerivedValue(NamedTuple):
         return self._replace(**{"data": None, "fill": None, "facts": Facts(), **fields})  # type: ignore[arg-type]
 
 
-class Wrong(Exception):  # noqa: N818
-    """An instruction is wrong."""
+class RuleError(Exception):
+    """A rule gives no value."""
+
+    is_wrong = False
 
     def __init__(self, reason: str, groups: tuple[tuple[int, ...], ...] = ()) -> None:
         super().__init__(reason)
         self.reason, self.groups = reason, groups
 
 
-class Unproved(Exception):  # noqa: N818
-    """No rule says what an instruction computes."""
+class Wrong(RuleError):  # noqa: N818
+    """An instruction is wrong."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    is_wrong = True
+
+
+class Unproved(RuleError):  # noqa: N818
+    """No rule says what an instruction computes."""
 
 
 REDUCTIONS = ("add", "maximum", "minimum", "and", "or", "multiply")
@@ -493,11 +497,11 @@ def as_own(hidden: Hidden, order: int) -> Hidden:
     return hidden._replace(kind="own", origin=order)
 
 
-def used(hidden: tuple[Hidden, ...], order: int) -> tuple[Hidden, ...]:
+def used(hidden: Iterable[Hidden], order: int, kept: str = "") -> tuple[Hidden, ...]:
     """Return the coordinates after a use that is not linear: terms of a reduction are used on their
-    own.
+    own. Terms of the reduction `kept` remain.
     """
-    return tuple(as_own(h, order) if h.kind in REDUCTIONS else h for h in hidden)
+    return tuple(as_own(h, order) if h.kind in REDUCTIONS and h.kind != kept else h for h in hidden)
 
 
 def mixed(values: Sequence[DerivedValue], order: int) -> tuple[Hidden, ...]:
