@@ -49,8 +49,6 @@ _DELETED_MESSAGES = ("No such file or directory", "NOT_FOUND", "Stale file handl
 def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None = None) -> Path:
     """Write a checkpoint of a training state, and return once it is complete on the disk.
 
-    The checkpoint is the folder `directory/<step>/`. It holds:
-
     Args:
       directory: the folder of the run; it is made if it does not exist.
       state: pytree of arrays, usually a `TrainState`.
@@ -71,6 +69,8 @@ def save(directory: str | os.PathLike[str], state: PyTree, *, step: int | None =
       >>> state = opt.init({"w": jnp.ones((64, 32))})
       >>> so.save(tempfile.mkdtemp(), state, step=7).name
       '7'
+
+    The checkpoint is the folder `directory/<step>/`. It holds:
 
     - `state/`: the arrays in orbax's format, each leaf under its key path with its logical shape.
       They can be restored onto any mesh and strategy, or read by orbax without shardopt.

@@ -29,8 +29,6 @@ def pack(
 
     A document goes into the first open row with room (first fit).
 
-    A row is a dict of arrays [length]:
-
     Args:
       documents: 1-D arrays of integers: a sequence of them; a `Corpus`, whose files are the
         documents; a grain dataset, to shuffle and repeat them
@@ -60,6 +58,8 @@ def pack(
       ([5, 6, 7, 8, 9, 0], [6, 7, 0, 9, 0, 0], [1, 1, 1, 2, 2, 0])
       >>> row["positions"].tolist(), row["weights"].tolist()
       ([0, 1, 2, 0, 1, 0], [1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+
+    A row is a dict of arrays [length]:
 
     - "tokens", int32: every token of every document is in one row once, in order; 0 on padding.
     - "targets", int32: the next token of the same document; 0 if there is none.

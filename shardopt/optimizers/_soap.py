@@ -56,9 +56,6 @@ def soap(
 
     Use AdamW for leaves that are not matrices.
 
-    For a gradient G [m, n], let L, R and M be the moving means of G G^T, G^T G and G. Let Q_L and
-    Q_R be the eigenvectors of L and R:
-
     Args:
       learning_rate: a number or a schedule, also for AdamW.
       b1: decay of the mean of gradients, also for AdamW.
@@ -88,6 +85,9 @@ def soap(
       >>> state = tx.init(params).inner_states["matrices"].inner_state[0]
       >>> state.nu["qkv"].shape, state.left["qkv"].shape, state.right["qkv"].shape
       ((2, 8, 3, 2, 4), (2, 3, 8, 8), (2, 3, 8, 8))
+
+    For a gradient G [m, n], let L, R and M be the moving means of G G^T, G^T G and G. Let Q_L and
+    Q_R be the eigenvectors of L and R:
 
         V <- b2 V + (1 - b2) (Q_L^T G Q_R)^2
         W <- W - learning_rate (Q_L ((Q_L^T M Q_R) / (sqrt(V) + eps)) Q_R^T + weight_decay W)

@@ -77,8 +77,6 @@ def simulate(
     """Simulate an asynchronous run in virtual time, event by event, on the same server that real
     workers use.
 
-    Each step of a worker has four phases:
-
     Args:
       workers: the workers, or a number of equal workers with steps of one second.
       max_staleness: as for `async_sgd`, in clocks; None for no bound.
@@ -114,6 +112,8 @@ def simulate(
       >>> waiting, free = (simulate(workers, max_staleness=s, until=400.0).metrics for s in (0, None))
       >>> waiting["pushes_per_second"], free["pushes_per_second"]
       (1.0, 3.25)
+
+    Each step of a worker has four phases:
 
     1. It waits while the staleness bound holds it back.
     2. It pulls: latency + message_bytes / bandwidth.

@@ -53,9 +53,6 @@ def eight_bit(
 ) -> optax.GradientTransformationExtraArgs:
     """Store the moments of an optimizer in 8 bits between steps.
 
-    Each step decodes the moments, runs `inner`, and rounds the new moments to codes. A code stands
-    for one of 256 numbers (the dynamic map), times the largest magnitude s of the block:
-
     Args:
       inner: an optax transformation.
       block_size: the number of elements that share a scale, a power of two.
@@ -80,6 +77,9 @@ def eight_bit(
       (dtype('uint8'), (512, 4), dtype('float32'))
       >>> sum(x.nbytes for x in jax.tree.leaves(state)) / (512 * 256)
       2.140655517578125
+
+    Each step decodes the moments, runs `inner`, and rounds the new moments to codes. A code stands
+    for one of 256 numbers (the dynamic map), times the largest magnitude s of the block:
 
         update, m = inner(gradient, s_m decode(c_m)),   s_m = max |m|,   c_m = encode(m / s_m)
 

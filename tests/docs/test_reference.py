@@ -126,6 +126,9 @@ def test_a_function_tells_what_it_does_and_every_argument(name):
     text = inspect.getdoc(PUBLIC[name]) or ""
     assert re.match(r"[A-Z].*\.(\n\n|$)", text, re.DOTALL)
     assert ("Example:" in text) == (">>> " in text)
+    assert not re.search(r":\n\nArgs:\n", text), (
+        "a list stands after the sentence that announces it"
+    )
     arguments = text.partition("Args:\n")[2].partition("\n\n")[0]
     elsewhere = "Arguments, result and errors are the same as for " in text
     if (len(inspect.signature(PUBLIC[name]).parameters) > 2 and not elsewhere) or arguments:
