@@ -52,6 +52,8 @@ def make_reducer(
         means, residuals, new_state = send(
             values, [real_dtype(leaf.dtype) for leaf in leaves], state, axis_name
         )
+        # Nothing is sent of an empty leaf, so its type would say that devices differ.
+        means = [mean if mean.size else jnp.zeros(mean.shape, mean.dtype) for mean in means]
         mean = narrow(means, [leaf.dtype for leaf in leaves])
         # Rounding the mean to the dtype of the gradients makes the same error on all N devices, so
         # each remembers it.

@@ -93,3 +93,32 @@ def test_a_second_step_does_not_compile(mesh_of):
     for _ in range(4):
         _, state = jax.block_until_ready(step(state, grads))
     assert step._cache_size() <= 2, "once for the state as it was made, once as it is returned"
+
+
+REDUCERS = {
+    "exact": R.exact(),
+    "bfloat16": R.exact(jnp.bfloat16),
+    "int8": R.error_feedback(R.int8()),
+    "sign": R.error_feedback(R.sign()),
+    "top_k": R.error_feedback(R.top_k(density=0.5)),
+    "power_sgd": R.error_feedback(R.power_sgd(rank=1)),
+    "warm_up": R.error_feedback(R.warm_up(R.int8(), 2)),
+}
+
+
+@pytest.mark.parametrize("shape", tiered([[0], [0, 4], [4, 0]], lambda shape: shape == [0]))
+@pytest.mark.parametrize(
+    "dtype", tiered(["float32", "bfloat16", "complex64"], lambda dtype: dtype == "float32")
+)
+@pytest.mark.parametrize("name", REDUCERS)
+def test_the_mean_of_an_empty_leaf_is_the_same_on_all_devices_for_types(
+    name, dtype, shape, mesh_of
+):
+    params = {"empty": jnp.zeros(shape, dtype), "w": jnp.ones((4, 4), dtype)}
+    chain = optax.chain(so.transforms.average_gradients("data", REDUCERS[name]), optax.adam(0.1))
+    tx = so.transforms.on_mesh(chain, mesh_of(data=4), "data")
+    state = jax.eval_shape(tx.init, params)
+    grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), params)
+    updates, new_state = jax.eval_shape(tx.update, grads, state, params)  # types are checked
+    assert updates["empty"].shape == tuple(shape)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
