@@ -38,7 +38,7 @@ from shardopt import data
 from shardopt.models import gpt
 from shardopt.parameter_server import rules
 
-CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, max_length=64)
+CONFIG = gpt.config(dim=32, num_layers=2, num_heads=4, max_length=64)
 MODEL, ROWS, LENGTH, H = gpt.model(CONFIG), 8, 64, 8
 SLOWNESS = (1, 1, 2, 4)
 POINTS, CONTROL = 6, "DiLoCo, momentum 0.6"

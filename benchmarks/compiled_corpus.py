@@ -42,8 +42,8 @@ numbers of the last two.
 """
 ON_PLATFORM = {"cpu": "", "h100": ON_CHIPS[:-2]}
 SHAPE = {"vocab_size": 32, "dim": 16, "num_layers": 2, "num_heads": 4}
-GPT = gpt.GPTConfig(**SHAPE, max_length=16)
-MOE = moe.MoEConfig(
+GPT = gpt.config(**SHAPE, max_length=16)
+MOE = moe.config(
     **SHAPE, num_kv_heads=2, num_experts=4, hidden=8, shared_hidden=4, balance_rate=0.01
 )
 
@@ -79,7 +79,7 @@ def transformer_rows() -> Iterator[Row]:
     tokens = {name: jax.ShapeDtypeStruct((16, 16), jnp.int32) for name in ("tokens", "targets")}
     gpt_params = jax.eval_shape(lambda key: gpt.init(GPT, key), jax.random.key(0))
     gpt_problem = Problem(gpt.model(GPT), gpt_params, tokens)
-    untied = gpt.GPTConfig(**SHAPE, max_length=16, tied=False)
+    untied = gpt.config(**SHAPE, max_length=16, tied=False)
     problems = {
         "gpt": gpt_problem,
         "gpt remat": gpt_problem._replace(loss_fn=gpt.model(GPT, remat="full")),

@@ -11,7 +11,7 @@ import optax
 import shardopt as so
 from shardopt.models import gpt
 
-CONFIG = gpt.GPTConfig(dim=32, num_layers=1, num_heads=2, max_length=32)
+CONFIG = gpt.config(dim=32, num_layers=1, num_heads=2, max_length=32)
 DEVICES, H = 4, 50
 CONTROL = "ddp, exact"
 WARM_UP = 0.1  # of the steps

@@ -20,7 +20,7 @@ from small_gpt import Task, schedule
 import shardopt as so
 from shardopt.models import gpt
 
-CONFIG = gpt.GPTConfig(dim=32, num_layers=1, num_heads=2, max_length=32)
+CONFIG = gpt.config(dim=32, num_layers=1, num_heads=2, max_length=32)
 RATE, EVERY, LIMIT = 1.6e-2, 500, 1.01
 
 

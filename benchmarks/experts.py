@@ -36,19 +36,19 @@ RATE, BIAS_RATE, LOSS_RATE = 3e-3, 0.02, 0.1
 EVERY, HELD_OUT = 125, 32  # steps between points of a curve; batches of an evaluation
 SHAPE = {"dim": DIM, "num_layers": 1, "num_heads": 2}
 CONTENDERS = {
-    "dense": moe.MoEConfig(**SHAPE, num_experts=1, top_k=1, hidden=3 * DIM, balance=None),
-    "experts, biases": moe.MoEConfig(
+    "dense": moe.config(**SHAPE, num_experts=1, top_k=1, hidden=3 * DIM, balance=None),
+    "experts, biases": moe.config(
         **SHAPE, hidden=3 * DIM // 2, score="sigmoid", balance="bias", balance_rate=BIAS_RATE
     ),
-    "experts, loss": moe.MoEConfig(
+    "experts, loss": moe.config(
         **SHAPE, hidden=3 * DIM // 2, balance="loss", balance_rate=LOSS_RATE
     ),
-    "experts, nothing": moe.MoEConfig(**SHAPE, hidden=3 * DIM // 2, balance=None),
+    "experts, nothing": moe.config(**SHAPE, hidden=3 * DIM // 2, balance=None),
 }
 
 
 def train(
-    opt: so.ShardedOptimizer, config: moe.MoEConfig, batches: list, held_out: list, seed: int
+    opt: so.ShardedOptimizer, config: moe.config, batches: list, held_out: list, seed: int
 ) -> dict[str, Any]:
     """Return the curves of held-out loss and of imbalance, and both at the end."""
     state, losses, imbalance = (

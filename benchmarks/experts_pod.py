@@ -77,7 +77,7 @@ def config_of(row: Row):
     """Return the model of that shape."""
     import jax.numpy as jnp
 
-    from shardopt.models import moe
+    from shardopt.models import decoder, moe
 
     shape = shape_of(row)
     sizes = {
@@ -91,16 +91,18 @@ def config_of(row: Row):
         "dtype": jnp.bfloat16,
     }
     if shape.latent is None:
-        return moe.MoEConfig(**sizes, num_kv_heads=shape.kv_heads, balance=None)
+        return moe.config(**sizes, num_kv_heads=shape.kv_heads, balance=None)
     query, key, rope = shape.latent
-    latent = moe.LatentConfig(query=query, key=key, nope=shape.width, rope=rope, value=shape.width)
+    latent = decoder.LatentConfig(
+        query=query, key=key, nope=shape.width, rope=rope, value=shape.width
+    )
     router = {
         "score": "sigmoid",
         "groups": (8, 4),
         "scale": 2.5,
         "shared_hidden": shape.shared_experts * shape.hidden,
     }
-    return moe.MoEConfig(**sizes, **router, latent=latent, balance="bias")
+    return moe.config(**sizes, **router, latent=latent, balance="bias")
 
 
 def optimizer():

@@ -23,7 +23,7 @@ import optax
 import shardopt as so
 from shardopt.models import gpt
 
-CONFIG = gpt.GPTConfig(dim=128, num_layers=4, num_heads=4)
+CONFIG = gpt.config(dim=128, num_layers=4, num_heads=4)
 ROWS, LENGTH, BAD_ROW, TOKEN = 16, 128, 5, 255
 
 

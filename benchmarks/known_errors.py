@@ -72,7 +72,7 @@ def strategy_rows():
     """
     tx, batch_options = optax.adamw(1e-3), {"micro_batches": 4}
     for tied in (False, True):
-        config = gpt.GPTConfig(vocab_size=512, dim=256, num_layers=1, num_heads=2, tied=tied)
+        config = gpt.config(vocab_size=512, dim=256, num_layers=1, num_heads=2, tied=tied)
         params = jax.eval_shape(lambda rng, config=config: gpt.init(config, rng), jax.random.key(0))
         model, head = gpt.model(config), "tied" if tied else "untied"
         for name, make in [("ddp", so.ddp), ("zero1", so.zero), ("fsdp", so.fsdp)]:

@@ -36,7 +36,7 @@ def train(precision: Literal["float32", "int8", "fp8"], seed: int, steps: int) -
 
     windows, held_out = data.split(data.open_corpus(None), LENGTH)
     eight: Precision | None = None if precision == "float32" else precision
-    config = gpt.GPTConfig(dim=DIM, num_layers=2, max_length=LENGTH, precision=eight)
+    config = gpt.config(dim=DIM, num_layers=2, max_length=LENGTH, precision=eight)
     schedule = optax.warmup_cosine_decay_schedule(0, RATE, steps // 10, steps)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
     opt = so.ddp(tx, so.make_mesh(devices=jax.devices()[:1]), gpt.model(config))

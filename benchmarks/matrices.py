@@ -27,7 +27,7 @@ from small_gpt import BATCH, LENGTH, TUNING_SEED, Task, schedule
 import shardopt as so
 from shardopt.models import gpt
 
-CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=2, max_length=32)
+CONFIG = gpt.config(dim=32, num_layers=2, num_heads=2, max_length=32)
 GRID = (2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 EVERY = 50
 RESULTS = Path(__file__).parent / "results" / "matrices.json"

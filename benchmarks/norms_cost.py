@@ -31,8 +31,8 @@ from shardopt.hlo._program import inner_product_flops
 from shardopt.models import gpt
 
 SIZES = {
-    "128 x 4, 16 x 128": (gpt.GPTConfig(dim=128, num_layers=4, num_heads=4), 16, 128),
-    "256 x 4, 16 x 128": (gpt.GPTConfig(dim=256, num_layers=4, num_heads=4), 16, 128),
+    "128 x 4, 16 x 128": (gpt.config(dim=128, num_layers=4, num_heads=4), 16, 128),
+    "256 x 4, 16 x 128": (gpt.config(dim=256, num_layers=4, num_heads=4), 16, 128),
 }
 STRATEGIES = {"ddp": so.ddp, "zero1": functools.partial(so.zero, stage=1), "fsdp": so.fsdp}
 MOST = 0.01  # of a step, in the claim

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 import shardopt as so
 from shardopt.models import gpt
 
-CONFIG = gpt.GPTConfig(dim=128, num_layers=4, num_heads=4)
+CONFIG = gpt.config(dim=128, num_layers=4, num_heads=4)
 BATCH, LENGTH = 16, 128
 TX = optax.adamw(1e-3)
 

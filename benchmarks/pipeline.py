@@ -63,8 +63,8 @@ SCHEDULES = {
     ),
     "zero_bubble_v, sent ahead": so.schedules.send_ahead(so.schedules.zero_bubble_v),
 }
-SMALL = gpt.GPTConfig(vocab_size=64, dim=64, num_layers=8, num_heads=4, max_length=64)
-LARGE = gpt.GPTConfig(vocab_size=256, dim=256, num_layers=8, num_heads=4, max_length=128)
+SMALL = gpt.config(vocab_size=64, dim=64, num_layers=8, num_heads=4, max_length=64)
+LARGE = gpt.config(vocab_size=256, dim=256, num_layers=8, num_heads=4, max_length=128)
 CONSOLE = Console(width=150)
 
 

@@ -52,7 +52,7 @@ def mlp():
 
 def of_gpt(dim, num_layers, length):
     """The GPT of `shardopt.models`, a scan over its blocks."""
-    config = gpt.GPTConfig(dim=dim, num_layers=num_layers, max_length=length)
+    config = gpt.config(dim=dim, num_layers=num_layers, max_length=length)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (ROWS, length + 1), np.int32)
     return (
         gpt.model(config),

@@ -28,7 +28,7 @@ def schedule(peak: float, steps: int) -> optax.Schedule:
 class Task:
     """The text, and the model that learns it."""
 
-    def __init__(self, config: gpt.GPTConfig):
+    def __init__(self, config: gpt.config):
         self.config, self.loss_fn = config, gpt.model(config).loss_fn
         self.windows, held_out = data.split(data.open_corpus(), LENGTH)
         drawn = [batch["tokens"] for batch in data.spread_batches(held_out, BATCH, HELD_OUT)]

@@ -37,7 +37,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # We take a small GPT. For now its shapes are enough: `jax.eval_shape` allocates nothing.
 
 # %%
-config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
+config = gpt.config(dim=64, num_layers=2, num_heads=4)
 
 
 def init_fn(rng):

@@ -199,7 +199,7 @@ for row, prediction in zip(published, predictions, strict=True):
 # before. `.mesh` and `.strategy` of a plan are the arguments that build its mesh and its strategy.
 
 # %%
-config = gpt.GPTConfig(dim=64, num_layers=4, num_heads=4)
+config = gpt.config(dim=64, num_layers=4, num_heads=4)
 shapes = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
 batch = {"tokens": np.zeros((64, 33), np.int32)}
 workload = so.planning.trace(

@@ -46,7 +46,7 @@ plt.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "figu
 # device, and on eight devices, where four devices share every row.
 
 # %%
-config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
+config = gpt.config(dim=64, num_layers=2, num_heads=4)
 windows, _ = data.split(data.open_corpus(), 256)
 batches = [data.next_token(batch) for batch in data.spread_batches(windows, 8, 12)]
 tx = optax.adam(3e-3)

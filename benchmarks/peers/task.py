@@ -124,4 +124,4 @@ def gpt_config(config: Config) -> Any:
     fields = ("vocab_size", "dim", "num_layers", "num_heads", "mlp_multiple", "tied")
     chosen = {name: getattr(config, name) for name in fields}
     dtype = None if config.dtype == "float32" else jnp.dtype(config.dtype)
-    return gpt.GPTConfig(**chosen, max_length=config.length, dtype=dtype, logits_dtype=dtype)
+    return gpt.config(**chosen, max_length=config.length, dtype=dtype, logits_dtype=dtype)

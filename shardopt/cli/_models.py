@@ -9,6 +9,7 @@ import jax
 from shardopt.cli._options import ModelOptions
 from shardopt.core._block_model import BlockModel
 from shardopt.core._errors import plural
+from shardopt.core._types import PyTree
 from shardopt.models import gpt, sample
 
 
@@ -23,7 +24,7 @@ class TrainedModel(NamedTuple):
     """
 
     block_model: BlockModel
-    init: Callable[[jax.Array], gpt.Params]
+    init: Callable[[jax.Array], PyTree]
     sample: Callable[..., jax.Array]
     size: str
 
@@ -31,7 +32,7 @@ class TrainedModel(NamedTuple):
 def model_of(options: ModelOptions) -> TrainedModel:
     """Return the model for these options. Their number of layers must be set."""
     assert options.layers is not None
-    config = gpt.GPTConfig(
+    config = gpt.config(
         dim=options.dim,
         num_layers=options.layers,
         num_heads=options.heads,

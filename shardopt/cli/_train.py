@@ -21,7 +21,6 @@ from shardopt.cli._strategy import check_options, fitted, make_strategy, mesh_of
 from shardopt.core._errors import calling
 from shardopt.core._extras import require
 from shardopt.core._types import PyTree
-from shardopt.models import gpt
 from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 
 _VALIDATION_BATCHES = 4
@@ -114,7 +113,7 @@ def _set_up(options: TrainOptions) -> _Setup:
 
 
 def continue_text(
-    params: gpt.Params, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int
+    params: PyTree, model: TrainedModel, prompt: np.ndarray, *, num_bytes: int, seed: int
 ) -> str:
     """Return a continuation of a prompt by the model, computed on one device of each process.
 

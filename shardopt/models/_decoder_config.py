@@ -84,7 +84,7 @@ class ExpertsConfig(NamedTuple):
       chunk: how many tokens of a device are dispatched at a time; None is all.
       loads: whether the leaf "router_load" holds the loads of the last step. The loss then returns
         metrics and new loads, see `moe.model`.
-      balance: how experts are balanced, as in `moe.MoEConfig`; it needs `loads`.
+      balance: how experts are balanced, as in `moe.config`; it needs `loads`.
       balance_rate: the rate of the biases, or the factor of the balance loss.
       z_loss: factor of the mean of the router's logsumexp squared; it needs `loads`.
     """
@@ -149,7 +149,7 @@ class DecoderConfig:
       logits_scale: the factor of logits.
       head_bias: whether logits have a bias, the leaf "head_bias".
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
-      latent: sizes of latent attention (DeepSeek), a `moe.LatentConfig`; None is grouped attention.
+      latent: sizes of latent attention (DeepSeek), a `LatentConfig`; None is grouped attention.
       experts: the mixture of experts; None is an mlp in each block.
       max_length: the longest sequence of `sample`.
       loss_chunk: positions whose logits are held at a time, see `so.nn.cross_entropy`; None is all.
@@ -275,6 +275,8 @@ class DecoderConfig:
         heads, kv_heads = self.num_heads, self.kv_heads
         if heads % kv_heads:
             yield f"num_kv_heads={self.num_kv_heads} does not divide num_heads={heads}"
+        if self.latent is None and self.head_dim is None and self.dim % heads:
+            yield f"dim={self.dim} cannot be cut into num_heads={heads}, so give head_dim"
         if self.fused == "qkv" and kv_heads != heads:
             yield (
                 f"fused='qkv' needs as many heads of keys as of queries, got {kv_heads} and {heads}"
@@ -283,6 +285,8 @@ class DecoderConfig:
             yield f"norm={self.norm!r} is for models without qk_norm"
         if self.latent is None:
             return
+        if min(self.latent) <= 0:
+            yield f"the sizes of latent must be positive, got {self.latent}"
         if kv_heads != heads or self.qk_norm or self.qkv_bias:
             yield "num_kv_heads, qk_norm and qkv_bias are for attention that is not latent"
         if self.latent.value > self.head_width:
@@ -295,6 +299,7 @@ class DecoderConfig:
         experts = self.experts
         if experts is None:
             return
+        yield from not_positive(experts, "number", "top_k", "hidden")
         groups, num_open = experts.groups or (1, 1)
         choices_left = experts.number * num_open // groups
         if experts.top_k > choices_left:

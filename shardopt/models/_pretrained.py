@@ -306,7 +306,7 @@ def from_pretrained(
       >>> import jax, optax, tempfile, shardopt as so
       >>> from shardopt import models
       >>> from shardopt.models import gpt
-      >>> config = gpt.GPTConfig(dim=32, num_layers=2)
+      >>> config = gpt.config(dim=32, num_layers=2)
       >>> folder = models.export_safetensors(tempfile.mkdtemp(), gpt.init(config, jax.random.key(0)), config)
       >>> llama = models.from_pretrained(folder)
       >>> opt = so.fsdp(optax.adamw(1e-5), so.make_mesh(data=len(jax.devices())), llama.model, rules=llama.rules)

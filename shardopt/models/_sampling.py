@@ -9,17 +9,15 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._errors import format_error, plural
-from shardopt.models import decoder, gpt, moe
+from shardopt.models import decoder
 from shardopt.models._decoder_block import KVCache, apply_cached_block
 from shardopt.models._decoder_config import DecoderConfig
 from shardopt.models._inputs import Inputs, Params, Tokens, check_ids
 
-Config = gpt.GPTConfig | moe.MoEConfig | DecoderConfig
-
 
 def sample(
     params: Params,
-    config: Config,
+    config: DecoderConfig,
     prompt: Tokens,
     rng: jax.Array,
     *,
@@ -31,8 +29,7 @@ def sample(
 
     Args:
       params: the parameters, on one device or sharded.
-      config: the shape of the model: of a GPT, of a moe, or a `DecoderConfig` as `from_pretrained`
-        reads it.
+      config: the description of the model, as of `gpt.config` or `from_pretrained`.
       prompt: token ids, at least one per row.
       rng: a jax random key.
       num_tokens: how many tokens to add.
@@ -50,14 +47,13 @@ def sample(
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from shardopt.models import gpt
-      >>> config = gpt.GPTConfig(dim=32, num_layers=2)
+      >>> config = gpt.config(dim=32, num_layers=2)
       >>> params = gpt.init(config, jax.random.key(0))
       >>> sample(params, config, jnp.array([[72, 105]]), jax.random.key(1), num_tokens=3).shape
       (1, 5)
     """
     sizes = {"vocab_size": config.vocab_size, "max_length": config.max_length}
     check_sampling(prompt.shape[1], num_tokens, temperature, top_k, **sizes)
-    config = config if isinstance(config, DecoderConfig) else config.decoder
     if not isinstance(prompt, Tracer):
         check_ids("sample", {"tokens": np.asarray(prompt)}, config.vocab_size)
     return _sample(

@@ -93,7 +93,7 @@ def model(
         mlp = {"norm": weights["norms"][1]} | {name: weights[name] for name in ("up", "down")}
         return apply_block(config, {"attention": attention, "mlp": mlp}, stream)
 
-    nested_model = decoder.block_model(config, remat, "transformer")
+    nested_model = decoder.model(config, remat=remat)
     rounded = {path.split("/")[1]: rounding for path, rounding in nested_model.rounded.items()}
     return nested_model._replace(block=block, rounded=rounded)
 

@@ -37,6 +37,7 @@ from shardopt.models._inputs import (
     mean_loss,
     read_inputs,
 )
+from shardopt.models._latent_attention import LatentConfig
 from shardopt.models._rope import Rope
 from shardopt.models._routers import balanced_loss, first_routers
 from shardopt.nn._norm import apply_norm
@@ -48,6 +49,7 @@ __all__ = [
     "BlockKind",
     "DecoderConfig",
     "ExpertsConfig",
+    "LatentConfig",
     "Rope",
     "init",
     "logits_of",
@@ -57,6 +59,8 @@ __all__ = [
     "rules",
 ]
 
+_CALLER = "decoder"
+"""The name in errors about a batch."""
 _Entry = TypeVar("_Entry")
 
 _BLOCK_RULES = (
@@ -300,26 +304,21 @@ def model(config: DecoderConfig, *, remat: Remat = None) -> BlockModel:
     **Kinds of blocks**: all blocks run one program. The number of a block goes with the
     activations, and selects its window and its row in a table of frequencies.
     """
-    return block_model(config, remat, "decoder")
-
-
-def block_model(config: DecoderConfig, remat: Remat, caller: str) -> BlockModel:
-    """Return the decoder as a `BlockModel`; errors of its batches name the caller."""
     return BlockModel(
-        functools.partial(_embed, config, caller),
+        functools.partial(_embed, config),
         functools.partial(apply_block, config),
-        functools.partial(_loss, config, caller),
+        functools.partial(_loss, config),
         remat,
         tables=() if config.tied else ("embedding",),
         rounded=roundings(config),
         check_batch=functools.partial(
-            check_ids, caller, vocab_size=config.vocab_size, num_positions=config.positions
+            check_ids, _CALLER, vocab_size=config.vocab_size, num_positions=config.positions
         ),
     )
 
 
-def _embed(config: DecoderConfig, caller: str, outer: Params, batch: Batch) -> BlockStream:
-    stream = embed_tokens(config, outer, read_inputs(caller, batch))
+def _embed(config: DecoderConfig, outer: Params, batch: Batch) -> BlockStream:
+    stream = embed_tokens(config, outer, read_inputs(_CALLER, batch))
     return _run_blocks(config, outer["first_blocks"], stream) if config.num_first else stream
 
 
@@ -358,7 +357,7 @@ def _check_length(config: DecoderConfig, inputs: Inputs, length: int) -> None:
         fix = (
             "cut the rows, or give the batch positions within each document, as so.data.pack does."
         )
-        raise ValueError(format_error("decoder", problem, fix=fix))
+        raise ValueError(format_error(_CALLER, problem, fix=fix))
 
 
 def _run_blocks(config: DecoderConfig, blocks: Params, stream: BlockStream) -> BlockStream:
@@ -390,10 +389,8 @@ def _final_norm_and_head(
     return normed, head
 
 
-def _loss(
-    config: DecoderConfig, caller: str, outer: Params, stream: BlockStream, batch: Batch
-) -> Loss:
-    inputs = read_inputs(caller, batch)
+def _loss(config: DecoderConfig, outer: Params, stream: BlockStream, batch: Batch) -> Loss:
+    inputs = read_inputs(_CALLER, batch)
     normed, head = _final_norm_and_head(config, outer, stream.x)
     normed = gather_positions(normed) if config.sequence_parallel else normed
     options = {
@@ -420,7 +417,7 @@ def logits_of(config: DecoderConfig, params: Params, tokens: Tokens) -> Float[Ar
       [B, T, V], in float32 at least.
     """
     tokens = jnp.asarray(tokens, jnp.int32)
-    stream = _embed(config, "logits_of", params, {"tokens": tokens, "targets": tokens})
+    stream = _embed(config, params, {"tokens": tokens, "targets": tokens})
     return last_logits(config, params, _run_blocks(config, params["blocks"], stream).x)
 
 

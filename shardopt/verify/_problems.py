@@ -91,11 +91,11 @@ def _transformer(module: Any, config: Any) -> tuple[Any, ...]:
 
 
 def _gpt():
-    return _transformer(gpt, gpt.GPTConfig(num_layers=4, **_SHAPE))
+    return _transformer(gpt, gpt.config(num_layers=4, **_SHAPE))
 
 
 def _moe():
-    config = moe.MoEConfig(num_layers=2, num_experts=4, hidden=32, balance=None, **_SHAPE)
+    config = moe.config(num_layers=2, num_experts=4, hidden=32, balance=None, **_SHAPE)
     return _transformer(moe, config)
 
 

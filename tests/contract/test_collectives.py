@@ -176,7 +176,7 @@ def test_gathers_in_half_precision_send_half(mesh_of):
 @pytest.mark.parametrize("strategy", tiered(["ddp", "fsdp"], lambda strategy: False))
 def test_gpt_on_data_and_tensor_moves_no_weight_over_tensor(strategy, mesh_of):
     """Megatron: over tensor travel activations only, four sums a block, and the vocabulary's."""
-    config = gpt.GPTConfig(dim=64, num_layers=3, num_heads=4)
+    config = gpt.config(dim=64, num_layers=3, num_heads=4)
     opt = STRATEGIES[strategy](
         optax.adamw(1e-3), mesh_of(data=4, tensor=2), gpt.model(config), rules=gpt.rules
     )

@@ -147,7 +147,7 @@ def test_gpt_moves_activations_over_tensor_and_nothing_else_in_the_loop(mesh_of)
     """Four sums a block: were a ring or a sum of gradients whole over tensor, gathers would be
     here.
     """
-    config = gpt.GPTConfig(vocab_size=64, dim=32, num_layers=4, num_heads=4, mlp_multiple=2)
+    config = gpt.config(vocab_size=64, dim=32, num_layers=4, num_heads=4, mlp_multiple=2)
     for schedule in ("eager_one_f_one_b", "zero_bubble"):
         opt = so.hybrid(
             optax.adamw(1e-3),

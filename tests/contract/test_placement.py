@@ -183,7 +183,7 @@ def test_report_lists_what_stays_whole_and_why(mesh_of):
 
 
 def of_gpt(layers, length):
-    config = gpt.GPTConfig(dim=256, num_layers=layers, num_heads=4)
+    config = gpt.config(dim=256, num_layers=layers, num_heads=4)
     params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
     return gpt.model(config), params, {"tokens": jax.ShapeDtypeStruct((8, length + 1), jnp.int32)}
 

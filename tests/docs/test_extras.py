@@ -43,7 +43,7 @@ def refused(call):
 
 from shardopt import data, models
 from shardopt.cli import main
-gpt = models.gpt.GPTConfig(dim=32, num_layers=2)
+gpt = models.gpt.config(dim=32, num_layers=2)
 refused(lambda: data.batches(data.split(data.open_corpus(), 16)[0], 2))
 refused(lambda: so.interop.nnx(None, None))
 print(main(["plan"]))

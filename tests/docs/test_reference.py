@@ -45,19 +45,11 @@ ROOMS = {
     "models.decoder.": (decoder, decoder.__all__),
     "models.gpt.": (
         gpt,
-        ["GPTConfig", "init", "logits_of", "matrices", "model", "num_parameters", "rules"],
+        ["config", "matrices", "rules"],
     ),
     "models.moe.": (
         moe,
-        [
-            "LatentConfig",
-            "MoEConfig",
-            "init",
-            "logits_of",
-            "model",
-            "num_parameters",
-            "rules",
-        ],
+        ["config", "rules"],
     ),
     "nn.": (nn, nn.__all__),
     "optimizers.": (optimizers, optimizers.__all__),

@@ -23,8 +23,8 @@ X = jnp.asarray(np.random.default_rng(1).normal(size=(1, 6, 8)), jnp.float32)
 OUT_OF_RANGE = [-1, -2, -V, -99, -101, V, V + 1, 2**31 - 1, -(2**31)]
 FORMS = [{}, {"chunk": 2}, {"logits_dtype": jnp.bfloat16}, {"softcap": 5.0}]
 CONFIGS = {
-    "gpt": (gpt, gpt.GPTConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, max_length=8)),
-    "moe": (moe, moe.MoEConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, max_length=8)),
+    "gpt": (gpt, gpt.config(vocab_size=V, dim=16, num_layers=1, num_heads=2, max_length=8)),
+    "moe": (moe, moe.config(vocab_size=V, dim=16, num_layers=1, num_heads=2, max_length=8)),
     "decoder": (
         decoder,
         DecoderConfig(vocab_size=V, dim=16, num_layers=1, num_heads=2, hidden=16, positions=8),

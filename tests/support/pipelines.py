@@ -94,7 +94,7 @@ def _rows(draw, rows, **widths):
 
 
 def _gpt(weighted, num_blocks):
-    config = gpt.GPTConfig(
+    config = gpt.config(
         vocab_size=16, dim=8, num_layers=num_blocks, num_heads=2, mlp_multiple=2, max_length=8
     )
     params = jax.tree.map(lambda x: x * 2, host_params(gpt.init, config, seed=1))

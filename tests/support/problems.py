@@ -72,7 +72,7 @@ def regression_batch(inputs: int, outputs: int):
 
 
 def _gpt(weighted: bool):
-    config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=4, max_length=16)
+    config = gpt.config(vocab_size=32, dim=16, num_layers=2, num_heads=4, max_length=16)
     params = jax.tree.map(lambda x: x * 2, host_params(gpt.init, config, seed=1))
 
     def make(draw):

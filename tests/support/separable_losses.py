@@ -422,7 +422,7 @@ def of_haiku():
 
 
 def of_gpt(weighted):
-    config = gpt.GPTConfig(vocab_size=12, dim=16, num_layers=2, num_heads=4, max_length=16)
+    config = gpt.config(vocab_size=12, dim=16, num_layers=2, num_heads=4, max_length=16)
     model = gpt.model(config)
 
     def loss(params, batch):

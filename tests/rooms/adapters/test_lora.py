@@ -23,7 +23,7 @@ from shardopt.data import next_token
 from shardopt.models import gpt, moe
 from shardopt.optimizers import Matrix
 
-CONFIG = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=4, num_heads=2, max_length=8)
+CONFIG = gpt.config(vocab_size=32, dim=16, num_layers=4, num_heads=2, max_length=8)
 TARGETS = ["attention/(qkv|out)$", "mlp/(up|down)$"]
 TX = optax.sgd(0.1, momentum=0.9)
 TOKENS = np.random.default_rng(0).integers(0, 32, (16, 9), np.int32)
@@ -438,7 +438,7 @@ def test_an_equinox_module_has_adapters(mesh_of):
 
 @pytest.mark.slow
 def test_experts_have_adapters_on_every_mesh(mesh_of):
-    config = moe.MoEConfig(
+    config = moe.config(
         vocab_size=32,
         dim=16,
         num_layers=2,

@@ -79,7 +79,7 @@ def test_what_writes_is_the_mean_of_the_replicas_as_they_are(finished, quiet):
 
     The last checkpoint has a state of each replica, to go on from.
     """
-    options, config = read_options(finished[0]), gpt.GPTConfig(dim=32, num_layers=2)
+    options, config = read_options(finished[0]), gpt.config(dim=32, num_layers=2)
     mesh = mesh_of(options.where.mesh, jax.devices(), replicas=2)
     tx = make_optimizer(
         options.training.optimizer, learning_rate=1.0, steps=6, clip=options.training.clip
@@ -122,7 +122,7 @@ def test_a_reducer_is_the_one_asked_for_and_where_it_was_asked_for(asked, name, 
     )
     check_options(options)
     mesh = mesh_of(options.where.mesh, jax.devices())
-    config = make_strategy(options, optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig())).config
+    config = make_strategy(options, optax.sgd(0.1), mesh, gpt.model(gpt.config())).config
     sent, other = config.wire.reducer, config.local_updates and config.local_updates.reducer
     if where == "replicas":
         sent, other = other, sent

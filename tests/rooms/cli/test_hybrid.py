@@ -200,7 +200,7 @@ def make(where=HYBRID, batch_size=16, layers=None, **pipeline):
     check_options(options)
     mesh = mesh_of(where.mesh, jax.devices(), pipelined=where.strategy == "hybrid")
     options = fitted(options, mesh)
-    config = gpt.GPTConfig(num_layers=options.model.layers)
+    config = gpt.config(num_layers=options.model.layers)
     return (
         options.model.layers,
         make_strategy(options, optax.sgd(0.1), mesh, gpt.model(config)).config,

@@ -211,8 +211,8 @@ def test_sigterm_saves_and_says_how_to_go_on(start, tmp_path):
         (
             ("--dim", "36"),
             (
-                "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even"
-                " width\nFix: choose positive sizes, and dim a multiple of 2 * num_heads."
+                "DecoderConfig: 1 field cannot be used.\n  the dims that rotate must be even and the"
+                " same in all kinds, got [9]"
             ),
         ),
         (
@@ -260,7 +260,7 @@ def test_every_strategy_is_the_one_asked_for(name, placement):
         strategy=name, micro_batches=2, gather_dtype="bfloat16" if name == "fsdp" else None
     )
     mesh = mesh_of("auto", jax.devices())
-    opt = make_strategy(TrainOptions(where=where), optax.sgd(0.1), mesh, gpt.model(gpt.GPTConfig()))
+    opt = make_strategy(TrainOptions(where=where), optax.sgd(0.1), mesh, gpt.model(gpt.config()))
     assert opt.config.placement == placement
     assert opt.config.strategy == name.rstrip("123")
     assert (opt.config.loss.micro_batches, opt.config.wire.gather_dtype) == (2, where.gather_dtype)

@@ -433,7 +433,7 @@ def test_check_finds_a_pipeline_and_the_global_view_right():
     opt, state, batch = trusting(view="global")
     report = so.check(opt, state, batch)
     assert max(one.relative for one in report.differences) < 1e-5
-    config = gpt.GPTConfig(vocab_size=12, dim=8, num_layers=4, num_heads=2, max_length=8)
+    config = gpt.config(vocab_size=12, dim=8, num_layers=4, num_heads=2, max_length=8)
     mesh = so.make_mesh(data=2, pipeline=2, devices=jax.devices()[:4])
     opt = so.hybrid(optax.sgd(0.1), mesh, gpt.model(config), micro_batches=2)
     report = so.check(opt, opt.init(host_params(gpt.init, config)), {"tokens": BATCH["tokens"]})

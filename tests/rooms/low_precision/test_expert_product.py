@@ -139,7 +139,7 @@ def test_weights_of_experts_are_refused_where_they_cannot_be():
         expert_products(jnp.zeros((8, 128)), [cast], jnp.zeros(4, jnp.int32), "int8", LOCAL)
 
 
-CONFIG = moe.MoEConfig(
+CONFIG = moe.config(
     vocab_size=32,
     dim=16,
     num_layers=2,

@@ -165,11 +165,11 @@ def test_what_is_refused():
                 "td,df->tf", wrong, np.ones((4, 5), np.float32), precision="int8"
             )
     message = (
-        "GPTConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the"
+        "DecoderConfig: unknown precision 'int4'.\nFix: use 'int8', 'fp8', or None for that of the"
         " dtype."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        check_precision("GPTConfig", "int4")
+        check_precision("DecoderConfig", "int4")
 
 
 @pytest.mark.fast
@@ -277,7 +277,7 @@ def test_blocks_may_save_everything(mesh_of, x64):
     assert relative_difference(state.params, train(tx, model.loss_fn, params, batches)[1]) < 1e-10
 
 
-CONFIG = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
+CONFIG = gpt.config(vocab_size=32, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
 SHAPE = Transformer("t", 16, 2, 4, 32, 32, 8, num_kv_heads=2, dtype=jnp.float64)
 # tensor does not shard attention
 RULES_OF_MLP = [rule for rule in RULES if re.search("up|down", str(rule[0]))]
@@ -305,7 +305,7 @@ def test_many_devices_quantise_as_one(precision, name, sizes, options, mesh_of, 
     tx = optax.sgd(0.5, momentum=0.9)
 
     def trained(precision, opt=None):
-        config = gpt.GPTConfig(**{**vars(CONFIG), "precision": precision})
+        config = gpt.config(**{**vars(CONFIG), "precision": precision})
         model = (
             gpt.model(config) if name == "gpt" else transformer.model(SHAPE, precision=precision)
         )

@@ -2,7 +2,6 @@
 and what is refused.
 """
 
-import dataclasses
 import re
 
 import jax
@@ -14,20 +13,18 @@ import pytest
 import shardopt as so
 from shardopt.models import decoder, export_safetensors, from_pretrained, gpt, moe
 
-GPT = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=2, num_heads=2, max_length=64)
-MOE = moe.MoEConfig(
-    vocab_size=32,
-    dim=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    num_experts=4,
-    hidden=12,
-    balance=None,
-    max_length=64,
-    rope_base=1e6,
-    norm_epsilon=1e-5,
-)
+SIZES = {"vocab_size": 32, "dim": 16, "num_layers": 2, "max_length": 64}
+GPT = gpt.config(**SIZES, num_heads=2)
+WITH_EXPERTS = SIZES | {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_experts": 4,
+    "hidden": 12,
+    "balance": None,
+    "rope_base": 1e6,
+    "norm_epsilon": 1e-5,
+}
+MOE = moe.config(**WITH_EXPERTS)
 TOKENS = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
 LOGITS = {
     "gpt": [[0.08940, -0.64880, 0.80971, -0.47328], [1.73748, -1.53819, 0.39412, 0.99201]],
@@ -77,7 +74,7 @@ def test_an_export_has_the_logits_that_transformers_computes(
 
 
 def test_a_tied_model_in_half_precision_keeps_its_numbers(tmp_path):
-    config = dataclasses.replace(GPT, tied=True, param_dtype=jnp.bfloat16, rope_base=500.0)
+    config = gpt.config(**SIZES, num_heads=2, tied=True, param_dtype=jnp.bfloat16, rope_base=500.0)
     params = sines(gpt, config)
     model = from_pretrained(export_safetensors(tmp_path / "hf", params, config))
     assert (model.config.tied, model.config.param_dtype) == (True, jnp.bfloat16)
@@ -91,13 +88,45 @@ def test_a_tied_model_in_half_precision_keeps_its_numbers(tmp_path):
     )
 
 
-def test_what_mixtral_cannot_be_is_refused_with_every_reason(tmp_path):
-    config = dataclasses.replace(MOE, score="sigmoid", shared_hidden=4, balance="bias")
-    message = (
-        "export_safetensors: the model is none that Mixtral can be.\n  shared_hidden is 4, must be"
-        " 0\n  score is 'sigmoid', must be 'softmax'\n  balance is 'bias', and Mixtral's router has"
-        " none"
+def test_a_decoder_without_fused_products_is_exported_too(tmp_path):
+    config = decoder.DecoderConfig(**SIZES, num_heads=4, num_kv_heads=2, hidden=24, head_dim=6)
+    params = sines(decoder, config)
+    model = from_pretrained(export_safetensors(tmp_path / "hf", params, config))
+    loaded = model.load_params(progress=False)
+    for a, b in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("config", "family", "problems"),
+    [
+        (
+            moe.config(
+                **WITH_EXPERTS | {"score": "sigmoid", "shared_hidden": 4, "balance": "bias"}
+            ),
+            "mixtral",
+            [
+                "shared_hidden is 4, must be 0",
+                "score is 'sigmoid', must be 'softmax'",
+                "choice_bias is True, must be False",
+            ],
+        ),
+        (
+            decoder.DecoderConfig(**SIZES, norm="layer", qkv_bias=True, activation="relu"),
+            "llama",
+            [
+                "norm is 'layer', must be 'rms'",
+                "qkv_bias is True, must be False",
+                "activation is 'relu', must be 'silu'",
+            ],
+        ),
+    ],
+    ids=["mixtral", "llama"],
+)
+def test_what_the_family_cannot_be_is_refused_with_every_reason(config, family, problems, tmp_path):
+    message = "\n  ".join(
+        [f"export_safetensors: the model is none that {family} can be.", *problems]
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        export_safetensors(tmp_path / "hf", sines(moe, config), config)
+        export_safetensors(tmp_path / "hf", sines(decoder, config), config)
     assert not (tmp_path / "hf").exists()

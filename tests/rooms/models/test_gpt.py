@@ -18,7 +18,7 @@ from support.tiers import tiered
 import shardopt as so
 from shardopt.models import gpt
 
-SMALL = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4)
+SMALL = gpt.config(dim=32, num_layers=2, num_heads=4)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -37,9 +37,7 @@ def logits(params, config, inputs):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_counted_right(tied):
-    config = gpt.GPTConfig(
-        vocab_size=50, dim=24, num_layers=3, num_heads=2, mlp_multiple=2, tied=tied
-    )
+    config = gpt.config(vocab_size=50, dim=24, num_layers=3, num_heads=2, mlp_multiple=2, tied=tied)
     params = jax.eval_shape(lambda key: gpt.init(config, key), jax.random.key(0))
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == gpt.num_parameters(config)
     # By hand: an embedding (and a head), three blocks of 4 + 3 * 2 squares and two norms, a last
@@ -50,7 +48,7 @@ def test_parameters_are_counted_right(tied):
 @pytest.mark.slow  # contract/test_hybrid_exact.py trains a GPT
 @pytest.mark.parametrize("tied", tiered([True, False], lambda tied: not tied))
 def test_loss_starts_at_that_of_a_uniform_guess(tied):
-    config = gpt.GPTConfig(dim=256, num_layers=2, tied=tied)
+    config = gpt.config(dim=256, num_layers=2, tied=tied)
     params = jax.jit(gpt.init, static_argnums=0)(config, jax.random.key(0))
     # what a tied embedding would predict, were it larger
     repeating = np.repeat(tokens(128, 1), 5, axis=1)
@@ -110,7 +108,7 @@ def test_a_few_steps_learn_a_repeating_text():
     ("data", "tensor", "tied"), tiered([(4, 2, True), (2, 4, False)], lambda row: False)
 )
 def test_a_tensor_axis_changes_no_gradient_and_moves_sums_only(data, tensor, tied):
-    config = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, tied=tied)
+    config = gpt.config(dim=32, num_layers=2, num_heads=4, tied=tied)
     grad = jax.jit(jax.value_and_grad(gpt.model(config).loss_fn))
     params, batch = host_params(gpt.init, config), {"tokens": tokens(8, 17)}
     expected = grad(params, batch)
@@ -138,7 +136,7 @@ def spec_of(path):
 
 
 def test_every_large_leaf_has_a_rule():
-    params = jax.eval_shape(lambda key: gpt.init(gpt.GPTConfig(tied=False), key), jax.random.key(0))
+    params = jax.eval_shape(lambda key: gpt.init(gpt.config(tied=False), key), jax.random.key(0))
     whole = [
         path for path, _ in jax.tree_util.tree_leaves_with_path(params) if spec_of(path) == P()
     ]
@@ -149,7 +147,7 @@ def test_every_large_leaf_has_a_rule():
 def test_compute_dtype_is_the_parameters_unless_chosen():
     params = host_params(gpt.init, SMALL)
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    chosen = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, dtype=jnp.bfloat16)
+    chosen = gpt.config(dim=32, num_layers=2, num_heads=4, dtype=jnp.bfloat16)
     batch = {"tokens": tokens(4, 17)}
     assert jax.eval_shape(gpt.model(SMALL).embed, half, batch).x.dtype == jnp.bfloat16
     assert jax.eval_shape(gpt.model(chosen).embed, params, batch).x.dtype == jnp.bfloat16
@@ -160,7 +158,7 @@ def test_compute_dtype_is_the_parameters_unless_chosen():
 
 
 def test_double_precision_throughout(x64):
-    config = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, param_dtype=jnp.float64)
+    config = gpt.config(dim=32, num_layers=2, num_heads=4, param_dtype=jnp.float64)
     params, batch = host_params(gpt.init, config), {"tokens": tokens(2, 9)}
     assert "f32" not in str(jax.make_jaxpr(gpt.model(config).loss_fn)(params, batch))
     single = loss_of(config, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params), batch)
@@ -195,7 +193,7 @@ def test_a_token_outside_the_vocabulary_is_not_passed_over():
 )
 def test_other_batches_are_refused(batch, kind, got):
     message = (
-        "gpt: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at"
+        "decoder: a batch is a dict with integer tokens [B, T + 1], or tokens and targets [B, T], T at"
         f" least 1; got {got}."
     )
     with pytest.raises(kind, match=f"^{re.escape(message)}$"):
@@ -208,20 +206,26 @@ def test_other_batches_are_refused(batch, kind, got):
         (
             {"dim": 0, "num_layers": -1},
             (
-                "GPTConfig: 2 sizes cannot be used.\n  dim must be positive, got 0\n  num_layers"
-                " must be positive, got -1\nFix: choose positive sizes, and dim a multiple of 2 *"
-                " num_heads."
+                "DecoderConfig: 3 fields cannot be used.\n  dim must be positive, got 0\n  num_layers"
+                " must be positive, got -1\n  hidden must be positive, got 0"
             ),
         ),
         (
             {"dim": 36, "num_heads": 4},
             (
-                "GPTConfig: 1 size cannot be used.\n  dim=36 cannot be cut into num_heads=4 of even"
-                " width\nFix: choose positive sizes, and dim a multiple of 2 * num_heads."
+                "DecoderConfig: 1 field cannot be used.\n  the dims that rotate must be even and the"
+                " same in all kinds, got [9]"
+            ),
+        ),
+        (
+            {"dim": 34, "num_heads": 4},
+            (
+                "DecoderConfig: 1 field cannot be used.\n  dim=34 cannot be cut into num_heads=4, so"
+                " give head_dim"
             ),
         ),
     ],
 )
 def test_unusable_sizes_are_refused(sizes, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        gpt.GPTConfig(**sizes)
+        gpt.config(**sizes)

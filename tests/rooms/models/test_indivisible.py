@@ -16,8 +16,8 @@ from shardopt.models.decoder import DecoderConfig
 V = 33
 SIZES = {"vocab_size": V, "dim": 24, "num_layers": 2}
 CASES = {  # model, parameters, rules, and the leaves that stay whole
-    "gpt": lambda: (gpt, gpt.GPTConfig(**SIZES, num_heads=2, max_length=8), gpt.rules, {"embedding": 0, "head": 0}),
-    "moe": lambda: (moe, moe.MoEConfig(**SIZES, num_heads=6, num_kv_heads=3, max_length=8), moe.rules, {"embedding": 0, "head": 0, "blocks/attention/kv": 1}),
+    "gpt": lambda: (gpt, gpt.config(**SIZES, num_heads=2, max_length=8), gpt.rules, {"embedding": 0, "head": 0}),
+    "moe": lambda: (moe, moe.config(**SIZES, num_heads=6, num_kv_heads=3, max_length=8), moe.rules, {"embedding": 0, "head": 0, "blocks/attention/kv": 1}),
     "tied": lambda: of_decoder(DecoderConfig(**SIZES, num_heads=2, hidden=32, tied=True), {"embedding": 0}),
     "three heads of keys": lambda: of_decoder(DecoderConfig(**{**SIZES, "vocab_size": 32}, num_heads=6, num_kv_heads=3, hidden=32), {"blocks/attention/k": 1, "blocks/attention/v": 1}),
 }  # fmt: skip

@@ -13,7 +13,7 @@ from shardopt.nn import _norm, _rotary
 from shardopt.nn._mlp import mlp
 from shardopt.nn._rotary import rotate_by
 
-FUSED = gpt.GPTConfig().decoder
+FUSED = gpt.config()
 
 
 rms_norm = jax.jit(_norm.rms_norm)
@@ -77,7 +77,7 @@ def test_rotation_on_tpu_swaps_halves_by_a_product_and_is_the_same(dtype, monkey
 
 @pytest.mark.slow
 def test_a_step_whose_rotation_is_a_product_is_the_same(monkeypatch):
-    config = gpt.GPTConfig(vocab_size=16, dim=16, num_layers=2, num_heads=2)
+    config = gpt.config(vocab_size=16, dim=16, num_layers=2, num_heads=2)
     params, batch = (
         gpt.init(config, jax.random.key(0)),
         {"tokens": jnp.arange(36).reshape(4, 9) % 16},

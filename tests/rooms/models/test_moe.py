@@ -20,24 +20,25 @@ import shardopt as so
 from shardopt.models import _decoder_block, decoder, moe, sample
 from shardopt.planning._models import find_model
 
-SMALL = moe.MoEConfig(
-    vocab_size=32,
-    dim=16,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    num_experts=4,
-    hidden=8,
-    shared_hidden=4,
-    balance_rate=0.01,
-    param_dtype=jnp.float64,
-)
+SIZES = {
+    "vocab_size": 32,
+    "dim": 16,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "num_experts": 4,
+    "hidden": 8,
+    "shared_hidden": 4,
+    "balance_rate": 0.01,
+    "param_dtype": jnp.float64,
+}
+SMALL = moe.config(**SIZES)
 TX = optax.sgd(0.3, momentum=0.9)
 LEAVES = {"rules": moe.rules}
 
 
 def config_of(**changes):
-    return dataclasses.replace(SMALL, **changes)
+    return moe.config(**SIZES | changes)
 
 
 def batches(steps=2, *, weights=False):
@@ -111,7 +112,7 @@ def row_id(row):
     return "-".join(parts)
 
 
-LATENT = moe.LatentConfig(query=6, key=5, nope=4, rope=2, value=3)
+LATENT = decoder.LatentConfig(query=6, key=5, nope=4, rope=2, value=3)
 TABLE += [
     # the remedy that the refusal names
     ("global", {"expert": 2, "context": 2}, {"balance": "loss"}, {}),
@@ -407,10 +408,10 @@ def test_latent_attention_is_that_of_each_head_by_itself(implementation, x64, mo
 def test_the_shape_of_deepseek_v3_is_that_of_the_planner():
     shape = find_model("deepseek-v3")
     query, key, rope = shape.latent
-    config = moe.MoEConfig(
+    config = moe.config(
         vocab_size=shape.vocab_size, dim=shape.dim, num_layers=shape.num_layers, num_heads=shape.num_heads,
         num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden, shared_hidden=shape.hidden,
-        latent=moe.LatentConfig(query, key, shape.width, rope, shape.width),
+        latent=decoder.LatentConfig(query, key, shape.width, rope, shape.width),
     )  # fmt: skip
     assert moe.num_parameters(config) == shape.num_parameters
     assert moe.num_parameters(config, active=True) == active_parameters(shape)
@@ -434,20 +435,30 @@ def test_samples_are_those_of_the_logits():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        ({"num_kv_heads": 3}, "num_heads=4 is no multiple of num_kv_heads=3"),
-        ({"dim": 12}, "dim=12 cannot be cut into num_heads=4 of even width"),
-        ({"top_k": 5}, "top_k=5 is above num_experts=4"),
+        ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=4"),
+        ({"dim": 12}, "the dims that rotate must be even and the same in all kinds, got [3]"),
+        ({"dim": 18}, "dim=18 cannot be cut into num_heads=4, so give head_dim"),
+        ({"top_k": 5}, "experts.top_k=5, but a token can go to 4 experts only"),
         ({"hidden": 0}, "hidden must be positive, got 0"),
-        ({"latent": LATENT}, "num_kv_heads=2 is for attention that is not latent"),
+        (
+            {"latent": LATENT},
+            "num_kv_heads, qk_norm and qkv_bias are for attention that is not latent",
+        ),
         (
             {"latent": LATENT._replace(value=7), "num_kv_heads": None},
-            "latent.value=7 is above nope + rope = 6",
+            "latent.value=7 is wider than queries and keys, which have 6 dims",
+        ),
+        (
+            {"latent": LATENT._replace(query=0), "num_kv_heads": None},
+            "the sizes of latent must be positive, got"
+            " LatentConfig(query=0, key=5, nope=4, rope=2, value=3)",
         ),
     ],
     ids=str,
 )
 def test_sizes_that_cannot_be_are_refused(change, line):
     with pytest.raises(
-        ValueError, match=f"^{re.escape(f'MoEConfig: 1 size cannot be used.{chr(10)}  {line}')}$"
+        ValueError,
+        match=f"^{re.escape(f'DecoderConfig: 1 field cannot be used.{chr(10)}  {line}')}$",
     ):
         config_of(**change)

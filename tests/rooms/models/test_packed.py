@@ -37,9 +37,7 @@ DOCUMENTS = [
 WEIGHTS = np.where(np.arange(VOCABULARY) < COUNTED, 0.5 + np.arange(VOCABULARY) % 3, 0.0)
 """Of the target of each token."""
 
-GPT = gpt.GPTConfig(
-    vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64
-)
+GPT = gpt.config(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2, param_dtype=jnp.float64)
 LEARNED = Transformer(
     "tiny",
     16,
@@ -132,7 +130,7 @@ def test_packed_rows_in_natural_order_run_on_the_kernel_of_a_tpu(learned, mesh_o
     shape = Transformer(
         "tiny", 16, 2, 4, 24, VOCABULARY, 128, num_kv_heads=2, positions=learned, dtype=jnp.float32
     )
-    config = gpt.GPTConfig(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2)
+    config = gpt.config(vocab_size=VOCABULARY, dim=16, num_layers=2, num_heads=2)
     model, init = transformer.model(shape), functools.partial(transformer.init, shape)
     models = (
         [(model, init)]
@@ -250,7 +248,7 @@ def test_a_packed_run_learns_as_one_of_the_same_documents_a_row_each(mesh_of):
     most = max(sum(row.max() for row in batch["segment_ids"]) for batch in rows)
     alone = [one_a_row(batch, most + most % 2) for batch in rows]
     assert data.padding_share(rows) < 0.1 < data.padding_share(alone)
-    config = gpt.GPTConfig(dim=64, num_layers=2)
+    config = gpt.config(dim=64, num_layers=2)
 
     def losses(batches):
         opt = so.fsdp(optax.adam(3e-3), mesh_of(data=2), gpt.model(config))
@@ -342,6 +340,5 @@ def test_shapes_of_a_batch_are_those_that_data_gives():
 )
 @pytest.mark.parametrize("name", ["gpt", "rotary"])
 def test_leaves_that_do_not_fit_are_refused(name, wrong, kind, message):
-    who = "gpt" if name == "gpt" else "transformer"
-    with pytest.raises(kind, match=f"^{re.escape(f'{who}: {message}')}$"):
+    with pytest.raises(kind, match=f"^{re.escape(f'decoder: {message}')}$"):
         MODELS[name][0].embed({}, packed() | wrong)

@@ -12,13 +12,13 @@ from support.tiers import tiered
 from shardopt.models import decoder, gpt, moe, sample
 from shardopt.models._sampling import advance, empty_caches
 
-CONFIG = gpt.GPTConfig(dim=32, num_layers=2, num_heads=4, max_length=40)
+CONFIG = gpt.config(dim=32, num_layers=2, num_heads=4, max_length=40)
 WINDOWS = (decoder.BlockKind(window=3), decoder.BlockKind(rope=decoder.Rope(base=1e3)))
-LATENT = moe.LatentConfig(query=6, key=5, nope=4, rope=2, value=3)
+LATENT = decoder.LatentConfig(query=6, key=5, nope=4, rope=2, value=3)
 EXPERTS = decoder.ExpertsConfig(number=4, top_k=2, hidden=8, num_first=1)
 SIZES = {"dim": 16, "num_layers": 3, "num_heads": 4, "hidden": 24}
 DECODERS = {
-    "gpt": CONFIG.decoder,
+    "gpt": CONFIG,
     "windows, sinks and a cap": decoder.DecoderConfig(
         **SIZES,
         num_kv_heads=2,
@@ -39,7 +39,7 @@ DECODERS = {
         qkv_bias=True,
         gated=False,
     ),
-    "loads and fused heads of keys": moe.MoEConfig(**SIZES, num_kv_heads=2, num_experts=4).decoder,
+    "loads and fused heads of keys": moe.config(**SIZES, num_kv_heads=2, num_experts=4),
 }
 
 

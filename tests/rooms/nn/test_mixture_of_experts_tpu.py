@@ -94,7 +94,7 @@ def test_tiles_are_no_larger_than_groups():
 
 def test_what_a_step_does_not_hold():
     """No stack of blocks in the dtype of gathers, and no gradient of the loss beside the blocks."""
-    config = moe.MoEConfig(1024, 512, 3, 4, hidden=1024, dtype=jnp.bfloat16)
+    config = moe.config(1024, 512, 3, 4, hidden=1024, dtype=jnp.bfloat16)
     params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
     lowered = []
 

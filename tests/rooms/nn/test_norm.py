@@ -147,9 +147,7 @@ def test_what_remat_saves_is_not_computed_again(on_tpu):
 
 def test_experts_name_the_statistics_like_a_product_that_they_have(on_tpu):
     """Otherwise remat would take a name on TPU that it refuses elsewhere."""
-    config = moe.MoEConfig(
-        vocab_size=8, dim=128, num_layers=1, num_heads=1, num_experts=2, hidden=8
-    )
+    config = moe.config(vocab_size=8, dim=128, num_layers=1, num_heads=1, num_experts=2, hidden=8)
     batch = {"tokens": jnp.zeros((1, 129), jnp.int32)}
 
     def loss(params):

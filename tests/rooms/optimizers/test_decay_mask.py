@@ -12,10 +12,10 @@ from shardopt.models import decoder, gpt, moe
 from shardopt.models.decoder import DecoderConfig
 
 MODELS = {
-    "gpt": lambda: gpt.init(gpt.GPTConfig(dim=32, num_layers=2), jax.random.key(0)),
-    "moe": lambda: moe.init(moe.MoEConfig(dim=32, num_layers=2), jax.random.key(0)),
+    "gpt": lambda: gpt.init(gpt.config(dim=32, num_layers=2), jax.random.key(0)),
+    "moe": lambda: moe.init(moe.config(dim=32, num_layers=2), jax.random.key(0)),
     "biases": lambda: decoder.init(DecoderConfig(dim=32, num_layers=2, hidden=32, fused="qkv"), jax.random.key(0)),
-    "adapters": lambda: {"base": gpt.init(gpt.GPTConfig(dim=32, num_layers=2), jax.random.key(0))},
+    "adapters": lambda: {"base": gpt.init(gpt.config(dim=32, num_layers=2), jax.random.key(0))},
 }  # fmt: skip
 
 

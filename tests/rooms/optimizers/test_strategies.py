@@ -57,7 +57,7 @@ def test_equals_one_device(optimizer, strategy, mesh, model, mesh_of, x64):
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_owners_work_on_whole_matrices_for_few_bytes(optimizer, strategy, mesh_of, x64):
-    config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=8, num_heads=2, max_length=16)
+    config = gpt.config(vocab_size=32, dim=16, num_layers=8, num_heads=2, max_length=16)
     params = jax.tree.map(lambda x: 2 * x.astype(float), host_params(gpt.init, config))
     batches = [{"tokens": np.random.default_rng(i).integers(0, 32, (16, 9))} for i in range(4)]
     tx, model = OPTIMIZERS[optimizer](gpt.matrices), gpt.model(config)

@@ -43,7 +43,7 @@ def test_a_block_in_8_bits_takes_a_quarter_of_its_float32():
 )
 def test_experts_in_8_bits_take_a_quarter_of_their_float32(layout):
     def weight_bytes(precision):
-        config = moe.MoEConfig(
+        config = moe.config(
             dim=64, num_layers=2, num_heads=4, num_experts=4, max_length=32, precision=precision
         )
         params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))

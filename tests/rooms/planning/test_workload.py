@@ -82,7 +82,7 @@ def test_the_closed_form_is_the_trace(gated):
 
 @pytest.mark.slow
 def test_the_trace_of_the_gpt_counts_its_weights():
-    config = gpt.GPTConfig(dim=64, num_layers=2, num_heads=4)
+    config = gpt.config(dim=64, num_layers=2, num_heads=4)
     params = jax.eval_shape(lambda rng: gpt.init(config, rng), jax.random.key(0))
     work = trace(gpt.model(config), params, {"tokens": jnp.zeros((2, 33), jnp.int32)}, tokens=32)
     D, F, T = 64, 192, 32

@@ -105,7 +105,7 @@ def test_what_crosses_is_compact(reducer, kinds, mesh_of):
 
 @pytest.fixture(scope="module")
 def gpt_params():
-    config = gpt.GPTConfig()
+    config = gpt.config()
     return jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
 
 

@@ -59,7 +59,7 @@ def test_weights_that_a_block_casts_are_not_kept_whole(mesh_of):
     """
     held = {}
     for dtype in (None, jnp.bfloat16):
-        config = gpt.GPTConfig(dim=128, num_layers=6, num_heads=4, dtype=dtype)
+        config = gpt.config(dim=128, num_layers=6, num_heads=4, dtype=dtype)
         shapes = jax.eval_shape(lambda config=config: gpt.init(config, jax.random.key(0)))
         batch = {"tokens": jax.ShapeDtypeStruct((2, 9), jnp.int32)}
         held[dtype] = temporary(gpt.model(config), mesh_of(data=2), 6, batch, shapes)

@@ -119,7 +119,7 @@ def test_a_value_that_is_kept_is_not_computed_again(strategy, remat, again, mesh
     """Of the six products of a block the backward pass of "full" repeats five: nothing reads what
     the last one makes.
     """
-    config = gpt.GPTConfig(vocab_size=64, dim=32, num_layers=2, num_heads=4)
+    config = gpt.config(vocab_size=64, dim=32, num_layers=2, num_heads=4)
     shapes = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
     batch = {"tokens": jax.ShapeDtypeStruct((4, 9), jnp.int32)}
 

@@ -60,7 +60,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_rows_of_a_process_are_looked_at_before_they_are_joined(name):
-    config = gpt.GPTConfig(vocab_size=32, dim=16, num_layers=1, num_heads=2)
+    config = gpt.config(vocab_size=32, dim=16, num_layers=1, num_heads=2)
     opt = so.ddp(optax.sgd(0.1), so.make_mesh(), gpt.model(config))
     batch, problem = BAD[name]
     with pytest.raises(ValueError, match=problem):

@@ -118,9 +118,9 @@ def test_a_batch_that_takes_memory_of_the_state_after_some_steps_is_read_first(m
 
 
 def test_tokens_are_checked_at_every_step(mesh_of):
-    model = gpt.model(gpt.GPTConfig(dim=8, num_layers=1, num_heads=1))
+    model = gpt.model(gpt.config(dim=8, num_layers=1, num_heads=1))
     opt = so.ddp(optax.sgd(0.1), mesh_of(data=2), model)
-    state = opt.init(lambda rng: gpt.init(gpt.GPTConfig(dim=8, num_layers=1, num_heads=1), rng))
+    state = opt.init(lambda rng: gpt.init(gpt.config(dim=8, num_layers=1, num_heads=1), rng))
     tokens = np.ones((2, 9), np.int32)
     for _ in range(2):
         state, _ = opt.step(state, {"tokens": tokens})

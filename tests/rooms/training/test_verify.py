@@ -334,7 +334,7 @@ def test_faults_in_whole_matrices_and_experts_are_found(monkeypatch):
 @pytest.mark.slow  # test_a_clean_run_is_the_run_without_verification
 def test_weights_that_travel_in_8_bits_have_no_false_alarm():
     mesh = so.make_mesh(data=DEVICES, devices=jax.devices()[:DEVICES])
-    config = gpt.GPTConfig(
+    config = gpt.config(
         dim=12, num_layers=2, num_heads=2, max_length=8, vocab_size=32, precision="int8"
     )
     opt = so.fsdp(optax.sgd(0.1, momentum=0.9), mesh, gpt.model(config), min_shard_elements=1)
