@@ -219,7 +219,7 @@ def _rounding_problem(leaf: jax.ShapeDtypeStruct | None, rounding: object) -> st
         return "not a leaf of a block"
     if not isinstance(rounding, Rounding):
         return f"{rounding!r} is not a so.nn.Rounding"
-    shape, summed = leaf.shape[1 + rounding.experts :], rounding.summed
+    shape, summed = leaf.shape[1:], rounding.summed
     if rounding.precision not in get_args(Precision):
         return f"unknown precision {rounding.precision!r}"
     for dtype in (leaf.dtype, rounding.dtype):

@@ -16,20 +16,17 @@ class Rounding(NamedTuple):
         channels.
       dtype: the dtype that the model casts the weight to before it is rounded; None keeps the dtype
         that it has.
-      experts: whether the first dim counts experts, whose weights `so.nn.mixture_of_experts` reads;
-        `summed` counts the dims after it.
 
     Example:
       >>> Rounding("int8", summed=2)  # of the weight [H, K, D] in the product "bthk,hkd->btd"
-      Rounding(precision='int8', summed=2, dtype=None, experts=False)
+      Rounding(precision='int8', summed=2, dtype=None)
     """
 
     precision: Precision
     summed: int = 1
     dtype: DTypeLike | None = None
-    experts: bool = False
 
     @property
     def sum_dims(self) -> tuple[int, ...]:
         """The dims of the weight that the product sums over."""
-        return tuple(range(self.experts, self.experts + self.summed))
+        return tuple(range(self.summed))

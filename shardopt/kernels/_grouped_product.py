@@ -9,7 +9,6 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from shardopt.core._types import wide_dtype
@@ -60,21 +59,16 @@ def product_of_groups(
     sizes: Array,
     *,
     transposed: bool = False,
-    dtype: DTypeLike | None = None,
 ) -> Array:
-    """Return the grouped product with the weights, or with their transposes, in a dtype.
-
-    None keeps the dtype of the rows.
-    """
-    dtype = rows.dtype if dtype is None else dtype
+    """Return the grouped product with the weights, or with their transposes."""
     if implementation == "blocks":
-        run = functools.partial(_product_in_tiles, transposed=transposed, dtype=dtype)
+        run = functools.partial(_product_in_tiles, transposed=transposed)
         return marked(GROUPED_PRODUCT, run)(rows, weights, sizes)
     if implementation == "ragged_dot":
         dims = lax.RaggedDotDimensionNumbers(
             (((1,), (2 if transposed else 1,)), ((), ())), [0], [0]
         )
-        out = lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=dtype)
+        out = lax.ragged_dot_general(rows, weights, sizes, dims, preferred_element_type=rows.dtype)
     else:
         from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
@@ -86,7 +80,7 @@ def product_of_groups(
             weights.shape[1 if transposed else 2],
         )
         padded_rows = _padded(rows, tiles[0])
-        out = gmm(padded_rows, weights, sizes, jnp.dtype(dtype), tiles, transpose_rhs=transposed)[
+        out = gmm(padded_rows, weights, sizes, rows.dtype, tiles, transpose_rhs=transposed)[
             : rows.shape[0]
         ]
     return jnp.where(jnp.arange(rows.shape[0])[:, None] < jnp.sum(sizes), out, 0)
@@ -171,9 +165,7 @@ def _visits(num_rows: int, sizes: Array) -> tuple[int, Array, Array, Array, Arra
     return tile, tile_ends[-1], group, first, ends[group]
 
 
-def _product_in_tiles(
-    rows: Array, weights: Array, sizes: Array, transposed: bool, dtype: DTypeLike
-) -> Array:
+def _product_in_tiles(rows: Array, weights: Array, sizes: Array, transposed: bool) -> Array:
     """Return the product by a loop over tiles.
 
     A tile may write beyond its group, and the next tile overwrites these rows.
@@ -193,7 +185,7 @@ def _product_in_tiles(
             out, jnp.where(in_group, tile_product, 0).astype(out.dtype), first[i], 0
         )
 
-    out = jnp.zeros((M + tile, weights.shape[1 if transposed else 2]), dtype)
+    out = jnp.zeros((M + tile, weights.shape[1 if transposed else 2]), rows.dtype)
     return lax.fori_loop(0, count, multiply_tile, out)[:M]
 
 

@@ -53,7 +53,7 @@ def opened(subscripts: str, weight: RoundedWeight, precision: str | None) -> Rou
     is_product = precision == rounding.precision and set(letters[: rounding.summed]) == set(
         x
     ) & set(letters)
-    if rounding.experts or not is_product:
+    if not is_product:
         problem = (
             f"the weight was rounded to {rounding.precision} for a product that sums over its first"
             f" {plural(rounding.summed, 'dim')}, and is used in {subscripts!r} with precision"

@@ -74,11 +74,9 @@ def wire_form(
 ) -> RoundedForm | None:
     """Return the form in which a leaf of a block is gathered.
 
-    None if it has no rounding, is not sharded, is sharded over tensor, or if its experts are.
+    None if it has no rounding, is not sharded, or is sharded over tensor.
     """
-    if rounding is None or dim is None or any(tensor):
-        return None
-    return None if rounding.experts and dim == 0 else RoundedForm(rounding, dim)
+    return None if rounding is None or dim is None or any(tensor) else RoundedForm(rounding, dim)
 
 
 @jax.tree_util.register_dataclass

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from shardopt import nn
-from shardopt.core._rounding import Rounding
+from shardopt.core._rounding import Precision, Rounding
 from shardopt.core._types import wide_dtype
 from shardopt.mesh import is_analysed
 from shardopt.models import _layers as layers
@@ -158,11 +158,6 @@ def roundings(config: DecoderConfig) -> dict[str, Rounding]:
         "attention/out": rounding._replace(summed=2)
     }
     rounded |= {f"mlp/{name}": rounding for name in ("gate", "up", "down")}
-    if config.experts is not None:
-        rounded |= {
-            f"experts/{name}": rounding._replace(experts=True) for name in ("gate", "up", "down")
-        }
-        rounded |= {f"shared/{name}": rounding for name in ("gate", "up", "down")}
     parts = block_shapes(config, dense=config.experts is None)
     return {
         path: rounded[path]
@@ -215,7 +210,7 @@ def apply_cached_block(
     if config.parallel is None:
         x, mlp_input = residual.input(mlp_weights, x, first_product)
     if router is None:
-        out = _mlp(config, mlp_weights, mlp_input)
+        out = _mlp(config, mlp_weights, mlp_input, config.precision)
         out = checkpoint_name(out, "mlp_out") if config.post_norms else out
     else:
         out, routers = _experts(config, weights, router, mlp_input, routers)
@@ -391,12 +386,14 @@ def _mix_cached(
     return masked_attention(query, *cache, mask, softcap=softcap, scale=scale, sinks=sinks)
 
 
-def _mlp(config: DecoderConfig, weights: Params, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+def _mlp(
+    config: DecoderConfig, weights: Params, x: Float[Array, "B T D"], precision: Precision | None
+) -> Float[Array, "B T D"]:
     return mlp(
         x,
         weights,
         ACTIVATIONS[config.activation],
-        precision=config.precision,
+        precision=precision,
         sharded=config.sequence_parallel,
         recompute=config.recompute_activation,
     )
@@ -428,10 +425,9 @@ def _experts(
         scale=experts.scale,
         shared=None if experts.shared_gate else weights.get("shared"),
         chunk=experts.chunk,
-        precision=config.precision,
         activation=ACTIVATIONS[config.activation],
     )
     if experts.shared_gate:
         gate = jax.nn.sigmoid(x @ router["shared_gate"].astype(x.dtype))
-        mixed = mixed + gate * _mlp(config, weights["shared"], x)
+        mixed = mixed + gate * _mlp(config, weights["shared"], x, None)
     return mixed, None if routers is None else routers.after_block(statistics)

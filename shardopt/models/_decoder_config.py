@@ -168,7 +168,7 @@ class DecoderConfig:
       dtype: dtype of activations and products; None is the dtype of the parameters that the loss
         gets.
       precision: precision of products with block weights, as in `so.nn.quantized_einsum`; None is
-        `dtype`.
+        `dtype`. Router and experts keep `dtype`.
 
     Raises:
       ValueError: if sizes do not fit together, or a choice is unknown.

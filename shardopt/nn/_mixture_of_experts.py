@@ -20,17 +20,12 @@ from jaxtyping import Array, Float
 from shardopt.collectives._per_device import TENSOR
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import calling, error_text, format_error
-from shardopt.core._rounding import Precision
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._grouped_product import grouped_product
-from shardopt.low_precision._expert_product import Sharded, expert_products
-from shardopt.low_precision._numbers import check_precision
-from shardopt.low_precision._weight import RoundedWeight
 from shardopt.mesh import axes_of_role, is_analysed, mesh_under_trace, not_manual_axes
 from shardopt.nn._dispatch import combine, plan_exchange, send, sorted_by_expert, spread
 from shardopt.nn._low_rank import as_array
 from shardopt.nn._order import CONTEXT
-from shardopt.nn._quantized_einsum import quantized_einsum
 from shardopt.nn._router import RouterStatistics, Routing, Score, dense_weights, route
 from shardopt.partition._plan import EXPERT
 from shardopt.trace._marks import EXPERTS, marked
@@ -57,7 +52,6 @@ def mixture_of_experts(
     shared: Mapping[str, Array] | None = None,
     activation: Activation = jax.nn.silu,
     chunk: int | None = None,
-    precision: Precision | None = None,
 ) -> tuple[Float[Array, "B T D"], RouterStatistics]:
     """Send each token through the K experts with its highest scores, and return the weighted sum of
     their outputs.
@@ -91,9 +85,6 @@ def mixture_of_experts(
         F.
       activation: the activation of the hidden units.
       chunk: how many tokens of a device are dispatched at a time. None: all.
-      precision: "int8" or "fp8" multiplies in 8 bits, as `quantized_einsum` does. A token has a
-        scale, and so has a channel of an expert. The gradients of the experts' weights are not
-        rounded, since devices share their rows. None: the dtype of x.
 
     Returns:
       (y, statistics): y is [B, T, D] in the dtype of x. statistics is a `RouterStatistics` of the
@@ -104,7 +95,7 @@ def mixture_of_experts(
       TypeError: if top_k or chunk is not an integer, or weights have another dtype than x.
       ValueError: if a shape does not fit, or weights have neither E nor E/X experts.
       ValueError: if a number is not positive, top_k is above the number of open experts, `groups`
-        does not divide E, or the score or the precision is unknown.
+        does not divide E, or the score is unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, shardopt as so
@@ -156,7 +147,6 @@ def mixture_of_experts(
     weights = {name: as_array(weight) for name, weight in weights.items()}
     shared = shared and {name: as_array(weight) for name, weight in shared.items()}
     routing = Routing(top_k, score, normalize, groups, scale)
-    check_precision("mixture_of_experts", precision)
     with calling("mixture_of_experts"):
         _check_arrays(weights, x, router, shared, (bias, router_bias))
         routing.check(E)
@@ -177,16 +167,16 @@ def mixture_of_experts(
     if is_analysed():
         y, statistics = _analysed_experts(inputs, routing, activation)
     else:
-        run_experts = functools.partial(
-            _route_and_run, _Settings(routing, activation, chunk, precision)
-        )
+        run_experts = functools.partial(_route_and_run, _Settings(routing, activation, chunk))
         y, statistics = _on_each_device(run_experts, inputs, expert_axes, travels=num_held < E)
     if shared is not None:
-        product = functools.partial(quantized_einsum, precision=precision)
-        hidden = _hidden_units(
-            shared, lambda name: product("btd,df->btf", x, shared[name]), activation
-        )
-        y = y + product("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
+        first_products = {
+            name: jnp.einsum("btd,df->btf", x, shared[name])
+            for name in ("up", "gate")
+            if name in shared
+        }
+        hidden = _hidden_units(first_products, activation)
+        y = y + jnp.einsum("btf,fd->btd", hidden.astype(x.dtype), shared["down"])
     return y, statistics
 
 
@@ -207,7 +197,6 @@ class _Settings:
     routing: Routing
     activation: Activation
     chunk: int | None
-    precision: Precision | None
 
 
 class _Axes(NamedTuple):
@@ -266,7 +255,7 @@ def _dispatch_and_combine(
     order, inverse, sizes = sorted_by_expert(experts, num_experts)
     rows = spread(x, order, inverse)
     scales = spread(scales.reshape(n * K, 1), order, inverse)
-    run_experts = functools.partial(_run_experts, settings, axes.tensor, weights)
+    run_experts = functools.partial(_run_experts, settings.activation, weights)
     if not axes.expert:
         rows = checkpoint_name(rows, ARRIVED)
         return combine(run_experts(rows, scales, sizes), order, inverse, n)
@@ -290,12 +279,7 @@ def _dispatch_and_combine(
 
 
 def _run_experts(
-    settings: _Settings,
-    tensor_axes: tuple[str, ...],
-    weights: Weights,
-    rows: Array,
-    scales: Array,
-    sizes: Array,
+    activation: Activation, weights: Weights, rows: Array, scales: Array, sizes: Array
 ) -> Array:
     """Return the output of each row's expert, times the row's scale [M, 1]."""
 
@@ -303,11 +287,10 @@ def _run_experts(
         return grouped_product(rows, weights[f"{name}_bias"][:, None], sizes)
 
     ones = jnp.ones((rows.shape[0], 1), rows.dtype)
-    names = [name for name in ("gate", "up") if name in weights]
-    run = functools.partial(expert_products, sizes=sizes, precision=settings.precision)
-    products = run(rows, [weights[name] for name in names], sharded=Sharded(channels=tensor_axes))
-    first_products = dict(zip(names, products, strict=True))
-    for name in first_products:
+    first_products = {}
+    for name in ("gate", "up"):
+        if name in weights:
+            first_products[name] = grouped_product(rows, weights[name], sizes)
         if f"{name}_bias" in weights:
             first_products[name] += bias_rows(name, ones)
     first_products = checkpoint_name(first_products, NAME)
@@ -316,27 +299,20 @@ def _run_experts(
     def down(first_products: Weights, scales: Array, weights: Array) -> Array:
         # The last product is linear, so scales can multiply its input. Then their gradient does not
         # need its output.
-        hidden = (
-            _hidden_units(first_products, lambda name: first_products[name], settings.activation)
-            * scales
-        )
-        return run(hidden.astype(weights.dtype), [weights], sharded=Sharded(summed=tensor_axes))[0]
+        hidden = _hidden_units(first_products, activation) * scales
+        return grouped_product(hidden.astype(weights.dtype), weights, sizes)
 
     out = down(first_products, scales, weights["down"])
     return out + bias_rows("down", scales.astype(rows.dtype)) if "down_bias" in weights else out
 
 
-def _hidden_units(
-    weights: Weights, product: Callable[[str], Array], activation: Activation
-) -> Array:
-    up = product("up")
+def _hidden_units(first_products: Weights, activation: Activation) -> Array:
+    def widened(name: str) -> Array:
+        return first_products[name].astype(wide_dtype(first_products[name].dtype))
 
-    def widen(array):
-        return array.astype(wide_dtype(array.dtype))
-
-    if "gate" not in weights:
-        return activation(widen(up))
-    return activation(widen(product("gate"))) * widen(up)
+    if "gate" not in first_products:
+        return activation(widened("up"))
+    return activation(widened("gate")) * widened("up")
 
 
 def _analysed_experts(
@@ -361,7 +337,8 @@ def _analysed_experts(
                 products = products + weights[f"{name}_bias"][None, None]
             return checkpoint_name(products, NAME)
 
-        hidden = _hidden_units(weights, first_product, activation)
+        first_products = {name: first_product(name) for name in ("up", "gate") if name in weights}
+        hidden = _hidden_units(first_products, activation)
         hidden = (hidden * weights_of_all[..., None]).astype(x.dtype)
         y = jnp.einsum("btef,efd->btd", hidden, weights["down"])
         if "down_bias" in weights:
@@ -495,12 +472,9 @@ def _check_weights(label: str, weights: Weights, dims: tuple[str, ...], x: Array
 def _divides(
     axes: tuple[str, ...], sizes: Mapping[str, int], weights: Weights, name: str, dim: int
 ) -> bool:
-    """Return whether there are axes, and their devices divide a dim of a weight. None divides weights
-    that are rounded, whose arrays are whole.
-    """
-    if not axes or any(isinstance(weight, RoundedWeight) for weight in weights.values()):
-        return False
-    return weights[name].shape[dim] % math.prod(sizes[axis] for axis in axes) == 0
+    """Return whether there are axes, and their devices divide a dim of a weight."""
+    num_devices = math.prod(sizes[axis] for axis in axes)
+    return bool(axes) and weights[name].shape[dim] % num_devices == 0
 
 
 def _weight_specs(
@@ -514,11 +488,4 @@ def _weight_specs(
         "gate_bias": PartitionSpec(experts, hidden),
         "up_bias": PartitionSpec(experts, hidden),
     }
-    return {
-        name: (
-            PartitionSpec()
-            if isinstance(weight, RoundedWeight)
-            else specs.get(name, PartitionSpec(experts, None, hidden))
-        )
-        for name, weight in weights.items()
-    }
+    return {name: specs.get(name, PartitionSpec(experts, None, hidden)) for name in weights}

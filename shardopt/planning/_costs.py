@@ -120,9 +120,7 @@ def by_axis(transfers: tuple[StepTransfer, ...], sizes: Mapping[str, int]) -> di
 def _over_data(placed: PlacedModel) -> list[StepTransfer]:
     elements = placed.elements
     without_experts = placed._replace(elements=elements._replace(expert_blocks=0))
-    expert_elements = ElementCounts(
-        sharded_blocks=elements.expert_blocks, rounded_blocks=elements.rounded_experts
-    )
+    expert_elements = ElementCounts(sharded_blocks=elements.expert_blocks)
     other_axes = tuple(axis for axis in placed.layout.shards.names[1:] if axis != "expert")
     transfers = _gathers_and_sums(without_experts, placed.layout.shards.names[1:])
     return transfers + _gathers_and_sums(placed._replace(elements=expert_elements), other_axes)
@@ -545,7 +543,7 @@ def _gathered_bytes(placed: PlacedModel, rows: float) -> tuple[float, float, flo
         if _exchange_bytes(placed, rows)
         else max(elements.largest_outer, elements.tables)
     )
-    rounded = elements.rounded_blocks + elements.rounded_experts
+    rounded = elements.rounded_blocks
     weights, grads = (
         size * (stage - rounded) + rounded,
         grad * (stage - elements.data_sharded_experts),

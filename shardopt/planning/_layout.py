@@ -201,8 +201,6 @@ class ElementCounts(NamedTuple):
         gathered one at a time.
       expert_blocks: elements of expert leaves that the expert axis has split; data and context
         shard them further.
-      rounded_experts: elements among `expert_blocks` that are gathered in 8 bits if blocks are
-        gathered one at a time.
       expert_axis_size: size of the expert axis.
       data_sharded_experts: elements of expert leaves that data shards, with or without an expert
         axis.
@@ -218,7 +216,6 @@ class ElementCounts(NamedTuple):
     tables: int = 0
     rounded_blocks: int = 0
     expert_blocks: int = 0
-    rounded_experts: int = 0
     expert_axis_size: int = 1
     data_sharded_experts: int = 0
 
@@ -377,7 +374,6 @@ def _elements(
     outer = leaves.sharded(lambda plan: not plan.stacked and not is_table(plan))
     loss = leaves.sharded(lambda plan: plan.path in workload.loss_reads)
     rounded = [plan for plan in plans if _is_rounded(plan, workload)]
-    rounded_experts = [plan for plan in rounded if plan.experts]
     return ElementCounts(
         sharded_blocks=leaves.without_experts(stacked=True, sharded=True),
         replicated_blocks=leaves.without_experts(stacked=True, sharded=False),
@@ -387,9 +383,8 @@ def _elements(
         loss_outer=sum(loss),
         largest_loss=max(loss, default=0),
         tables=sum(leaves.sharded(is_table)),
-        rounded_blocks=leaves.total(rounded) - leaves.total(rounded_experts),
+        rounded_blocks=leaves.total(rounded),
         expert_blocks=leaves.total([plan for plan in plans if plan.experts]),
-        rounded_experts=leaves.total(rounded_experts),
         expert_axis_size=mesh.shape.get("expert", 1),
         data_sharded_experts=sum(leaves.sharded(is_expert)),
     )

@@ -10,7 +10,6 @@ import numpy as np
 
 from shardopt import nn
 from shardopt.kernels._grouped_product import _run as grouped_product
-from shardopt.low_precision._expert_product import LOCAL, expert_products
 from shardopt.verify._rows import Devices, Measurement, NotRun, Row, agree, tolerance
 
 Function = Callable[..., jax.Array]
@@ -71,10 +70,6 @@ def _run_groups(implementation: str) -> Function:
     return lambda rows, weights: grouped_product(implementation, rows, weights, jnp.asarray(_SIZES))
 
 
-def _run_experts(rows: jax.Array, weights: jax.Array) -> jax.Array:
-    return expert_products(rows, [weights], jnp.asarray(_SIZES), "int8", LOCAL)[0]
-
-
 _product = functools.partial(nn.quantized_einsum, "btd,df->btf")
 _plain_product = functools.partial(jnp.einsum, "btd,df->btf")
 
@@ -123,9 +118,6 @@ KERNELS = (
         _plain_product,
         _PRODUCT,
         tolerance=_INT8_TOLERANCE,
-    ),
-    Kernel(
-        "int8 product of experts", _run_experts, _plain_groups, _GROUPS, tolerance=_INT8_TOLERANCE
     ),
     Kernel(
         "fp8 product",
