@@ -11,14 +11,13 @@ A `MatrixTask` holds the third kind: the equations of one matrix from the first 
 It also holds earlier equations, as far as they reduce the bytes of its inputs.
 """
 
-import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeGuard
 
 import jax.extend.core as jex
 
 from shardopt.trace._matrix_work import Groups, is_heavy, is_opaque
-from shardopt.trace._parts import MOST, Atom, Trace, bytes_of, inputs_of, min_cut, slice_of
+from shardopt.trace._parts import Atom, Trace, fewest_bytes, inputs_of, slice_of
 
 _RESHAPES = frozenset({"reshape", "transpose", "squeeze", "expand_dims"})
 
@@ -156,10 +155,8 @@ def _reshapes_after(trace: Trace, core: set[int]) -> set[int]:
 def _smallest_inputs(trace: Trace, targets: Sequence[jex.Var], min_elements: int) -> list[jex.Var]:
     """Return the variables of fewest bytes from which light equations compute `targets`.
 
-    The earliest, if bytes are equal.
-
-    It is a minimum vertex cut. Inputs of the update and results of heavy equations are sources; the
-    capacity of a variable is its bytes. See `shardopt.remat._split_backward`.
+    The earliest, if bytes are equal. They stop all ways from the inputs of the update and from
+    results of heavy equations.
     """
     if not targets:
         return []
@@ -171,23 +168,13 @@ def _smallest_inputs(trace: Trace, targets: Sequence[jex.Var], min_elements: int
         if not (is_opaque(eqns[i]) or is_heavy(eqns[i], min_elements))
     ]
     makes = {var: i for i in light for var in trace.jaxpr.eqns[i].outvars}
-    variables, todo = {}, list(targets)
+    reads_of: dict[jex.Var, Collection[jex.Var]] = {}
+    todo = list(targets)
     while todo:
         var = todo.pop()
-        if var not in variables:
-            variables[var] = len(variables)
-            todo += inputs_of(trace.jaxpr.eqns[makes[var]]) if var in makes else ()
-    count = len(variables)
-    source, sink = 2 * count, 2 * count + 1
-    unit = max(sum(map(bytes_of, variables)) / (MOST // 2), 1.0)
-    edges: dict[tuple[int, int], int] = {}  # backwards, so that the cut found is the earliest
-    for var, i in variables.items():
-        edges[count + i, i] = max(math.ceil(bytes_of(var) / unit), 1)
-        reads = inputs_of(trace.jaxpr.eqns[makes[var]]) if var in makes else ()
-        edges |= {(i, count + variables[read]): MOST for read in reads}
-        if var not in makes:
-            edges[i, source] = MOST
-    edges |= {(sink, count + variables[var]): MOST for var in targets}
-    cut = min_cut(edges, 2 * count + 2, sink, source)
-    in_order = list(variables)
-    return [in_order[i] for i in sorted(i for out, i in cut if i < count and out == count + i)]
+        if var not in reads_of:
+            reads_of[var] = inputs_of(trace.jaxpr.eqns[makes[var]]) if var in makes else ()
+            todo += reads_of[var]
+    sources = [var for var in reads_of if var not in makes]
+    arcs = [(read, var) for var, reads in reads_of.items() for read in reads]
+    return fewest_bytes(list(reads_of), sources, arcs, targets, earliest=True)

@@ -7,9 +7,8 @@ the columns. Each device then has the complete gradient of its columns: no sum o
 remains.
 """
 
-import functools
 import math
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,35 +24,29 @@ from shardopt.collectives import (
     shard_by_shard,
 )
 from shardopt.collectives._column_table import ColumnTable
-from shardopt.core._errors import format_error
 from shardopt.core._types import wide_dtype
 from shardopt.kernels._devices import is_local
 from shardopt.mesh import device_kind, is_analysed, mesh_under_trace, spec_axes
 from shardopt.trace._marks import LOOKED_UP
-
-Mode = Literal["fill", "clip"]
 
 _TILE = 128
 """Rows of a gradient that a product adds at once."""
 
 
 def embedding(
-    table: Float[Array, "V D"] | ColumnTable, ids: Int[Array, "*rows"], *, mode: Mode = "fill"
+    table: Float[Array, "V D"] | ColumnTable, ids: Int[Array, "*rows"]
 ) -> Float[Array, "*rows D"]:
     """Return the row of a table that each id names: y[...] = table[ids[...]].
 
     Args:
       table: [V, D].
-      ids: integers of any shape.
-      mode: the result of an id outside of the table, below 0 too: "fill" gives NaN, "clip" the
-        nearest row.
+      ids: integers of any shape. An id outside of the table, below 0 too, gives NaN.
 
     Returns:
       [*ids.shape, D] in the dtype of the table; it has the `checkpoint_name` "embedding".
 
     Raises:
       TypeError: if the ids are not integers.
-      ValueError: if mode is unknown.
 
     Example:
       >>> import jax.numpy as jnp, shardopt as so
@@ -79,25 +72,21 @@ def embedding(
     So it exchanges rows if R is below about V. If tensor shards V, the partitioner decides how the
     look-up communicates over tensor.
     """
-    if mode not in ("fill", "clip"):
-        raise ValueError(
-            format_error("embedding", f"unknown mode {mode!r}.", fix="use 'fill' or 'clip'.")
-        )
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"embedding: ids must be integers, got {ids.dtype}.")
-    if mode == "fill" and jnp.issubdtype(ids.dtype, jnp.signedinteger):
+    if jnp.issubdtype(ids.dtype, jnp.signedinteger):
         # jnp.take counts negative ids from the end
         ids = jnp.where(ids < 0, jnp.iinfo(ids.dtype).max, ids)
     if not isinstance(table, ColumnTable):
-        return checkpoint_name(_look_up(table, ids, mode), LOOKED_UP)
+        return checkpoint_name(_look_up(table, ids), LOOKED_UP)
     if sent_by_exchange(table, ids) < sent_by_gather(table):
-        rows = _look_up_by_exchange(table, ids.reshape(-1), mode)
+        rows = _look_up_by_exchange(table, ids.reshape(-1))
         return checkpoint_name(rows.reshape(*ids.shape, rows.shape[-1]), LOOKED_UP)
     (full_table,) = all_gather(
         [table.shard], [LeafWire(1, table.tensor, table.axis, scatter_dtype=table.sums)]
     )
-    return checkpoint_name(_look_up(full_table, ids, mode), LOOKED_UP)
+    return checkpoint_name(_look_up(full_table, ids), LOOKED_UP)
 
 
 def exchange_bytes(
@@ -143,15 +132,15 @@ def sent_by_gather(table: ColumnTable) -> float:
     return elements * (table.shard.dtype.itemsize + sums)
 
 
-def _look_up(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
+def _look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Return the rows; backwards, the rows of one id are added in float32 at least."""
     if is_analysed() or (table.dtype == wide_dtype(table.dtype) and not _adds_by_atomics()):
-        return _rows_of(table, ids, mode)
-    return _look_up_with_wide_sums(table, ids, mode)
+        return _rows_of(table, ids)
+    return _look_up_with_wide_sums(table, ids)
 
 
-def _rows_of(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
-    return jnp.take(table, ids, axis=0, mode=mode, fill_value=jnp.nan if mode == "fill" else None)
+def _rows_of(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 def _adds_by_atomics() -> bool:
@@ -160,19 +149,17 @@ def _adds_by_atomics() -> bool:
     return kind != "cpu" and not kind.startswith("TPU")
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _look_up_with_wide_sums(table: jax.Array, ids: jax.Array, mode: Mode) -> jax.Array:
-    return _rows_of(table, ids, mode)
+@jax.custom_jvp
+def _look_up_with_wide_sums(table: jax.Array, ids: jax.Array) -> jax.Array:
+    return _rows_of(table, ids)
 
 
 @_look_up_with_wide_sums.defjvp
-def _tangents(
-    mode: Mode, primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]
-) -> tuple:
+def _tangents(primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]) -> tuple:
     """Look the tangent up in a wide table. The transpose then adds wide numbers."""
     (table, ids), (d_table, _) = primals, tangents
-    d_table, rows = d_table.astype(wide_dtype(table.dtype)), _rows_of(table, ids, mode)
-    places = jnp.take(jnp.arange(len(table)), ids, mode=mode, fill_value=len(table))
+    d_table, rows = d_table.astype(wide_dtype(table.dtype)), _rows_of(table, ids)
+    places = jnp.take(jnp.arange(len(table)), ids, mode="fill", fill_value=len(table))
     look_up = _look_up_in_tiles if _adds_by_atomics() and is_local() else _look_up_or_zero
     return rows, look_up(d_table, places).astype(rows.dtype)
 
@@ -202,7 +189,7 @@ def _look_up_in_tiles(table: jax.Array, places: jax.Array) -> jax.Array:
     return jnp.where(is_inside, rows.reshape(*places.shape, *table.shape[1:]), 0)
 
 
-def _look_up_by_exchange(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.Array:
+def _look_up_by_exchange(table: ColumnTable, ids: jax.Array) -> jax.Array:
     """Return the rows [R, D] of a table that is sharded by columns."""
     shape, dtype, axis = table.shard.shape, table.shard.dtype, table.axis
 
@@ -216,11 +203,11 @@ def _look_up_by_exchange(table: ColumnTable, ids: jax.Array, mode: Mode) -> jax.
             return [jax.lax.all_gather(xs[0], axis, tiled=True)]
 
         (all_ids,) = shard_by_shard(gather, [ids], [PartitionSpec()])
-        return exchange(_look_up(shard, all_ids, mode), 0, 1), all_ids
+        return exchange(_look_up(shard, all_ids), 0, 1), all_ids
 
     def backward(all_ids: jax.Array, grad: jax.Array) -> tuple[jax.Array, None]:
         zeros = jnp.zeros(shape, wide_dtype(dtype))
-        _, pullback = jax.vjp(lambda table: _look_up(table, all_ids, mode), zeros)
+        _, pullback = jax.vjp(lambda table: _look_up(table, all_ids), zeros)
         (d_columns,) = pullback(exchange(grad, 1, 0).astype(zeros.dtype))
         return constrain_tensor([d_columns.astype(dtype)], [table.tensor])[0], None
 

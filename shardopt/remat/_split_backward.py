@@ -2,7 +2,7 @@
 between them.
 """
 
-import math
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,16 +15,14 @@ from shardopt.core._types import abstract, replaced
 from shardopt.remat._transposed_products import without_transposes
 from shardopt.trace._jaxprs import CHECKPOINTS
 from shardopt.trace._parts import (
-    MOST,
     Arrays,
     Atom,
     Shapes,
     Trace,
     abstract_value,
-    bytes_of,
+    fewest_bytes,
     inlined,
     inputs_of,
-    min_cut,
     part_of,
     reached_from,
     slice_of,
@@ -286,20 +284,14 @@ def _min_byte_cut(
     """Return the variables to store, so that `wanted` can be computed from them by cheap equations
     alone.
 
-    The result is a minimum vertex cut of a flow network. Results of expensive equations are
-    sources, and wanted variables are sinks. Flow goes through a cheap equation from each input to
-    each output. The stored variables must stop all flow, with the fewest bytes. Among equal cuts
-    the result is the one nearest to `wanted`, because it leaves the least to compute again.
+    Results of expensive equations must be stored to be used. Of equal sets the result is the one
+    nearest to `wanted`, because it leaves the least to compute again; see `fewest_bytes`.
 
     Args:
       equations: equations that may run again, in order.
       start: variables that exist at first, and must be stored to be used.
       free: variables that are always available and need not be stored.
       wanted: variables computed by these equations, or among `start`.
-
-    References:
-      Ford and Fulkerson, 1956, for the cut; the same is done for rematerialisation by PyTorch's
-      AOTAutograd (Horace He and Shangdi Yu, "Min-cut optimal recomputation", 2022).
     """
     wanted = [var for var in dict.fromkeys(wanted) if var not in free]
     if not wanted:
@@ -307,30 +299,11 @@ def _min_byte_cut(
     variables = list(
         dict.fromkeys([*start, *(v for eqn in equations for v in eqn.outvars if v not in free)])
     )
-    index_of = {var: i for i, var in enumerate(variables)}
-    count = len(variables)
-    source, sink = 2 * count, 2 * count + 1
-    weights = [bytes_of(var) for var in variables]
-    unit = max(sum(weights) / (MOST // 2), 1.0)
-    edges: dict[tuple[int, int], int] = {}
-    # a variable is an edge from its entry node to its exit node
-    for i, weight in enumerate(weights):
-        edges[i, count + i] = max(math.ceil(weight / unit), 1)
-    for var in start:
-        edges[source, index_of[var]] = MOST
+    known, sources, arcs = set(variables), set(start), []
     for eqn in equations:
-        inputs = [
-            index_of[v] for v in eqn.invars if not isinstance(v, jex.Literal) and v in index_of
-        ]
-        is_expensive = eqn.primitive.name not in _CHEAP or bool(eqn.effects)
-        for var in eqn.outvars:
-            if var in index_of:
-                edges |= (
-                    {(source, index_of[var]): MOST}
-                    if is_expensive
-                    else {(count + i, index_of[var]): MOST for i in inputs}
-                )
-    for var in wanted:
-        edges[count + index_of[var], sink] = MOST
-    cut = min_cut(edges, 2 * count + 2, source, sink)
-    return [variables[i] for i in sorted(i for i, exit_ in cut if i < count and exit_ == count + i)]
+        made = [var for var in eqn.outvars if var in known]
+        if eqn.primitive.name not in _CHEAP or eqn.effects:
+            sources.update(made)
+        else:
+            arcs += itertools.product([var for var in inputs_of(eqn) if var in known], made)
+    return fewest_bytes(variables, sources, arcs, wanted)

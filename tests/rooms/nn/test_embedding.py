@@ -154,17 +154,12 @@ def test_gradients_of_a_row_add_up_in_float32(itemsize, mesh_of):
 
 
 def test_ids_outside_of_the_table(mesh_of):
-    for mode in ("fill", "clip"):
-        model = MODEL._replace(
-            embed=lambda o, b, mode=mode: so.nn.embedding(o["table"], b["ids"], mode=mode)
-        )
-        batch = batches_of(1, dtype=np.float32)[0]
-        batch["ids"][-1, -1] = VOCAB
-        opt = fsdp(mesh_of(data=2), model)
-        found = opt.evaluate(opt.init(params_of(np.float32)), batch)["loss"]
-        expected = model.loss_fn(jax.tree.map(jnp.asarray, params_of(np.float32)), batch)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-        assert bool(jnp.isnan(found)) == (mode == "fill")
+    model = MODEL._replace(embed=lambda o, b: so.nn.embedding(o["table"], b["ids"]))
+    batch = batches_of(1, dtype=np.float32)[0]
+    batch["ids"][-1, -1] = VOCAB
+    opt = fsdp(mesh_of(data=2), model)
+    assert jnp.isnan(opt.evaluate(opt.init(params_of(np.float32)), batch)["loss"])
+    assert jnp.isnan(model.loss_fn(jax.tree.map(jnp.asarray, params_of(np.float32)), batch))
 
 
 def test_a_model_that_is_evaluated_may_take_the_table_whole(mesh_of):
@@ -206,8 +201,6 @@ def test_names_of_no_table_are_refused(mesh_of):
     )
     with refused(ValueError, message):
         fsdp(mesh_of(data=2), MODEL._replace(tables=("tabel", "shift"))).specs(params_of())
-    with refused(ValueError, "embedding: unknown mode 'wrap'.\nFix: use 'fill' or 'clip'."):
-        so.nn.embedding(jnp.eye(3), jnp.arange(3), mode="wrap")
     with refused(TypeError, "embedding: ids must be integers, got float32."):
         so.nn.embedding(jnp.eye(3), jnp.ones(3))
 
@@ -228,23 +221,21 @@ def test_gradients_of_a_frequent_row_are_added_in_float32(with_atomics):
     np.testing.assert_array_equal(grad.astype(jnp.float32)[:, 0], [3, 0, 4096, 0])
 
 
-@pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("shape", [(), (5,), (7, 41)])
-def test_gradients_are_those_of_indexing(with_atomics, mode, dtype, shape):
+def test_gradients_are_those_of_indexing(with_atomics, dtype, shape):
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(-120, 170, shape))  # below, in and above a table of 50 rows
     grad = jnp.asarray(rng.normal(size=(*shape, 16)), dtype)
 
     def by_indexing(table):
         in_table = (ids >= 0) & (ids < 50)
-        near = jnp.clip(ids, 0, 49) if mode == "clip" else jnp.where(in_table, ids, 0)
-        return jnp.where(in_table | (mode == "clip"), 1.0, 0.0)[..., None] * table[near]
+        return in_table[..., None] * table[jnp.where(in_table, ids, 0)]
 
     (expected,) = jax.vjp(by_indexing, jnp.zeros((50, 16)))[1](grad.astype(jnp.float32))
-    (found,) = jax.vjp(
-        lambda table: so.nn.embedding(table, ids, mode=mode), jnp.zeros((50, 16), dtype)
-    )[1](grad)
+    (found,) = jax.vjp(lambda table: so.nn.embedding(table, ids), jnp.zeros((50, 16), dtype))[1](
+        grad
+    )
     assert np.abs(expected).max() > 0 or shape == ()
     np.testing.assert_allclose(found, expected.astype(dtype), rtol=1e-5, atol=1e-5)
 
@@ -263,7 +254,6 @@ def test_tables_of_any_width_take_ids_of_one_byte(with_atomics, shape, ids):
     )
 
 
-@pytest.mark.parametrize("mode", ["fill", "clip"])
 @pytest.mark.parametrize(
     "ids",
     [
@@ -273,9 +263,9 @@ def test_tables_of_any_width_take_ids_of_one_byte(with_atomics, shape, ids):
     ],
     ids=str,
 )
-def test_gradients_go_to_the_rows_that_were_read(with_atomics, mode, ids):
+def test_gradients_go_to_the_rows_that_were_read(with_atomics, ids):
     table = jnp.stack(jnp.divmod(jnp.arange(300), 16), axis=1).astype(jnp.bfloat16)
-    rows, pullback = jax.vjp(lambda table: so.nn.embedding(table, ids, mode=mode), table)
+    rows, pullback = jax.vjp(lambda table: so.nn.embedding(table, ids), table)
     (grad,) = pullback(jnp.ones_like(rows))
     high, low = np.asarray(rows, float)[~np.isnan(rows).any(axis=1)].T.astype(int)
     np.testing.assert_array_equal(
