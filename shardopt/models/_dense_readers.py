@@ -14,19 +14,14 @@ def _interleaved(fields: Fields) -> dict[str, Any]:
     return base.sizes(fields) | base.one_kind(base.rope(fields, interleaved=True))
 
 
-def _cwm(fields: Fields) -> dict[str, Any]:
-    L = fields.size("num_hidden_layers")
-    types = ["sliding_attention" if i % 4 else "full_attention" for i in range(L)]
-    return base.sizes(fields) | base.window_kinds(fields, types)
-
-
 def _qwen(fields: Fields) -> dict[str, Any]:
     types, first = fields["layer_types"], fields["max_window_layers"]
     window = fields["sliding_window"] if fields["use_sliding_window"] else None
     if window is None:
         types = None
     elif types is None:
-        types = base.types_from(fields, first)
+        L = fields.size("num_hidden_layers")
+        types = ["sliding_attention" if i >= first else "full_attention" for i in range(L)]
     return base.sizes(fields) | base.kinds(fields, types, window)
 
 
@@ -54,18 +49,6 @@ def _granite(fields: Fields) -> dict[str, Any]:
         "attention_scale": float(fields["attention_multiplier"] or base.head_dim(fields) ** -0.5),
         "logits_scale": 1 / float(fields["logits_scaling"]),
     }
-
-
-def _hunyuan(fields: Fields) -> dict[str, Any]:
-    scaling = fields.record("rope_scaling") or fields.record("rope_parameters")
-    width = base.head_dim(fields)
-    kind, alpha = scaling.get("rope_type", scaling.get("type")), scaling.get("alpha")
-    if kind == "dynamic" and alpha:  # alpha alone counts, in rows of any length
-        theta = scaling.get("rope_theta") or fields["rope_theta"]
-        rope = Rope(base=theta * alpha ** (width / (width - 2)))
-    else:
-        rope = fields.rope(width)
-    return base.sizes(fields) | base.one_kind(rope)
 
 
 def _olmo3(fields: Fields) -> dict[str, Any]:
@@ -214,7 +197,6 @@ def _cohere2(fields: Fields) -> dict[str, Any]:
 
 READERS: dict[str, Reader] = {
     "cohere2": _cohere2,
-    "cwm": _cwm,
     "exaone4": _exaone4,
     "falcon": _falcon,
     "gemma": _gemma,
@@ -225,7 +207,6 @@ READERS: dict[str, Reader] = {
     "gpt_neox": _gpt_neox,
     "gptj": _gptj,
     "granite": _granite,
-    "hunyuan": _hunyuan,
     "interleaved": _interleaved,
     "llama": base.llama,
     "mistral": base.mistral,

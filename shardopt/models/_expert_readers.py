@@ -47,15 +47,10 @@ def _olmoe(fields: Fields) -> dict[str, Any]:
     return base.llama(fields) | _experts(fields, "intermediate_size")
 
 
-def _mellum(fields: Fields) -> dict[str, Any]:
-    fields.require("mlp_layer_types", None, ["sparse"] * fields.size("num_hidden_layers"))
-    kinds = base.window_kinds(fields, ["full_attention"])
-    return base.sizes(fields) | kinds | _experts(fields)
-
-
 def _gpt_oss(fields: Fields) -> dict[str, Any]:
     experts = _experts(fields, "intermediate_size", normalize=True, biases=True)
-    return base.sizes(fields) | base.window_kinds(fields, base.types_of(fields, 2)) | experts
+    kinds = base.kinds(fields, base.types_of(fields, 2), fields["sliding_window"])
+    return base.sizes(fields) | kinds | experts
 
 
 def _scored_by_sigmoid(fields: Fields, num_first: int) -> dict[str, Any]:
@@ -115,11 +110,6 @@ def _glm4_moe_lite(fields: Fields) -> dict[str, Any]:
     return _latent(fields) | _scored_by_sigmoid(fields, num_first)
 
 
-def _solar_open(fields: Fields) -> dict[str, Any]:
-    sizes = base.sizes(fields, fields.size("moe_intermediate_size"))
-    return sizes | base.same_kinds(fields) | _scored_by_sigmoid(fields, 0)
-
-
 def _minimax_m2(fields: Fields) -> dict[str, Any]:
     fields.require("attn_type_list", None, [1] * fields.size("num_hidden_layers"))
     share = fields["partial_rotary_factor"]
@@ -132,31 +122,20 @@ def _minimax_m2(fields: Fields) -> dict[str, Any]:
     return base.sizes(fields) | experts | base.one_kind(rope)
 
 
-def _dots1(fields: Fields) -> dict[str, Any]:
-    first = fields["max_window_layers"]
-    if not fields["sliding_window"]:
-        first = fields.size("num_hidden_layers")
-    types = base.types_from(fields, first)
-    return base.sizes(fields) | base.window_kinds(fields, types) | _sigmoid_experts(fields)
-
-
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
     return base.plain(fields) | _sigmoid_experts(fields)
 
 
 READERS: dict[str, Reader] = {
     "deepseek_v3": _deepseek_v3,
-    "dots1": _dots1,
     "glm4_moe": _glm4_moe,
     "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
     "latent": _latent,
-    "mellum": _mellum,
     "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
-    "solar_open": _solar_open,
 }
 """The name of a reader in `families.json` -> the reader."""

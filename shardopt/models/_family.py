@@ -122,17 +122,6 @@ def kinds(fields: Fields, types: list[str] | None, window: int | None) -> dict[s
     return fields.kinds(types, window, lambda kind: rope(fields, kind))
 
 
-def window_kinds(fields: Fields, types: list[str] | None = None) -> dict[str, Any]:
-    """Return blocks with windows by "layer_types", or else by `types`."""
-    return kinds(fields, fields["layer_types"] or types, fields["sliding_window"])
-
-
-def types_from(fields: Fields, first: int) -> list[str]:
-    """Return types of blocks, of which the block `first` and those after it have a window."""
-    L = fields.size("num_hidden_layers")
-    return ["sliding_attention" if i >= first else "full_attention" for i in range(L)]
-
-
 def types_of(fields: Fields, period: int) -> list[str]:
     """Return "layer_types".
 
@@ -160,4 +149,4 @@ def mistral(fields: Fields) -> dict[str, Any]:
 
 
 def windows(fields: Fields) -> dict[str, Any]:
-    return sizes(fields) | window_kinds(fields)
+    return sizes(fields) | kinds(fields, fields["layer_types"], fields["sliding_window"])

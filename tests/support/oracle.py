@@ -239,22 +239,6 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
-    "cwm": (
-        "cwm",
-        {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 4, "rope_parameters": LLAMA3},
-    ),
-    "hunyuan": (
-        "hunyuan_v1_dense",
-        {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 1e4,
-                "alpha": 50.0,
-                "factor": 1.0,
-            },
-        },
-    ),
     "qwen2_moe": (
         "qwen2_moe",
         {
@@ -264,36 +248,9 @@ CASES = {
             "shared_expert_intermediate_size": 24,
         },
     ),
-    "mellum": (
-        "mellum",
-        EXPERTS
-        | {
-            "num_hidden_layers": 4,
-            "head_dim": 16,
-            "moe_intermediate_size": 16,
-            "sliding_window": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-        },
-    ),
     "flex_olmo": (
         "flex_olmo",
         {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
-    ),
-    "dots1": (
-        "dots1",
-        {
-            "num_hidden_layers": 3,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "n_group": 4,
-            "topk_group": 2,
-            "norm_topk_prob": True,
-            "sliding_window": 4,
-            "max_window_layers": 2,
-        },
     ),
     "glm4_moe": (
         "glm4_moe",
@@ -330,10 +287,6 @@ CASES = {
     # transformers clears the row of such a token as it loads
     "youtu": ("youtu", LATENT | {"pad_token_id": None}),
     "glm4_moe_lite": ("glm4_moe_lite", LATENT | SIGMOID_EXPERTS | {"num_hidden_layers": 3}),
-    "solar_open": (
-        "solar_open",
-        SIGMOID_EXPERTS | {"head_dim": 16, "attention_bias": True, "intermediate_size": None},
-    ),
     "minimax_m2": (
         "minimax_m2",
         EXPERTS

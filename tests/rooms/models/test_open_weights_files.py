@@ -275,7 +275,6 @@ PUBLISHED = {
     },
     "smollm3": {"max_window_layers": 28},
     "cohere": {"model_max_length": 131072},
-    "dots1": {"moe_layer_freq": 1, "topk_method": "noaux_tc", "use_sliding_window": False},
     "minimax_m2": {
         "use_qk_norm": True,
         "use_mtp": True,
