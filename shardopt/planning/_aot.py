@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import calling, format_error
-from shardopt.core._extras import version_numbers, version_of
+from shardopt.core._extras import version_of
 from shardopt.core._types import PyTree, abstract, is_array_like
 from shardopt.hlo._program import (
     Memory,
@@ -163,8 +163,6 @@ def aot(
     """
     chip, dims = parse_topology(topology)
     devices = devices_of(topology, num_slices)
-    if chip.name == "tpu7x":
-        _check_versions()
     mesh = make_mesh(
         data, tensor, pipeline, replica=replica, context=context, expert=expert, devices=devices
     )
@@ -202,41 +200,22 @@ def aot(
     )
 
 
-def _check_versions() -> None:
-    """Refuse jax and libtpu that cannot compile for tpu7x together.
-
-    By default its collectives run on the SparseCore.
-    """
-    version = version_of("libtpu")
-    if jax.__version_info__ < (0, 11) and version_numbers(version) >= _UNREADABLE:
-        raise _unreadable(f"a program of libtpu {version} for tpu7x")
-
-
-_UNREADABLE = (0, 0, 50)
-"""The first libtpu that was tried whose SparseCore collectives a jaxlib before 0.11 cannot read;
-0.0.42 is readable.
-"""
-
-
-def _unreadable(program: str) -> RuntimeError:
-    problem = (
-        f"jaxlib {version_of('jaxlib')} cannot read {program} back: async-update with several"
-        " operands."
-    )
-    fix = (
-        "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax: pip"
-        " install 'jax[tpu]'."
-    )
-    return RuntimeError(format_error("aot", problem, fix=fix))
-
-
 def _compile(lowered: Lowered, topology: str, chip: Hardware) -> Compiled:
     try:
         compiled = lowered.compile()
     except Exception as error:
         text = str(error)
         if "async-update instruction should have" in text:
-            raise _unreadable(f"the program for {topology}") from error
+            # collectives on the SparseCore, the default of tpu7x, of a libtpu from 0.0.50 on
+            problem = (
+                f"jaxlib {version_of('jaxlib')} cannot read the program for {topology} back:"
+                " async-update with several operands."
+            )
+            fix = (
+                "install jax 0.11 or newer (Python 3.12), or the libtpu that belongs to this jax:"
+                " pip install 'jax[tpu]'."
+            )
+            raise RuntimeError(format_error("aot", problem, fix=fix)) from error
         internal = text.startswith("INTERNAL") or (
             "RESOURCE_EXHAUSTED" not in text and "memory" not in text.lower()
         )

@@ -21,7 +21,6 @@ from shardopt.core._extras import is_installed
 from shardopt.hlo import Audit, Memory
 from shardopt.models import _transformer as transformer
 from shardopt.planning import HARDWARE, ParallelLayout, Transformer, predict, topology_devices
-from shardopt.planning import _aot as aot_module
 from shardopt.planning._aot import AotReport, _compile
 from shardopt.planning._layout import stored_bytes
 from shardopt.planning._models import RULES
@@ -199,29 +198,6 @@ def test_a_program_that_jaxlib_cannot_read_back_says_so():
         _compile(Lowered(), "v5p:2x2x1", HARDWARE["v5p"])
 
 
-@pytest.mark.parametrize(
-    ("jax_version", "libtpu", "refused"),
-    [((0, 10, 2), "0.0.50.1", True), ((0, 10, 2), "0.0.42", False), ((0, 11, 0), "0.0.52", False)],
-)
-def test_tpu7x_needs_a_jaxlib_that_reads_its_programs(jax_version, libtpu, refused, monkeypatch):
-    monkeypatch.setattr(
-        aot_module, "devices_of", lambda topology, num_slices: list(jax.devices()[:1])
-    )
-    monkeypatch.setattr(jax, "__version_info__", jax_version)
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: {"libtpu": libtpu, "jaxlib": "0.10.2"}[name]
-    )
-    problem = (
-        rf"^aot: jaxlib [\d.]+ cannot read a program of libtpu {libtpu} for tpu7x back: .*\nFix:"
-        r" install jax 0\.11 or"
-    )
-    expected = (
-        (RuntimeError, problem) if refused else (TypeError, "make must return a ShardedOptimizer")
-    )
-    with pytest.raises(expected[0], match=expected[1]):
-        so.planning.aot(lambda mesh: None, {}, {}, topology="tpu7x:2x2x2")
-
-
 def test_a_report_reads_as_a_few_lines():
     audit = Audit((), {"data": 16, "tensor": 1}, "m")
     memory = Memory(arguments=2 * 10**9, outputs=10**9, temporary=3 * 10**9, aliased=10**9)
@@ -312,7 +288,6 @@ def test_a_gather_stays_one_on_a_torus_whole_or_half():
     """The compiler's own choice: without the links that wrap around, over the whole torus it is an
     all-reduce.
     """
-    import jax
     from jax.sharding import AxisType, Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
