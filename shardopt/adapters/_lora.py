@@ -25,6 +25,7 @@ from shardopt.adapters._files import (
 )
 from shardopt.adapters._peft import check_peft_config, modules_of, peft_config
 from shardopt.adapters._quantized_weight import Base, QuantizedWeight, quantize
+from shardopt.checkpoint._hashed import compile_patterns
 from shardopt.core._arguments import check_choice, check_count, check_number
 from shardopt.core._block_model import BLOCKS, BlockModel, LossFn, as_block_model, takes_rng
 from shardopt.core._errors import calling, error_text, plural, value_error
@@ -405,6 +406,8 @@ def lora(
     check_number("alpha", alpha, positive=True)
     check_number("dropout", dropout, below=1)
     check_choice("base", base, get_args(Base), "choose 'float', 'int8' or 'nf4'.")
+    if not targets:
+        raise value_error("targets must name weights, got none.")
     if dropout and not low_rank_products:
         fix = (
             "set low_rank_products=True if the model uses so.nn.quantized_einsum, or leave dropout"
@@ -417,7 +420,7 @@ def lora(
         raise TypeError(error_text("rules must be [(regex, PartitionSpec), ...], got a function."))
     adapted = Lora(
         model,
-        _compiled(targets),
+        compile_patterns("targets", targets, "name weights by their key paths."),
         rank,
         alpha,
         dropout,
@@ -428,15 +431,6 @@ def lora(
     return dataclasses.replace(
         adapted, model=_adapted_model(model, adapted.targets, base, low_rank_products)
     )
-
-
-def _compiled(targets: Sequence[str | re.Pattern[str]]) -> tuple[re.Pattern[str], ...]:
-    if isinstance(targets, str) or not isinstance(targets, Sequence) or not targets:
-        raise TypeError(error_text(f"targets must be a list of regexes, got {targets!r}."))
-    try:
-        return tuple(re.compile(target) for target in targets)
-    except (re.error, TypeError) as error:
-        raise value_error(f"a target is not a regular expression: {error}.") from error
 
 
 def _adapted_model(

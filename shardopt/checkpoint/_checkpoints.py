@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 from jax.typing import ArrayLike
@@ -48,9 +48,6 @@ from shardopt.runtime._stored_programs import FOLDER_NAME, stored_programs
 from shardopt.step._optimizer import ShardedOptimizer
 
 _CALLER = "Checkpoints"
-_REQUIRED: Any = object()
-"""Marks an argument without a default, so that the error for a missing argument can explain it."""
-
 _LOG = logging.getLogger(__name__)
 
 _ATTEMPTS, _RETRY_SECONDS = 5, 0.1
@@ -101,7 +98,7 @@ class Checkpoints:
         self,
         directory: str | os.PathLike[str],
         every: int | datetime.timedelta,
-        keep: int | None = _REQUIRED,
+        keep: int | None,
         *,
         best: str | None = None,
         mode: str = "min",
@@ -115,8 +112,7 @@ class Checkpoints:
           directory: the folder of the run.
           every: steps between checkpoints, at least 1. Or the time between them, such as
             `datetime.timedelta(minutes=10)`, by the clock of process 0.
-          keep: how many of the newest checkpoints to keep, at least 1; None for all. It has no
-            default.
+          keep: how many of the newest checkpoints to keep, at least 1; None for all.
           best: the name of a metric; the checkpoint with the best value is kept too. Checkpoints
             without this metric, or with a NaN, do not count.
           mode: "min" or "max": which value of the metric is best.
@@ -143,13 +139,6 @@ class Checkpoints:
           CheckpointError: if the folder cannot be written to.
         """
         _check_every(every)
-        if keep is _REQUIRED:
-            fix = "pass keep=3 for the newest three, or keep=None for all."
-            raise TypeError(
-                format_error(
-                    _CALLER, "keep must be given: older checkpoints are deleted by it.", fix=fix
-                )
-            )
         if keep is not None:
             check_count("keep", keep)
         if mode not in ("min", "max"):
@@ -159,7 +148,8 @@ class Checkpoints:
         if not isinstance(resume, bool | Mapping) and resume != "new_chain":
             problem = f"resume must be True, False, 'new_chain' or a dict of paths, got {resume!r}."
             raise TypeError(format_error(_CALLER, problem))
-        self.hash_only = compile_patterns(hash_only)
+        fix = "pass the regexes that the strategy got as frozen."
+        self.hash_only = compile_patterns("hash_only", hash_only, fix)
         self.memory_every = memory_every
         self._memory = None if memory_every is None else MemoryWriter(_CALLER)
         self.directory = run_folder(directory)

@@ -19,22 +19,24 @@ KEY = "hash_only"
 """The entry of a checkpoint's `extra` with the hash and the regexes."""
 
 
-def compile_patterns(patterns: Patterns) -> tuple[re.Pattern[str], ...]:
-    """Return regexes.
+def compile_patterns(name: str, patterns: Patterns, fix: str) -> tuple[re.Pattern[str], ...]:
+    """Return the regexes of an argument.
+
+    Args:
+      name: the name of the argument.
+      patterns: its value.
+      fix: what to pass, for the message.
 
     Raises:
       TypeError: if they are no sequence of regexes.
       ValueError: if one does not compile.
     """
     if isinstance(patterns, str) or not isinstance(patterns, Sequence):
-        fix = "pass the regexes that the strategy got as frozen."
-        raise TypeError(
-            error_text(f"hash_only must be a list of regexes, got {patterns!r}.", fix=fix)
-        )
+        raise TypeError(error_text(f"{name} must be a list of regexes, got {patterns!r}.", fix=fix))
     try:
         return tuple(re.compile(pattern) for pattern in patterns)
     except (re.error, TypeError) as error:
-        raise value_error(f"hash_only has no regular expression: {error}.") from error
+        raise value_error(f"{name} has no regular expression: {error}.") from error
 
 
 def is_hashed(path: str, patterns: Iterable[re.Pattern[str]]) -> bool:
@@ -63,7 +65,7 @@ def check_hash(source: str, record: Json, params: PyTree) -> tuple[re.Pattern[st
     Raises:
       CheckpointError: if there are no parameters, or they have another hash.
     """
-    patterns = compile_patterns(record["patterns"])
+    patterns = tuple(map(re.compile, record["patterns"]))
     if params is None:
         problem = f"{source} holds no frozen parameters: it has their hash, {record['hash']}."
         fix = (

@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from shardopt.checkpoint._multihost import assigned_names, exchange
@@ -52,8 +51,6 @@ class Meta(NamedTuple):
 
     Attributes:
       step: the number of the checkpoint.
-      mesh_shape: the mesh that the state was saved from. It informs people; restoring does not read
-        it.
       leaves: shape and dtype of every leaf by path, in the order of `jax.tree.leaves`.
       params: the structure of the parameters, see `describe_structure`; None if the state has none.
       metrics: the metrics of this step.
@@ -64,7 +61,6 @@ class Meta(NamedTuple):
     """
 
     step: int
-    mesh_shape: dict[str, int]
     leaves: StoredLeaves
     params: Json
     metrics: dict[str, float]
@@ -98,8 +94,6 @@ def describe_state(
         raise TypeError(
             format_error("checkpoint", problem, fix="convert arrays with .tolist().")
         ) from error
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
-    meshes = (sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding))
     leaves = {path: describe(leaf) for path, leaf in leaves_by_path(state).items()}
     params = getattr(state, "params", None)
     if params is not None and len(jax.tree.leaves(params)) != _num_params(leaves):
@@ -107,7 +101,6 @@ def describe_state(
         params = None
     return Meta(
         step=step_number,
-        mesh_shape=next((dict(mesh.shape) for mesh in meshes), {}),
         leaves=leaves,
         params=None if params is None else describe_structure(jax.tree.structure(params)),
         metrics=_as_numbers(metrics or {}),
@@ -186,7 +179,6 @@ def from_json(source: str, record: Json) -> Meta:
         sums = record.get("sums")  # records before 0.3 have none
         meta = Meta(
             step=record["step"],
-            mesh_shape=record["mesh_shape"],
             leaves=_by_path(record["leaves"], _leaf),
             params=record["params"],
             metrics=record["metrics"],
@@ -213,7 +205,6 @@ def _check_fields(meta: Meta) -> None:
     are_numbers = (isinstance(value, int | float) for value in meta.metrics.values())
     are_valid = {
         "step": _is_count(meta.step),
-        "mesh_shape": isinstance(meta.mesh_shape, dict),
         "metrics": isinstance(meta.metrics, dict) and all(are_numbers),
         "extra": isinstance(meta.extra, dict),
         "sums": meta.sums is None or meta.sums.keys() == meta.leaves.keys(),

@@ -38,17 +38,12 @@ class LaunchOptions:
     processes: Annotated[str, tyro.conf.arg(metavar="INT|MIN:MAX|INT,INT,...")] = "2"
     """How many processes; train divides its simulated devices among them. 1:4 starts with four, and
     continues with all that are left when some are killed. 1,2,4 continues with the largest of these
-    numbers that is possible.
+    numbers that is possible. train leaves out more if the others could not share its devices evenly.
+    By default every restart has all processes.
     """
 
     max_restarts: int = 0
     """How often the job is started again after a failure; train continues from its last checkpoint.
-    """
-
-    min_processes: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
-    """Smallest number of processes for a restart: killed processes are left out. train leaves out
-    more if the others could not share its devices evenly. By default every restart has all
-    processes. --processes 1:4 is --processes 4 --min-processes 1.
     """
 
     hang_timeout: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
@@ -197,18 +192,18 @@ def launch(options: LaunchOptions, command: Sequence[str]) -> int:
         raise value_error(f"{command[0]} cannot be a process of a job.", fix=fix)
     run_options: RunOptions | None = parse(command) if command[0] in ("train", "tune") else None
     folder = run_options.run.run_dir if run_options else None
-    counts = parse_processes(options.processes, options.min_processes)
+    counts = parse_processes(options.processes)
+    fewer = [count for count in counts if count < max(counts)]
+    if run_options is not None:  # each process has an equal share of the simulated devices
+        fewer = [count for count in fewer if run_options.where.devices % max(count, 1) == 0]
     return run_processes(
         lambda attempt: child_command(command, folder, attempt),
         processes=max(counts),
         log_dir=options.log_dir or (Path("runs/launch") if folder is None else folder / "logs"),
         max_restarts=options.max_restarts,
-        min_processes=min(counts) if len(counts) > 1 else options.min_processes,
+        fewer=fewer,
         hang_timeout=options.hang_timeout,
         grace=options.grace,
-        can_share=lambda count: (
-            count in counts and (run_options is None or run_options.where.devices % count == 0)
-        ),
     )
 
 
@@ -259,8 +254,8 @@ _ALONE = ("launch", "vault")
 """The commands that are no process of a job."""
 
 
-def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int]:
-    """Return the numbers of processes that --processes and --min-processes allow.
+def parse_processes(text: str) -> Sequence[int]:
+    """Return the numbers of processes that --processes allows.
 
     Example:
       >>> list(parse_processes("4")), list(parse_processes("2:4")), list(parse_processes("1,2,4"))
@@ -274,14 +269,7 @@ def parse_processes(text: str, min_processes: int | None = None) -> Sequence[int
     if not counts or (":" in text and (len(counts) > 2 or counts[0] > counts[-1])):
         fix = "write 4, 1:4 for as many as are left down to one, or 1,2,4 for as many of these."
         raise value_error(f"--processes {text} cannot be read.", fix=fix)
-    if min_processes is not None and len(counts) > 1:
-        problem = (
-            f"--processes {text} and --min-processes {min_processes} both say how few are enough."
-        )
-        raise value_error(problem, fix="leave --min-processes out.")
-    if ":" in text or min_processes is not None:
-        return range(min(counts[0], min_processes or counts[0]), counts[-1] + 1)
-    return counts
+    return range(counts[0], counts[-1] + 1) if ":" in text else counts
 
 
 def child_command(words: Sequence[str], run_dir: Path | None, attempt: int) -> list[str]:

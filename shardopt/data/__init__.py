@@ -16,7 +16,7 @@ from shardopt.data._corpus import (
     split,
     spread_batches,
 )
-from shardopt.data._packing import pack, padding_share
+from shardopt.data._packing import pack
 from shardopt.data._tokens import read_tokens
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "next_token",
     "open_corpus",
     "pack",
-    "padding_share",
     "read_tokens",
     "split",
     "spread_batches",

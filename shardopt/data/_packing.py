@@ -80,7 +80,7 @@ def pack(
     them are returned, in order, and new rows are opened. Any two rows that were filled together
     hold more than `length` tokens, so less than half of their positions are padding, except in one
     row. With the files of Python's library, padding is 1 percent at 1,024 positions and 3 percent
-    at 8,192. `padding_share` measures it.
+    at 8,192. It is the share of zeros in "segment_ids".
 
     References:
       Johnson, Demers, Ullman, Garey and Graham, "Worst-Case Performance Bounds for Simple
@@ -158,23 +158,3 @@ def _cut_document(document: ArrayLike | Mapping[str, ArrayLike], length: int) ->
 
 def _row(packed: Batch) -> Batch:
     return {name.removeprefix("tokens_"): values for name, values in packed.items()}
-
-
-def padding_share(rows: Batch | Iterable[Batch]) -> float:
-    """Return the share of padding in packed rows, from 0 to 1.
-
-    Args:
-      rows: a row or a batch from `pack`, or a finite iterable of them.
-
-    Raises:
-      ValueError: if there are no rows.
-
-    Example:
-      >>> padding_share(pack([[5, 6, 7], [8, 9]], 10))
-      0.5
-    """
-    all_rows = cast("Iterable[Batch]", [rows] if isinstance(rows, Mapping) else rows)
-    ids = [np.ravel(row["segment_ids"]) for row in all_rows]
-    if not ids:
-        raise ValueError("padding_share: there are no rows.")
-    return float(np.mean(np.concatenate(ids) == 0))

@@ -25,7 +25,6 @@ class Clock(NamedTuple):
     Attributes:
       max_staleness: the bound, in clocks; None for no bound.
       steps: worker -> steps finished.
-      counts: clock -> number of workers at this clock.
       slowest: the least clock of any worker; it never decreases. Without workers, the clock of the
         next worker to join.
       fastest: the greatest clock that any worker ever had.
@@ -33,7 +32,6 @@ class Clock(NamedTuple):
 
     max_staleness: int | None
     steps: Mapping[int, int] = {}
-    counts: Mapping[int, int] = {}
     slowest: int = 0
     fastest: int = 0
 
@@ -72,11 +70,7 @@ def join(clock: Clock, worker: int) -> Clock:
         )
         fix = "let it leave first, or give the newcomer a number of its own."
         raise ValueError(format_error(CALLER, problem, fix=fix))
-    first_step = clock.slowest
-    return clock._replace(
-        steps={**clock.steps, worker: first_step},
-        counts={**clock.counts, first_step: clock.counts.get(first_step, 0) + 1},
-    )
+    return clock._replace(steps={**clock.steps, worker: clock.slowest})
 
 
 def leave(clock: Clock, worker: int) -> Clock:
@@ -85,23 +79,17 @@ def leave(clock: Clock, worker: int) -> Clock:
     After the last worker has left, the next worker to join starts at the greatest clock that any
     worker ever had. So no worker does two steps of the same number.
     """
-    finished_steps = clock_of(clock, worker)
-    counts = _decrement(clock.counts, finished_steps)
-    steps = dict(clock.steps)
-    del steps[worker]
-    return clock._replace(steps=steps, counts=counts, slowest=min(counts, default=clock.fastest))
+    clock_of(clock, worker)  # refuses a worker that is not there
+    steps = {other: step for other, step in clock.steps.items() if other != worker}
+    return clock._replace(steps=steps, slowest=min(steps.values(), default=clock.fastest))
 
 
 def tick(clock: Clock, worker: int) -> Clock:
     """Count a step that a worker has finished."""
     step = clock_of(clock, worker)
-    counts = _decrement(clock.counts, step)
-    counts[step + 1] = counts.get(step + 1, 0) + 1
-    # If no worker is left at the least clock, the new least clock is one more: this worker is
-    # there.
-    slowest = step + 1 if step == clock.slowest and step not in counts else clock.slowest
     steps = {**clock.steps, worker: step + 1}
-    return Clock(clock.max_staleness, steps, counts, slowest, max(clock.fastest, step + 1))
+    slowest = min(steps.values()) if step == clock.slowest else clock.slowest
+    return Clock(clock.max_staleness, steps, slowest, max(clock.fastest, step + 1))
 
 
 def staleness(clock: Clock, worker: int) -> int:
@@ -130,17 +118,6 @@ def clock_of(clock: Clock, worker: int) -> int:
             )
         )
     return clock.steps[worker]
-
-
-def _decrement(counts: Mapping[int, int], step: int) -> dict[int, int]:
-    """Return the counts with one worker less at a clock, and without the clock if no worker is left
-    there.
-    """
-    new_counts = dict(counts)
-    new_counts[step] -= 1
-    if not new_counts[step]:
-        del new_counts[step]
-    return new_counts
 
 
 _UNBOUNDED_FIX = "0 waits at every step, s lets the fastest run s steps ahead, None never waits."

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardopt.core._errors import format_error
 from shardopt.parameter_server._views import Segment, summarize, timeline
+from shardopt.runtime._files import write_atomic
 
 KINDS = ("join", "pull", "push", "refuse", "leave", "resume")
 
@@ -177,17 +178,13 @@ class Log:
         """Write JSON lines: the header, then one list per event, in the order that the header's
         `columns` names.
 
-        The lines are written to a temporary file, which is then moved to `path`. So a file at
-        `path` is always complete.
+        A file at `path` is always complete.
         """
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary_path = path.with_name(f".{path.name}.{os.getpid()}")
-        with temporary_path.open("w", encoding="utf-8") as file:
-            header = {"format": FORMAT, "events": len(self), "columns": _COLUMNS, **self.header}
-            file.write(json.dumps(header) + "\n")
-            file.writelines(json.dumps(event, separators=(",", ":")) + "\n" for event in self)
-        temporary_path.replace(path)
+        header = {"format": FORMAT, "events": len(self), "columns": _COLUMNS, **self.header}
+        events = (json.dumps(event, separators=(",", ":")) for event in self)
+        write_atomic(path, "\n".join([json.dumps(header), *events, ""]))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Log":

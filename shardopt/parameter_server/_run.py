@@ -329,12 +329,10 @@ def restore_run(caller: str, run: AsyncRun, snapshot: RunSnapshot) -> None:
     check_settings(caller, "checkpoint", saved, current)
     if "devices" in saved:
         saved = {**saved, "devices": max(saved["devices"], current["devices"], key=len)}
-    steps = dict(record["steps"])
     clock = make_clock(run.server.max_staleness)._replace(
         slowest=record["slowest"],
         fastest=record["fastest"],
-        counts=dict(Counter(steps.values())),
-        steps=steps,
+        steps=dict(record["steps"]),
     )
     log, history = _unpack(record["arrays"], saved)
     optimizer, rule = state.opt_state["optimizer"], state.opt_state["rule"]

@@ -12,7 +12,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from shardopt.core._errors import format_error
 from shardopt.core._extras import version_numbers, version_of
-from shardopt.runtime._stored_programs import ORDER_FLAG
+from shardopt.runtime._stored_programs import ORDER_FLAG, mixes_collectives
 from shardopt.trace._jaxprs import called_jaxprs
 
 _PACKAGES = ("shardopt", "jax", "jaxlib", "libtpu", "optax", "orbax-checkpoint", "numpy")
@@ -133,7 +133,7 @@ def doctor(opt: Any = None, state: Any = None, batch: Any = None) -> DoctorRepor
         topology=_topology(devices),
         flags=flags,
         errors=tuple(
-            known_errors(versions, kind, processes, jaxpr, stores_programs=_stores_programs())
+            known_errors(versions, kind, processes, jaxpr, stores_programs=_stores_mixed_programs())
         ),
     )
 
@@ -258,6 +258,5 @@ def _topology(devices: list[Any]) -> str | None:
     return f"{extent}, {slices} slice{'s' * (slices > 1)}"
 
 
-def _stores_programs() -> bool:
-    is_sequential = f"{ORDER_FLAG}=false" in os.environ.get("XLA_FLAGS", "")
-    return bool(jax.config.values.get("jax_compilation_cache_dir")) and not is_sequential
+def _stores_mixed_programs() -> bool:
+    return bool(jax.config.values.get("jax_compilation_cache_dir")) and mixes_collectives()

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TextIO
 
-from shardopt.core._errors import CORRUPTED, format_error, plural
+from shardopt.core._arguments import check_count, check_number
+from shardopt.core._errors import CORRUPTED, calling, plural
 from shardopt.runtime._agreement import process_text
 from shardopt.runtime._files import acquire_lock, release_lock
 from shardopt.runtime._processes import FailurePipe, failures, handled_signals
@@ -118,7 +119,7 @@ class LaunchedJob:
     command that chooses its device by its place (`CUDA_VISIBLE_DEVICES=$SHARDOPT_PLACE`) never uses
     that device again.
 
-    With `min_processes` the job is elastic. It continues with the processes and the snapshots that
+    With `fewer` the job is elastic. It continues with the processes and the snapshots that
     are left. Each attempt builds its mesh of the available devices.
 
     SIGTERM and Ctrl-C are passed on to all processes, once, as SIGTERM. Processes that still run
@@ -133,9 +134,9 @@ class LaunchedJob:
         `process-0.restart-1.log`. While the job or any program that it started runs, no other job
         can use the same folder.
       max_restarts: how often the job is started again after a failure.
-      min_processes: the smallest number of processes. The next attempt runs without each process
-        that was killed, or has a device that computes wrong. By default every attempt has all
-        processes.
+      fewer: smaller numbers of processes with which the job may continue. The next attempt runs
+        without each process that was killed, or has a device that computes wrong, with the largest
+        possible number. By default every attempt has all processes.
       hang_timeout: seconds without progress of a live process that count as a hang; by default
         hangs are not detected. After a hang the stacks of all processes are written next to the
         logs (`process-0.stacks`), and the process that delays the others is named. Then the job
@@ -144,8 +145,6 @@ class LaunchedJob:
         progress, in processes that called `so.initialize()`.
       grace: seconds that the processes have to save and to end after SIGTERM or Ctrl-C. Then the
         processes that still run are named and killed.
-      can_share: whether this many processes can share the work. The job continues with the largest
-        possible number.
       say: prints messages about failures and restarts.
 
     Example:
@@ -163,10 +162,9 @@ class LaunchedJob:
     processes: int
     log_dir: Path
     max_restarts: int = 0
-    min_processes: int | None = None
+    fewer: Collection[int] = ()
     hang_timeout: float | None = None
     grace: float = GRACE
-    can_share: Callable[[int], bool] = lambda count: True
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)
 
     def usable_count(self, available: int) -> int:
@@ -174,11 +172,11 @@ class LaunchedJob:
 
         0 if there is none.
         """
-        min_count = self.processes if self.min_processes is None else self.min_processes
-        counts = range(min(available, self.processes), min_count - 1, -1)
-        return next((count for count in counts if self.can_share(count)), 0)
+        counts = (self.processes, *self.fewer)
+        return max((count for count in counts if count <= available), default=0)
 
 
+@calling("launch")
 def launch(command_of: Callable[[int], Sequence[str]], **settings: Any) -> int:
     """Run a `LaunchedJob` with these settings, and return its exit code.
 
@@ -417,27 +415,11 @@ class _EndOfProcesses:
 
 
 def _check_job(job: LaunchedJob) -> None:
-    counts = {"processes": job.processes, "max-restarts": job.max_restarts}
-    if job.min_processes is not None:
-        counts["min-processes"] = job.min_processes
-    minima = {"max-restarts": 0}
-    problems = [
-        f"--{name} must be at least {minima.get(name, 1)}, got {count}"
-        for name, count in counts.items()
-        if count < minima.get(name, 1)
-    ]
-    if not problems and job.min_processes is not None and job.min_processes > job.processes:
-        problems = [f"--min-processes {job.min_processes} is more than --processes {job.processes}"]
-    if problems:
-        raise ValueError(
-            format_error("launch", "the numbers of processes cannot be used.", problems)
-        )
-    if not job.grace >= 0:
-        problem = f"--grace must be at least 0 seconds, got {job.grace:g}."
-        raise ValueError(format_error("launch", problem))
-    if job.hang_timeout is not None and not job.hang_timeout > 0:
-        problem = f"--hang-timeout must be more than 0 seconds, got {job.hang_timeout:g}."
-        raise ValueError(format_error("launch", problem))
+    check_count("--processes", min([job.processes, *job.fewer]))
+    check_count("--max-restarts", job.max_restarts, minimum=0)
+    check_number("--grace", job.grace)
+    if job.hang_timeout is not None:
+        check_number("--hang-timeout", job.hang_timeout, positive=True)
 
 
 def _log_path(folder: Path, attempt: int, rank: int) -> Path:

@@ -1,7 +1,6 @@
 """The arguments of `fit`: their checks before a step runs, and the record that the run reads."""
 
 import dataclasses
-import datetime
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,7 @@ from shardopt.core._errors import format_error, plural, value_error
 from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.training._evaluation import Evaluate, Evaluation
+from shardopt.training._evaluation import Evaluate
 from shardopt.training._resume import DeferredInit
 from shardopt.training._spikes import Spikes
 from shardopt.training._verify import Verification
@@ -267,53 +266,22 @@ def check_hash_only(
         raise value_error(problem, trained, "pass the regexes that the strategy got as frozen.")
 
 
-def check_rounds(
-    opt: ShardedOptimizer,
-    num_steps: int,
-    evaluate: Evaluate | None,
-    evaluate_every: int | datetime.timedelta | None,
-    early_stopping: EarlyStopping | None,
-) -> None:
-    """Refuse a run that ends before replicas synchronize, or that early stopping would end in any
-    case.
-
-    Between two synchronizations the evaluated parameters do not change, so early stopping sees no
-    improvement.
-    """
+def check_rounds(opt: ShardedOptimizer, num_steps: int) -> None:
+    """Refuse a run that ends before replicas synchronize."""
     local_updates = opt.config.local_updates
     if local_updates is None:
         return
     # the first step after which the shared parameters of the replicas may have changed
     first_change = 1 if local_updates.warmup_steps else local_updates.stride + local_updates.delay
-    caller, options_text = opt.config.strategy, f"sync_every={local_updates.sync_every}"
-    options_text += f", fragments={local_updates.fragments}" if local_updates.fragments > 1 else ""
-    options_text += f", delay={local_updates.delay}" if local_updates.delay else ""
     if 0 < num_steps < first_change:
+        options_text = f"sync_every={local_updates.sync_every}"
+        if local_updates.fragments > 1:
+            options_text += f", fragments={local_updates.fragments}"
+        if local_updates.delay:
+            options_text += f", delay={local_updates.delay}"
         problem = (
-            f"num_steps={num_steps} ends before the replicas of {caller} first synchronize, at step"
-            f" {first_change} ({options_text})."
+            f"num_steps={num_steps} ends before the replicas of {opt.config.strategy} first"
+            f" synchronize, at step {first_change} ({options_text})."
         )
         fix = "train for as many steps at least, or make sync_every smaller."
-        raise value_error(problem, fix=fix)
-    # Metrics of another function, and training metrics, may change between synchronizations.
-    if early_stopping is None or not isinstance(evaluate, Evaluation):
-        return
-    if not isinstance(evaluate_every, int):  # no step is known before the run
-        return
-    unchanged_evaluations = max(first_change - 1, local_updates.stride) // evaluate_every
-    if (
-        early_stopping.metric.startswith(evaluate.prefix)
-        and unchanged_evaluations > early_stopping.patience
-    ):
-        problem = (
-            f"early_stopping would end any run: evaluated every {plural(evaluate_every, 'step')},"
-            f" {early_stopping.metric!r} stays as it is {unchanged_evaluations} times in a row, and"
-            f" patience={early_stopping.patience}. It is of the parameters that the replicas of"
-            f" {caller} share, which change every {plural(local_updates.stride, 'step')}"
-            f" ({options_text})."
-        )
-        fix = (
-            f"evaluate every {local_updates.stride} steps, or have more patience, or make"
-            " sync_every smaller."
-        )
         raise value_error(problem, fix=fix)

@@ -1,6 +1,5 @@
 """`fit`: the training loop."""
 
-import datetime
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Literal, NamedTuple
@@ -162,8 +161,7 @@ def fit(
         - `on_spike` asks for what the optimizer or the checkpoints cannot do;
         - `cross_check_every` is given, and a step cannot be computed on two devices;
         - `norms_every` is set, and the replicas of the strategy train apart;
-        - a run with local updates would end before the first synchronization, or early stopping
-          would end it between two.
+        - a run with local updates would end before the first synchronization.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, optax, shardopt as so
@@ -226,10 +224,7 @@ def fit(
     check_hash_only(opt, state, checkpoints)
     as_loggers(log)
     check_flag("progress", progress)
-    scheduled_every: int | datetime.timedelta | None = evaluate_every
-    if scheduled_every is None and checkpoints is not None:
-        scheduled_every = checkpoints.every
-    check_rounds(opt, num_steps, evaluate, scheduled_every, early_stopping)
+    check_rounds(opt, num_steps)
     check_profile(profile)
     check_norms_every(opt, norms_every, cross_check_every)
     is_deferred = isinstance(state, DeferredInit)

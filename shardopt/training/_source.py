@@ -88,8 +88,6 @@ def encode_state(state: object) -> dict[str, Json]:
     Raises:
       TypeError: if it has values that JSON cannot hold.
     """
-    if isinstance(state, bytes):  # grain's DataLoader
-        return {"base64": _text(state)}
     if _survives_json(state):
         return {"json": state}
     try:
@@ -112,8 +110,6 @@ def _survives_json(state: object) -> bool:
 
 def decode_state(saved: Mapping[str, Json]) -> Any:
     """Return the state that `encode_state` encoded."""
-    if "base64" in saved:
-        return base64.b64decode(saved["base64"])
     return saved["json"] if "json" in saved else _untagged(saved["tagged"])
 
 

@@ -207,7 +207,8 @@ def corruption_text(verdict: Verdict, devices: Sequence[Any], moment: str) -> st
         for device in devices
     ]
     fix = (
-        "take the host out of the job, and start again; shardopt launch --min-processes does both."
+        "take the host out of the job, and start again; shardopt launch --processes MIN:MAX does"
+        " both."
     )
     if verdict.kind == NAMED:
         verb = "has" if len(devices) == 1 else "have"

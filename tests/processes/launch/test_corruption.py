@@ -50,9 +50,7 @@ def test_a_process_ends_with_the_code_of_its_device(tmp_path):
 def test_the_launcher_goes_on_without_the_process_of_the_wrong_device(shardopt, tmp_path):
     options = [
         "--processes",
-        3,
-        "--min-processes",
-        2,
+        "2:3",
         "--max-restarts",
         1,
         "--log-dir",

@@ -87,5 +87,5 @@ def test_processes_that_save_have_the_whole_grace(run, seconds, code):
 
 
 def test_a_grace_below_zero_is_refused(run):
-    with pytest.raises(ValueError, match="--grace must be at least 0 seconds, got -1"):
+    with pytest.raises(ValueError, match="--grace must be finite, at least 0; got -1"):
         run("", 2, grace=-1.0)

@@ -328,7 +328,7 @@ def test_a_job_that_hangs_to_the_last_ends_as_a_timeout_does(tmp_path):
 
 def test_a_timeout_that_cannot_be_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=re.escape("launch: --hang-timeout must be more than 0 seconds, got 0.")
+        ValueError, match=re.escape("launch: --hang-timeout must be finite, above 0; got 0.")
     ):
         launch(
             lambda attempt: [sys.executable], processes=2, log_dir=tmp_path / "logs", hang_timeout=0

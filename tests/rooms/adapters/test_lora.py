@@ -514,7 +514,12 @@ def test_int8_rounds_to_half_a_step():
     ("options", "error", "message"),
     [
         ({"rank": 0}, ValueError, "lora: rank must be at least 1, got 0."),
-        ({"targets": "w"}, TypeError, "lora: targets must be a list of regexes, got 'w'."),
+        (
+            {"targets": "w"},
+            TypeError,
+            "lora: targets must be a list of regexes, got 'w'.\nFix: name weights by their key"
+            " paths.",
+        ),
         (
             {"base": "int4"},
             ValueError,

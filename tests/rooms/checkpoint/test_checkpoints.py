@@ -357,15 +357,6 @@ def test_bad_arguments(arguments, kind, message, tmp_path, complaint_of):
     assert not (tmp_path / "run").exists()
 
 
-def test_how_many_to_keep_must_be_said(tmp_path, complaint_of):
-    message = (
-        "Checkpoints: keep must be given: older checkpoints are deleted by it.\n"
-        "Fix: pass keep=3 for the newest three, or keep=None for all."
-    )
-    assert complaint_of(lambda: Checkpoints(tmp_path / "run", every=5), TypeError) == message
-    assert not (tmp_path / "run").exists()
-
-
 def test_bad_things_to_save(tmp_path, complaint_of):
     with Checkpoints(tmp_path, 1, 1) as checkpoints:
         assert (

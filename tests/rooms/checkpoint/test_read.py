@@ -135,7 +135,6 @@ def test_the_record_beside_the_arrays(saved):
     record = json.loads((folder / "2" / "shardopt.json").read_text())
     assert record["format"] == 1
     assert record["step"] == 2
-    assert record["mesh_shape"] == {"data": 4, "pipeline": 1, "tensor": 2}
     assert record["versions"].keys() == {"shardopt", "jax", "optax", "orbax-checkpoint"}
     assert record["leaves"]["params/layer%2E0/up%2Fw"] == {"dtype": "float32", "shape": [16, 32]}
     assert record["params"]["keys"] == ["down", "layer", "layer.0"]

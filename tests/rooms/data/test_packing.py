@@ -147,21 +147,6 @@ def test_an_iterator_of_shuffled_epochs_goes_back_and_forth():
         assert_same_rows([next(iterator)], drawn[position : position + 1])
 
 
-@pytest.mark.parametrize("count", [40, *COUNTS[1:]])
-def test_padding_is_as_stated(count):
-    def prop(documents, length, open_rows):
-        rows = list(data.pack(documents, length, open_rows=open_rows))
-        if rows:
-            share = 1 - sum(map(len, documents)) / (len(rows) * length)
-            assert data.padding_share(rows) == pytest.approx(share, abs=1e-12)
-            batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-            assert data.padding_share(batch) == pytest.approx(share, abs=1e-12)
-
-    fuzz(prop, document_lists(), LENGTHS, OPEN_ROWS, count=count)
-    with pytest.raises(ValueError, match=r"^padding_share: there are no rows\.$"):
-        data.padding_share(data.pack([], 4))
-
-
 def test_the_files_of_a_corpus_and_any_iterable_are_documents(tmp_path):
     for i in range(5):
         (tmp_path / f"{i}.txt").write_bytes(bytes([65 + i]) * (i + 1))

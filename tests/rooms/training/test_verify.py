@@ -75,7 +75,7 @@ def test_a_wrong_device_is_named_and_its_step_neither_counts_nor_is_saved(
         == "fit: 1 device has wrong bits in the gradient of its own rows, at step 3 (batch 3, both"
         " counted from 0). The step is not used, and nothing was saved.\n  device 1 (cpu,"
         " process 0)\nFix: take the host out of the job, and start again; shardopt launch"
-        " --min-processes does both."
+        " --processes MIN:MAX does both."
     )
     found = error.value
     assert (found.step, found.devices, found.processes, found.exit_code) == (
@@ -267,8 +267,8 @@ def test_devices_of_a_pipeline_or_a_tensor_axis_are_suspected_together(split_run
         " both counted from 0); the others cannot tell which. The step is not used, and nothing was"
         " saved.\n"
         + "".join(f"  device {number} (cpu, process 0)\n" for number in suspects)
-        + "Fix: take the host out of the job, and start again; shardopt launch --min-processes does"
-        " both."
+        + "Fix: take the host out of the job, and start again; shardopt launch --processes MIN:MAX"
+        " does both."
     )
 
 
