@@ -79,7 +79,7 @@ class _Member(NamedTuple):
     # copy the output to log and screen; empty if the output is not shown
     readers: tuple[threading.Thread, ...]
 
-    def report_exit(self, finished: "queue.SimpleQueue[tuple[int, int]]") -> None:
+    def report_exit(self, finished: "queue.Queue[tuple[int, int]]") -> None:
         """Wait until the process ends; put its rank and exit code into a queue."""
         finished.put((self.rank, self.process.wait()))
 
@@ -303,7 +303,9 @@ class _Launcher:
             return self._run_processes(command, watch)
 
     def _run_processes(self, command: Sequence[str], watch: Watch | None) -> _AttemptResult:
-        address, finished, members = _free_address(), queue.SimpleQueue(), []
+        address, members = _free_address(), []
+        # no SimpleQueue: in CPython 3.11 a signal at the end of its timeout makes it wait for ever
+        finished: queue.Queue[tuple[int, int]] = queue.Queue()
         hang, hang_text = None, ""
         self.failures.ranks()  # discard the reports of the previous attempt
         try:
@@ -344,7 +346,7 @@ class _Launcher:
     def _wait_for_exits(
         self,
         members: Sequence[_Member],
-        finished: "queue.SimpleQueue[tuple[int, int]]",
+        finished: "queue.Queue[tuple[int, int]]",
         watch: Watch | None,
     ) -> tuple[list[tuple[int, int]], Hang | None]:
         """Wait until all processes have ended, or until shortly after a failure, or until a hang.
