@@ -213,7 +213,8 @@ def find_mixing(
     relations: list[Relation] = [Same()] * num_params
     relations += [Same() if dim is None else Split(dim, cut.blocks) for dim in dims]
     relations += [
-        Same(drawn=True, key=-1 - i) for i, _ in enumerate(jax.tree.leaves(loss_call.key))
+        Same(drawn=True, keys=frozenset([(("key", i),)]))
+        for i, _ in enumerate(jax.tree.leaves(loss_call.key))
     ]
     try:
         mixing = _find_unproved(whole_jaxpr, piece_jaxpr, relations, results, cut, loss_call)

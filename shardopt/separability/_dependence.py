@@ -42,7 +42,7 @@ def leaves_used(
       differentiated: whether only differentiable uses count. Then integers and results of
         `stop_gradient` follow from no leaf.
       mark_loops: whether results of a `while` loop follow from `LOOP` too, if its condition follows
-        from a leaf. Then results of collectives count as following from no leaf.
+        from a leaf and it is not vmapped. Then results of collectives count as following from no leaf.
     """
 
     def no_leaf(_):
@@ -105,7 +105,8 @@ def _followed(
         if uses.differentiated:  # the number of turns has no gradient
             return carry
         (condition,) = walk.follow([eqn.params["cond_jaxpr"]], [*condition_consts, *carry])
-        if uses.mark_loops and condition:
+        is_vmapped = eqn.params["cond_jaxpr"].out_avals[0].shape
+        if uses.mark_loops and condition and not is_vmapped:
             condition = {LOOP: eqn, **condition}
         return [_union([result, condition]) for result in carry]
     if name == "cond":

@@ -7,10 +7,9 @@ from their derivatives.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,50 +42,6 @@ cotangents, as derivatives do. Rules that add to the cotangents, clip them or ta
 give back this factor: it follows from no size in a program. """
 
 
-MAX_SYMBOLIC_ZEROS = 6
-"""The largest number of operands and results of a rule that may look at what is differentiated."""
-
-
-class Differentiated(NamedTuple):
-    """The operands of a function that have a tangent, and the results that have a cotangent.
-
-    Attributes:
-      operands: the indices of the operands.
-      results: the indices of the results.
-    """
-
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
-
-
-def differentiated(
-    site: EquationPair, relations: Sequence[Relation]
-) -> list[Differentiated] | None:
-    """Return what may be differentiated where the loss calls a function with a derivative rule.
-
-    A rule with `symbolic_zeros=True` may look at it, so all subsets are returned. Any other rule
-    gets zeros, which have every relation. None if there are too many subsets.
-    """
-    first = site.params.get("num_consts", 0) if site.name == "custom_vjp_call" else 0
-    operands = [i for i in _floating(site.whole_eqn.invars) if i >= first]
-    results = _floating(site.whole_eqn.outvars)
-    if not operands or not results:
-        return []
-    if not site.params["symbolic_zeros"]:
-        return [Differentiated(tuple(operands), tuple(results))]
-    operands = [i for i in operands if not isinstance(relations[i], Known)]
-    if len(operands) + len(results) > MAX_SYMBOLIC_ZEROS:
-        return None
-    return [
-        Differentiated(*pair) for pair in itertools.product(_subsets(operands), _subsets(results))
-    ]
-
-
-def _subsets(indices: Sequence[int]) -> list[tuple[int, ...]]:
-    sizes = range(1, len(indices) + 1)
-    return [subset for size in sizes for subset in itertools.combinations(indices, size)]
-
-
 def _as_function(
     eqn: JaxprEqn, operands: Sequence[jax.Array], indices: Sequence[int]
 ) -> Callable[..., list[Any]]:
@@ -104,11 +59,7 @@ def _as_function(
 
 
 def follow_jvp(
-    proof: ProofSettings,
-    site: EquationPair,
-    relations: list[Relation],
-    results: list[Relation],
-    of: Differentiated,
+    proof: ProofSettings, site: EquationPair, relations: list[Relation], results: list[Relation]
 ) -> list[Relation]:
     """Return the relations of the results if the jvp rule agrees with them; else `Unrelated`.
 
@@ -116,41 +67,36 @@ def follow_jvp(
     two values, so it has the relation of the values. A rule that gives other relations is not the
     derivative of the function on the whole batch.
     """
+    inputs, outputs = floating(site.whole_eqn.invars), floating(site.whole_eqn.outvars)
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(
             operands: list[jax.Array], tangents: list[jax.Array]
         ) -> tuple[list[Any], list[Any]]:
-            function = _as_function(eqn, operands, of.operands)
-            primals_out, tangents_out = jax.jvp(
-                function, [operands[i] for i in of.operands], tangents
-            )
-            return primals_out, [tangents_out[i] for i in of.results]
+            function = _as_function(eqn, operands, inputs)
+            primals_out, tangents_out = jax.jvp(function, [operands[i] for i in inputs], tangents)
+            return primals_out, [tangents_out[i] for i in outputs]
 
         return jax.make_jaxpr(run)(
             [abstract_value(var) for var in eqn.invars],
-            [abstract_value(eqn.invars[i]) for i in of.operands],
+            [abstract_value(eqn.invars[i]) for i in inputs],
         )
 
     operands = resolve_numbers(site, relations)
-    tangents = [Same() if is_zero(relations[i]) else operands[i] for i in of.operands]
-    rule_relations = _follow_rule(proof, site, of, trace, [*relations, *tangents])
+    tangents = [Same() if is_zero(relations[i]) else operands[i] for i in inputs]
+    rule_relations = _follow_rule(proof, site, trace, [*relations, *tangents])
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_tangents = rule_relations[: len(results)], rule_relations[len(results) :]
     agree = _all_agree(site, rule_results, results) and all(
         is_zero(rule_relation) or implies(site, rule_relation, results[i])
-        for rule_relation, i in zip(rule_tangents, of.results, strict=True)
+        for rule_relation, i in zip(rule_tangents, outputs, strict=True)
     )
     return results if agree else unknown_results(site, results, "backward")
 
 
 def follow_vjp(
-    proof: ProofSettings,
-    site: EquationPair,
-    relations: list[Relation],
-    results: list[Relation],
-    of: Differentiated,
+    proof: ProofSettings, site: EquationPair, relations: list[Relation], results: list[Relation]
 ) -> list[Relation]:
     """Return the relations of the results if the vjp rule agrees with them; else `Unrelated`.
 
@@ -164,61 +110,55 @@ def follow_vjp(
     The proof gives these relations to the cotangents of the results. The cotangents of the operands
     must have them too.
     """
+    # the constants that the rule closes over have no cotangents
+    inputs = [i for i in floating(site.whole_eqn.invars) if i >= site.params.get("num_consts", 0)]
+    outputs = floating(site.whole_eqn.outvars)
 
     def trace(eqn: JaxprEqn) -> ClosedJaxpr:
         def run(
             operands: list[jax.Array], cotangents: list[jax.Array]
         ) -> tuple[list[Any], list[Any]]:
-            function = _as_function(eqn, operands, of.operands)
+            function = _as_function(eqn, operands, inputs)
 
             def forward(*operands: jax.Array) -> tuple[list[Any], list[Any]]:
                 all_results = function(*operands)
-                return [all_results[i] for i in of.results], all_results
+                return [all_results[i] for i in outputs], all_results
 
             _, pull_back, all_results = jax.vjp(
-                forward, *[operands[i] for i in of.operands], has_aux=True
+                forward, *[operands[i] for i in inputs], has_aux=True
             )
             return all_results, list(pull_back(cotangents))
 
         return jax.make_jaxpr(run)(
             [abstract_value(var) for var in eqn.invars],
-            [abstract_value(eqn.outvars[i]) for i in of.results],
+            [abstract_value(eqn.outvars[i]) for i in outputs],
         )
 
     operands = resolve_numbers(site, relations)
-    cotangents = [
-        relation
-        for i in of.results
-        if (relation := derivative_relation(site, results[i], site.result_shapes(i))) is not None
-    ]
-    if len(cotangents) < len(of.results):
-        return unknown_results(site, results, "backward")
-    rule_relations = _follow_rule(proof, site, of, trace, [*relations, *cotangents])
+    cotangents = [derivative_relation(site, results[i], site.result_shapes(i)) for i in outputs]
+    rule_relations = _follow_rule(proof, site, trace, [*relations, *cotangents])
     if rule_relations is None:
         return unknown_results(site, results, "backward")
     rule_results, rule_cotangents = rule_relations[: len(results)], rule_relations[len(results) :]
     agree = _all_agree(site, rule_results, results)
-    for i, rule_relation in zip(of.operands, rule_cotangents, strict=True):
+    for i, rule_relation in zip(inputs, rule_cotangents, strict=True):
         # a known number has no gradient, and 0 has every relation
         if isinstance(relations[i], Known) or is_zero(rule_relation):
             continue
         expected = derivative_relation(site, operands[i], site.operand_shapes(i))
-        agree &= expected is not None and implies(site, rule_relation, expected)
+        agree &= implies(site, rule_relation, expected)
     return results if agree else unknown_results(site, results, "backward")
 
 
-def derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) -> Relation | None:
-    """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`.
-
-    None if it is not known.
-    """
+def derivative_relation(site: EquationPair, relation: Relation, shapes: Shapes) -> Relation:
+    """Return the relation of the loss's derivative with respect to a value, see `follow_vjp`."""
     if isinstance(relation, Split) and differing_dims(shapes) == (relation.dim,):
         return Split(relation.dim, relation.blocks, SCALE / relation.ratio)
     if isinstance(relation, Same) and not differing_dims(shapes):
         return Total(SCALE / relation.ratio, site.op)
     if isinstance(relation, Total) and not differing_dims(shapes):
         return Same(SCALE / relation.ratio)
-    return None
+    return site.unknown("backward")
 
 
 def _all_agree(
@@ -246,7 +186,6 @@ def implies(site: EquationPair, a: Relation, b: Relation) -> bool:
 def _follow_rule(
     proof: ProofSettings,
     site: EquationPair,
-    of: Differentiated,
     trace: Callable[[JaxprEqn], ClosedJaxpr],
     relations: Sequence[Relation],
 ) -> list[Relation] | None:
@@ -257,11 +196,10 @@ def _follow_rule(
     Args:
       proof: the settings of the proof.
       site: the call of the function.
-      of: what is differentiated.
       trace: a function that traces the rule of an equation.
       relations: the relations of the rule's operands.
     """
-    key = id(site.whole_eqn), id(site.piece_eqn), of
+    key = id(site.whole_eqn), id(site.piece_eqn)
     if key not in proof.rule_traces:
         try:
             # layers use their plain forms, as in the trace of the loss
@@ -282,6 +220,6 @@ def _follow_rule(
         return None
 
 
-def _floating(variables: Sequence[Any]) -> list[int]:
+def floating(variables: Sequence[Any]) -> list[int]:
     """Return the indices of the variables that have a floating or complex dtype."""
     return [i for i, var in enumerate(variables) if jnp.issubdtype(var.aval.dtype, jnp.inexact)]

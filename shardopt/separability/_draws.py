@@ -9,6 +9,7 @@ often than a row of the whole batch.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from shardopt.separability._elementwise import elementwise, unknown_results
 from shardopt.separability._proof import ProofSettings
 from shardopt.separability._relations import (
     EquationPair,
+    KeyPath,
     Known,
     Relation,
     Same,
@@ -73,6 +75,12 @@ def fold_in(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
 
 DRAWS = frozenset(["random_bits", "random_split", "random_fold_in"])
 """Primitives whose numbers, or keys, follow from the key of an operand."""
+KEEPS_KEYS = frozenset(["random_wrap", "random_unwrap", "squeeze"])
+"""Primitives whose result is the key of the operand."""
+DISTINCT = frozenset(["key", "at", "fold"])
+"""Steps that make other keys from other numbers."""
+ANY = "any", None
+"""The step of keys of which it is not known how they are made from another one."""
 
 
 def follow_keys(
@@ -81,37 +89,77 @@ def follow_keys(
     relations: Sequence[Relation],
     results: Sequence[Relation],
 ) -> Sequence[Relation]:
-    """Return results with the numbers of the keys among them.
+    """Return results with the paths of the keys among them.
 
     Unknown if a key that is used once more gives numbers for each row.
     """
-    numbers = [relation.key if isinstance(relation, Same) else None for relation in relations]
-    key = next((number for number in numbers if number is not None), None)
-    if key is None:
-        return results
-    operands = [
-        (known.whole_values.tobytes(), known.piece_values.tobytes())
-        if isinstance(known, Known)
-        else number
-        for known, number in zip(relations, numbers, strict=True)
-    ]
-    use = site.name, str(site.params), *operands
-    if site.name in DRAWS:
-        uses = proof.key_uses.setdefault(key, {})
-        uses[use] = any(isinstance(result, Split) for result in results)
-        if len(uses) > 1 and any(uses.values()):
+    keys = {key for relation in relations if isinstance(relation, Same) for key in relation.keys}
+    if site.name in DRAWS and not keys and any(map(is_drawn, relations)):
+        return unknown_results(site, relations, "reused")  # a key that was hidden in other numbers
+    for_rows = any(isinstance(result, Split) for result in results)
+    if site.name == "random_bits" or (site.name in DRAWS and for_rows):
+        numbers = [
+            (known.whole_values.tobytes(), known.piece_values.tobytes())
+            for known in relations
+            if isinstance(known, Known)
+        ]
+        use = site.name, str(site.params), *numbers
+        proof.key_uses.update({(key, use): for_rows for key in keys})
+        uses = proof.key_uses.items()
+        if any(
+            (for_rows or other_for_rows)
+            and other_use != (key, use)
+            and _may_be_equal(key, other_use[0])
+            for key in keys
+            for other_use, other_for_rows in uses
+        ):
             return unknown_results(site, relations, "reused")
+    if site.name not in KEEPS_KEYS:
+        keys = {(*key, _step(site, relations, key)) for key in keys}
     return [
-        dataclasses.replace(result, key=_number_of_key(proof, site, i, use))
+        dataclasses.replace(result, keys=frozenset(keys) if _holds_keys(site, i) else frozenset())
         if isinstance(result, Same)
         else result
         for i, result in enumerate(results)
     ]
 
 
-def _number_of_key(proof: ProofSettings, site: EquationPair, i: int, use: object) -> int | None:
-    """Return the number of the key that a result is; None if it is no key."""
+def _step(site: EquationPair, relations: Sequence[Relation], key: KeyPath) -> tuple[str, Any]:
+    """Return the last step of the path of a key that an equation makes."""
+    if site.name == "random_split":
+        return "split", str(site.params)
+    if site.name == "random_fold_in":
+        number = relations[1]
+        if isinstance(number, Known) and number.whole_values.size == 1:
+            return "fold", number.whole_values.item()
+        return "fold", None
+    # one of the keys that a split has made
+    if site.name == "slice" and key[-1][0] == "split" and len(site.result_shapes()[0]) == 1:
+        (start,), (end,) = site.params["start_indices"], site.params["limit_indices"]
+        return ("at", start) if end == start + 1 else ANY
+    return ANY
+
+
+def _may_be_equal(key: KeyPath, other: KeyPath) -> bool:
+    """Return whether two keys may be equal, or one may be made from the other."""
+    for step, other_step in zip(key, other, strict=False):
+        if step != other_step:
+            names_differ = step[0] != other_step[0] or step[0] not in DISTINCT
+            return names_differ or None in (step[1], other_step[1])
+    return True
+
+
+def one_of_keys(a: frozenset[KeyPath], b: frozenset[KeyPath]) -> frozenset[KeyPath]:
+    """Return the keys of a value that has the keys `a` or the keys `b`, or keys made from them."""
+    if a == b:
+        return a
+    shortest = min(a | b, key=len)
+    is_root = all(key[: len(shortest)] == shortest for key in a | b)
+    root = shortest if is_root else ()
+    return frozenset([root if root[-1:] == (ANY,) else (*root, ANY)])
+
+
+def _holds_keys(site: EquationPair, i: int) -> bool:
+    """Return whether a result may be a key, or its bits."""
     dtype = site.whole_eqn.outvars[i].aval.dtype  # pyright: ignore[reportAttributeAccessIssue]
-    if dtype != jnp.uint32 and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        return None
-    return proof.keys.setdefault((use, i), len(proof.keys))
+    return dtype == jnp.uint32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -57,11 +57,6 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     batch_dims = [
         dim for dim in range(len(site.result_shapes()[0])) if dim not in numbers.offset_dims
     ]
-    fully_taken_dims = [
-        dim
-        for dim in range(len(shapes[0]))
-        if all(size[dim] == shape[dim] for size, shape in zip(sizes, shapes, strict=True))
-    ]
     if not isinstance(operand, Same | Split | Total):
         return [not_linear(site, operand)]
     # a dim that is indexed, or only partly taken, must have one size in the whole trace and in the
@@ -69,7 +64,8 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     uneven_dims = [
         dim
         for dim in differing_dims(shapes)
-        if dim not in fully_taken_dims or dim not in slice_dims
+        if dim not in slice_dims
+        or any(size[dim] != shape[dim] for size, shape in zip(sizes, shapes, strict=True))
     ]
     resized_dims = [
         dim
@@ -91,10 +87,8 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         return [_gather_paired_dims(site, uneven_dims[0], operand, index_relation, batch_dims)]
     if uneven_dims:
         return [site.unknown("mixes")]
-    if not isinstance(index_relation, Same | Split):
-        return [first_unknown([index_relation]) or not_linear(site, index_relation)]
     if not is_unscaled(index_relation):
-        return [site.unknown("count")]
+        return [first_unknown([index_relation]) or not_linear(site, index_relation)]
     if isinstance(index_relation, Split):
         if (
             not isinstance(operand, Same)
@@ -110,9 +104,7 @@ def gather(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         ]
     if isinstance(operand, Split):
         return [operand.moved_to(numbers.offset_dims[slice_dims.index(operand.dim)])]
-    if isinstance(operand, Same):
-        return [Same(operand.ratio)]
-    return [operand if isinstance(operand, Total) else site.unknown("shape")]
+    return [operand]
 
 
 def _fill_breaks_ratio(site: EquationPair, operand: Relation) -> bool:
@@ -232,28 +224,15 @@ def _row_dim(site: EquationPair, column: Relation) -> int | None:
 
     None if it is not the only one.
     """
-    if not isinstance(column, Known):
-        return None
     shapes = site.operand_shapes(1)
-    dims = [
-        dim
-        for dim in range(column.whole_values.ndim - 1)
-        if column.whole_values.shape[dim] > 1 or column.piece_values.shape[dim] > 1
-    ]
-    if len(dims) != 1 or any(
-        values.shape[dims[0]] != shape[dims[0]]
-        for values, shape in zip((column.whole_values, column.piece_values), shapes, strict=True)
-    ):
-        # a piece of one row has only the row number 0
-        row_dims = [
-            dim
-            for dim in differing_dims(shapes)
-            if column.whole_values.shape[dim] == shapes[0][dim]
-        ]
-        if len(row_dims) == 1 and shapes[1][row_dims[0]] == column.piece_values.size == 1:
-            return row_dims[0] if column.whole_values.size == shapes[0][row_dims[0]] else None
+    dims = differing_dims(shapes)
+    if not isinstance(column, Known) or len(dims) != 1:
         return None
-    return dims[0] if differing_dims(shapes) == (dims[0],) else None
+    varies_only_along_rows = all(
+        values.size == values.shape[dims[0]] == shape[dims[0]]
+        for values, shape in zip((column.whole_values, column.piece_values), shapes, strict=True)
+    )
+    return dims[0] if varies_only_along_rows else None
 
 
 def scatter(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -279,10 +258,9 @@ def scatter(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
     zeros = [is_zero(relations[0]), is_zero(relations[2])]
     if not row_dims:
         return [_scatter_into_shared(site, operand, indices, updates, zeros)]
-    by_row_number, indices = own_rows is not None, own_rows or indices
     return [
         _scatter_into_rows(
-            site, row_dims[0], operand, indices, updates, zeros, by_row_number=by_row_number
+            site, row_dims[0], operand, own_rows or indices, updates, zeros, own_rows
         )
     ]
 
@@ -300,8 +278,7 @@ def _scatter_into_rows(
     indices: Relation,
     updates: Relation,
     zeros: list[bool],
-    *,
-    by_row_number: bool,
+    own_rows: Split | None,
 ) -> Relation:
     """Return the relation of a scatter into an operand that has rows along `dim`."""
     numbers, shapes = site.params["dimension_numbers"], site.operand_shapes(0)
@@ -309,9 +286,8 @@ def _scatter_into_rows(
     window_dims = [
         operand_dim for operand_dim in range(len(shapes[0])) if operand_dim not in missing_dims
     ]
-    if by_row_number:
-        assert isinstance(indices, Split)
-        index_dim = indices.dim
+    if own_rows is not None:
+        index_dim = own_rows.dim
         update_dim = _batch_dims(site)[index_dim]
     elif dim in numbers.operand_batching_dims:
         index_dim = numbers.scatter_indices_batching_dims[numbers.operand_batching_dims.index(dim)]
@@ -390,13 +366,12 @@ def _own_row_place(site: EquationPair, indices: Relation) -> Split | None:
     if row_indices is None:
         return None
     column, row_dim, other_columns = row_indices
-    for values, size in zip(
-        (column.whole_values, column.piece_values), sizes_of_dim(shapes, row_dims[0]), strict=True
-    ):
-        if not np.array_equal(values.reshape(-1), np.arange(size)):
-            return None
-    place = Split(row_dim)
-    return place if _belong_to_rows(site, other_columns, place.place) else None
+    sizes, place = sizes_of_dim(shapes, row_dims[0]), Split(row_dim)
+    counts_rows = all(
+        np.array_equal(values.reshape(-1), np.arange(size))
+        for values, size in zip((column.whole_values, column.piece_values), sizes, strict=True)
+    )
+    return place if counts_rows and _belong_to_rows(site, other_columns, place.place) else None
 
 
 def dynamic_slice(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:

@@ -3,8 +3,8 @@
 A relation of a carry must hold before every turn. A scan may also take one row a turn.
 """
 
-import sys
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Sequence, Set
 from fractions import Fraction
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
+from shardopt.separability._draws import one_of_keys
 from shardopt.separability._elementwise import (
     first_unknown,
     is_zero,
@@ -19,12 +20,12 @@ from shardopt.separability._elementwise import (
     unify,
     unknown_results,
 )
+from shardopt.separability._moves import as_split
 from shardopt.separability._proof import ProofSettings
 from shardopt.separability._relations import (
     Columns,
     EquationPair,
     Known,
-    OperandSite,
     Relation,
     Same,
     Shifted,
@@ -34,13 +35,16 @@ from shardopt.separability._relations import (
     as_drawn,
     is_drawn,
     is_exactly_same,
+    is_unscaled,
 )
 from shardopt.separability._table import checked
-from shardopt.trace._jaxprs import open_jaxpr
+from shardopt.trace._jaxprs import CHECKPOINTS, open_jaxpr
 from shardopt.trace._parts import reached_from
 from shardopt.trace._primitives import library_name
 from shardopt.trace._walk import scan_parts, while_parts
 
+CALLS = frozenset(["jit", *CHECKPOINTS])
+"""Primitives that only call a function."""
 MAX_ROUNDS = 8
 """The number of rounds after which the search for relations that hold before every turn gives up.
 """
@@ -59,19 +63,15 @@ def scan(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
         return _scan_over_rows(proof, site, relations)
     if num_turns[0] != num_turns[1]:
         return [site.unknown("loop")] * site.num_results
-    consts, carry, scanned = scan_parts(site.whole_eqn, relations)
-    first_scanned = len(consts) + len(carry)
-    turn_operands = [
-        _operand_of_turn(site, relation, first_scanned + i) for i, relation in enumerate(scanned)
-    ]
+    consts, carry, _ = scan_parts(site.whole_eqn, relations)
+    scanned = scan_parts(site.whole_eqn, resolve_numbers(site, relations))[2]
+    turn_operands = [_operand_of_turn(site, relation) for relation in scanned]
     carry, turn_results = _fixed_point(proof, site, bodies, consts, carry, turn_operands)
     return [*carry, *[_stack_turns(site, relation) for relation in turn_results]]
 
 
-def _operand_of_turn(site: EquationPair, relation: Relation, i: int) -> Relation:
+def _operand_of_turn(site: EquationPair, relation: Relation) -> Relation:
     """Return the relation of the part of a scanned operand that a turn takes."""
-    if isinstance(relation, Known):
-        (relation,) = resolve_numbers(OperandSite(site, i), [relation])
     # the scanned dim has one length in both traces, so it is not the split dim
     if isinstance(relation, Split):
         return relation.moved_to(relation.dim - 1)
@@ -105,6 +105,7 @@ def _fixed_point(
     hold after it.
     """
     for _ in range(MAX_ROUNDS):
+        key_uses = dict(proof.key_uses)
         results = proof.relate(site, bodies[0], bodies[1], [*consts, *carry, *turn_operands])
         after = [
             _common_relation(site, *pair) for pair in zip(carry, results[: len(carry)], strict=True)
@@ -112,6 +113,8 @@ def _fixed_point(
         if all(a is b or a == b for a, b in zip(carry, after, strict=True)):
             return after, results[len(carry) :]
         carry = after
+        proof.key_uses.clear()
+        proof.key_uses.update(key_uses)
     unknown = site.unknown("loop")
     return [unknown] * len(carry), [unknown] * (site.num_results - len(carry))
 
@@ -131,22 +134,38 @@ def _common_relation(site: EquationPair, before: Relation, after: Relation) -> R
         return unknown
     if not all(isinstance(relation, Same | Split | Total) for relation in relations):
         return relations[0] if relations[0] == relations[1] else site.unknown("loop")
-    return unify(site, relations, [is_zero(before), is_zero(after)])
+    joined = unify(site, relations, [is_zero(before), is_zero(after)])
+    keys = [relation.keys for relation in relations if isinstance(relation, Same)]
+    if isinstance(joined, Same):
+        return dataclasses.replace(joined, keys=one_of_keys(*keys))
+    return joined
 
 
 def while_loop(
     proof: ProofSettings, site: EquationPair, relations: list[Relation]
 ) -> list[Relation]:
-    """Follow a loop whose condition is the same in the whole trace and in every piece, so that it
-    has equally many turns.
+    """Follow a loop of which all pieces take equally many turns, or which jax has vmapped over rows.
+
+    The condition of the first is the same in the whole trace and in every piece. The condition of
+    the other has a number for each row, and a row changes no more when its number is false.
     """
     cond_consts, body_consts, start = while_parts(site.whole_eqn, relations)
+    if site.params["cond_jaxpr"].out_avals[0].shape:
+        first = len(relations) - len(start)
+        start = [
+            as_split(site, relation, first + i)
+            for i, relation in enumerate(resolve_numbers(site, relations)[first:])
+        ]
     carry, _ = _fixed_point(proof, site, site.both_params("body_jaxpr"), body_consts, start, [])
     (condition,) = proof.relate(site, *site.both_params("cond_jaxpr"), [*cond_consts, *carry])
     if isinstance(condition, Known):
         condition = condition.as_same()
     if is_exactly_same(condition):
         return list(map(as_drawn, carry)) if is_drawn(condition) else carry
+    if isinstance(condition, Split) and is_unscaled(condition) and not condition.drawn:
+        places = {relation.place if isinstance(relation, Split) else None for relation in carry}
+        if places == {condition.place}:
+            return carry
     unknown = condition if isinstance(condition, Unrelated) else site.unknown("loop")
     return [unknown] * site.num_results
 
@@ -168,10 +187,6 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
             *branches[int(np.clip(branch_index.whole_values.item(), 0, len(branches) - 1))],
             operands,
         )
-    returning_branches = [branch for branch in branches if not _raises(branch[0])]
-    # the other branches end the run, whichever piece takes them
-    if len(returning_branches) == 1 < len(branches):
-        return proof.relate(site, *returning_branches[0], operands)
     index_relation = resolve_numbers(site, relations)[0]
     if not is_exactly_same(index_relation):
         return unknown_results(site, [index_relation])
@@ -188,22 +203,9 @@ def cond(proof: ProofSettings, site: EquationPair, relations: list[Relation]) ->
     return results
 
 
-def _raises(branch: Any) -> bool:
-    """Return whether a branch is the branch of `equinox.error_if` that raises an error."""
-    errors = sys.modules.get("equinox._errors")
-    functions = [
-        getattr(eqn.params["callback"], "callback_func", None)
-        for eqn in open_jaxpr(branch).eqns
-        if library_name(eqn.primitive) == "pure_callback"
-    ]
-    return errors is not None and any(
-        getattr(function, "__globals__", None) is vars(errors) for function in functions
-    )
-
-
 # --- scans that take one row a turn ---------------------------------------------------------------
 
-ADDING = frozenset(["add", "add_any", "sub", "scatter-add", "scatter_add"])
+ADDING = frozenset(["add", "add_any", "sub", "scatter-add"])
 
 
 def _scan_over_rows(
@@ -218,32 +220,24 @@ def _scan_over_rows(
     - A carry is a sum over rows if it begins at 0, and each turn adds a term of its row to it.
     """
     bodies = site.both_params("jaxpr")
-    consts, start, scanned = scan_parts(site.whole_eqn, relations)
+    start = scan_parts(site.whole_eqn, relations)[1]
+    consts, _, scanned = scan_parts(site.whole_eqn, resolve_numbers(site, relations))
     num_consts, num_carry = len(consts), len(start)
     unknown = first_unknown([*consts, *scanned]) or site.unknown("loop")
-    const_relations = [
-        resolve_numbers(OperandSite(site, i), [relation])[0] for i, relation in enumerate(consts)
-    ]
-    row_relations = [
-        resolve_numbers(OperandSite(site, num_consts + num_carry + i), [relation])[0]
-        for i, relation in enumerate(scanned)
-    ]
-    unscaled = all(map(is_exactly_same, const_relations))
-    unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in row_relations)
+    unscaled = all(map(is_exactly_same, consts))
+    unscaled &= all(relation == Split(0) or is_exactly_same(relation) for relation in scanned)
     body = open_jaxpr(bodies[0])
-    if not unscaled or not all(
-        map(_equals_piece, proof.relate(site, *bodies, [Same()] * len(body.invars)))
-    ):
+    turn_operands = [
+        Same(keys=relation.keys) if isinstance(relation, Same) else Same()
+        for relation in resolve_numbers(site, relations)
+    ]
+    if not unscaled or not all(map(_equals_piece, proof.relate(site, *bodies, turn_operands))):
         return [unknown] * site.num_results
     carry_vars = body.invars[num_consts : num_consts + num_carry]
-    added_terms = [
-        _terms_added_to_carry(body, var, out)
-        for var, out in zip(carry_vars, body.outvars, strict=False)
-    ]
     turn_dependent = reached_from(body, set(carry_vars), every=False)
     results: list[Relation] = []
-    for i, (relation, terms) in enumerate(zip(start, added_terms, strict=True)):
-        is_sum = terms is not None and is_zero(relation) and not (terms & turn_dependent)
+    for i, (relation, var) in enumerate(zip(start, carry_vars, strict=True)):
+        is_sum = is_zero(relation) and _adds_row_term(body, var, body.outvars[i], turn_dependent)
         one_shape = len(set(site.result_shapes(i))) == 1
         total = checked(site, i, Total(Fraction(1), site.op))
         results.append(total if is_sum and one_shape else unknown)
@@ -254,50 +248,51 @@ def _scan_over_rows(
             shapes[0][0] == shapes[1][0] * site.num_pieces and shapes[0][1:] == shapes[1][1:]
         )
         results.append(Split(0) if from_row and has_all_rows else unknown)
-    return list(map(as_drawn, results)) if any(map(is_drawn, const_relations)) else results
+    return list(map(as_drawn, results)) if any(map(is_drawn, [*consts, *scanned])) else results
 
 
 def _equals_piece(relation: Relation) -> bool:
     """Return whether W = P_i, for a value that does not follow from the random key."""
-    return relation == Same() or (isinstance(relation, Known) and relation.same_numbers)
+    return is_exactly_same(relation) or (isinstance(relation, Known) and relation.same_numbers)
 
 
-def _terms_added_to_carry(body: Jaxpr, var: Any, out: Any) -> set[Any] | None:
-    """Return the variables that a turn adds to a carry.
-
-    None if the turn does anything else with the carry.
+def _adds_row_term(body: Jaxpr, var: Any, out: Any, turn_dependent: Set[Any]) -> bool:
+    """Return whether a turn adds to a carry what follows from its row only, and does nothing else
+    with the carry.
 
     Args:
-      body: the jaxpr of a turn.
+      body: the jaxpr of a turn, or of a function that it calls.
       var: the carry before the turn.
       out: the carry after the turn.
+      turn_dependent: the variables that follow from other turns.
     """
-    if sum(result is out for result in body.outvars) > 1:
-        return None
-    while True:
-        uses = [eqn for eqn in body.eqns if any(atom is var for atom in eqn.invars)]
-        if len(uses) != 1 or any(result is var for result in body.outvars):
-            return None
-        eqn = uses[0]
-        if (
-            eqn.primitive.name != "convert_element_type"
-            or eqn.params["new_dtype"] != var.aval.dtype
-        ):
-            break
-        var = eqn.outvars[0]  # this conversion only drops the weak type, which changes no number
+    uses = [eqn for eqn in body.eqns if any(atom is var for atom in eqn.invars)]
+    if len(uses) != 1 or any(result is var for result in body.outvars):
+        return False
+    (eqn,) = uses
     positions = [i for i, atom in enumerate(eqn.invars) if atom is var]
-    name = eqn.primitive.name
+    others = [atom for atom in eqn.invars if atom is not var and not isinstance(atom, Literal)]
+    name = library_name(eqn.primitive)
+    if name == "convert_element_type" and eqn.params["new_dtype"] == var.aval.dtype:
+        # this conversion only drops the weak type, which changes no number
+        return _adds_row_term(body, eqn.outvars[0], out, turn_dependent)
+    is_only_result = sum(result is out for result in body.outvars) == 1
+    results = [i for i, result in enumerate(eqn.outvars) if result is out]
+    if len(positions) != 1 or len(results) != 1 or not is_only_result:
+        return False
+    if name in CALLS:
+        function = open_jaxpr(eqn.params["jaxpr"])
+        dependent = {
+            inner
+            for inner, atom in zip(function.invars, eqn.invars, strict=True)
+            if not isinstance(atom, Literal) and atom in turn_dependent
+        }
+        return _adds_row_term(
+            function,
+            function.invars[positions[0]],
+            function.outvars[results[0]],
+            reached_from(function, dependent, every=False),
+        )
     wraps = name == "sub" and not jnp.issubdtype(var.aval.dtype, jnp.inexact)
-    if (
-        name not in ADDING
-        or wraps
-        or eqn.outvars[0] is not out
-        or len(positions) != 1
-        or (positions[0] != 0 and name not in ("add", "add_any"))
-    ):
-        return None
-    return {
-        atom
-        for i, atom in enumerate(eqn.invars)
-        if i != positions[0] and not isinstance(atom, Literal)
-    }
+    is_first = positions[0] == 0 or name in ("add", "add_any")
+    return name in ADDING and not wraps and is_first and turn_dependent.isdisjoint(others)

@@ -43,7 +43,7 @@ def as_split(site: EquationPair, relation: Relation, i: int = 0) -> Relation:
         and len(dims) == 1
         and growth(site.operand_shapes(i), dims) == site.num_pieces
     ):
-        return Split(dims[0], 1, relation.ratio)
+        return Split(dims[0], 1, relation.ratio, relation.drawn)
     return relation
 
 
@@ -248,26 +248,14 @@ def rev(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
 
 
 def tile(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Repeat all entries of dims, one copy after the other.
-
-    Copies of rows are further blocks.
-    """
+    """Repeat all entries of dims, one copy after the other, but not along the dim of rows."""
     relation, repeats = relations[0], site.both_params("reps")
-    uneven_dims = [dim for dim in range(len(repeats[0])) if repeats[0][dim] != repeats[1][dim]]
-    uneven_repeated_dims = [
-        dim for dim in uneven_dims if sizes_of_dim(site.operand_shapes(), dim) != (1, 1)
-    ]
-    if isinstance(relation, Split):
-        times = repeats[0][relation.dim]
-        even = not uneven_repeated_dims and relation.dim not in uneven_dims
-        return [
-            (
-                Split(relation.dim, relation.blocks * times, relation.ratio)
-                if even
-                else site.unknown("mixes")
-            )
-        ]
-    return [site.unknown("position") if uneven_repeated_dims else relation]
+    repeats_rows = isinstance(relation, Split) and repeats[0][relation.dim] != 1
+    uneven = any(
+        times[0] != times[1] and sizes_of_dim(site.operand_shapes(), dim) != (1, 1)
+        for dim, times in enumerate(zip(*repeats, strict=True))
+    )
+    return [site.unknown("position") if repeats_rows or uneven else relation]
 
 
 def pad(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -380,16 +368,6 @@ def split(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         ]
     if part_sizes[0] != part_sizes[1] and dim not in differing_dims(site.operand_shapes()):
         return [site.unknown("position")] * site.num_results
-    return [relation] * site.num_results
-
-
-def unstack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Cut a dim into its entries, which must not be the dim of rows."""
-    relation, dim = relations[0], site.params["axis"]
-    if dim in differing_dims(site.operand_shapes()):
-        return [site.unknown("mixes")] * site.num_results
-    if isinstance(relation, Split):
-        relation = relation.moved_to(dim_after_removal(relation.dim, [dim]))
     return [relation] * site.num_results
 
 

@@ -57,14 +57,8 @@ ENTRY_BY_ENTRY: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda x: x,
     "select_n": lambda index, *cases: np.select([index == i for i in range(len(cases))], cases, 0),
     "clamp": lambda low, x, high: np.clip(x, low, high),
-    "div": lambda x, y: _truncated(x, y) if x.dtype.kind in "iu" else np.divide(x, y),
+    "div": lambda x, y: np.floor_divide(x, y) if x.dtype.kind in "iu" else np.divide(x, y),
 }
-
-
-def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the quotients of integers, rounded towards zero."""
-    quotients = np.floor_divide(x, y)
-    return quotients + ((quotients < 0) & (quotients * y != x))
 
 
 REDUCE = {
@@ -197,11 +191,11 @@ def _compute(
 
 
 def _is_defined(name: str, args: Sequence[np.ndarray], dtype: np.dtype) -> bool:
-    """Return whether numpy and XLA give the same: not for integers divided by 0, or made of numbers
-    that they cannot hold.
+    """Return whether numpy and XLA give the same: not for quotients of negative integers, for
+    integers divided by 0, or made of numbers that they cannot hold.
     """
     if name in ("div", "rem") and dtype.kind in "iu":
-        return bool(np.all(args[1] > 0))
+        return bool(np.all(args[0] >= 0) and np.all(args[1] > 0))
     if name == "convert_element_type" and dtype.kind in "iu" and args[0].dtype.kind == "f":
         bounds = np.iinfo(dtype)
         return bool(np.all((args[0] >= bounds.min) & (args[0] <= bounds.max)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from shardopt.separability._relations import EquationPair, Relation
+from shardopt.separability._relations import EquationPair, KeyPath, Relation
 
 
 class DifferentTracesError(Exception):
@@ -38,9 +38,8 @@ class ProofSettings:
       training: whether the loss is differentiated. Then the rules of `jax.custom_vjp` and
         `jax.custom_jvp` count.
       callers: the calls that the proof is inside of, the outermost first.
-      rule_traces: traces of derivative rules, by the ids of the two equations and what is
-        differentiated. The proof follows a loop several times, so it caches them.
-      keys: the numbers of random keys, by the operation that makes them.
+      rule_traces: traces of derivative rules, by the ids of the two equations. The proof follows a
+        loop several times, so it caches them.
       key_uses: the draws from each random key, and whether they are draws for each row.
     """
 
@@ -52,8 +51,7 @@ class ProofSettings:
     training: bool = False
     callers: tuple[JaxprEqn, ...] = ()
     rule_traces: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
-    keys: dict[Hashable, int] = dataclasses.field(default_factory=dict)
-    key_uses: dict[int, dict[Hashable, bool]] = dataclasses.field(default_factory=dict)
+    key_uses: dict[tuple[KeyPath, Hashable], bool] = dataclasses.field(default_factory=dict)
 
     def relate(
         self, site: EquationPair, whole_jaxpr: Any, piece_jaxpr: Any, relations: Sequence[Relation]

@@ -12,7 +12,6 @@ from shardopt.separability._relations import (
     Same,
     Split,
     Total,
-    Unrelated,
     differing_dims,
     dim_after_removal,
     growth,
@@ -83,14 +82,7 @@ def reduce_extreme(site: EquationPair, relations: Sequence[Relation]) -> list[Re
 
 def reduce_other(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Reduce dims that have one size in both traces, with any function."""
-    dims = site.params["axes"]
-    if not site.differing_operand_dims.isdisjoint(dims):
-        return [_mixed(site, relations)] * site.num_results
-    return _row_by_row(
-        site,
-        relations,
-        lambda split: Split(dim_after_removal(split.dim, dims), split.blocks),
-    )
+    return _along(site, relations, site.params["axes"], removed_dims=site.params["axes"])
 
 
 def rule_along(param: str, linear: bool = False) -> Rule:
@@ -98,34 +90,43 @@ def rule_along(param: str, linear: bool = False) -> Rule:
     traces.
 
     Args:
-      param: the parameter that holds the dim, or a tuple of dims.
+      param: the parameter that holds the dim.
       linear: whether the primitive is linear.
     """
 
     def rule(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-        relation, dims = relations[0], site.params[param]
-        dims = dims if isinstance(dims, tuple | list) else (dims,)
-        if not site.differing_operand_dims.isdisjoint(dims):
-            return [_mixed(site, relations)] * site.num_results
-        if linear and isinstance(relation, Same | Split | Total):
-            return [relation]
-        return _row_by_row(site, relations)
+        dim = site.params[param]
+        if linear and dim not in differing_dims(site.operand_shapes()):
+            return list(relations)
+        return _along(site, relations, [dim])
 
     return rule
 
 
 def top_k(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Take the largest entries along a dim, which must have one size in both traces."""
-    dim = site.params.get("axis", -1) % len(site.operand_shapes()[0])
-    if dim in differing_dims(site.operand_shapes()):
-        return [_mixed(site, relations)] * site.num_results
-    return _row_by_row(site, relations)
+    return _along(site, relations, [site.params.get("axis", -1) % len(site.operand_shapes()[0])])
+
+
+def _along(
+    site: EquationPair,
+    relations: Sequence[Relation],
+    dims: Sequence[int],
+    removed_dims: Sequence[int] = (),
+) -> list[Relation]:
+    """Return the results of an equation that works along dims with any function.
+
+    If rows lie along one of them and an operand is a total, the message names the sum.
+    """
+    if not site.differing_operand_dims.isdisjoint(dims):
+        total = next((relation for relation in relations if isinstance(relation, Total)), None)
+        mixed = site.unknown("mixes") if total is None else not_linear(site, total)
+        return [mixed] * site.num_results
+    return _row_by_row(site, relations, removed_dims)
 
 
 def _row_by_row(
-    site: EquationPair,
-    relations: Sequence[Relation],
-    result_of_split: Callable[[Split], Relation] = lambda split: split,
+    site: EquationPair, relations: Sequence[Relation], removed_dims: Sequence[int] = ()
 ) -> list[Relation]:
     """Return the results of an equation that applies one function to each row.
 
@@ -134,8 +135,7 @@ def _row_by_row(
     Args:
       site: the equation.
       relations: the relations of the operands.
-      result_of_split: the relation of a result for the common `Split` of the operands; by default
-        the same.
+      removed_dims: the dims of the operands that the results do not have.
     """
     for relation in relations:
         if isinstance(relation, Total):
@@ -143,24 +143,14 @@ def _row_by_row(
     if not all(map(is_unscaled, relations)):
         return [site.unknown("count")] * site.num_results
     joined = join(site, relations)
-    return [result_of_split(joined) if isinstance(joined, Split) else joined] * site.num_results
-
-
-def _mixed(site: EquationPair, relations: Sequence[Relation]) -> Unrelated:
-    """Return `Unrelated` for an equation along dims of rows.
-
-    If an operand is a total, the message names the sum.
-    """
-    total = next((relation for relation in relations if isinstance(relation, Total)), None)
-    return site.unknown("mixes") if total is None else not_linear(site, total)
+    if isinstance(joined, Split):
+        joined = joined.moved_to(dim_after_removal(joined.dim, removed_dims))
+    return [joined] * site.num_results
 
 
 def window(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Reduce sliding windows, which must hold one entry along dims of rows."""
-    params, dims = (
-        site.params,
-        {dim for i in range(len(relations)) for dim in differing_dims(site.operand_shapes(i))},
-    )
+    params = site.params
 
     def has_own_windows(dim: int) -> bool:
         dilations = [
@@ -169,7 +159,7 @@ def window(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
         sizes = [params["window_dimensions"][dim], params["window_strides"][dim], *dilations]
         return all(size == 1 for size in sizes) and tuple(params["padding"][dim]) == (0, 0)
 
-    if not all(map(has_own_windows, dims)):
+    if not all(map(has_own_windows, site.differing_operand_dims)):
         return [site.unknown("mixes")] * site.num_results
     if site.name == "reduce_window_sum" and isinstance(relations[0], Same | Split | Total):
         return [relations[0]]
@@ -181,36 +171,21 @@ def batched(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]
 
     The last two dims are the dims of a matrix, all other dims are batch dims.
     """
-    min_ndim = min(len(site.operand_shapes(i)[0]) for i in range(len(relations)))
-    result_ndims = [len(site.result_shapes(i)[0]) for i in range(site.num_results)]
     num_matrix_dims = 1 if site.name == "lu_pivots_to_permutation" else 2
-    if any(
-        dim >= len(shapes[0]) - num_matrix_dims
-        for i in range(len(relations))
-        for shapes in [site.operand_shapes(i)]
-        for dim in differing_dims(shapes)
-    ):
+    first_matrix_dim = len(site.operand_shapes()[0]) - num_matrix_dims
+    if any(dim >= first_matrix_dim for dim in site.differing_operand_dims):
         return [site.unknown("mixes")] * site.num_results
-    if any(
-        isinstance(relation, Split) and relation.dim >= min(min_ndim, *result_ndims)
-        for relation in relations
-    ):
-        return [site.unknown("shape")] * site.num_results
     return _row_by_row(site, relations)
 
 
 def triangular_solve(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Solve triangular systems. Each column of the right side has a solution, which is linear in it."""
+    """Solve triangular systems. The solution is linear in the right side."""
     matrix, right_side = relations
-    ndim = len(site.operand_shapes()[0])
-    mixes = any(dim >= ndim - 2 for dim in differing_dims(site.operand_shapes()))
-    if not mixes and matrix == Same():
+    if matrix == Same() and not differing_dims(site.operand_shapes()):
         return [right_side]
-    if not isinstance(right_side, Same | Split):
-        return batched(site, relations)
+    assert isinstance(right_side, Same | Split | Total)
     (solution,) = batched(site, [matrix, scaled(right_side, 1 / right_side.ratio)])
-    is_solved = isinstance(solution, Same | Split)
-    return [scaled(solution, right_side.ratio) if is_solved else solution]
+    return [scaled(solution, right_side.ratio) if isinstance(solution, Same | Split) else solution]
 
 
 def fft(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -228,61 +203,47 @@ def dot_general(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     other operand has equal entries along this dim. If the split dim is a batch dim, or a dim of one
     operand only, the result is split.
     """
-    contract_dims, batch_dims = site.params["dimension_numbers"]
-    left_relation, right_relation = relations
-    if isinstance(left_relation, Total) or isinstance(right_relation, Total):
-        total, factor_relation = (
-            (left_relation, right_relation)
-            if isinstance(left_relation, Total)
-            else (right_relation, left_relation)
-        )
-        if not isinstance(factor_relation, Same):
-            return [not_linear(site, total)]
-    assert isinstance(left_relation, Same | Split | Total)
-    assert isinstance(right_relation, Same | Split | Total)
-    splits = {
-        side: relation for side, relation in enumerate(relations) if isinstance(relation, Split)
+    total = next((relation for relation in relations if isinstance(relation, Total)), None)
+    if total is not None and not any(isinstance(relation, Same) for relation in relations):
+        return [not_linear(site, total)]
+    places = {
+        _place_in_product(site, side, relation)
+        for side, relation in enumerate(relations)
+        if isinstance(relation, Split)
     }
-    uneven_contract_dims = [
-        dim for dim in differing_dims(site.operand_shapes()) if dim in contract_dims[0]
-    ]
-    ratio = left_relation.ratio * right_relation.ratio
-    if not splits:
-        operand = left_relation if isinstance(left_relation, Total) else right_relation
-        factor = ratio / operand.ratio
-        return [scaled(operand, factor * growth(site.operand_shapes(), uneven_contract_dims))]
-    places = set()
-    for side, relation in splits.items():
-        if relation.dim in contract_dims[side]:
-            places.add(("sum", contract_dims[side].index(relation.dim), *relation.place[1:]))
-        elif relation.dim in batch_dims[side]:
-            places.add(("batch", batch_dims[side].index(relation.dim), *relation.place[1:]))
-        else:
-            places.add(("free", side, *relation.place[1:]))
     if len(places) > 1:
         return [site.unknown("mixes")]
-    kind, index = places.pop()[:2]
-    relation = next(iter(splits.values()))
-    if kind == "sum":
-        equal_dims = [dim for dim in uneven_contract_dims if dim != contract_dims[0][index]]
-        return [Total(ratio * growth(site.operand_shapes(), equal_dims), site.op)]
-    ratio *= growth(site.operand_shapes(), uneven_contract_dims)
-    if kind == "batch":
-        return [Split(index, relation.blocks, ratio)]
-    free_dims = [
-        [
-            dim
-            for dim in range(len(site.operand_shapes(side)[0]))
-            if dim not in (*contract_dims[side], *batch_dims[side])
-        ]
-        for side in (0, 1)
+    summed_dims = site.params["dimension_numbers"][0][0]
+    row_dims = [summed_dims[number] for is_summed, number, _ in places if is_summed]
+    equal_dims = [
+        dim
+        for dim in differing_dims(site.operand_shapes())
+        if dim in summed_dims and dim not in row_dims
     ]
-    result_dim = (
-        len(batch_dims[0])
-        + (len(free_dims[0]) if index else 0)
-        + free_dims[index].index(relation.dim)
-    )
-    return [Split(result_dim, relation.blocks, ratio)]
+    ratio = growth(site.operand_shapes(), equal_dims)
+    for relation in relations:
+        assert isinstance(relation, Same | Split | Total)
+        ratio *= relation.ratio
+    if row_dims:
+        return [Total(ratio, site.op)]
+    for _, result_dim, blocks in places:
+        return [Split(result_dim, blocks, ratio)]
+    return [Same(ratio) if total is None else Total(ratio, total.op)]
+
+
+def _place_in_product(site: EquationPair, side: int, relation: Split) -> tuple[bool, int, int]:
+    """Return whether the product adds rows up; the number of their dim among the contracted dims,
+    or else their dim of the result; and the number of blocks.
+    """
+    contract_dims, batch_dims = (dims[side] for dims in site.params["dimension_numbers"])
+    if relation.dim in contract_dims:
+        return True, contract_dims.index(relation.dim), relation.blocks
+    if relation.dim in batch_dims:
+        return False, batch_dims.index(relation.dim), relation.blocks
+    ndim = len(site.operand_shapes(side)[0])
+    free_dims = [dim for dim in range(ndim) if dim not in (*contract_dims, *batch_dims)]
+    first = len(batch_dims) if side == 0 else len(site.result_shapes()[0]) - len(free_dims)
+    return False, first + free_dims.index(relation.dim), relation.blocks
 
 
 def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
@@ -294,21 +255,15 @@ def convolution(site: EquationPair, relations: Sequence[Relation]) -> list[Relat
     numbers, groups = site.params["dimension_numbers"], site.both_params("feature_group_count")
     image, kernel = relations
     uneven_dims = [differing_dims(site.operand_shapes(i)) for i in (0, 1)]
-    if isinstance(image, Total | Split) and isinstance(kernel, Total | Split):
-        rows_are_groups = (
-            uneven_dims == [(numbers.lhs_spec[1],), (numbers.rhs_spec[0],)]
-            and groups[0] == groups[1] * site.num_pieces
-            and site.params["batch_group_count"] == 1
-            and image == Split(numbers.lhs_spec[1])
-            and kernel == Split(numbers.rhs_spec[0])
-        )
+    image_dim, group_dim, kernel_dim = *numbers.lhs_spec[:2], numbers.rhs_spec[0]
+    if site.params["batch_group_count"] != 1:
+        return [site.unknown("mixes")]
+    if uneven_dims == [(group_dim,), (kernel_dim,)]:
+        rows_are_groups = groups[0] == groups[1] * site.num_pieces
+        rows_are_groups &= list(relations) == [Split(group_dim), Split(kernel_dim)]
         return [Split(numbers.out_spec[1]) if rows_are_groups else site.unknown("mixes")]
-    if (
-        uneven_dims not in ([(), ()], [(numbers.lhs_spec[0],), ()])
-        or not isinstance(kernel, Same)
-        or site.params["batch_group_count"] != 1
-        or groups[0] != groups[1]
-    ):
+    rows_are_images = groups[0] == groups[1] and uneven_dims in ([(), ()], [(image_dim,), ()])
+    if not rows_are_images or not isinstance(kernel, Same):
         return [site.unknown("mixes")]
     if isinstance(image, Split):
         image = image.moved_to(numbers.out_spec[0])

@@ -37,6 +37,8 @@ from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._primitives import library_name
 
 Shape = tuple[int, ...]
+KeyPath = tuple[tuple[str, Any], ...]
+"""How a random key is made: steps such as ("split", "shape=(2,)"), ("at", 1)."""
 Shapes = tuple[Shape, Shape]
 """The shapes of a value in the whole trace and in the piece trace."""
 
@@ -61,12 +63,12 @@ class Same:
     Attributes:
       ratio: W / P_i.
       drawn: whether the value follows from a random draw for all rows.
-      key: for a random key that is drawn, a number that only equal keys have.
+      keys: for random keys that are drawn, the ways in which they are made, see `_draws`.
     """
 
     ratio: Fraction = Fraction(1)
     drawn: bool = False
-    key: int | None = dataclasses.field(default=None, compare=False)
+    keys: frozenset[KeyPath] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +253,7 @@ REASONS = {
     "primitive": "no rule says what this operation does to rows.",
     "shape": "no rule says where rows are afterwards.",
     "loop": "no rule says what this loop does to rows.",
-    "symbolic": "a derivative rule with symbolic_zeros=True has too many operands to check.",
+    "symbolic": "a derivative rule with symbolic_zeros=True depends on what is differentiated.",
     "drawn": (
         "it follows from one random number for all rows, and each device draws another one. Draw one"
         " for each row."

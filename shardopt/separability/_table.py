@@ -223,14 +223,6 @@ def _iota(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     ]
 
 
-def _constant(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Return the number of the platform, which is one for all pieces: `jnp.diag` and
-    `platform_dependent` branch on it.
-    """
-    del site, relations
-    return [Same()]
-
-
 def _identities(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Return each operand unchanged."""
     del site
@@ -250,11 +242,6 @@ def _bitcast(site: EquationPair, relations: Sequence[Relation]) -> list[Relation
     return elementwise(site, relations)
 
 
-def _any_of_scalar(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
-    """Follow `equinox`'s any over vmapped dims: a single number stays as it is."""
-    return list(relations) if not site.operand_shapes()[0] else [site.unknown("primitive")]
-
-
 def _rules(rule: Rule, names: str) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -262,7 +249,8 @@ def _rules(rule: Rule, names: str) -> dict[str, Rule]:
 MOVABLE = (Same, Split, Total, Extreme)
 """The relations that hold for moved entries as well."""
 
-_ENTRY_BY_ENTRY = (ARITHMETIC | SPECIAL | IDENTITIES) - {"pvary"}  # that is for shard_map only
+# pvary is for shard_map only; all pieces run on one platform
+_ENTRY_BY_ENTRY = (ARITHMETIC | SPECIAL | IDENTITIES | {"platform_index"}) - {"pvary"}
 
 TABLE: dict[str, Rule] = {
     **dict.fromkeys(_ENTRY_BY_ENTRY, Rule(elementwise, raw=True)),
@@ -279,7 +267,6 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(moves.concatenate, raw=True), "concatenate"),
     **_rules(Rule(moves.split, frozenset(["sizes"]), accepts=MOVABLE), "split"),
     **_rules(Rule(moves.stack, raw=True), "stack"),
-    **_rules(Rule(moves.unstack, accepts=MOVABLE), "unstack"),
     **_rules(Rule(reductions.reduce_sum), "reduce_sum"),
     **_rules(Rule(reductions.reduce_extreme, accepts=MOVABLE), "reduce_max reduce_min reduce_or reduce_and"),
     **_rules(Rule(reductions.reduce_other), "reduce_prod reduce_xor argmax argmin"),
@@ -304,11 +291,9 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(lookups.dynamic_slice, frozenset(["slice_sizes"]), raw=True), "dynamic_slice"),
     **_rules(Rule(lookups.dynamic_update_slice, raw=True), "dynamic_update_slice"),
     **_rules(Rule(draws.draw, frozenset(["shape"]), draws=True), "random_bits random_split"),
-    **_rules(Rule(draws.change_key), "random_wrap random_unwrap random_clone random_seed"),
+    **_rules(Rule(draws.change_key), "random_wrap random_unwrap random_seed"),
     **_rules(Rule(draws.fold_in, raw=True, draws=True), "random_fold_in"),
     **_rules(Rule(_iota, frozenset(["shape"])), "iota"),
-    **_rules(Rule(_constant), "platform_index"),
     **_rules(Rule(_identities, raw=True), "optimization_barrier device_put"),
     **_rules(Rule(_no_results, frozenset(["callback", "effect"]), raw=True), "debug_callback debug_print"),
-    **_rules(Rule(_any_of_scalar, accepts=MOVABLE), "unvmap_any"),
 }  # fmt: skip

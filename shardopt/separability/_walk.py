@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ from shardopt.separability._relations import (
     EquationPair,
     Extreme,
     Known,
-    OperandSite,
     Relation,
     Same,
     Shapes,
@@ -38,10 +37,9 @@ from shardopt.separability._relations import (
     is_exactly_same,
     sizes_of_dim,
 )
-from shardopt.separability._single_rows import batched_product, omitted_broadcast
+from shardopt.separability._single_rows import batched_product
 from shardopt.separability._table import apply_rule, checked
 from shardopt.trace._jaxprs import (
-    CHECKPOINTS,
     COLLECTIVES,
     SUMS,
     constants_of,
@@ -51,7 +49,6 @@ from shardopt.trace._jaxprs import (
 from shardopt.trace._marks import ATTENTION, POSITIONS, ROW_MAXIMUM, has_mark
 from shardopt.trace._parts import abstract_value
 
-CALLS = frozenset(["jit", *CHECKPOINTS])
 CUSTOM = frozenset(["custom_jvp_call", "custom_vjp_call"])
 
 
@@ -89,7 +86,7 @@ def relate_jaxprs(
         )
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
-    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns, piece_var_of):
+    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns):
         site = EquationPair(*eqns, proof.num_pieces, proof.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
         results = [
@@ -102,27 +99,20 @@ def relate_jaxprs(
 
 
 def _matching_equations(
-    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn], piece_var_of: Mapping[Any, Any]
+    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn]
 ) -> Iterator[tuple[JaxprEqn, JaxprEqn]]:
     """Yield each equation of the whole trace with the same equation of the piece trace.
 
     Args:
       whole_eqns: the equations of the whole trace.
       piece_eqns: the equations of the piece trace.
-      piece_var_of: the variable of the piece trace for each that the equations before have made.
 
     Raises:
       DifferentTracesError: at the first equation without a partner.
     """
     position = 0
     for whole_eqn in whole_eqns:
-        if (
-            broadcast := omitted_broadcast(
-                whole_eqn, piece_eqns[position : position + 1], piece_var_of
-            )
-        ) is not None:
-            yield whole_eqn, broadcast
-        elif position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
+        if position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
             yield whole_eqn, piece_eqns[position]
             position += 1
         elif (
@@ -163,12 +153,6 @@ def _relation_of_constants(whole_value: Any, piece_value: Any) -> Relation:
     shapes = np.shape(whole_value), np.shape(piece_value)
     if whole_value is piece_value and shapes[0] != ():
         return Same()
-    if (
-        all(isinstance(value, np.ndarray) for value in (whole_value, piece_value))
-        and shapes[0] == shapes[1] != ()
-        and np.array_equal(whole_value, piece_value)
-    ):
-        return Same()
     readable = all(map(_is_readable, (whole_value, piece_value)))
     numbers = [as_numbers(value) for value in (whole_value, piece_value)] if readable else [None]
     if any(value is None for value in numbers):
@@ -201,17 +185,9 @@ def _relate_equation(
         return _linear_solve(proof, site, relations)
     if site.name in CUSTOM:
         return _custom(proof, site, relations)
-    if site.name in CALLS:
+    if site.name in loops.CALLS:
         return _call(proof, site, relations)
     return draws.follow_keys(proof, site, relations, apply_rule(site, relations))
-
-
-def _function_param(site: EquationPair) -> str | None:
-    """Return the name of the parameter that holds the function which an equation calls.
-
-    None if there is none.
-    """
-    return next((key for key in ("jaxpr", "call_jaxpr") if key in site.params), None)
 
 
 def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -> list[Relation]:
@@ -222,11 +198,8 @@ def _call(proof: ProofSettings, site: EquationPair, relations: list[Relation]) -
         return [_attention(site, relations)]
     if proof.positions and has_mark(site.whole_eqn, ROW_MAXIMUM):
         return [_row_maximum(site, relations)]
-    key = _function_param(site)
-    if key is None or len(open_jaxpr(site.params[key]).invars) != len(relations):
-        return unknown_results(site, relations, "primitive")
     try:
-        return proof.relate(site, *site.both_params(key), relations)
+        return proof.relate(site, *site.both_params("jaxpr"), relations)
     except DifferentTracesError:
         axis = _looked_up_axis(site)
         if axis is None:
@@ -320,21 +293,17 @@ def _custom(proof: ProofSettings, site: EquationPair, relations: list[Relation])
 
     Follow the rule too if the loss is differentiated.
     """
-    key = _function_param(site)
-    if key is None:
-        return unknown_results(site, relations, "primitive")
-    results = proof.relate(site, *site.both_params(key), relations)
-    if not proof.training or all(isinstance(relation, Known) for relation in relations):
+    results = proof.relate(site, *site.both_params("call_jaxpr"), relations)
+    eqn = site.whole_eqn
+    differentiable = derivatives.floating(eqn.invars) and derivatives.floating(eqn.outvars)
+    if not (proof.training and differentiable) or all(
+        isinstance(relation, Known) for relation in relations
+    ):
         return results
     follow = derivatives.follow_jvp if site.name == "custom_jvp_call" else derivatives.follow_vjp
-    subsets = derivatives.differentiated(site, relations)
-    if subsets is None:
+    if site.params["symbolic_zeros"]:
         return unknown_results(site, results, "symbolic")
-    for subset in subsets:
-        rule_results = follow(proof, site, relations, results, subset)
-        if first_unknown(rule_results):
-            return rule_results
-    return results
+    return follow(proof, site, relations, results)
 
 
 def _linear_solve(
@@ -345,45 +314,34 @@ def _linear_solve(
     The derivative needs these other functions. A product must give the relation of the solution
     again. The transposed solver maps cotangents, and an iteration that stops early is not linear.
     """
-    const_counts = site.params["const_lengths"]
-    functions = {
-        name: [getattr(solver, name) for solver in site.both_params("jaxprs")]
-        for name in const_counts._fields
-    }
-    start, consts = 0, {}
-    for name in const_counts._fields:
-        consts[name] = relations[start : start + getattr(const_counts, name)]
-        start += getattr(const_counts, name)
+    consts, start = {}, 0
+    for name, count in site.params["const_lengths"]._asdict().items():
+        consts[name] = relations[start : start + count]
+        start += count
     right_sides = relations[start:]
-    solution = proof.relate(
-        site, functions["solve"][0], functions["solve"][1], [*consts["solve"], *right_sides]
-    )
-    for name in ("matvec", "vecmat"):
-        jaxprs = functions[name]
+
+    def follow(name: str, operands: Sequence[Relation]) -> list[Relation]:
+        jaxprs = [getattr(functions, name) for functions in site.both_params("jaxprs")]
         if jaxprs[0] is None:
-            continue
-        results = proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *solution])
-        if any(result != solved for result, solved in zip(results, solution, strict=False)):
+            return list(operands)
+        return proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *operands])
+
+    solution = follow("solve", right_sides)
+    for name in ("matvec", "vecmat"):
+        results = follow(name, solution)
+        if results != solution:
             return unknown_results(site, results)
-    if not proof.training or functions["transpose_solve"][0] is None:
+    if not proof.training or site.params["jaxprs"].transpose_solve is None:
         return solution
     cotangents = [
         derivatives.derivative_relation(site, solved, site.result_shapes(i))
-        or site.unknown("backward")
         for i, solved in enumerate(solution)
     ]
-    results = proof.relate(
-        site,
-        functions["transpose_solve"][0],
-        functions["transpose_solve"][1],
-        [*consts["transpose_solve"], *cotangents],
-    )
-    sides = zip(resolve_numbers(OperandSite(site, start), right_sides), right_sides, strict=True)
-    for i, (side, known_side) in enumerate(sides):
+    results = follow("transpose_solve", cotangents)
+    for i, side in enumerate(resolve_numbers(site, relations)[start:]):
         expected = derivatives.derivative_relation(site, side, site.operand_shapes(start + i))
-        if isinstance(known_side, Known):  # it has no gradient
-            continue
-        if expected is None or not derivatives.implies(site, results[i], expected):
+        has_gradient = not isinstance(right_sides[i], Known)
+        if has_gradient and not derivatives.implies(site, results[i], expected):
             return unknown_results(site, results, "backward")
     return solution
 

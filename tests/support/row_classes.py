@@ -930,13 +930,6 @@ def class_token(params: Any, batch: Any) -> jax.Array:
     ).mean()
 
 
-def checked(params: Any, batch: Any) -> jax.Array:
-    """A loss that stops the run on bad numbers."""
-    h = hidden(params, batch)
-    h = eqx.error_if(h, jnp.any(jnp.abs(h) > 1e6), "too large")
-    return jnp.mean((h - batch["y"]) ** 2)
-
-
 def convolved(params: Any, batch: Any) -> jax.Array:
     """Two convolutions and a pool."""
     x = jax.lax.conv_general_dilated(
@@ -1047,7 +1040,6 @@ ORDINARY = {
     "buffer in fori_loop": buffered_in_a_loop,
     "buffer in scan": buffered_by_scan,
     "class token": class_token,
-    "error_if": checked,
 }  # fmt: skip
 ACCEPTED = means(ORDINARY)
 ACCEPTED |= {f"one row each: {name}": Case(loss, True, 4, 4) for name, loss in ORDINARY.items()}

@@ -28,7 +28,19 @@ from support import relation_meaning as meaning
 from support.piecewise import as_users_have_it
 from support.rule_cases import CASES
 
-FILES = ("_elementwise", "_lookups", "_moves", "_numbers", "_reductions", "_table")
+FILES = (
+    "_derivatives",
+    "_draws",
+    "_elementwise",
+    "_lookups",
+    "_loops",
+    "_moves",
+    "_numbers",
+    "_reductions",
+    "_single_rows",
+    "_table",
+    "_walk",
+)
 SWAPS = {
     ast.Eq: ast.NotEq,
     ast.NotEq: ast.Eq,
@@ -224,7 +236,7 @@ class Bench:
     def _traced(self, name: str, seed: int) -> BenchCase | None:
         rng = np.random.default_rng(seed)
         case = CASES[name][seed % len(CASES[name])](rng)
-        if case.settings:
+        if case.axis or case.other_axis:
             return None
         with as_users_have_it():
             shapes = [
@@ -303,11 +315,17 @@ class Bench:
                             continue
                         try:
                             parts = [piece[k] for piece in pieces]
-                            problem = meaning.violation(relation, whole[k], parts)
+                            check = case.case.violation or meaning.violation
+                            problem = check(relation, whole[k], parts)
                         except Exception:  # the relation is malformed, or of other dims
                             return "error"
                         if problem:
                             return "unsound"
+                if case.case.settings.get("training"):
+                    try:
+                        meaning.check_rule(case.case, np.random.default_rng(1))
+                    except AssertionError:  # a gradient
+                        return "unsound"
                 unknown = [isinstance(relation, Unrelated) for relation in relations]
                 before = [isinstance(relation, Unrelated) for relation in case.relations]
                 fates.add("refuses" if sum(unknown) > sum(before) else "differs")

@@ -69,15 +69,12 @@ def test_loss_that_mixes_rows_is_refused(name, cut, no_compile):
     trusted.evaluate.lower(state, abstract(batch))
 
 
-NOT_PROVED = {
-    # each row may turn another number of times
-    "looped": "no rule says what this loop does to rows.",
-}
-"""Means over rows that the proof leaves to the global view."""
 NOT_PROVED_OF_ONE = {
     "linear_algebra": "it does other things on the whole batch than on a piece of it."
 }
-"""The same, of one row per piece: jax solves a single system in another way."""
+"""Means that the proof leaves to the global view with one row per piece: jax solves a single system
+in another way.
+"""
 
 
 AGAIN = {("nnx_transformer", 4), ("equinox", 4), ("gpt", 4)}  # as with one row
@@ -100,7 +97,7 @@ OF_ONE_ROW = ("looped", "linear_algebra", "gpt", "nnx_transformer")
 def test_mean_over_rows_is_shown_to_be_one(name, rows):
     params, loss_fn = SEPARABLE[name]()
     pieces = len(BATCH["x"]) // rows
-    expected = NOT_PROVED.get(name, NOT_PROVED_OF_ONE.get(name) if rows == 1 else None)
+    expected = NOT_PROVED_OF_ONE.get(name) if rows == 1 else None
     for key in (KEY, None) if takes_rng(loss_fn) else (None,):
         mixing = find_mixing(
             loss_fn, abstract(params), abstract(BATCH), Cut(pieces), LossCall(key=key)

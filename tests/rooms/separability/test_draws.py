@@ -70,7 +70,27 @@ SHARED = {
             lambda c, x: (c, uniform(r) ** 4 + 0 * x[0]), 0.0, b["x"]
         )[1]
     ),
+    "in a vmapped while": masked(
+        lambda r, m, b: jax.vmap(
+            lambda x, u: jax.lax.while_loop(
+                lambda s: s[0] < x[0], lambda s: (s[0] + 1, 0.9 * s[1]), (0.0, u)
+            )[1],
+            (0, None),
+        )(b["x"], uniform(r) ** 4)
+    ),
+    "scanned with rows": masked(
+        lambda r, m, b: jax.lax.map(
+            lambda x: x[1] ** 4 + 0 * x[0][0], (b["x"], jnp.broadcast_to(uniform(r), (rows(b),)))
+        )
+    ),
 }  # fmt: skip
+
+
+def twice(made):
+    """Return a loss that draws from a key for each row, and from what `made` makes of it."""
+    return lambda p, b, rng: jnp.mean(uniform(rng, (rows(b),)) * uniform(made(rng)))
+
+
 REUSED = {
     "a number of the row keys' first": lambda p, b, rng: jnp.mean(
         jax.vmap(of_row, (None, 0))(rng, jnp.arange(rows(b))) * of_row(rng, 0)
@@ -88,6 +108,40 @@ REUSED = {
     "inside a call": lambda p, b, rng: jnp.mean(
         jax.jit(lambda k: uniform(k, (rows(b),)))(jax.random.fold_in(rng, 3))
         * jax.checkpoint(lambda k: uniform(jax.random.fold_in(k, 3)))(rng)
+    ),
+    "after rows, in a scan over rows": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b),)) * jax.lax.map(lambda x: uniform(rng) + 0 * x[0], b["x"])
+    ),
+    "before a scan over rows": lambda p, b, rng: jnp.mean(
+        jax.lax.map(lambda x: uniform(rng) + 0 * x[0], b["x"]) * uniform(rng, (rows(b),))
+    ),
+    "in a scan, of a key outside": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b),)) * jax.lax.scan(lambda c, _: (c, uniform(rng)), 0.0, length=2)[1][1]
+    ),
+    "a key that a scan makes": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.split(rng)[0], (rows(b),))
+        * jax.lax.scan(lambda k, _: (jax.random.split(k)[0], uniform(k)), rng, length=3)[1][1]
+    ),
+    "bits that are wrapped again": twice(
+        lambda k: jax.random.wrap_key_data(jax.random.key_data(k))
+    ),
+    "a barrier": twice(jax.lax.optimization_barrier),
+    "a stack": twice(lambda k: jnp.stack([jax.random.fold_in(k, 1), k])[1]),
+    "copies": twice(lambda k: jnp.broadcast_to(k, (3,))[1]),
+    "a branch": lambda p, b, rng: jnp.mean(
+        uniform(rng, (rows(b),))
+        * uniform(jax.lax.cond(p["w"][0] > 0, lambda k: k, lambda k: jax.random.fold_in(k, 1), rng))
+    ),
+    "one of several, and all": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.split(rng, 3)[0], (rows(b),))
+        * jax.vmap(uniform)(jax.random.split(rng, 3))[0]
+    ),
+    "slices that overlap": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.split(rng, 3)[0], (rows(b),)) * uniform(jax.random.split(rng, 3)[:2][0])
+    ),
+    "a number that may be equal": lambda p, b, rng: jnp.mean(
+        uniform(jax.random.fold_in(rng, 0), (rows(b),))
+        * uniform(jax.random.fold_in(rng, p["w"][0].astype(int)))
     ),
 }
 """Losses that use one key twice. The mean over keys differs, although each term is right alone."""
@@ -109,6 +163,10 @@ OWN = {
     "a key of each layer": lambda p, b, rng: jax.lax.scan(
         lambda x, k: (x * jax.random.bernoulli(k, 0.9, x.shape), None), errors(p, b), jax.random.split(rng, 3)
     )[0].mean(),
+    "a key that a scan carries": lambda p, b, rng: jax.lax.scan(
+        lambda c, _: ((jax.random.split(c[0])[0], c[1] * uniform(jax.random.split(c[0])[1], c[1].shape)), None),
+        (rng, errors(p, b)), length=3,
+    )[0][1].mean(),
     "features that all rows drop": lambda p, b, rng: so.losses.Weighted(
         jnp.sum(errors(p, {"x": b["x"] * jax.random.bernoulli(rng, 0.5, (3,))})), rows(b)
     ),

@@ -10,9 +10,10 @@ from support.rule_cases import CASES
 from support.rule_cases.elementwise import UNARY
 from support.tiers import tiered
 
+from shardopt.separability._loops import CALLS
 from shardopt.separability._relations import Unrelated
 from shardopt.separability._table import TABLE
-from shardopt.separability._walk import CALLS, CUSTOM
+from shardopt.separability._walk import CUSTOM
 from shardopt.trace._primitives import defined_primitives
 
 FEW, MANY, MOST = 10, 400, 60

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,14 +108,6 @@ def laid_out(x: jax.Array) -> jax.Array:
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
-def any_is_true(rng: np.random.Generator) -> RuleCase:
-    """Return a case of equinox's `any`, which keeps a single number."""
-    num_pieces = int(rng.choice([2, 3]))
-    shapes = draw_shapes(rng, num_pieces, int(rng.choice([0, 0, 1])))
-    operands = draw_operands(rng, shapes, np.dtype(bool), num_pieces, 1)
-    return RuleCase(operands, (eqxi.unvmap_any, eqxi.unvmap_any), num_pieces)
-
-
 def _rows(table: dict[str, Callable[..., Any]], arity: int, dtypes: tuple[str, ...]) -> dict:
     return {
         name: [functools.partial(entry_by_entry, function, arity, dtypes)]
@@ -149,7 +140,6 @@ CASES = {
     **_rows({"reshard": resharded, "sharding_constraint": constrained, "layout_constraint": laid_out, "device_put": jax.device_put}, 1, REALS),
     **_rows({"debug_callback": with_callback, "debug_print": printed, "platform_index": of_platform}, 1, ("float64", "float32")),
     "iota": [counted],
-    "unvmap_any": [any_is_true],
 }  # fmt: skip
 if hasattr(lax, "log2_p"):  # jax 0.12
     CASES |= _rows({"log2": lax.log2, "one_minus_square": lax.one_minus_square}, 1, FLOATS)

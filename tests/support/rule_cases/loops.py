@@ -62,7 +62,7 @@ def scan_over_rows(rng: np.random.Generator) -> RuleCase:
     length = int(rng.integers(1, 4))
     whole_length = length * num_pieces + int(rng.choice([0, 0, 0, 1, -1, 2]))
     shapes = (whole_length, *shape), (length, *shape)
-    relation = Split(0) if rng.random() < 0.5 else Same()
+    relation = Split(0) if rng.random() < 0.5 else Same(drawn=bool(rng.random() < 0.3))
     if whole_length != length * num_pieces:
         relation = Same()
     return _scan(rng, turn, [const, _start(rng, start), Operand(relation, shapes)], num_pieces)
@@ -77,6 +77,8 @@ def _scan(
     rng: np.random.Generator, turn: Callable[..., Any], operands: list[Operand], num_pieces: int
 ) -> RuleCase:
     reverse = bool(rng.random() < 0.3)
+    called = [lambda f: f, jax.jit, jax.checkpoint][rng.integers(3)]
+    turn = called(turn)
 
     def run(const: jax.Array, start: jax.Array, scanned: jax.Array) -> Any:
         return lax.scan(lambda c, x: turn(const, c, x), start, scanned, reverse=reverse)
@@ -133,6 +135,28 @@ def while_loop(rng: np.random.Generator) -> RuleCase:
     return RuleCase([bound, step, start], (run, run), num_pieces)
 
 
+def while_loop_of_rows(rng: np.random.Generator) -> RuleCase:
+    """Return a case of a vmapped loop, in which each row has its own number of turns."""
+    num_pieces, turn = int(rng.choice([2, 3])), TURNS[rng.integers(len(TURNS))]
+    shapes = draw_shapes(rng, num_pieces, int(rng.integers(1, 3)))
+    step, start = draw_operands(rng, shapes, np.float64, num_pieces, 2)
+    of_rows: Shapes = (shapes[0][:1], shapes[1][:1])
+    relation = draw_relation(rng, of_rows, np.int64, num_pieces, (Same, Split, Split, Known, Total))
+    if rng.random() < 0.5 and isinstance(start.relation, Split) and start.relation.dim == 0:
+        relation = Split(0, start.relation.blocks)
+    bound = Operand(relation, of_rows, np.int64, indices_below(4))
+
+    def of_row(bound: jax.Array, step: jax.Array, start: jax.Array) -> Any:
+        return lax.while_loop(
+            lambda state: state[0] < bound % 5,
+            lambda state: (state[0] + 1, turn(step, state[1], step)[0]),
+            (0, start),
+        )
+
+    run = jax.vmap(of_row)
+    return RuleCase([bound, step, start], (run, run), num_pieces)
+
+
 def cond(rng: np.random.Generator) -> RuleCase:
     """Return a case of two or three branches of two operands."""
     num_pieces = int(rng.choice([2, 3]))
@@ -161,6 +185,6 @@ def cond(rng: np.random.Generator) -> RuleCase:
 
 CASES = {
     "scan": [scan, scan_over_rows, counted_turns],
-    "while": [while_loop],
+    "while": [while_loop, while_loop_of_rows],
     "cond": [cond],
 }
