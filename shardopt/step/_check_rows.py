@@ -108,7 +108,8 @@ def check_own_rows(
                 " so.GlobalRows(batches)."
             )
             raise ValueError(format_error(caller, problem, fix=fix))
-    leaders = [min(p for p in processes if shares[p] == held) for held in same_shares]
+    first_ones = [min(p for p in processes if shares[p] == held) for held in same_shares]
+    leaders = [process for process in first_ones if of_process[process]]
     copies = groups([of_process[process] for process in leaders], leaders)
     if len(copies) < len(leaders):
         repeated = [who for who in copies.values() if who.startswith("processes")]

@@ -15,6 +15,7 @@ from shardopt.core._types import PyTree, leaves_with_paths, path_text
 from shardopt.losses._batch_dims import FIX_ROWS, check_row_dims, row_dim, shown_leaves
 from shardopt.step._batches import as_arrays
 from shardopt.step._global_rows import unwrap
+from shardopt.step._inputs import check_rows
 
 Claim = Literal["process", "global", "placed"]
 """Whose rows a batch has: of this process, of all processes, or on the devices already."""
@@ -52,11 +53,12 @@ class HostBatch(NamedTuple):
     def digests(self, config: StrategyConfig) -> dict[str, str]:
         """Return key path -> digest of the values, for leaves on this host.
 
-        The path begins with "rows" if the leaf has rows, else with "shared".
+        The path begins with "rows" if the leaf has rows, else with "shared". A leaf without values
+        is left out.
         """
         digests = {}
         for path, leaf in leaves_with_paths(self.leaves):
-            if is_on_host(leaf):
+            if is_on_host(leaf) and leaf.size:
                 has_rows = row_dim(config, path, np.ndim(leaf)) is not None
                 digests[f"{'rows' if has_rows else 'shared'} {path or 'batch'}"] = digest_of(leaf)
         return digests
@@ -88,7 +90,12 @@ def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
       ValueError: if the leaves do not agree on a number of rows, and each process has its own.
     """
     batch, is_global = unwrap(batch)
-    leaves = jax.tree.map(_on_host, as_arrays(config.strategy, batch))
+    arrays = as_arrays(config.strategy, batch)
+    if key_paths := [path for path, leaf in leaves_with_paths(arrays) if _is_key(leaf)]:
+        problem = "several processes cannot pass random keys in a batch."
+        fix = "let the loss take a keyword rng: a new key each step, other numbers on each device."
+        raise TypeError(format_error(config.strategy, problem, key_paths, fix))
+    leaves = jax.tree.map(_on_host, arrays)
     check_row_dims(config, leaves)
     rows = {
         leaf.shape[dim]
@@ -98,6 +105,7 @@ def read_batch(config: StrategyConfig, batch: PyTree) -> HostBatch:
     if is_global:
         return HostBatch(leaves, "global", max(rows, default=0))
     if not rows:
+        check_rows(config, leaves)
         return HostBatch(leaves, "placed", 0)
     if len(rows) > 1:
         problem = "the rows of a process must be as many in each leaf."
@@ -114,7 +122,7 @@ def is_on_host(leaf: Any) -> bool:
 def to_text(tree: PyTree) -> str | None:
     """Return a batch without rows as text, for a process that has none.
 
-    None if it has containers other than dicts, lists and tuples, or random keys.
+    None if it has containers other than dicts, lists and tuples.
     """
     leaves, treedef = jax.tree.flatten(tree)
     try:
@@ -151,16 +159,21 @@ def _decoded(leaf: dict[str, Any]) -> Any:
 
 def digest_of(values: np.ndarray) -> str:
     """Return a digest of shape, dtype and values."""
+    if values.dtype.hasobject:  # refused later, on all processes
+        values = np.asarray(repr(values.tolist()))
     digest = hashlib.sha256(f"{values.dtype}{values.shape}".encode())
     digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()[:16]
 
 
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+
+
 def _on_host(leaf: Any) -> Any:
     """Return an array that only this process has as numpy, with the dtype of the device."""
     if isinstance(leaf, jax.Array):
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
-        return leaf if is_key or not leaf.is_fully_addressable else np.asarray(leaf)
+        return np.asarray(leaf) if leaf.is_fully_addressable else leaf
     if isinstance(leaf, np.ndarray):
         return np.asarray(leaf, jax.dtypes.canonicalize_dtype(leaf.dtype))
     return leaf

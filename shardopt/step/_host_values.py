@@ -59,12 +59,26 @@ class States:
     def first_ready(self, state: TrainState) -> TrainState:
         """Return a live state; it is `ready` if it is the first one of its parameters."""
         check_state(self._config, state)
+        last = self._cache.last_or_none()
         is_checked = id(self._cache.of(state.params)) in self._checked
-        return state if is_checked else self.ready(state)
+        return state if is_checked else self._ready(state, last)
 
     def ready(self, state: TrainState) -> TrainState:
         """Return a live state of the strategy with all leaves on its devices."""
         check_state(self._config, state)
+        return self._ready(state, self._cache.last_or_none())
+
+    def _ready(self, state: TrainState, last: CompiledStep | None) -> TrainState:
+        """Return `ready` of a state; `last` are the programs that were used before it."""
+        try:
+            return self._placed_state(state)
+        except ValueError:
+            if last is not None:
+                self._cache.use(last)
+                check_params_of_state(self._config, last.abstract, state)
+            raise
+
+    def _placed_state(self, state: TrainState) -> TrainState:
         kinds = set(map(type, jax.tree.leaves(state)))
         if not any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
             state = _placed(self._config, state, self._cache)
@@ -72,6 +86,35 @@ class States:
         check_placement(self._config, compiled.abstract, compiled.shardings, state)
         self._checked.add(id(compiled))
         return state
+
+
+def check_params_of_state(config: StrategyConfig, expected: TrainState, state: TrainState) -> None:
+    """Refuse, by a ValueError, other parameters than those that the optimizer state belongs to.
+
+    Args:
+      config: of the strategy.
+      expected: the last state of the strategy, as shapes.
+      state: a state that does not fit; if it is the optimizer state that differs from the last one,
+        nothing is raised.
+    """
+    if _shapes(state.opt_state) != _shapes(expected.opt_state):
+        return
+    leaves, expected_leaves = (
+        {path: f"shape {np.shape(leaf)}" for path, leaf in leaves_with_paths(params)}
+        for params in (state.params, expected.params)
+    )
+    misfits = [
+        f"params/{path}: {leaves.get(path, 'nothing')}, not {expected_leaves.get(path, 'nothing')}"
+        for path in expected_leaves | leaves
+        if leaves.get(path) != expected_leaves.get(path)
+    ]
+    structure, expected_structure = map(jax.tree.structure, (state.params, expected.params))
+    if not misfits and structure != expected_structure:
+        misfits = [f"params: {structure}, not {expected_structure}"]
+    if misfits:
+        problem = "the parameters do not fit the optimizer state, which belongs to others."
+        fix = "keep the containers, names and shapes; call opt.init for other parameters."
+        raise ValueError(format_error(config.strategy, problem, misfits, fix)) from None
 
 
 def _is_unplaced(leaf: Any) -> bool:
@@ -161,7 +204,7 @@ def _programs_for(cache: LayoutCache[CompiledStep], params: PyTree) -> CompiledS
 
 def _shapes(params: PyTree) -> tuple[PyTree, list[tuple[int, ...]]]:
     leaves, structure = jax.tree.flatten(params)
-    return structure, [leaf.shape for leaf in leaves]
+    return structure, [np.shape(leaf) for leaf in leaves]
 
 
 def _host_array(leaf: Any) -> Any:

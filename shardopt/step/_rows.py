@@ -125,11 +125,13 @@ class AgreedRows:
                 return
             yield self.joined(batch, messages)
 
-    def draw(self, next_batch: Callable[[], PyTree]) -> tuple[HostBatch | None, Exception | None]:
+    def draw(
+        self, next_batch: Callable[[], PyTree]
+    ) -> tuple[HostBatch | None, BaseException | None]:
         """Return the next batch, None at `END`; or the error of the loader."""
         try:
             batch = next_batch()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return None, error
         return (None, None) if batch is END else self.read(batch)
 
@@ -143,13 +145,13 @@ class AgreedRows:
             return None, error
 
     def exchange(
-        self, batch: HostBatch | None, *, note: Any = None, error: Exception | None = None
+        self, batch: HostBatch | None, *, note: Any = None, error: BaseException | None = None
     ) -> list[Message]:
         """Return the messages of all processes; `note` and the batch are of this one.
 
         Raises:
           RuntimeError: if another process has an error.
-          Exception: the error of this process.
+          BaseException: the error of this process.
         """
         message = Message(note=note)
         if error is not None:

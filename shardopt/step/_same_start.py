@@ -86,9 +86,10 @@ def check_same(
       processes: the processes.
     """
     digest = hashlib.sha256(json.dumps(start).encode()).hexdigest()
-    if len(set(agree(caller, digest, processes))) == 1:
+    place = f"{caller}, comparing the start"
+    if len(set(agree(place, digest, processes))) == 1:
         return
-    starts = agree(caller, start, processes)
+    starts = agree(place, start, processes)
     for kind, (problem, fix) in _CAUSES.items():
         listed = _differences([other.get(kind, {}) for other in starts], processes, kind)
         if listed:

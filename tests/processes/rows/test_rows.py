@@ -154,6 +154,7 @@ def test_a_global_batch_that_differs_is_named_by_its_leaves(outcomes, name, leav
         ("own on one, global on others", "process 0: the global batch (so.GlobalRows)"),
         ("tensor parallel, other rows", "hold the same rows of the mesh"),
         ("rows that devices do not divide", "process 0: 2 rows\n  process 1: 3 rows"),
+        ("no rows at all", "the rows of the processes add up to 0"),
     ],
 )
 def test_batches_that_do_not_fit_together_are_refused_by_all(outcomes, name, text):
@@ -194,15 +195,38 @@ def test_fit_ends_on_all_processes_when_one_has_no_more_batches(outcomes, name, 
     assert [outcome[name] for outcome in outcomes[1]] == [[steps, "exhausted"]] * outcomes[0]
 
 
-@pytest.mark.parametrize("name", ["a loader fails", "a loader fails at once"])
-def test_a_loader_that_fails_is_named_by_the_other_processes(outcomes, name):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("a loader fails", "OSError: the disk is full"),
+        ("a loader fails at once", "OSError: the disk is full"),
+        ("a loader exits", "SystemExit: 3"),
+    ],
+)
+def test_a_loader_that_fails_is_named_by_the_other_processes(outcomes, name, error):
     *others, failed = outcomes[1]
-    assert failed[name] == "OSError: the disk is full"
+    assert failed[name] == error
     for outcome in others:
         assert outcome[name] == (
             "RuntimeError: fit: another process has no next batch, because of an error.\n  process"
-            f" {len(others)}: OSError: the disk is full"
+            f" {len(others)}: {error}"
         )
+
+
+@pytest.mark.parametrize("name", ["a key", "a key for each row", "a key on one"])
+def test_random_keys_in_a_batch_are_refused_with_the_remedy(outcomes, name):
+    text = (
+        "TypeError: fsdp: several processes cannot pass random keys in a batch.\n  key\nFix: let the"
+        " loss take a keyword rng"
+    )
+    assert text in outcomes[1][1][name]
+
+
+def test_a_batch_without_rows_is_named_by_the_other_processes(outcomes):
+    assert (
+        "process 1: ValueError: fsdp: no batch leaf has rows." in outcomes[1][0]["no rows on one"]
+    )
+    assert outcomes[1][1]["no rows on one"].startswith("ValueError: fsdp: no batch leaf has rows.")
 
 
 def own_rows(count, step, sizes):

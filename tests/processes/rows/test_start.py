@@ -40,6 +40,7 @@ def message(outcomes, name):
         ("one bit", "w: differs between {others} and {last}"),
         ("a number", "s: differs between {others} and {last}"),
         ("another shape", "w: float32[4] on {others}, float32[8] on {last}"),
+        ("text", "w: object[2] on {others}, int64[2] on {last}"),
         ("another dtype", "w: float32[4] on {others}, float16[4] on {last}"),
         ("a leaf more", "bias: nothing on {others}, float32[4] on {last}"),
     ],
@@ -106,5 +107,12 @@ def test_processes_that_call_other_functions_are_told_so(outcomes):
     others, last, _ = outcomes
     for outcome in outcomes[2]:
         assert "the processes do different things" in outcome["another call"]
-        assert f"\n  {others}: evaluation\n  {last}: fit\n" in outcome["another call"]
-        assert f"\n  {others}: fsdp\n  {last}: Checkpoints\n" in outcome["checkpoints on one"]
+        assert (
+            f"\n  {others}: evaluation\n  {last}: fit, comparing the start\n"
+            in outcome["another call"]
+        )
+        assert "fsdp, comparing the start\n" in outcome["a step on one"]
+        assert (
+            f"\n  {others}: fsdp, comparing the start\n  {last}: Checkpoints\n"
+            in outcome["checkpoints on one"]
+        )

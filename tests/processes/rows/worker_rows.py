@@ -99,10 +99,10 @@ class Tensor:
         return self.values
 
 
-def until_an_error(step):
+def until_an_error(step, error):
     for number in range(20):
         if number == step and rank == count - 1:
-            raise OSError("the disk is full")
+            raise error
         yield own(number)
 
 
@@ -229,8 +229,14 @@ CASES = {
     "fewer batches on the last": lambda: train(map(own, range(5 if rank == count - 1 else 8))),
     "no batches on one": lambda: train(map(own, range(8 if rank else 0))),
     "fewer global batches": lambda: train(so.GlobalRows(map(whole, range(8 if rank else 5)))),
-    "a loader fails": lambda: train(until_an_error(3)),
-    "a loader fails at once": lambda: train(until_an_error(0)),
+    "a loader fails": lambda: train(until_an_error(3, OSError("the disk is full"))),
+    "a loader fails at once": lambda: train(until_an_error(0, OSError("the disk is full"))),
+    "a loader exits": lambda: train(until_an_error(2, SystemExit(3))),
+    "no rows at all": lambda: step(first(own(0), 0)),
+    "a key": lambda: step({**own(0), "key": jax.random.key(0)}),
+    "a key for each row": lambda: step({**own(0), "key": jax.random.split(jax.random.key(0), 8)}),
+    "a key on one": lambda: step({**own(0), "key": jax.random.key(0)} if rank else own(0)),
+    "no rows on one": lambda: step(np.float32(1) if rank == 1 else own(0)),
     "text in a batch of one": lambda: step({**own(0), "text": ["a"] * 8} if rank == 1 else own(0)),
     "evaluation, fewer rows": lambda: evaluate([own(0), first(own(1), 3 if rank else 2)]),
     "evaluation, fewer batches": lambda: evaluate([own(i) for i in range(1 if rank else 3)]),
@@ -252,7 +258,7 @@ SLOW = (
 def outcome(case):
     try:
         return case()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
 
 

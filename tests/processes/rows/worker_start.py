@@ -54,6 +54,8 @@ def evaluate(state):
 drawn = np.random.default_rng(rank).normal(size=4).astype(np.float32)
 ones = np.ones(4, np.float32)
 nested = {"blocks": [{"w": ones, "b": ones}, {"w": ones, "b": ones + is_last}], "head": ones}
+begun = fsdp()
+state = begun.init(first_params())
 CASES = {
     # parameters
     "same": step,
@@ -68,6 +70,7 @@ CASES = {
     "another shape": lambda: fsdp().init({"w": np.ones(4 + 4 * is_last, np.float32)}),
     "another dtype": lambda: fsdp().init({"w": ones.astype(np.float16 if is_last else np.float32)}),
     "a leaf more": lambda: fsdp().init({"w": ones} | ({"bias": ones} if is_last else {})),
+    "text": lambda: fsdp().init({"w": np.arange(2) if is_last else np.array(["a", 1], object)}),
     # seeds
     "another seed": lambda: fsdp().init(first_params(), jax.random.key(int(is_last))),
     "a seed for each process": lambda: fsdp().init(first_params(), jax.random.key(rank)),
@@ -99,6 +102,7 @@ CASES = {
     "checkpoints on one": lambda: (
         so.Checkpoints(".", 1, 1) if is_last else fsdp().init(first_params())
     ),
+    "a step on one": lambda: begun.step(state, own(0)) if is_last else fsdp().init(first_params()),
     "another call": lambda: (
         train(num_steps=1)
         if is_last

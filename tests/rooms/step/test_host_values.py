@@ -2,6 +2,8 @@
 remedy; and the counter of steps does not wrap.
 """
 
+from collections import OrderedDict
+
 import cloudpickle
 import jax
 import jax.numpy as jnp
@@ -167,7 +169,22 @@ def refusal(opt, state, kind):
         (
             lambda state: state._replace(params={"w": np.ones((4, 16))}),
             ValueError,
-            "opt_state/inner_state/0/mu/w: float32[16, 4], not float32[4, 16]",
+            "params/w: shape (4, 16), not shape (16, 4)",
+        ),
+        (
+            lambda state: state._replace(params={"v": state.params["w"]}),
+            ValueError,
+            "params/v: shape (16, 4), not nothing",
+        ),
+        (
+            lambda state: state._replace(params={"w": np.ones((16, 4)).tolist()}),
+            ValueError,
+            "params/w: nothing, not shape (16, 4)",
+        ),
+        (
+            lambda state: state._replace(params=OrderedDict(state.params)),
+            ValueError,
+            "params: PyTreeDef(CustomNode(OrderedDict",
         ),
         (
             lambda state: with_rate(state, [0.1, 0.2]),
@@ -193,7 +210,9 @@ def test_a_value_that_does_not_fit_is_refused_by_name(mesh_of, edit, kind, line,
         state, _ = opt.step(state, BATCH)
     text = refusal(opt, edit(state), kind)
     assert line in text
-    assert "structure differs" in line or "mu/w" in line or text.endswith(FIX)
+    blames_params = line.startswith("params")
+    assert ("the parameters do not fit the optimizer state" in text) == blames_params
+    assert "structure differs" in line or blames_params or text.endswith(FIX)
 
 
 def test_an_array_of_another_mesh_is_refused_after_the_first_step_too(mesh_of):
