@@ -2,7 +2,8 @@
 which of them this is.
 
 A launcher that is called inside another one knows better, so the first reader that finds a place
-wins: the variables of jax, then Ray Train, torchrun, MPI and SLURM.
+wins: the variables of jax, then Ray Train, torchrun, MPI and SLURM. Variables of torchrun, MPI and
+SLURM that state one process do not hide a launcher of several.
 """
 
 import os
@@ -48,11 +49,17 @@ class ProcessPlace(NamedTuple):
 
 def stated_place() -> ProcessPlace | None:
     """Return the place of this process, or None if no launcher states one. It starts no backend."""
-    place = _jax_place() or _ray_train_place() or _torchrun_place()
-    if place is not None or is_ray_worker():
+    place = _jax_place() or _ray_train_place()
+    if place is not None:
+        return place
+    place = _torchrun_place()
+    if is_ray_worker() or (place is not None and "TORCHELASTIC_RUN_ID" in os.environ):
         # Ray's processes inherit the environment that `ray start` had, of another job.
         return place
-    return _mpi_place() or _slurm_place() or _sized_world()
+    candidates = (place, _mpi_place(), _slurm_place(), _sized_world())
+    places = [candidate for candidate in candidates if candidate is not None]
+    # images and shells leave variables of one process, inside of a launcher of several
+    return max(places, key=lambda candidate: candidate.size > 1, default=None)
 
 
 def check_joined(device: Any = None) -> None:

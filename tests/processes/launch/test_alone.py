@@ -71,12 +71,23 @@ SEVERAL = {
         "JAX_NUM_PROCESSES": "2",
         "JAX_PROCESS_ID": "1",
     },
+    "a world of one, in srun": SRUN | {"WORLD_SIZE": "1", "RANK": "0"},
+    "PMI of one, in srun": SRUN | {"PMI_SIZE": "1", "PMI_RANK": "0"},
+    "mpirun with one, in srun": SRUN | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+    "a world of one, in mpirun": {
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_RANK": "3",
+    },
     "mpirun by srun": SRUN | {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "3"},
 }
 ONE = {
     "nothing": {},
     "torchrun with one": TORCHRUN | {"WORLD_SIZE": "1"},
-    "torchrun with one in each task": SRUN | TORCHRUN | {"WORLD_SIZE": "1"},
+    "torchrun with one in each task": (
+        SRUN | TORCHRUN | {"WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    ),
     "srun with one task": SRUN | {"SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "1"},
     "the shell of salloc": JOB | {"SLURM_NTASKS": "4"},
     "a step for the shell of salloc": SRUN | {"SLURM_STEP_NUM_TASKS": "1"},
