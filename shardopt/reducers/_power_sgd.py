@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,17 @@ class PowerSGDState(NamedTuple):
     """The state of `power_sgd`, the same on all devices.
 
     Attributes:
-      factors: Q [layers, columns, rank] of each compressed leaf; None for leaves that are not
-        compressed.
+      factors: Q [layers, columns, rank] of each compressed leaf, `Uncompressed()` for the others.
     """
 
     factors: PyTree
+
+
+class Uncompressed(NamedTuple):
+    """Stands for the factor of a leaf that is not compressed.
+
+    None would not do: trees of parameters have None where there is no leaf.
+    """
 
 
 class Matrices(NamedTuple):
@@ -153,14 +159,14 @@ class _PowerSGD:
             )
             for key, matrices, leaf in zip(keys, self.matrices(params), leaves, strict=False)
         ]
-        return PowerSGDState(treedef.unflatten(factors))
+        return _state_of(treedef, factors)
 
     def send(
         self, values: Values, dtypes: Dtypes, state: PowerSGDState, axis_name: AxisName
     ) -> tuple[Values, Values, PowerSGDState]:
-        factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
+        factors, treedef = _factors_of(state)
         means, residuals, factors = _power_iteration(values, dtypes, factors, axis_name)
-        return means, residuals, PowerSGDState(treedef.unflatten(factors))
+        return means, residuals, _state_of(treedef, factors)
 
     def count_bytes(self, params: PyTree, axis_size: int) -> int:
         p_sizes, p_dtypes, q_sizes, value_dtypes = [], [], [], []
@@ -218,7 +224,7 @@ def _write_factors(
     """Return a message with P and Q of one sender's matrices, and with the values that are not
     compressed.
     """
-    factors, treedef = jax.tree.flatten(state.factors, is_leaf=lambda node: node is None)
+    factors, treedef = _factors_of(state)
     message: list[PyTree] = []
     new_factors = list(factors)
     for i, (value, q, dtype) in enumerate(zip(values, factors, dtypes, strict=True)):
@@ -229,7 +235,19 @@ def _write_factors(
         basis = _basis(_product("lac,lcr->lar", matrices, q))
         new_factors[i] = _product("lac,lar->lcr", matrices, basis)
         message.append((basis, new_factors[i]))
-    return message, PowerSGDState(treedef.unflatten(new_factors))
+    return message, _state_of(treedef, new_factors)
+
+
+def _factors_of(state: PowerSGDState) -> tuple[Factors, Any]:
+    """Return the factor of each leaf, None for a leaf that is not compressed."""
+    factors, treedef = jax.tree.flatten(
+        state.factors, is_leaf=lambda node: isinstance(node, Uncompressed)
+    )
+    return [None if isinstance(q, Uncompressed) else q for q in factors], treedef
+
+
+def _state_of(treedef: Any, factors: Factors) -> PowerSGDState:
+    return PowerSGDState(treedef.unflatten([Uncompressed() if q is None else q for q in factors]))
 
 
 def _read_factors(

@@ -239,7 +239,21 @@ class OnMesh:
     ) -> tuple[PyTree, PyTree]:
         device_state = map_by_mark(state, lambda leaf: leaf.reshape(leaf.shape[1:]), _unchanged)
         device_params = device_part(params) if self.own_params else params
-        updates, device_state = self.tx.update(updates, device_state, device_params, **extra)
+        try:
+            updates, device_state = self.tx.update(updates, device_state, device_params, **extra)
+        except TypeError as error:
+            if "manual ax" not in str(error):
+                raise
+            problem = (
+                "a transformation with branches, such as optax.apply_if_finite, is around a link that"
+                " averages: gradients are a mean in one branch alone."
+            )
+            fix = (
+                "put so.transforms.average_gradients before it; or so.transforms.skip_anomalies in"
+                " the place of optax.apply_if_finite."
+            )
+            with calling("on_mesh"):
+                raise TypeError(error_text(problem, fix=fix)) from error
         if self.own_params:
             updates = jax.tree.map(lambda leaf: leaf[None], updates)
         return updates, map_by_mark(device_state, lambda leaf: jnp.asarray(leaf)[None], _unchanged)

@@ -122,3 +122,16 @@ def test_the_mean_of_an_empty_leaf_is_the_same_on_all_devices_for_types(
     updates, new_state = jax.eval_shape(tx.update, grads, state, params)  # types are checked
     assert updates["empty"].shape == tuple(shape)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_parameters_may_have_none_in_the_place_of_leaves(name):
+    params = {"bias": None, "w": jnp.ones((8, 8)), "norm": [None, jnp.ones(3)], "head": None}
+    reducer = REDUCERS[name]
+
+    def reduce(grads):
+        return reducer.reduce(grads, reducer.init(grads), "data")
+
+    grads = jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), params)
+    mean, _ = jax.eval_shape(jax.vmap(reduce, axis_name="data"), grads)
+    assert jax.tree.structure(mean) == jax.tree.structure(params)

@@ -918,3 +918,23 @@ def test_zero_warns_where_it_takes_the_dim_of_an_auto_tensor_axis(spec, kinds, w
     assert all("'data' takes dims that Auto axes shard" in message for message in messages)
     shards = state[0].trace["w"].sharding.shard_shape((64, 32))
     assert shards[0] * shards[1] == 64 * 32 // (8 if not warns and "tensor" in spec else 4)
+
+
+WITH_BRANCHES = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 3),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step < 2),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step < 2),
+}
+
+
+@pytest.mark.parametrize("name", WITH_BRANCHES)
+def test_a_transformation_with_branches_around_the_mean_is_refused_with_both_remedies(
+    name, mesh_of
+):
+    chain = WITH_BRANCHES[name](optax.chain(MEAN, optax.sgd(0.1)))
+    tx = T.on_mesh(chain, mesh_of(data=4), "data")
+    params = {"w": jnp.ones((4, 4))}
+    state = jax.eval_shape(tx.init, params)
+    with pytest.raises((TypeError, ValueError), match="on_mesh: ") as error:
+        jax.eval_shape(tx.update, {"w": jnp.ones((4, 4, 4))}, state, params)
+    assert "so.transforms.average_gradients" in str(error.value)
