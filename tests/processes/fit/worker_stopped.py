@@ -172,6 +172,17 @@ def blocking_compile(run):
     _compile.AotCompiled._compile = compile_or_block
 
 
+def arrive_in_restore(run):
+    """Arrive when the checkpoint is read: `fit` handles signals by then."""
+    restore = so.Checkpoints.restore
+
+    def arrive_and_restore(*arguments, **options):
+        run.arrive(STOP_AT)
+        return restore(*arguments, **options)
+
+    so.Checkpoints.restore = arrive_and_restore
+
+
 def slow_write(run):
     """Let each write take a while, and say when a later one is under way."""
     write_meta = _write.write_meta
@@ -209,7 +220,7 @@ def train(folder, phase, *, run_type=Run, is_blocked=True, rows=lambda batches: 
         run.compile_at = STOP_AT
         blocking_compile(run)
     if phase == "restore":
-        run.arrive(STOP_AT)
+        arrive_in_restore(run)
     more = {}
     if phase.startswith("evaluate"):
         more["evaluate"] = getattr(run, phase), 5
