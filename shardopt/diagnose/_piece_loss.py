@@ -13,7 +13,7 @@ from shardopt.core._block_model import as_block_model, call, run_blocks
 from shardopt.core._errors import error_text
 from shardopt.core._loss_parts import LossParts
 from shardopt.core._trace_context import RowContext
-from shardopt.core._types import PyTree, Weighted
+from shardopt.core._types import PyTree
 from shardopt.diagnose._pieces import Piece
 from shardopt.losses._batch_dims import map_rows, num_rows
 from shardopt.losses._metrics import value_of
@@ -73,12 +73,6 @@ class PieceLoss:
             return value_of(parts.loss), parts.updates
         # the weight of a piece may be 0: the step divides by the weight of all pieces
         return jnp.sum(jnp.stack(jax.tree.leaves(parts.loss.total))), parts.updates
-
-    def weighted_loss(
-        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
-    ) -> Weighted:
-        """Return the loss of some rows as a total and a weight."""
-        return self.parts_of(leaves, batch, key).loss
 
     def parts_of(self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None) -> LossParts:
         """Return the parts of the loss of some rows."""
@@ -144,18 +138,6 @@ class PieceLoss:
 
         return jax.grad(loss)(self.layout.trained_leaves(leaves))
 
-    def bad_values(
-        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
-    ) -> jax.Array:
-        """Return for each value of the forward pass whether it is not finite."""
-        return _bad(self.loss_of(leaves, batch, key))
-
-    def bad_gradients(
-        self, leaves: list[jax.Array], batch: PyTree, key: jax.Array | None
-    ) -> jax.Array:
-        """Return for each gradient whether it is not finite."""
-        return _bad(self.gradients_of(leaves, batch, key))
-
     def reads_other_rows(self, piece: Piece) -> bool:
         """Return whether the loss of a piece reads the rows of other devices."""
         try:
@@ -169,7 +151,3 @@ def _with_axis(run: Callable[..., PyTree], axis: str) -> Callable[..., PyTree]:
     """Return the function with an axis of size 1, which its collectives may name."""
     run_on_axis = jax.vmap(run, in_axes=None, out_axes=0, axis_name=axis, axis_size=1)
     return lambda *args: jax.tree.map(lambda x: x[0], run_on_axis(*args))
-
-
-def _bad(tree: PyTree) -> jax.Array:
-    return jnp.stack([~jnp.isfinite(x).all() for x in jax.tree.leaves(tree)])

@@ -5,7 +5,7 @@ suffice.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,10 @@ from shardopt.diagnose._pieces import WHOLE, Piece
 from shardopt.losses._batch_dims import row_counts
 from shardopt.losses._metrics import added, value_of
 
+Function = Callable[..., Any]
+"""`PieceLoss.loss_of` or `PieceLoss.gradients_of`."""
+FlagsOf = Callable[[Piece], np.ndarray]
+
 
 def search(loss: PieceLoss, pieces: Sequence[Piece]) -> NonFinite | None:
     """Return the finding: in the forward pass of the first bad piece, else in its gradients.
@@ -28,8 +32,8 @@ def search(loss: PieceLoss, pieces: Sequence[Piece]) -> NonFinite | None:
     without_key = pieces[0].key is None
     if without_key and len(pieces) > 1 and loss.reads_other_rows(pieces[0]):
         pieces = [WHOLE]
-    for direction, flags in (("forward", loss.bad_values), ("backward", loss.bad_gradients)):
-        flags_of = _Flags(loss, jax.jit(flags, compiler_options=quick_compilation()))
+    for direction, function in (("forward", loss.loss_of), ("backward", loss.gradients_of)):
+        flags_of = _flags_of(loss, function)
         flags_by_piece = [(piece, flags_of(piece)) for piece in pieces]
         all_finite = not any(flags.any() for _, flags in flags_by_piece)
         if all_finite and without_key and len(pieces) > 1:
@@ -37,39 +41,31 @@ def search(loss: PieceLoss, pieces: Sequence[Piece]) -> NonFinite | None:
             flags_by_piece = [(WHOLE, flags_of(WHOLE))]
         if bad_pieces := [piece for piece, flags in flags_by_piece if flags.any()]:
             is_bad = np.any([flags for _, flags in flags_by_piece], axis=0)
-            return _in_pieces(loss, direction, flags_of, bad_pieces, is_bad)
+            return _in_pieces(loss, direction, function, flags_of, bad_pieces, is_bad)
     return None if without_key else _in_quotient(loss, pieces)
 
 
-class _Flags(NamedTuple):
-    """`flags(piece)`: for each value or gradient of a piece, whether it is not finite.
+def _flags_of(loss: PieceLoss, function: Function) -> FlagsOf:
+    """Return a function of a piece: for each value or gradient, whether it is not finite."""
 
-    Attributes:
-      loss: of the step.
-      program: `loss.bad_values` or `loss.bad_gradients`, compiled.
-    """
+    def flags(*args):
+        return jnp.stack([~jnp.isfinite(x).all() for x in jax.tree.leaves(function(*args))])
 
-    loss: PieceLoss
-    program: Callable[..., jax.Array]
-
-    def __call__(self, piece: Piece) -> np.ndarray:
-        """Return the flags of a piece."""
-        batch = self.loss.select(piece.rows)
-        return np.asarray(self.program(self.loss.leaves, batch, piece.key))
+    program = jax.jit(flags, compiler_options=quick_compilation())
+    return lambda piece: np.asarray(program(loss.leaves, loss.select(piece.rows), piece.key))
 
 
 def _in_pieces(
     loss: PieceLoss,
     direction: str,
-    flags_of: _Flags,
+    function: Function,
+    flags_of: FlagsOf,
     pieces: Sequence[Piece],
     is_bad: np.ndarray,
 ) -> NonFinite:
     """Return the finding in the first of some bad pieces, with rows of all of them."""
     gradients: tuple[str, ...] = ()
-    function = loss.loss_of
     if direction == "backward":
-        function = loss.gradients_of
         trained = zip(loss.layout.trained, is_bad, strict=True)
         gradients = tuple(plan.path for plan, bad in trained if bad)
     batch = loss.select(pieces[0].rows)
@@ -85,7 +81,7 @@ def _in_pieces(
     return finding_of(loss.config, origin, paths, direction, gradients, tuple(rows), loss.num_rows)
 
 
-def _bad_rows(loss: PieceLoss, flags_of: _Flags, piece: Piece, limit: int) -> list[int]:
+def _bad_rows(loss: PieceLoss, flags_of: FlagsOf, piece: Piece, limit: int) -> list[int]:
     """Return up to `limit` rows of a bad piece that are bad alone, in a piece that is filled with
     copies of them.
     """
@@ -116,8 +112,8 @@ def _in_quotient(loss: PieceLoss, pieces: Sequence[Piece]) -> NonFinite | None:
 
     None if it is finite.
     """
-    program = jax.jit(loss.weighted_loss, compiler_options=quick_compilation())
-    losses = [program(loss.leaves, loss.select(piece.rows), piece.key) for piece in pieces]
+    program = jax.jit(loss.parts_of, compiler_options=quick_compilation())
+    losses = [program(loss.leaves, loss.select(piece.rows), piece.key).loss for piece in pieces]
     with np.errstate(all="ignore"):
         value = float(value_of(jax.tree.map(np.asarray, functools.reduce(added, losses))))
     if math.isfinite(value):

@@ -121,9 +121,7 @@ class Comparison:
         """Compare an evaluation."""
         metrics = self.opt.evaluate(state, batch)
         expected = self.one_device.evaluate(params, values_of(batch))
-        for name, value in {"loss": expected.loss, **expected.metrics}.items():
-            tolerance = self.allowed(value.dtype, self.opt.config.wire.gather_dtype)
-            yield compare(f"evaluated {name}", metrics[name], value, tolerance)
+        yield from self._values("evaluated ", metrics, expected)
 
     def messages(self, params: PyTree, batch: PyTree) -> list[Difference]:
         """Compare the messages of a reducer."""
@@ -153,7 +151,9 @@ class Comparison:
         gradients = jax.tree.leaves(metrics.pop(GRADIENTS))
         taken, expected = self.one_device.differentiate(before, batch)
         differences += self._metrics(metrics, taken, gradients)
-        exact = self._exact(gradients, unsent_before, self._unsent(state))
+        exact = gradients
+        if unsent_before:
+            exact = exact_gradients(self.layout, gradients, unsent_before, self._unsent(state))
         differences += self._gradients(exact, expected)
         # From the strategy's own loss and gradients: an optimizer such as Adam makes a whole step
         # of the rounding of a gradient near zero.
@@ -181,31 +181,24 @@ class Comparison:
             return []
         return unsent(self.layout, state.opt_state)
 
-    def _exact(
-        self, means: list[PyTree], before: list[np.ndarray], after: list[np.ndarray]
-    ) -> list[PyTree]:
-        """Return the gradients before a reducer."""
-        if self.opt.config.wire.reducer is None:
-            return means
-        return exact_gradients(self.layout, means, before, after)
-
     def _metrics(
         self, metrics: Metrics, expected: Evaluation, gradients: list[PyTree]
     ) -> Iterator[Difference]:
-        gather_dtype = self.opt.config.wire.gather_dtype
         squares = [np.sum(np.square(np.abs(as_numbers(grad)))) for grad in gradients]
         norm = np.sqrt(np.sum(squares))
-        yield self._loss("loss", metrics["loss"], expected.loss)
-        for name, value in expected.metrics.items():
-            tolerance = self.allowed(value.dtype, gather_dtype)
-            yield compare(f"metric {name}", metrics[name], value, tolerance)
+        yield from self._values("", metrics, expected)
         grad_norm = metrics["grad_norm"]
         yield compare("metric grad_norm", grad_norm, norm, self.allowed(grad_norm.dtype))
 
-    def _loss(self, name: str, actual: PyTree, expected: PyTree) -> Difference:
-        # The loss of a policy gradient may be zero but for rounding.
-        tolerance = self.allowed(expected.dtype, self.opt.config.wire.gather_dtype)
-        return compare(name, actual, expected, tolerance, floor=rounding_of(expected.dtype))
+    def _values(self, prefix: str, metrics: Metrics, expected: Evaluation) -> Iterator[Difference]:
+        gather_dtype = self.opt.config.wire.gather_dtype
+        for name, value in {"loss": expected.loss, **expected.metrics}.items():
+            is_loss = name == "loss"
+            kind = prefix or ("" if is_loss else "metric ")
+            # The loss of a policy gradient may be zero but for rounding.
+            floor = rounding_of(value.dtype) if is_loss else 0.0
+            tolerance = self.allowed(value.dtype, gather_dtype)
+            yield compare(f"{kind}{name}", metrics[name], value, tolerance, floor)
 
     def _gradients(self, actual: list[PyTree], expected: list[PyTree]) -> Iterator[Difference]:
         wire = self.opt.config.wire

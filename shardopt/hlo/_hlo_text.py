@@ -101,6 +101,12 @@ def entry_parameters(module: Module) -> list[Instruction]:
     return sorted(lines, key=lambda line: int(operands(line)[0]))
 
 
+def root_of(module: Module, computation: str = "") -> Instruction:
+    """Return the instruction that is the result of a computation, by default of the entry."""
+    lines = module.computations[computation or module.entry]
+    return next((line for line in lines if line.is_root), lines[-1])
+
+
 def attributes(instruction: Instruction) -> dict[str, str]:
     """Return the attributes after the operands as text, `{"channel_id": "1", ...}`."""
     values: dict[str, str] = {}

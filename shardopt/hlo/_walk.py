@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from shardopt.core._errors import error_text
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, root_of
 from shardopt.trace._marks import ONE_TURN
 
 KINDS = (
@@ -313,27 +313,30 @@ def trip_count(module: Module, computation: str, loop: Instruction) -> int | Non
         return int(known[1])
     if _NAMED.search(loop.rest):
         return 1
-    loop_attributes = attributes(loop)
-    condition, body = (loop_attributes.get(key, "").lstrip("%") for key in ("condition", "body"))
-    comparison = _value(module, _root(module, condition))
-    if (
-        not isinstance(comparison, _Compare)
-        or comparison.left.slot is None
-        or comparison.left.plus
-        or comparison.right.slot is not None
-    ):
+    words = attributes(loop)
+    condition, body = (_root(module, words[key].lstrip("%")) for key in ("condition", "body"))
+    comparison, compared = _followed(module, condition)
+    if comparison is None or comparison.opcode != "compare":
         return None
-    counter = comparison.left.slot
-    start = _value(
-        module, _tuple_element(module, _Reference(computation, operands(loop)[0]), counter)
+    direction = attributes(comparison)["direction"]
+    left, right = (_linear(module, operand) for operand in compared)
+    if left is None or right is None:
+        return None
+    if left.slot is None:  # put the counter on the left
+        left, right, direction = right, left, _MIRRORED.get(direction, "")
+    counter = left.slot
+    if counter is None or left.plus or right.slot is not None or direction not in _MIRRORED:
+        return None
+    initial = _Reference(computation, operands(loop)[0])
+    start, step = (
+        _linear(module, _tuple_element(module, state, counter)) for state in (initial, body)
     )
-    step = _value(module, _tuple_element(module, _root(module, body), counter))
-    if not isinstance(start, _Linear) or start.slot is not None:
+    if start is None or start.slot is not None:
         return None
-    if not isinstance(step, _Linear) or step.slot != counter or step.plus == 0:
+    if step is None or step.slot != counter or step.plus == 0:
         return None
-    end = comparison.right.plus + {"LE": 1, "GE": -1}.get(comparison.direction, 0)
-    upwards = comparison.direction in ("LT", "LE")
+    end = right.plus + {"LE": 1, "GE": -1}.get(direction, 0)
+    upwards = direction in ("LT", "LE")
     return len(range(start.plus, end, step.plus)) if upwards == (step.plus > 0) else None
 
 
@@ -359,54 +362,47 @@ class _Linear(NamedTuple):
     plus: int
 
 
-class _Compare(NamedTuple):
-    direction: str
-    left: _Linear
-    right: _Linear
+def _followed(
+    module: Module, reference: _Reference | None
+) -> tuple[Instruction | None, tuple[_Reference, ...]]:
+    """Return the instruction behind copies, calls and their arguments, and its operands."""
+    line = _instruction_at(module, reference)
+    if reference is None or line is None:
+        return None, ()
+    inputs = tuple(
+        _Reference(reference.computation, name, reference.arguments) for name in operands(line)
+    )
+    if line.opcode in _TRANSPARENT:
+        return _followed(module, inputs[0])
+    if line.opcode == "parameter" and reference.arguments is not None:
+        return _followed(module, reference.arguments[int(inputs[0].name)])
+    if line.opcode in ("fusion", "call"):
+        root = _root(module, callees(line)[0])
+        return _followed(module, root and root._replace(arguments=inputs))
+    return line, inputs
 
 
-def _value(module: Module, reference: _Reference | None) -> _Linear | _Compare | None:
-    """Evaluate the arithmetic of loop counters: constants, additions and comparisons.
+def _linear(module: Module, reference: _Reference | None) -> _Linear | None:
+    """Evaluate the arithmetic of loop counters: constants, elements of the state and additions.
 
     Return None for other values.
     """
-    instruction = _instruction_at(module, reference)
-    if reference is None or instruction is None:
+    line, inputs = _followed(module, reference)
+    if line is None:
         return None
-    opcode, literal = instruction.opcode, instruction.rest.partition(")")[0]
-    if opcode == "constant":
+    if line.opcode == "constant":
+        literal = inputs[0].name
         return _Linear(None, int(literal)) if re.fullmatch(r"-?\d+", literal) else None
-    if opcode == "parameter":
-        return _value(module, reference.arguments[int(literal)]) if reference.arguments else None
-    inputs = tuple(
-        _Reference(reference.computation, name, reference.arguments)
-        for name in operands(instruction)
-    )
-    if opcode in _TRANSPARENT:
-        return _value(module, inputs[0])
-    values = attributes(instruction)
-    if opcode in ("fusion", "call"):
-        root = _root(module, values.get("calls", values.get("to_apply", "")).lstrip("%"))
-        return _value(module, root and root._replace(arguments=inputs))
-    if opcode == "get-tuple-element":
-        source = _instruction_at(module, inputs[0])
-        is_state = (
-            source is not None and source.opcode == "parameter" and reference.arguments is None
-        )
-        return _Linear(int(values["index"]), 0) if is_state else None
-    if opcode not in ("add", "compare"):
+    if line.opcode == "get-tuple-element":
+        source, _ = _followed(module, inputs[0])
+        is_state = source is not None and source.opcode == "parameter"
+        return _Linear(int(attributes(line)["index"]), 0) if is_state else None
+    if line.opcode != "add":
         return None
-    left, right = (_value(module, operand) for operand in inputs)
-    if not isinstance(left, _Linear) or not isinstance(right, _Linear):
+    left, right = (_linear(module, operand) for operand in inputs)
+    if left is None or right is None or None not in (left.slot, right.slot):
         return None
-    if right.slot is not None:  # put the counter on the left
-        left, right = right, left
-        values = {"direction": _MIRRORED.get(values.get("direction", ""), "")}
-    if right.slot is not None:
-        return None
-    if opcode == "add":
-        return _Linear(left.slot, left.plus + right.plus)
-    return _Compare(values["direction"], left, right) if values["direction"] in _MIRRORED else None
+    return _Linear(right.slot if left.slot is None else left.slot, left.plus + right.plus)
 
 
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
@@ -418,8 +414,8 @@ def _instruction_at(module: Module, reference: _Reference | None) -> Instruction
 
 
 def _root(module: Module, computation: str) -> _Reference | None:
-    lines = module.computations.get(computation, ())
-    return next((_Reference(computation, line.name) for line in lines if line.is_root), None)
+    is_known = computation in module.computations
+    return _Reference(computation, root_of(module, computation).name) if is_known else None
 
 
 def _tuple_element(module: Module, reference: _Reference | None, index: int) -> _Reference | None:

@@ -59,11 +59,8 @@ class DonatedState:
     def is_returned(self, state: PyTree) -> bool:
         """Return whether a state is the one that a program returned last, with the same leaves."""
         leaves, structure = jax.tree.flatten(state)
-        return structure == self._structure and self._has_returned(leaves)
-
-    def _has_returned(self, leaves: Sequence[Any]) -> bool:
         returned = map(operator.call, self._returned)
-        return len(leaves) == len(self._returned) and all(map(operator.is_, returned, leaves))
+        return structure == self._structure and all(map(operator.is_, returned, leaves))
 
     def may_share(self, arrays: Sequence[jax.Array]) -> bool:
         """Return whether arrays of a call, with a state that `is_returned`, may share its memory."""

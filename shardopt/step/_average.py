@@ -34,10 +34,9 @@ def average_of(state: TrainState) -> TrainState:
         separate replicas.
     """
     sources = _sources(state)
-    leaves = [leaf for _, leaf in leaves_with_paths(state.params)]
-    indices = [i for i, (path, _) in enumerate(leaves_with_paths(state.params)) if path in sources]
-    args = [sources[path] for path, _ in leaves_with_paths(state.params) if path in sources]
-    old = [leaves[i] for i in indices]
+    paths, leaves = map(list, zip(*leaves_with_paths(state.params), strict=True))
+    indices = [i for i, path in enumerate(paths) if path in sources]
+    args, old = [sources[paths[i]] for i in indices], [leaves[i] for i in indices]
     program = _program(
         tuple((leaf.shape, leaf.dtype) for leaf in old), tuple(leaf.sharding for leaf in old)
     )

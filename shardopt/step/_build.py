@@ -191,22 +191,16 @@ class StrategyFunctions(NotPickled):
         return self.prepare_batch(self.states.ready(state), batch, self.steps)
 
     def prepare_step(
-        self, state: TrainState, batch: PyTree
+        self, state: TrainState, batch: PyTree, *, with_norms: bool = False
     ) -> tuple[Program, tuple[PyTree, PyTree]]:
-        """Return the program of a step and its arguments."""
+        """Return the program of a step and its arguments; the step may also return norms."""
+        if with_norms:
+            check_has_norms(self.config)
         compiled, state, placed = self.prepare(state, batch, self.steps)
         self.counter.check(state)
-        return compiled.step, (state, placed)
-
-    def prepare_step_with_norms(
-        self, state: TrainState, batch: PyTree
-    ) -> tuple[Program, tuple[PyTree, PyTree]]:
-        """Return the program of a step that also returns norms, and its arguments."""
-        check_has_norms(self.config)
-        compiled, state, placed = self.prepare(state, batch, self.steps)
-        self.counter.check(state)
-        assert compiled.step_with_norms is not None
-        return compiled.step_with_norms, (state, placed)
+        program = compiled.step_with_norms if with_norms else compiled.step
+        assert program is not None
+        return program, (state, placed)
 
     def prepare_evaluate(
         self, state: TrainState, batch: PyTree
@@ -287,7 +281,7 @@ def build(
             count,
             states,
             functions.place,
-            NormsFn(functions.prepare_step_with_norms, count, states),
+            NormsFn(functools.partial(functions.prepare_step, with_norms=True), count, states),
             Repeats(config, cache, counter, steps.rows),
         ),
         evaluate=EvaluationFn(BatchFn(functions.prepare_evaluate, limit, states)),

@@ -36,7 +36,7 @@ class StepFn(Protocol):
         ...
 
     @property
-    def with_norms(self) -> "NormsStepFn":
+    def with_norms(self) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics, Norms]]:
         """The same step, which also returns the norms of each leaf and layer.
 
         A program of its own.
@@ -61,20 +61,6 @@ class StepFn(Protocol):
         ...
 
 
-class NormsStepFn(Protocol):
-    """`step.with_norms(state, batch)`."""
-
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics, Norms]:
-        """Return the next train state, the metrics, and the norms of gradients, updates and
-        parameters. Donates `state`.
-        """
-        ...
-
-    def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
-        """Return the lowered program, also for abstract arguments."""
-        ...
-
-
 class EvaluateFn(Protocol):
     """`evaluate(state, batch, params=None)`; batch leaves are [global batch, ...]."""
 
@@ -84,6 +70,33 @@ class EvaluateFn(Protocol):
 
     def lower(self, state: TrainState, batch: PyTree) -> jax.stages.Lowered:
         """Return the lowered program, also for abstract arguments."""
+        ...
+
+
+class SynchronizeFn(Protocol):
+    """`synchronize(state)`."""
+
+    def __call__(self, state: TrainState) -> TrainState:
+        """Return the state once all its copies are complete and equal."""
+        ...
+
+
+class SpecsFn(Protocol):
+    """`specs(abstract_params)`."""
+
+    def __call__(self, abstract_params: PyTree) -> TrainState:
+        """Return where every leaf of the train state lives, as `PartitionSpec`.
+
+        Allocates nothing.
+        """
+        ...
+
+
+class AbstractStateFn(Protocol):
+    """`abstract_state(abstract_params=None)`."""
+
+    def __call__(self, abstract_params: PyTree = None) -> TrainState:
+        """Return the train state as `jax.ShapeDtypeStruct` with shardings."""
         ...
 
 
@@ -121,9 +134,9 @@ class ShardedOptimizer(NamedTuple):
     init: InitFn
     step: StepFn
     evaluate: EvaluateFn
-    synchronize: Callable[[TrainState], TrainState]
-    specs: Callable[[PyTree], TrainState]
-    abstract_state: Callable[..., TrainState]
+    synchronize: SynchronizeFn
+    specs: SpecsFn
+    abstract_state: AbstractStateFn
     wrapped: optax.GradientTransformation
     mesh: Mesh
     config: StrategyConfig

@@ -108,11 +108,9 @@ def check_same_program(config: StrategyConfig, lowered: jax.stages.Lowered) -> N
         return
     chunks = [lines[first : first + _CHUNK] for first in range(0, len(lines), _CHUNK)]
     digests = agree(place, list(map(_digest, chunks)), processes)
-    common = min(map(len, digests))
-    first = next((i for i in range(common) if len({d[i] for d in digests}) > 1), common - 1)
+    first = _first_difference(digests)
     texts = agree(place, chunks[first], processes)
-    common = min(map(len, texts))
-    line = next((i for i in range(common) if len({text[i] for text in texts}) > 1), common - 1)
+    line = _first_difference(texts)
     by_text = groups([text[line].strip()[:_SHOWN] for text in texts], processes)
     listed = [f"{who}: {text}" for text, who in by_text.items()]
     problem = (
@@ -124,6 +122,13 @@ def check_same_program(config: StrategyConfig, lowered: jax.stages.Lowered) -> N
         " learning rate must not depend on jax.process_index(), the host or the environment."
     )
     raise ValueError(format_error(config.strategy, problem, listed, fix))
+
+
+def _first_difference(lists: Sequence[Sequence[str]]) -> int:
+    """Return the first index at which lists differ, the last common one if none does."""
+    common = min(map(len, lists))
+    differs = (i for i in range(common) if len({entries[i] for entries in lists}) > 1)
+    return next(differs, common - 1)
 
 
 def _differences(
@@ -149,9 +154,9 @@ def _form(kind: str, value: str | None) -> str:
     """Return the part of a value that a message shows: no digests."""
     if value is None:
         return "nothing"
-    if kind in ("parameters", "seed"):
-        return value.partition(" ")[0] if kind == "parameters" else ""
-    return value
+    if kind == "seed":
+        return ""
+    return value.partition(" ")[0] if kind == "parameters" else value
 
 
 def _value(leaf: Any) -> str:

@@ -26,10 +26,13 @@ class Groups:
         self.trace, self.min_elements = trace, min_elements
         self._parent: dict[jex.Var, jex.Var] = {}
         for eqn in trace.jaxpr.eqns:
-            members = [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
+            members = self._members(eqn)
             for var in members[1:]:
                 self._parent[self.root(var)] = self.root(members[0])
         self._number: dict[jex.Var, int] = {}
+
+    def _members(self, eqn: jex.JaxprEqn) -> list[jex.Var]:
+        return [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
 
     def root(self, var: jex.Var) -> jex.Var:
         """Return the variable that represents the group of a variable."""
@@ -48,7 +51,7 @@ class Groups:
 
     def group_of(self, eqn: jex.JaxprEqn) -> int | None:
         """Return the group that an equation belongs to; None if it has no large variables."""
-        members = [] if is_opaque(eqn) else self.select_large([*inputs_of(eqn), *eqn.outvars])
+        members = self._members(eqn)
         return self.group_number(members[0]) if members else None
 
 

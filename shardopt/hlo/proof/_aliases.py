@@ -10,6 +10,7 @@ from shardopt.hlo._hlo_text import (
     elements,
     entry_parameters,
     operands,
+    root_of,
 )
 
 _SAME_MEMORY = ("bitcast", "get-tuple-element", "optimization-barrier")
@@ -18,7 +19,7 @@ _SAME_MEMORY = ("bitcast", "get-tuple-element", "optimization-barrier")
 def faults_of_aliases(module: Module) -> list[tuple[Instruction, str]]:
     """Return the instructions that write into a donated argument too early, with the reason."""
     lines = list(module.computations[module.entry])
-    root = next((line for line in lines if line.is_root), lines[-1])
+    root = root_of(module)
     parameters = entry_parameters(module)
     is_scheduled = "is_scheduled=true" in module.header
     places = {line.name: place for place, line in enumerate(lines)}

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Sharding
 from jax.stages import Lowered
 
-from shardopt.hlo._collective import Groups
 from shardopt.hlo._hlo_text import Instruction, Module, array_shape, arrays, parse
 from shardopt.hlo._source_lines import op_name_of
 from shardopt.hlo.proof._cublas import TARGETS
@@ -25,7 +24,7 @@ from shardopt.hlo.proof._draws import STEERED, Arguments, Sides
 from shardopt.hlo.proof._folded import errors_of_folding
 from shardopt.hlo.proof._interpret import CannotInterpretError, Interpreter
 from shardopt.hlo.proof._interpret_shards import error_between, join
-from shardopt.hlo.proof._locate import LocatedFault, Recorded, locate, recorded
+from shardopt.hlo.proof._locate import Recorded, ResultDifference, locate, recorded
 from shardopt.hlo.proof._reference import ReferenceInterpreter
 from shardopt.hlo.proof._shardings import sharding_text
 from shardopt.hlo.proof._text import lowered_text
@@ -42,20 +41,6 @@ all turns of loops.
 """
 NOT_ROUNDED = 1e-6
 """An update is compared relative to itself, if it is more than this part of its largest number."""
-
-
-class ResultDifference(NamedTuple):
-    """A result that differs.
-
-    Attributes:
-      instruction: the first wrong instruction; None if it is not found.
-      reason: the mistake, as a sentence.
-      groups: the devices over which a sum is missing.
-    """
-
-    instruction: Instruction | None
-    reason: str
-    groups: Groups = ()
 
 
 class Comparison(NamedTuple):
@@ -252,7 +237,7 @@ def compare(
     return Comparison(None, "", assumption, reference.sides.one_sided)
 
 
-def _described(result: int, error: float, site: LocatedFault | None) -> ResultDifference:
+def _described(result: int, error: float, site: ResultDifference | None) -> ResultDifference:
     reason = (
         f"result {result} differs from that of the program that XLA was given by {error:.1e} of its"
         " largest number"
@@ -264,14 +249,7 @@ def _described(result: int, error: float, site: LocatedFault | None) -> ResultDi
         )
     if site is None:
         return ResultDifference(None, f"{reason}.")
-    if site.groups:
-        step = (
-            f"it reads {site.reads} as if it were whole, and the sum of {site.reads} over these"
-            " devices is not taken"
-        )
-    else:
-        step = "its operands are values of the program that XLA was given, and its result is none"
-    return ResultDifference(site.instruction, f"{step}: {reason}.", site.groups)
+    return site._replace(reason=f"{site.reason}: {reason}.")
 
 
 def _refusal(interpreter: Interpreter, reference: Reference) -> str:

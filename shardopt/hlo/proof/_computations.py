@@ -60,7 +60,7 @@ class Derivation:
       computations: the lines of each computation.
       replicas: the number of replicas.
       partitions: the number of partitions.
-      sums_of_constants: the orders of reductions of numbers that follow from no argument and are
+      sums_of_constants: the names of reductions of numbers that follow from no argument and are
         the same on all devices.
     """
 
@@ -70,7 +70,7 @@ class Derivation:
         self.computations, self.replicas, self.partitions = computations, replicas, partitions
         self.devices = replicas * partitions
         self.known: dict[tuple[str, tuple[Result, ...]], Result] = {}
-        self.sums_of_constants: set[int] = set()
+        self.sums_of_constants: dict[str, None] = {}
 
     def run(self, name: str, arguments: tuple[Result, ...]) -> Result:
         """Return the result of a computation for its arguments."""
@@ -370,7 +370,7 @@ class Derivation:
     def _reduced(self, line: Line, value: DerivedValue, groups: Groups) -> DerivedValue:
         result = _collectives.reduced_over(value, self.reduction(line) or "?", groups, line.order)
         if value.constant and not value.hidden and not value.zero and len(groups[0]) > 1:
-            self.sums_of_constants.add(line.order)
+            self.sums_of_constants[line.name] = None
         return result
 
     def _by_part(self, value: DerivedValue, rule: Any) -> DerivedValue:

@@ -129,7 +129,7 @@ def dynamic_update_slice(line: Line, values: Sequence[DerivedValue]) -> DerivedV
         )
         padded.append(new)
     common, base, update = unify(base, update, same)
-    result = tuple(common.get(i, dim) for i, dim in enumerate(dims))
+    result = base._replace(dims=tuple(dims)).dims_with(common)
     hidden = added([base, update], line.order)
     if classes_of(index_hidden) & classes_of(h for h in hidden if h.kind in REDUCTIONS):
         raise Unproved("each device writes a partial sum to another place.")
@@ -227,11 +227,7 @@ def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     common, operand, indices = unify(operand, indices, batching)
     batch = [i for i in range(len(indices.shape)) if i != vector_dim]
     by_indices = {j: common[i] for i, j in batching}
-    window = [
-        i
-        for i in range(len(operand.shape))
-        if i not in collapsed and i not in {i for i, _ in batching}
-    ]
+    window = _windows(operand, collapsed, batching)
     rows = None
     for dim in starts:
         if sizes[dim] != operand.shape[dim] and not is_whole(operand.dims[dim]):
@@ -259,6 +255,14 @@ def gather(line: Line, values: Sequence[DerivedValue]) -> DerivedValue:
     return DerivedValue(line.dims, tuple(dims), hidden, facts=Facts(rows=rows))
 
 
+def _windows(
+    operand: DerivedValue, left_out: Sequence[int], batching: list[tuple[int, int]]
+) -> list[int]:
+    """Return the dims of an operand that the windows of a gather or scatter have."""
+    without = {*left_out, *(i for i, _ in batching)}
+    return [i for i in range(len(operand.shape)) if i not in without]
+
+
 def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> DerivedValue:
     """Return the rule of a scatter.
 
@@ -277,27 +281,18 @@ def scatter(line: Line, values: Sequence[DerivedValue], kind: str | None) -> Der
     batch_of_updates = [i for i in range(len(updates.shape)) if i not in window_dims]
     pairs = list(zip(batch_of_updates, batch_of_indices, strict=True))
     common, updates, indices = unify(updates, indices, pairs)
-    updates = updates._replace(dims=tuple(common.get(i, dim) for i, dim in enumerate(updates.dims)))
-    windows = [
-        i
-        for i in range(len(operand.shape))
-        if i not in inserted and i not in {i for i, _ in batching}
-    ]
+    updates = updates._replace(dims=updates.dims_with(common))
+    windows = _windows(operand, inserted, batching)
     window_of = dict(zip(windows, window_dims, strict=True))
     same = [(i, j) for i, j in window_of.items() if operand.shape[i] == updates.shape[j]]
     batched = {j: i for i, j in batching}
     same += [(batched[j], i) for i, j in pairs if j in batched]
     dims_of_operand, operand, updates = unify(operand, updates, same)
-    dims = [dims_of_operand.get(i, dim) for i, dim in enumerate(operand.dims)]
-    for dim in {*scattered, *(i for i in windows if i not in dims_of_operand)}:
-        if dim in dims_of_operand:
-            continue
-        rows = (
-            scattered_rows(indices, operand.shape[dim])
-            if scattered == (dim,) and operand.zero
-            else None
-        )
-        if rows is not None and kind == "add":
+    dims = list(operand.dims_with(dims_of_operand))
+    for dim in {*scattered, *windows} - dims_of_operand.keys():
+        is_row = scattered == (dim,) and operand.zero and kind == "add"
+        rows = scattered_rows(indices, operand.shape[dim]) if is_row else None
+        if rows is not None:
             at, size = rows
             dims[dim] = (Factor(operand.shape[dim], size, at),)
             indices = without(indices, Hidden("device", at, 0, line.order))

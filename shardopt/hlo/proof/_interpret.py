@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardopt.hlo._collective import Groups, permute_pairs, replica_groups
-from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters
+from shardopt.hlo._hlo_text import Instruction, Module, entry_parameters, root_of
 from shardopt.hlo._walk import branches_of
 from shardopt.hlo.proof import _interpret_collectives as collectives
 from shardopt.hlo.proof._interpret_numpy import (
@@ -36,8 +36,10 @@ from shardopt.trace._primitives import words
 
 InterpretedValue = Any
 """An array [devices, ...local shape], or a tuple of values."""
-Step = Callable[[np.ndarray, list[InterpretedValue]], InterpretedValue]
+Step = Callable[[np.ndarray, Sequence[InterpretedValue]], InterpretedValue]
 """From the positions of the devices that run it, and its operands, to its result."""
+PlacedStep = tuple[Step, tuple[int, ...] | None, Instruction]
+"""A step with the places of its operands; None for a parameter, which gets the arguments."""
 MAX_ITERATIONS = 100_000
 _PASSED = words(
     "parameter constant tuple get-tuple-element bitcast optimization-barrier fusion call while"
@@ -84,9 +86,7 @@ class Interpreter:
     replicas: int = field(init=False)
     partitions: int = field(init=False)
     computed: int = field(init=False, default=0)
-    _steps: dict[str, tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]] = field(
-        default_factory=dict
-    )
+    _steps: dict[str, tuple[list[PlacedStep], int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Read the number of devices, and make asynchronous instructions synchronous."""
@@ -146,15 +146,13 @@ class Interpreter:
         steps, root = self._steps[name]
         values: list[InterpretedValue] = []
         for step, places, instruction in steps:
-            if places == (-1,):
-                value = arguments[step(devices, [])]
-            else:
-                try:
-                    value = step(devices, [values[place] for place in places])
-                except CannotInterpretError:
-                    raise
-                except (ValueError, IndexError, TypeError, KeyError) as error:
-                    raise CannotInterpretError(instruction, str(error)) from error
+            operands = arguments if places is None else [values[place] for place in places]
+            try:
+                value = step(devices, operands)
+            except CannotInterpretError:
+                raise
+            except (ValueError, IndexError, TypeError, KeyError) as error:
+                raise CannotInterpretError(instruction, str(error)) from error
             values.append(value)
             self.computed += 0 if instruction.opcode in _PASSED else _size(value)
             if self.limit is not None and self.computed > self.limit:
@@ -165,7 +163,7 @@ class Interpreter:
                 self.watch(name, instruction, value)
         return values[root]
 
-    def _build(self, name: str) -> tuple[list[tuple[Step, tuple[int, ...], Instruction]], int]:
+    def _build(self, name: str) -> tuple[list[PlacedStep], int]:
         instructions = self.module.computations[name]
         lines = lines_of(instructions)
         place_of = {line.name: place for place, line in enumerate(lines)}
@@ -173,7 +171,7 @@ class Interpreter:
         for instruction, line in zip(instructions, lines, strict=True):
             if line.opcode == "parameter":
                 index = int(line.rest.partition(")")[0])
-                steps.append((lambda devices, values, index=index: index, (-1,), instruction))
+                steps.append((lambda _, values, index=index: values[index], None, instruction))
                 continue
             try:
                 places = tuple(place_of[operand] for operand in line.operands)
@@ -182,8 +180,7 @@ class Interpreter:
                 raise
             except (ValueError, KeyError, IndexError) as error:
                 raise CannotInterpretError(instruction, str(error)) from error
-        root = next((place for place, line in enumerate(lines) if line.is_root), len(lines) - 1)
-        return steps, root
+        return steps, place_of[root_of(self.module, name).name]
 
     def _step_of(self, line: Line) -> Step:
         wide = line if line.opcode == "constant" else widened(line)

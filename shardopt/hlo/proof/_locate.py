@@ -15,7 +15,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands
+from shardopt.hlo._collective import Groups
+from shardopt.hlo._hlo_text import Instruction, Module, attributes, operands, root_of
 from shardopt.hlo._walk import KINDS, callees
 from shardopt.hlo.proof._interpret import InterpretedValue, Interpreter
 
@@ -23,14 +24,18 @@ CLOSE = 1e-10
 """Values are the same if the sums of their powers agree up to this."""
 
 
-class LocatedFault(NamedTuple):
-    """The first wrong instruction, and the devices over which the sum of one of its operands is
-    missing.
+class ResultDifference(NamedTuple):
+    """A result that differs.
+
+    Attributes:
+      instruction: the first wrong instruction; None if it is not found.
+      reason: the mistake, as a sentence.
+      groups: the devices over which a sum is missing.
     """
 
-    instruction: Instruction
-    reads: str
-    groups: tuple[tuple[int, ...], ...]
+    instruction: Instruction | None
+    reason: str
+    groups: Groups = ()
 
 
 Recorded = dict[tuple[str, str], InterpretedValue]
@@ -54,7 +59,7 @@ def locate(
     known: Recorded,
     result: int,
     sizes: Mapping[str, int],
-) -> LocatedFault | None:
+) -> ResultDifference | None:
     """Return the first wrong instruction before a result; None if it is not found.
 
     Args:
@@ -134,10 +139,10 @@ class _Search:
             for callee in callees(line)
         }
 
-    def first_wrong(self, result: int) -> LocatedFault | None:
+    def first_wrong(self, result: int) -> ResultDifference | None:
         """Go back from a result."""
         entry = self.module.entry
-        root = next(line for line in self.module.computations[entry] if line.is_root)
+        root = root_of(self.module)
         waiting, seen, sites = [(entry, root.name, result)], set(), []
         # this result is wrong, even if its numbers are another value of the program
         self.right[waiting[0]] = False
@@ -163,7 +168,11 @@ class _Search:
         ]
         # a sum that is missing, then a collective, then the order of the program
         return min(
-            described, key=lambda site: (not site.groups, not is_collective(site.instruction))
+            described,
+            key=lambda site: (
+                not site.groups,
+                site.instruction is None or not is_collective(site.instruction),
+            ),
         )
 
     def _sources(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
@@ -187,12 +196,9 @@ class _Search:
 
     def _inside(self, node: tuple[str, str, int]) -> list[tuple[str, str, int]]:
         """Return the same element of the root of each computation that an instruction calls."""
-        return [
-            (name, inner.name, node[2])
-            for name in callees(self.lines[node[:2]])
-            for inner in self.module.computations.get(name, ())
-            if inner.is_root and (name, inner.name) in self.values
-        ]
+        called = callees(self.lines[node[:2]])
+        roots = [(name, root_of(self.module, name).name) for name in called]
+        return [(*root, node[2]) for root in roots if root in self.values]
 
     def _width(self, key: tuple[str, str]) -> int:
         value = self.values.get(key)
@@ -243,7 +249,7 @@ class _Search:
                 ),
             )
 
-    def _site(self, node: tuple[str, str, int]) -> LocatedFault:
+    def _site(self, node: tuple[str, str, int]) -> ResultDifference:
         """Return the report of a node, with the groups of a sum that one of its operands needs."""
         line = self.lines[node[:2]]
         reduces = line.opcode.startswith(("all-reduce", "reduce-scatter"))
@@ -257,8 +263,14 @@ class _Search:
                 if summed and self.known.has(features)
             )
             if summed := next(matching, None):
-                return LocatedFault(line, self._name(source), self._groups(summed))
-        return LocatedFault(line, "", ())
+                name = self._name(source)
+                step = (
+                    f"it reads {name} as if it were whole, and the sum of {name} over these devices"
+                    " is not taken"
+                )
+                return ResultDifference(line, step, self._groups(summed))
+        step = "its operands are values of the program that XLA was given, and its result is none"
+        return ResultDifference(line, step)
 
     def _name(self, node: tuple[str, str, int]) -> str:
         """Return the name of a value; of a parameter of a fusion, the name outside."""
@@ -269,7 +281,7 @@ class _Search:
             else operands(caller)[int(operands(line)[0])]
         )
 
-    def _groups(self, summed: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    def _groups(self, summed: tuple[int, ...]) -> Groups:
         ids = np.arange(math.prod(self.shape)).reshape(self.shape)
         other_axes = [axis for axis in range(len(self.shape)) if axis not in summed]
         size = math.prod(self.shape[axis] for axis in summed)

@@ -11,10 +11,6 @@ from shardopt.hlo._walk import ON_SPARSE_CORE
 
 THROUGH = "optimization-barrier"
 """The opcode of what hands a value on."""
-_WHOLE_SHAPE = ("all-reduce",)
-"""The shape of their start is the shape of their result. Other starts have a tuple: operands,
-results and contexts.
-"""
 
 
 def opened(module: Module) -> Module:
@@ -71,6 +67,7 @@ def _synchronous(chain: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _result_shape(kind: str, shape: str) -> str:
-    if kind in _WHOLE_SHAPE or not shape.startswith("("):
+    # other starts have a tuple: operands, results and contexts
+    if kind == "all-reduce" or not shape.startswith("("):
         return shape
     return elements(shape)[0 if kind == "copy" else 1]

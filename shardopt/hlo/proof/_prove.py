@@ -5,20 +5,27 @@ results.
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.stages import Compiled, Lowered
 
 from shardopt.core._errors import format_error
-from shardopt.hlo._hlo_text import Instruction, Module, array_shape, arrays, entry_parameters, parse
+from shardopt.hlo._hlo_text import (
+    Instruction,
+    Module,
+    array_shape,
+    arrays,
+    entry_parameters,
+    parse,
+    root_of,
+)
 from shardopt.hlo.proof._aliases import faults_of_aliases
-from shardopt.hlo.proof._compare import Comparison, Reference, ResultDifference, compare
+from shardopt.hlo.proof._compare import Comparison, Reference, compare
 from shardopt.hlo.proof._computations import Derivation, flat
 from shardopt.hlo.proof._interpret_shards import written_shardings
 from shardopt.hlo.proof._lines import read_lines, sizes_of_program
-from shardopt.hlo.proof._locate import is_collective
+from shardopt.hlo.proof._locate import ResultDifference, is_collective
 from shardopt.hlo.proof._opened import opened
 from shardopt.hlo.proof._proof import Proof, UncoveredInstruction, Verdict
 from shardopt.hlo.proof._report import describe
@@ -126,7 +133,7 @@ def prove(
     parameters = entry_parameters(module)
     if inputs is None or (len(inputs) != len(parameters) and not isinstance(program, str)):
         inputs = written_shardings(parameters, math.prod(sizes_of_program(module)))
-    derivation = _derive(module, inputs, outputs)
+    derived_faults, sums_of_constants = _derive(module, inputs, outputs)
     comparison = Comparison(None, "the program that XLA was given is unknown.")
     reference = None
     if source.lowered is not None:
@@ -135,7 +142,7 @@ def prove(
         reference = lowered if isinstance(lowered, Reference) else Reference(lowered)
         comparison = compare(module, reference, inputs, outputs, sizes)
     instructions = [line for lines in written.computations.values() for line in lines]
-    faults = {*derivation.faults, *_faults_of_memory(written, instructions)}
+    faults = {*derived_faults, *_faults_of_memory(written, instructions)}
     compared = not comparison.refusal
     is_equal = compared and comparison.difference is None
     # A rule that objects says more than results that agree: the drawn arguments may not reach what
@@ -145,7 +152,7 @@ def prove(
         faults = {fault._replace(wrong=False) for fault in faults}
         if reference is not None:
             faults |= _faults_of_range(reference, instructions)
-    wrong = _first_wrong(faults, comparison.difference, derivation)
+    wrong = _first_wrong(faults, comparison.difference, instructions, root_of(written))
     unknown = {
         fault.order: UncoveredInstruction(
             instructions[fault.order].name, instructions[fault.order].opcode, fault.reason
@@ -162,7 +169,7 @@ def prove(
         len(instructions),
         comparison.refusal,
         comparison.assumption,
-        derivation.sums_of_constants,
+        sums_of_constants,
         comparison.one_sided,
     )
 
@@ -179,8 +186,12 @@ no rule objects) -> the verdict."""
 
 def _faults_of_memory(module: Module, instructions: Sequence[Instruction]) -> Set[Fault]:
     """Return where a donated argument is overwritten before it is read."""
-    places = {line.name: place for place, line in enumerate(instructions)}
-    return {Fault(True, places[line.name], reason) for line, reason in faults_of_aliases(module)}
+    faults = faults_of_aliases(module)
+    return {Fault(True, _place(line, instructions), reason) for line, reason in faults}
+
+
+def _place(instruction: Instruction, instructions: Sequence[Instruction]) -> int:
+    return [line.name for line in instructions].index(instruction.name)
 
 
 def _faults_of_range(reference: Reference, instructions: Sequence[Instruction]) -> Set[Fault]:
@@ -230,26 +241,11 @@ def _mesh_sizes(
     return dict(mesh.shape if isinstance(mesh, Mesh) else mesh or {})
 
 
-class _DerivedFaults(NamedTuple):
-    """The faults that the rules find in a program.
-
-    Attributes:
-      faults: where no rule holds, or a value is wrong.
-      instructions: all instructions, by their order in the text.
-      root: the order of the root of the entry computation.
-      sums_of_constants: names of instructions, as in `Proof`.
-    """
-
-    faults: Set[Fault]
-    instructions: Sequence[Instruction]
-    root: int
-    sums_of_constants: tuple[str, ...]
-
-
 def _derive(
     module: Module, inputs: Sequence[Sharding | str], outputs: Sequence[Sharding | str] | None
-) -> _DerivedFaults:
-    """Derive the results from the arguments.
+) -> tuple[Set[Fault], tuple[str, ...]]:
+    """Derive the results from the arguments; return where no rule holds or a value is wrong, and
+    the names of sums of constants, as in `Proof`.
 
     Raises:
       ValueError: if there is another number of shardings than of parameters or of results.
@@ -270,7 +266,6 @@ def _derive(
         for line, sharding in zip(parameters, inputs, strict=True)
     )
     computations = read_lines(module)
-    instructions = [line for lines in module.computations.values() for line in lines]
     walk = Derivation(computations, *sizes_of_program(module))
     result = walk.run(module.entry, arguments)
     root = next(line for line in computations[module.entry] if line.is_root)
@@ -288,12 +283,14 @@ def _derive(
         faults |= _faults_of_result(
             value, sharded(sharding, array_shape(shape), devices), index, root.order
         )
-    sums = tuple(instructions[order].name for order in sorted(walk.sums_of_constants))
-    return _DerivedFaults(faults, instructions, root.order, sums)
+    return faults, tuple(walk.sums_of_constants)
 
 
 def _first_wrong(
-    faults: Set[Fault], difference: ResultDifference | None, derivation: _DerivedFaults
+    faults: Set[Fault],
+    difference: ResultDifference | None,
+    instructions: Sequence[Instruction],
+    root: Instruction,
 ) -> Fault | None:
     """Return the fault to report: the first one that a rule finds, or the one that the comparison
     finds.
@@ -301,18 +298,13 @@ def _first_wrong(
     by_rule = min((fault for fault in faults if fault.wrong), default=None)
     if difference is None:
         return by_rule
-    instructions = derivation.instructions
     # a rule knows which collective is wrong; else it names a later reader, and the comparison the
     # first one
     is_named = by_rule is not None and is_collective(instructions[by_rule.order])
     if by_rule is not None and (is_named or difference.instruction is None):
         return by_rule
-    return _fault_of_difference(difference, derivation)
-
-
-def _fault_of_difference(difference: ResultDifference, derivation: _DerivedFaults) -> Fault:
-    places = (i for i, line in enumerate(derivation.instructions) if line is difference.instruction)
-    return Fault(True, next(places, derivation.root), difference.reason, difference.groups)
+    place = _place(difference.instruction or root, instructions)
+    return Fault(True, place, difference.reason, difference.groups)
 
 
 def _faults_of_result(

@@ -59,7 +59,7 @@ def unified_operands(
     common = values[0]
     for value in values[1:]:
         dims, common, _ = unify(common, value, pairs)
-        common = common._replace(dims=tuple(dims.get(i, d) for i, d in enumerate(common.dims)))
+        common = common._replace(dims=common.dims_with(dims))
     frame = DerivedValue(common.shape, common.dims)
     return common.dims, [unify(frame, value, pairs)[2] for value in values]
 
@@ -436,9 +436,7 @@ def product(
     _check_pieces(left, ("own", "add"), right, free_right)
     _check_pieces(right, ("own", "add"), left, free_left)
     terms = multiplied([left, right], line.order)
-    pieces = DerivedValue(
-        left.shape, tuple(common.get(i, dim) for i, dim in enumerate(left.dims)), terms
-    )
+    pieces = DerivedValue(left.shape, left.dims_with(common), terms)
     hidden = reduced(pieces, [i for i, _ in contracting], "add", line)
     before = classes_of(h for h in terms if h.kind in ("own", *REDUCTIONS))
     for h in hidden:

@@ -8,8 +8,8 @@ yet, a dim of which every device holds one element, or a choice by the number of
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,26 +20,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Positions:
-    """One whole number per device.
-
-    Equal vectors are one object, so that they compare and hash fast.
-    """
+class _Shared:
+    """An array. Equal arrays of a class are one object, so that they compare and hash fast."""
 
     __slots__ = ("array",)
-    _known: ClassVar[dict[bytes, "Positions"]] = {}
+    _known: ClassVar[dict[Hashable, Any]] = {}
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
+    @classmethod
+    def _of(cls, array: np.ndarray) -> Any:
+        array = np.ascontiguousarray(array)
+        key = (cls, array.tobytes(), array.dtype.str, array.shape)
+        if key not in _Shared._known:
+            _Shared._known[key] = cls(array)
+        return _Shared._known[key]
+
+
+class Positions(_Shared):
+    """One whole number per device."""
+
     @staticmethod
     def of(array: np.ndarray) -> "Positions":
         """Return the vector with these numbers."""
-        array = np.ascontiguousarray(array, dtype=np.int64)
-        key = array.tobytes()
-        if key not in Positions._known:
-            Positions._known[key] = Positions(array)
-        return Positions._known[key]
+        return Positions._of(np.asarray(array, np.int64))
 
     def __repr__(self) -> str:
         return str(self.array.tolist())
@@ -94,25 +99,14 @@ class Fault(NamedTuple):
     groups: tuple[tuple[int, ...], ...] = ()
 
 
-class Data:
-    """Known numbers, `[1 or devices, *shape]`. Equal ones are one object."""
-
-    __slots__ = ("array",)
-    _known: ClassVar[dict[tuple[bytes, str, tuple[int, ...]], "Data"]] = {}
-
-    def __init__(self, array: np.ndarray) -> None:
-        self.array = array
+class Data(_Shared):
+    """Known numbers, `[1 or devices, *shape]`."""
 
     @staticmethod
     def of(array: np.ndarray) -> "Data":
         """Return the numbers, once if all devices have the same."""
-        if len(array) > 1 and (array == array[:1]).all():
-            array = array[:1]
-        array = np.ascontiguousarray(array)
-        key = (array.tobytes(), array.dtype.str, array.shape)
-        if key not in Data._known:
-            Data._known[key] = Data(array)
-        return Data._known[key]
+        is_same = len(array) > 1 and (array == array[:1]).all()
+        return Data._of(array[:1] if is_same else array)
 
 
 Dim = tuple[Factor, ...]
@@ -167,6 +161,10 @@ class DerivedValue(NamedTuple):
     def zero(self) -> bool:
         """Whether all elements are 0, so that it is a term of every sum."""
         return self.fill == 0
+
+    def dims_with(self, common: Mapping[int, Dim]) -> tuple[Dim, ...]:
+        """Return its dims, with those of `common` in their places."""
+        return tuple(common.get(i, dim) for i, dim in enumerate(self.dims))
 
     def changed(self, **fields: object) -> "DerivedValue":
         """Return the value with other fields, no longer with known numbers."""
