@@ -162,7 +162,7 @@ def while_loop(
         condition = condition.as_same()
     if is_exactly_same(condition):
         return list(map(as_drawn, carry)) if is_drawn(condition) else carry
-    if isinstance(condition, Split) and is_unscaled(condition) and not condition.drawn:
+    if is_unscaled(condition) and isinstance(condition, Split) and not condition.drawn:
         places = {relation.place if isinstance(relation, Split) else None for relation in carry}
         if places == {condition.place}:
             return carry

@@ -80,6 +80,18 @@ ROWWISE = {
         "jax.lax.switch(2, [jnp.sin, jnp.cos, jnp.tanh], {r})", "jax.vmap(lambda a: jax.lax.associative_scan(jnp.add, a))({r2})", "jax.checkpoint(jax.vmap(lambda a: a / (1 + a @ a)))({r2})",
         "jax.jvp(jnp.sin, ({r},), ({r} * 0.5,))[1]", "jax.lax.fori_loop(0, 2, lambda i, a: jax.lax.cond(i > 0, jnp.sin, jnp.cos, a), {r})", "jnp.vectorize(lambda a: a.max(), signature='(n)->()')({r2})",
     ],
+    "turns": [
+        "jax.vmap(lambda a, k: jax.lax.fori_loop(0, k, lambda i, s: s * 0.5 + i, a))(jax.lax.stop_gradient({r}), label)", "jax.lax.scan(jax.checkpoint(lambda c, a: (c, jnp.tanh(a))), 0.0, {r})[1]",
+        "jax.vmap(lambda a: jax.lax.while_loop(lambda s: jnp.sum(s ** 2) > 0.3, lambda s: s * 0.5, a))(jax.lax.stop_gradient({r}))",
+    ],
+    "integers": [
+        "{r1} * (label.astype(jnp.int8) * jnp.int8(100))", "{r1} * (label * label - 3)", "{r1} * (label.astype(jnp.uint8) - jnp.uint8(1))", "{r1} * jnp.sum(jax.nn.one_hot(label, 3, dtype=jnp.int8) * jnp.int8(90), -1)",
+        "{r1} * (label << 2)", "{r1} * (-label.astype(jnp.uint32))", "{r1} * (label // 2)",
+    ],
+    "draws": [
+        "{r} * jax.random.uniform(jax.random.key(1))", "jax.vmap(lambda a, k: a * jax.random.uniform(jax.random.fold_in(jax.random.key(1), k)))({r}, label)", "{r2} * jax.random.bernoulli(jax.random.key(2), 0.5, ({F},))",
+        "jax.vmap(lambda a, k: a + jax.random.normal(jax.random.key(k), a.shape))({r}, label)",
+    ],
     "windows": [
         "jax.lax.conv_general_dilated({r3}, params['table'].reshape(3, 4, 4)[:, :{F}], (1,), 'SAME', dimension_numbers=('NWC', 'WIO', 'NWC'))",
         "jax.lax.conv_general_dilated({r2}[:, None], params['v'].reshape(4, 1, 3)[:, :, :2], (1,), 'SAME', dimension_numbers=('NCW', 'OIW', 'NCW'))",
@@ -94,6 +106,7 @@ MEANS = {
         "jnp.mean({r})", "{r}.sum() / B", "jnp.mean({r1})", "jax.lax.scan(lambda c, a: (c + a.mean(), None), 0.0, {r})[0] / B", "jnp.einsum('b->', {r1}) / B",
         "jnp.sum({r2} * {s}) / B", "jnp.dot({r1}, {s}) / B", "jnp.ones(B) @ {r1} / B", "jnp.trace({r2}.T @ {s}) / B", "jax.lax.fori_loop(0, B, lambda i, c: c + {r1}[i], 0.0) / B",
         "jnp.zeros(3).at[label].add({r1})[1] / B", "jax.ops.segment_sum({r1}, label, 3)[0] / B", "jnp.mean({r}[::-1])", "jnp.sum(jnp.sum({r2}, 0) / B)", "jnp.cumsum({r1})[-1] / B",
+        "jax.lax.scan(jax.checkpoint(lambda c, a: (c + a.mean(), None)), 0.0, {r})[0] / B", "jax.lax.scan(jax.jit(lambda c, a: (c + jnp.tanh(a).mean(), None)), 0.0, {r})[0] / B",
         "jnp.mean(jnp.roll({r}, 1, 0))", "jnp.mean(jnp.sort({r1}))", "jnp.vdot({r}, {s}) / {r}.size", "jnp.mean(jnp.concatenate([{r}, {s}]))", "functools.reduce(jnp.add, [{r1}[i] for i in range(B)]) / B",
     ],
 }  # fmt: skip
@@ -149,7 +162,22 @@ MIXING = {
         "jax.lax.scan(lambda c, i: (c + {r1}[i], None), 0.0, jnp.arange(B))[0] / B", "jax.lax.scan(lambda c, i: (c + {r1}[i] * i, None), 0.0, jnp.arange(B))[0] / B", "jax.lax.scan(lambda c, a: (c + a, c), 0.0, {r1}, reverse=True)[1]", "jax.lax.scan(lambda c, a: (c.at[label[0]].add(a), None), jnp.zeros(3), {r1})[0] / B", "jax.lax.scan(lambda c, a: (c.at[a[1]].add(a[0]), None), jnp.zeros(3), ({r1}, label))[0] / B", "jax.lax.scan(lambda c, a: (c.at[a[1]].set(a[0]), None), jnp.zeros(3), ({r1}, label))[0]",
         "jax.lax.scan(lambda c, _: (c * 0.5 + {r}, None), jnp.zeros((B{rest})), None, length=B)[0]", "jax.lax.scan(lambda c, _: (c * 0.5 + {r}, None), jnp.zeros((B{rest})), None, length=3)[0]", "jax.lax.scan(lambda c, a: (jax.lax.cond(a > 0, lambda: c + a, lambda: c), None), 0.0, {r1})[0] / B", "jax.lax.scan(lambda c, a: (jnp.where(a > 0, c + a, 0.0), None), 0.0, {r1})[0] / B", "jax.lax.scan(lambda c, a: (jnp.where(a > 0, c + a, c), None), 0.0, {r1})[0] / B", "jax.lax.scan(lambda c, a: (c.at[:1].add(a), None), jnp.zeros(3), {r1})[0] / B",
     ],
+    "numbers of turns": [
+        "jax.lax.fori_loop(0, B - 1, lambda i, c: c + {r1}[0], 0.0) / B", "jax.lax.fori_loop(0, B // 2, lambda i, c: c + {r1}.mean(), 0.0)", "jax.lax.fori_loop(0, B - 1, lambda i, c: c + params['v'][0], 0.0) / B * {r1}", "jax.lax.fori_loop(0, 2 * B, lambda i, c: c + params['v'][0], 0.0) / B * {r1}",
+        "jax.lax.fori_loop(1, B, lambda i, c: c + params['v'][0] * i, 0.0) / B", "jax.lax.scan(jax.checkpoint(lambda c, a: (c * 0.9 + a, None)), 0.0, {r1})[0] / B", "jax.lax.scan(jax.checkpoint(lambda c, a: (c + a * c, None)), 1.0, {r1})[0]", "jax.lax.scan(jax.checkpoint(lambda c, a: (c + a, c)), 0.0, {r1})[1]",
+        "jax.lax.scan(jax.jit(lambda c, a: ((c[1] + a, c[0]), None)), (0.0, 0.0), {r1})[0][0] / B", "jax.lax.scan(jax.jit(lambda c, a: (a - c, None)), 0.0, {r1})[0] / B", "jax.vmap(lambda a: jax.lax.while_loop(lambda s: jnp.abs(s) > 0.5, lambda s: s * 0.5, a - {r1}.mean()))(jax.lax.stop_gradient({r1}))",
+        "jax.vmap(lambda a: jax.lax.fori_loop(0, label[0], lambda i, s: s * 0.5, a))(jax.lax.stop_gradient({r}))",
+    ],
+    "sums of integers": [
+        "{r1} * jnp.sum(label.astype(jnp.int8) * jnp.int8(60))", "{r1} * jnp.sum(label.astype(jnp.uint8))", "(-jnp.sum(label.astype(jnp.uint32))) * params['v'][0]", "jnp.sum(label * 40, dtype=jnp.int8) / B * params['v'][0]", "jnp.zeros(3, jnp.int8).at[label].add(jnp.int8(50)).sum() * params['v'][0]",
+        "jnp.cumsum(label)[-1] // 2 * params['v'][0]", "(jnp.sum(label) - jnp.sum(label * label)).astype(jnp.uint16) * params['v'][0]", "jnp.prod(1 + label) * params['v'][0]", "jnp.sum(label) * jnp.sum(label) / B * params['v'][0]", "jnp.sum(label) / B * params['v'][0]",
+    ],
+    "draws of all": [
+        "{r1} * jax.random.uniform(jax.random.key(1), (B,))", "{r1} * jax.random.permutation(jax.random.key(1), B)", "{r} * jax.random.uniform(jax.random.key(B))", "{r1} * jax.random.uniform(jax.random.fold_in(jax.random.key(0), label.sum()))", "jax.random.permutation(jax.random.key(1), {r})",
+        "{r1}[jax.random.randint(jax.random.key(1), (B,), 0, B)]", "jax.vmap(lambda a, k: a * jax.random.uniform(k))({r}, jax.random.split(jax.random.key(3), B))", "jax.vmap(lambda a, k: a * jax.random.uniform(jax.random.fold_in(jax.random.key(3), k)))({r}, jnp.arange(B))",
+    ],
     "rules": [
+        "jax.lax.scan(lambda c, a: (c, sign_of_gradient(a)), 0.0, {r})[1]", "jax.vmap(slope_over_count)({r2})", "jax.jit(jax.checkpoint(clipped_gradient))({r})",
         "gradient_over_count({r})", "gradient_less_mean({r})", "sign_of_gradient({r})", "clipped_gradient({r})", "gradient_by_last_row({r})", "shifted_gradient({r})", "slope_over_count({r})", "slope_less_mean({r})", "slope_by_mean({r})", "halves_gradient({r}.mean(0))", "sign_of_gradient({r}.mean(0))", "{r2} * sign_of_gradient({v})", "{r2} @ clipped_gradient({w})", "{r2} @ halves_gradient({w})", "{r2} @ gradient_over_count({w})", "{r2} @ shifted_gradient({w})", "{r2} @ slope_of_its_own({w})",
         "jax.vmap(halves_gradient)({r})", "jax.vmap(sign_of_gradient)({r})", "jax.vmap(slope_of_its_own)({r})", "jax.vmap(gradient_less_mean)({r2})", "jax.checkpoint(gradient_less_mean)({r})", "jax.jit(gradient_over_count)({r})", "jax.lax.scan(lambda c, a: (c, gradient_over_count(a)), 0.0, {r2})[1]", "jax.checkpoint(lambda a: a - a.mean(0))({r})", "jax.jit(lambda a: a / (1 + jnp.sum(a ** 2)))({r})", "jax.grad(lambda a: jnp.mean(jnp.sin(a)))({r})", "jax.grad(lambda a: jnp.mean(jnp.sin(a)))({r}) * B", "jax.grad(lambda a: jnp.sum(a.mean(0) ** 2))({r})",
         "{r} * jax.lax.stop_gradient({r}.mean(0))", "jax.lax.stop_gradient({r} - {r}.mean(0)) * {r}", "{r} + jax.lax.stop_gradient({r}.mean(0)) - {r}.mean(0)", "{r2} @ jax.grad(lambda w: jnp.mean(jnp.tanh({r2} @ w)))({w})", "{r2} @ ({w} - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh({r2} @ w) ** 2))({w}))", "optax.projections.projection_simplex({r1})", "{r2} / jnp.sqrt(jnp.sum({r2} ** 2))",
@@ -174,11 +202,13 @@ WRONG_ENDINGS = [
 """Losses that are mostly no means."""
 
 METRICS = [
+    "so.losses.Sum(jnp.sum(label == 1))", "so.losses.Max(jnp.max(label))", "so.losses.Sum(jnp.sum(label.astype(jnp.int32)))", "so.losses.Min(jnp.min({r1} * label))",
     "jnp.mean({r})", "so.losses.Weighted(jnp.sum({r1} * mask), jnp.sum(mask) + 1e-3 * B)", "so.losses.Sum(jnp.sum({r}))", "so.losses.Max(jnp.max({r}))", "so.losses.Min(jnp.min({r}))", "so.losses.Sum(B)", "so.losses.Max(jnp.max(jnp.abs({r1})))", "jnp.mean({r1} > 0)", "so.losses.Min(-jnp.max({r1}))", "so.losses.Sum(jnp.sum({r1} > 0))", "so.losses.Max(2 * jnp.max({r1}) + 1)", "jnp.mean(label == 1)",
 ]  # fmt: skip
 """Metrics that their parts make up."""
 
 WRONG_METRICS = [
+    "so.losses.Sum(jnp.sum(label.astype(jnp.int8) * jnp.int8(60)))", "so.losses.Max(jnp.sum(label))", "so.losses.Min(-jnp.max(label.astype(jnp.uint8)))", "so.losses.Max(jax.random.uniform(jax.random.key(B)))", "so.losses.Max(jnp.max(label) * jnp.max(label))", "so.losses.Sum(jnp.sum(label) // 2)",
     "so.losses.Sum(jnp.mean({r}))", "so.losses.Max(jnp.mean({r}))", "so.losses.Max(jnp.sum({r}))", "so.losses.Min(jnp.max({r}))", "so.losses.Max(-jnp.max({r}))", "so.losses.Max(jnp.min({r}))", "jnp.max({r})", "so.losses.Sum(jnp.max({r}))", "so.losses.Max(B)", "so.losses.Sum(1.0)", "jnp.sum({r})", "so.losses.Max(jnp.max({r}) * jnp.min({r}))", "so.losses.Min(jnp.median({r}))", "so.losses.Max(jnp.max({r}) - jnp.min({r}))", "so.losses.Max(jnp.max({r1} - {r1}.mean()))", "so.losses.Weighted(jnp.sum({r}), 1.0)",
     "so.losses.Max(jnp.sum(params['v']) * jnp.max({r}))", "so.losses.Max(jnp.sort({r1})[-1])", "so.losses.Max({r1}[-1])", "so.losses.Sum(jnp.sum({r}) ** 2)", "so.losses.Max(jnp.abs(jnp.min({r1})))", "so.losses.Max(jnp.linalg.norm({r1}))", "so.losses.Max(jax.nn.logsumexp({r1}))", "so.losses.Sum({r1}.shape[0] ** 2)", "so.losses.Max(jnp.argmax({r1}))", "so.losses.Min(jnp.sum({r1} ** 2))", "so.losses.Max(jnp.prod({r1}))", "so.losses.Max({r1}.max() ** 3)", "so.losses.Min(jnp.sum(params['v']))",
 ]  # fmt: skip
