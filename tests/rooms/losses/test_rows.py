@@ -267,7 +267,7 @@ def test_line_searches_differentiate_it_again(mesh_of, x64):
         "out": params["out"],
         "blocks": {"w": np.stack([np.eye(8), -np.eye(8)])},
     }
-    opt = so.fsdp(optax.lbfgs(), mesh_of(data=4), deep(so), min_shard_elements=8)
+    opt = so.fsdp(optax.lbfgs(), mesh_of(data=4), deep(so.losses), min_shard_elements=8)
     history, expected = train(
         optax.lbfgs(), deep(ONE_DEVICE).loss_fn, params, batches[:1], value_fn=True
     )
