@@ -100,6 +100,14 @@ def as_block_model(loss_fn: LossFn) -> BlockModel | None:
     return owner if isinstance(owner, BlockModel) else None
 
 
+EMBED, LOSS, BLOCK = range(3)
+"""The first number that the key of a function of a model is folded with.
+
+Keys of blocks are folded with the index of the block after that. An index in a loop is any number for
+the proof, so it must come second: then no other function can have the key of a block.
+"""
+
+
 def run_blocks(
     model: BlockModel,
     params: PyTree,
@@ -127,11 +135,11 @@ def run_blocks(
         one_block, index = block_and_index
         return run(one_block, index, rng, x), None
 
-    x = call(model.embed, rng, num_blocks, outer, batch)
+    x = call(model.embed, rng, EMBED, outer, batch)
     x, _ = jax.lax.scan(body, x, (blocks, jax.numpy.arange(num_blocks)))
     if before_loss is not None:
         outer, x = before_loss(sharded_outer, x)
-    return call(model.loss, rng, num_blocks + 1, outer, x, batch)
+    return call(model.loss, rng, LOSS, outer, x, batch)
 
 
 def plain_block(model: BlockModel) -> Callable[..., PyTree]:
@@ -139,8 +147,19 @@ def plain_block(model: BlockModel) -> Callable[..., PyTree]:
     applied.
     """
     return checkpointed(
-        model.remat, lambda one_block, index, rng, x: call(model.block, rng, index, one_block, x)
+        model.remat, lambda one_block, index, rng, x: call_block(model, rng, index, one_block, x)
     )
+
+
+def call_block(
+    model: BlockModel,
+    rng: jax.Array | None,
+    index: jax.typing.ArrayLike,
+    weights: PyTree,
+    x: PyTree,
+) -> PyTree:
+    """Call the block of a model with the key of the block at `index`, if it takes one."""
+    return call(model.block, None if rng is None else _folded(rng, BLOCK), index, weights, x)
 
 
 def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: PyTree) -> PyTree:
@@ -158,8 +177,7 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
     if not takes_rng(fn):
         return fn(*args)
     if rng is not None:
-        key = rng if is_key_of_each_row(rng) else jax.random.fold_in(rng, index)
-        return fn(*args, rng=key)
+        return fn(*args, rng=_folded(rng, index))
     if (
         as_block_model(fn) is None
         and inspect.signature(fn).parameters["rng"].default is inspect.Parameter.empty
@@ -170,6 +188,10 @@ def call(fn: LossFn, rng: jax.Array | None, index: jax.typing.ArrayLike, *args: 
             " default None."
         )
     return fn(*args)
+
+
+def _folded(rng: jax.Array, number: jax.typing.ArrayLike) -> jax.Array:
+    return rng if is_key_of_each_row(rng) else jax.random.fold_in(rng, number)
 
 
 def is_key_of_each_row(rng: jax.Array) -> bool:

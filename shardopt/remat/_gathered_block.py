@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from shardopt.core._block_model import BlockModel, call
+from shardopt.core._block_model import BlockModel, call_block
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._errors import format_error
 from shardopt.core._types import PyTree
@@ -39,7 +39,7 @@ def gathered_block(
         def block(arguments: Arrays, leaves: Arrays) -> Arrays:
             one_block, index, rng = arguments_treedef.unflatten(arguments)
             of_user = reading_in_products(
-                caller, lambda weights, x: call(model.block, rng, index, weights, x)
+                caller, lambda weights, x: call_block(model, rng, index, weights, x)
             )
             run_block = checkpointed(model.remat, of_user)
             return leaves_like(

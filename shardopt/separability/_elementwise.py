@@ -212,6 +212,10 @@ def _result_ratio(
         return ratios[0] / ratios[1]
     if _is_linear(site):
         return ratios[0]
+    if (
+        site.name == "abs" and ratios[0] > 0
+    ):  # 8-bit products take the largest magnitude of a gradient
+        return ratios[0]
     if site.name == "is_finite":  # up to overflow, which rounding does not promise
         return Fraction(1)
     if site.name in ("eq", "ne") and zeros[1]:  # a multiple of a number is zero where the number is

@@ -371,6 +371,18 @@ def split(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     return [relation] * site.num_results
 
 
+def unstack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
+    """Cut a dim into its entries, which must not be the dim of rows, as `q, k, v = x` does from jax
+    0.12 on.
+    """
+    relation, dim = relations[0], site.params["axis"]
+    if dim in differing_dims(site.operand_shapes()):
+        return [site.unknown("mixes")] * site.num_results
+    if isinstance(relation, Split):
+        relation = relation.moved_to(dim_after_removal(relation.dim, [dim]))
+    return [relation] * site.num_results
+
+
 def stack(site: EquationPair, relations: Sequence[Relation]) -> list[Relation]:
     """Join operands along a new dim."""
     joined, dim = join(site, relations), site.params["axis"]

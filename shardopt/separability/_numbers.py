@@ -22,6 +22,7 @@ from shardopt.separability._relations import (
     Split,
     Unrelated,
     differing_dims,
+    equal_numbers,
     growth,
 )
 
@@ -118,7 +119,7 @@ def _compress(array: np.ndarray) -> np.ndarray:
     for dim, size in enumerate(array.shape):
         if size > 1:
             first = array.take([0], dim)
-            if np.array_equal(array, np.broadcast_to(first, array.shape)):
+            if equal_numbers(array, first):
                 array = first
     return array
 
@@ -230,7 +231,7 @@ def relation_of_numbers(known: Known, shapes: Shapes, num_pieces: int, dtype: An
             continue
         if piece_values.shape[dim] == shapes[1][dim]:
             repeated = np.concatenate([piece_values] * num_pieces, dim)
-            if repeated.shape == whole_values.shape and np.array_equal(repeated, whole_values):
+            if repeated.shape == whole_values.shape and equal_numbers(repeated, whole_values):
                 return Split(dim)
     return Unrelated("position" if dims else "count", known.op)
 
@@ -242,7 +243,7 @@ def _common_ratio(
 
     None if there is none. A power of n comes first: of rounded numbers, several ratios may be right.
     """
-    if np.array_equal(whole_values, piece_values, equal_nan=whole_values.dtype.kind in "fc"):
+    if equal_numbers(whole_values, piece_values):
         return Fraction(1)
     nonzero = piece_values != 0
     if whole_values.dtype.kind not in "iuf" or not nonzero.any():
@@ -267,7 +268,7 @@ def _rounds_to(values: np.ndarray, ratio: Fraction, expected: np.ndarray, dtype:
         return bool(np.all(products == expected))
     with np.errstate(all="ignore"):
         products = values.astype(float) * ratio.numerator / ratio.denominator
-        return np.array_equal(products.astype(dtype).astype(float), expected.astype(float))
+        return equal_numbers(products.astype(dtype).astype(float), expected.astype(float))
 
 
 def row_numbers(indices: np.ndarray, size: int) -> np.ndarray | None:

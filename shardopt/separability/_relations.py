@@ -165,11 +165,11 @@ class Known:
     @property
     def same_numbers(self) -> bool:
         """Whether W has the numbers of P_i."""
-        return _equal(self.whole_values, self.piece_values)
+        return equal_numbers(self.whole_values, self.piece_values)
 
     def equals(self, other: "Known") -> bool:
         """Return whether another value has the same numbers, in the whole and in a piece."""
-        return _equal(self.whole_values, other.whole_values) and _equal(
+        return equal_numbers(self.whole_values, other.whole_values) and equal_numbers(
             self.piece_values, other.piece_values
         )
 
@@ -267,12 +267,14 @@ REASONS = {
 """The sentence of an error message for each reason of an `Unrelated`."""
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
+def equal_numbers(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether arrays are equal bit by bit: 0.0 and -0.0 have other angles, and other bits."""
     try:
         both = np.broadcast_arrays(a, b)
     except ValueError:  # their shapes do not fit
         return False
-    return bool(np.array_equal(*both, equal_nan=a.dtype.kind in "fc"))
+    dtype = np.result_type(*both)
+    return both[0].astype(dtype).tobytes() == both[1].astype(dtype).tobytes()
 
 
 def is_exactly_same(relation: Relation) -> bool:

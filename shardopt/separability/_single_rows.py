@@ -1,14 +1,17 @@
-"""Recognises a product that jax writes in another way for a piece of one row.
+"""Recognises equations that jax writes in another way for a piece of one row.
 
-`x @ y` of [B, T, D] and [B, D, S] is one product with a batch dim. For B = 1 jax writes two squeezes,
-a product and a broadcast.
+- `x @ y` of [B, T, D] and [B, D, S] is one product with a batch dim. For B = 1 jax writes two
+  squeezes, a product and a broadcast.
+- `jnp.broadcast_to(x, [B, T, D])` of [1, T, D] is a broadcast. For B = 1 jax returns x itself.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 
 from shardopt.separability._relations import dim_after_removal
+from shardopt.trace._jaxprs import shape_of
 from shardopt.trace._primitives import library_name
 
 NAMES = ("squeeze", "squeeze", "dot_general", "broadcast_in_dim")
@@ -72,6 +75,35 @@ def batched_product(whole_eqn: JaxprEqn, piece_eqns: Sequence[JaxprEqn]) -> Jaxp
         return None
     operands = [left_squeeze.invars[0], right_squeeze.invars[0]]
     return product.replace(invars=operands, outvars=broadcast.outvars, params=whole_eqn.params)
+
+
+def omitted_broadcast(
+    whole_eqn: JaxprEqn, piece_eqns: Sequence[JaxprEqn], piece_var_of: Mapping[Any, Any]
+) -> JaxprEqn | None:
+    """Return the broadcast that the piece trace omits because it changes no shape.
+
+    None if the piece trace has it.
+
+    Args:
+      whole_eqn: the equation of the whole trace.
+      piece_eqns: the next equations of the piece trace.
+      piece_var_of: the variable of the piece trace for each of the whole trace.
+    """
+    if whole_eqn.primitive.name != "broadcast_in_dim" or isinstance(whole_eqn.invars[0], Literal):
+        return None
+    operand = piece_var_of[whole_eqn.invars[0]]
+    if (
+        piece_eqns
+        and piece_eqns[0].primitive.name == "broadcast_in_dim"
+        and piece_eqns[0].invars[0] is operand
+    ):
+        return None
+    if whole_eqn.params["broadcast_dimensions"] != tuple(
+        range(len(shape_of(whole_eqn.outvars[0])))
+    ):
+        return None
+    params = whole_eqn.params | {"shape": shape_of(operand), "sharding": None}
+    return whole_eqn.replace(invars=[operand], outvars=[operand], params=params)
 
 
 def _tuples(numbers: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[tuple[int, ...], ...], ...]:

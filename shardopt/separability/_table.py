@@ -267,6 +267,7 @@ TABLE: dict[str, Rule] = {
     **_rules(Rule(moves.concatenate, raw=True), "concatenate"),
     **_rules(Rule(moves.split, frozenset(["sizes"]), accepts=MOVABLE), "split"),
     **_rules(Rule(moves.stack, raw=True), "stack"),
+    **_rules(Rule(moves.unstack, accepts=MOVABLE), "unstack"),
     **_rules(Rule(reductions.reduce_sum), "reduce_sum"),
     **_rules(Rule(reductions.reduce_extreme, accepts=MOVABLE), "reduce_max reduce_min reduce_or reduce_and"),
     **_rules(Rule(reductions.reduce_other), "reduce_prod reduce_xor argmax argmin"),

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from shardopt.separability._relations import (
     is_exactly_same,
     sizes_of_dim,
 )
-from shardopt.separability._single_rows import batched_product
+from shardopt.separability._single_rows import batched_product, omitted_broadcast
 from shardopt.separability._table import apply_rule, checked
 from shardopt.trace._jaxprs import (
     COLLECTIVES,
@@ -86,7 +86,7 @@ def relate_jaxprs(
         )
 
     piece_var_of: dict[Any, Any] = dict(zip((*jaxprs[0].invars, *jaxprs[0].constvars), (*jaxprs[1].invars, *jaxprs[1].constvars), strict=True))  # fmt: skip
-    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns):
+    for eqns in _matching_equations(jaxprs[0].eqns, jaxprs[1].eqns, piece_var_of):
         site = EquationPair(*eqns, proof.num_pieces, proof.callers)
         operands = [read(*atoms) for atoms in zip(eqns[0].invars, eqns[1].invars, strict=True)]
         results = [
@@ -99,20 +99,24 @@ def relate_jaxprs(
 
 
 def _matching_equations(
-    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn]
+    whole_eqns: Sequence[JaxprEqn], piece_eqns: Sequence[JaxprEqn], piece_var_of: Mapping[Any, Any]
 ) -> Iterator[tuple[JaxprEqn, JaxprEqn]]:
     """Yield each equation of the whole trace with the same equation of the piece trace.
 
     Args:
       whole_eqns: the equations of the whole trace.
       piece_eqns: the equations of the piece trace.
+      piece_var_of: the variable of the piece trace for each that the equations before have made.
 
     Raises:
       DifferentTracesError: at the first equation without a partner.
     """
     position = 0
     for whole_eqn in whole_eqns:
-        if position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
+        next_eqns = piece_eqns[position : position + 1]
+        if (broadcast := omitted_broadcast(whole_eqn, next_eqns, piece_var_of)) is not None:
+            yield whole_eqn, broadcast
+        elif position < len(piece_eqns) and _same_kind(whole_eqn, piece_eqns[position]):
             yield whole_eqn, piece_eqns[position]
             position += 1
         elif (
@@ -312,7 +316,7 @@ def _linear_solve(
     """Follow `custom_linear_solve`: first its solver, then its other functions on the solution.
 
     The derivative needs these other functions. A product must give the relation of the solution
-    again. The transposed solver maps cotangents, and an iteration that stops early is not linear.
+    again, and that of the right side: jax does not check what the solver returns. The transposed solver maps cotangents, and an iteration that stops early is not linear.
     """
     consts, start = {}, 0
     for name, count in site.params["const_lengths"]._asdict().items():
@@ -326,11 +330,12 @@ def _linear_solve(
             return list(operands)
         return proof.relate(site, jaxprs[0], jaxprs[1], [*consts[name], *operands])
 
-    solution = follow("solve", right_sides)
+    solution, sides = follow("solve", right_sides), resolve_numbers(site, relations)[start:]
     for name in ("matvec", "vecmat"):
-        results = follow(name, solution)
-        if results != solution:
-            return unknown_results(site, results)
+        products = follow(name, solution)
+        solves = all(map(functools.partial(derivatives.implies, site), products, sides))
+        if products != solution or not solves:
+            return unknown_results(site, products)
     if not proof.training or site.params["jaxprs"].transpose_solve is None:
         return solution
     cotangents = [
@@ -338,7 +343,7 @@ def _linear_solve(
         for i, solved in enumerate(solution)
     ]
     results = follow("transpose_solve", cotangents)
-    for i, side in enumerate(resolve_numbers(site, relations)[start:]):
+    for i, side in enumerate(sides):
         expected = derivatives.derivative_relation(site, side, site.operand_shapes(start + i))
         has_gradient = not isinstance(right_sides[i], Known)
         if has_gradient and not derivatives.implies(site, results[i], expected):

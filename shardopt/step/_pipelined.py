@@ -13,7 +13,15 @@ import jax.numpy as jnp
 from shardopt.config._config import StrategyConfig
 from shardopt.config._layout import Layout
 from shardopt.config._slots import StepInputs
-from shardopt.core._block_model import BLOCKS, BlockModel, as_block_model, call
+from shardopt.core._block_model import (
+    BLOCKS,
+    EMBED,
+    LOSS,
+    BlockModel,
+    as_block_model,
+    call,
+    call_block,
+)
 from shardopt.core._block_remat import checkpointed
 from shardopt.core._checksum import checksum_of, to_limbs
 from shardopt.core._errors import calling, format_error, plural
@@ -263,7 +271,7 @@ class _PipelinedModel:
             leaves = all_gather_leaves(self.config, leaves, self._block_plans, model=self.model)
 
         def block(weights, x):
-            return call(self.model.block, self._key(m), number, weights, x)
+            return call_block(self.model, self._key(m), number, weights, x)
 
         run = reading_in_products(self.config.strategy, block)
         if not self.remat_blocks:  # the stage itself does "full" remat
@@ -309,13 +317,7 @@ class _PipelinedModel:
         return step_key(self.config, self.inputs.step, self.inputs.rng, m)
 
     def _embed(self, outer: Arrays, m: Index) -> PyTree:
-        return call(
-            self.model.embed,
-            self._key(m),
-            self._block_plans[0].shape[0],
-            self._outer(outer),
-            self._rows(m),
-        )
+        return call(self.model.embed, self._key(m), EMBED, self._outer(outer), self._rows(m))
 
     @functools.cached_property
     def _x(self) -> tuple[list[jax.ShapeDtypeStruct], PyTree]:
@@ -323,9 +325,9 @@ class _PipelinedModel:
         return jax.tree.flatten(jax.eval_shape(self._embed, self._trained_outer, jnp.int32(0)))
 
     def _loss(self, outer: Arrays, m: Index, x: Arrays) -> LossParts:
-        index, inputs = self._block_plans[0].shape[0] + 1, self._x[1].unflatten(x)
+        inputs = self._x[1].unflatten(x)
         returned = call(
-            self.model.loss, self._key(m), index, self._outer(outer), inputs, self._rows(m)
+            self.model.loss, self._key(m), LOSS, self._outer(outer), inputs, self._rows(m)
         )
         parts = loss_parts(self.config.strategy, returned, self.rows)
         if isinstance(parts.loss.total, tuple):

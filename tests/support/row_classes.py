@@ -930,6 +930,13 @@ def class_token(params: Any, batch: Any) -> jax.Array:
     ).mean()
 
 
+def unpacked(params: Any, batch: Any) -> jax.Array:
+    """Queries, keys and values are unpacked from one array, which jax 0.12 unstacks."""
+    h = hidden(params, batch)
+    q, k, v = jnp.stack([h, 2 * h, h + 1])
+    return jnp.mean((q * k + v - batch["y"]) ** 2)
+
+
 def convolved(params: Any, batch: Any) -> jax.Array:
     """Two convolutions and a pool."""
     x = jax.lax.conv_general_dilated(
@@ -1040,6 +1047,7 @@ ORDINARY = {
     "buffer in fori_loop": buffered_in_a_loop,
     "buffer in scan": buffered_by_scan,
     "class token": class_token,
+    "unpacked": unpacked,
 }  # fmt: skip
 ACCEPTED = means(ORDINARY)
 ACCEPTED |= {f"one row each: {name}": Case(loss, True, 4, 4) for name, loss in ORDINARY.items()}

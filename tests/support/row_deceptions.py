@@ -330,7 +330,26 @@ def iterated(solver: Any, turns: int) -> Any:
     return solved(lambda product, _, side: solver(product, side, maxiter=turns)[0])
 
 
+def divided(part: Any) -> Any:
+    """Return an error whose solver returns a share of its right side, which is no inverse."""
+
+    def loss(p: Any, b: Any) -> jax.Array:
+        share = part(rows_of(b))
+        solution = jax.lax.custom_linear_solve(
+            lambda x: p["scale"][0] * x,
+            errors(p, b),
+            lambda _, side: side * share,
+            lambda _, side: side * share,
+        )
+        return jnp.mean(solution) / share
+
+    return loss
+
+
 SOLVERS = cases({
+    "a share of the right side": divided(lambda B: 1 / B),
+    "a multiple of the right side": divided(lambda B: 1.0 * B),
+    "a share of two rows": divided(lambda B: 2 / B),
     "conjugate gradients, a turn": iterated(jax.scipy.sparse.linalg.cg, 1),
     "conjugate gradients, two turns": iterated(jax.scipy.sparse.linalg.cg, 2),
     "stabilised gradients, a turn": iterated(jax.scipy.sparse.linalg.bicgstab, 1),
@@ -357,6 +376,23 @@ TIES = cases({
     "the largest of others again": tied(jnp.argmax, 1.821),
 }, rows=6, pieces=3)  # fmt: skip
 
+
+def signed(read: Any) -> Any:
+    """Return an error times a number that follows from the sign of a zero, which the rows decide."""
+    return lambda p, b: (
+        jnp.mean(errors(p, b)) * read(jnp.float32(0.0 if rows_of(b) > 4 else -0.0), p["scale"][0])
+    )
+
+
+SIGNS = cases({
+    "an angle": signed(lambda zero, _: 4 + jnp.arctan2(zero, -1.0)),
+    "an angle to a parameter": signed(lambda zero, scale: 4 + jnp.arctan2(zero, -1 - scale**2)),
+    "bits": signed(lambda zero, _: 1.0 + (jax.lax.bitcast_convert_type(zero, jnp.int32) != 0)),
+    "copied sign": signed(lambda zero, _: 2 + jnp.copysign(1.0, zero)),
+    "a sign bit": signed(lambda zero, _: 1.0 + jnp.signbit(zero)),
+    "zeros of both signs": signed(lambda zero, _: 8 + jnp.sum(jnp.arctan2(jnp.array([0.0, 0.0]).at[1].set(zero), -1.0))),
+})  # fmt: skip
+
 DECEPTIONS = {
     "lengths of loops": LOOPS,
     "symbolic zeros": SYMBOLIC_ZEROS,
@@ -368,4 +404,5 @@ DECEPTIONS = {
     "fills": FILLS,
     "solvers": SOLVERS,
     "ties": TIES,
+    "signs of zeros": SIGNS,
 }

@@ -238,6 +238,14 @@ def stacked(rng: np.random.Generator) -> RuleCase:
     return RuleCase(operands, (run, run), num_pieces)
 
 
+def _unstacked(rng: np.random.Generator, shapes: Shapes, num_pieces: int) -> list[Callable]:
+    dims = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if len(set(sizes)) == 1]
+    if not dims:
+        return _same(lambda x: lax.unstack_p.bind(x[None], axis=0))
+    dim = int(rng.choice(dims))
+    return _same(lambda x: lax.unstack_p.bind(x, axis=dim))
+
+
 CASES = {
     "reshape": [reshaped],
     "broadcast_in_dim": [functools.partial(moved, _broadcast, least_ndim=0, sizes=(1, 1, 2, 3))],
@@ -251,4 +259,4 @@ CASES = {
     "split": [functools.partial(moved, _split, sizes=(1, 2, 4))],
 }
 if hasattr(lax, "stack_p"):
-    CASES |= {"stack": [stacked]}
+    CASES |= {"stack": [stacked], "unstack": [functools.partial(moved, _unstacked)]}
