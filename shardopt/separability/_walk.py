@@ -20,6 +20,7 @@ from shardopt.separability._elementwise import (
     unify,
     unknown_results,
 )
+from shardopt.separability._moves import as_split
 from shardopt.separability._numbers import as_numbers
 from shardopt.separability._proof import DifferentTracesError, ProofSettings
 from shardopt.separability._relations import (
@@ -333,7 +334,12 @@ def _linear_solve(
     solution, sides = follow("solve", right_sides), resolve_numbers(site, relations)[start:]
     for name in ("matvec", "vecmat"):
         products = follow(name, solution)
-        solves = all(map(functools.partial(derivatives.implies, site), products, sides))
+        # rows of a product may stand for equal rows of a right side
+        solves = all(
+            derivatives.implies(site, product, side)
+            or derivatives.implies(site, product, as_split(site, side, start + i))
+            for i, (product, side) in enumerate(zip(products, sides, strict=True))
+        )
         if products != solution or not solves:
             return unknown_results(site, products)
     if not proof.training or site.params["jaxprs"].transpose_solve is None:

@@ -21,6 +21,7 @@ MOST_FALL_BACK = 0.05
 """The largest share of means on which the proof falls back."""
 ROW_EACH = {
     "density_of_a_normal": "jax writes another broadcast for one row",
+    "inverse_of_each_row": "jax writes solve in another way for one row",
     "chunked_scan_with_checkpoint": "one row is no chunk of two",
     "solution_of_each_row": "jax writes solve in another way for one row",
 }
