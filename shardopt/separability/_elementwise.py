@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +59,7 @@ def resolve_numbers(site: EquationPair, relations: Sequence[Relation]) -> list[R
     return [
         (
             relation_of_numbers(
-                relation, site.operand_shapes(i), site.num_pieces, _operand_dtype(site, i)
+                relation, site.operand_shapes(i), site.num_pieces, site.operand_dtype(i)
             )
             if isinstance(relation, Known)
             else relation
@@ -155,9 +154,9 @@ def _elementwise(site: EquationPair, relations: Sequence[Relation]) -> Relation:
     if (
         len(relations) == 1
         and isinstance(relations[0], Columns)
-        and name in ("convert_element_type", "copy")
+        and (name == "copy" or (name == "convert_element_type" and site.dtype.itemsize >= 4))
     ):
-        return relations[0]
+        return relations[0]  # numbers of rows are below 2^31
     if name in ADDITIVE:
         return join(site, relations)
     operands = resolve_numbers(site, relations)
@@ -240,7 +239,7 @@ def _is_linear(site: EquationPair) -> bool:
         )
     if site.name != "convert_element_type":
         return site.name in LINEAR
-    target, source = site.params["new_dtype"], _operand_dtype(site, 0)
+    target, source = site.params["new_dtype"], site.operand_dtype()
     if jnp.issubdtype(target, jnp.inexact):
         return True
     return np.can_cast(source, target) and jnp.issubdtype(target, jnp.integer)
@@ -269,7 +268,7 @@ def _keeps_order(site: EquationPair) -> bool:
     """Return whether an equation is a conversion that changes no order, and wraps nothing."""
     if site.name != "convert_element_type":
         return False
-    target, source = site.params["new_dtype"], _operand_dtype(site, 0)
+    target, source = site.params["new_dtype"], site.operand_dtype()
     if jnp.issubdtype(target, jnp.inexact):
         return target.itemsize > 1  # a float of 8 bits may have no infinity, so it is NaN
     return target.kind != "b" and np.can_cast(source, target)
@@ -294,7 +293,3 @@ def _apply_to_extreme(site: EquationPair, operands: Sequence[Relation]) -> Relat
         operand == extreme or is_exactly_same(operand) for operand in operands
     )
     return extreme if is_combined else not_linear(site, extreme)
-
-
-def _operand_dtype(site: EquationPair, i: int) -> Any:
-    return getattr(site.whole_eqn.invars[i].aval, "dtype", None)

@@ -159,6 +159,8 @@ def _compute(
     if name == "transpose":
         return args[0].transpose(params["permutation"])
     if name in ("reshape", "concatenate", "slice", "rev"):
+        if name == "reshape" and params["dimensions"] is not None:  # it transposes first
+            return None
         if name == "reshape" and args[0].size == 1:
             return args[0].reshape((1,) * len(shape))
         full_shapes = [var.aval.shape for var in eqn.invars]  # pyright: ignore
@@ -199,7 +201,8 @@ def _is_defined(name: str, args: Sequence[np.ndarray], dtype: np.dtype) -> bool:
         return bool(np.all(args[0] >= 0) and np.all(args[1] > 0))
     if name == "convert_element_type" and dtype.kind in "iu" and args[0].dtype.kind == "f":
         bounds = np.iinfo(dtype)
-        return bool(np.all((args[0] >= bounds.min) & (args[0] <= bounds.max)))
+        # as a float the largest integer may be rounded up, to one that does not fit
+        return bool(np.all((args[0] >= bounds.min) & (args[0] < bounds.max)))
     return True
 
 

@@ -320,6 +320,10 @@ class EquationPair:
         """Return the shapes of an operand in the whole trace and in the piece trace."""
         return shape_of(self.whole_eqn.invars[i]), shape_of(self.piece_eqn.invars[i])
 
+    def operand_dtype(self, i: int = 0) -> Any:
+        """Return the dtype of an operand; None if it has none."""
+        return getattr(self.whole_eqn.invars[i].aval, "dtype", None)
+
     def result_shapes(self, i: int = 0) -> Shapes:
         """Return the shapes of a result in the whole trace and in the piece trace."""
         return shape_of(self.whole_eqn.outvars[i]), shape_of(self.piece_eqn.outvars[i])
@@ -370,6 +374,10 @@ class OperandSite(EquationPair):
     def operand_shapes(self, i: int = 0) -> Shapes:
         """Return the shapes of an operand in the whole trace and in the piece trace."""
         return super().operand_shapes(self._first + i) if self._shapes is None else self._shapes
+
+    def operand_dtype(self, i: int = 0) -> Any:
+        """Return the dtype of an operand; None if it has none."""
+        return super().operand_dtype(self._first + i)
 
 
 def differing_dims(shapes: Shapes) -> tuple[int, ...]:
