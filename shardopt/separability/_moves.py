@@ -227,7 +227,11 @@ def slice_entries(site: EquationPair, relations: Sequence[Relation]) -> list[Rel
     if isinstance(relation, Columns):
         last_dim = len(shapes[0]) - 1
         only_last_dim = (
-            all(len(ranges[0][dim]) == shapes[0][dim] for dim in range(last_dim))
+            all(
+                len(ranges[trace][dim]) == shapes[trace][dim]
+                for trace in range(2)
+                for dim in range(last_dim)
+            )
             and ranges[0][last_dim] == ranges[1][last_dim]
         )
         return [
