@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from shardopt.core._errors import calling
-from shardopt.core._extras import require
+from shardopt.core._extras import require, version_of
 
 __all__ = ["main"]
 
@@ -15,9 +15,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `shardopt train` and `shardopt tune` return 143 after SIGTERM, as `FitResult.exit_code`.
 
-    `shardopt verify` also returns 1 and 3, and needs no extra.
+    `shardopt verify` also returns 1 and 3. It needs no extra, and neither does `--version`.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
+    if words == ["--version"]:
+        print(f"shardopt {version_of('shardopt')}")
+        return 0
     try:
         for module in ("tyro", "rich"):
             require(module, extra="cli")

@@ -68,6 +68,7 @@ Positive = Annotated[float, Check(check_number, positive=True)]
 OptionalPositive = Annotated[float | None, _FLOAT, Check(check_number, positive=True)]
 NotNegative = Annotated[float, Check(check_number)]
 OptionalPath = Annotated[Path | None, _PATH]
+_LR = tyro.conf.arg(aliases=["--lr"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +196,7 @@ class TrainingOptions:
     'adamw(b2=0.99)'.
     """
 
-    learning_rate: Positive = 2e-3
+    learning_rate: Annotated[Positive, _LR] = 2e-3
     """Peak of the learning rate. It rises linearly over a tenth of the steps, then falls as a
     cosine.
     """
@@ -354,7 +355,7 @@ class TuningOptions:
     """Any optax optimizer with a learning rate, optionally with arguments: lion, 'adamw(b2=0.99)'.
     """
 
-    learning_rate: OptionalPositive = None
+    learning_rate: Annotated[OptionalPositive, _LR] = None
     """Peak of the learning rate. It rises linearly over a tenth of the steps, then falls as a
     cosine. By default 1e-5, or 2e-4 with adapters.
     """

@@ -1,6 +1,7 @@
 """What can be typed: mesh sizes, optimizers, help, and what is said of what cannot."""
 
 import dataclasses
+import importlib.metadata
 import re
 import subprocess
 import sys
@@ -79,7 +80,8 @@ def test_all_help_of_train_names_every_option_with_its_default(capsys):
 def shown_options(capsys, *words):
     code, text = exit_of(capsys, *words)
     assert code == 0
-    return set(re.findall(r"^(?:| |  )(--[a-z][a-z-]+)", text, re.MULTILINE)), text
+    pattern = r"^(?:| |  )(?:--lr FLOAT, )?(--[a-z][a-z-]+)"
+    return set(re.findall(pattern, text, re.MULTILINE)), text
 
 
 @pytest.mark.parametrize(
@@ -132,6 +134,17 @@ def test_help_starts_no_device():
         ).returncode
         == 0
     )
+
+
+def test_version_prints_the_version_and_needs_no_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"shardopt {importlib.metadata.version('shardopt')}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "tune"])
+def test_lr_is_the_short_word_for_the_learning_rate(command):
+    assert parse([command, "--lr", "0.25"]).training.learning_rate == 0.25
 
 
 @pytest.mark.parametrize(
