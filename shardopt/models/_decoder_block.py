@@ -98,16 +98,15 @@ def block_shapes(config: DecoderConfig, *, dense: bool) -> dict[str, Shapes]:
         if experts.shared_hidden:
             parts["shared"] = _mlp_shapes(config, experts.shared_hidden, bias=False)
     for part in ("attention", "mlp"):
-        names = ["norm"] * (config.pre_norms and (part, config.parallel) != ("mlp", "norm"))
-        names += ["post_norm"] * config.post_norms
+        names = ["norm"] if config.pre_norms else []
+        names += ["post_norm"] if config.post_norms else []
         parts[part] |= {leaf: (D,) for name in names for leaf in norm_leaves(config, name)}
     return parts
 
 
 def norm_leaves(config: DecoderConfig, name: str) -> list[str]:
     """Return the leaves of a norm."""
-    has_bias = config.norm in ("layer", "layer_plus_one")
-    return [] if config.norm == "layer_fixed" else [name] + [f"{name}_bias"] * has_bias
+    return [name, f"{name}_bias"] if config.norm == "layer" else [name]
 
 
 def _attention_shapes(config: DecoderConfig) -> Shapes:
@@ -201,14 +200,10 @@ def apply_cached_block(
     attention, mlp_weights, residual = weights["attention"], weights["mlp"], config.residual
     first_product = "mlp_hidden" if router is None else "router"
     x, attention_input = residual.input(attention, x, "qkv")
-    mlp_input = attention_input
-    if config.parallel == "input":
-        x, mlp_input = residual.input(mlp_weights, x, first_product)
     mixed, cache = _attention(config, attention, attention_input, stream, cache, start)
     x = residual.add(attention, x, mixed)
     x = x if config.post_norms else checkpoint_name(x, _ATTENTION_OUT)
-    if config.parallel is None:
-        x, mlp_input = residual.input(mlp_weights, x, first_product)
+    x, mlp_input = residual.input(mlp_weights, x, first_product)
     if router is None:
         out = _mlp(config, mlp_weights, mlp_input, config.precision)
         out = checkpoint_name(out, "mlp_out") if config.post_norms else out
@@ -243,7 +238,6 @@ def _attention(
             value,
             rotate,
             norm=functools.partial(_norm_heads, config, weights) if config.qk_norm else None,
-            norm_first=config.qk_norm in ("head", "all"),
             whole=cache is None and _rotates_whole_heads(config),
             scale=scale,
         )
@@ -318,9 +312,9 @@ def _rotation(
 
 
 def _rotates_whole_heads(config: DecoderConfig) -> bool:
-    """Return whether pairs are halves of whole heads, and nothing comes after the rotation."""
+    """Return whether pairs are halves of whole heads."""
     ropes = [used.rope for used in config.used_kinds if used.rope]
-    if not ropes or ropes[0].interleaved or config.qk_norm == "rotated_head":
+    if not ropes or ropes[0].interleaved:
         return False
     return (ropes[0].dims or config.rotary_dim) == config.head_width
 

@@ -18,8 +18,8 @@ from shardopt.nn._norm import Norm
 from shardopt.nn._residual import Residual
 from shardopt.nn._router import Score
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu_squared", "clamped_swiglu"]
-QKNorm = Literal["head", "rotated_head", "all"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
+QKNorm = Literal["head", "all"]
 Balance = Literal["bias", "loss", "sequence_loss"]
 
 
@@ -37,7 +37,6 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
-    "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
     "clamped_swiglu": _clamped_swiglu,
 }
 
@@ -124,16 +123,11 @@ class DecoderConfig:
       pattern: the kind of each block as an index into `kinds`; empty if all are the first.
       positions: rows of the table of learned positions; 0 is no table.
       norm: "rms" or "layer", which also subtracts the mean and has a bias. In "rms_plus_one"
-        (Gemma) and "layer_plus_one" (Nemotron) the factor is 1 + w. "layer_scale" (Cohere) has no
-        bias, and "layer_fixed" (OLMo) has no weights.
+        (Gemma) the factor is 1 + w.
       norm_epsilon: the number that norms add to the mean square.
       pre_norms: whether attention and mlp get normed inputs.
       post_norms: whether their outputs are normed, before they are added.
-      parallel: the mlp and attention of a block add to the same input: with "norm" both read the
-        norm of attention, with "input" each has a norm of its own; None is one branch after the
-        other.
-      qk_norm: norms of queries and keys: "head" norms each head, "rotated_head" does it after
-        rotation, "all" norms all heads of a token together; None is none.
+      qk_norm: norms of queries and keys: "head" norms each head, "all" norms all heads of a token together; None is none.
       qkv_bias: whether queries, keys and values have biases.
       out_bias: whether the last product of attention has a bias.
       mlp_bias: whether the products of the mlp have biases.
@@ -145,9 +139,6 @@ class DecoderConfig:
       logits_softcap: the cap of logits, as in `so.nn.cross_entropy`.
       sinks: whether each head has a sink, as in `so.nn.attention`.
       embedding_scale: the factor of embeddings.
-      branch_scale: the factor of what attention and mlp add.
-      logits_scale: the factor of logits.
-      head_bias: whether logits have a bias, the leaf "head_bias".
       tied: whether the embedding is also the output projection; otherwise that is the leaf "head".
       latent: sizes of latent attention (DeepSeek), a `LatentConfig`; None is grouped attention.
       experts: the mixture of experts; None is an mlp in each block.
@@ -192,7 +183,6 @@ class DecoderConfig:
     norm_epsilon: float = 1e-6
     pre_norms: bool = True
     post_norms: bool = False
-    parallel: Literal["norm", "input"] | None = None
     qk_norm: QKNorm | None = None
     qkv_bias: bool = False
     out_bias: bool = False
@@ -204,9 +194,6 @@ class DecoderConfig:
     logits_softcap: float | None = None
     sinks: bool = False
     embedding_scale: float = 1.0
-    branch_scale: float = 1.0
-    logits_scale: float = 1.0
-    head_bias: bool = False
     tied: bool = False
     latent: LatentConfig | None = None
     experts: ExpertsConfig | None = None
@@ -247,14 +234,11 @@ class DecoderConfig:
             "activation": get_args(Activation),
             "fused": ("kv", "qkv", None),
             "qk_norm": (*get_args(QKNorm), None),
-            "parallel": ("norm", "input", None),
         }
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 listed = ", ".join(map(str, values))
                 yield f"{name} must be one of {listed}, got {getattr(self, name)!r}"
-        if self.parallel and (self.post_norms or not self.pre_norms):
-            yield "parallel is for blocks with pre_norms and without post_norms"
 
     def _problems_of_kinds(self) -> Iterator[str]:
         if self.pattern and len(self.pattern) != self.num_layers:
@@ -268,8 +252,6 @@ class DecoderConfig:
         widths = {rope.dims or self.rotary_dim for rope in ropes}
         if len(widths) > 1 or any(width % 2 for width in widths):
             yield f"the dims that rotate must be even and the same in all kinds, got {sorted(widths)}"
-        if self.qk_norm == "rotated_head" and any(rope.interleaved for rope in ropes):
-            yield "qk_norm='rotated_head' is for rotary pairs that are not interleaved"
 
     def _problems_of_attention(self) -> Iterator[str]:
         heads, kv_heads = self.num_heads, self.kv_heads
@@ -281,7 +263,7 @@ class DecoderConfig:
             yield (
                 f"fused='qkv' needs as many heads of keys as of queries, got {kv_heads} and {heads}"
             )
-        if self.norm not in ("rms", "rms_plus_one") and self.qk_norm:
+        if self.norm == "layer" and self.qk_norm:
             yield f"norm={self.norm!r} is for models without qk_norm"
         if self.latent is None:
             return
@@ -351,6 +333,5 @@ class DecoderConfig:
             self.norm_epsilon,
             self.pre_norms,
             self.post_norms,
-            self.branch_scale,
             self.sequence_parallel,
         )

@@ -42,15 +42,6 @@ def _smollm3(fields: Fields) -> dict[str, Any]:
     return base.llama(fields) | {"kinds": kinds, "pattern": pattern}
 
 
-def _granite(fields: Fields) -> dict[str, Any]:
-    return base.llama(fields) | {
-        "embedding_scale": float(fields["embedding_multiplier"]),
-        "branch_scale": float(fields["residual_multiplier"]),
-        "attention_scale": float(fields["attention_multiplier"] or base.head_dim(fields) ** -0.5),
-        "logits_scale": 1 / float(fields["logits_scaling"]),
-    }
-
-
 def _olmo3(fields: Fields) -> dict[str, Any]:
     def rope(kind: str) -> Rope:
         changes = {"rope_scaling": {}} if kind == "sliding_attention" else {}
@@ -58,29 +49,6 @@ def _olmo3(fields: Fields) -> dict[str, Any]:
 
     types = base.types_of(fields, 4)
     return base.llama(fields) | fields.kinds(types, fields["sliding_window"], rope)
-
-
-def _exaone4(fields: Fields) -> dict[str, Any]:
-    L, window = fields.size("num_hidden_layers"), fields["sliding_window"]
-    types, every = fields["layer_types"], fields["sliding_window_pattern"]
-    if window is None:
-        types = None
-    elif types is None and isinstance(every, int):
-        types = [
-            "full_attention" if (i + 1) % every == 0 or i == L - 1 else "sliding_attention"
-            for i in range(L)
-        ]
-    elif types is None:
-        fields.problems.append(
-            f"sliding_window_pattern is {every!r}, must be an integer if there are no layer_types"
-        )
-    # blocks that see all rotate nothing, next to blocks with windows
-    hides_positions = types is not None
-
-    def rope(kind: str) -> Rope | None:
-        return None if hides_positions and kind == "full_attention" else base.rope(fields, kind)
-
-    return base.sizes(fields) | fields.kinds(types, window, rope)
 
 
 def _gemma(fields: Fields) -> dict[str, Any]:
@@ -113,26 +81,16 @@ def _gemma3(fields: Fields) -> dict[str, Any]:
     return _gemma2(fields, fields["sliding_window_pattern"], **local)
 
 
-def _gpt(
-    fields: Fields,
-    dim: str = "n_embd",
-    layers: str = "n_layer",
-    heads: str = "n_head",
-    hidden: str = "n_inner",
-    length: str = "n_positions",
-) -> dict[str, Any]:
-    """Return the settings that the GPTs share, by the names of their fields.
-
-    Positions are learned.
-    """
+def _gpt2(fields: Fields) -> dict[str, Any]:
+    """Return GPT-2, whose positions are learned."""
     fields.require("scale_attn_weights", None, True)
-    max_length = fields.size(length)
+    dim, max_length = fields.size("n_embd"), fields.size("n_positions")
     return {
         "vocab_size": fields.size("vocab_size"),
-        "dim": fields.size(dim),
-        "num_layers": fields.size(layers),
-        "num_heads": fields.size(heads),
-        "hidden": fields[hidden] or 4 * fields.size(dim),
+        "dim": dim,
+        "num_layers": fields.size("n_layer"),
+        "num_heads": fields.size("n_head"),
+        "hidden": fields["n_inner"] or 4 * dim,
         "max_length": max_length,
         "positions": max_length,
         "norm": "layer",
@@ -145,68 +103,11 @@ def _gpt(
     }
 
 
-def _gpt_neo(fields: Fields) -> dict[str, Any]:
-    config = _gpt(
-        fields,
-        "hidden_size",
-        "num_layers",
-        "num_heads",
-        "intermediate_size",
-        "max_position_embeddings",
-    )
-    names = {"global": "full_attention", "local": "sliding_attention"}
-    # transformers takes them, not "attention_layers"
-    types = [
-        str(names.get(name, name))
-        for group, number in fields["attention_types"]
-        for name in group * number
-    ]
-    if len(types) != config["num_layers"]:
-        fields.problems.append(
-            f"attention_types has {len(types)} types for {config['num_layers']} blocks"
-        )
-        return config
-    return config | fields.kinds(types, fields.size("window_size"), lambda kind: None)
-
-
-def _gptj(fields: Fields) -> dict[str, Any]:
-    rope = Rope(dims=fields.size("rotary_dim"), interleaved=True)
-    return _gpt(fields) | base.one_kind(rope)
-
-
-def _gpt_neox(fields: Fields) -> dict[str, Any]:
-    old = {"rope_theta": fields["rotary_emb_base"], "partial_rotary_factor": fields["rotary_pct"]}
-    return base.sizes(fields) | base.one_kind(fields.rope(base.head_dim(fields), **old))
-
-
-def _falcon(fields: Fields) -> dict[str, Any]:
-    hidden = fields["ffn_hidden_size"] or 4 * fields.size("hidden_size")
-    activation = {"activation": fields.choice("activation", ACTIVATIONS)}
-    return base.sizes(fields, hidden) | base.same_kinds(fields) | activation
-
-
-def _cohere2(fields: Fields) -> dict[str, Any]:
-    rope = base.rope(fields, interleaved=True)
-    kinds = fields.kinds(
-        base.types_of(fields, fields["sliding_window_pattern"]),
-        fields["sliding_window"],
-        lambda kind: None if kind == "full_attention" else rope,
-    )
-    return base.sizes(fields) | kinds
-
-
 READERS: dict[str, Reader] = {
-    "cohere2": _cohere2,
-    "exaone4": _exaone4,
-    "falcon": _falcon,
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "gpt": _gpt,
-    "gpt_neo": _gpt_neo,
-    "gpt_neox": _gpt_neox,
-    "gptj": _gptj,
-    "granite": _granite,
+    "gpt2": _gpt2,
     "interleaved": _interleaved,
     "llama": base.llama,
     "mistral": base.mistral,
@@ -214,6 +115,5 @@ READERS: dict[str, Reader] = {
     "plain": base.plain,
     "qwen": _qwen,
     "smollm3": _smollm3,
-    "windows": base.windows,
 }
 """The name of a reader in `families.json` -> the reader."""

@@ -53,8 +53,10 @@ def _gpt_oss(fields: Fields) -> dict[str, Any]:
     return base.sizes(fields) | kinds | experts
 
 
-def _scored_by_sigmoid(fields: Fields, num_first: int) -> dict[str, Any]:
-    """Return DeepSeek-V3's experts, which are chosen by the sigmoid of a score plus a bias."""
+def _sigmoid_experts(fields: Fields) -> dict[str, Any]:
+    """Return DeepSeek-V3's experts after the first, dense blocks: they are chosen by the sigmoid of
+    a score plus a bias.
+    """
     hidden = fields.size("moe_intermediate_size")
     experts = ExpertsConfig(
         fields.size("n_routed_experts"),
@@ -66,18 +68,12 @@ def _scored_by_sigmoid(fields: Fields, num_first: int) -> dict[str, Any]:
         groups=(fields.size("n_group"), fields.size("topk_group")),
         scale=float(fields["routed_scaling_factor"]),
         choice_bias=True,
-        num_first=num_first,
+        num_first=fields["first_k_dense_replace"] or 0,
     )
     return {"experts": experts}
 
 
-def _sigmoid_experts(fields: Fields) -> dict[str, Any]:
-    """Return DeepSeek-V3's experts after the first, dense blocks."""
-    return _scored_by_sigmoid(fields, fields["first_k_dense_replace"] or 0)
-
-
-def _latent(fields: Fields) -> dict[str, Any]:
-    """Return a model with DeepSeek-V3's attention."""
+def _deepseek_v3(fields: Fields) -> dict[str, Any]:
     fields.require("attention_bias", None, False)
     names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     latent = LatentConfig(*map(fields.size, names))
@@ -94,32 +90,8 @@ def _latent(fields: Fields) -> dict[str, Any]:
         "latent": latent,
         "attention_scale": scale**2 * (latent.nope + latent.rope) ** -0.5,
         **base.one_kind(rope),
+        **_sigmoid_experts(fields),
     }
-
-
-def _deepseek_v3(fields: Fields) -> dict[str, Any]:
-    return _latent(fields) | _sigmoid_experts(fields)
-
-
-def _glm4_moe_lite(fields: Fields) -> dict[str, Any]:
-    L = fields.size("num_hidden_layers")
-    types = fields["mlp_layer_types"] or ["dense"] + ["sparse"] * (L - 1)
-    num_first = types.count("dense")
-    fields.require("mlp_layer_types", None, ["dense"] * num_first + ["sparse"] * (L - num_first))
-    fields.require("first_k_dense_replace", None, num_first)
-    return _latent(fields) | _scored_by_sigmoid(fields, num_first)
-
-
-def _minimax_m2(fields: Fields) -> dict[str, Any]:
-    fields.require("attn_type_list", None, [1] * fields.size("num_hidden_layers"))
-    share = fields["partial_rotary_factor"]
-    if share is None and fields["rotary_dim"] is not None:
-        share = fields.size("rotary_dim") / base.head_dim(fields)
-    rope = base.rope(fields, partial_rotary_factor=share)
-    experts = _experts(
-        fields, "intermediate_size", normalize=True, score="sigmoid", choice_bias=True
-    )
-    return base.sizes(fields) | experts | base.one_kind(rope)
 
 
 def _glm4_moe(fields: Fields) -> dict[str, Any]:
@@ -129,10 +101,7 @@ def _glm4_moe(fields: Fields) -> dict[str, Any]:
 READERS: dict[str, Reader] = {
     "deepseek_v3": _deepseek_v3,
     "glm4_moe": _glm4_moe,
-    "glm4_moe_lite": _glm4_moe_lite,
     "gpt_oss": _gpt_oss,
-    "latent": _latent,
-    "minimax_m2": _minimax_m2,
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "qwen2_moe": _qwen2_moe,

@@ -16,7 +16,6 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
-    "relu2": "relu_squared",
 }
 
 
@@ -24,21 +23,19 @@ class Family(NamedTuple):
     """A family of models; `families.json` has one record for each.
 
     Attributes:
-      reader: returns the fields of `DecoderConfig` that it reads from a config.json. The next five
+      reader: returns the fields of `DecoderConfig` that it reads from a config.json. The next four
         attributes say the rest of them.
       block: tensor name after the prefix of a block -> leaf of a block, or several leaves that the
         tensor joins. "{e}" is the number of an expert.
       outer: tensor name -> leaf outside of blocks.
       required: field of config.json -> the values that the decoder can do.
       skipped: fields that have no effect in this family.
-      numbers: field of `DecoderConfig` -> the field that has this positive number.
       when: field -> fields of `DecoderConfig`, if the field is true.
       constants: fields of `DecoderConfig` that all models of the family have.
       prefix: the prefix of a block's tensors, with "{i}" for its number.
       transposed: whether the weights of linear layers are stored [out, in].
       ignored: regular expressions of tensors that are no weights.
       optional: the beginning of names that files may leave out.
-      by_head: whether tensors join leaves head by head, not one after the other.
       has_predictors: whether files may have blocks after the last one, which predict further tokens
         in training.
       architectures: the class in transformers, and others of the same mathematics.
@@ -50,14 +47,12 @@ class Family(NamedTuple):
     outer: Mapping[str, str]
     required: Mapping[str, Sequence[Any]] = {}
     skipped: Sequence[str] = ()
-    numbers: Mapping[str, str] = {}
     when: Mapping[str, Mapping[str, Any]] = {}
     constants: Mapping[str, Any] = {}
     prefix: str = "model.layers.{i}."
     transposed: bool = True
     ignored: Sequence[str] = (r"rotary_emb\.inv_freq$",)
     optional: str = ""
-    by_head: bool = False
     has_predictors: bool = False
     architectures: Sequence[str] = ()
     defaults: Mapping[str, Any] = {}
@@ -68,7 +63,6 @@ class Family(NamedTuple):
             fields.require(name, *values)
         fields.skip(*self.skipped)
         config = self.reader(fields)
-        config |= {name: fields.number(field) for name, field in self.numbers.items()}
         for field, settings in self.when.items():
             if fields[field]:
                 config.update(settings)
@@ -76,11 +70,8 @@ class Family(NamedTuple):
         return config
 
 
-def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
-    """Return what nearly all families call by the same names.
-
-    `hidden` is in place of "intermediate_size".
-    """
+def sizes(fields: Fields) -> dict[str, Any]:
+    """Return what nearly all families call by the same names."""
     return {
         "vocab_size": fields.size("vocab_size"),
         "dim": fields.size("hidden_size"),
@@ -88,7 +79,7 @@ def sizes(fields: Fields, hidden: int | None = None) -> dict[str, Any]:
         "num_heads": fields.size("num_attention_heads"),
         "num_kv_heads": fields.optional_size("num_key_value_heads"),
         "head_dim": fields.optional_size("head_dim"),
-        "hidden": hidden or fields.size("intermediate_size"),
+        "hidden": fields.size("intermediate_size"),
         "max_length": fields.size("max_position_embeddings"),
         "norm_epsilon": fields.number("rms_norm_eps"),
         "tied": bool(fields["tie_word_embeddings"]),
@@ -146,7 +137,3 @@ def llama(fields: Fields) -> dict[str, Any]:
 
 def mistral(fields: Fields) -> dict[str, Any]:
     return sizes(fields) | same_kinds(fields, fields["sliding_window"])
-
-
-def windows(fields: Fields) -> dict[str, Any]:
-    return sizes(fields) | kinds(fields, fields["layer_types"], fields["sliding_window"])

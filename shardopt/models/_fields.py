@@ -145,8 +145,7 @@ class Fields:
         kind = scaling.pop("rope_type", scaling.pop("type", "default"))
         scaling.pop("type", None)
         base = scaling.pop("rope_theta", changes.get("rope_theta", self["rope_theta"])) or 10_000.0
-        share = self["partial_rotary_factor"]
-        share = scaling.pop("partial_rotary_factor", changes.get("partial_rotary_factor", share))
+        share = scaling.pop("partial_rotary_factor", self["partial_rotary_factor"])
         if "partial_rotary_factor" not in self._defaults and share not in (None, 1):
             self.problems.append(
                 f"partial_rotary_factor is {share!r}, and all dims of this family's heads rotate"
@@ -295,15 +294,6 @@ def _yarn(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     }
 
 
-def _dynamic(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
-    scaling.pop("original_max_position_embeddings", None)
-    return {
-        "kind": "dynamic",
-        "factor": float(scaling.pop("factor")),
-        "length": fields["max_position_embeddings"],
-    }
-
-
 def _longrope(scaling: dict[str, Any], fields: Fields) -> dict[str, Any]:
     length, factor = _length(scaling, fields), scaling.pop("factor", None)
     factor = float(factor or fields["max_position_embeddings"] / length)
@@ -325,7 +315,6 @@ def yarn_scale(factor: float, scale: float | int) -> float:
 _KINDS = {
     "default": _plain,
     "linear": _linear,
-    "dynamic": _dynamic,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -29,8 +29,6 @@ class Place(NamedTuple):
       start: the first output of the tensor that belongs to the leaf, if it joins several leaves.
       outputs: how many outputs belong to the leaf; 0 if the leaf is no weight of a product.
       transposed: whether the tensor is [outputs, inputs].
-      heads: the tensor has the outputs of this many heads, each with its part of all leaves; 1 has
-        one leaf after the other.
     """
 
     leaf: str
@@ -39,15 +37,9 @@ class Place(NamedTuple):
     start: int
     outputs: int
     transposed: bool
-    heads: int = 1
 
     def of(self, tensor: np.ndarray) -> np.ndarray:
         """Return the view of a tensor that has the dims of `leaf[numbers]`."""
-        if self.heads > 1:  # start and outputs are of one head
-            part = tensor.reshape(self.heads, -1, *tensor.shape[1:])[
-                :, self.start : self.start + self.shape[-1]
-            ]
-            return part if tensor.ndim == 1 else part.transpose(2, 0, 1)
         if not self.outputs:
             size = math.prod(self.shape)
             part = tensor if tensor.size == size else tensor[self.start : self.start + size]
@@ -84,9 +76,7 @@ def places_of(config: DecoderConfig, family: Family) -> dict[str, list[Place]]:
             if paths[0] not in shapes:
                 continue
             tensor = family.prefix.format(i=i) + name
-            if family.by_head and len(leaves) > 1:
-                places[tensor] = _join_by_head(paths, row, shapes)
-            elif "{e}" in name:
+            if "{e}" in name:
                 for e in range(shapes[paths[0]][1]):
                     places[tensor.replace("{e}", str(e))] = _join(paths, (row, e), shapes, family)
             else:
@@ -162,22 +152,6 @@ def _join(
         outputs = math.prod(shape[_num_inputs(leaf) :]) if is_product else 0
         places.append(Place(leaf, numbers, shape, start, outputs, family.transposed))
         start += outputs or math.prod(shape)
-    return places
-
-
-def _join_by_head(
-    leaves: list[str], row: int, shapes: Mapping[str, tuple[int, ...]]
-) -> list[Place]:
-    """Return the places of a tensor [H parts K, D], or [H parts K], whose heads have a part for
-    each leaf, [D, H, K] or [H, K].
-    """
-    places = []
-    for number, leaf in enumerate(leaves):
-        shape = shapes[leaf][1:]
-        H, K = shape[-2:]
-        places.append(
-            Place(leaf, (row,), shape, number * K, H * K if len(shape) == 3 else 0, True, heads=H)
-        )
     return places
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardopt.core._errors import format_error
 
-Kind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+Kind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Rope:
       base: the longest wavelength, divided by 2 pi.
       kind: how frequencies are changed for longer rows than a model was first trained on. "linear"
         divides all by `factor`. "llama3" divides low ones, and "yarn" too, each with a smooth
-        transition of its own. "longrope" divides each by a number of its own. "dynamic" and
-        "longrope" change frequencies in rows that are longer than `length`.
+        transition of its own. "longrope" divides each by a number of its own. "longrope"
+        changes frequencies in rows that are longer than `length`.
       dims: how many dims of a head rotate, the first ones; None rotates all.
       interleaved: whether a pair is components 2i and 2i + 1, not i and i + dims / 2.
       factor: how many times longer the rows are.
@@ -74,15 +74,11 @@ class Rope:
           3.2; "longrope": Ding et al., "LongRoPE", 2024; "llama3": Llama 3.1's reference code.
         """
         dims = head_dim if self.dims is None else self.dims
-        exponents = -np.arange(0, dims, 2) / dims
-        plain = self.base**exponents
+        plain = self.base ** (-np.arange(0, dims, 2) / dims)
         if self.kind == "default":
             return plain
         if self.kind == "linear":
             return plain / self.factor
-        if self.kind == "dynamic":
-            stretch = self.factor * max(row_length, self.length) / self.length - (self.factor - 1)
-            return (self.base * stretch ** (dims / (dims - 2))) ** exponents
         if self.kind == "longrope":
             return plain / np.asarray(self.long if row_length > self.length else self.short)
         if self.kind == "llama3":

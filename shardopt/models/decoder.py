@@ -85,7 +85,7 @@ _BLOCK_MATRICES = (
     ("experts/(gate|up|down)$", Matrix(rows=2, columns=3)),
 )
 _KINDS: tuple[tuple[str, LeafRole], ...] = (
-    ("(^|/)(embedding|head|head_bias)$", "if_divisible"),
+    ("(^|/)(embedding|head)$", "if_divisible"),
     ("(^|/)(first_)?blocks/attention/(k|v|kv)(_bias)?$", "if_divisible"),
     ("(^|/)blocks/experts/", "experts"),
     # the biases that balance DeepSeek-V3's experts have no gradient
@@ -108,7 +108,7 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, LeafRole], ...]:
       (^|/)blocks/(mlp|shared)/(gate|up)$ (None, 'tensor')
       (^|/)blocks/(mlp|shared)/((gate|up)_bias|down)$ ('tensor',)
       (^|/)(embedding|head)$ ('tensor',)
-      (^|/)(embedding|head|head_bias)$ if_divisible
+      (^|/)(embedding|head)$ if_divisible
       (^|/)(first_)?blocks/attention/(k|v|kv)(_bias)?$ if_divisible
     """
     # one head of keys and values is on every device of tensor
@@ -118,7 +118,7 @@ def rules(config: DecoderConfig) -> tuple[tuple[str, LeafRole], ...]:
         (f"(^|/)blocks/{pattern}", P(*spec)) for pattern, spec in block_rules
     ]
     all_rules += [(f"(^|/)first_blocks/{pattern}", P(None, *spec)) for pattern, spec in block_rules]
-    all_rules += [("(^|/)(embedding|head)$", P("tensor")), ("(^|/)head_bias$", P("tensor"))]
+    all_rules += [("(^|/)(embedding|head)$", P("tensor"))]
     return _that_match(config, [*all_rules, *_KINDS])
 
 
@@ -171,8 +171,6 @@ def shapes_of(config: DecoderConfig) -> Params:
         shapes["positions"] = (config.positions, D)
     if not config.tied:
         shapes["head"] = (V, D)
-    if config.head_bias:
-        shapes["head_bias"] = (V,)
     if config.experts is not None and config.experts.loads:
         names = ("router_load", "router_bias")[: 1 + (config.experts.balance == "bias")]
         shapes |= dict.fromkeys(names, (L - first, config.experts.number))
@@ -192,8 +190,8 @@ def init(config: DecoderConfig, rng: jax.Array) -> Params:
       rng: a jax random key.
 
     Returns:
-      A dict with "embedding" [V, D], "norm" [D] and "blocks". Some configs add "head", "head_bias",
-      "positions", "norm_bias", "first_blocks", "router_load" and "router_bias".
+      A dict with "embedding" [V, D], "norm" [D] and "blocks". Some configs add "head", "positions",
+      "norm_bias", "first_blocks", "router_load" and "router_bias".
 
       "blocks" has "attention" with "q" [L, D, H, K], "k" and "v" [L, D, G, K] and "out" [L, H, K,
       D], or the shapes of `LatentConfig.shapes`. It also has "mlp" with "gate" and "up" [L, D, F] and
@@ -372,7 +370,7 @@ def _final_norm_and_head(
     outer = layers.cast(
         {
             name: outer[name]
-            for name in ("norm", "norm_bias", "embedding", "head", "head_bias")
+            for name in ("norm", "norm_bias", "embedding", "head")
             if name in outer and (config.tied or name != "embedding")
         },
         config.dtype,
@@ -381,11 +379,6 @@ def _final_norm_and_head(
         apply_norm(config.norm, outer, "norm", x, config.norm_epsilon),
         outer["embedding" if config.tied else "head"],
     )
-    if config.logits_scale != 1:
-        normed = normed * jnp.asarray(config.logits_scale, normed.dtype)
-    if config.head_bias:  # a component of x that is one has the bias as its weight
-        normed = jnp.concatenate([normed, jnp.ones((*normed.shape[:-1], 1), normed.dtype)], axis=-1)
-        head = jnp.concatenate([head, outer["head_bias"][:, None].astype(head.dtype)], axis=-1)
     return normed, head
 
 

@@ -116,30 +116,22 @@ def _gradients(
 _norm_of_stream.defvjp(_with_residuals, _gradients)
 
 
-Norm = Literal["rms", "rms_plus_one", "layer", "layer_plus_one", "layer_scale", "layer_fixed"]
+Norm = Literal["rms", "rms_plus_one", "layer"]
 
 
 def apply_norm(
     kind: Norm, weights: Mapping[str, Any], name: str, x: Float[Array, "*batch D"], epsilon: float
 ) -> Float[Array, "*batch D"]:
     """Return x normed by the leaf `name`, by a kind of norm."""
-    scale, bias = weights.get(name), weights.get(f"{name}_bias")
-    if kind.startswith("rms"):
-        assert scale is not None
-        norm = rms_norm if kind == "rms" else rms_norm_plus_one
-        return norm(x, scale, epsilon)
-    if kind == "layer_plus_one":
-        assert scale is not None
-        scale = 1 + scale.astype(wide_dtype(x.dtype))
-    return _layer_norm(x, scale, bias, epsilon)
+    if kind == "layer":
+        return _layer_norm(x, weights[name], weights[f"{name}_bias"], epsilon)
+    norm = rms_norm if kind == "rms" else rms_norm_plus_one
+    return norm(x, weights[name], epsilon)
 
 
 @functools.partial(jax.checkpoint, static_argnums=3)
-def _layer_norm(x: Array, scale: Array | None, bias: Array | None, epsilon: float) -> Array:
+def _layer_norm(x: Array, scale: Array, bias: Array, epsilon: float) -> Array:
     wide = x.astype(wide_dtype(x.dtype))
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     normed = (centred * rsqrt_of_mean_square(centred, epsilon)).astype(x.dtype)
-    normed = (
-        normed if scale is None else (normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype)
-    )
-    return add_bias(normed, bias)
+    return add_bias((normed * jnp.broadcast_to(scale, x.shape)).astype(x.dtype), bias)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from shardopt.nn._norm import Norm, apply_norm, norm_of_stream
@@ -18,7 +17,6 @@ class Residual(NamedTuple):
       epsilon: the number that they add to the mean square.
       pre_norms: whether branches get normed inputs.
       post_norms: whether their outputs are normed.
-      scale: the factor of their outputs.
       sharded: whether tensor shards the positions of the stream.
     """
 
@@ -26,7 +24,6 @@ class Residual(NamedTuple):
     epsilon: float
     pre_norms: bool
     post_norms: bool
-    scale: float
     sharded: bool
 
     def input(self, weights: Mapping[str, Any], x: Array, name: str) -> tuple[Array, Array]:
@@ -51,7 +48,7 @@ class Residual(NamedTuple):
         """Return the stream plus the output of a branch."""
         shard = shard_positions if self.sharded else lambda x: x
         out = self._normed(weights, "post_norm", shard(out), self.post_norms)
-        return shard(x + (out if self.scale == 1 else out * jnp.asarray(self.scale, out.dtype)))
+        return shard(x + out)
 
     def _normed(self, weights: Mapping[str, Any], name: str, x: Array, has_norm: bool) -> Array:
         return apply_norm(self.norm, weights, name, x, self.epsilon) if has_norm else x

@@ -85,7 +85,6 @@ def rotated_heads(
     rotate: Callable[..., Array],
     *,
     norm: Callable[[Array, Array], tuple[Array, Array]] | None,
-    norm_first: bool,
     whole: bool,
     scale: float | None,
 ) -> tuple[Array, Array, Array, float | None]:
@@ -100,10 +99,9 @@ def rotated_heads(
       key: [B, T, G, K].
       value: [B, T, G, V].
       rotate: rotates heads by their positions, and multiplies them by a second argument.
-      norm: norms queries and keys; None does not.
-      norm_first: whether the norm comes before the rotation.
-      whole: whether all components of a head rotate, pairs are its halves, and no norm comes after.
-        A kernel then rotates in one pass, which multiplies queries by the factor of scores as well.
+      norm: norms queries and keys before the rotation; None does not.
+      whole: whether all components of a head rotate, and pairs are its halves. A
+        kernel then rotates in one pass, which multiplies queries by the factor of scores as well.
       scale: the factor of scores, as in `so.nn.attention`.
     """
 
@@ -111,16 +109,14 @@ def rotated_heads(
         return checkpoint_name(heads, "qkv")
 
     in_one_pass = whole and takes_rotation(query) and takes_rotation(key)
-    if norm_first or in_one_pass:
+    if norm is not None or in_one_pass:
         query, key, value = keep(query, key, value)
-    if norm_first and norm is not None:
+    if norm is not None:
         query, key = norm(query, key)
     if in_one_pass:
         factor = factor_of_scores(scale, query.shape[-1])
         return rotate(query, factor), rotate(key), value, 1.0
     query, key = rotate(query), rotate(key)
-    if not norm_first:
+    if norm is None:
         query, key, value = keep(query, key, value)
-        if norm is not None:
-            query, key = norm(query, key)
     return query, key, value, scale

@@ -194,8 +194,6 @@ JOINED_CASES = {
     "phi3": ["qkv_proj", "gate_up_proj", "down_proj"],
     "glm": ["q_proj", "k_proj", "v_proj", "gate_up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_fc", "mlp.c_proj"],
-    "falcon": ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"],
-    "gpt_neox": ["query_key_value", "dense_h_to_4h", "dense_4h_to_h"],
 }
 
 

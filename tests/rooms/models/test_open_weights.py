@@ -34,7 +34,7 @@ QUICK_LOGITS = {
     "gpt2",
     "gpt_oss",
     "deepseek_v3",
-    "cohere2",
+    "smollm3",
 }
 """Cases that together have each part of the decoder: the others differ from one of them in little.
 """

@@ -176,7 +176,8 @@ REFUSED = [
         "rope_type is 'axial', must be one of",
     ),
     ("phi3_longrope", {"head_dim": 12}, "rope_scaling.short_factor has 4 numbers, must be 6"),
-    ("stablelm", {"qk_layernorm": True}, "qk_layernorm is True, must be None or False"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2, must be None or 1"),
+    ("llama2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
     (
         "llama2",
         {"partial_rotary_factor": 0.5},
@@ -248,19 +249,14 @@ def test_a_field_that_the_decoder_lacks_is_named(name, changes, message, tmp_pat
 
 
 PUBLISHED = {
-    "falcon": {"apply_residual_connection_post_layernorm": False, "hidden_dropout": 0.0},
     "gpt2": {
         "n_ctx": 64,
         "n_special": 0,
         "predict_special_tokens": True,
         "output_past": True,
         "embd_pdrop": 0.1,
-    },
-    "gptj": {"rotary": True, "scale_attn_weights": True, "tokenizer_class": "GPT2Tokenizer"},
-    "gpt_bigcode": {
-        "attention_softmax_in_fp32": True,
-        "inference_runner": 0,
-        "pre_allocate_kv_cache": False,
+        "scale_attn_weights": True,
+        "tokenizer_class": "GPT2Tokenizer",
     },
     "phi3": {
         "attention_bias": False,
@@ -268,24 +264,13 @@ PUBLISHED = {
         "full_attn_mod": 1,
         "interpolate_factor": 1,
     },
-    "starcoder2": {
-        "activation_function": "gelu_pytorch_tanh",
-        "scale_attn_weights": True,
-        "embedding_dropout": 0.1,
-    },
     "smollm3": {"max_window_layers": 28},
-    "cohere": {"model_max_length": 131072},
-    "minimax_m2": {
-        "use_qk_norm": True,
-        "use_mtp": True,
-        "num_mtp_modules": 3,
-        "shared_intermediate_size": 0,
-    },
     "llama2": {
         "max_sequence_length": 2048,
         "rope_interleaved": False,
         "is_causal": True,
         "clip_qkv": None,
+        "model_max_length": 131072,
     },
 }
 """Case -> fields of published config.json of its family that ask for nothing."""
