@@ -48,7 +48,6 @@ def async_local_sgd(
     backend: str = "threads",
     nonfinite: str = "raise",
     devices: int = 1,
-    hosts_per_island: int = 1,
     address: str | None = None,
     max_restarts: int = 0,
     hang_timeout: float | None = None,
@@ -74,19 +73,13 @@ def async_local_sgd(
       max_staleness: the bound in pushes; None for no bound.
       rule: the treatment of late changes, from `parameter_server.rules`.
       reducer: the encoding of changes on their way to the server, as for `async_sgd`.
-      backend: "threads", with islands in this process; or "ray", with one process or several for
-        each island.
+      backend: "threads", with islands in this process; or "ray", with a process for each island.
       nonfinite: the treatment of changes that are not finite: "raise", which ends the run, or
         "skip".
-      devices: on Ray, the number of devices of each process of an island.
-      hosts_per_island: on Ray, the number of processes of each island, which join by
-        `jax.distributed`. The island's function gets the devices of all of them. Only the first
-        process talks to the server. An island that loses a process is restarted with all its
-        processes.
+      devices: on Ray, the number of devices of each island.
       address: the address of the Ray cluster, as for `async_sgd`.
       max_restarts: on Ray, how often each island is restarted.
-      hang_timeout: on Ray, as for `async_sgd`. If one process of an island hangs, all its processes
-        are killed.
+      hang_timeout: on Ray, as for `async_sgd`.
 
     Returns:
       An `AsyncOptimizer`. `num_updates` of its `run` counts pushes. Each push takes H of the
@@ -132,21 +125,10 @@ def async_local_sgd(
     check_optimizer(outer)
     check_backend(backend, address, max_restarts, hang_timeout)
     check_count("devices", devices, minimum=1)
-    check_count("hosts_per_island", hosts_per_island, minimum=1)
-    if hosts_per_island > 1 and backend != "ray":
-        problem = (
-            f"hosts_per_island={hosts_per_island} needs processes, and backend='threads' has one."
-        )
-        raise ValueError(
-            format_error(CALLER, problem, fix="use backend='ray', or leave hosts_per_island out.")
-        )
-    devices_per_island = devices * hosts_per_island
     if backend == "ray":
         island_makers: Sequence[ShardedOptimizer | MakeIsland] = _check_makers(strategies)
         # These islands only serve to check the strategies and to get their meshes.
-        islands = _check_islands(
-            _local_islands(island_makers, jax.local_devices()[:devices_per_island])
-        )
+        islands = _check_islands(_local_islands(island_makers, jax.local_devices()[:devices]))
     else:
         island_makers = islands = _check_islands(strategies)
         check_not_shared([island.mesh for island in islands], "island")
@@ -156,7 +138,7 @@ def async_local_sgd(
         CALLER,
         len(islands),
         settings.maker(outer),
-        IslandsProblem(island_makers, devices_per_island, steps, codec).make_compute,
+        IslandsProblem(island_makers, devices, steps, codec).make_compute,
         {"local_steps": steps, **codec_header(codec)},
         backend,
         devices=[int(devices)] * len(islands),
@@ -164,7 +146,6 @@ def async_local_sgd(
         max_restarts=int(max_restarts),
         hang_timeout=hang_timeout,
         check_params=check_sgd_params,
-        hosts=int(hosts_per_island),
     )
     meshes = tuple(island.mesh for island in islands)
     return AsyncOptimizer(spec, spec.make_server(donate=True), meshes, outer, max_staleness, rule)

@@ -3,7 +3,7 @@ calls.
 """
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -27,16 +27,6 @@ class WorkerTask(NamedTuple):
     version: int
     clock: int
     params: PyTree
-
-
-class CoordinatorClient(NamedTuple):
-    """The calls that a worker makes: the methods of a `Coordinator`, or calls of a coordinator in
-    another process.
-    """
-
-    enter: Callable[[int, int], int | None]
-    pull: Callable[[int, int, bool], WorkerTask | None]
-    push: Callable[[int, int, Update | None, int], bool]
 
 
 class Milestone(NamedTuple):

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,14 @@ class Island:
 
     Attributes:
       opt: the strategy of the island.
-      device: the island's first device that belongs to this process.
+      device: the island's first device.
       state: the train state; None if the island has not joined.
       base: the server's parameters on the island's first device, as the island last took them.
       step_metrics: the metrics of each step since the last push.
     """
 
     def __init__(self, opt: ShardedOptimizer):
-        self.opt, self.device = opt, first_local_device(opt)
+        self.opt, self.device = opt, opt.mesh.devices.flat[0]
         self.state: TrainState | None = None
         self.base: PyTree = None
         self.step_metrics: list[StepMetrics] = []
@@ -73,9 +72,7 @@ class Island:
             island would have others.
         """
         assert self.state is not None
-        end, step_metrics = jax.device_put(
-            gather_to_local_device((self.state.params, self.step_metrics)), self.device
-        )
+        end, step_metrics = jax.device_put((self.state.params, self.step_metrics), self.device)
         frozen = self.opt.config.layout.frozen
         pairs = zip(leaves_with_paths(self.base), jax.tree.leaves(end), strict=True)
         if changed := [
@@ -138,34 +135,6 @@ class Islands:
         update = _change(*island.take_push())._replace(rows=1)
         update = self.compressors.encode(worker, update)
         return jax.block_until_ready(to_device(update, next(iter(self.islands.values())).device))
-
-
-def gather_to_local_device(tree: PyTree) -> PyTree:
-    """Return arrays of a mesh over several processes as full arrays, each on a device of this
-    process.
-    """
-    leaves = [
-        leaf
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-    ]
-    if not leaves:
-        return tree
-    replicated = jax.NamedSharding(leaves[0].sharding.mesh, jax.P())  # pyright: ignore[reportAttributeAccessIssue]
-    full_leaves = iter(jax.jit(lambda leaves: leaves, out_shardings=replicated)(leaves))
-
-    def gather_leaf(leaf: Any) -> Any:
-        remote = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
-        return next(full_leaves).addressable_data(0) if remote else leaf
-
-    return jax.tree.map(gather_leaf, tree)
-
-
-def first_local_device(opt: ShardedOptimizer) -> Any:
-    """Return the island's first device that belongs to this process."""
-    return next(
-        device for device in opt.mesh.devices.flat if device.process_index == jax.process_index()
-    )
 
 
 @jax.jit

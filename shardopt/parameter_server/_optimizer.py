@@ -84,8 +84,6 @@ class AsyncOptimizer:
             leaves [rows, ...]. It is called in the worker's thread, at each join. Batches that the
             worker has already pushed are drawn and skipped, so each batch is used once, however
             often the worker dies. A worker without batches leaves.
-            Of an island of several processes, each passes its own rows, or the rows of all as
-            `so.GlobalRows(batches)`. `replay` has one process, so it needs the rows of all.
           num_updates: the number of versions of the parameters; with max_staleness=0 the number of
             clocks.
           rng: a random key, for losses that take one.

@@ -25,21 +25,8 @@ from ray.exceptions import ObjectLostError, RayActorError, RayError
 
 from shardopt.core._errors import format_error
 from shardopt.parameter_server._callbacks import Callbacks
-from shardopt.parameter_server._coordinator import (
-    Coordinator,
-    CoordinatorClient,
-    Milestone,
-    WorkerTask,
-)
+from shardopt.parameter_server._coordinator import Coordinator, Milestone, WorkerTask
 from shardopt.parameter_server._log import Log
-from shardopt.parameter_server._ray_groups import (
-    CoordinatorError,
-    ProcessFailure,
-    SharedAnswers,
-    follower_client,
-    free_address,
-    leader_client,
-)
 from shardopt.parameter_server._run import (
     AsyncJob,
     AsyncResult,
@@ -56,7 +43,6 @@ from shardopt.parameter_server._settings import begin_process, settings_values
 from shardopt.parameter_server._updates import Update
 from shardopt.parameter_server._views import Status
 from shardopt.parameter_server._worker import Streams, no_compute, run_worker
-from shardopt.runtime._processes import initialize
 
 _LOG = logging.getLogger(__name__)
 
@@ -146,17 +132,12 @@ def check_capacity(spec: RunSpec) -> None:
     """Refuse a cluster with too few CPUs, on which some processes would never start."""
     available_cpus = ray.cluster_resources().get("CPU", 0)
     if available_cpus < spec.num_processes:
-        hosts_text = "" if spec.hosts == 1 else f" of {spec.hosts} processes each"
-        needs = (
-            f"{spec.num_workers} workers{hosts_text} and a server need {spec.num_processes} CPUs"
-        )
+        needs = f"{spec.num_workers} workers and a server need {spec.num_processes} CPUs"
         problem = f"{needs}, and the Ray cluster has {available_cpus:g}."
         fix = "start it with more (ray.init(num_cpus=...)), or use fewer workers."
         raise ValueError(format_error(spec.caller, problem, fix=fix))
 
 
-_LULL_SECONDS = 10.0
-"""The most seconds between the failure of a process and the report of the death that caused it."""
 _POLL_SECONDS = 0.5
 """Seconds that the caller waits for a milestone before it looks at the workers again."""
 _COMPILE_FACTOR = 10
@@ -175,8 +156,8 @@ class RayDriver:
         self.settings = settings_values()
         self.pickled_compute = cloudpickle.dumps((spec.make_compute, job.batches_of, job.key))
         self.has_gpus = ray.cluster_resources().get("GPU", 0) > 0
-        # The processes of each worker; only the first process of a worker calls the server.
-        self.alive: dict[int, tuple[Any, ...]] = {}
+        # the process of each worker
+        self.alive: dict[int, Any] = {}
         self.restarts_left = dict.fromkeys(job.availability, spec.max_restarts)
         self.killed: list[int] = []
         self.hung: list[int] = []
@@ -187,8 +168,8 @@ class RayDriver:
         self.callback_seconds = 0.0
         self.last_version, self.lost_updates = 0, 0
         self.server: Any = None
-        # The calls of `WorkerProcess.work` that have not ended -> (worker, rank of the process).
-        self.running: dict[ObjectRef, tuple[int, int]] = {}
+        # the calls of `WorkerProcess.work` that have not ended -> worker
+        self.running: dict[ObjectRef, int] = {}
 
     def run(self, snapshot: RunSnapshot | None) -> AsyncResult:
         """Train; the caller must call `close` afterwards, even after an error."""
@@ -220,9 +201,10 @@ class RayDriver:
 
     def close(self) -> None:
         """End all processes of the run."""
-        workers = [actor for group in self.alive.values() for actor in group]
-        for actor in [*workers, *([] if self.server is None else [self.server])]:
+        for actor in self.alive.values():
             ray.kill(actor)
+        if self.server is not None:
+            ray.kill(self.server)
 
     def log(self) -> Log | None:
         """Return the log so far; None if the server has died."""
@@ -252,30 +234,20 @@ class RayDriver:
         self.incarnations = dict.fromkeys(self.job.availability, 0)
 
     def start_worker(self, worker: int) -> None:
-        """Start a worker's processes."""
-        devices, hosts = self.spec.devices[worker], self.spec.hosts
-        options: dict[str, Any] = {"num_cpus": 1, "num_gpus": devices if self.has_gpus else 0}
-        # one thread works, another receives the answers that the first process shares
-        if hosts > 1:
-            options |= {"max_concurrency": 2, "scheduling_strategy": "SPREAD"}
-        process = ray.remote(WorkerProcess).options(**options)
-        self.alive[worker] = tuple(
-            process.remote(self.settings, self.token, devices) for _ in range(hosts)
-        )
+        """Start a worker's process."""
+        devices = self.spec.devices[worker]
+        num_gpus = devices if self.has_gpus else 0
+        process = ray.remote(WorkerProcess).options(num_cpus=1, num_gpus=num_gpus)
+        self.alive[worker] = process.remote(self.settings, self.token, devices)
 
     def start_work(self) -> None:
-        """Call `WorkerProcess.work` on the processes of every worker that is alive and idle."""
-        busy = {worker for worker, _ in self.running.values()}
-        for worker, group in self.alive.items():
-            if worker in busy:
-                continue
-            address = group[0].address.remote(self.token) if len(group) > 1 else ""
-            for rank, actor in enumerate(group):
-                followers = group[1:] if rank == 0 else ()
-                place = GroupPlace(worker, self.incarnations[worker], len(group), rank, followers)
-                self.running[
-                    actor.work.remote(self.server, self.pickled_compute, place, address)
-                ] = worker, rank
+        """Call `WorkerProcess.work` on the process of every worker that is alive and idle."""
+        busy = set(self.running.values())
+        for worker, actor in self.alive.items():
+            if worker not in busy:
+                incarnation = self.incarnations[worker]
+                work = actor.work.remote(self.server, self.pickled_compute, worker, incarnation)
+                self.running[work] = worker
 
     def watch(self) -> bool:
         """Handle milestones and dead workers until no worker runs.
@@ -287,7 +259,7 @@ class RayDriver:
             waiting = [*self.running] if server_lost else [*self.running, milestone]
             ready, _ = ray.wait(waiting, num_returns=1)
             if ready[0] in self.running:
-                server_lost |= self.handle_ended_process(ready[0], *self.running.pop(ready[0]))
+                server_lost |= self.handle_ended_process(ready[0], self.running.pop(ready[0]))
             else:
                 try:
                     self.handle_milestone(ray.get(milestone))
@@ -326,7 +298,7 @@ class RayDriver:
             return
         now = time.monotonic() - self.callback_seconds
         # At the end of a run, a process that has ended already may wait long for the others.
-        running_workers = {worker for worker, _ in self.running.values()}
+        running_workers = set(self.running.values())
         for status in self.status().workers:
             progress = status.doing, status.clock, status.pushes, self.incarnations[status.worker]
             last_progress, since = self.last_progress.get(status.worker, (None, now))
@@ -338,13 +310,13 @@ class RayDriver:
             ):
                 _LOG.warning(
                     "%s: worker %d hangs: it %s without progress for %.0f s, at its step %d; its"
-                    " processes are killed.",
+                    " process is killed.",
                     *(self.spec.caller, status.worker, status.doing, now - since, status.clock),
                 )
                 self.hung.append(status.worker)
                 self.handle_dead_worker(status.worker)
 
-    def handle_ended_process(self, reference: ObjectRef, worker: int, rank: int) -> bool:
+    def handle_ended_process(self, reference: ObjectRef, worker: int) -> bool:
         """Handle the result of a worker's process that has ended.
 
         Return whether the server has died.
@@ -354,14 +326,10 @@ class RayDriver:
         except RayActorError:
             self.handle_dead_worker(worker)
             return False
-        # only the first process talks to the server and can know
         if isinstance(outcome, ServerLostReport):
             self.last_version = max(self.last_version, outcome.version)
-            return rank == 0
+            return True
         if isinstance(outcome, ProcessFailure):
-            if self.has_dead_process(worker):  # this process failed because another one died
-                self.handle_dead_worker(worker)
-                return False
             step = ray.get(self.server.clock_of.remote(worker)) if self.is_server_alive() else None
             at_step = "" if step is None else f" at its step {step}"
             outcome.error.add_note(
@@ -370,39 +338,14 @@ class RayDriver:
             )
             outcome.error.add_note(outcome.trace)
             raise outcome.error
-        if rank == 0:
-            self.notify("worker_ended", worker)
-        return False
-
-    def has_dead_process(self, worker: int) -> bool:
-        """Return whether another process of a worker, one of whose processes has failed, is dead or
-        dies within seconds.
-        """
-        running = [
-            work for work, (other_worker, _) in self.running.items() if other_worker == worker
-        ]
-        ended, _ = (
-            ray.wait(running, num_returns=len(running), timeout=_LULL_SECONDS)
-            if running
-            else ([], [])
-        )
-        for work in ended:
-            try:
-                ray.get(work)
-            except RayActorError:
-                return True
+        self.notify("worker_ended", worker)
         return False
 
     def handle_dead_worker(self, worker: int) -> None:
-        """Remove a worker that lost a process: kill its other processes, and restart it if it has
-        restarts left.
-        """
+        """Remove a worker whose process died or hangs, and restart it if it has restarts left."""
         self.killed.append(worker)
-        for actor in self.alive.pop(worker):
-            ray.kill(actor)
-        self.running = {
-            work: process for work, process in self.running.items() if process[0] != worker
-        }
+        ray.kill(self.alive.pop(worker))
+        self.running = {work: other for work, other in self.running.items() if other != worker}
         will_restart = self.restarts_left[worker] > 0
         self.notify("worker_died", worker, restarting=will_restart)
         self.incarnations[worker] += 1
@@ -465,6 +408,24 @@ def check_token(run_token: str, call_token: str) -> None:
         raise PermissionError(
             format_error("parameter_server", problem, fix="start workers through opt.run only.")
         )
+
+
+class ProcessFailure(NamedTuple):
+    """The answer of a process that has failed: its error, and the traceback as text."""
+
+    error: BaseException
+    trace: str
+
+
+class CoordinatorError(Exception):
+    """The server's process has died.
+
+    Or, with `failure`, its answer was an error, which ends the run.
+    """
+
+    def __init__(self, failure: ProcessFailure | None = None):
+        super().__init__()
+        self.failure = failure
 
 
 class ServerLostReport(NamedTuple):
@@ -565,66 +526,28 @@ class ServerProcess:
             return [self.shared_params[1]]
 
 
-class GroupPlace(NamedTuple):
-    """The place of a process among the processes of a run.
-
-    Attributes:
-      worker: the number of its worker.
-      incarnation: how often the worker was restarted.
-      num_processes: the number of processes of the worker.
-      rank: the number of this process among them.
-      followers: for the first process, the other processes.
-    """
-
-    worker: int
-    incarnation: int
-    num_processes: int
-    rank: int
-    followers: tuple[ActorHandle, ...]
-
-
 class WorkerProcess:
-    """A process of a worker; its programs stay compiled when the server restarts."""
+    """The process of a worker; its programs stay compiled when the server restarts."""
 
     def __init__(self, settings: dict[str, object], token: str, devices: int):
         begin_process(settings, devices=devices)
         self.token = token
         self.compute: WorkerCompute | None = None
-        self.shared_answers = SharedAnswers()
-
-    def address(self, token: str) -> str:
-        """Return an address at which the other processes of its group can reach this one."""
-        check_token(self.token, token)
-        return free_address()
-
-    def receive(self, token: str, number: int, answer: object) -> None:
-        """Take an answer of the coordinator that the first process of the group shares."""
-        check_token(self.token, token)
-        self.shared_answers.put(number, answer)
 
     def work(
-        self, server: ActorHandle, pickled_compute: bytes, place: GroupPlace, address: str
+        self, server: ActorHandle, pickled_compute: bytes, worker: int, incarnation: int
     ) -> ServerLostReport | ProcessFailure | None:
         """Work until the run ends; return the failure that ended it, or None.
 
-        `address` joins the processes of a group.
+        `incarnation` says how often the worker was restarted.
         """
         coordinator = RemoteCoordinator(server, self.token)
         try:
             compute = self.compute
             if compute is None:
-                if place.num_processes > 1:
-                    initialize(address, place.num_processes, place.rank)
                 make_compute, batches_of, key = cloudpickle.loads(pickled_compute)
-                compute = self.compute = make_compute(batches_of, key, place.worker)
-            client = CoordinatorClient(coordinator.enter, coordinator.pull, coordinator.push)
-            if place.followers:
-                client = leader_client(
-                    client, self.token, place.followers, self.shared_answers.numbers
-                )
-            elif place.rank:
-                client = follower_client(self.shared_answers)
-            run_worker(client, compute, place.worker, place.incarnation)
+                compute = self.compute = make_compute(batches_of, key, worker)
+            run_worker(coordinator, compute, worker, incarnation)
         except CoordinatorError as error:
             return error.failure or ServerLostReport(coordinator.version)
         except Exception as error:

@@ -76,7 +76,6 @@ class RunSpec(NamedTuple):
       address: the address of the Ray cluster; None for a local one.
       max_restarts: on Ray, how often each worker that was killed is restarted.
       check_params: `check_params(params)` refuses parameters that this run cannot train.
-      hosts: on Ray, the number of processes of each worker, each with its `devices`.
       hang_timeout: on Ray, a worker is killed after so many seconds without progress; None for
         never.
     """
@@ -91,13 +90,12 @@ class RunSpec(NamedTuple):
     address: str | None = None
     max_restarts: int = 0
     check_params: Callable[[PyTree], None] = check_params
-    hosts: int = 1
     hang_timeout: float | None = None
 
     @property
     def num_processes(self) -> int:
         """The number of processes on Ray, one CPU each: of the workers, and of the server."""
-        return self.num_workers * self.hosts + 1
+        return self.num_workers + 1
 
     def settings(self, key: np.ndarray) -> Header:
         """Return the settings of the workers that the log records, with this random key data."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 from shardopt.parameter_server._callbacks import Callbacks
-from shardopt.parameter_server._coordinator import Coordinator, CoordinatorClient
+from shardopt.parameter_server._coordinator import Coordinator
 from shardopt.parameter_server._run import (
     AsyncJob,
     AsyncResult,
@@ -61,12 +61,11 @@ def run_threads(
     if coordinator.is_over():
         return
     settings, errors = capture_settings(), []
-    client = CoordinatorClient(coordinator.enter, coordinator.pull, coordinator.push)
 
     def work(worker: int) -> None:
         try:
             with settings():
-                run_worker(client, compute, worker)
+                run_worker(coordinator, compute, worker)
         except BaseException as error:  # it is raised again on the caller's thread
             steps = coordinator.run.state.clock.steps
             at_step = f" at its step {steps[worker]}" if worker in steps else ""

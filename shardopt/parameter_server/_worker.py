@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from shardopt.losses._parts import loss_parts
 from shardopt.losses._per_row import row_numbers
 from shardopt.losses._separable import Cut, LossCall, find_mixing, find_trained_weight
 from shardopt.mesh import make_mesh, on_mesh
-from shardopt.parameter_server._coordinator import CoordinatorClient
+from shardopt.parameter_server._coordinator import WorkerTask
 from shardopt.parameter_server._run import BatchesOf, RunSpec, WorkerCompute
 from shardopt.parameter_server._server import ServerSettings
 from shardopt.parameter_server._updates import (
@@ -46,8 +46,18 @@ WorkerDevices = Sequence[Mesh] | Sequence[int]
 """The mesh of each worker, or the number of devices of each worker's process."""
 
 
+class CoordinatorCalls(Protocol):
+    """The calls that a worker makes: of a `Coordinator`, or of one in another process."""
+
+    def enter(self, worker: int, incarnation: int) -> int | None: ...
+
+    def pull(self, worker: int, incarnation: int, ready: bool) -> WorkerTask | None: ...
+
+    def push(self, worker: int, incarnation: int, update: Update | None, version: int) -> bool: ...
+
+
 def run_worker(
-    coordinator: CoordinatorClient, compute: WorkerCompute, worker: int, incarnation: int = 0
+    coordinator: CoordinatorCalls, compute: WorkerCompute, worker: int, incarnation: int = 0
 ) -> None:
     """Run a worker through all its periods of availability.
 

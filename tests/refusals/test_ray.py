@@ -134,7 +134,7 @@ def test_who_hangs(monkeypatch):
         spec=SimpleNamespace(caller="test", hang_timeout=10.0),
         status=lambda: SimpleNamespace(workers=workers),
         incarnations=dict.fromkeys(range(6), 0),
-        running={worker: (worker, 0) for worker in range(5)},
+        running={worker: worker for worker in range(5)},
         last_progress={},
         hung=[],
         callback_seconds=0.0,
