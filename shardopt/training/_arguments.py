@@ -19,7 +19,6 @@ from shardopt.step._global_rows import Rows, RowsOfOne, unwrap
 from shardopt.step._optimizer import ShardedOptimizer
 from shardopt.training._evaluation import Evaluate
 from shardopt.training._resume import DeferredInit
-from shardopt.training._spikes import Spikes
 from shardopt.training._verify import Verification
 
 PROBE_EVERY = 10
@@ -61,7 +60,6 @@ class Arguments:
 
     Attributes:
       evaluate_every: steps between evaluations; None for one with each checkpoint.
-      spikes: the search for spikes that the run goes back from, or None.
       verification: takes verified steps; or None.
     """
 
@@ -74,7 +72,6 @@ class Arguments:
     log_every: int
     norms_every: int | None
     profile: tuple[int, int] | None
-    spikes: Spikes | None
     verification: Verification | None
 
     @property
@@ -145,7 +142,6 @@ def check_same_arguments(arguments: Arguments, rows: Rows) -> None:
     names = ("num_steps", "evaluate_every", "early_stopping", "log_every", "norms_every")
     values = {name: str(getattr(arguments, name)) for name in names}
     values["evaluate"] = "None" if arguments.evaluate is None else "a function"
-    values["on_spike"] = "None" if arguments.spikes is None else "rollback"
     values["cross_check_every"] = "None" if arguments.verification is None else "a number"
     values["checkpoints"] = "None"
     if arguments.checkpoints is not None:

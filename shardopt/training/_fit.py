@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from shardopt.checkpoint._checkpoints import Checkpoints
 from shardopt.core._arguments import check_count, check_flag
@@ -30,7 +30,6 @@ from shardopt.training._norms import check_norms_every
 from shardopt.training._profile import check_profile
 from shardopt.training._resume import DeferredInit
 from shardopt.training._run import begin
-from shardopt.training._spikes import spikes_of
 from shardopt.training._stop import EXIT_CODES
 from shardopt.training._stream import END
 from shardopt.training._verify import verification_of
@@ -83,7 +82,6 @@ def fit(
     log_every: int = 10,
     norms_every: int | None = None,
     progress: bool = True,
-    on_spike: Literal["skip", "rollback"] | None = None,
     profile: tuple[int, int] | None = None,
     cross_check_every: int | None = None,
 ) -> FitResult:
@@ -122,11 +120,6 @@ def fit(
         they are; these steps are a second compiled program. Norms that are due in a verified step are those of the next step.
       progress: show a bar on a terminal, a second bar while `so.training.evaluation` runs, and
         lines elsewhere, on standard error. Messages about resuming are printed even if False.
-      on_spike: what happens at a spike, which is a loss or gradient norm far above the ones before.
-        By default nothing. "skip" makes sure that the optimizer skips it, by
-        `so.transforms.skip_anomalies`. "rollback" goes back to the newest snapshot of
-        `checkpoints`. The log has `spike_step`, `spike_batch` and the values. A loss that is not
-        finite ends the run, unless the optimizer skipped the step, or the run goes back from it.
       profile: (first, count): record a profile of `count` steps from step `first`, counted from 0,
         in the folder "profile" of the checkpoints, or of the working directory. Each process
         records its devices. Step n has the annotation "train" with the number n. SIGUSR1 to a
@@ -143,7 +136,7 @@ def fit(
       NonFiniteLossError: if the loss is NaN or infinite, at most one step later; or if an update
         made the state NaN or infinite. It is not raised for a step that `optax.apply_if_finite` or
         `so.transforms.skip_anomalies` skipped, until more of them than these allow come in a row. A
-        skipped step is shown and logged with its batch. Or if a run cannot go back from a spike.
+        skipped step is shown and logged with its batch.
       SilentCorruptionError: if a verified step, or the copies of a state, differ between devices.
         The process ends with code 117 if one of its devices is at fault, and `shardopt launch` goes
         on without it.
@@ -158,7 +151,6 @@ def fit(
         - the batches cannot be moved to the saved position;
         - a metric is not a scalar, or `evaluate` returns the name of a training metric;
         - early stopping watches an unknown metric;
-        - `on_spike` asks for what the optimizer or the checkpoints cannot do;
         - `cross_check_every` is given, and a step cannot be computed on two devices;
         - `norms_every` is set, and the replicas of the strategy train apart;
         - a run with local updates would end before the first synchronization.
@@ -194,10 +186,8 @@ def fit(
     evaluation is left by an exception; a run that goes on from the checkpoint begins with this
     evaluation. A handler of your own is called after that, once the checkpoint is written.
 
-    **Spikes.** With `on_spike="rollback"` a step is a spike by the rule of
-    `so.transforms.skip_anomalies` with its defaults. The run goes back to the newest snapshot or
-    checkpoint. The batches drawn since are skipped. The window is saved too, so a resumed run goes
-    back at the same steps. After three rollbacks to the same snapshot the next spike ends the run.
+    **Spikes.** An optimizer in `so.transforms.skip_anomalies` skips a step whose loss or gradient norm
+    is far above the ones before.
 
     **Local updates** (`local_sgd`, `diloco`). Evaluations during the run use `state.params` as last
     synchronized. The returned state is `opt.synchronize` of the last state, and the last evaluation
@@ -227,10 +217,6 @@ def fit(
     check_rounds(opt, num_steps)
     check_profile(profile)
     check_norms_every(opt, norms_every, cross_check_every)
-    is_deferred = isinstance(state, DeferredInit)
-    abstract_state = opt.abstract_state(state.shapes()) if is_deferred else state
-    spikes = spikes_of(opt, abstract_state.opt_state, on_spike, checkpoints)
-    del abstract_state  # a step donates the state
     arguments = Arguments(
         opt,
         num_steps,
@@ -241,7 +227,6 @@ def fit(
         log_every,
         norms_every,
         profile,
-        spikes,
         verification_of(opt, cross_check_every, checkpoints, num_steps, log_every),
     )
     with ExitStack() as cleanup:

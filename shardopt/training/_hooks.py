@@ -1,9 +1,8 @@
-"""What runs next to the steps of `fit`: norms, profiles, verified steps, the search for spikes."""
+"""What runs next to the steps of `fit`: norms, profiles, verified steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
-from shardopt.checkpoint._tree import Json
 from shardopt.core._types import PyTree, TrainState
 from shardopt.step._optimizer import Metrics
 
@@ -38,11 +37,3 @@ class Hook(Protocol):
 
     def at_wait(self) -> None:
         """Act when the run waits for the last step: before it evaluates, saves or ends."""
-
-    def go_back(self, step: int, extra: Mapping[str, Json]) -> None:
-        """Forget the steps that the run goes back from.
-
-        Args:
-          step: the step of the snapshot that the run goes on from.
-          extra: what was saved with the snapshot.
-        """

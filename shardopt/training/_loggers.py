@@ -92,15 +92,6 @@ def open_log(log: Log | Sequence[Log] | None) -> Iterator[Log]:
         yield write
 
 
-def reopen(loggers: Sequence[Log]) -> None:
-    """Close loggers that can be closed: when they open again, they drop the steps that the run
-    takes again.
-    """
-    for logger in loggers:
-        if _is_written_here(logger) and callable(close := getattr(logger, "close", None)):
-            close()
-
-
 def _is_written_here(logger: Log) -> bool:
     """Return whether a logger is called on this process: on the first, or on all if it says so."""
     return jax.process_index() == 0 or getattr(logger, "every_process", False)

@@ -30,16 +30,14 @@ class Meter:
       checkpoints: named in the error for a loss that is not finite.
       report_skipped: called with a step that the optimizer skipped, the position of its batch and
         its metrics.
-      watch: called with each other step in the same way; returns whether the run goes back from it.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints | None = None,
         report_skipped: Callable[[int, int, dict[str, float]], None] = lambda *_: None,
-        watch: Callable[[int, int, dict[str, float]], bool] | None = None,
     ):
-        self._checkpoints, self._report_skipped, self._watch = checkpoints, report_skipped, watch
+        self._checkpoints, self._report_skipped = checkpoints, report_skipped
         self._pending: _Pending | None = None
         self._newest_metrics: dict[str, float] = {}
         self._measured_from: float | None = None
@@ -104,15 +102,11 @@ class Meter:
         requested = {"loss": pending.metrics["loss"]}
         if all_metrics or tolerated:
             requested |= pending.metrics
-        elif self._watch is not None and "grad_norm" in pending.metrics:
-            requested["grad_norm"] = pending.metrics["grad_norm"]
         fetched = jax.device_get(requested)
         # jax sorts dicts
         values = {name: fetched[name].item() for name in requested}
         if tolerated:
             self._report_skipped(pending.step, pending.position, values)
-        elif self._watch is not None and self._watch(pending.step, pending.position, values):
-            pass  # the run goes back, whatever the value is
         elif not math.isfinite(loss := values["loss"]):
             _fail(f"the loss became {loss}", pending.step - 1, pending.position, self._checkpoints)
         return values | self._speed(pending.examples, finished=all_metrics)

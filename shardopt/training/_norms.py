@@ -2,9 +2,6 @@
 step late.
 """
 
-from collections.abc import Mapping
-
-from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import value_error
 from shardopt.core._types import PyTree, TrainState
@@ -85,7 +82,3 @@ class NormLog(Hook):
         if self._pending is not None:
             (step, norms), self._pending = self._pending, None
             self._write_log(step, norms.metrics())
-
-    def go_back(self, step: int, extra: Mapping[str, Json]) -> None:
-        """Forget the norms of a step that the run goes back from."""
-        self._last_step, self._pending = step, None

@@ -27,7 +27,6 @@ from shardopt.core._types import PyTree, TrainState, leaves_with_paths
 from shardopt.step._host_values import params_as_arrays
 from shardopt.step._inputs import is_init_fn
 from shardopt.step._optimizer import ShardedOptimizer
-from shardopt.training._spikes import Spikes
 from shardopt.training._stream import BatchStream
 
 
@@ -63,7 +62,7 @@ class DeferredInit(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class SavedStates:
-    """The snapshots and checkpoints of a run, to start from or to go back to.
+    """The snapshots and checkpoints of a run, to start from.
 
     Attributes:
       opt: the optimizer.
@@ -82,7 +81,6 @@ class SavedStates:
         state: TrainState | DeferredInit,
         stream: BatchStream,
         rule: EarlyStopping | None,
-        spikes: Spikes | None,
     ) -> tuple[TrainState, StoppingState, Json]:
         """Return the state to start from, the state of early stopping, and what `fit` did not finish
         before the state was saved: None, or as in `FitRun.extra`.
@@ -96,7 +94,6 @@ class SavedStates:
           state: the state that the user passed to `fit`.
           stream: the batches.
           rule: the rule of early stopping, or None.
-          spikes: the search for spikes, or None.
         """
         if isinstance(state, DeferredInit):
             # opt.abstract_state() needs to know the parameters
@@ -122,8 +119,6 @@ class SavedStates:
             fix = "bring one back from a copy, or start again in another folder."
             raise DamagedCheckpointError(format_error("fit", problem, fix=fix))
         position = extra.get("batches")
-        if spikes is not None:
-            spikes.restore(extra.get("spikes"))
         stream_text = "the data from its beginning: the checkpoint holds no position"
         if position is not None:
             stream_text = stream.restore(position)
@@ -140,23 +135,6 @@ class SavedStates:
                 f" {rule.metric!r} ({rule.mode})."
             )
         return restored, stopping_state or StoppingState(), extra.get("unfinished")
-
-    def restore_newest(self, state: TrainState) -> tuple[int, TrainState, dict[str, Json]] | None:
-        """Return the step, the state and the extra of the newest snapshot or checkpoint.
-
-        None if there is none.
-
-        The memory of `state` is freed first. With several processes all must call it.
-        """
-        checkpoints = self.checkpoints
-        if checkpoints is None:
-            return None
-        checkpoints.wait()
-        latest, snapshot = self._newest()
-        if latest is None:
-            return None
-        step, restored, extra, _ = self._restore(state, checkpoints, snapshot)
-        return None if restored is None else (step, restored, extra)
 
     def _newest(self) -> tuple[int | None, MemorySnapshot | None]:
         """Return the step of the newest snapshot or checkpoint, None if there is none.
@@ -240,20 +218,12 @@ def _free(state: TrainState, hash_only: Sequence[re.Pattern[str]]) -> None:
             leaf.delete()
 
 
-def pack(
-    stream: BatchStream,
-    rule: EarlyStopping | None,
-    state: StoppingState,
-    spikes: Spikes | None = None,
-) -> dict[str, Json]:
-    """Return the position of the batches, and the states of early stopping and of the search for
-    spikes, for a checkpoint.
-    """
-    extra = {
+def pack(stream: BatchStream, rule: EarlyStopping | None, state: StoppingState) -> dict[str, Json]:
+    """Return the position of the batches, and the state of early stopping, for a checkpoint."""
+    return {
         "batches": stream.position(),
         "early_stopping": None if rule is None else stopping.to_json(rule, state),
     }
-    return extra if spikes is None else extra | {"spikes": spikes.to_json()}
 
 
 @contextmanager

@@ -14,11 +14,10 @@ from shardopt.checkpoint._sums import LeafSums
 from shardopt.core._early_stopping import (
     StoppingState,
     check_metric,
-    from_json,
     out_of_patience,
     update,
 )
-from shardopt.core._errors import NonFiniteLossError, format_error
+from shardopt.core._errors import NonFiniteLossError
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._agreement import agree
@@ -31,7 +30,7 @@ from shardopt.training._arguments import Arguments, Due, check_same_arguments
 from shardopt.training._evaluation import call_evaluate
 from shardopt.training._goodput import Ledger
 from shardopt.training._hooks import Hook
-from shardopt.training._loggers import Display, Log, as_loggers, open_log, reopen, show_progress
+from shardopt.training._loggers import Display, Log, open_log, show_progress
 from shardopt.training._metrics import Meter, check_state, is_finite_on_host
 from shardopt.training._norms import NormLog
 from shardopt.training._profile import Profiler
@@ -44,7 +43,6 @@ from shardopt.training._resume import (
     pack,
     step_of,
 )
-from shardopt.training._spikes import MOST_ROLLBACKS, Spike
 from shardopt.training._stop import Stop
 from shardopt.training._stream import END, BatchStream, OwnBatches, global_batches
 from shardopt.training._tolerance import may_skip, num_skipped, tolerated
@@ -69,11 +67,9 @@ class FitRun:
       stop: the signal that asks to stop, and the thread that saves then.
       display: shows the run to a person.
       write_log: writes metrics to all loggers.
-      loggers: the loggers.
       ledger: the account of the time.
       stream: the batches of this process.
       global_batches: draws the batches of all processes together.
-      saved: the snapshots and checkpoints to go back to.
       hooks: what runs next to the steps, in the order in which they are asked for the next step.
       meter: fetches metrics, one step late.
       state: the train state.
@@ -93,11 +89,9 @@ class FitRun:
     stop: Stop
     display: Display
     write_log: Log
-    loggers: tuple[Log, ...]
     ledger: Ledger
     stream: BatchStream
     global_batches: "OwnBatches | AgreedStream"
-    saved: SavedStates
     hooks: Sequence[Hook]
     meter: Meter
     state: TrainState
@@ -115,9 +109,6 @@ class FitRun:
     def next_batch(self) -> PyTree:
         """Return the next batch, or `END` if there is no next step."""
         num_steps = self.arguments.num_steps
-        if self.arguments.spikes is not None and self.step >= num_steps:
-            self.meter.settle()
-            self.roll_back()
         if self.stopped is not None or self.step >= num_steps:
             return END
         self.stop.check()
@@ -174,12 +165,10 @@ class FitRun:
 
         All of them wait for the step.
         """
-        if self.roll_back() or not self.due.waits:
+        if not self.due.waits:
             return
         self.ledger.enter("wait")
         metrics = self.wait()
-        if self.roll_back():
-            return
         if self.due.evaluate:
             self.evaluation_metrics = self.evaluate(self.state, metrics)
         all_metrics = metrics | self.evaluation_metrics
@@ -257,7 +246,6 @@ class FitRun:
         self.wait_for_all()
         self.stopped = common_verdict(self.stop.verdict, self.stopped, due=True)
         self.wait()
-        self.roll_back()
         final_state = self.state
         if self.arguments.local_updates:
             final_state = self.arguments.opt.synchronize(final_state)
@@ -294,39 +282,6 @@ class FitRun:
         except StopRun:
             self.stopped = self.stop.verdict
             return {}
-
-    def roll_back(self) -> bool:
-        """If a spike was found, go back to the newest snapshot, keep the position in the batches,
-        and return True.
-        """
-        spikes = self.arguments.spikes
-        if spikes is None or (spike := spikes.pending) is None:
-            return False
-        self.ledger.enter("checkpoint")
-        restored = self.saved.restore_newest(self.state)
-        if restored is None:
-            raise _no_way_back(spike, "there is no snapshot yet")
-        if spikes.rollbacks.get(restored[0], 0) == MOST_ROLLBACKS:
-            raise _no_way_back(spike, f"{MOST_ROLLBACKS} rollbacks did not help")
-        self.step, self.state, extra = restored
-        for hook in self.hooks:
-            hook.go_back(self.step, extra)
-        rule = self.arguments.early_stopping
-        self.stopping_state = from_json(rule, extra.get("early_stopping")) or StoppingState()
-        self.meter = new_meter(self.arguments, self.display.say, self.write_log)
-        self.saved_step, self.due, self.evaluation_metrics = self.step, Due(), {}
-        self.is_observed, self.measured_step = True, self.step
-        self.history = [record for record in self.history if record["step"] <= self.step]
-        reopen(self.loggers)
-        self.display.say(
-            f"Going back to step {self.step}, from a {spike}. The batches since are skipped."
-        )
-        self.write_log(
-            self.step + 1,
-            {**spike.values, "spike_step": spike.step - 1, "spike_batch": spike.position},
-        )
-        self.display.advance(self.step)
-        return True
 
     def verdict(self, *, due: bool) -> str | None:
         """Return the common verdict about signals and early stopping."""
@@ -386,7 +341,7 @@ class FitRun:
     def can_save_now(self) -> bool:
         """Return whether the state can be saved without a program on all devices, and is finite."""
         arguments = self.arguments
-        checkpoints, spikes = arguments.checkpoints, arguments.spikes
+        checkpoints = arguments.checkpoints
         is_hashed = bool(getattr(checkpoints, "hash_only", ())) and jax.process_count() > 1
         if checkpoints is None or arguments.verification is not None or is_hashed:
             return False
@@ -396,8 +351,7 @@ class FitRun:
             metrics = self.meter.settle()
         except NonFiniteLossError:
             return False
-        is_spike = spikes is not None and spikes.pending is not None
-        return not is_spike and is_finite_on_host(self.state, metrics)
+        return is_finite_on_host(self.state, metrics)
 
     def save_in_memory(self) -> None:
         """Store a snapshot in the memory of the hosts."""
@@ -409,8 +363,7 @@ class FitRun:
 
     def extra(self) -> dict[str, PyTree]:
         """Return what a checkpoint holds next to the state."""
-        arguments = self.arguments
-        extra = pack(self.stream, arguments.early_stopping, self.stopping_state, arguments.spikes)
+        extra = pack(self.stream, self.arguments.early_stopping, self.stopping_state)
         if not self.is_observed:
             # a signal ends the evaluation: a run that goes on from here begins with it
             extra["unfinished"] = [self.due, self.meter.settle()]
@@ -463,14 +416,12 @@ def begin(
     meter = new_meter(arguments, display.say, write_log)
     falls_back = arguments.verification is not None
     saved = SavedStates(arguments.opt, arguments.checkpoints, display.say, falls_back)
-    state, stopping_state, unfinished = saved.begin(
-        state, stream, arguments.early_stopping, arguments.spikes
-    )
+    state, stopping_state, unfinished = saved.begin(state, stream, arguments.early_stopping)
     step = int(jax.device_get(state.step))
     saved_step = None if arguments.checkpoints is None else arguments.checkpoints.latest()
     profiler = Profiler((folder or Path()) / "profile", arguments.profile, display.say)
     cleanup.enter_context(profiler.opened())
-    hooks: list[Hook | None] = [profiler, arguments.spikes, arguments.verification]
+    hooks: list[Hook | None] = [profiler, arguments.verification]
     if arguments.norms_every is not None:
         hooks.append(NormLog(arguments.opt, arguments.norms_every, write_log, step))
     run = FitRun(
@@ -478,11 +429,9 @@ def begin(
         stop,
         display,
         write_log,
-        as_loggers(log),
         ledger,
         stream,
         global_batches(stream, rows, display.say),
-        saved,
         [hook for hook in hooks if hook is not None],
         meter,
         state,
@@ -514,12 +463,11 @@ def _with_turn_away(stop: Stop, write_log: Log) -> Log:
 
 
 def new_meter(arguments: Arguments, say: Callable[[str], None], write_log: Log) -> Meter:
-    """Return a meter, which reports skipped steps and lets the search for spikes see each step."""
+    """Return a meter, which reports skipped steps."""
     # a method of the run would make a cycle, and memory of the device would wait for the garbage
     # collector
     report_skipped = partial(_report_skipped, say, write_log)
-    watch = None if arguments.spikes is None else arguments.spikes.watch
-    return Meter(arguments.checkpoints, report_skipped, watch)
+    return Meter(arguments.checkpoints, report_skipped)
 
 
 def _report_skipped(
@@ -531,12 +479,3 @@ def _report_skipped(
     )
     say(f"The optimizer skipped step {step - 1} (batch {position}, both counted from 0): {values}.")
     write_log(step, {**metrics, "skipped_batch": position})
-
-
-def _no_way_back(spike: Spike, reason: str) -> NonFiniteLossError:
-    fix = (
-        "lower the learning rate, clip the gradients (optax.clip_by_global_norm), or save more"
-        " often."
-    )
-    error_text = format_error("fit", f"{spike}, and {reason}.", fix=fix)
-    return NonFiniteLossError(error_text, step=spike.step - 1, position=spike.position)

@@ -6,7 +6,7 @@ A difference ends the run before it is saved.
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -14,7 +14,6 @@ import numpy as np
 
 from shardopt.checkpoint._checkpoints import Checkpoints, is_save_due
 from shardopt.checkpoint._sums import LeafSums, leaf_sums, total_of
-from shardopt.checkpoint._tree import Json
 from shardopt.core._arguments import check_count
 from shardopt.core._errors import (
     CORRUPTED,
@@ -148,10 +147,6 @@ class Verification(Hook):
             )
         self.recorded = step + 1, written(first)
         return new_state, metrics
-
-    def go_back(self, step: int, extra: Mapping[str, Json]) -> None:
-        """Forget the sums of the last state, since another one takes its place."""
-        self.recorded = None
 
     def sums_to_save(self, state: TrainState, step: int) -> LeafSums:
         """Return the sums of the leaves of a state, for a checkpoint, after comparing it with the

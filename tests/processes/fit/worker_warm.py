@@ -61,7 +61,7 @@ def strategy(kind):
     if kind == "verified":
         tx = so.transforms.skip_anomalies(tx)
         opt = so.zero(tx, so.make_mesh(), loss_fn, min_shard_elements=1)
-        return opt, init, {"cross_check_every": 2, "on_spike": "skip"}
+        return opt, init, {"cross_check_every": 2}
     check = so.hlo.check_proved if kind == "proved" else None
     opt = so.fsdp(tx, so.make_mesh(), loss_fn, min_shard_elements=1, check=check)
     return opt, init, {"norms_every": 2}

@@ -10,7 +10,6 @@ import pytest
 
 import shardopt as so
 from shardopt.step._norms import Norms
-from shardopt.training import _spikes as spikes
 from shardopt.training._fit import fit
 
 pytestmark = pytest.mark.fast
@@ -85,25 +84,6 @@ def test_the_norms_of_a_step_that_ends_the_run_are_logged(opt, new_state, batche
     assert step == 4
     assert math.isnan(metrics["gradient_norm/w"])
     assert math.isfinite(metrics["param_norm/w"])
-
-
-def test_a_run_that_goes_back_logs_each_step_once(opt, new_state, batches, tmp_path, monkeypatch):
-    """Batch 7 is a spike, seen while step 9 runs: the norms of step 9 are dropped, and are logged
-    when it is taken again.
-    """
-    monkeypatch.setattr(spikes, "WINDOW", 4)
-    monkeypatch.setattr(spikes, "DEVIATIONS", 500.0)
-    bad = [*batches[:7], {"x": batches[7]["x"], "y": batches[7]["y"] * 1e4}, *batches[8:]]
-    path = tmp_path / "log.jsonl"
-    with so.Checkpoints(tmp_path / "run", every=5, keep=None) as checkpoints:
-        options = {
-            "checkpoints": checkpoints,
-            "log": so.training.jsonl(path),
-            "on_spike": "rollback",
-            "progress": False,
-        }
-        fit(opt, new_state(), bad, num_steps=12, norms_every=3, **options)
-    assert [line["step"] for line in lines_of(path) if "param_norm/w" in line] == [3, 6, 9, 12]
 
 
 def test_layers_have_numbers_of_their_own():
