@@ -4,8 +4,7 @@ their folders. What the compiler is told, and what is wrong with an installation
 
 from shardopt.runtime._compiler_options import compiler_options
 from shardopt.runtime._doctor import doctor
-from shardopt.runtime._probe import probe_devices
 from shardopt.runtime._progress import report_progress
 from shardopt.runtime._watchdog import watchdog
 
-__all__ = ["compiler_options", "doctor", "probe_devices", "report_progress", "watchdog"]
+__all__ = ["compiler_options", "doctor", "report_progress", "watchdog"]

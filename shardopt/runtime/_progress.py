@@ -80,8 +80,6 @@ class ProgressMark(NamedTuple):
 _lanes: dict[str, ProgressMark] = {}
 _durations: dict[tuple[str, str], tuple[int, float]] = {}
 """By lane and phase: how often the phase ended, and how many seconds it may take."""
-_devices: tuple[int, list[float]] = (0, [])
-"""How often the devices were probed, and the seconds of each device in the last probe."""
 _send_lock = threading.Lock()
 _reported, _exiting = threading.Event(), threading.Event()
 
@@ -140,12 +138,6 @@ def _note_duration(lane: str, phase: str, seconds: float) -> None:
     _durations[lane, phase] = (count + 1, expected_seconds)
 
 
-def report_devices(seconds: list[float]) -> None:
-    """Record how long each device of this process took for the products of `probe_devices`."""
-    global _devices
-    _devices = (_devices[0] + 1, seconds)
-
-
 @contextlib.contextmanager
 def waiting(phase: str) -> Iterator[None]:
     """ProgressMark that this thread waits for the other processes.
@@ -174,7 +166,7 @@ def current() -> dict[str, object]:
     now = time.monotonic()
     lanes = {name: last._replace(began=now - last.began) for name, last in list(_lanes.items())}
     host = socket.gethostname()
-    return {"pid": os.getpid(), "host": host, "lanes": lanes, "devices": _devices}
+    return {"pid": os.getpid(), "host": host, "lanes": lanes}
 
 
 def start_reports(rank: int, environment: "os._Environ[str] | dict[str, str]" = os.environ) -> bool:

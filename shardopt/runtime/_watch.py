@@ -1,6 +1,6 @@
 """Find hangs: collect the reports of a job's processes, and find the process that lags behind.
 
-`Watch` listens; `find_hang` and `find_slow_devices` are functions of the reports. A
+`Watch` listens; `find_hang` is a function of the reports. A
 rank hangs if it has begun nothing new for longer than the timeout *and no rank is behind it*: ranks
 that wait for it in a collective are ahead of it. A rank without reports is stopped, cut off, or in
 native code that holds the interpreter lock. Messages are JSON, over connections whose peers have
@@ -14,7 +14,6 @@ import contextlib
 import json
 import re
 import secrets
-import statistics
 import sys
 import threading
 import time
@@ -58,16 +57,12 @@ class RankReport(NamedTuple):
       lanes: the last mark of each lane; `began` is in seconds before the report was made.
       pid: the process on its host.
       host: the name of the host.
-      probes: how often the devices were probed.
-      devices: seconds of each device in the last probe.
     """
 
     ago: float
     lanes: dict[str, ProgressMark]
     pid: int
     host: str
-    probes: int = 0
-    devices: tuple[float, ...] = ()
 
 
 class Hang(NamedTuple):
@@ -141,35 +136,6 @@ def _allowed_seconds(mark: ProgressMark, timeout: float) -> float:
     return max(timeout, mark.expected_seconds)
 
 
-def find_slow_devices(devices: Mapping[int, Sequence[float]]) -> list[int]:
-    """Return the ranks with a slow device.
-
-    It takes more than 1.5 times the median over the other ranks of their slowest device.
-
-    Args:
-      devices: by rank, seconds of each of its devices for the same work.
-
-    Example:
-      >>> find_slow_devices({0: [0.010, 0.011], 1: [0.010, 0.018], 2: [0.010, 0.010]})
-      [1]
-    """
-    longest = {rank: max(seconds) for rank, seconds in devices.items()}
-    return [
-        rank
-        for rank, seconds in longest.items()
-        if seconds > 1.5 * _median_of_others(longest, rank)
-    ]
-
-
-def _median_of_others(seconds: Mapping[int, float], rank: int) -> float:
-    """Return the median of the other ranks.
-
-    The value of the rank itself if there is no other one.
-    """
-    other_seconds = [value for other_rank, value in seconds.items() if other_rank != rank]
-    return statistics.median(other_seconds or [seconds[rank]])
-
-
 class Watch:
     """Collects the reports of the processes of one attempt, on threads, until `close`.
 
@@ -199,7 +165,6 @@ class Watch:
         self._last_reports: dict[int, tuple[float, RankReport] | None] = dict.fromkeys(range(count))
         self._connections: dict[int, Connection] = {}
         self._warned_no_reports = False
-        self._probes, self._suspects, self._slow_devices = 0, [], []
         self.stacks: dict[int, str] = {}
         token = secrets.token_hex(16)
         self._server = MessageServer(self._serve, token, host=host, port=port)
@@ -209,8 +174,7 @@ class Watch:
         self.environment = {ADDRESS: address, TOKEN: token, BEAT: str(beat)}
 
     def check(self) -> Hang | None:
-        """Return the hang of the job, or None. Name slow devices."""
-        self._check_devices()
+        """Return the hang of the job, or None."""
         since_start = time.monotonic() - self._start
         reports = self.reports()
         has_no_progress = reports and all(map(_is_starting, reports.values()))
@@ -266,36 +230,6 @@ class Watch:
             else:
                 self._last_reports[rank] = time.monotonic(), _read(message)
 
-    def _check_devices(self) -> None:
-        """Name the ranks that were slow in two consecutive probes of all ranks."""
-        reports = {
-            rank: report
-            for rank, report in self.reports().items()
-            if report is not None and report.devices
-        }
-        fewest_probes = min((report.probes for report in reports.values()), default=0)
-        if len(reports) < len(self._last_reports) or fewest_probes <= self._probes:
-            return
-        self._probes = max(report.probes for report in reports.values())
-        suspects = find_slow_devices({rank: r.devices for rank, r in reports.items()})
-        slow = {rank for rank in suspects if rank in self._suspects}
-        before = set(self._slow_devices)
-        for rank in sorted(slow - before):
-            self._say(_slow_device_text(rank, reports))
-        for rank in sorted(before - set(suspects)):
-            self._say(f"launch: process {rank} computes slowly no more.")
-        self._suspects, self._slow_devices = suspects, sorted(slow | before & set(suspects))
-
-
-def _slow_device_text(rank: int, reports: Mapping[int, RankReport]) -> str:
-    longest = {other: max(report.devices) for other, report in reports.items()}
-    device = reports[rank].devices.index(longest[rank])
-    return (
-        f"launch: process {rank} computes slowly: its device {device} on {reports[rank].host} needs"
-        f" {longest[rank]:.2g} s for products that take the others"
-        f" {_median_of_others(longest, rank):.2g} s. All wait for it in each step."
-    )
-
 
 def _is_starting(report: RankReport | None) -> bool:
     return report is None or all(mark.phase == START for mark in report.lanes.values())
@@ -308,15 +242,7 @@ def _read(message: Mapping) -> RankReport:
         )
         for name, (step, number, phase, began, expected, thread) in message["lanes"].items()
     }
-    probes, devices = message["devices"]
-    return RankReport(
-        ago=0.0,
-        lanes=lanes,
-        pid=int(message["pid"]),
-        host=str(message["host"]),
-        probes=int(probes),
-        devices=tuple(map(float, devices)),
-    )
+    return RankReport(ago=0.0, lanes=lanes, pid=int(message["pid"]), host=str(message["host"]))
 
 
 def describe(

@@ -46,8 +46,8 @@ def watchdog(hang_timeout: float, *, port: int = 0) -> None:
     3. The launcher of the job ends the others and starts the job again: `srun
        --kill-on-bad-exit=1`, or a JobSet with `backoffLimit: 0`.
 
-    The program also names a rank that is slow because of its own work. To get the stacks at any
-    time, send SIGUSR2: they are written to a file in the folder for temporary files.
+    To get the stacks at any time, send SIGUSR2: they are written to a file in the folder for
+    temporary files.
     """
     if not hang_timeout > 0:
         raise ValueError(

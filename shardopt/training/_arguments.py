@@ -21,9 +21,6 @@ from shardopt.training._evaluation import Evaluate
 from shardopt.training._resume import DeferredInit
 from shardopt.training._verify import Verification
 
-PROBE_EVERY = 10
-"""Processes under a watch measure the speed of their devices after this many agreements."""
-
 
 class Due(NamedTuple):
     """What is due after a step.
@@ -36,7 +33,6 @@ class Due(NamedTuple):
       save: a checkpoint is written.
       save_in_memory: a snapshot is stored in the memory of the hosts.
       agree: processes agree whether to stop.
-      probe: processes measure the speed of their devices.
     """
 
     log: bool = False
@@ -46,7 +42,6 @@ class Due(NamedTuple):
     save: bool = False
     save_in_memory: bool = False
     agree: bool = False
-    probe: bool = False
 
     @property
     def waits(self) -> bool:
@@ -101,7 +96,6 @@ class Arguments:
             save=save,
             save_in_memory=checkpoints is not None and checkpoints.due_in_memory(step),
             agree=log or evaluate,
-            probe=step % (PROBE_EVERY * self.log_every) == 0,
         )
 
 

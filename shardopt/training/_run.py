@@ -21,8 +21,6 @@ from shardopt.core._errors import NonFiniteLossError
 from shardopt.core._types import PyTree, TrainState
 from shardopt.losses._batch_dims import num_rows
 from shardopt.runtime._agreement import agree
-from shardopt.runtime._probe import probe_or_warn
-from shardopt.runtime._progress import is_reported
 from shardopt.runtime._turn import StopRun, stop_points, turn_of_step
 from shardopt.step._global_rows import rows_of
 from shardopt.step._optimizer import Metrics
@@ -226,19 +224,12 @@ class FitRun:
         self.stopping_state = update(rule, self.stopping_state, self.step, seen_metrics)
 
     def agree(self) -> None:
-        """Agree with all processes whether to stop, if that is due.
-
-        Now and then measure the speed of devices.
-        """
+        """Agree with all processes whether to stop, if that is due."""
         self.ledger.enter("agree")
         if self.stopped is None:
             if self.due.agree:
                 self.wait_for_all()
             self.stopped = self.verdict(due=self.due.agree)
-        if self.due.probe and jax.process_count() > 1 and is_reported():
-            # no step is in progress: all processes have just exchanged verdicts
-            self.ledger.enter("agree")
-            probe_or_warn()
 
     def finish(self) -> TrainState:
         """Evaluate, report and save the last state; return it, synchronized."""
@@ -443,7 +434,7 @@ def begin(
     )
     if unfinished is not None:
         due, metrics = unfinished
-        run.due, run.is_observed = Due(*due)._replace(agree=False, probe=False), False
+        run.due, run.is_observed = Due(*due)._replace(agree=False), False
         meter.resume(metrics)
     stop.run = run
     cleanup.callback(stop.forget_run)

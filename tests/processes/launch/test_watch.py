@@ -12,12 +12,9 @@ import time
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
-import jax
 import pytest
 from support.paths import ROOT
 
-import shardopt.runtime._watch as watch_module
-from shardopt.runtime import _probe as probe
 from shardopt.runtime import _progress as progress
 from shardopt.runtime._launch import launch
 from shardopt.runtime._progress import MAIN, SAVING, START, ProgressMark
@@ -94,86 +91,6 @@ def test_the_one_that_lags_is_found_not_those_that_wait_for_it(ranks, hang):
 def test_one_that_stopped_before_its_first_report_is_named_once_others_wait():
     assert find_hang({0: None, 1: heard(5, 2, "wait", 2)}, 10, 50) is None
     assert find_hang({0: None, 1: heard(5, 2, "wait", 11)}, 10, 50) == Hang((0,), True, MAIN, 11)
-
-
-def test_a_process_whose_device_is_slow_in_two_probes_is_named():
-    """In lockstep all steps are equally long: only what no other process takes part in tells."""
-    said = []
-    watch = Watch(3, 60, say=said.append)
-    count = [0]
-
-    def report(*seconds):
-        count[0] += 1
-        for rank, slowest in enumerate(seconds):
-            message = {"rank": rank, **progress.current(), "devices": (count[0], [0.01, slowest])}
-            watch._last_reports[rank] = (
-                time.monotonic(),
-                watch_module._read(json.loads(json.dumps(message))),
-            )
-        watch.check()
-        watch.check()  # of the same probe: says nothing new
-
-    try:
-        report(0.011, 0.012, 0.02)  # one that is not repeated
-        for slowest in (0.011, 0.03, 0.03, 0.03, 0.012):
-            report(0.011, 0.012, slowest)
-    finally:
-        watch.close()
-    host = socket.gethostname()
-    assert said == [
-        (
-            f"launch: process 2 computes slowly: its device 1 on {host} needs 0.03 s for products"
-            " that take the others 0.011 s. All wait for it in each step."
-        ),
-        "launch: process 2 computes slowly no more.",
-    ]
-
-
-def test_training_goes_on_where_devices_have_no_memory_left_to_be_probed(monkeypatch, caplog):
-    def full():
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-
-    monkeypatch.setattr(probe, "probe_devices", full)
-    probe.probe_or_warn()
-    assert "could not be probed, so that a slow one is not named: RESOURCE_EXHAUSTED" in caplog.text
-
-
-SHARED = """
-import os, subprocess, sys
-rank, cores = int(os.environ["JAX_PROCESS_ID"]), sorted(os.sched_getaffinity(0))
-os.sched_setaffinity(0, {cores[rank]})
-burn = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * rank)]
-import time, shardopt as so
-so.initialize()
-for step in range(6):
-    so.runtime.report_progress(step)
-    so.runtime.probe_devices()
-    time.sleep(1)
-so.runtime.report_progress(6, "")
-for one in burn: one.kill()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores")
-def test_a_process_that_shares_its_core_with_others_is_named(tmp_path):
-    script, said = tmp_path / "job.py", []
-    script.write_text(SHARED)
-    environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        options = {
-            "processes": 2,
-            "log_dir": tmp_path / "logs",
-            "hang_timeout": 60.0,
-            "say": said.append,
-        }
-        assert launch(lambda attempt: [sys.executable, str(script)], **options) == 0
-    assert said
-    assert re.match(
-        r"launch: process 1 computes slowly: its device 0 on \S+ needs .* s for products", said[0]
-    )
 
 
 STACKS = """Thread 0x0000000000000008 (most recent call first):
