@@ -1,9 +1,11 @@
 """The axis that a reduction runs over: its names, its size, and whether it is bound."""
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import jax
-from jax._src.core import get_axis_env
+from jax._src.core import get_axis_env, top_axis_env, trace_ctx
 
 from shardopt.core._errors import error_text, value_error
 
@@ -45,6 +47,17 @@ def axis_size(axis_name: AxisName) -> int:
 def bound_axes() -> tuple[str, ...]:
     """Return the axes that are bound: of the `shard_map`, `pmap` and `vmap` around."""
     return tuple(name for name in get_axis_env().axis_sizes if isinstance(name, str))
+
+
+@contextlib.contextmanager
+def global_view() -> Iterator[None]:
+    """Let functions that are traced inside of a `shard_map` see no bound axis, as outside of it."""
+    axes = get_axis_env()
+    trace_ctx.set_axis_env(top_axis_env)
+    try:
+        yield
+    finally:
+        trace_ctx.set_axis_env(axes)
 
 
 def is_bound(name: str) -> bool:

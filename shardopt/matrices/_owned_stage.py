@@ -16,6 +16,7 @@ import numpy as np
 
 from shardopt.collectives import all_to_all
 from shardopt.config._config import StrategyConfig
+from shardopt.core._axis import global_view
 from shardopt.matrices._blockwise import match_variables
 from shardopt.matrices._owned_tasks import CutLeaves, OwnedStage, OwnedTask, Transfer
 from shardopt.mesh import spec_axes
@@ -344,7 +345,9 @@ def _unit_functions(
 
     They come from new traces, because equations belong to the mesh under which they are traced.
     """
-    new_traces = {cut: retrace(cut) for cut in {task.cut: None for task in tasks}}
+    # An axis is bound here, and a link such as skip_anomalies would average over it.
+    with global_view():
+        new_traces = {cut: retrace(cut) for cut in {task.cut: None for task in tasks}}
     new_variables: dict[CutLeaves, dict[jex.Var, jex.Var]] = {}
     for cut, new_trace in new_traces.items():
         matches = match_variables(stage.traces[cut].jaxpr, new_trace.jaxpr)
