@@ -13,6 +13,7 @@ from shardopt.core._reducer import check_reducer
 from shardopt.core._types import PyTree, abstract
 from shardopt.reducers import Reducer, exact
 from shardopt.reducers._reducer import check_leaves
+from shardopt.transforms._local_gradients import check_not_changed
 from shardopt.transforms._state_form import (
     check_form,
     nan_for_state_of_another_device,
@@ -39,8 +40,8 @@ def average_gradients(
     """Replace each device's gradients by their mean over an axis.
 
     g = mean_d g_d, computed by the reducer. Later transformations in the chain see the same
-    gradients on all devices. Earlier ones see the gradients of one device: put a clip after it. No
-    type shows that a gradient was clipped before, so this is not checked.
+    gradients on all devices. Earlier ones see the gradients of one device: put a clip after it. A
+    clip before it is refused where the update is traced by `jax.jit` or `jax.pmap`.
 
     Args:
       axis_name: the axis, or a tuple of axes, of the `shard_map`, `pmap` or `vmap` around `update`.
@@ -54,8 +55,8 @@ def average_gradients(
     Raises:
       TypeError: if `axis_name` is not a name or `reducer` not a `Reducer`; in `update`, if a
         gradient is not floating.
-      ValueError: in `update`, if the axis is not bound, the weight is no scalar, or the types show
-        that the gradients are summed already.
+      ValueError: in `update`, if the axis is not bound, the weight is no scalar, the types show
+        that the gradients are summed already, or a trace that they were clipped or averaged.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, shardopt as so
@@ -94,6 +95,7 @@ def average_gradients(
     ) -> tuple[PyTree, PyTree]:
         num_devices = axis_size(axis_name)
         check_leaves(updates)
+        check_not_changed(updates, axis_name)
         if weight is not None:
             if jnp.size(weight) != 1:
                 problem = f"weight is one number of this device, got shape {jnp.shape(weight)}."

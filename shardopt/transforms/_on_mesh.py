@@ -22,6 +22,7 @@ from shardopt.core._device_state import (
 )
 from shardopt.core._errors import calling, error_text
 from shardopt.core._types import PyTree, leaves_with_paths, merge_replicas, path_text
+from shardopt.transforms._local_gradients import OF_DEVICE
 from shardopt.transforms._state_form import check_alike
 
 
@@ -41,7 +42,7 @@ def on_mesh(
       own_params: whether each device has parameters of its own, [N, ...], as `local_updates` needs.
 
     Returns:
-      An optax transformation with two further functions:
+      An optax transformation, with two further functions:
 
       - `init(params)` makes the state of all devices, placed on the mesh.
       - `update(grads, state, params)` under `jit` takes the gradients of all devices, [N, ...], see
@@ -76,12 +77,24 @@ def on_mesh(
     if axis_name not in mesh.axis_names:
         problem = f"the mesh has no axis {axis_name!r}, it has {mesh.axis_names}."
         raise ValueError(error_text(problem, fix="name the axis that splits the batch."))
-    return OnMesh(check_transformation("tx", tx), mesh, axis_name, own_params)
+    chain = _ChainOnMesh(check_transformation("tx", tx), mesh, axis_name, own_params)
+    transformation = OnMesh(chain.init, chain.update)
+    transformation.specs, transformation.resized = chain.specs, chain.resized
+    return transformation
+
+
+class OnMesh(optax.GradientTransformationExtraArgs):
+    """What `on_mesh` returns: optax must know it as a transformation, or it drops weights and
+    losses around it.
+    """
+
+    specs: Callable[[PyTree], PyTree]
+    resized: Callable[[PyTree], PyTree]
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh:
-    """What `on_mesh` returns."""
+class _ChainOnMesh:
+    """The functions of what `on_mesh` returns."""
 
     tx: optax.GradientTransformationExtraArgs
     mesh: Mesh
@@ -144,7 +157,9 @@ class OnMesh:
             grads: PyTree, state: PyTree, params: PyTree, weights: PyTree, extra: dict[str, Any]
         ):
             extra = extra | device_part(weights)
-            updates, state = self._update_device(device_part(grads), state, params, **extra)
+            with jax.named_scope(OF_DEVICE):
+                grads = device_part(grads)
+            updates, state = self._update_device(grads, state, params, **extra)
             if not self.own_params:
                 problem = f"updates differ along {self.axis_name!r}: no link of the chain averages."
                 fix = (
@@ -188,7 +203,8 @@ class OnMesh:
 
         def run(parts: PyTree, state: PyTree, params: PyTree, extra: dict[str, Any]):
             # the mean of these is the sum of the parts
-            grads = jax.tree.map(lambda part: part * size, parts)
+            with jax.named_scope(OF_DEVICE):
+                grads = jax.tree.map(lambda part: part * size, parts)
             return self._update_device(grads, state, params, **extra)
 
         specs, replicated = self.specs(state), PartitionSpec()

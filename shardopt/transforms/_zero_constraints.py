@@ -161,10 +161,14 @@ class ByConstraints:
 
 
 def _constrain(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
-    """Return the tree with each array sharded by its spec, unless all its dims are free."""
+    """Return the tree with each array sharded by its spec, unless all its dims are free.
+
+    A count is placed on the mesh too: the second step would be compiled again otherwise.
+    """
 
     def constrain_leaf(leaf: Any, spec: PartitionSpec) -> Any:
-        if all(entry is FREE for entry in spec):
+        is_free = bool(spec) and all(entry is FREE for entry in spec)
+        if is_free or not isinstance(leaf, jax.Array):
             return leaf
         return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
 

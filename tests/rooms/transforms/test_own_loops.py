@@ -413,6 +413,21 @@ def test_zero_of_any_optimizer_equals_one_device_in_every_loop(name, loop, mesh_
     assert stored <= whole / 8 + 8 * small
 
 
+WITH_COUNTS = ["adam", "lion", "clip_adamw", "multi_steps", "injected", "skip_anomalies"]
+
+
+@pytest.mark.parametrize("name", tiered(WITH_COUNTS, lambda name: name == "adam"))
+def test_a_step_with_zero_is_compiled_once_although_its_state_has_counts(name, mesh_of):
+    mesh = mesh_of(data=8)
+    tx = T.zero(OPTIMIZERS[name](), "data", mesh)
+    step = jax.jit(lambda params, state: tx.update(params, state, params))
+    params = jax.device_put({"w": np.ones((16, 8))}, jax.NamedSharding(mesh, P()))
+    state = tx.init(params)
+    for _ in range(3):
+        _, state = step(params, state)
+    assert step._cache_size() == 1
+
+
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_mean_of_local_parameters_is_local_sgd_in_a_loop_of_ones_own(every, mesh_of, x64):
     tx, mesh = T.local_updates(optax.sgd(0.05, momentum=0.9), "data", every), mesh_of(data=4)
@@ -556,6 +571,31 @@ def test_weights_of_all_devices_under_jit_make_a_mean_over_valid_rows_exact(kind
     _, grads = jax.jit(grads_of)(params, batch)
     mean, _ = jax.jit(tx.update)(grads, tx.init(params), params, weight=weights)
     np.testing.assert_allclose(mean, jax.grad(masked_loss)(params, batch), rtol=1e-12)
+
+
+AROUND_ON_MESH = {
+    "chain": lambda tx: optax.chain(tx, optax.scale(1.0)),
+    "named_chain": lambda tx: optax.named_chain(("links", tx), ("scale", optax.scale(1.0))),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+    "masked": lambda tx: optax.masked(tx, True),
+    "support": optax.with_extra_args_support,
+}
+
+
+@pytest.mark.parametrize("name", AROUND_ON_MESH)
+def test_a_transformation_around_on_mesh_passes_the_weights_on(name, mesh_of, x64):
+    mesh, params, batch = mesh_of(data=8), np.ones((4, 3)), masked_batch()
+    tx = AROUND_ON_MESH[name](T.on_mesh(MEAN, mesh, "data"))
+    grads_of = T.per_device_grads(jax.value_and_grad(masked_loss), mesh, "data")
+    weights = jnp.asarray(batch["mask"]).reshape(8, 2).sum(1)
+
+    @jax.jit
+    def mean_of(params):
+        # MultiSteps makes room for sums of what it gets
+        state = tx.init(jnp.stack([params] * 8) if name == "MultiSteps" else params)
+        return tx.update(grads_of(params, batch)[1], state, params, weight=weights)[0]
+
+    np.testing.assert_allclose(mean_of(params), jax.grad(masked_loss)(params, batch), rtol=1e-12)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (4,), (8, 1)], ids=str)
