@@ -97,7 +97,16 @@ def write_json(script: str, results: Any, path: Path | None = None) -> Path:
     """
     import jax
 
-    packages = ("jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "libtpu")
+    packages = [
+        "jax",
+        "jaxlib",
+        "optax",
+        "flax",
+        "orbax-checkpoint",
+        "numpy",
+        "libtpu",
+        "jax-cuda12-plugin",
+    ]
     ran = Path(sys.argv[0])
     record = {
         "benchmark": Path(script).stem,

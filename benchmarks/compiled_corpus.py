@@ -1,5 +1,5 @@
 """The compiled programs that are proved: every row of `same_programs`, and transformers with
-positions and experts split.
+positions and experts split. And patterns that compilers got wrong.
 
 A program is the text that XLA was given, the text that it compiled, and where the arguments and
 results live.
@@ -15,19 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import same_programs as sp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from same_programs import Problem, Row, mesh_of
 
 import shardopt as so
 from shardopt.hlo._hlo_text import parse
 from shardopt.hlo.proof._interpret import Interpreter
 from shardopt.hlo.proof._lines import read_shape
-from shardopt.hlo.proof._text import full_text, lowered_text
+from shardopt.hlo.proof._text import full_text, lowered_text, text_of
 from shardopt.models import gpt, moe
 from shardopt.planning import topology_devices
 
 TOPOLOGIES = {"cpu": None, "v5p": "v5p:2x2x2", "v6e": "v6e:2x4", "h100": "h100:8"}
 """Eight devices of each platform."""
+PATTERN = "scatters summed in a scan, openxla/xla 49143"
 ON_CHIPS = (
+    PATTERN,
     "ddp, adamw",
     "zero1, adamw",
     "zero2",
@@ -68,8 +72,46 @@ class Program(NamedTuple):
     lowered: str
 
 
+class Pattern(NamedTuple):
+    """A program with the attributes of a strategy that `compiled_programs` reads."""
+
+    mesh: Mesh
+    step: Any
+
+    def abstract_state(self, params: Any) -> Any:
+        """Return the first argument of the step."""
+        return params
+
+
+def scatters_in_a_scan(mesh: Mesh) -> Any:
+    """Return the step of openxla/xla 49143: a replicated sum of scatters of sharded rows."""
+    rows, replicated = NamedSharding(mesh, P(None, "d")), NamedSharding(mesh, P())
+
+    def sum_scatters(ids, values):
+        def add(total, piece):
+            total = total.at[piece[0]].add(piece[1])
+            return jax.lax.with_sharding_constraint(total, replicated), None
+
+        return jax.lax.scan(add, jnp.zeros((96, *values.shape[3:])), (ids, values))[0]
+
+    return jax.jit(sum_scatters, in_shardings=rows, out_shardings=replicated)
+
+
+def pattern_row(columns: tuple[int, ...] = (2, 16)) -> Row:
+    """Return the row of the pattern, with small dims by default."""
+
+    def make() -> Pattern:
+        mesh = Mesh(np.array((sp.DEVICES or jax.devices())[:8]), "d")
+        return Pattern(mesh, scatters_in_a_scan(mesh))
+
+    ids = jax.ShapeDtypeStruct((2, 8, 8), jnp.int32)
+    values = jax.ShapeDtypeStruct((2, 8, 8, *columns), jnp.float32)
+    return Row(PATTERN, make, Problem(None, ids, values), evaluate=False)
+
+
 def corpus_rows() -> Iterator[Row]:
-    """Yield the rows of all strategies, then those of transformers."""
+    """Yield the pattern, the rows of all strategies, then those of transformers."""
+    yield pattern_row()
     yield from sp.all_rows()
     yield from transformer_rows()
 
@@ -177,25 +219,50 @@ def transformer_rows() -> Iterator[Row]:
         yield Row(label, make, problems[model], evaluate=name == "fsdp")
 
 
-def programs(platform: str = "cpu", only: str = "", store: Path | None = None) -> Iterator[Program]:
-    """Yield every program of a platform, compiled or from the store."""
-    for row in corpus_rows():
-        if only not in row.name or not row.name.startswith(ON_PLATFORM.get(platform, ON_CHIPS)):
+def programs(
+    platform: str = "cpu", only: str = "", store: Path | None = None, every: int = 1
+) -> Iterator[Program]:
+    """Yield the programs of each so many rows of a platform, compiled or from the store.
+
+    A row that the compiler refuses leaves a file with its error in the store, and is not compiled
+    again.
+    """
+    names = ON_PLATFORM.get(platform, ON_CHIPS)
+    rows = [row for row in corpus_rows() if only in row.name and row.name.startswith(names)]
+    for row in rows[::every]:
+        if store is None:
+            yield from (program for program, _ in compiled_programs(row, platform))
             continue
-        stored = (
-            []
-            if store is None
-            else sorted((store / platform).glob(f"{_file_name(row.name)}__*.json"))
-        )
-        if stored:
-            yield from (Program(**json.loads(path.read_text())) for path in stored)
-            continue
-        for program, _ in compiled_programs(row, platform):
-            if store is not None:
-                (store / platform).mkdir(parents=True, exist_ok=True)
-                path = store / platform / f"{_file_name(program.name)}.json"
-                path.write_text(json.dumps(program._asdict()))
-            yield program
+        folder = store / platform
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = _file_name(row.name)
+        error = folder / f"{stem}.error"
+        stored = sorted(folder.glob(f"{stem}__*.json"))
+        if not stored and not error.exists():
+            stored = _stored(row, platform, folder / stem)
+        yield from (Program(**json.loads(path.read_text())) for path in stored)
+
+
+def _stored(row: Row, platform: str, path: Path) -> list[Path]:
+    """Store the programs of a row, or the error of the compiler; return the files of the programs.
+
+    While the compiler works there is a file that names the row, for the case that it ends the
+    process.
+    """
+    compiling = path.parent / f"{path.name}.compiling"
+    compiling.write_text(json.dumps({"row": row.name, "message": "It ended the process."}))
+    files = []
+    try:
+        for program, _ in list(compiled_programs(row, platform)):
+            files.append(path.parent / f"{_file_name(program.name)}.json")
+            files[-1].write_text(json.dumps(program._asdict()))
+    except Exception as refusal:  # a compiler of another version may refuse a row
+        message = f"{type(refusal).__name__}: {refusal}"
+        print(f"compiled_corpus: {row.name} for {platform}: {message[:300]}")
+        error = {"row": row.name, "message": message}
+        compiling.with_suffix(".error").write_text(json.dumps(error))
+    compiling.unlink()
+    return files
 
 
 def _file_name(name: str) -> str:
@@ -216,26 +283,16 @@ def compiled_programs(row: Row, platform: str = "cpu") -> Iterator[tuple[Program
         lowered["evaluate"] = opt.evaluate.lower(state, row.problem.batch)
     for label, program in lowered.items():
         compiled = program.compile()
-        try:
-            compiled.as_text()
-        except jax.errors.JaxRuntimeError as error:
-            # jaxlib cannot read some instructions of libtpu
-            print(
-                f"compiled_corpus: no text of {row.name} for {platform}:"
-                f" {str(error).splitlines()[0][:200]}"
-            )
-            continue
-        yield (
-            program_of(
-                f"{row.name}: {label}", compiled, dict(opt.mesh.shape), lowered_text(program)
-            ),
-            compiled,
-        )
+        text = text_of(compiled, program)  # jaxlib cannot read some instructions of libtpu
+        name, mesh = f"{row.name}: {label}", dict(opt.mesh.shape)
+        yield program_of(name, compiled, mesh, lowered_text(program), text), compiled
 
 
-def program_of(name: str, compiled: Any, mesh: dict[str, int], lowered: str) -> Program:
+def program_of(
+    name: str, compiled: Any, mesh: dict[str, int], lowered: str, text: str | None = None
+) -> Program:
     """Return what is proved of a compiled object."""
-    text = full_text(compiled)
+    text = full_text(compiled, text)
     ranks = [len(read_shape(line.shape).dims) for line in Interpreter(parse(text)).parameters]
     inputs = _texts(ranks, compiled.input_shardings)  # without the arguments that jax drops
     outputs = _texts(

@@ -8,7 +8,7 @@ Run: python benchmarks/compiled_proof.py --platform cpu v5p v6e  # with a new ja
 Each program is compiled for eight devices, nothing runs on a chip. Every program should be
 "proved", or at least "agrees". With `--mutants`, so many mutants of each program are interpreted in
 numpy, and those that compute something else are given to the proof. It should call each of them
-"wrong", and none of them "proved". `--every 5` takes each fifth program. `--store` keeps compiled
+"wrong", and none of them "proved". `--every 5` takes each fifth row. `--store` keeps compiled
 programs in a folder for the next run.
 """
 
@@ -17,7 +17,7 @@ import re
 import time
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="a part of the names of the rows")
     parser.add_argument("--mutants", type=int, default=0, help="how many mutants of each program")
-    parser.add_argument("--every", type=int, default=1, help="take each of so many programs")
+    parser.add_argument("--every", type=int, default=1, help="take each of so many rows")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", type=Path, help="a folder for compiled programs")
     parser.add_argument("--json", type=Path, help="where the results are written")
@@ -60,7 +60,7 @@ def main() -> None:
             write_json(__file__, results, options.json)
     results |= {platform: {} for platform in options.platform}
     for platform in options.platform:
-        corpus = list(programs(platform, options.only, options.store))[:: options.every]
+        corpus = programs(platform, options.only, options.store, options.every)
         for results[platform] in of_platform(corpus, options.mutants, options.seed):
             if options.json:  # a run that is interrupted leaves the counts so far
                 write_json(__file__, results, options.json)
@@ -91,10 +91,11 @@ def of_model(name: str) -> dict[str, Any]:
     }
 
 
-def of_platform(corpus: list[Program], count: int, seed: int) -> Iterator[dict[str, Any]]:
+def of_platform(corpus: Iterable[Program], count: int, seed: int) -> Iterator[dict[str, Any]]:
     """Yield the counts of verdicts on programs and on their mutants after each program."""
     result: dict[str, Any] = {
         "programs": dict.fromkeys(VERDICTS, 0),
+        "verdicts": {},
         "instructions": 0,
         "not_compared": [],
     }
@@ -114,6 +115,7 @@ def of_platform(corpus: list[Program], count: int, seed: int) -> Iterator[dict[s
         verdict, proof = verdict_of(program, program.text, reference)
         result["seconds"] += time.process_time() - start
         result["programs"][verdict] += 1
+        result["verdicts"][program.name] = verdict
         if proof is not None:
             result["instructions"] += proof.num_instructions
             result["unknown_instructions"] += len(proof.unknown)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from compiled_corpus import pattern_row, scatters_in_a_scan
 from jax.sharding import PartitionSpec as P
 
 import shardopt as so
@@ -34,26 +34,13 @@ PASS = {"xla_disable_hlo_passes": "while-loop-all-reduce-code-motion"}
 COLLECTIVE = re.compile(
     r" (all-reduce|reduce-scatter|all-gather|collective-permute|all-to-all)(?:-start)?\("
 )
-TABLE = (96, 35, 256)
 
 
 def control(options):
-    """Return the compiled program of the issue: a replicated sum of scatters of sharded rows."""
+    """Return the compiled program of the issue, with the dims of its report."""
     mesh = jax.sharding.Mesh(np.array(topology_devices(TOPOLOGY)), "d")
-    rows, replicated = NamedSharding(mesh, P(None, "d")), NamedSharding(mesh, P())
-
-    def sum_scatters(ids, values):
-        def add(total, piece):
-            return (
-                jax.lax.with_sharding_constraint(total.at[piece[0]].add(piece[1]), replicated),
-                None,
-            )
-
-        return jax.lax.scan(add, jnp.zeros(TABLE), (ids, values))[0]
-
-    ids = jax.ShapeDtypeStruct((2, 8, 8), jnp.int32, sharding=rows)
-    values = jax.ShapeDtypeStruct((2, 8, 8, *TABLE[1:]), jnp.float32, sharding=rows)
-    lowered = jax.jit(sum_scatters, out_shardings=replicated).lower(ids, values)
+    problem = pattern_row((35, 256)).problem
+    lowered = scatters_in_a_scan(mesh).lower(problem.params, problem.batch)
     return lowered.compile(compiler_options=options).as_text()
 
 
